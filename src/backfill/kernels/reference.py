@@ -1,0 +1,116 @@
+"""Plain torch kernels: the meaning of every operator, on any device, without regard for speed.
+
+The C++ and Triton kernels are tested against these.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from backfill.kernels.base import AttentionBatch, Linear
+
+
+class ReferenceLinear:
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.weight = weight
+        self.bias = bias
+        self.out_features, self.in_features = weight.shape
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+class ReferenceKernels:
+    """See ``backfill.kernels.base.Kernels`` for shapes."""
+
+    def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        return ReferenceLinear(weight, bias)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        x32 = x.float()
+        scale = torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
+        return (x32 * scale * weight.float()).to(x.dtype)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        residual += x
+        return self.rms_norm(residual, weight, eps)
+
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.float().chunk(2, dim=-1)
+        return (F.silu(gate) * up).to(gate_up.dtype)
+
+    def rotate_and_write_kv(
+        self,
+        qkv: Tensor,
+        kv_pool: Tensor,
+        layer: int,
+        batch: AttentionBatch,
+        num_heads: int,
+        cos_sin: Tensor | None,
+        q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None,
+        eps: float = 0.0,
+    ) -> None:
+        _, _, _, num_kv_heads, block_size, head_dim = kv_pool.shape
+        q, k, v = _split_heads(qkv, num_heads, num_kv_heads, head_dim)
+        if q_norm is not None and k_norm is not None:
+            q_rotated, k = self.rms_norm(q, q_norm, eps), self.rms_norm(k, k_norm, eps)
+        else:
+            q_rotated = q
+        if cos_sin is not None:
+            q_rotated = _rotate(q_rotated, cos_sin[batch.positions])
+            k = _rotate(k, cos_sin[batch.positions])
+        q.copy_(q_rotated)
+        blocks, places = batch.slots // block_size, batch.slots % block_size
+        kv_pool[blocks, layer, 0, :, places] = k
+        kv_pool[blocks, layer, 1, :, places] = v
+
+    def attention(
+        self, qkv: Tensor, kv_pool: Tensor, layer: int, batch: AttentionBatch, num_heads: int, scale: float
+    ) -> Tensor:
+        _, _, _, num_kv_heads, _, head_dim = kv_pool.shape
+        q, _, _ = _split_heads(qkv, num_heads, num_kv_heads, head_dim)
+        out = torch.empty_like(q)
+        for seq in range(batch.num_seqs):
+            start, end = int(batch.query_offsets[seq]), int(batch.query_offsets[seq + 1])
+            context = int(batch.context_lens[seq])
+            refs = batch.block_refs[int(batch.block_offsets[seq]) : int(batch.block_offsets[seq + 1])]
+            k = gather_tokens(kv_pool[:, layer, 0], refs, context).float()
+            v = gather_tokens(kv_pool[:, layer, 1], refs, context).float()
+            k = k.repeat_interleave(num_heads // num_kv_heads, dim=0)
+            v = v.repeat_interleave(num_heads // num_kv_heads, dim=0)
+            scores = torch.einsum("qhd,hkd->hqk", q[start:end].float(), k) * scale
+            query_positions = torch.arange(context - (end - start), context, device=q.device)
+            key_positions = torch.arange(context, device=q.device)
+            hidden = key_positions[None, :] > query_positions[:, None]
+            probabilities = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+            out[start:end] = torch.einsum("hqk,hkd->qhd", probabilities, v).to(q.dtype)
+        return out.reshape(out.shape[0], -1)
+
+
+def gather_tokens(pool: Tensor, refs: Tensor, num_tokens: int) -> Tensor:
+    """First ``num_tokens`` tokens of a sequence, in order: ``[num_blocks, G, B, D] -> [G, num_tokens, D]``."""
+    block_size = pool.shape[2]
+    offsets = torch.arange(num_tokens, device=pool.device)
+    ref = refs.long()[offsets // block_size]
+    forward = offsets % block_size
+    places = torch.where(ref & 1 == 1, block_size - 1 - forward, forward)
+    return pool[ref >> 1, :, places].transpose(0, 1)
+
+
+def _split_heads(
+    qkv: Tensor, num_heads: int, num_kv_heads: int, head_dim: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Views ``[T, H, D]``, ``[T, G, D]``, ``[T, G, D]`` of ``[T, (H + 2G) * D]``."""
+    heads = qkv.view(qkv.shape[0], num_heads + 2 * num_kv_heads, head_dim)
+    q, k, v = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+    return q, k, v
+
+
+def _rotate(x: Tensor, cos_sin: Tensor) -> Tensor:
+    """Rotary embedding of ``x [T, heads, D]`` by ``cos_sin [T, D]``; float32 inside."""
+    cos, sin = cos_sin[:, None, :].chunk(2, dim=-1)
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)

@@ -1,0 +1,1 @@
+"""KV memory: blocks, who owns them, and their layout."""

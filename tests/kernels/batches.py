@@ -1,0 +1,51 @@
+"""Random attention batches for kernel tests."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+
+from backfill.kernels.base import AttentionBatch
+from backfill.kvcache.block import KVLayout, pack_block_ref, slot_in_block
+
+
+def make_pool(layout: KVLayout, num_blocks: int, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+    return torch.randn(layout.shape(num_blocks), generator=generator).to(dtype)
+
+
+def make_batch(
+    lens: Sequence[tuple[int, int]],
+    *,
+    block_size: int,
+    num_blocks: int,
+    generator: torch.Generator,
+    reversed_share: float = 0.5,
+) -> AttentionBatch:
+    """A batch of sequences given as (query length, context length), in randomly placed and directed blocks."""
+    free = torch.randperm(num_blocks, generator=generator).tolist()
+    refs: list[list[int]] = []
+    slots, positions = [], []
+    for query_len, context_len in lens:
+        needed = -(-context_len // block_size)
+        directions = (torch.rand(needed, generator=generator) < reversed_share).tolist()
+        mine = [pack_block_ref(free.pop(), reverse) for reverse in directions]
+        refs.append(mine)
+        for position in range(context_len - query_len, context_len):
+            ref = mine[position // block_size]
+            slot = slot_in_block(position % block_size, block_size, bool(ref & 1))
+            slots.append((ref >> 1) * block_size + slot)
+            positions.append(position)
+    offsets = [0, *itertools.accumulate(len(mine) for mine in refs)]
+    query_offsets = [0, *itertools.accumulate(query_len for query_len, _ in lens)]
+    return AttentionBatch(
+        positions=torch.tensor(positions, dtype=torch.int64),
+        slots=torch.tensor(slots, dtype=torch.int64),
+        query_offsets=torch.tensor(query_offsets, dtype=torch.int32),
+        context_lens=torch.tensor([context for _, context in lens], dtype=torch.int32),
+        block_refs=torch.tensor([ref for mine in refs for ref in mine], dtype=torch.int32),
+        block_offsets=torch.tensor(offsets, dtype=torch.int32),
+        max_query_len=max(query_len for query_len, _ in lens),
+        max_context_len=max(context for _, context in lens),
+    )
