@@ -1,2 +1,152 @@
+// The Python module: a KernelSet is one ISA variant; its methods take addresses, sizes and strides.
+//
+// Nothing is checked here: the launchers in backfill/kernels/cpu.py are the only callers and check all.
 #include <nanobind/nanobind.h>
-NB_MODULE(_kernels, m) { m.doc() = "C++ kernels of Backfill"; }
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#if defined(__GLIBC__)
+#include <malloc.h>
+#endif
+
+#include <stdexcept>
+
+#include "isa.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace backfill {
+
+namespace {
+
+template <class T>
+T* address(uintptr_t value) {
+  return reinterpret_cast<T*>(value);
+}
+
+std::vector<std::string> isa_names() {
+  std::vector<std::string> names;
+  for (const Isa& isa : supported_isas()) names.push_back(isa.name);
+  return names;
+}
+
+// A pool tensor and a batch, taken apart once for the hundreds of calls that use them. They own nothing.
+struct KvPool {
+  int type;
+  void* data;
+  int64_t num_layers, num_kv_heads, block_size, head_dim;
+
+  KvPool(int type, uintptr_t data, int64_t num_layers, int64_t num_kv_heads, int64_t block_size, int64_t head_dim)
+      : type(type),
+        data(address<void>(data)),
+        num_layers(num_layers),
+        num_kv_heads(num_kv_heads),
+        block_size(block_size),
+        head_dim(head_dim) {}
+
+  PoolShape layer(int64_t index) const {
+    const int64_t layer_size = 2 * num_kv_heads * block_size * head_dim;
+    return {num_layers * layer_size, index * layer_size, num_kv_heads, block_size, head_dim};
+  }
+};
+
+struct Batch {
+  const int64_t *positions, *slots;
+  const int32_t *query_offsets, *context_lens, *block_refs, *block_offsets;
+  int64_t rows, num_seqs;
+
+  Batch(uintptr_t positions, uintptr_t slots, uintptr_t query_offsets, uintptr_t context_lens, uintptr_t block_refs,
+        uintptr_t block_offsets, int64_t rows, int64_t num_seqs)
+      : positions(address<int64_t>(positions)),
+        slots(address<int64_t>(slots)),
+        query_offsets(address<int32_t>(query_offsets)),
+        context_lens(address<int32_t>(context_lens)),
+        block_refs(address<int32_t>(block_refs)),
+        block_offsets(address<int32_t>(block_offsets)),
+        rows(rows),
+        num_seqs(num_seqs) {}
+};
+
+class KernelSet {
+ public:
+  explicit KernelSet(const std::string& name) : isa_(find(name)) {}
+
+  std::string isa() const { return isa_.name; }
+
+  void norm(int type, uintptr_t x, uintptr_t residual, uintptr_t weight, uintptr_t out, int64_t rows, int64_t size,
+            int64_t x_stride, float eps) const {
+    isa_.table->norm[type]({address<void>(x), address<void>(residual), address<void>(weight), address<void>(out),
+                            rows, size, x_stride, eps});
+  }
+
+  void silu_and_mul(
+      int type, uintptr_t gate_up, uintptr_t out, int64_t rows, int64_t size, int64_t stride) const {
+    isa_.table->silu_and_mul[type]({address<void>(gate_up), address<void>(out), rows, size, stride});
+  }
+
+  void rotate_and_write_kv(uintptr_t qkv, const KvPool& pool, const Batch& batch, int64_t layer, int64_t num_heads,
+                           uintptr_t cos_sin, uintptr_t q_norm, uintptr_t k_norm, float eps) const {
+    isa_.table->rotate_and_write_kv[pool.type]({address<void>(qkv), pool.data, pool.layer(layer), batch.positions,
+                                                batch.slots, address<float>(cos_sin), address<void>(q_norm),
+                                                address<void>(k_norm), batch.rows, num_heads, eps});
+  }
+
+  void attention(uintptr_t qkv, uintptr_t out, const KvPool& pool, const Batch& batch, int64_t layer,
+                 int64_t num_heads, float scale) const {
+    isa_.table->attention[pool.type]({address<void>(qkv), pool.data, address<void>(out), pool.layer(layer),
+                                      batch.query_offsets, batch.context_lens, batch.block_refs,
+                                      batch.block_offsets, batch.num_seqs, num_heads, scale});
+  }
+
+ private:
+  static const Isa& find(const std::string& name) {
+    if (name.empty()) return supported_isas().back();
+    std::string known;
+    for (const Isa& isa : supported_isas()) {
+      if (isa.name == name) return isa;
+      known += (known.empty() ? "" : ", ") + isa.name;
+    }
+    throw std::invalid_argument("isa " + name + " is not available here; this machine has: " + known);
+  }
+
+  const Isa& isa_;
+};
+
+// glibc gives freed blocks above a threshold back to the kernel, and a step's activations would fault
+// their pages in again every time.
+bool keep_freed_memory() {
+#if defined(__GLIBC__)
+  return mallopt(M_MMAP_THRESHOLD, 1 << 30) == 1 && mallopt(M_TRIM_THRESHOLD, 1 << 30) == 1;
+#else
+  return false;
+#endif
+}
+
+}  // namespace
+
+}  // namespace backfill
+
+NB_MODULE(_kernels, m) {
+  using backfill::KernelSet;
+  m.doc() = "C++ kernels of Backfill. Import torch first: its OpenMP runtime is the one to share.";
+  m.def("supported_isas", &backfill::isa_names, "ISA variants this machine runs, the fastest last.");
+  m.def("keep_freed_memory", &backfill::keep_freed_memory,
+        "Tell malloc to keep freed memory in the process. False where the C library has no such setting.");
+  const auto nogil = nb::call_guard<nb::gil_scoped_release>();
+  using Address = uintptr_t;
+  nb::class_<backfill::KvPool>(m, "KvPool")
+      .def(nb::init<int, Address, int64_t, int64_t, int64_t, int64_t>(), "type"_a, "data"_a, "num_layers"_a,
+           "num_kv_heads"_a, "block_size"_a, "head_dim"_a);
+  nb::class_<backfill::Batch>(m, "Batch")
+      .def(nb::init<Address, Address, Address, Address, Address, Address, int64_t, int64_t>(), "positions"_a,
+           "slots"_a, "query_offsets"_a, "context_lens"_a, "block_refs"_a, "block_offsets"_a, "rows"_a,
+           "num_seqs"_a);
+  nb::class_<KernelSet>(m, "KernelSet")
+      .def(nb::init<const std::string&>(), "isa"_a = "", "ValueError for an ISA this machine lacks; '' is the best.")
+      .def_prop_ro("isa", &KernelSet::isa)
+      .def("norm", &KernelSet::norm, nogil)
+      .def("silu_and_mul", &KernelSet::silu_and_mul, nogil)
+      .def("rotate_and_write_kv", &KernelSet::rotate_and_write_kv, nogil)
+      .def("attention", &KernelSet::attention, nogil);
+}

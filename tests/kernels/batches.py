@@ -8,10 +8,12 @@ from collections.abc import Sequence
 import torch
 
 from backfill.kernels.base import AttentionBatch
-from backfill.kvcache.block import KVLayout, pack_block_ref, slot_in_block
+from backfill.core.block import KVLayout, pack_block_ref, slot_in_block
 
 
-def make_pool(layout: KVLayout, num_blocks: int, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+def make_pool(
+    layout: KVLayout, num_blocks: int, dtype: torch.dtype, generator: torch.Generator
+) -> torch.Tensor:
     return torch.randn(layout.shape(num_blocks), generator=generator).to(dtype)
 
 

@@ -1,0 +1,1 @@
+"""The ``backfill`` command: one file a subcommand."""

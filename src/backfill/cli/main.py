@@ -1,1 +1,44 @@
-def main() -> None: ...
+"""Entry point of the ``backfill`` command."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from backfill import __version__
+from backfill.cli.pull import pull
+from backfill.cli.serve import serve
+
+app = typer.Typer(
+    name="backfill",
+    help="Serve one language model to latency-critical and batch requests on the same accelerators.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command()(serve)
+app.command()(pull)
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+) -> None:
+    if version:
+        typer.echo(f"backfill {__version__}")
+        raise typer.Exit
+
+
+def main() -> None:
+    """Run the command line; ``--some_option`` and ``--some-option`` are equal, as in vLLM."""
+    sys.argv[1:] = [_with_hyphens(argument) for argument in sys.argv[1:]]
+    app()
+
+
+def _with_hyphens(argument: str) -> str:
+    if not argument.startswith("--"):
+        return argument
+    name, equals, value = argument.partition("=")
+    return name.replace("_", "-") + equals + value

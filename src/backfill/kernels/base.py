@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 
@@ -28,7 +27,9 @@ class AttentionBatch:
     query_offsets: Tensor  # int32 [S + 1]
     context_lens: Tensor  # int32 [S]: tokens of KV once this step's rows are written
     block_refs: Tensor  # int32 [sum of blocks]: packed BlockRef (index << 1 | reverse), sequence by sequence
-    block_offsets: Tensor  # int32 [S + 1]: sequence s reads block_refs[block_offsets[s] : block_offsets[s + 1]]
+    block_offsets: (
+        Tensor  # int32 [S + 1]: sequence s reads block_refs[block_offsets[s] : block_offsets[s + 1]]
+    )
     max_query_len: int
     max_context_len: int
 

@@ -91,7 +91,7 @@ class ReferenceKernels:
 
 
 def gather_tokens(pool: Tensor, refs: Tensor, num_tokens: int) -> Tensor:
-    """First ``num_tokens`` tokens of a sequence, in order: ``[num_blocks, G, B, D] -> [G, num_tokens, D]``."""
+    """A sequence's first tokens, in order: ``[num_blocks, G, B, D] -> [G, num_tokens, D]``."""
     block_size = pool.shape[2]
     offsets = torch.arange(num_tokens, device=pool.device)
     ref = refs.long()[offsets // block_size]
@@ -105,8 +105,8 @@ def _split_heads(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Views ``[T, H, D]``, ``[T, G, D]``, ``[T, G, D]`` of ``[T, (H + 2G) * D]``."""
     heads = qkv.view(qkv.shape[0], num_heads + 2 * num_kv_heads, head_dim)
-    q, k, v = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
-    return q, k, v
+    end_of_k = num_heads + num_kv_heads
+    return heads[:, :num_heads], heads[:, num_heads:end_of_k], heads[:, end_of_k:]
 
 
 def _rotate(x: Tensor, cos_sin: Tensor) -> Tensor:

@@ -1,0 +1,139 @@
+"""Time of the CPU attention kernels against the machine's limits: memory for decode, arithmetic for prefill.
+
+Prints a table, and one JSON object as the last line. Every figure is the median of several runs. Shapes are
+those of SmolLM2-135M by default. The decode pool holds all layers and is walked layer by layer, so that no
+cache keeps what a layer needs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+from backfill.kernels.base import AttentionBatch
+from backfill.kernels.cpu import CpuKernels, available_isas
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--heads", type=int, default=9)
+    parser.add_argument("--kv-heads", type=int, default=3)
+    parser.add_argument("--head-dim", type=int, default=64)
+    parser.add_argument("--layers", type=int, default=30)
+    parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--seqs", type=int, default=64, help="sequences of the decode batch")
+    parser.add_argument(
+        "--context", type=int, default=384, help="tokens of each sequence of the decode batch"
+    )
+    parser.add_argument("--prompts", type=int, nargs="*", default=[256, 1024, 4096])
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--runs", type=int, default=7)
+    parser.add_argument("--isa", choices=["all", *available_isas()], help="default: the best of this machine")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+
+    isas = available_isas() if args.isa == "all" else [args.isa or available_isas()[-1]]
+    limits = measure_memory(args)
+    results: dict[str, dict[str, float]] = {}
+    for isa in isas:
+        results[isa] = measure_decode(args, CpuKernels(isa))
+        results[isa] |= measure_prefill(args, CpuKernels(isa))
+    print(f"{args.dtype}, {args.threads} threads; memory read {limits['read_gb_per_s']:.1f} GB/s, ", end="")
+    print(f"copied {limits['copy_gb_per_s']:.1f} GB/s")
+    for isa, figures in results.items():
+        for name, value in figures.items():
+            print(f"{isa:12}  {name:28}  {value:10.3f}")
+    print(json.dumps({"arguments": vars(args), "memory": limits, "attention": results}))
+
+
+def median_s(run: Callable[[], object], runs: int) -> float:
+    """Median seconds of ``run`` after one call to warm up."""
+    run()
+    times = []
+    for _ in range(runs):
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def measure_memory(args: argparse.Namespace, size: int = 1 << 30) -> dict[str, float]:
+    """Bandwidths of all threads over ``size`` bytes; a copy counts the bytes once."""
+    source, target = torch.ones(size // 4), torch.ones(size // 4)
+    return {
+        "read_gb_per_s": size / median_s(source.sum, args.runs) / 1e9,
+        "copy_gb_per_s": size / median_s(lambda: target.copy_(source), args.runs) / 1e9,
+    }
+
+
+def measure_decode(args: argparse.Namespace, kernels: CpuKernels) -> dict[str, float]:
+    """One step over all layers, divided by their number."""
+    blocks_per_seq = -(-args.context // args.block_size)
+    num_blocks = args.seqs * blocks_per_seq
+    pool = make_pool(args, num_blocks)
+    order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(0))
+    batch = make_batch(args, [1] * args.seqs, [args.context] * args.seqs, order)
+    qkv = torch.randn(args.seqs, (args.heads + 2 * args.kv_heads) * args.head_dim).to(pool.dtype)
+
+    def step() -> None:
+        for layer in range(args.layers):
+            kernels.attention(qkv, pool, layer, batch, args.heads, args.head_dim**-0.5)
+
+    layer_s = median_s(step, args.runs) / args.layers
+    token_bytes = 2 * args.kv_heads * args.head_dim * pool.element_size()
+    return {
+        "decode_ms_per_layer": layer_s * 1e3,
+        "decode_gb_per_s": args.seqs * args.context * token_bytes / layer_s / 1e9,
+    }
+
+
+def measure_prefill(args: argparse.Namespace, kernels: CpuKernels) -> dict[str, float]:
+    """One prompt at a time; a causal prompt of n tokens needs n (n + 1) / 2 dot products a head, twice."""
+    results = {}
+    for length in args.prompts:
+        num_blocks = -(-length // args.block_size)
+        pool = make_pool(args, num_blocks)
+        batch = make_batch(args, [length], [length], torch.arange(num_blocks))
+        qkv = torch.randn(length, (args.heads + 2 * args.kv_heads) * args.head_dim).to(pool.dtype)
+
+        def step(qkv: torch.Tensor = qkv, pool: torch.Tensor = pool, batch: AttentionBatch = batch) -> None:
+            for layer in range(args.layers):
+                kernels.attention(qkv, pool, layer, batch, args.heads, args.head_dim**-0.5)
+
+        layer_s = median_s(step, args.runs) / args.layers
+        flops = 2 * 2 * args.heads * args.head_dim * length * (length + 1) / 2
+        results[f"prefill_{length}_ms_per_layer"] = layer_s * 1e3
+        results[f"prefill_{length}_gflop_per_s"] = flops / layer_s / 1e9
+    return results
+
+
+def make_pool(args: argparse.Namespace, num_blocks: int) -> torch.Tensor:
+    shape = (num_blocks, args.layers, 2, args.kv_heads, args.block_size, args.head_dim)
+    return torch.empty(shape, dtype=getattr(torch, args.dtype)).normal_()
+
+
+def make_batch(
+    args: argparse.Namespace, query_lens: list[int], context_lens: list[int], blocks: torch.Tensor
+) -> AttentionBatch:
+    """Sequences that own ``blocks`` in turn, filled forwards."""
+    counts = torch.tensor([-(-context // args.block_size) for context in context_lens])
+    return AttentionBatch(
+        positions=torch.zeros(sum(query_lens), dtype=torch.int64),
+        slots=torch.zeros(sum(query_lens), dtype=torch.int64),
+        query_offsets=torch.tensor([0, *query_lens]).cumsum(0).int(),
+        context_lens=torch.tensor(context_lens).int(),
+        block_refs=(blocks << 1).int(),
+        block_offsets=torch.cat((torch.zeros(1), counts.cumsum(0))).int(),
+        max_query_len=max(query_lens),
+        max_context_len=max(context_lens),
+    )
+
+
+if __name__ == "__main__":
+    main()

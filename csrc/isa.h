@@ -1,0 +1,19 @@
+// Which variants this machine can run.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "kernels.h"
+
+namespace backfill {
+
+struct Isa {
+  std::string name;
+  const KernelTable* table;
+};
+
+// From the most portable to the fastest; found out once.
+const std::vector<Isa>& supported_isas();
+
+}  // namespace backfill

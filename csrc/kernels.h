@@ -1,0 +1,93 @@
+// What the bindings call and every ISA variant provides: one table of function pointers per variant.
+//
+// variant.cpp is compiled once for each instruction set, into a namespace of its own, so no inline
+// function of one variant can be linked into another. This header declares data only, for the same reason.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace backfill {
+
+struct bf16 {
+  uint16_t bits;
+};
+
+struct NormArgs {
+  const void* x;
+  void* residual;  // null: plain RMS norm
+  const void* weight;
+  void* out;
+  int64_t rows, size;
+  int64_t x_stride;  // elements between rows of x; residual and out are dense
+  float eps;
+};
+
+struct SiluArgs {
+  const void* gate_up;
+  void* out;
+  int64_t rows, size;  // size: columns of out, half of gate_up's
+  int64_t stride;      // elements between rows of gate_up
+};
+
+// A pool is [num_blocks, L, 2, G, B, D]; `layer_offset` is where the layer's K starts inside a block.
+struct PoolShape {
+  int64_t block_stride, layer_offset;
+  int64_t num_kv_heads, block_size, head_dim;
+};
+
+struct RotateArgs {
+  void* qkv;
+  void* pool;
+  PoolShape shape;
+  const int64_t* positions;
+  const int64_t* slots;
+  const float* cos_sin;  // null: no rotary embedding
+  const void* q_norm;    // null: no norm of q and k
+  const void* k_norm;
+  int64_t rows, num_heads;
+  float eps;
+};
+
+struct AttentionArgs {
+  const void* qkv;
+  const void* pool;
+  void* out;
+  PoolShape shape;
+  const int32_t* query_offsets;
+  const int32_t* context_lens;
+  const int32_t* block_refs;
+  const int32_t* block_offsets;
+  int64_t num_seqs, num_heads;
+  float scale;
+};
+
+enum ElementType { kBfloat16 = 0, kFloat32 = 1 };
+
+// Indexed by ElementType.
+struct KernelTable {
+  void (*norm[2])(const NormArgs&);
+  void (*silu_and_mul[2])(const SiluArgs&);
+  void (*rotate_and_write_kv[2])(const RotateArgs&);
+  void (*attention[2])(const AttentionArgs&);
+};
+
+namespace generic {
+extern const KernelTable table;
+}
+#ifdef BACKFILL_X86
+namespace avx2 {
+extern const KernelTable table;
+}
+namespace avx512 {
+extern const KernelTable table;
+}
+namespace avx512_bf16 {
+extern const KernelTable table;
+}
+namespace amx {
+extern const KernelTable table;
+}
+#endif
+
+}  // namespace backfill

@@ -1,0 +1,44 @@
+// Where the keys of one sequence and one key/value head lie in the pool.
+//
+// All attention code reads a run of positions as a list of row addresses, in logical order. Block size,
+// direction and the unused slots of a last block exist nowhere else, and unused slots are never read.
+#pragma once
+
+#include "simd.h"
+
+namespace backfill::BACKFILL_VARIANT {
+
+template <class T>
+struct KeyRows {
+  const T* base;  // K of the layer and head in block 0
+  const int32_t* refs;
+  PoolShape shape;
+
+  // From a key row to the value row of the same token.
+  BACKFILL_INLINE int64_t value_offset() const {
+    return shape.num_kv_heads * shape.block_size * shape.head_dim;
+  }
+
+  // Writes the addresses of the keys at positions [begin, end) to rows[0 ... end - begin).
+  BACKFILL_INLINE void list(int64_t begin, int64_t end, const T** rows) const {
+    const int64_t size = shape.block_size, dim = shape.head_dim;
+    int64_t block = begin / size, offset = begin % size;
+    for (int64_t position = begin; position < end; block++, offset = 0) {
+      const int32_t ref = refs[block];
+      const int64_t step = (ref & 1) ? -dim : dim;
+      const T* row = base + (int64_t)(ref >> 1) * shape.block_stride + ((ref & 1) ? (size - 1) * dim : 0);
+      row += offset * step;
+      const int64_t stop = smaller(end, position + size - offset);
+      for (; position < stop; position++, row += step) *rows++ = row;
+    }
+  }
+};
+
+template <class T>
+BACKFILL_INLINE KeyRows<T> key_rows(const AttentionArgs& args, int64_t seq, int64_t kv_head) {
+  const PoolShape& shape = args.shape;
+  const T* base = static_cast<const T*>(args.pool) + shape.layer_offset;
+  return {base + kv_head * shape.block_size * shape.head_dim, args.block_refs + args.block_offsets[seq], shape};
+}
+
+}  // namespace backfill::BACKFILL_VARIANT

@@ -1,0 +1,290 @@
+// Attention of many query rows of one sequence: flash attention, laid out transposed.
+//
+// A lane is one (query row, query head of the group); lanes of a row are neighbours, so a tile of kTileLanes
+// lanes covers few rows and the causal limit cuts it closely. For each chunk of keys, packed once in logical
+// order and used by every tile:
+//
+//   S [keys, lanes]  = K [keys, D] * Q [D, lanes]
+//   P                = 2^(S * scale - running max of the lane)
+//   O [D, lanes]     = O * correction + V [D, keys] * P [keys, lanes]
+//
+// Packing makes blocks, directions, head sizes and element types disappear before the arithmetic.
+// With bf16 products P is rounded to bf16; the sum of a lane is taken before rounding.
+#pragma once
+
+#include "decode.h"
+#include "tile_product.h"
+
+namespace backfill::BACKFILL_VARIANT {
+
+constexpr int kPrefillChunk = 128;  // keys packed at a time
+
+// Lanes of one item: bounded so that O stays in the L2 cache.
+BACKFILL_INLINE int64_t max_prefill_lanes(int64_t head_dim) {
+  return larger<int64_t>(kTileLanes, smaller<int64_t>(1024, 65536 / head_dim / kTileLanes * kTileLanes));
+}
+
+// One sequence, one key/value head, query rows [begin, end) of the sequence.
+template <class T>
+class PrefillItem {
+ public:
+  PrefillItem(const AttentionArgs& args, int64_t seq, int64_t kv_head, int64_t begin, int64_t end)
+      : keys_(key_rows<T>(args, seq, kv_head)),
+        dim_(args.shape.head_dim),
+        row_dim_(round_up(dim_, kRowPadding<T>)),
+        depth_(round_up(dim_ / kPerUnit<T>, kDepthPadding<T>)),
+        group_(args.num_heads / args.shape.num_kv_heads),
+        num_lanes_((end - begin) * group_),
+        num_tiles_(round_up(num_lanes_, kTileLanes) / kTileLanes),
+        row_size_((args.num_heads + 2 * args.shape.num_kv_heads) * dim_),
+        out_size_(args.num_heads * dim_),
+        scale_(args.scale * kLog2e) {
+    const int64_t first = args.query_offsets[seq], rows = args.query_offsets[seq + 1] - first;
+    first_position_ = args.context_lens[seq] - rows + begin;
+    query_ = static_cast<const T*>(args.qkv) + (first + begin) * row_size_ + kv_head * group_ * dim_;
+    out_ = static_cast<T*>(args.out) + (first + begin) * out_size_ + kv_head * group_ * dim_;
+    share_memory();
+  }
+
+  void run() {
+    [[maybe_unused]] const TileRegisters registers;
+    pack_queries();
+    const int64_t context = last_position(num_tiles_ - 1) + 1;
+    for (int64_t begin = 0; begin < context; begin += kPrefillChunk) {
+      const int64_t count = smaller<int64_t>(kPrefillChunk, context - begin);
+      pack_chunk(begin, count);
+      for (int64_t tile = 0; tile < num_tiles_; tile++) {
+        const int64_t seen = smaller<int64_t>(count, last_position(tile) + 1 - begin);
+        if (seen > 0) attend(tile, begin, seen);
+      }
+    }
+    for (int64_t tile = 0; tile < num_tiles_; tile++) write_out(tile);
+  }
+
+ private:
+  // Depth of the second product, in units, for `count` keys.
+  static BACKFILL_INLINE int64_t key_depth(int64_t count) {
+    return round_up((count + kPerUnit<T> - 1) / kPerUnit<T>, kDepthPadding<T>);
+  }
+
+  void share_memory() {
+    const int64_t tile_size = kTileLanes * num_tiles_;
+    const int64_t sizes[] = {depth_ * tile_size,           row_dim_ * tile_size,
+                             tile_size,                    tile_size,
+                             tile_size,                    kPrefillChunk * depth_,
+                             kPrefillChunk * row_dim_,     kPrefillChunk * kTileLanes,
+                             kPrefillChunk * kTileLanes,   kTileLanes};
+    int64_t total = 0;
+    for (int64_t size : sizes) total += round_up(size, 16);
+    float* memory = static_cast<float*>(
+        scratch(kWork, total * sizeof(float) + kPrefillChunk * sizeof(T*)));
+    float** parts[] = {&queries_, &sums_, &max_, &total_, &positions_, &packed_keys_, &packed_values_,
+                       &scores_,  &weights_, &correction_};
+    for (int i = 0; i < 10; i++) *parts[i] = memory, memory += round_up(sizes[i], 16);
+    rows_ = reinterpret_cast<const T**>(memory);
+  }
+
+  BACKFILL_INLINE const T* query_row(int64_t lane) const {
+    return query_ + lane / group_ * row_size_ + lane % group_ * dim_;
+  }
+
+  BACKFILL_INLINE int64_t lanes_of(int64_t tile) const {
+    return smaller<int64_t>(kTileLanes, num_lanes_ - tile * kTileLanes);
+  }
+
+  BACKFILL_INLINE int64_t first_position(int64_t tile) const {
+    return first_position_ + tile * kTileLanes / group_;
+  }
+
+  BACKFILL_INLINE int64_t last_position(int64_t tile) const {
+    return first_position_ + (tile * kTileLanes + lanes_of(tile) - 1) / group_;
+  }
+
+  // queries_[tile][depth][lane]; lanes past the end repeat the last query and are never written out.
+  void pack_queries() {
+    for (int64_t lane = 0; lane < num_tiles_ * kTileLanes; lane += kLanes) {
+      const int64_t tile = lane / kTileLanes;
+      float* target = queries_ + tile * depth_ * kTileLanes + lane % kTileLanes;
+      const T* rows[kLanes];
+      int32_t* positions = reinterpret_cast<int32_t*>(positions_) + lane;
+      for (int i = 0; i < kLanes; i++) {
+        const int64_t source = smaller(lane + i, num_lanes_ - 1);
+        rows[i] = query_row(source);
+        positions[i] = (int32_t)(first_position_ + source / group_);
+      }
+      for (int64_t unit = 0; unit < depth_; unit += kLanes) {
+        const int64_t present = larger<int64_t>(0, dim_ / kPerUnit<T> - unit);
+        Floats square[kLanes];
+        for (int i = 0; i < kLanes; i++)
+          square[i] = present == 0 ? Floats{} : load_units(rows[i] + unit * kPerUnit<T>, present);
+        transpose(square);
+        for (int i = 0; i < kLanes && unit + i < depth_; i++) store(target + (unit + i) * kTileLanes, square[i]);
+      }
+      store(max_ + lane, broadcast(-__builtin_inff()));
+      store(total_ + lane, Floats{});
+    }
+  }
+
+  void pack_chunk(int64_t begin, int64_t count) {
+    keys_.list(begin, begin + count, rows_);
+    const int64_t units = dim_ / kPerUnit<T>;
+    for (int64_t i = 0; i < count; i++)
+      for (int64_t unit = 0; unit < depth_; unit += kLanes) {
+        const int64_t present = larger<int64_t>(0, units - unit);
+        store(packed_keys_ + i * depth_ + unit, load_units(rows_[i] + unit * kPerUnit<T>, present), depth_ - unit);
+      }
+    const int64_t padded = round_up(count, kRowPadding<T>);
+    std::memset(packed_keys_ + count * depth_, 0, (padded - count) * depth_ * sizeof(float));
+    if constexpr (kTiled<T>)
+      pack_values_for_tiles(count);
+    else
+      pack_values(count);
+  }
+
+  // Value row of key i, zero where there is none: a weight of zero must not meet a NaN.
+  BACKFILL_INLINE Halves value_bits(int64_t i, int64_t count, int64_t d) const {
+    if (i >= count || d >= dim_) return Halves{};
+    return load_bits(reinterpret_cast<const bf16*>(rows_[i] + keys_.value_offset() + d), dim_ - d);
+  }
+
+  // packed_values_[unit of keys][row_dim].
+  void pack_values(int64_t count) {
+    const int64_t offset = keys_.value_offset();
+    for (int64_t unit = 0; unit < key_depth(count); unit++) {
+      float* target = packed_values_ + unit * row_dim_;
+      for (int64_t d = 0; d < dim_; d += kLanes) {
+        Floats values;
+        if constexpr (kPaired<T>)
+          values = interleave(value_bits(2 * unit, count, d), value_bits(2 * unit + 1, count, d));
+        else
+          values = load(rows_[unit] + offset + d, dim_ - d);
+        store(target + d, values, row_dim_ - d);
+      }
+    }
+  }
+
+  // packed_values_[row_dim][unit of keys], a chunk's units wide.
+  void pack_values_for_tiles(int64_t count) {
+    constexpr int64_t kWidth = kPrefillChunk / 2;
+    for (int64_t unit = 0; unit < key_depth(count); unit += kLanes)
+      for (int64_t d = 0; d < row_dim_; d += kLanes) {
+        Floats square[kLanes];
+        for (int i = 0; i < kLanes; i++)
+          square[i] =
+              interleave(value_bits(2 * (unit + i), count, d), value_bits(2 * (unit + i) + 1, count, d));
+        transpose(square);
+        for (int i = 0; i < kLanes; i++) store(packed_values_ + (d + i) * kWidth + unit, square[i]);
+      }
+  }
+
+  // Keys [begin, begin + count) of the packed chunk for one tile.
+  void attend(int64_t tile, int64_t begin, int64_t count) {
+    const int64_t lanes = round_up(lanes_of(tile), kLanePadding<T>);
+    float* sums = sums_ + tile * row_dim_ * kTileLanes;
+    product<T>(packed_keys_, depth_, 1, queries_ + tile * depth_ * kTileLanes, depth_, scores_,
+               round_up(count, kRowPadding<T>), lanes, nullptr);
+    // Every row of the tile sees keys up to its first row's position.
+    const int64_t clear = smaller<int64_t>(count, larger<int64_t>(0, first_position(tile) + 1 - begin));
+    for (int64_t lane = 0; lane < lanes; lane += kLanes) weigh_lanes(tile, lane, begin, clear, count);
+    const float* correction = begin == 0 ? nullptr : correction_;
+    constexpr int64_t kWidth = kPrefillChunk / kPerUnit<T>;
+    if constexpr (kTiled<T>)
+      product<T>(packed_values_, kWidth, 1, weights_, key_depth(count), sums, row_dim_, lanes, correction);
+    else
+      product<T>(packed_values_, 1, row_dim_, weights_, key_depth(count), sums, row_dim_, lanes, correction);
+  }
+
+  // Softmax of kLanes lanes: scores_ to weights_ and correction_. Keys before `clear` need no mask.
+  BACKFILL_INLINE void weigh_lanes(int64_t tile, int64_t lane, int64_t begin, int64_t clear, int64_t count) {
+    float* scores = scores_ + lane;
+    const int64_t index = tile * kTileLanes + lane;
+    Ints position;
+    std::memcpy(&position, reinterpret_cast<int32_t*>(positions_) + index, sizeof position);
+    const Ints last_seen = position - (int32_t)begin;
+    const Floats hidden = broadcast(-__builtin_inff());
+    Floats top = hidden, other = hidden;
+    int64_t i = 0;
+    for (; i + 2 <= clear; i += 2) {
+      top = max(top, load(scores + i * kTileLanes));
+      other = max(other, load(scores + (i + 1) * kTileLanes));
+    }
+    for (; i < count; i++) {
+      const Floats score = load(scores + i * kTileLanes);
+      const Floats masked = last_seen < (int32_t)i ? hidden : score;
+      store(scores + i * kTileLanes, masked);
+      top = max(top, masked);
+    }
+    const Floats before = load(max_ + index);
+    const Floats highest = max(before, max(top, other) * scale_);
+    const Floats correction = exp2<kExpDegree<T>>(before - highest);
+    store(max_ + index, highest);
+    store(correction_ + lane, correction);
+    const Floats sum = write_weights(scores, weights_ + lane, count, highest);
+    store(total_ + index, load(total_ + index) * correction + sum);
+  }
+
+  // weights: units of keys by lanes, padded with zeros to whole tiles. Returns the sums of the lanes.
+  BACKFILL_INLINE Floats write_weights(const float* scores, float* weights, int64_t count, Floats highest) {
+    Floats sum{}, other{};
+    int64_t i = 0;
+    const auto weight_of = [&](int64_t key) {
+      return exp2<kExpDegree<T>>(load(scores + key * kTileLanes) * scale_ - highest);
+    };
+    if constexpr (kPaired<T>) {
+      for (; i + 2 <= count; i += 2) {
+        const Floats first = weight_of(i), second = weight_of(i + 1);
+        sum += first;
+        other += second;
+        store(weights + i / 2 * kTileLanes, pair(first, second));
+      }
+      if (i < count) {
+        const Floats first = weight_of(i);
+        sum += first;
+        store(weights + i / 2 * kTileLanes, pair(first, Floats{}));
+      }
+      for (i = (count + 1) / 2; i < key_depth(count); i++) store(weights + i * kTileLanes, Floats{});
+    } else {
+      for (; i < count; i++) {
+        const Floats weight = weight_of(i);
+        sum += weight;
+        store(weights + i * kTileLanes, weight);
+      }
+    }
+    return sum + other;
+  }
+
+  static BACKFILL_INLINE Floats pair(Floats first, Floats second) {
+    return interleave(narrow(first), narrow(second));
+  }
+
+  void write_out(int64_t tile) {
+    const float* sums = sums_ + tile * row_dim_ * kTileLanes;
+    const int64_t lanes = lanes_of(tile);
+    for (int64_t lane = 0; lane < lanes; lane += kLanes) {
+      const Floats inverse = 1.0f / load(total_ + tile * kTileLanes + lane);
+      for (int64_t d = 0; d < dim_; d += kLanes) {
+        Floats square[kLanes];
+        for (int i = 0; i < kLanes; i++)
+          square[i] = d + i < dim_ ? load(sums + (d + i) * kTileLanes + lane) * inverse : Floats{};
+        transpose(square);
+        for (int i = 0; i < kLanes && lane + i < lanes; i++) {
+          const int64_t index = tile * kTileLanes + lane + i;
+          store(out_ + index / group_ * out_size_ + index % group_ * dim_ + d, square[i], dim_ - d);
+        }
+      }
+    }
+  }
+
+  KeyRows<T> keys_;
+  int64_t dim_, row_dim_;  // head size; padded as rows of the second product
+  int64_t depth_;          // units of the first product
+  int64_t group_, num_lanes_, num_tiles_, row_size_, out_size_, first_position_;
+  float scale_;
+  const T* query_;
+  T* out_;
+  const T** rows_;
+  float *queries_, *sums_, *max_, *total_, *positions_;
+  float *packed_keys_, *packed_values_, *scores_, *weights_, *correction_;
+};
+
+}  // namespace backfill::BACKFILL_VARIANT

@@ -1,0 +1,94 @@
+// Operators on independent rows: RMS norm, residual add with RMS norm, SiLU with product.
+#pragma once
+
+#include "simd.h"
+
+namespace backfill::BACKFILL_VARIANT {
+
+// Below this many elements a call is over before a second thread would have woken.
+constexpr int64_t kParallelElements = 32768;
+
+BACKFILL_INLINE float inverse_rms(float sum_of_squares, int64_t size, float eps) {
+  return 1.0f / __builtin_sqrtf(sum_of_squares / (float)size + eps);
+}
+
+template <class T>
+BACKFILL_INLINE void scale_row(const T* x, const T* weight, T* out, int64_t size, float scale) {
+  int64_t i = 0;
+  for (; i + kLanes <= size; i += kLanes) store(out + i, load(x + i) * scale * load(weight + i));
+  if (i < size) store(out + i, load(x + i, size - i) * scale * load(weight + i, size - i), size - i);
+}
+
+template <class T>
+BACKFILL_INLINE float row_squares(const T* x, int64_t size) {
+  Floats total{}, other{};
+  int64_t i = 0;
+  for (; i + 2 * kLanes <= size; i += 2 * kLanes) {
+    const Floats a = load(x + i), b = load(x + i + kLanes);
+    total += a * a;
+    other += b * b;
+  }
+  for (; i < size; i += kLanes) {
+    const Floats a = load(x + i, size - i);
+    total += a * a;
+  }
+  return sum(total + other);
+}
+
+// The sum is rounded to T before it is squared: the residual stream is what later layers see.
+template <class T>
+BACKFILL_INLINE float add_row(const T* x, T* residual, int64_t size) {
+  Floats total{};
+  for (int64_t i = 0; i < size; i += kLanes) {
+    const int64_t n = size - i;
+    const Floats added = rounded_like(load(x + i, n) + load(residual + i, n), x);
+    store(residual + i, added, n);
+    total += added * added;
+  }
+  return sum(total);
+}
+
+template <class T>
+void norm(const NormArgs& args) {
+  const T* x = static_cast<const T*>(args.x);
+  const T* weight = static_cast<const T*>(args.weight);
+  T* residual = static_cast<T*>(args.residual);
+  T* out = static_cast<T*>(args.out);
+  const int64_t size = args.size;
+#pragma omp parallel for schedule(static) if (args.rows > 1 && args.rows * size > kParallelElements)
+  for (int64_t row = 0; row < args.rows; row++) {
+    const T* source = x + row * args.x_stride;
+    float squares;
+    if (residual == nullptr) {
+      squares = row_squares(source, size);
+    } else {
+      squares = add_row(source, residual + row * size, size);
+      source = residual + row * size;
+    }
+    scale_row(source, weight, out + row * size, size, inverse_rms(squares, size, args.eps));
+  }
+}
+
+BACKFILL_INLINE Floats silu(Floats x) {
+  // exp2's argument is capped so that 1 + e^-x stays finite; silu is then 0 to within float32.
+  const Floats t = x * -1.44269504089f;
+  return x / (1.0f + exp2<6>(t > 126.0f ? broadcast(126.0f) : t));
+}
+
+template <class T>
+void silu_and_mul(const SiluArgs& args) {
+  const T* gate_up = static_cast<const T*>(args.gate_up);
+  T* out = static_cast<T*>(args.out);
+  const int64_t size = args.size;
+#pragma omp parallel for schedule(static) if (args.rows > 1 && args.rows * size > kParallelElements)
+  for (int64_t row = 0; row < args.rows; row++) {
+    const T* gate = gate_up + row * args.stride;
+    const T* up = gate + size;
+    T* target = out + row * size;
+    int64_t i = 0;
+    for (; i + kLanes <= size; i += kLanes) store(target + i, silu(load(gate + i)) * load(up + i));
+    if (i < size) store(target + i, silu(load(gate + i, size - i)) * load(up + i, size - i), size - i);
+  }
+}
+
+}  // namespace backfill::BACKFILL_VARIANT

@@ -1,0 +1,285 @@
+// Vectors of kLanes floats, written with the compiler's vector extensions so that one source serves
+// every instruction set; intrinsics appear only where an instruction has no portable spelling.
+//
+// "Unit": the 32 bits one lane multiplies in a step of a dot product. With AVX-512 BF16 a unit of a
+// bf16 operand is a pair of neighbours (vdpbf16ps adds both products); everywhere else it is one float.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#include "kernels.h"
+
+#define BACKFILL_INLINE inline __attribute__((always_inline))
+
+namespace backfill::BACKFILL_VARIANT {
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16;
+#elif defined(__AVX2__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
+
+typedef float Floats __attribute__((vector_size(kLanes * 4)));
+typedef int32_t Ints __attribute__((vector_size(kLanes * 4)));
+typedef uint32_t Words __attribute__((vector_size(kLanes * 4)));
+typedef uint16_t Halves __attribute__((vector_size(kLanes * 2)));
+
+#if defined(__AVX512BF16__)
+constexpr bool kHasPairs = true;
+#else
+constexpr bool kHasPairs = false;
+#endif
+
+template <class T>
+constexpr bool kPaired = false;
+template <>
+constexpr bool kPaired<bf16> = kHasPairs;
+
+// Elements of T in a unit of an operand of T.
+template <class T>
+constexpr int kPerUnit = kPaired<T> ? 2 : 1;
+
+template <class A>
+BACKFILL_INLINE A smaller(A a, A b) {
+  return a < b ? a : b;
+}
+
+template <class A>
+BACKFILL_INLINE A larger(A a, A b) {
+  return a > b ? a : b;
+}
+
+BACKFILL_INLINE int64_t round_up(int64_t value, int64_t multiple) {
+  return (value + multiple - 1) / multiple * multiple;
+}
+
+// ---- Loads and stores. The forms with a count touch only that many elements; absent lanes are zero. ----
+
+BACKFILL_INLINE Floats broadcast(float x) { return x - Floats{}; }
+
+BACKFILL_INLINE Floats widen(Halves bits) { return (Floats)(__builtin_convertvector(bits, Words) << 16); }
+
+BACKFILL_INLINE Floats load(const float* p) {
+  Floats v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+
+BACKFILL_INLINE Halves load_bits(const bf16* p) {
+  Halves bits;
+  std::memcpy(&bits, p, sizeof bits);
+  return bits;
+}
+
+BACKFILL_INLINE Floats load(const bf16* p) { return widen(load_bits(p)); }
+
+#if defined(__AVX512F__)
+BACKFILL_INLINE __mmask16 first_lanes(int64_t n) { return n >= 16 ? 0xffff : (__mmask16)((1u << n) - 1); }
+
+BACKFILL_INLINE Floats load(const float* p, int64_t n) { return _mm512_maskz_loadu_ps(first_lanes(n), p); }
+
+BACKFILL_INLINE Halves load_bits(const bf16* p, int64_t n) {
+  return (Halves)_mm256_maskz_loadu_epi16(first_lanes(n), p);
+}
+
+BACKFILL_INLINE void store(float* p, Floats v, int64_t n) { _mm512_mask_storeu_ps(p, first_lanes(n), v); }
+#else
+BACKFILL_INLINE Floats load(const float* p, int64_t n) {
+  if (n >= kLanes) return load(p);
+  Floats v{};
+  std::memcpy(&v, p, n * sizeof *p);
+  return v;
+}
+
+BACKFILL_INLINE Halves load_bits(const bf16* p, int64_t n) {
+  if (n >= kLanes) return load_bits(p);
+  Halves bits{};
+  std::memcpy(&bits, p, n * sizeof *p);
+  return bits;
+}
+
+BACKFILL_INLINE void store(float* p, Floats v, int64_t n) {
+  std::memcpy(p, &v, smaller<int64_t>(n, kLanes) * sizeof *p);
+}
+#endif
+
+BACKFILL_INLINE Floats load(const bf16* p, int64_t n) { return widen(load_bits(p, n)); }
+
+// Round to nearest even, as torch does.
+BACKFILL_INLINE Halves narrow(Floats v) {
+#if defined(__AVX512BF16__)
+  return (Halves)_mm512_cvtneps_pbh(v);
+#else
+  const Words bits = (Words)v;
+  const Words rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  return __builtin_convertvector(rounded, Halves);
+#endif
+}
+
+BACKFILL_INLINE void store(float* p, Floats v) { std::memcpy(p, &v, sizeof v); }
+
+BACKFILL_INLINE void store(bf16* p, Floats v) {
+  const Halves bits = narrow(v);
+  std::memcpy(p, &bits, sizeof bits);
+}
+
+BACKFILL_INLINE void store(bf16* p, Floats v, int64_t n) {
+  const Halves bits = narrow(v);
+#if defined(__AVX512F__)
+  _mm256_mask_storeu_epi16(p, first_lanes(n), (__m256i)bits);
+#else
+  std::memcpy(p, &bits, smaller<int64_t>(n, kLanes) * sizeof *p);
+#endif
+}
+
+// ---- Arithmetic ----
+
+BACKFILL_INLINE Floats max(Floats a, Floats b) { return a > b ? a : b; }
+
+BACKFILL_INLINE Floats rounded_like(Floats v, const float*) { return v; }
+BACKFILL_INLINE Floats rounded_like(Floats v, const bf16*) { return widen(narrow(v)); }
+
+BACKFILL_INLINE float sum(Floats v) {
+  float parts[kLanes];
+  std::memcpy(parts, &v, sizeof v);
+  for (int half = kLanes / 2; half > 0; half /= 2)
+    for (int i = 0; i < half; i++) parts[i] += parts[i + half];
+  return parts[0];
+}
+
+BACKFILL_INLINE float max_of(Floats v) {
+  float parts[kLanes];
+  std::memcpy(parts, &v, sizeof v);
+  for (int half = kLanes / 2; half > 0; half /= 2)
+    for (int i = 0; i < half; i++) parts[i] = larger(parts[i], parts[i + half]);
+  return parts[0];
+}
+
+// 2^x by range reduction to [-1/2, 1/2] and a polynomial. Degree 6 is accurate to 2e-7 relative, degree 4
+// to 6e-5, enough where the result is rounded to bf16. Results below 2^-126 become 2^-126; x must be < 127.
+template <int Degree>
+BACKFILL_INLINE Floats exp2(Floats x) {
+  x = x < -126.0f ? broadcast(-126.0f) : x;
+  const Floats magic = broadcast(12582912.0f);  // 1.5 * 2^23: adding it leaves round(x) in the low bits
+  const Floats shifted = x + magic;
+  const Floats f = x - (shifted - magic);
+  Floats p = broadcast(0.00961812910763f);
+  if (Degree == 6) p = (broadcast(0.000154035303934f) * f + broadcast(0.00133335581464f)) * f + p;
+  p = p * f + broadcast(0.0555041086648f);
+  p = p * f + broadcast(0.240226506959f);
+  p = p * f + broadcast(0.69314718056f);
+  p = p * f + broadcast(1.0f);
+  return (Floats)((Words)p + ((Words)shifted << 23));
+}
+
+template <class T>
+constexpr int kExpDegree = kPaired<T> ? 4 : 6;
+
+// acc + a * b, or, for paired units, acc + a.low * b.low + a.high * b.high.
+template <bool Paired>
+BACKFILL_INLINE Floats multiply_add(Floats acc, Floats a, Floats b) {
+#if defined(__AVX512BF16__)
+  if constexpr (Paired) return _mm512_dpbf16_ps(acc, (__m512bh)a, (__m512bh)b);
+#endif
+  return a * b + acc;
+}
+
+// ---- Units ----
+
+// kLanes consecutive units of a row of T; `n` is how many exist.
+template <class T>
+BACKFILL_INLINE Floats load_units(const T* row, int64_t n) {
+  if constexpr (kPaired<T>)
+    return load(reinterpret_cast<const float*>(row), n);
+  else
+    return load(row, n);
+}
+
+template <class T>
+BACKFILL_INLINE Floats load_units(const T* row) {
+  if constexpr (kPaired<T>)
+    return load(reinterpret_cast<const float*>(row));
+  else
+    return load(row);
+}
+
+// Lane i pairs a[i] (low half) with b[i].
+BACKFILL_INLINE Floats interleave(Halves a, Halves b) {
+  return (Floats)(__builtin_convertvector(a, Words) | (__builtin_convertvector(b, Words) << 16));
+}
+
+// ---- Shuffles across lanes ----
+
+#if defined(__has_builtin)
+#if __has_builtin(__builtin_shufflevector)
+#define BACKFILL_SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#endif
+#endif
+#ifndef BACKFILL_SHUFFLE
+#define BACKFILL_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, Ints{__VA_ARGS__})
+#endif
+
+template <int... I>
+struct Lanes {};
+
+template <int N, int... I>
+struct CountLanes : CountLanes<N - 1, N - 1, I...> {};
+template <int... I>
+struct CountLanes<0, I...> {
+  using type = Lanes<I...>;
+};
+
+// The two halves of exchanging a's lanes with bit S set for b's lanes with bit S clear.
+template <int S, int... I>
+BACKFILL_INLINE Floats exchange_low(Floats a, Floats b, Lanes<I...>) {
+  return BACKFILL_SHUFFLE(a, b, ((I & S) ? kLanes + (I ^ S) : I)...);
+}
+
+template <int S, int... I>
+BACKFILL_INLINE Floats exchange_high(Floats a, Floats b, Lanes<I...>) {
+  return BACKFILL_SHUFFLE(a, b, ((I & S) ? kLanes + I : (I ^ S))...);
+}
+
+template <int S>
+BACKFILL_INLINE Floats low(Floats a, Floats b) {
+  return exchange_low<S>(a, b, typename CountLanes<kLanes>::type{});
+}
+
+template <int S>
+BACKFILL_INLINE Floats high(Floats a, Floats b) {
+  return exchange_high<S>(a, b, typename CountLanes<kLanes>::type{});
+}
+
+// Transposes a kLanes x kLanes square in place.
+template <int S = kLanes / 2>
+BACKFILL_INLINE void transpose(Floats* v) {
+  if constexpr (S > 0) {
+    for (int i = 0; i < kLanes; i++) {
+      if (i & S) continue;
+      const Floats a = v[i], b = v[i + S];
+      v[i] = low<S>(a, b);
+      v[i + S] = high<S>(a, b);
+    }
+    transpose<S / 2>(v);
+  }
+}
+
+// Lane i of the result is the sum of v[i]'s lanes. Overwrites v.
+template <int S = kLanes / 2>
+BACKFILL_INLINE Floats sums_of_each(Floats* v) {
+  if constexpr (S > 0) {
+    for (int i = 0; i < S; i++) v[i] = low<S>(v[i], v[i + S]) + high<S>(v[i], v[i + S]);
+    return sums_of_each<S / 2>(v);
+  } else {
+    return v[0];
+  }
+}
+
+}  // namespace backfill::BACKFILL_VARIANT

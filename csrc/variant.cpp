@@ -1,0 +1,16 @@
+// Compiled once per instruction set, with BACKFILL_VARIANT naming the namespace it goes to.
+#include "attention.h"
+#include "rotary.h"
+#include "rowwise.h"
+
+namespace backfill::BACKFILL_VARIANT {
+
+extern const KernelTable table;  // constants are private to a file unless declared so
+const KernelTable table = {
+    {norm<bf16>, norm<float>},
+    {silu_and_mul<bf16>, silu_and_mul<float>},
+    {rotate_and_write_kv<bf16>, rotate_and_write_kv<float>},
+    {attention<bf16>, attention<float>},
+};
+
+}  // namespace backfill::BACKFILL_VARIANT

@@ -1,0 +1,258 @@
+"""What ``/metrics`` exposes. Every metric is defined here, once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from backfill.core.request import ServiceClass
+from backfill.engine.messages import ClassStats, EngineStats, StepReport
+from backfill.execution.executor import ExecutorInfo
+from backfill.generation.generator import RequestRecord
+
+# Bucket bounds in seconds. Those of vLLM, so that its dashboards read ours; ITL starts lower, since
+# small models decode in less than 10 ms.
+TTFT_BUCKETS = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75,
+    1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560,
+)  # fmt: skip
+ITL_BUCKETS = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4,
+    0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80,
+)  # fmt: skip
+LATENCY_BUCKETS = (
+    0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680,
+)  # fmt: skip
+STEP_TOKEN_BUCKETS = (1, 8, *(16 << i for i in range(11)))
+PREEMPTION_BUCKETS = (1, 2, 3, 4, 5, 10, 20)
+CHOICE_BUCKETS = (1, 2, 5, 10, 20)
+HTTP_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+
+
+def token_buckets(max_model_len: int) -> tuple[int, ...]:
+    """1, 2, 5, 10, ... up to the longest request."""
+    bounds, scale = [], 1
+    while scale <= max_model_len:
+        bounds += [scale * step for step in (1, 2, 5) if scale * step <= max_model_len]
+        scale *= 10
+    return tuple(bounds)
+
+
+class Metrics:
+    """The server's registry. Names begin with ``backfill:``; times are in seconds.
+
+    Args:
+        model_name: value of the ``model_name`` label.
+        info: the engine's facts, for bucket bounds and ``cache_config_info``.
+    """
+
+    def __init__(self, model_name: str, info: ExecutorInfo, *, vllm_names: bool = False) -> None:
+        self.registry = CollectorRegistry()
+        self._constant = {"model_name": model_name, "engine": "0"}
+        self._engine_state = _EngineState(self._constant, vllm_names=vllm_names)
+        self.registry.register(self._engine_state)
+        tokens = token_buckets(info.max_model_len)
+        self._ttft = self._by_class("time_to_first_token_seconds", "Arrival to first token", TTFT_BUCKETS)
+        self._itl = self._by_class("inter_token_latency_seconds", "Gap between two tokens", ITL_BUCKETS)
+        self._tpot = self._by_class(
+            "request_time_per_output_token_seconds",
+            "(last - first token) / (n - 1) of a request; requests of one token are left out",
+            ITL_BUCKETS,
+        )
+        self._e2e = self._by_class("e2e_request_latency_seconds", "Arrival to end", LATENCY_BUCKETS)
+        self._queue = self._by_class(
+            "request_queue_time_seconds", "Arrival to first scheduled", LATENCY_BUCKETS
+        )
+        self._prefill = self._by_class(
+            "request_prefill_time_seconds", "First scheduled to first token", LATENCY_BUCKETS
+        )
+        self._decode = self._by_class("request_decode_time_seconds", "First to last token", LATENCY_BUCKETS)
+        self._inference = self._by_class(
+            "request_inference_time_seconds", "First scheduled to last token", LATENCY_BUCKETS
+        )
+        self._num_prompt = self._by_class("request_prompt_tokens", "Prompt tokens of a request", tokens)
+        self._num_generated = self._by_class(
+            "request_generation_tokens", "Output tokens of a request", tokens
+        )
+        self._max_tokens = self._by_class("request_params_max_tokens", "max_tokens of a request", tokens)
+        self._preempted = self._by_class(
+            "request_num_preemptions", "Preemptions of a request", PREEMPTION_BUCKETS
+        )
+        self._prompt_tokens = self._count_by_class("prompt_tokens", "Prompt tokens of ended requests")
+        self._generation_tokens = self._count_by_class("generation_tokens", "Output tokens")
+        self._success = Counter(
+            "backfill:request_success",
+            "Requests that ended",
+            ["model_name", "engine", "class", "finished_reason"],
+            registry=self.registry,
+        )
+        self._choices = Histogram(
+            "backfill:request_params_n",
+            "Choices of an API request",
+            ["model_name", "engine", "class"],
+            buckets=CHOICE_BUCKETS,
+            registry=self.registry,
+        )
+        self._step_tokens = Histogram(
+            "backfill:iteration_tokens_total",
+            "Tokens computed in a step",
+            ["model_name", "engine"],
+            buckets=STEP_TOKEN_BUCKETS,
+            registry=self.registry,
+        ).labels(**self._constant)
+        self._step_seconds = Histogram(
+            "backfill:step_seconds",
+            "Duration of a step",
+            ["model_name", "engine"],
+            buckets=ITL_BUCKETS,
+            registry=self.registry,
+        ).labels(**self._constant)
+        self._rejections = Counter(
+            "backfill:admission_rejections",
+            "Requests refused at the door",
+            ["model_name", "reason", "class"],
+            registry=self.registry,
+        )
+        self._http_requests = Counter(
+            "http_requests", "HTTP requests", ["method", "handler", "status"], registry=self.registry
+        )
+        self._http_seconds = Histogram(
+            "http_request_duration_seconds",
+            "Duration of HTTP requests to the end of the response",
+            ["method", "handler"],
+            buckets=HTTP_BUCKETS,
+            registry=self.registry,
+        )
+        facts = {
+            "block_size": str(info.block_size),
+            "num_gpu_blocks": str(info.num_blocks),
+            "cache_dtype": info.dtype,
+            "device": info.device,
+        }
+        Gauge(
+            "backfill:cache_config_info",
+            "The KV pool; always 1",
+            [*self._constant, *facts],
+            registry=self.registry,
+        ).labels(**self._constant, **facts).set(1)
+
+    def expose(self) -> bytes:
+        return generate_latest(self.registry)
+
+    def on_first_token(self, service_class: ServiceClass, since_arrival_s: float) -> None:
+        self._ttft[service_class].observe(since_arrival_s)
+        self._generation_tokens[service_class].inc()
+
+    def on_next_token(self, service_class: ServiceClass, since_last_s: float) -> None:
+        self._itl[service_class].observe(since_last_s)
+        self._generation_tokens[service_class].inc()
+
+    def on_finished(self, record: RequestRecord) -> None:
+        which = record.service_class
+        ending = {"class": which.value, "finished_reason": record.finish_reason.value}
+        self._success.labels(**self._constant, **ending).inc()
+        self._prompt_tokens[which].inc(record.num_prompt_tokens)
+        self._num_prompt[which].observe(record.num_prompt_tokens)
+        self._num_generated[which].observe(record.num_output_tokens)
+        self._max_tokens[which].observe(record.max_tokens)
+        self._preempted[which].observe(record.num_preemptions)
+        self._e2e[which].observe(record.finished_at_s - record.arrived_at_s)
+        first, last = record.first_token_at_s, record.last_token_at_s
+        if first is None or last is None:
+            return
+        self._decode[which].observe(last - first)
+        if record.num_output_tokens > 1:
+            self._tpot[which].observe((last - first) / (record.num_output_tokens - 1))
+        scheduled = record.first_scheduled_at_s
+        if scheduled is not None:
+            self._queue[which].observe(scheduled - record.arrived_at_s)
+            self._prefill[which].observe(first - scheduled)
+            self._inference[which].observe(last - scheduled)
+
+    def on_report(self, report: StepReport) -> None:
+        stats = report.stats
+        self._engine_state.stats = stats
+        if stats.num_step_tokens > 0:
+            self._step_tokens.observe(stats.num_step_tokens)
+            self._step_seconds.observe(stats.step_s)
+
+    def on_accepted(self, service_class: ServiceClass, num_choices: int) -> None:
+        self._choices.labels(**self._constant, **{"class": service_class.value}).observe(num_choices)
+
+    def on_rejected(self, service_class: ServiceClass, reason: str) -> None:
+        self._rejections.labels(self._constant["model_name"], reason, service_class.value).inc()
+
+    def on_http(self, method: str, handler: str, status: int, duration_s: float) -> None:
+        self._http_requests.labels(method, handler, str(status)).inc()
+        self._http_seconds.labels(method, handler).observe(duration_s)
+
+    def _by_class(self, name: str, text: str, buckets: Iterable[float]) -> dict[ServiceClass, Histogram]:
+        family = Histogram(
+            f"backfill:{name}",
+            text,
+            ["model_name", "engine", "class"],
+            buckets=tuple(buckets),
+            registry=self.registry,
+        )
+        return {which: family.labels(**self._constant, **{"class": which.value}) for which in ServiceClass}
+
+    def _count_by_class(self, name: str, text: str) -> dict[ServiceClass, Counter]:
+        family = Counter(f"backfill:{name}", text, ["model_name", "engine", "class"], registry=self.registry)
+        return {which: family.labels(**self._constant, **{"class": which.value}) for which in ServiceClass}
+
+
+class _EngineState(Collector):
+    """Gauges and totals the engine reports, read when scraped."""
+
+    def __init__(self, constant: dict[str, str], *, vllm_names: bool) -> None:
+        self.stats: EngineStats | None = None
+        self._constant = constant
+        self._vllm_names = vllm_names
+
+    def collect(self) -> Iterable[Metric]:
+        stats = self.stats
+        if stats is None:
+            return
+        by_class = {"online": stats.online, "offline": stats.offline}
+        yield self._gauge("num_requests_running", "Requests in the batch", by_class, "num_running")
+        yield self._gauge("num_requests_waiting", "Requests that wait", by_class, "num_waiting")
+        yield self._gauge("num_preemptions_total", "Preemptions", by_class, "num_preemptions")
+        yield self._gauge(
+            "recomputed_tokens_total",
+            "Tokens whose KV was dropped and must be computed again",
+            by_class,
+            "num_recomputed_tokens",
+        )
+        usage = GaugeMetricFamily(
+            "backfill:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1", labels=list(self._constant)
+        )
+        usage.add_metric(list(self._constant.values()), stats.kv_usage_frac)
+        yield usage
+        if self._vllm_names:
+            yield from self._under_vllm_names(stats)
+
+    def _gauge(self, name: str, text: str, by_class: dict[str, ClassStats], attribute: str) -> Metric:
+        kind = "counter" if name.endswith("_total") else "gauge"
+        family = Metric(f"backfill:{name.removesuffix('_total')}", text, kind)
+        for which, stats in by_class.items():
+            family.add_sample(
+                f"backfill:{name}", {**self._constant, "class": which}, float(getattr(stats, attribute))
+            )
+        return family
+
+    def _under_vllm_names(self, stats: EngineStats) -> Iterable[Metric]:
+        """The sums over classes that routers and autoscalers key on."""
+        values = {
+            "num_requests_running": stats.online.num_running + stats.offline.num_running,
+            "num_requests_waiting": stats.online.num_waiting + stats.offline.num_waiting,
+            "kv_cache_usage_perc": stats.kv_usage_frac,
+        }
+        for name, value in values.items():
+            family = GaugeMetricFamily(
+                f"vllm:{name}", "As backfill:, classes summed", labels=list(self._constant)
+            )
+            family.add_metric(list(self._constant.values()), value)
+            yield family

@@ -1,0 +1,100 @@
+"""What every request passes through: an id, a key check, counting.
+
+Plain ASGI, so that streams are not buffered.
+"""
+
+from __future__ import annotations
+
+import hmac
+import time
+import uuid
+from collections.abc import Iterable
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from backfill.api.errors import InvalidApiKey, answer
+from backfill.api.state import ServerState
+
+_MAX_REQUEST_ID_CHARS = 128
+_OPEN_PATHS = frozenset({"/health", "/health/live", "/ping", "/metrics", "/version"})
+_UNCOUNTED_PATHS = frozenset({"/health", "/health/live", "/ping", "/metrics"})
+
+
+class RequestIdMiddleware:
+    """Gives every response an ``x-request-id``: the client's own where it is printable, else a new one.
+
+    Routes find it in ``scope["state"]["request_id"]`` (None where the client sent none).
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        asked = Headers(scope=scope).get("x-request-id", "")
+        if not (asked.isascii() and asked.isprintable() and 0 < len(asked) <= _MAX_REQUEST_ID_CHARS):
+            asked = ""
+        scope.setdefault("state", {})["request_id"] = asked or None
+        request_id = asked or f"req_{uuid.uuid4().hex}"
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["x-request-id"] = request_id
+            await send(message)
+
+        await self._app(scope, receive, send_with_id)
+
+
+class ApiKeyMiddleware:
+    """Refuses requests without one of the keys, except on the open paths."""
+
+    def __init__(self, app: ASGIApp, keys: Iterable[str]) -> None:
+        self._app = app
+        self._keys = [key.encode() for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in _OPEN_PATHS or self._is_known(scope):
+            await self._app(scope, receive, send)
+            return
+        refusal = InvalidApiKey("Incorrect or missing API key. Send it as 'Authorization: Bearer KEY'.")
+        await answer(refusal)(scope, receive, send)
+
+    def _is_known(self, scope: Scope) -> bool:
+        scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
+        given = key.strip().encode()
+        # Every key is compared, in constant time, so that the answer's delay tells nothing.
+        matches = [hmac.compare_digest(given, known) for known in self._keys]
+        return scheme.lower() == "bearer" and any(matches)
+
+
+class CountingMiddleware:
+    """Counts HTTP requests and their duration by route."""
+
+    def __init__(self, app: ASGIApp, state: ServerState) -> None:
+        self._app = app
+        self._state = state
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in _UNCOUNTED_PATHS:
+            await self._app(scope, receive, send)
+            return
+        status = 499  # the client left before the answer began
+        started_at_s = time.monotonic()
+
+        async def send_and_note(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_and_note)
+        finally:
+            metrics = self._state.metrics
+            if metrics is not None:
+                route = scope.get("route")
+                handler = getattr(route, "path", "none")  # unknown paths share a label
+                metrics.on_http(scope["method"], handler, status, time.monotonic() - started_at_s)

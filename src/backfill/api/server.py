@@ -1,0 +1,193 @@
+"""A server's life: bind, load, serve, restart a dead engine, drain, stop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+
+import uvicorn
+
+from backfill.api.app import create_app
+from backfill.api.config import ServerConfig
+from backfill.api.metrics import Metrics
+from backfill.api.state import Phase, ServerState
+from backfill.api.stats_log import StatsLog
+from backfill.core.config import EngineConfig
+from backfill.core.errors import BackfillError, ConfigError, EngineDead
+from backfill.core.request import ServiceClass
+from backfill.engine.client import EngineClient
+from backfill.engine.messages import Ready, StepReport
+from backfill.generation.generator import TextGenerator
+from backfill.generation.tokenizer import Tokenizer
+from backfill.models.config import GenerationDefaults
+from backfill.protocol.service import CompletionService, ServedModel
+
+logger = logging.getLogger(__name__)
+
+_DRAIN_POLL_S = 0.05
+_RESTART_DELAY_S = 1.0
+_MAX_QUICK_DEATHS = 3
+_QUICK_DEATH_S = 30.0
+_CLOSE_CONNECTIONS_S = 2
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Take the port before anything slow happens, so that a clash is known at once. Raises: ConfigError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        # A deep backlog: load generators open all their connections at once.
+        listener.listen(4096)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"Cannot listen on {host}:{port}: {error.strerror or error}.") from error
+    return listener
+
+
+class Server:
+    """One HTTP server around one engine process.
+
+    Args:
+        on_ready: called when the first request can be served.
+    """
+
+    def __init__(
+        self,
+        server_config: ServerConfig,
+        engine_config: EngineConfig,
+        model: ServedModel,
+        *,
+        chat_template: str | None = None,
+        uses_generation_config: bool = True,
+        on_ready: Callable[[Ready], None] | None = None,
+    ) -> None:
+        self._model = model
+        self._chat_template = chat_template
+        self._uses_generation_config = uses_generation_config
+        self._on_ready = on_ready
+        self._stats_log = StatsLog()
+        self._client = EngineClient(
+            engine_config, on_report=self._on_report, log_level=server_config.log_level
+        )
+        self.state = ServerState(server_config, engine_config, self._client)
+        self._stop_asked = asyncio.Event()
+
+    async def run(self, listener: socket.socket) -> None:
+        """Serve until a signal, then drain. Raises: BackfillError when the engine cannot be started."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._on_signal)
+        http = _Http(create_app(self.state), self.state.server_config)
+        http_task = asyncio.create_task(http.serve(sockets=[listener]))
+        log_task = asyncio.create_task(self._stats_log.run())
+        engine_task = asyncio.create_task(self._keep_engine())
+        stop_task = asyncio.create_task(self._stop_asked.wait())
+        try:
+            await asyncio.wait({engine_task, stop_task}, return_when=asyncio.FIRST_COMPLETED)
+            if not engine_task.done():
+                await self._drain()
+            self.state.phase = Phase.DRAINING
+        finally:
+            for task in (engine_task, stop_task, log_task):
+                task.cancel()
+            failures = await asyncio.gather(engine_task, return_exceptions=True)
+            await self._client.stop()
+            http.should_exit = True
+            await http_task
+        if isinstance(failures[0], BackfillError):
+            raise failures[0]
+
+    async def _keep_engine(self) -> None:
+        """Start the engine, and again whenever it dies, unless it dies at once and repeatedly."""
+        num_quick_deaths = 0
+        while True:
+            started_at_s = time.monotonic()
+            await self._start_engine()
+            await self._client.wait_dead()
+            is_quick = time.monotonic() - started_at_s < _QUICK_DEATH_S
+            num_quick_deaths = num_quick_deaths + 1 if is_quick else 0
+            if num_quick_deaths >= _MAX_QUICK_DEATHS:
+                raise EngineDead(f"The engine died {num_quick_deaths} times soon after it was started.")
+            logger.error("the engine died; starting it again")
+            self.state.phase = Phase.RESTARTING
+            await asyncio.sleep(_RESTART_DELAY_S)
+
+    async def _start_engine(self) -> None:
+        """Load the model, and the tokenizer at the same time; take requests once both are there."""
+        tokenizer_task = asyncio.create_task(asyncio.to_thread(self._load_tokenizer))
+        try:
+            ready = await self._client.start()
+            tokenizer = await tokenizer_task
+        except BaseException:
+            tokenizer_task.cancel()
+            raise
+        if self.state.metrics is None:
+            self.state.metrics = Metrics(
+                self._model.names[0], ready.info, vllm_names=self.state.server_config.vllm_metrics
+            )
+        self.state.service = CompletionService(
+            self._model,
+            self._client,
+            tokenizer,
+            TextGenerator(self._client, tokenizer, self.state.metrics),
+            GenerationDefaults.from_folder(self._model.folder)
+            if self._uses_generation_config
+            else GenerationDefaults(),
+        )
+        self.state.phase = Phase.READY
+        if self._on_ready is not None:
+            self._on_ready(ready)
+
+    def _load_tokenizer(self) -> Tokenizer:
+        return Tokenizer.from_folder(self._model.folder, chat_template=self._chat_template)
+
+    async def _drain(self) -> None:
+        """Refuse new requests, stop offline ones, and let online ones end within the timeout."""
+        self.state.phase = Phase.DRAINING
+        timeout_s = self.state.server_config.drain_timeout_s
+        logger.info("shutting down: %d requests in flight have %g s", self.state.num_open, timeout_s)
+        await self._client.interrupt(ServiceClass.OFFLINE, EngineDead("The server is shutting down."))
+        deadline_at_s = time.monotonic() + timeout_s
+        while self.state.num_open > 0 and time.monotonic() < deadline_at_s:
+            await asyncio.sleep(_DRAIN_POLL_S)
+
+    def _on_report(self, report: StepReport) -> None:
+        self._stats_log.on_report(report)
+        if self.state.metrics is not None:
+            self.state.metrics.on_report(report)
+
+    def _on_signal(self) -> None:
+        if self._stop_asked.is_set():
+            logger.warning("stopping now")
+            self._client.kill()
+            os._exit(1)
+        self._stop_asked.set()
+
+
+class _Http(uvicorn.Server):
+    """Uvicorn without its signal handlers: the server decides when connections close."""
+
+    def __init__(self, app: object, config: ServerConfig) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,  # type: ignore[arg-type]
+                access_log=False,
+                log_config=None,
+                log_level="warning",
+                timeout_graceful_shutdown=_CLOSE_CONNECTIONS_S,
+                server_header=False,
+                lifespan="off",
+            )
+        )
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield

@@ -1,0 +1,161 @@
+"""Answers that take long: as server-sent events or whole, ended when the client goes away."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from backfill.api.errors import answer
+from backfill.core.errors import BackfillError
+from backfill.protocol.responses import Json, error_of
+
+_encoder = msgspec.json.Encoder()
+_DONE = b"data: [DONE]\n\n"
+_KEEP_ALIVE = b": keep-alive\n\n"
+
+
+def sse_event(body: Json) -> bytes:
+    return b"data: " + _encoder.encode(body) + b"\n\n"
+
+
+class LongResponse(Response):
+    """A response whose work is cancelled when the client disconnects.
+
+    Args:
+        on_end: called once, however it ends.
+    """
+
+    def __init__(self, on_end: Callable[[], None]) -> None:
+        super().__init__()
+        self._on_end = on_end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await _while_connected(self._answer(scope, receive, send), receive)
+        finally:
+            self._on_end()
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        raise AssertionError("subclasses answer")
+
+
+class WholeResponse(LongResponse):
+    """One JSON body, once ``work`` is done."""
+
+    def __init__(self, work: Coroutine[Any, Any, Json], on_end: Callable[[], None]) -> None:
+        super().__init__(on_end)
+        self._work = work
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            body = await self._work
+        except Exception as error:
+            await answer(error)(scope, receive, send)
+            return
+        await Response(_encoder.encode(body), media_type="application/json")(scope, receive, send)
+
+
+class EventStream(LongResponse):
+    """Chunks as server-sent events, ended by ``[DONE]``.
+
+    An error before the first chunk is an ordinary error response; a later one is an event.
+
+    Args:
+        chunks: lists of bodies; each list is one write.
+        keep_alive_s: a comment is sent after this many silent seconds; 0 sends none.
+    """
+
+    def __init__(
+        self,
+        chunks: AsyncGenerator[list[Json], None],
+        on_end: Callable[[], None],
+        *,
+        keep_alive_s: float = 0.0,
+    ) -> None:
+        super().__init__(on_end)
+        self._chunks = chunks
+        self._keep_alive_s = keep_alive_s
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with aclosing(self._chunks) as chunks:
+            opened = False
+            try:
+                async for bodies in _with_pauses(chunks, self._keep_alive_s):
+                    if not opened:
+                        opened = True
+                        await _open(send)
+                    data = _KEEP_ALIVE if bodies is None else b"".join(map(sse_event, bodies))
+                    await send({"type": "http.response.body", "body": data, "more_body": True})
+            except Exception as error:
+                if not opened:
+                    await answer(error)(scope, receive, send)
+                    return
+                event = _error_event(error)
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+        await send({"type": "http.response.body", "body": _DONE, "more_body": False})
+
+
+async def _open(send: Send) -> None:
+    headers = [
+        (b"content-type", b"text/event-stream; charset=utf-8"),
+        (b"cache-control", b"no-cache"),
+        (b"x-accel-buffering", b"no"),
+    ]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+
+
+def _error_event(error: Exception) -> bytes:
+    if isinstance(error, BackfillError):
+        return sse_event(error_of(error)[1])
+    return b"data: " + bytes(answer(error).body) + b"\n\n"
+
+
+async def _with_pauses(
+    chunks: AsyncGenerator[list[Json], None], pause_s: float
+) -> AsyncGenerator[list[Json] | None, None]:
+    """The chunks, and None after each ``pause_s`` without one; 0 never pauses."""
+    if pause_s <= 0:
+        async for chunk in chunks:
+            yield chunk
+        return
+    iterator = chunks.__aiter__()
+    while True:
+        following = asyncio.ensure_future(anext(iterator))
+        try:
+            while not (await asyncio.wait({following}, timeout=pause_s))[0]:
+                yield None
+            yield following.result()
+        except StopAsyncIteration:
+            return
+        finally:
+            if not following.done():
+                following.cancel()
+                await asyncio.wait({following})
+
+
+async def _while_connected(work: Coroutine[Any, Any, None], receive: Receive) -> None:
+    """Run ``work`` to its end, or cancel it when the client disconnects."""
+
+    async def disconnected() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    task, watcher = asyncio.ensure_future(work), asyncio.ensure_future(disconnected())
+    try:
+        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        watcher.cancel()
+        if not task.done():
+            task.cancel()
+            await asyncio.wait({task})
+    if not task.cancelled():
+        error = task.exception()
+        if error is not None and not isinstance(error, ClientDisconnect | OSError):
+            raise error

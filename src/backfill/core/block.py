@@ -1,0 +1,57 @@
+"""Block references and the geometry of a KV block.
+
+A *block* holds the KV of ``block_size`` consecutive tokens of one request, for every layer.
+A request fills a block from slot 0 up, or, where its reference is *reversed*, from slot
+``block_size - 1`` down, so that two requests can share one block from opposite ends
+(BROS, section 5.1).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NewType
+
+BlockRef = NewType("BlockRef", int)
+"""A physical block and the direction in which its owner fills it, packed as ``index << 1 | reverse``.
+
+Packed because a step carries thousands of them to the kernels, which read the same encoding.
+"""
+
+
+def pack_block_ref(index: int, reverse: bool = False) -> BlockRef:
+    return BlockRef(index << 1 | reverse)
+
+
+def block_index(ref: BlockRef) -> int:
+    return ref >> 1
+
+
+def is_reversed(ref: BlockRef) -> bool:
+    return bool(ref & 1)
+
+
+def slot_in_block(offset: int, block_size: int, reverse: bool) -> int:
+    """Slot of the token at ``offset`` in ``[0, block_size)`` of its block."""
+    return block_size - 1 - offset if reverse else offset
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """Shape of a KV pool: ``[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]``.
+
+    A block is contiguous over all layers, so that moving one between device and host is a single
+    copy. Index 0 of the third axis is K, 1 is V.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    dtype_bytes: int
+
+    @property
+    def block_bytes(self) -> int:
+        return self.num_layers * 2 * self.num_kv_heads * self.block_size * self.head_dim * self.dtype_bytes
+
+    def shape(self, num_blocks: int) -> tuple[int, int, int, int, int, int]:
+        return (num_blocks, self.num_layers, 2, self.num_kv_heads, self.block_size, self.head_dim)

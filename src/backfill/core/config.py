@@ -1,0 +1,86 @@
+"""Configuration of one engine, validated once at the edge and immutable afterwards."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from backfill.core.errors import ConfigError
+
+DType = Literal["auto", "bfloat16", "float32", "float16"]
+LoadFormat = Literal["auto", "safetensors", "dummy"]
+DeviceKind = Literal["auto", "cpu", "cuda"]
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """Limits of one step.
+
+    Attributes:
+        max_num_seqs: requests that hold blocks at once.
+        max_num_batched_tokens: tokens computed in one step, prefill and decode together.
+        max_prefill_chunk_tokens: tokens of one prompt computed in one step; bounds how long a long
+            prompt delays the decodes it shares a step with.
+    """
+
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    max_prefill_chunk_tokens: int = 2048
+
+    def validate(self) -> None:
+        _at_least("--max-num-seqs", self.max_num_seqs, 1)
+        _at_least("--max-num-batched-tokens", self.max_num_batched_tokens, 1)
+        _at_least("--max-prefill-chunk-tokens", self.max_prefill_chunk_tokens, 1)
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"--max-num-batched-tokens ({self.max_num_batched_tokens}) must be at least "
+                f"--max-num-seqs ({self.max_num_seqs}): each decoding request takes one token of a step."
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Everything the engine process needs to start.
+
+    Attributes:
+        model_dir: Hugging Face style folder, as ``backfill pull`` leaves it.
+        max_model_len: tokens of prompt and output together; None takes what the model and the KV
+            pool allow.
+        kv_bytes: size of the KV pool; None takes the device's default.
+        num_threads: threads of the CPU kernels; None takes the processors this process may use.
+    """
+
+    model_dir: str
+    device: DeviceKind = "auto"
+    dtype: DType = "auto"
+    load_format: LoadFormat = "auto"
+    block_size: int = 16
+    kv_bytes: int | None = None
+    gpu_memory_utilization: float = 0.9
+    max_model_len: int | None = None
+    num_threads: int | None = None
+    seed: int = 0
+    scheduler: SchedulerConfig = SchedulerConfig()
+
+    def validate(self) -> None:
+        """Raise ConfigError naming the first option out of range and what it allows."""
+        if self.block_size not in (8, 16, 32, 64):
+            raise ConfigError(f"--block-size must be 8, 16, 32 or 64, got {self.block_size}.")
+        if self.kv_bytes is not None:
+            _at_least("--kv-gib", self.kv_bytes, 1)
+        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+            raise ConfigError(
+                f"--gpu-memory-utilization must be above 0 and at most 1, got {self.gpu_memory_utilization}."
+            )
+        if self.max_model_len is not None:
+            _at_least("--max-model-len", self.max_model_len, 1)
+        if self.num_threads is not None:
+            _at_least("--threads", self.num_threads, 1)
+        self.scheduler.validate()
+
+
+def _at_least(option: str, value: int, low: int) -> None:
+    if value < low:
+        raise ConfigError(f"{option} must be at least {low}, got {value}.")

@@ -1,0 +1,1 @@
+"""The step loop that joins scheduler and executor, its process, and the client of that process."""

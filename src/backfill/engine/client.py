@@ -1,0 +1,255 @@
+"""The engine process as seen from an asyncio program."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import multiprocessing
+import tempfile
+import time
+from collections.abc import AsyncGenerator, Callable
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from backfill.core.config import EngineConfig
+from backfill.core.errors import BackfillError, EngineDead
+from backfill.core.request import RequestId, ServiceClass
+from backfill.core.sampling import SamplingParams
+from backfill.engine.messages import (
+    AbortRequests,
+    AddRequest,
+    EngineStats,
+    FromEngine,
+    Ready,
+    StartFailed,
+    StepReport,
+    Stop,
+    TokenOutput,
+)
+from backfill.engine.process import run_engine_process
+from backfill.execution.executor import ExecutorInfo
+
+logger = logging.getLogger(__name__)
+
+_STOP_TIMEOUT_S = 5.0
+_POLL_S = 0.2
+
+
+class _Stream:
+    """Where one request's outputs wait for its reader."""
+
+    __slots__ = ("queue", "service_class")
+
+    def __init__(self, service_class: ServiceClass) -> None:
+        self.service_class = service_class
+        self.queue: asyncio.Queue[TokenOutput | EngineDead] = asyncio.Queue()
+
+
+class EngineClient:
+    """Starts the engine process, feeds it requests, and hands each its outputs.
+
+    One event loop owns a client. After ``EngineDead`` was raised to the requests it held, the client
+    accepts nothing until ``start`` succeeded again.
+
+    Args:
+        on_report: called with each step's report, for metrics.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        on_report: Callable[[StepReport], None] | None = None,
+        log_level: str = "INFO",
+    ) -> None:
+        self._config = config
+        self._on_report = on_report
+        self._log_level = log_level
+        self._process: BaseProcess | None = None
+        self._context: zmq.asyncio.Context | None = None
+        self._commands: zmq.asyncio.Socket | None = None
+        self._reader: asyncio.Task[None] | None = None
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._encoder = msgspec.msgpack.Encoder()
+        self._streams: dict[RequestId, _Stream] = {}
+        self.info: ExecutorInfo | None = None
+        self.stats: EngineStats | None = None
+
+    @property
+    def is_ready(self) -> bool:
+        return self.info is not None
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._streams)
+
+    async def start(self) -> Ready:
+        """Launch the process and wait until the model is loaded.
+
+        Raises: BackfillError with the engine's reason when it cannot start.
+        """
+        self._folder = tempfile.TemporaryDirectory(prefix="backfill-")
+        commands_url = f"ipc://{Path(self._folder.name) / 'commands'}"
+        reports_url = f"ipc://{Path(self._folder.name) / 'reports'}"
+        self._context = zmq.asyncio.Context()
+        self._commands = self._context.socket(zmq.PUSH)
+        reports = self._context.socket(zmq.PULL)
+        for socket, url in ((self._commands, commands_url), (reports, reports_url)):
+            socket.set_hwm(0)
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.bind(url)
+        self._process = multiprocessing.get_context("spawn").Process(
+            target=run_engine_process,
+            args=(self._config, commands_url, reports_url, self._log_level),
+            name="backfill-engine",
+        )
+        self._process.start()
+        decoder = msgspec.msgpack.Decoder(FromEngine)
+        first = await self._first_message(reports, decoder)
+        if not isinstance(first, Ready):
+            reason = first.message if isinstance(first, StartFailed) else self._how_it_ended()
+            await self._close(reports)
+            raise BackfillError(reason)
+        self.info = first.info
+        self._reader = asyncio.create_task(self._read(reports, decoder), name="engine-reports")
+        return first
+
+    async def wait_dead(self) -> None:
+        """Return once the process that ``start`` launched has ended and its requests were told."""
+        assert self._reader is not None
+        await asyncio.wait([self._reader])
+
+    async def stop(self) -> None:
+        """End the process; requests still in flight get EngineDead."""
+        if self._commands is not None and self._process is not None and self._process.is_alive():
+            await self._commands.send(self._encoder.encode(Stop()))
+            deadline_at_s = time.monotonic() + _STOP_TIMEOUT_S
+            while self._process.is_alive() and time.monotonic() < deadline_at_s:
+                await asyncio.sleep(0.01)
+            if self._process.is_alive():
+                self._process.kill()
+        if self._reader is not None:
+            await asyncio.wait([self._reader])
+            self._reader = None
+        self._process = None
+
+    def kill(self) -> None:
+        """End the process without a word; for a caller that is about to end too."""
+        if self._process is not None:
+            self._process.kill()
+
+    async def interrupt(self, service_class: ServiceClass, error: EngineDead) -> None:
+        """Abort every request of a class in flight; each gets ``error``."""
+        request_ids = [rid for rid, stream in self._streams.items() if stream.service_class is service_class]
+        for request_id in request_ids:
+            self._streams[request_id].queue.put_nowait(error)
+        if request_ids and self.info is not None:
+            await self._send(AbortRequests(request_ids))
+
+    async def generate(
+        self,
+        request_id: RequestId,
+        prompt_token_ids: list[int],
+        sampling: SamplingParams,
+        *,
+        service_class: ServiceClass = ServiceClass.ONLINE,
+        priority: int = 0,
+        arrived_at_s: float | None = None,
+    ) -> AsyncGenerator[TokenOutput, None]:
+        """Yield the request's outputs to the last. Closing the iterator early aborts the request.
+
+        Raises: EngineDead if the engine ends first or is not running.
+        """
+        if self._commands is None or self.info is None:
+            raise EngineDead("The engine is not running.")
+        assert request_id not in self._streams, f"{request_id} is in flight already"
+        stream = self._streams[request_id] = _Stream(service_class)
+        is_over = False
+        try:
+            await self._send(
+                AddRequest(
+                    request_id=request_id,
+                    prompt_token_ids=prompt_token_ids,
+                    sampling=sampling,
+                    service_class=service_class,
+                    priority=priority,
+                    arrived_at_s=time.monotonic() if arrived_at_s is None else arrived_at_s,
+                )
+            )
+            while not is_over:
+                output = await stream.queue.get()
+                if isinstance(output, EngineDead):
+                    is_over = True
+                    raise output
+                is_over = output.finish_reason is not None
+                yield output
+        finally:
+            self._streams.pop(request_id, None)
+            if not is_over and self.info is not None:
+                await self._send(AbortRequests([request_id]))
+
+    async def _send(self, command: AddRequest | AbortRequests) -> None:
+        assert self._commands is not None
+        await self._commands.send(self._encoder.encode(command))
+
+    async def _first_message(
+        self, reports: zmq.asyncio.Socket, decoder: msgspec.msgpack.Decoder[FromEngine]
+    ) -> FromEngine | None:
+        """The engine's first word, or None if it ended without one."""
+        assert self._process is not None
+        while True:
+            was_alive = self._process.is_alive()
+            if await reports.poll(_POLL_S * 1000):
+                return decoder.decode(await reports.recv())
+            if not was_alive:
+                return None
+
+    async def _read(self, reports: zmq.asyncio.Socket, decoder: msgspec.msgpack.Decoder[FromEngine]) -> None:
+        """Hand out reports until the process ends."""
+        assert self._process is not None
+        try:
+            while True:
+                was_alive = self._process.is_alive()
+                if await reports.poll(_POLL_S * 1000):
+                    self._dispatch(decoder.decode(await reports.recv()))
+                elif not was_alive:
+                    break
+        finally:
+            error = EngineDead(self._how_it_ended())
+            self.info = None
+            for stream in self._streams.values():
+                stream.queue.put_nowait(error)
+            await self._close(reports)
+
+    def _dispatch(self, report: FromEngine) -> None:
+        assert isinstance(report, StepReport)
+        self.stats = report.stats
+        for output in report.outputs:
+            stream = self._streams.get(output.request_id)
+            if stream is not None:  # else: aborted here while the engine still worked on it
+                stream.queue.put_nowait(output)
+        if self._on_report is not None:
+            self._on_report(report)
+
+    def _how_it_ended(self) -> str:
+        assert self._process is not None
+        code = self._process.exitcode
+        if code is not None and code < 0:
+            return f"The engine process was killed by signal {-code}."
+        return f"The engine process ended with exit code {code}."
+
+    async def _close(self, reports: zmq.asyncio.Socket) -> None:
+        reports.close()
+        if self._commands is not None:
+            self._commands.close()
+            self._commands = None
+        if self._context is not None:
+            self._context.term()
+            self._context = None
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None

@@ -1,0 +1,93 @@
+"""What crosses the boundary of the engine process, as msgspec structs encoded with MessagePack."""
+
+from __future__ import annotations
+
+import msgspec
+
+from backfill.core.plan import TokenLogprobs
+from backfill.core.request import FinishReason, RequestId, ServiceClass
+from backfill.core.sampling import SamplingParams
+from backfill.execution.executor import ExecutorInfo
+
+
+class AddRequest(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """Client to engine: serve this request. ``arrived_at_s`` is on the machine's monotonic clock."""
+
+    request_id: RequestId
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    service_class: ServiceClass
+    priority: int
+    arrived_at_s: float
+
+
+class AbortRequests(msgspec.Struct, tag=True, frozen=True):
+    """Client to engine: stop these; nothing more is said of them. Unknown ids are ignored."""
+
+    request_ids: list[RequestId]
+
+
+class Stop(msgspec.Struct, tag=True, frozen=True):
+    """Client to engine: end the process now. The client has drained or given up what was running."""
+
+
+ToEngine = AddRequest | AbortRequests | Stop
+
+
+class Ready(msgspec.Struct, tag=True, frozen=True):
+    """Engine to client, once: the model is loaded."""
+
+    info: ExecutorInfo
+    load_s: float
+
+
+class StartFailed(msgspec.Struct, tag=True, frozen=True):
+    """Engine to client, in place of Ready: it cannot start, for a reason meant for the user."""
+
+    message: str
+
+
+class TokenOutput(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+    """One step's news of one request; a finished request has no further ones.
+
+    ``token_id`` is None where the request ended without a token (abort, error). ``message`` says why
+    it failed. ``stop_token_id`` is the requested stop token that ended it. The last three are set on
+    the last output only.
+    """
+
+    request_id: RequestId
+    token_id: int | None
+    logprobs: TokenLogprobs | None = None
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    message: str | None = None
+    first_scheduled_at_s: float | None = None
+    num_preemptions: int = 0
+
+
+class ClassStats(msgspec.Struct, frozen=True, array_like=True):
+    """State and totals since start of one service class."""
+
+    num_running: int
+    num_waiting: int
+    num_preemptions: int
+    num_recomputed_tokens: int
+
+
+class EngineStats(msgspec.Struct, frozen=True, array_like=True):
+    online: ClassStats
+    offline: ClassStats
+    kv_usage_frac: float
+    num_free_blocks: int
+    num_step_tokens: int  # computed by this step
+    step_s: float
+
+
+class StepReport(msgspec.Struct, tag=True, frozen=True):
+    """Engine to client, after each step and whenever a request ended outside one."""
+
+    outputs: list[TokenOutput]
+    stats: EngineStats
+
+
+FromEngine = Ready | StartFailed | StepReport

@@ -1,0 +1,142 @@
+"""The engine process: loads the model, then steps while it has work and listens between steps."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+
+import msgspec
+import zmq
+
+from backfill.core.clock import WallClock
+from backfill.core.config import EngineConfig
+from backfill.core.errors import BackfillError
+from backfill.core.request import Request
+from backfill.engine.engine import Engine
+from backfill.engine.messages import (
+    AbortRequests,
+    AddRequest,
+    FromEngine,
+    Ready,
+    StartFailed,
+    StepReport,
+    Stop,
+    ToEngine,
+    TokenOutput,
+)
+from backfill.execution.executor import Executor
+
+logger = logging.getLogger(__name__)
+
+ExecutorFactory = Callable[[EngineConfig], Executor]
+
+
+def run_engine_process(config: EngineConfig, commands_url: str, reports_url: str, log_level: str) -> None:
+    """Entry point of the child process. Ends on ``Stop``, or with its parent."""
+    logging.basicConfig(level=log_level, format="%(asctime)s %(levelname)s engine: %(message)s")
+    _die_with_parent()
+    # Ctrl-C reaches the whole process group; the parent decides what it means and sends Stop.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with zmq.Context() as context:
+        commands, reports = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+        for socket in (commands, reports):
+            socket.set_hwm(0)  # a step is never dropped and never blocks on a slow reader
+        reports.setsockopt(zmq.LINGER, 1000)
+        commands.connect(commands_url)
+        reports.connect(reports_url)
+        try:
+            _serve(config, _Channel(commands, reports))
+        finally:
+            commands.close()
+            reports.close()
+
+
+def _serve(config: EngineConfig, channel: _Channel) -> None:
+    from backfill.execution.create import create_torch_executor
+
+    started_at_s = time.monotonic()
+    try:
+        engine = Engine(config.scheduler, create_torch_executor(config), WallClock())
+    except BackfillError as error:
+        channel.send(StartFailed(str(error)))
+        return
+    except Exception as error:
+        logger.exception("the engine could not start")
+        channel.send(StartFailed(f"The engine could not start: {type(error).__name__}: {error}"))
+        return
+    channel.send(Ready(engine.executor.info, time.monotonic() - started_at_s))
+    EngineLoop(engine, channel).run()
+
+
+class _Channel:
+    """The two sockets, with messages instead of bytes."""
+
+    def __init__(self, commands: zmq.Socket[bytes], reports: zmq.Socket[bytes]) -> None:
+        self._commands = commands
+        self._reports = reports
+        self._decoder = msgspec.msgpack.Decoder(ToEngine)
+        self._encoder = msgspec.msgpack.Encoder()
+
+    def send(self, message: FromEngine) -> None:
+        self._reports.send(self._encoder.encode(message))
+
+    def receive(self, *, wait: bool) -> list[ToEngine]:
+        """All commands that have arrived; with ``wait``, at least one."""
+        received: list[ToEngine] = []
+        flags = 0 if wait else zmq.NOBLOCK
+        while True:
+            try:
+                received.append(self._decoder.decode(self._commands.recv(flags)))
+            except zmq.Again:
+                return received
+            flags = zmq.NOBLOCK
+
+
+class EngineLoop:
+    """Listens when idle, otherwise listens without waiting and steps."""
+
+    def __init__(self, engine: Engine, channel: _Channel) -> None:
+        self._engine = engine
+        self._channel = channel
+
+    def run(self) -> None:
+        while True:
+            refused: list[TokenOutput] = []
+            for command in self._channel.receive(wait=not self._engine.has_unfinished):
+                if isinstance(command, Stop):
+                    return
+                refused += self._handle(command)
+            outputs = refused + (self._engine.step() if self._engine.has_unfinished else [])
+            self._channel.send(StepReport(outputs, self._engine.stats()))
+
+    def _handle(self, command: AddRequest | AbortRequests) -> list[TokenOutput]:
+        """Outputs of requests that were refused."""
+        if isinstance(command, AbortRequests):
+            self._engine.abort(command.request_ids)
+            return []
+        refusal = self._engine.add(
+            Request(
+                request_id=command.request_id,
+                prompt_token_ids=command.prompt_token_ids,
+                sampling=command.sampling,
+                service_class=command.service_class,
+                priority=command.priority,
+                arrived_at_s=command.arrived_at_s,
+            )
+        )
+        return [] if refusal is None else [refusal]
+
+
+def _die_with_parent() -> None:
+    """Ask Linux to kill this process when its parent ends, however that happens."""
+    if not sys.platform.startswith("linux"):
+        return
+    set_parent_death_signal = 1
+    ctypes.CDLL(None, use_errno=True).prctl(set_parent_death_signal, signal.SIGKILL)
+    if os.getppid() == 1:  # the parent ended before the request took effect
+        os._exit(1)

@@ -1,0 +1,1 @@
+"""Carries out step plans: builds the batch, runs the model over it, samples."""

@@ -1,0 +1,165 @@
+"""Builds a torch executor from a configuration: device, kernels, memory, weights, KV pool."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import replace
+
+import torch
+
+from backfill.core.block import KVLayout, pack_block_ref
+from backfill.core.config import GIB, EngineConfig
+from backfill.core.errors import ConfigError, InsufficientMemory
+from backfill.core.plan import AdmittedRequest, ScheduledSlice, StepPlan
+from backfill.core.request import RequestId
+from backfill.core.sampling import SamplingParams
+from backfill.execution.executor import ExecutorInfo
+from backfill.execution.memory import available_cuda_bytes, available_host_bytes, check_fits
+from backfill.execution.torch_executor import TorchExecutor
+from backfill.kernels import create_kernels
+from backfill.models.build import build_model
+from backfill.models.config import GenerationDefaults, ModelConfig, end_token_ids
+from backfill.models.weights import Checkpoint
+
+logger = logging.getLogger(__name__)
+
+_DEFAULT_CPU_KV_BYTES = 1 * GIB
+_TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+def create_torch_executor(config: EngineConfig) -> TorchExecutor:
+    """Load the model and take the KV pool's memory.
+
+    Raises: ConfigError, ModelError, InsufficientMemory, each with a message for the user.
+    """
+    model_config = ModelConfig.from_folder(config.model_dir)
+    device = _choose_device(config)
+    dtype = _choose_dtype(config, model_config, device)
+    if device.type == "cpu":
+        torch.set_num_threads(config.num_threads or len(os.sched_getaffinity(0)))
+    layout = KVLayout(
+        num_layers=model_config.num_layers,
+        num_kv_heads=model_config.num_kv_heads,
+        head_dim=model_config.head_dim,
+        block_size=config.block_size,
+        dtype_bytes=dtype.itemsize,
+    )
+    kv_bytes = _choose_kv_bytes(config, model_config, device, dtype)
+    num_blocks = kv_bytes // layout.block_bytes
+    max_model_len = _choose_max_model_len(config, model_config, num_blocks, layout)
+    checkpoint = Checkpoint.open(
+        config.model_dir, dtype=dtype, load_format=config.load_format, seed=config.seed
+    )
+    kernels = create_kernels(device)
+    model = build_model(model_config, checkpoint, kernels, max_positions=max_model_len, device=device)
+    info = ExecutorInfo(
+        num_blocks=num_blocks,
+        block_size=config.block_size,
+        max_model_len=max_model_len,
+        vocab_size=model_config.vocab_size,
+        end_token_ids=end_token_ids(model_config, GenerationDefaults.from_folder(config.model_dir)),
+        device=str(device),
+        dtype=str(dtype).removeprefix("torch."),
+    )
+    executor = TorchExecutor(model, _allocate_pool(layout, num_blocks, dtype, device), info)
+    _warm_up(executor)
+    return executor
+
+
+def _choose_device(config: EngineConfig) -> torch.device:
+    if config.device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda: torch finds no CUDA device here; use --device cpu.")
+    return torch.device(config.device)
+
+
+def _choose_dtype(config: EngineConfig, model_config: ModelConfig, device: torch.device) -> torch.dtype:
+    name: str = config.dtype
+    if name == "auto":
+        name = model_config.dtype if model_config.dtype in _TORCH_DTYPES else "bfloat16"
+        if name == "float16" and device.type == "cpu":
+            name = "bfloat16"
+    if name == "float16" and device.type == "cpu":
+        raise ConfigError("--dtype float16 is not supported on CPU; use bfloat16 or float32.")
+    return _TORCH_DTYPES[name]
+
+
+def _choose_kv_bytes(
+    config: EngineConfig, model_config: ModelConfig, device: torch.device, dtype: torch.dtype
+) -> int:
+    """Size of the pool, checked against the memory that is left beside the weights."""
+    weights_bytes = model_config.weight_bytes(dtype.itemsize)
+    if device.type == "cuda":
+        available: int | None = available_cuda_bytes(device, config.gpu_memory_utilization)
+        assert available is not None
+        kv_bytes = (
+            config.kv_bytes if config.kv_bytes is not None else max(1, int((available - weights_bytes) * 0.9))
+        )
+    else:
+        available = available_host_bytes()
+        kv_bytes = config.kv_bytes if config.kv_bytes is not None else _DEFAULT_CPU_KV_BYTES
+    check_fits(weights_bytes=weights_bytes, kv_bytes=kv_bytes, available_bytes=available, device=str(device))
+    return kv_bytes
+
+
+def _choose_max_model_len(
+    config: EngineConfig, model_config: ModelConfig, num_blocks: int, layout: KVLayout
+) -> int:
+    model_limit = model_config.max_position_embeddings
+    if model_config.sliding_window is not None:
+        # Attention here is over the whole context; up to the window that is the same.
+        model_limit = min(model_limit, model_config.sliding_window)
+    pool_limit = num_blocks * layout.block_size
+    if config.max_model_len is not None:
+        if config.max_model_len > model_limit:
+            raise ConfigError(
+                f"--max-model-len {config.max_model_len} exceeds the model's context of {model_limit} tokens."
+            )
+        if config.max_model_len > pool_limit:
+            needed_gib = -(-config.max_model_len // layout.block_size) * layout.block_bytes / GIB
+            raise InsufficientMemory(
+                f"--max-model-len {config.max_model_len} needs a KV pool of {needed_gib:.3f} GiB, and it "
+                f"holds {pool_limit} tokens; raise --kv-gib or lower --max-model-len."
+            )
+        return config.max_model_len
+    if pool_limit < 1:
+        raise InsufficientMemory(
+            f"The KV pool holds no block: one takes {layout.block_bytes / GIB:.4f} GiB; raise --kv-gib."
+        )
+    if pool_limit < model_limit:
+        logger.warning(
+            "the KV pool holds %d tokens, fewer than the model's context of %d: longer requests are refused",
+            pool_limit,
+            model_limit,
+        )
+    return min(model_limit, pool_limit)
+
+
+def _allocate_pool(
+    layout: KVLayout, num_blocks: int, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    try:
+        return torch.empty(layout.shape(num_blocks), dtype=dtype, device=device)
+    except (RuntimeError, MemoryError) as error:
+        pool_gib = num_blocks * layout.block_bytes / GIB
+        raise InsufficientMemory(
+            f"A KV pool of {pool_gib:.2f} GiB could not be allocated on {device}; lower --kv-gib."
+        ) from error
+
+
+def _warm_up(executor: TorchExecutor) -> None:
+    """Run one prefill and one decode step, so that no request pays for what libraries build on first use."""
+    info = executor.info
+    num_tokens = min(64, info.max_model_len - 1, info.num_blocks * info.block_size - 1)
+    if num_tokens < 1:
+        return
+    request_id = RequestId("warm-up")
+    blocks = tuple(pack_block_ref(index) for index in range(-(-(num_tokens + 1) // info.block_size)))
+    admitted = AdmittedRequest(request_id, (0,) * num_tokens, SamplingParams(max_tokens=2, temperature=0.0))
+    prefill = ScheduledSlice(request_id, 0, num_tokens, blocks, samples=True)
+    decode = replace(prefill, start=num_tokens, num_tokens=1)
+    executor.run(StepPlan(step=0, admitted=(admitted,), slices=(prefill,), released=()))
+    executor.run(StepPlan(step=1, admitted=(), slices=(decode,), released=()))
+    executor.run(StepPlan(step=2, admitted=(), slices=(), released=(request_id,)))

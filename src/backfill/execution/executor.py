@@ -1,0 +1,65 @@
+"""What an engine needs of an executor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from backfill.core.errors import RequestError
+from backfill.core.plan import StepOutcome, StepPlan
+from backfill.core.sampling import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorInfo:
+    """What the control plane must know of an executor before it can plan for it.
+
+    Attributes:
+        num_blocks: blocks in the device's KV pool.
+        max_model_len: tokens of prompt and output a request can have.
+        vocab_size: token ids are in ``[0, vocab_size)``.
+        end_token_ids: tokens with which the model ends an output.
+        device, dtype: in words, for logs and metrics.
+    """
+
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    vocab_size: int
+    end_token_ids: tuple[int, ...]
+    device: str
+    dtype: str
+
+    def check_request(self, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> None:
+        """Raise RequestError if this executor can never serve the request."""
+        if not prompt_token_ids:
+            raise RequestError("The prompt must have at least one token.", param="prompt")
+        if min(prompt_token_ids) < 0 or max(prompt_token_ids) >= self.vocab_size:
+            raise RequestError(
+                f"Prompt token ids must be between 0 and {self.vocab_size - 1}.", param="prompt"
+            )
+        num_prompt_tokens = len(prompt_token_ids)
+        if num_prompt_tokens + sampling.max_tokens > self.max_model_len:
+            raise RequestError(
+                f"This model's maximum context length is {self.max_model_len} tokens. However, you requested "
+                f"{num_prompt_tokens + sampling.max_tokens} tokens ({num_prompt_tokens} in the prompt, "
+                f"{sampling.max_tokens} in the output). Please reduce the prompt or max_tokens.",
+                param="max_tokens" if num_prompt_tokens < self.max_model_len else "prompt",
+                code="context_length_exceeded",
+            )
+        sampling.validate(self.vocab_size)
+
+
+class Executor(Protocol):
+    """Carries out plans one at a time, in the order they were made."""
+
+    info: ExecutorInfo
+
+    def run(self, plan: StepPlan) -> StepOutcome:
+        """Compute the plan's slices and sample. Blocks until done.
+
+        If it raises, no token was sampled; the KV of the plan's slices is undefined, all other KV
+        and all request state are as before.
+        """
+        ...

@@ -1,0 +1,181 @@
+"""Next tokens from logits, for a batch whose requests sample in different ways."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from backfill.core.plan import TokenLogprobs
+from backfill.execution.request_state import RequestState
+
+_NUM_CANDIDATES = 1024  # top-p and min-p rarely keep more; rows that do are sorted whole
+_MASK_64 = (1 << 64) - 1
+
+
+class Sampler:
+    """Stateless: a token depends on its logits and its request alone, never on the rest of the batch.
+
+    Args:
+        end_token_ids: tokens suppressed, with a request's own stop tokens, before its ``min_tokens``.
+    """
+
+    def __init__(self, end_token_ids: Sequence[int]) -> None:
+        self._end_token_ids = tuple(end_token_ids)
+
+    def sample(
+        self, logits: Tensor, states: Sequence[RequestState]
+    ) -> list[tuple[int, TokenLogprobs | None]]:
+        """One (token id, log probabilities if asked for) for each row of ``logits [N, vocab]``."""
+        if all(state.is_plain_greedy for state in states):
+            return [(token_id, None) for token_id in logits.argmax(-1).tolist()]
+        logits = logits.float()
+        raw_logprobs = self._raw_logprobs(logits, states)
+        for row, state in enumerate(states):
+            self._shape(logits[row], state)
+        token_ids = logits.argmax(-1).tolist()
+        drawn = [row for row, state in enumerate(states) if not state.sampling.is_greedy]
+        for row, token_id in zip(drawn, _draw(logits, drawn, states), strict=True):
+            token_ids[row] = token_id
+        return [
+            (
+                token_id,
+                _token_logprobs(raw_logprobs[row], token_id, states[row]) if row in raw_logprobs else None,
+            )
+            for row, token_id in enumerate(token_ids)
+        ]
+
+    def _raw_logprobs(self, logits: Tensor, states: Sequence[RequestState]) -> dict[int, Tensor]:
+        """``log_softmax`` of the rows whose request asked for log probabilities."""
+        rows = [row for row, state in enumerate(states) if state.sampling.num_logprobs is not None]
+        return dict(zip(rows, logits[rows].log_softmax(-1), strict=True)) if rows else {}
+
+    def _shape(self, logits: Tensor, state: RequestState) -> None:
+        """Apply bias, penalties and suppression to one row ``[vocab]`` in place."""
+        sampling = state.sampling
+        for token_id, bias in sampling.logit_bias:
+            logits[token_id] += bias
+        if sampling.has_penalties:
+            _penalise(logits, state)
+        if state.num_output_tokens < sampling.min_tokens:
+            suppressed = [*self._end_token_ids, *sampling.stop_token_ids]
+            logits[suppressed] = float("-inf")
+
+
+def _penalise(logits: Tensor, state: RequestState) -> None:
+    sampling = state.sampling
+    if sampling.repetition_penalty != 1.0:
+        seen = torch.from_numpy(np.unique(state.tokens(0, state.num_tokens))).to(logits.device)
+        values = logits[seen]
+        penalty = sampling.repetition_penalty
+        logits[seen] = torch.where(values > 0, values / penalty, values * penalty)
+    if state.num_output_tokens == 0:
+        return
+    ids, counts = np.unique(state.tokens(state.num_prompt_tokens, state.num_tokens), return_counts=True)
+    frequency = torch.from_numpy(counts).to(logits) * sampling.frequency_penalty
+    logits[torch.from_numpy(ids).to(logits.device)] -= frequency + sampling.presence_penalty
+
+
+def _draw(logits: Tensor, rows: Sequence[int], states: Sequence[RequestState]) -> list[int]:
+    """Draw one token for each of ``rows``, each from its own temperature, filters and random number."""
+    if not rows:
+        return []
+    params = [states[row].sampling for row in rows]
+    is_filtered = [p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0 for p in params]
+    temperature = torch.tensor([p.temperature for p in params], device=logits.device)
+    uniform = torch.tensor(
+        [uniform_at(states[row].sampling.seed, states[row].num_output_tokens) for row in rows],
+        dtype=torch.float64,
+        device=logits.device,
+    )
+    probs = (logits[list(rows)] / temperature[:, None]).softmax(-1)
+    token_ids = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
+    whole = [i for i, filtered in enumerate(is_filtered) if not filtered]
+    filtered = [i for i, filtered in enumerate(is_filtered) if filtered]
+    if whole:
+        token_ids[whole] = _invert_cdf(probs[whole], uniform[whole])
+    if filtered:
+        token_ids[filtered] = _draw_filtered(
+            probs[filtered],
+            uniform[filtered],
+            top_k=torch.tensor([params[i].top_k or probs.shape[1] for i in filtered], device=logits.device),
+            top_p=torch.tensor([params[i].top_p for i in filtered], device=logits.device),
+            min_p=torch.tensor([params[i].min_p for i in filtered], device=logits.device),
+        )
+    return token_ids.tolist()
+
+
+def _draw_filtered(probs: Tensor, uniform: Tensor, *, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """Draw from the tokens that top-k, top-p and min-p leave of each row of ``probs [N, vocab]``.
+
+    Looks at the most likely candidates only, and at a whole row where those do not settle its filters.
+    """
+    vocab_size = probs.shape[1]
+    num_candidates = min(_NUM_CANDIDATES, vocab_size)
+    while True:
+        ranked, ids = probs.topk(num_candidates, dim=-1)
+        kept, is_settled = _filter_ranked(ranked, top_k, top_p, min_p)
+        if num_candidates == vocab_size or bool(is_settled.all()):
+            break
+        num_candidates = vocab_size
+    chosen = _invert_cdf(torch.where(kept, ranked, 0.0), uniform)
+    return ids.gather(1, chosen[:, None])[:, 0]
+
+
+def _filter_ranked(ranked: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> tuple[Tensor, Tensor]:
+    """Which of the candidates ``ranked [N, C]``, most likely first, stay, and whether others could.
+
+    Returns (kept ``[N, C]``, settled ``[N]``): a settled row keeps none of the tokens beyond its candidates.
+    Top-p is a share of the mass top-k left; where top-k reaches beyond the candidates, of the whole.
+    """
+    ranks = torch.arange(ranked.shape[1], device=ranked.device)
+    in_top_k = ranks < top_k[:, None]
+    cumulative = torch.where(in_top_k, ranked, 0.0).double().cumsum(-1)
+    k_is_inside = top_k <= ranked.shape[1]
+    mass = torch.where(k_is_inside, cumulative[:, -1], 1.0)
+    before = cumulative - ranked
+    kept = in_top_k & (before < (top_p.double() * mass)[:, None]) & (ranked >= min_p[:, None] * ranked[:, :1])
+    kept[:, 0] = True
+    is_settled = k_is_inside | (~kept[:, -1])
+    return kept, is_settled
+
+
+def _invert_cdf(weights: Tensor, uniform: Tensor) -> Tensor:
+    """For each row of ``weights [N, C]`` (>= 0, any sum) the index its ``uniform`` in [0, 1) falls on.
+
+    An index of weight 0 is never returned.
+    """
+    cdf = weights.double().cumsum(-1)
+    target = uniform[:, None] * cdf[:, -1:]
+    index = torch.searchsorted(cdf, target, right=True)[:, 0]
+    last_possible = (weights > 0).double().cumsum(-1).argmax(-1)
+    return torch.minimum(index, last_possible)
+
+
+def uniform_at(seed: int, index: int) -> float:
+    """Number ``index`` of stream ``seed``, uniform in [0, 1): a counter-based generator.
+
+    The finaliser is that of SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number
+    generators, OOPSLA 2014), applied to the seed and then to the counter.
+    """
+    state = _mix((seed + 0x9E3779B97F4A7C15) & _MASK_64)
+    state = _mix((state + (index + 1) * 0x9E3779B97F4A7C15) & _MASK_64)
+    return (state >> 11) * 2.0**-53
+
+
+def _mix(z: int) -> int:
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK_64
+    return z ^ (z >> 31)
+
+
+def _token_logprobs(logprobs: Tensor, token_id: int, state: RequestState) -> TokenLogprobs:
+    """``logprobs [vocab]`` of one position, cut down to what its request asked for."""
+    num_logprobs = state.sampling.num_logprobs
+    assert num_logprobs is not None
+    values, ids = logprobs.topk(num_logprobs)
+    return TokenLogprobs(
+        logprob=float(logprobs[token_id]), top=tuple(zip(ids.tolist(), values.tolist(), strict=True))
+    )

@@ -1,0 +1,1 @@
+"""Text in, text out: tokens to text and back, stop strings, one request's stream of text."""

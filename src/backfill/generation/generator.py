@@ -1,0 +1,234 @@
+"""One request's text, from the engine's tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Protocol
+
+from backfill.core.errors import BackfillError
+from backfill.core.plan import TokenLogprobs
+from backfill.core.request import FinishReason, RequestId, ServiceClass
+from backfill.core.sampling import SamplingParams
+from backfill.engine.client import EngineClient
+from backfill.engine.messages import TokenOutput
+from backfill.generation.detokenizer import IncrementalDetokenizer, StopStrings
+from backfill.generation.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    """One prompt, one output. ``request_id`` is unique among requests in flight."""
+
+    request_id: RequestId
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    stop: tuple[str, ...] = ()
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    service_class: ServiceClass = ServiceClass.ONLINE
+    priority: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TextDelta:
+    """What one token added to the output.
+
+    ``text`` is empty while a character or a stop string is incomplete.
+    """
+
+    text: str
+    token_id: int
+    logprobs: TokenLogprobs | None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None  # the stop token or stop string that ended the output
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestRecord:
+    """A request that ended, for metrics. Instants are on the machine's monotonic clock."""
+
+    service_class: ServiceClass
+    finish_reason: FinishReason
+    num_prompt_tokens: int
+    num_output_tokens: int
+    max_tokens: int
+    num_preemptions: int
+    arrived_at_s: float
+    first_scheduled_at_s: float | None
+    first_token_at_s: float | None
+    last_token_at_s: float | None
+    finished_at_s: float
+
+
+class Observer(Protocol):
+    """Told of every token and every ended request."""
+
+    def on_first_token(self, service_class: ServiceClass, since_arrival_s: float) -> None: ...
+    def on_next_token(self, service_class: ServiceClass, since_last_s: float) -> None: ...
+    def on_finished(self, record: RequestRecord) -> None: ...
+
+
+class TextGenerator:
+    """Runs requests on an engine and turns their tokens into text."""
+
+    def __init__(self, client: EngineClient, tokenizer: Tokenizer, observer: Observer) -> None:
+        self._client = client
+        self._tokenizer = tokenizer
+        self._observer = observer
+
+    async def stream(self, request: GenerationRequest) -> AsyncGenerator[TextDelta, None]:
+        """Yield one delta for each token, the last with a finish reason.
+
+        Closing the iterator aborts the request.
+
+        Raises: EngineDead when the engine ends first, BackfillError when it fails the request.
+        """
+        detokenizer = IncrementalDetokenizer(
+            self._tokenizer, request.prompt_token_ids, skip_special_tokens=request.skip_special_tokens
+        )
+        stops = StopStrings(request.stop, include_in_output=request.include_stop_str_in_output)
+        timeline = _Timeline(request, self._observer)
+        try:
+            async with aclosing(self._outputs(request, timeline)) as outputs:
+                async for output in outputs:
+                    delta = self._delta(request, output, detokenizer, stops, timeline.num_tokens)
+                    if delta.finish_reason is not None:
+                        timeline.finish_reason = delta.finish_reason
+                    yield delta
+                    if delta.finish_reason is not None:
+                        return
+        finally:
+            timeline.close()
+
+    def _outputs(self, request: GenerationRequest, timeline: _Timeline) -> AsyncGenerator[TokenOutput, None]:
+        return timeline.watch(
+            self._client.generate(
+                request.request_id,
+                request.prompt_token_ids,
+                request.sampling,
+                service_class=request.service_class,
+                priority=request.priority,
+                arrived_at_s=timeline.arrived_at_s,
+            )
+        )
+
+    def _delta(
+        self,
+        request: GenerationRequest,
+        output: TokenOutput,
+        detokenizer: IncrementalDetokenizer,
+        stops: StopStrings,
+        num_tokens: int,
+    ) -> TextDelta:
+        assert output.token_id is not None
+        ended_by_token = output.finish_reason is FinishReason.STOP
+        hides_token = ended_by_token and not request.include_stop_str_in_output
+        text = "" if hides_token else detokenizer.push(output.token_id)
+        finish_reason, stop_reason = output.finish_reason, output.stop_token_id
+        if finish_reason is not None:
+            text += detokenizer.flush()
+        if num_tokens < request.sampling.min_tokens:
+            return TextDelta(text, output.token_id, output.logprobs)
+        shown, found = stops.push(text)
+        if found is not None:
+            return TextDelta(shown, output.token_id, output.logprobs, FinishReason.STOP, found)
+        if finish_reason is not None:
+            shown += stops.flush()
+        return TextDelta(shown, output.token_id, output.logprobs, finish_reason, stop_reason)
+
+
+class _Timeline:
+    """When a request's tokens came; reports them to the observer."""
+
+    def __init__(self, request: GenerationRequest, observer: Observer) -> None:
+        self.arrived_at_s = time.monotonic()
+        self.num_tokens = 0
+        self.finish_reason = FinishReason.ABORT  # until the output ends in another way
+        self._request = request
+        self._observer = observer
+        self._first_token_at_s: float | None = None
+        self._last_token_at_s: float | None = None
+        self._last_output: TokenOutput | None = None
+
+    async def watch(self, outputs: AsyncGenerator[TokenOutput, None]) -> AsyncGenerator[TokenOutput, None]:
+        """Pass outputs on, and raise those that report a failure."""
+        async with aclosing(outputs):
+            async for output in outputs:
+                self._last_output = output
+                if output.token_id is None:
+                    self.finish_reason = FinishReason.ERROR
+                    raise BackfillError(output.message or "The engine failed.")
+                self._count_token()
+                yield output
+
+    def close(self) -> None:
+        output = self._last_output
+        self._observer.on_finished(
+            RequestRecord(
+                service_class=self._request.service_class,
+                finish_reason=self.finish_reason,
+                num_prompt_tokens=len(self._request.prompt_token_ids),
+                num_output_tokens=self.num_tokens,
+                max_tokens=self._request.sampling.max_tokens,
+                num_preemptions=0 if output is None else output.num_preemptions,
+                arrived_at_s=self.arrived_at_s,
+                first_scheduled_at_s=None if output is None else output.first_scheduled_at_s,
+                first_token_at_s=self._first_token_at_s,
+                last_token_at_s=self._last_token_at_s,
+                finished_at_s=time.monotonic(),
+            )
+        )
+
+    def _count_token(self) -> None:
+        now_s = time.monotonic()
+        self.num_tokens += 1
+        if self._last_token_at_s is None:
+            self._first_token_at_s = now_s
+            self._observer.on_first_token(self._request.service_class, now_s - self.arrived_at_s)
+        else:
+            self._observer.on_next_token(self._request.service_class, now_s - self._last_token_at_s)
+        self._last_token_at_s = now_s
+
+
+async def merge(
+    streams: Sequence[AsyncGenerator[TextDelta, None]],
+) -> AsyncGenerator[tuple[int, TextDelta], None]:
+    """Interleave streams as their deltas come, each with its stream's index.
+
+    If one raises, the others are closed and the error goes on to the caller.
+    """
+    if len(streams) == 1:
+        async with aclosing(streams[0]) as only:
+            async for delta in only:
+                yield 0, delta
+        return
+    arrivals: asyncio.Queue[tuple[int, TextDelta | Exception | None]] = asyncio.Queue()
+
+    async def pump(index: int, stream: AsyncGenerator[TextDelta, None]) -> None:
+        try:
+            async with aclosing(stream):
+                async for delta in stream:
+                    arrivals.put_nowait((index, delta))
+            arrivals.put_nowait((index, None))
+        except Exception as error:
+            arrivals.put_nowait((index, error))
+
+    tasks = [asyncio.create_task(pump(index, stream)) for index, stream in enumerate(streams)]
+    try:
+        num_open = len(streams)
+        while num_open:
+            index, arrival = await arrivals.get()
+            if isinstance(arrival, Exception):
+                raise arrival
+            if arrival is None:
+                num_open -= 1
+            else:
+                yield index, arrival
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,140 @@
+"""A model's tokenizer and chat template, loaded without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from tokenizers.decoders import ByteLevel
+
+from backfill.core.errors import CorruptModel, ModelError, RequestError
+
+
+class Tokenizer:
+    """Text to token ids and back.
+
+    Wraps ``transformers``' fast tokenizers: their Rust core encodes, their Jinja code renders chat
+    templates in a sandbox.
+    """
+
+    def __init__(self, wrapped: Any) -> None:
+        self._wrapped = wrapped
+        self.backend = wrapped.backend_tokenizer
+        self._special_ids = frozenset(wrapped.all_special_ids)
+        self._is_byte_level = isinstance(self.backend.decoder, ByteLevel)
+        self._decoded: dict[int, str] = {}
+
+    @classmethod
+    def from_folder(cls, folder: Path, *, chat_template: str | None = None) -> Tokenizer:
+        """Load from a Hugging Face style folder.
+
+        Args:
+            chat_template: Jinja source that replaces the folder's own.
+        Raises: ModelError when the folder has no tokenizer this can read, CorruptModel when its files
+            are damaged.
+        """
+        try:
+            wrapped = _load(folder)
+        except ModelError:
+            raise
+        except Exception as error:  # the library raises many kinds, bare Exception among them
+            raise CorruptModel(f"The tokenizer in {folder} cannot be read: {error}") from error
+        if chat_template is not None:
+            wrapped.chat_template = chat_template
+        return cls(wrapped)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self._wrapped.chat_template)
+
+    @property
+    def eos_token_id(self) -> int | None:
+        eos: int | None = self._wrapped.eos_token_id
+        return eos
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        text: str = self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        return text
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Render the conversation with the chat template and encode it.
+
+        Raises: RequestError when there is no template or the template refuses the messages.
+        """
+        if not self.has_chat_template:
+            raise RequestError(
+                "This model has no chat template; use /v1/completions, or start the server with "
+                "--chat-template.",
+                param="messages",
+            )
+        try:
+            text = self._wrapped.apply_chat_template(
+                list(messages),
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt and not continue_final_message,
+                continue_final_message=continue_final_message,
+                **(template_kwargs or {}),
+            )
+        except Exception as error:  # templates raise what they like
+            raise RequestError(
+                f"The chat template refused the messages: {error}", param="messages"
+            ) from error
+        return self.encode(text, add_special_tokens=False)
+
+    def token_text(self, token_id: int) -> str:
+        """One token's text on its own; replacement characters where it is part of a character."""
+        text = self._decoded.get(token_id)
+        if text is None:
+            text = self._decoded[token_id] = self.decode([token_id])
+        return text
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes one token stands for, also where they are only part of a character."""
+        piece: str = self.backend.id_to_token(token_id) or ""
+        if self._is_byte_level and token_id not in self._special_ids:
+            table = _byte_level_alphabet()
+            if all(char in table for char in piece):
+                return bytes(table[char] for char in piece)
+        if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
+            return bytes([int(piece[3:5], 16)])
+        return self.token_text(token_id).encode()
+
+
+def _load(folder: Path) -> Any:
+    if (folder / "tokenizer.json").is_file():
+        # Unlike AutoTokenizer, this class reads the file without importing torch.
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast.from_pretrained(folder)
+    from transformers import AutoTokenizer
+
+    wrapped = AutoTokenizer.from_pretrained(folder)
+    if not wrapped.is_fast:
+        raise ModelError(f"The tokenizer in {folder} has no fast form; add a tokenizer.json.")
+    return wrapped
+
+
+@cache
+def _byte_level_alphabet() -> dict[str, int]:
+    """The characters that byte-level tokenizers (GPT-2) write bytes as.
+
+    Printable bytes stand for themselves, the others are U+0100 and on.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    alphabet = {chr(byte): byte for byte in printable}
+    alphabet.update({chr(0x100 + i): byte for i, byte in enumerate(others)})
+    return alphabet

@@ -1,0 +1,280 @@
+"""The operators on the CPU: launchers of the C++ kernels in ``csrc/``, and oneDNN for linear layers.
+
+A launcher checks type, shape and layout before it passes addresses on, because nothing below it can; the
+checks are kept to attribute reads, as a step makes hundreds of calls, and what a pool or a batch holds is
+read once for all layers. The values of a batch (slots, block references) are the caller's responsibility.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# After torch: both use the OpenMP runtime that torch brings, so that there is one pool of threads.
+from backfill import _kernels
+from backfill.kernels.base import AttentionBatch, Linear
+
+ISA_VARIABLE = "BACKFILL_CPU_ISA"
+
+_TYPE_CODES = {torch.bfloat16: 0, torch.float32: 1}
+
+# The row count oneDNN chooses a packed weight's layout for. Layouts for 1 to 512 rows differ by less than
+# the noise of measurement, except for wide outputs, where those of few rows are up to 1.4 times faster.
+_PACKED_FOR_ROWS = 16
+
+
+def available_isas() -> list[str]:
+    """Instruction set variants this machine runs, the fastest last."""
+    return list(_kernels.supported_isas())
+
+
+class TorchLinear:
+    """A weight as torch has it: where oneDNN packs nothing or gains nothing."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.out_features, self.in_features = weight.shape
+        self._weight = weight.detach().clone(memory_format=torch.contiguous_format)
+        self._bias = None if bias is None else bias.detach().clone()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(x, self._weight, self._bias)
+
+
+class PackedLinear:
+    """A bf16 weight in oneDNN's blocked layout, which costs as much memory as the plain one."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.out_features, self.in_features = weight.shape
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _PACKED_FOR_ROWS)
+        self._bias = None if bias is None else bias.detach().clone()
+        self._multiply = torch.ops.mkldnn._linear_pointwise.default
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._multiply(x, self._weight, self._bias, "none", [], "")
+
+
+class _Pool(NamedTuple):
+    """The last pool seen, checked and taken apart; a step asks for the same one in every layer."""
+
+    tensor: Tensor
+    cpp: _kernels.KvPool
+    dtype: torch.dtype
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+
+
+class _Batch(NamedTuple):
+    """The last batch seen, likewise. Holding it keeps its tensors, whose addresses are in ``cpp``, alive."""
+
+    batch: AttentionBatch
+    cpp: _kernels.Batch
+    rows: int
+
+
+class CpuKernels:
+    """See ``backfill.kernels.base.Kernels`` for shapes. Tensors are bfloat16 or float32, on the CPU.
+
+    Accumulation is float32. Where bf16 products are used (AVX-512 BF16, AMX) attention rounds the softmax
+    weights to bf16 before they multiply V; the sum they are divided by is taken before rounding.
+
+    Args:
+        isa: one of ``available_isas()``; by default the environment's ``BACKFILL_CPU_ISA``, else the best.
+    Raises: ValueError if the machine lacks ``isa``, and from every operator for a tensor that does not fit.
+    """
+
+    def __init__(self, isa: str | None = None) -> None:
+        self._cpp = _kernels.KernelSet(isa or os.environ.get(ISA_VARIABLE, ""))
+        self._packs_bfloat16 = torch.backends.mkldnn.is_available() and bool(
+            torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        )
+
+        self._last_pool: _Pool | None = None
+        self._last_batch: _Batch | None = None
+
+    @property
+    def isa(self) -> str:
+        return str(self._cpp.isa)
+
+    def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        if weight.dim() != 2:
+            raise ValueError(f"weight: expected [out, in], got {list(weight.shape)}")
+        if weight.dtype == torch.bfloat16 and self._packs_bfloat16:
+            return PackedLinear(weight, bias)
+        return TorchLinear(weight, bias)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        code, rows, size, stride = _matrix("x", x)
+        _check_vector("weight", weight, size, x.dtype)
+        out = x.new_empty((rows, size))
+        self._cpp.norm(code, x.data_ptr(), 0, weight.data_ptr(), out.data_ptr(), rows, size, x.stride(0), eps)
+        return out
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        code, rows, size, stride = _matrix("x", x)
+        _check_vector("weight", weight, size, x.dtype)
+        if residual.shape != x.shape or residual.dtype != x.dtype or not residual.is_contiguous():
+            raise ValueError(
+                f"residual: expected contiguous {x.dtype} {list(x.shape)}, got {_describe(residual)}"
+            )
+        out = torch.empty_like(residual)
+        self._cpp.norm(
+            code,
+            x.data_ptr(),
+            residual.data_ptr(),
+            weight.data_ptr(),
+            out.data_ptr(),
+            rows,
+            size,
+            stride,
+            eps,
+        )
+        return out
+
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        code, rows, columns, stride = _matrix("gate_up", gate_up)
+        if columns % 2:
+            raise ValueError(f"gate_up: expected an even number of columns, got {columns}")
+        size = columns // 2
+        out = gate_up.new_empty((rows, size))
+        self._cpp.silu_and_mul(code, gate_up.data_ptr(), out.data_ptr(), rows, size, stride)
+        return out
+
+    def rotate_and_write_kv(
+        self,
+        qkv: Tensor,
+        kv_pool: Tensor,
+        layer: int,
+        batch: AttentionBatch,
+        num_heads: int,
+        cos_sin: Tensor | None,
+        q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None,
+        eps: float = 0.0,
+    ) -> None:
+        pool, known = self._check_attention_inputs(qkv, kv_pool, layer, batch, num_heads)
+        head_dim = pool.head_dim
+        if cos_sin is not None and (
+            cos_sin.dtype != torch.float32 or cos_sin.shape[-1] != head_dim or not cos_sin.is_contiguous()
+        ):
+            raise ValueError(
+                f"cos_sin: expected contiguous float32 [*, {head_dim}], got {_describe(cos_sin)}"
+            )
+        if (q_norm is None) != (k_norm is None):
+            raise ValueError("k_norm: q_norm and k_norm go together")
+        if q_norm is not None and k_norm is not None:
+            _check_vector("q_norm", q_norm, head_dim, qkv.dtype)
+            _check_vector("k_norm", k_norm, head_dim, qkv.dtype)
+        self._cpp.rotate_and_write_kv(
+            qkv.data_ptr(),
+            pool.cpp,
+            known.cpp,
+            layer,
+            num_heads,
+            _address(cos_sin),
+            _address(q_norm),
+            _address(k_norm),
+            eps,
+        )
+
+    def attention(
+        self, qkv: Tensor, kv_pool: Tensor, layer: int, batch: AttentionBatch, num_heads: int, scale: float
+    ) -> Tensor:
+        pool, known = self._check_attention_inputs(qkv, kv_pool, layer, batch, num_heads)
+        if scale <= 0:
+            raise ValueError(f"scale: expected a positive number, got {scale}")
+        out = qkv.new_empty((known.rows, num_heads * pool.head_dim))
+        self._cpp.attention(qkv.data_ptr(), out.data_ptr(), pool.cpp, known.cpp, layer, num_heads, scale)
+        return out
+
+    def _check_attention_inputs(
+        self, qkv: Tensor, kv_pool: Tensor, layer: int, batch: AttentionBatch, num_heads: int
+    ) -> tuple[_Pool, _Batch]:
+        pool, known = self._last_pool, self._last_batch
+        if pool is None or pool.tensor is not kv_pool:
+            pool = self._last_pool = _take_pool_apart(kv_pool)
+        if known is None or known.batch is not batch:
+            known = self._last_batch = _take_batch_apart(batch)
+        if num_heads <= 0 or num_heads % pool.num_kv_heads:
+            raise ValueError(
+                f"num_heads: expected a multiple of the {pool.num_kv_heads} key/value heads, got {num_heads}"
+            )
+        if not 0 <= layer < pool.num_layers:
+            raise ValueError(f"layer: expected 0 to {pool.num_layers - 1}, got {layer}")
+        columns = (num_heads + 2 * pool.num_kv_heads) * pool.head_dim
+        if qkv.dtype != pool.dtype or qkv.shape != (known.rows, columns) or not qkv.is_contiguous():
+            raise ValueError(
+                f"qkv: expected contiguous {pool.dtype} [{known.rows}, {columns}], got {_describe(qkv)}"
+            )
+        return pool, known
+
+
+def _take_pool_apart(kv_pool: Tensor) -> _Pool:
+    code = _TYPE_CODES.get(kv_pool.dtype)
+    if code is None or kv_pool.dim() != 6 or not kv_pool.is_contiguous() or not kv_pool.is_cpu:
+        raise ValueError(
+            "kv_pool: expected contiguous bfloat16 or float32 [num_blocks, L, 2, G, B, D] on cpu, "
+            f"got {_describe(kv_pool)}"
+        )
+    _, num_layers, two, num_kv_heads, block_size, head_dim = kv_pool.shape
+    if two != 2 or head_dim % 8:
+        raise ValueError(f"kv_pool: expected K and V and a head size in eights, got {list(kv_pool.shape)}")
+    cpp = _kernels.KvPool(code, kv_pool.data_ptr(), num_layers, num_kv_heads, block_size, head_dim)
+    return _Pool(kv_pool, cpp, kv_pool.dtype, num_layers, num_kv_heads, head_dim)
+
+
+def _take_batch_apart(batch: AttentionBatch) -> _Batch:
+    rows, num_seqs = batch.positions.shape[0], batch.context_lens.shape[0]
+    _check_indices("positions", batch.positions, rows, torch.int64)
+    _check_indices("slots", batch.slots, rows, torch.int64)
+    _check_indices("query_offsets", batch.query_offsets, num_seqs + 1, torch.int32)
+    _check_indices("context_lens", batch.context_lens, num_seqs, torch.int32)
+    _check_indices("block_refs", batch.block_refs, batch.block_refs.shape[0], torch.int32)
+    _check_indices("block_offsets", batch.block_offsets, num_seqs + 1, torch.int32)
+    cpp = _kernels.Batch(
+        batch.positions.data_ptr(),
+        batch.slots.data_ptr(),
+        batch.query_offsets.data_ptr(),
+        batch.context_lens.data_ptr(),
+        batch.block_refs.data_ptr(),
+        batch.block_offsets.data_ptr(),
+        rows,
+        num_seqs,
+    )
+    return _Batch(batch, cpp, rows)
+
+
+def _matrix(name: str, x: Tensor) -> tuple[int, int, int, int]:
+    """Type code, rows, columns and row stride of a 2-d tensor; its rows are dense but may lie apart."""
+    code = _TYPE_CODES.get(x.dtype)
+    if code is not None and x.dim() == 2 and x.is_cpu:
+        rows, columns = x.shape
+        if x.is_contiguous():
+            return code, rows, columns, columns
+        if x.stride(1) == 1:
+            return code, rows, columns, x.stride(0)
+    raise ValueError(
+        f"{name}: expected bfloat16 or float32 [T, N] with dense rows on cpu, got {_describe(x)}"
+    )
+
+
+def _check_vector(name: str, x: Tensor, size: int, dtype: torch.dtype) -> None:
+    if x.dtype != dtype or x.dim() != 1 or x.shape[0] != size or not x.is_contiguous():
+        raise ValueError(f"{name}: expected contiguous {dtype} [{size}], got {_describe(x)}")
+
+
+def _check_indices(name: str, x: Tensor, size: int, dtype: torch.dtype) -> None:
+    if x.dtype != dtype or x.dim() != 1 or x.shape[0] != size or not x.is_contiguous() or not x.is_cpu:
+        raise ValueError(f"batch.{name}: expected contiguous {dtype} [{size}] on cpu, got {_describe(x)}")
+
+
+def _address(x: Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()
+
+
+def _describe(x: Tensor) -> str:
+    return f"{x.dtype} {list(x.shape)} with strides {list(x.stride())} on {x.device}"

@@ -1,0 +1,1 @@
+"""Decoder-only architectures, and where their weights come from."""

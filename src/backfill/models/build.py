@@ -1,0 +1,23 @@
+"""From a configuration and its weights to a runnable model."""
+
+from __future__ import annotations
+
+import torch
+
+from backfill.kernels.base import Kernels
+from backfill.models.config import Architecture, ModelConfig
+from backfill.models.decoder import DecoderModel
+from backfill.models.llama import LlamaModel
+from backfill.models.opt import OPTModel
+from backfill.models.weights import Checkpoint
+
+
+def build_model(
+    config: ModelConfig, checkpoint: Checkpoint, kernels: Kernels, *, max_positions: int, device: torch.device
+) -> DecoderModel:
+    """Load every weight through ``checkpoint`` and pack it for ``kernels``.
+
+    Raises: CorruptModel where a weight is missing or of another shape than ``config`` implies.
+    """
+    model = OPTModel if config.architecture is Architecture.OPT else LlamaModel
+    return model(config, checkpoint, kernels, max_positions=max_positions, device=device)

@@ -1,0 +1,143 @@
+"""The Llama family: Llama 2 and 3, Mistral, Qwen2 (QKV bias), Qwen3 (per-head q and k norm), SmolLM."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from backfill.kernels.base import AttentionBatch, Kernels, Linear
+from backfill.models.config import ModelConfig, rope_inverse_frequencies
+from backfill.models.decoder import HiddenState
+from backfill.models.weights import Checkpoint
+
+
+@dataclass(slots=True)
+class LlamaLayer:
+    """The weights of one layer; projections that read the same input are one matrix."""
+
+    input_norm: Tensor
+    qkv: Linear  # q heads, k heads, v heads
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    output: Linear
+    post_attention_norm: Tensor
+    gate_up: Linear
+    down: Linear
+
+
+class LlamaModel:
+    """See ``DecoderModel``.
+
+    Args:
+        max_positions: positions the rotary table covers.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        checkpoint: Checkpoint,
+        kernels: Kernels,
+        *,
+        max_positions: int,
+        device: torch.device,
+    ) -> None:
+        self.config = config
+        self.kernels = kernels
+        self.num_layers = config.num_layers
+        self._scale = config.head_dim**-0.5
+        shape = (config.vocab_size, config.hidden_size)
+        self._embedding = checkpoint.get("model.embed_tokens.weight", shape).to(device)
+        self._layers = [self._load_layer(checkpoint, index, device) for index in range(config.num_layers)]
+        self._norm = checkpoint.get("model.norm.weight", (config.hidden_size,)).to(device)
+        if config.tie_word_embeddings:
+            self._lm_head = kernels.linear(self._embedding)
+        else:
+            self._lm_head = kernels.linear(checkpoint.get("lm_head.weight", shape).to(device))
+        self._cos_sin = rotary_table(config, max_positions).to(device)
+
+    def embed(self, token_ids: Tensor, batch: AttentionBatch) -> HiddenState:
+        return HiddenState(F.embedding(token_ids, self._embedding), None)
+
+    def run_layer(
+        self, index: int, state: HiddenState, kv_pool: Tensor, batch: AttentionBatch
+    ) -> HiddenState:
+        layer, kernels, config = self._layers[index], self.kernels, self.config
+        x = self._norm_of(state, layer.input_norm)
+        qkv = layer.qkv(x)
+        kernels.rotate_and_write_kv(
+            qkv,
+            kv_pool,
+            index,
+            batch,
+            config.num_heads,
+            self._cos_sin,
+            layer.q_norm,
+            layer.k_norm,
+            config.norm_eps,
+        )
+        attended = kernels.attention(qkv, kv_pool, index, batch, config.num_heads, self._scale)
+        x = layer.output(attended)
+        x = kernels.add_rms_norm(x, state.residual, layer.post_attention_norm, config.norm_eps)
+        x = layer.down(kernels.silu_and_mul(layer.gate_up(x)))
+        return HiddenState(state.residual, x)
+
+    def logits(self, state: HiddenState, rows: Tensor) -> Tensor:
+        delta = None if state.delta is None else state.delta[rows]
+        return self._lm_head(self._norm_of(HiddenState(state.residual[rows], delta), self._norm))
+
+    def _norm_of(self, state: HiddenState, weight: Tensor) -> Tensor:
+        if state.delta is None:
+            return self.kernels.rms_norm(state.residual, weight, self.config.norm_eps)
+        return self.kernels.add_rms_norm(state.delta, state.residual, weight, self.config.norm_eps)
+
+    def _load_layer(self, checkpoint: Checkpoint, index: int, device: torch.device) -> LlamaLayer:
+        config = self.config
+        prefix = f"model.layers.{index}"
+        hidden, inner = config.hidden_size, config.intermediate_size
+        q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+
+        def norm(name: str, size: int) -> Tensor:
+            return checkpoint.get(f"{prefix}.{name}.weight", (size,)).to(device)
+
+        def linear(names: dict[str, int], in_size: int, has_bias: bool) -> Linear:
+            """One matrix out of those named, with their output sizes."""
+            weights = [
+                checkpoint.get(f"{prefix}.{name}.weight", (size, in_size)) for name, size in names.items()
+            ]
+            bias = None
+            if has_bias:
+                biases = [checkpoint.get(f"{prefix}.{name}.bias", (size,)) for name, size in names.items()]
+                bias = torch.cat(biases).to(device)
+            return self.kernels.linear(torch.cat(weights).to(device), bias)
+
+        attention, mlp = "self_attn", "mlp"
+        return LlamaLayer(
+            input_norm=norm("input_layernorm", hidden),
+            qkv=linear(
+                {
+                    f"{attention}.q_proj": q_size,
+                    f"{attention}.k_proj": kv_size,
+                    f"{attention}.v_proj": kv_size,
+                },
+                hidden,
+                config.qkv_bias,
+            ),
+            q_norm=norm(f"{attention}.q_norm", config.head_dim) if config.qk_norm else None,
+            k_norm=norm(f"{attention}.k_norm", config.head_dim) if config.qk_norm else None,
+            output=linear({f"{attention}.o_proj": hidden}, q_size, config.o_bias),
+            post_attention_norm=norm("post_attention_layernorm", hidden),
+            gate_up=linear({f"{mlp}.gate_proj": inner, f"{mlp}.up_proj": inner}, hidden, config.mlp_bias),
+            down=linear({f"{mlp}.down_proj": hidden}, inner, config.mlp_bias),
+        )
+
+
+def rotary_table(config: ModelConfig, max_positions: int) -> Tensor:
+    """Cosines, then sines, of every position's D/2 angles: float32 ``[max_positions, D]``."""
+    inverse_frequencies, attention_factor = rope_inverse_frequencies(config)
+    angles = torch.outer(
+        torch.arange(max_positions, dtype=torch.float32), torch.as_tensor(inverse_frequencies).float()
+    )
+    return torch.cat((angles.cos(), angles.sin()), dim=-1) * attention_factor

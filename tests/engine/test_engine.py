@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+import msgspec
+
+from backfill.core.clock import VirtualClock
+from backfill.core.config import SchedulerConfig
+from backfill.core.plan import TokenLogprobs
+from backfill.core.request import FinishReason, RequestId, ServiceClass
+from backfill.core.sampling import SamplingParams
+from backfill.engine.engine import Engine
+from backfill.engine.messages import (
+    AbortRequests,
+    AddRequest,
+    FromEngine,
+    Ready,
+    StepReport,
+    Stop,
+    TokenOutput,
+    ToEngine,
+)
+from tests.builders import ScriptedExecutor, make_info, make_request
+
+
+def make_engine(**info: int) -> tuple[Engine, ScriptedExecutor]:
+    executor = ScriptedExecutor(make_info(**info))
+    return Engine(SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=32), executor, VirtualClock()), executor
+
+
+def run_to_end(engine: Engine) -> list[TokenOutput]:
+    outputs = []
+    while engine.has_unfinished:
+        outputs += engine.step()
+        engine.scheduler.check_integrity()
+    return outputs
+
+
+def test_every_request_gets_its_tokens_and_one_last_output() -> None:
+    engine, _ = make_engine()
+    for name in ("a", "b"):
+        assert engine.add(make_request(request_id=name, max_tokens=3)) is None
+    outputs = run_to_end(engine)
+    for name in ("a", "b"):
+        mine = [output for output in outputs if output.request_id == name]
+        assert [output.token_id for output in mine] == [7, 7, 7]
+        assert [output.finish_reason for output in mine] == [None, None, FinishReason.LENGTH]
+
+
+def test_what_can_never_be_served_is_refused_and_the_engine_goes_on() -> None:
+    engine, _ = make_engine(max_model_len=20)
+    refusals = [
+        engine.add(make_request(prompt_tokens=15, max_tokens=6)),
+        engine.add(make_request(prompt_token_ids=[1000])),
+        engine.add(make_request(prompt_token_ids=[-1])),
+        engine.add(make_request(top_p=7.0)),
+    ]
+    for refusal, reason in zip(refusals, ("context length", "token ids", "token ids", "top_p"), strict=True):
+        assert refusal is not None
+        assert refusal.finish_reason is FinishReason.ERROR
+        assert reason in (refusal.message or "")
+    assert not engine.has_unfinished
+    assert engine.add(make_request(max_tokens=1)) is None
+    assert len(run_to_end(engine)) == 1
+
+
+def test_a_failing_step_ends_its_requests_and_no_others() -> None:
+    engine, executor = make_engine()
+    executor.fail_at_step = 1
+    for i in range(4):
+        engine.add(make_request(request_id=f"in{i}", max_tokens=4))
+    waiting = make_request(request_id="waiting", max_tokens=2, arrived_at_s=1.0)
+    engine.add(waiting)
+    outputs = run_to_end(engine)
+    failed = {o.request_id for o in outputs if o.finish_reason is FinishReason.ERROR}
+    assert failed == {"in0", "in1", "in2", "in3"}
+    assert waiting.finish_reason is FinishReason.LENGTH
+    assert engine.scheduler.blocks.usage_frac == 0.0
+
+
+def test_aborting_frees_everything_whenever_it_comes() -> None:
+    engine, executor = make_engine()
+    engine.add(make_request(request_id="a", max_tokens=5))
+    engine.add(make_request(request_id="b", max_tokens=5))
+    engine.step()
+    engine.abort([RequestId("a"), RequestId("unknown"), RequestId("a")])
+    outputs = run_to_end(engine)
+    assert {output.request_id for output in outputs} == {"b"}
+    engine.step()
+    assert executor.num_tokens == {}
+    assert engine.scheduler.blocks.usage_frac == 0.0
+
+
+def test_stats_count_by_class() -> None:
+    engine, _ = make_engine()
+    engine.add(make_request(max_tokens=5))
+    engine.add(make_request(max_tokens=5, service_class=ServiceClass.OFFLINE))
+    engine.step()
+    stats = engine.stats()
+    assert (stats.online.num_running, stats.offline.num_running) == (1, 1)
+    assert stats.num_step_tokens == 8
+    assert stats.kv_usage_frac == 2 / 16
+
+
+def test_messages_survive_the_wire() -> None:
+    sampling = SamplingParams(max_tokens=3, logit_bias=((4, 1.5),), stop_token_ids=(1, 2), num_logprobs=2)
+    commands: list[ToEngine] = [
+        AddRequest(
+            request_id=RequestId("r"),
+            prompt_token_ids=[1, 2],
+            sampling=sampling,
+            service_class=ServiceClass.OFFLINE,
+            priority=-3,
+            arrived_at_s=1.25,
+        ),
+        AbortRequests([RequestId("r")]),
+        Stop(),
+    ]
+    for command in commands:
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(command), type=ToEngine) == command
+    logprobs = TokenLogprobs(-0.5, ((7, -0.5), (8, -1.5)))
+    engine, executor = make_engine()
+    reports: list[FromEngine] = [
+        Ready(executor.info, 1.5),
+        StepReport(
+            [
+                TokenOutput(RequestId("r"), 7, logprobs),
+                TokenOutput(RequestId("r"), 8, finish_reason=FinishReason.STOP, stop_token_id=8),
+            ],
+            engine.stats(),
+        ),
+    ]
+    for report in reports:
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(report), type=FromEngine) == report

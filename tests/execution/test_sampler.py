@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from backfill.core.plan import AdmittedRequest
+from backfill.core.request import RequestId
+from backfill.core.sampling import SamplingParams
+from backfill.execution.request_state import RequestState
+from backfill.execution.sampler import Sampler, uniform_at
+
+VOCAB = 3000  # more than the sampler's candidates, so that whole rows are sorted too
+END = 2
+
+
+def make_state(prompt: tuple[int, ...] = (5, 6), outputs: tuple[int, ...] = (), **sampling: Any) -> RequestState:
+    params = SamplingParams(**{"max_tokens": 50, "temperature": 1.0, **sampling})
+    state = RequestState(AdmittedRequest(RequestId("r"), prompt, params))
+    for token_id in outputs:
+        state.append(token_id)
+    return state
+
+
+def make_logits(num_rows: int = 1, seed: int = 0, scale: float = 3.0) -> torch.Tensor:
+    return torch.randn(num_rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+def sample_ids(logits: torch.Tensor, *states: RequestState) -> list[int]:
+    return [token_id for token_id, _ in Sampler([END]).sample(logits, states)]
+
+
+def kept_tokens(logits: torch.Tensor, num_draws: int = 400, **sampling: Any) -> set[int]:
+    states = [make_state(**sampling, seed=seed) for seed in range(num_draws)]
+    return set(sample_ids(logits.expand(num_draws, -1), *states))
+
+
+def test_greedy_takes_the_most_likely_token() -> None:
+    logits = make_logits(3)
+    states = [make_state(temperature=0.0), make_state(temperature=0.0, num_logprobs=1), make_state(top_k=1)]
+    assert sample_ids(logits, *states) == logits.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("filters", [{}, {"top_k": 50}, {"top_p": 0.9}, {"min_p": 0.05}])
+def test_draws_follow_the_tempered_distribution(temperature: float, filters: dict[str, Any]) -> None:
+    logits = torch.full((1, VOCAB), float("-inf"))
+    logits[0, [10, 20, 30]] = torch.tensor([2.0, 1.0, 0.0])
+    expected = (torch.tensor([2.0, 1.0, 0.0]) / temperature).softmax(-1)
+    if filters.get("top_p") == 0.9:
+        cumulative_before = expected.cumsum(0) - expected
+        expected = torch.where(cumulative_before < 0.9, expected, 0.0)
+        expected /= expected.sum()
+    states = [make_state(temperature=temperature, seed=seed, **filters) for seed in range(4000)]
+    ids = sample_ids(logits.expand(4000, -1), *states)
+    shares = torch.tensor([ids.count(token_id) / 4000 for token_id in (10, 20, 30)])
+    torch.testing.assert_close(shares, expected, atol=0.03, rtol=0)
+
+
+def test_top_k_keeps_the_k_most_likely() -> None:
+    logits = make_logits(scale=0.1)
+    assert kept_tokens(logits, top_k=3) == set(logits[0].topk(3).indices.tolist())
+
+
+@pytest.mark.parametrize("scale", [5.0, 0.01], ids=["few candidates", "flatter than the candidates"])
+def test_top_p_keeps_the_fewest_tokens_that_reach_p(scale: float) -> None:
+    logits = make_logits(scale=scale)
+    probs, ids = logits[0].softmax(-1).sort(descending=True)
+    nucleus = set(ids[(probs.cumsum(0) - probs) < 0.6].tolist())
+    drawn = kept_tokens(logits, top_p=0.6)
+    assert drawn <= nucleus
+    assert len(drawn) > min(len(nucleus), 300) // 2
+
+
+def test_min_p_drops_tokens_below_its_share_of_the_most_likely() -> None:
+    logits = make_logits(scale=1.0)
+    probs = logits[0].softmax(-1)
+    allowed = set(torch.nonzero(probs >= 0.3 * probs.max())[:, 0].tolist())
+    assert kept_tokens(logits, min_p=0.3) <= allowed
+
+
+def test_a_token_depends_on_its_seed_and_position_and_not_on_the_batch() -> None:
+    logits = make_logits(1, scale=0.5)
+    alone = sample_ids(logits, make_state(seed=11))
+    crowd = [make_state(seed=seed, top_p=0.9) for seed in range(5)]
+    together = sample_ids(logits.expand(6, -1), *crowd, make_state(seed=11))
+    assert together[-1:] == alone
+    later = sample_ids(logits, make_state(seed=11, outputs=(8,)))
+    other = sample_ids(logits, make_state(seed=12))
+    assert len({alone[0], later[0], other[0]}) == 3
+
+
+def test_uniform_numbers_are_uniform_and_streams_differ() -> None:
+    draws = np.array([[uniform_at(seed, index) for index in range(200)] for seed in range(-20, 20)])
+    assert 0.0 <= draws.min() < draws.max() < 1.0
+    assert abs(draws.mean() - 0.5) < 0.02
+    assert abs(np.corrcoef(draws[:-1].ravel(), draws[1:].ravel())[0, 1]) < 0.03
+    assert len(np.unique(draws)) == draws.size
+
+
+def test_bias_moves_logits() -> None:
+    logits = make_logits()
+    assert sample_ids(logits, make_state(temperature=0.0, logit_bias=((77, 100.0),))) == [77]
+    best = int(make_logits().argmax())
+    assert sample_ids(make_logits(), make_state(temperature=0.0, logit_bias=((best, -100.0),))) != [best]
+
+
+def test_penalties_follow_their_formulas() -> None:
+    state = make_state(
+        prompt=(5, 6),
+        outputs=(7, 7, 8),
+        temperature=0.0,
+        repetition_penalty=2.0,
+        presence_penalty=0.5,
+        frequency_penalty=0.25,
+    )
+    logits = torch.zeros(1, VOCAB)
+    logits[0, [5, 6, 7, 8, 9]] = torch.tensor([4.0, -4.0, 4.0, -1.0, 4.0])
+    Sampler([END])._shape(logits[0], state)
+    expected = [4.0 / 2, -4.0 * 2, 4.0 / 2 - 0.5 - 2 * 0.25, -1.0 * 2 - 0.5 - 0.25, 4.0]
+    assert logits[0, [5, 6, 7, 8, 9]].tolist() == expected
+
+
+def test_end_tokens_are_impossible_before_min_tokens() -> None:
+    logits = torch.zeros(1, VOCAB)
+    logits[0, END], logits[0, 9], logits[0, 4] = 50.0, 40.0, 30.0
+    before = make_state(temperature=0.0, min_tokens=1, stop_token_ids=(9,))
+    after = make_state(temperature=0.0, min_tokens=1, stop_token_ids=(9,), outputs=(4,))
+    assert sample_ids(logits.clone(), before) == [4]
+    assert sample_ids(logits.clone(), after) == [END]
+
+
+def test_logprobs_are_of_the_raw_distribution() -> None:
+    logits = make_logits()
+    expected = logits[0].log_softmax(-1)
+    state = make_state(temperature=0.1, top_k=5, logit_bias=((77, 100.0),), num_logprobs=3)
+    ((token_id, logprobs),) = Sampler([END]).sample(logits.clone(), [state])
+    assert logprobs is not None
+    assert token_id == 77
+    assert logprobs.logprob == pytest.approx(float(expected[77]))
+    values, ids = expected.topk(3)
+    assert [i for i, _ in logprobs.top] == ids.tolist()
+    assert [v for _, v in logprobs.top] == pytest.approx(values.tolist())
+
+
+def test_bfloat16_logits_sample_too() -> None:
+    logits = make_logits(2).bfloat16()
+    ids = sample_ids(logits, make_state(temperature=0.0), make_state(top_p=0.5))
+    assert ids[0] == int(logits[0].argmax())

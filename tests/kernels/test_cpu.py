@@ -1,0 +1,362 @@
+"""The C++ kernels, every ISA variant this machine has, against the plain torch reference."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from backfill.kernels.base import AttentionBatch
+from backfill.kernels.cpu import ISA_VARIABLE, CpuKernels, available_isas
+from backfill.kernels.reference import ReferenceKernels
+from backfill.core.block import KVLayout
+from tests.kernels.batches import make_batch, make_pool
+
+REFERENCE = ReferenceKernels()
+DTYPES = [torch.float32, torch.bfloat16]
+EPS = 1e-5
+
+# Heads, key/value heads, head size, block size.
+GEOMETRIES = [
+    (1, 1, 8, 8),
+    (3, 3, 16, 16),
+    (9, 3, 64, 16),
+    (6, 2, 40, 8),
+    (4, 1, 80, 32),
+    (8, 2, 96, 16),
+    (8, 1, 128, 16),
+    (3, 1, 256, 32),
+]
+
+# (query rows, context) of each sequence.
+MIXES: dict[str, list[tuple[int, int]]] = {
+    "decode": [(1, 1), (1, 2), (1, 15), (1, 16), (1, 17), (1, 64), (1, 65), (1, 130), (1, 200)],
+    "prompts": [(1, 1), (2, 2), (7, 7), (16, 16), (33, 33), (129, 129)],
+    "chunks": [(2, 30), (5, 64), (16, 145), (23, 151), (65, 200)],
+    "mixed": [(1, 77), (40, 40), (1, 5), (3, 260), (1, 128)],
+}
+
+
+@pytest.fixture(params=available_isas())
+def kernels(request: pytest.FixtureRequest) -> CpuKernels:
+    return CpuKernels(request.param)
+
+
+@pytest.fixture(params=DTYPES, ids=["float32", "bfloat16"])
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    chosen: torch.dtype = request.param
+    return chosen
+
+
+def seeded(*key: object) -> torch.Generator:
+    return torch.Generator().manual_seed(sum(ord(c) * 31**i for i, c in enumerate(repr(key))) % 2**31)
+
+
+def assert_close(actual: Tensor, expected: Tensor) -> None:
+    tolerance = 2e-5 if actual.dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+def random_rows(generator: torch.Generator, *shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(shape, generator=generator).to(dtype)
+
+
+def fill_unused(pool: Tensor, used: Tensor, value: float) -> None:
+    """Set every (block, slot) of ``pool`` that ``used`` does not list, in all layers, to ``value``."""
+    num_blocks, block_size = pool.shape[0], pool.shape[4]
+    unused = torch.ones(num_blocks * block_size, dtype=torch.bool)
+    unused[used] = False
+    by_slot = pool.permute(0, 4, 1, 2, 3, 5)
+    by_slot[unused.view(num_blocks, block_size)] = value
+
+
+def context_slots(batch: AttentionBatch, block_size: int) -> Tensor:
+    """Every slot that holds a token of the batch's contexts."""
+    slots: list[int] = []
+    for seq, context in enumerate(batch.context_lens.tolist()):
+        refs = batch.block_refs[batch.block_offsets[seq] : batch.block_offsets[seq + 1]].tolist()
+        for position in range(context):
+            ref, offset = refs[position // block_size], position % block_size
+            slots.append((ref >> 1) * block_size + (block_size - 1 - offset if ref & 1 else offset))
+    return torch.tensor(slots)
+
+
+def check_attention(
+    kernels: CpuKernels,
+    geometry: tuple[int, int, int, int],
+    lens: Sequence[tuple[int, int]],
+    dtype: torch.dtype,
+    generator: torch.Generator,
+) -> None:
+    num_heads, num_kv_heads, head_dim, block_size = geometry
+    num_blocks = sum(-(-context // block_size) for _, context in lens) + 3
+    pool = make_pool(KVLayout(2, num_kv_heads, head_dim, block_size, 4), num_blocks, dtype, generator)
+    batch = make_batch(lens, block_size=block_size, num_blocks=num_blocks, generator=generator)
+    rows = int(batch.query_offsets[-1])
+    qkv = random_rows(generator, rows, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
+    scale = head_dim**-0.5
+    expected = REFERENCE.attention(qkv, pool, 1, batch, num_heads, scale)
+    # What no token owns must not matter, not even as a NaN times zero.
+    pool[:, 0] = float("nan")
+    fill_unused(pool, context_slots(batch, block_size), float("nan"))
+    assert_close(kernels.attention(qkv, pool, 1, batch, num_heads, scale), expected)
+
+
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
+def test_attention(
+    kernels: CpuKernels, dtype: torch.dtype, geometry: tuple[int, int, int, int], mix: str
+) -> None:
+    check_attention(kernels, geometry, MIXES[mix], dtype, seeded(geometry, mix))
+
+
+@pytest.mark.parametrize("case", range(12))
+def test_attention_of_random_batches(kernels: CpuKernels, dtype: torch.dtype, case: int) -> None:
+    generator = seeded("random", case)
+
+    def draw(low: int, high: int) -> int:
+        return int(torch.randint(low, high, (), generator=generator))
+
+    num_kv_heads, group = draw(1, 4), (1, 2, 3, 4, 5, 8)[draw(0, 6)]
+    geometry = (num_kv_heads * group, num_kv_heads, 8 * draw(1, 20), (8, 16, 32)[draw(0, 3)])
+    lens = []
+    for _ in range(draw(1, 7)):
+        context = draw(1, 220)
+        lens.append((1 if draw(0, 2) else draw(1, context + 1), context))
+    check_attention(kernels, geometry, lens, dtype, generator)
+
+
+@pytest.mark.parametrize("lens", [[(1, 3000)], [(1, 1500), (1, 2), (1, 700)]], ids=str)
+def test_attention_over_a_split_context(
+    kernels: CpuKernels, dtype: torch.dtype, lens: list[tuple[int, int]]
+) -> None:
+    check_attention(kernels, (9, 3, 64, 16), lens, dtype, seeded("split", lens))
+
+
+def test_attention_of_rows_wider_than_one_tile_of_lanes(kernels: CpuKernels, dtype: torch.dtype) -> None:
+    check_attention(kernels, (71, 1, 64, 16), [(5, 40), (1, 33)], dtype, seeded("wide"))
+
+
+def test_attention_of_a_prompt_longer_than_one_item(kernels: CpuKernels, dtype: torch.dtype) -> None:
+    check_attention(kernels, (4, 1, 64, 16), [(700, 750)], dtype, seeded("long"))
+
+
+def test_attention_with_large_scores_stays_finite(kernels: CpuKernels, dtype: torch.dtype) -> None:
+    generator = seeded("large")
+    pool = make_pool(KVLayout(1, 1, 64, 16, 4), 20, dtype, generator) * 40
+    batch = make_batch([(1, 100), (30, 90)], block_size=16, num_blocks=20, generator=generator)
+    qkv = random_rows(generator, 31, 4 * 64, dtype=dtype) * 40
+    out = kernels.attention(qkv, pool, 0, batch, 2, 0.125)
+    expected = REFERENCE.attention(qkv, pool, 0, batch, 2, 0.125)
+    torch.testing.assert_close(out, expected, rtol=2e-2, atol=0.5)
+
+
+def test_attention_of_an_empty_batch(kernels: CpuKernels, dtype: torch.dtype) -> None:
+    pool = torch.zeros(2, 1, 2, 1, 16, 64, dtype=dtype)
+    empty = torch.zeros(0, dtype=torch.int64)
+    offsets = torch.zeros(1, dtype=torch.int32)
+    batch = AttentionBatch(empty, empty, offsets, empty.int(), empty.int(), offsets, 0, 0)
+    qkv = torch.zeros(0, 3 * 64, dtype=dtype)
+    kernels.rotate_and_write_kv(qkv, pool, 0, batch, 1, None)
+    assert kernels.attention(qkv, pool, 0, batch, 1, 1.0).shape == (0, 64)
+
+
+@pytest.mark.parametrize("norm", [False, True], ids=["", "qk-norm"])
+@pytest.mark.parametrize("rotary", [False, True], ids=["", "rotary"])
+@pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
+def test_rotate_and_write_kv(
+    kernels: CpuKernels, dtype: torch.dtype, geometry: tuple[int, int, int, int], rotary: bool, norm: bool
+) -> None:
+    num_heads, num_kv_heads, head_dim, block_size = geometry
+    generator = seeded(geometry, rotary, norm)
+    pool = make_pool(KVLayout(3, num_kv_heads, head_dim, block_size, 4), 30, dtype, generator)
+    batch = make_batch([(1, 9), (20, 31), (3, 3)], block_size=block_size, num_blocks=30, generator=generator)
+    qkv = random_rows(generator, 24, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
+    angles = torch.rand(40, head_dim // 2, generator=generator) * 6.28
+    cos_sin = torch.cat((angles.cos(), angles.sin()), dim=-1) if rotary else None
+    weights = [random_rows(generator, head_dim, dtype=dtype) if norm else None for _ in range(2)]
+    before, q_size = pool.clone(), num_heads * head_dim
+    expected_qkv, expected_pool = qkv.clone(), pool.clone()
+    REFERENCE.rotate_and_write_kv(expected_qkv, expected_pool, 1, batch, num_heads, cos_sin, *weights, EPS)
+    kernels.rotate_and_write_kv(qkv, pool, 1, batch, num_heads, cos_sin, *weights, EPS)
+    assert_close(qkv[:, :q_size], expected_qkv[:, :q_size])
+    assert_close(pool, expected_pool)
+    written = torch.zeros(30 * block_size, dtype=torch.bool)
+    written[batch.slots] = True
+    untouched = ~written.view(30, block_size)
+    assert torch.equal(
+        pool[:, 1].permute(0, 3, 1, 2, 4)[untouched], before[:, 1].permute(0, 3, 1, 2, 4)[untouched]
+    )
+    assert torch.equal(pool[:, ::2], before[:, ::2])
+
+
+@pytest.mark.parametrize("rows", [1, 5, 200])
+@pytest.mark.parametrize("size", [8, 40, 576, 1537])
+def test_rms_norm(kernels: CpuKernels, dtype: torch.dtype, rows: int, size: int) -> None:
+    generator = seeded("norm", rows, size)
+    x, weight = random_rows(generator, rows, size, dtype=dtype), random_rows(generator, size, dtype=dtype)
+    assert_close(kernels.rms_norm(x, weight, EPS), REFERENCE.rms_norm(x, weight, EPS))
+    apart = torch.cat((x, x), dim=1)[:, :size]
+    assert_close(kernels.rms_norm(apart, weight, EPS), REFERENCE.rms_norm(x, weight, EPS))
+
+
+@pytest.mark.parametrize("rows", [1, 5, 200])
+@pytest.mark.parametrize("size", [8, 40, 576, 1537])
+def test_add_rms_norm_updates_the_residual(
+    kernels: CpuKernels, dtype: torch.dtype, rows: int, size: int
+) -> None:
+    generator = seeded("add", rows, size)
+    x, residual = (random_rows(generator, rows, size, dtype=dtype) for _ in range(2))
+    weight = random_rows(generator, size, dtype=dtype)
+    expected_residual = residual.clone()
+    expected = REFERENCE.add_rms_norm(x, expected_residual, weight, EPS)
+    assert_close(kernels.add_rms_norm(x, residual, weight, EPS), expected)
+    assert torch.equal(residual, expected_residual)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 100])
+@pytest.mark.parametrize("size", [8, 20, 1536, 1537])
+def test_silu_and_mul(kernels: CpuKernels, dtype: torch.dtype, rows: int, size: int) -> None:
+    gate_up = random_rows(seeded("silu", rows, size), rows, 2 * size, dtype=dtype) * 8
+    gate_up[0, :4] = torch.tensor([-1000.0, 1000.0, -90.0, 0.0], dtype=dtype)
+    assert_close(kernels.silu_and_mul(gate_up), REFERENCE.silu_and_mul(gate_up))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rows", [1, 3, 70])
+def test_linear_owns_its_weight(dtype: torch.dtype, rows: int, bias: bool) -> None:
+    generator = seeded("linear", rows)
+    weight, x = random_rows(generator, 96, 40, dtype=dtype), random_rows(generator, rows, 40, dtype=dtype)
+    offset = random_rows(generator, 96, dtype=dtype) if bias else None
+    expected = REFERENCE.linear(weight, offset)(x)
+    linear = CpuKernels().linear(weight, offset)
+    weight.zero_()
+    assert (linear.in_features, linear.out_features) == (40, 96)
+    torch.testing.assert_close(linear(x), expected, rtol=2e-2, atol=1e-4 if dtype == torch.float32 else 0.1)
+
+
+def test_the_environment_chooses_the_isa(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ISA_VARIABLE, "generic")
+    assert CpuKernels().isa == "generic"
+    monkeypatch.delenv(ISA_VARIABLE)
+    assert CpuKernels().isa == available_isas()[-1]
+    with pytest.raises(ValueError, match="isa z80"):
+        CpuKernels("z80")
+
+
+@dataclasses.dataclass
+class Arguments:
+    """A correct call of both attention operators: H = 2, G = 1, D = 16, L = 2."""
+
+    qkv: Tensor
+    pool: Tensor
+    batch: AttentionBatch
+    layer: int = 1
+    num_heads: int = 2
+    scale: float = 0.25
+    cos_sin: Tensor | None = None
+    q_norm: Tensor | None = None
+    kernels: CpuKernels = dataclasses.field(default_factory=CpuKernels)
+
+    def attention(self) -> None:
+        self.kernels.attention(self.qkv, self.pool, self.layer, self.batch, self.num_heads, self.scale)
+
+    def rotate(self) -> None:
+        self.kernels.rotate_and_write_kv(
+            self.qkv, self.pool, self.layer, self.batch, self.num_heads, self.cos_sin, self.q_norm
+        )
+
+
+def make_arguments() -> Arguments:
+    generator = seeded("arguments")
+    pool = make_pool(KVLayout(2, 1, 16, 8, 4), 4, torch.float32, generator)
+    batch = make_batch([(3, 3)], block_size=8, num_blocks=4, generator=generator)
+    return Arguments(torch.zeros(3, 64), pool, batch)
+
+
+def _with_batch(name: str, value: Callable[[Tensor], Tensor]) -> Callable[[Arguments], None]:
+    def change(arguments: Arguments) -> None:
+        changed = value(getattr(arguments.batch, name))
+        arguments.batch = dataclasses.replace(arguments.batch, **{name: changed})
+
+    return change
+
+
+def _with(name: str, value: Callable[[Arguments], object]) -> Callable[[Arguments], None]:
+    return lambda arguments: setattr(arguments, name, value(arguments))
+
+
+@pytest.mark.parametrize(
+    ("named", "change"),
+    [
+        ("qkv", _with("qkv", lambda a: a.qkv.half())),
+        ("qkv", _with("qkv", lambda a: a.qkv[:, :-1])),
+        ("qkv", _with("qkv", lambda a: a.qkv[:, :48].contiguous())),
+        ("qkv", _with("pool", lambda a: a.pool.bfloat16())),
+        ("kv_pool", _with("pool", lambda a: a.pool[0])),
+        ("kv_pool", _with("pool", lambda a: a.pool.transpose(0, 1))),
+        ("kv_pool", _with("pool", lambda a: a.pool[..., :12].contiguous())),
+        ("layer", _with("layer", lambda a: 2)),
+        ("layer", _with("layer", lambda a: -1)),
+        ("num_heads", _with("num_heads", lambda a: 0)),
+        ("qkv", _with("num_heads", lambda a: 3)),
+        ("batch.positions", _with_batch("positions", Tensor.int)),
+        ("batch.slots", _with_batch("slots", lambda t: t[1:])),
+        ("batch.context_lens", _with_batch("context_lens", Tensor.long)),
+        ("batch.query_offsets", _with_batch("query_offsets", lambda t: t[1:])),
+        ("batch.block_offsets", _with_batch("block_offsets", Tensor.long)),
+        ("batch.block_refs", _with_batch("block_refs", Tensor.long)),
+    ],
+)
+def test_attention_operators_refuse_what_does_not_fit(
+    named: str, change: Callable[[Arguments], None]
+) -> None:
+    arguments = make_arguments()
+    arguments.attention()
+    arguments.rotate()
+    change(arguments)
+    with pytest.raises(ValueError, match=f"^{named}:"):
+        arguments.attention()
+    with pytest.raises(ValueError, match=f"^{named}:"):
+        arguments.rotate()
+
+
+def test_attention_refuses_a_scale_that_is_not_positive() -> None:
+    arguments = make_arguments()
+    arguments.scale = 0.0
+    with pytest.raises(ValueError, match=r"^scale:"):
+        arguments.attention()
+
+
+@pytest.mark.parametrize(
+    ("named", "change"),
+    [
+        ("cos_sin", _with("cos_sin", lambda a: torch.zeros(4, 8))),
+        ("cos_sin", _with("cos_sin", lambda a: torch.zeros(4, 16).bfloat16())),
+        ("k_norm", _with("q_norm", lambda a: torch.ones(16))),
+    ],
+)
+def test_rotate_and_write_kv_refuses(named: str, change: Callable[[Arguments], None]) -> None:
+    arguments = make_arguments()
+    change(arguments)
+    with pytest.raises(ValueError, match=f"^{named}:"):
+        arguments.rotate()
+
+
+def test_row_operators_refuse_what_does_not_fit() -> None:
+    kernels, x, weight = CpuKernels(), torch.zeros(3, 16), torch.ones(16)
+    with pytest.raises(ValueError, match=r"^x:"):
+        kernels.rms_norm(x.t(), weight, EPS)
+    with pytest.raises(ValueError, match=r"^weight:"):
+        kernels.rms_norm(x, weight[1:], EPS)
+    with pytest.raises(ValueError, match=r"^weight:"):
+        kernels.add_rms_norm(x, x.clone(), weight.bfloat16(), EPS)
+    with pytest.raises(ValueError, match=r"^residual:"):
+        kernels.add_rms_norm(x, x[1:], weight, EPS)
+    with pytest.raises(ValueError, match=r"^gate_up:"):
+        kernels.silu_and_mul(x[:, 1:])
+    with pytest.raises(ValueError, match=r"^weight:"):
+        kernels.linear(weight)

@@ -1,0 +1,356 @@
+"""Triton kernels against the reference: in Triton's interpreter on CPU, compiled on CUDA (marker ``gpu``)."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from backfill.kernels.base import AttentionBatch
+from backfill.kernels.reference import ReferenceKernels
+from tests.kernels.batches import make_batch
+
+if not torch.cuda.is_available():
+    # Triton decides at its first import whether its kernels are compiled or interpreted.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+triton = pytest.importorskip("triton")
+from backfill.kernels.triton_ops import TritonKernels  # noqa: E402
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICES = [
+    pytest.param("cpu", marks=pytest.mark.skipif(not INTERPRETED, reason="Triton compiles in this process")),
+    pytest.param("cuda", marks=pytest.mark.gpu),
+]
+REFERENCE = ReferenceKernels()
+LAYERS, LAYER = 3, 2
+TOLERANCES = {torch.bfloat16: (2e-2, 2e-2), torch.float16: (5e-3, 5e-3), torch.float32: (1e-5, 1e-5)}
+
+DECODE = [(1, 1), (1, 33), (1, 70)]
+CHUNKS = [(5, 5), (40, 101), (0, 9), (17, 90)]
+MIXED = [(1, 65), (23, 23), (1, 7), (9, 80), (1, 130)]
+LONG_DECODE = [(1, 600), (1, 20), (1, 513)]
+
+ATTENTION_CASES = [
+    # dtype, head size, query heads, KV heads, block size, (query length, context length) by sequence
+    pytest.param(torch.bfloat16, 64, 8, 2, 16, MIXED, id="bf16-d64-gqa4-b16-mixed"),
+    pytest.param(torch.float32, 128, 3, 1, 32, MIXED, id="fp32-d128-gqa3-b32-mixed"),
+    pytest.param(torch.bfloat16, 128, 4, 1, 8, CHUNKS, id="bf16-d128-gqa4-b8-chunks"),
+    pytest.param(torch.float32, 40, 6, 2, 16, CHUNKS, id="fp32-d40-gqa3-b16-chunks"),
+    pytest.param(torch.bfloat16, 80, 3, 1, 32, DECODE, id="bf16-d80-gqa3-b32-decode"),
+    pytest.param(torch.float32, 8, 2, 2, 8, DECODE, id="fp32-d8-gqa1-b8-decode"),
+    pytest.param(torch.bfloat16, 8, 8, 2, 32, CHUNKS, id="bf16-d8-gqa4-b32-chunks"),
+    pytest.param(torch.float32, 80, 2, 2, 8, MIXED, id="fp32-d80-gqa1-b8-mixed"),
+    pytest.param(torch.bfloat16, 40, 2, 2, 16, DECODE, id="bf16-d40-gqa1-b16-decode"),
+    pytest.param(torch.float16, 64, 3, 1, 16, MIXED, id="fp16-d64-gqa3-b16-mixed"),
+    pytest.param(torch.float32, 64, 4, 1, 16, [(7, 7)] * 2, id="fp32-d64-gqa4-b16-equal-chunks"),
+    pytest.param(torch.float32, 16, 20, 1, 16, MIXED, id="fp32-d16-gqa20-b16-mixed"),
+]
+
+
+@pytest.fixture
+def generator() -> torch.Generator:
+    """Fresh inputs for each run; the seed is in the report of a failure."""
+    seed = torch.seed() % 2**31
+    print(f"seed {seed}")
+    return torch.Generator().manual_seed(seed)
+
+
+def on(device: str, batch: AttentionBatch) -> AttentionBatch:
+    tensors = {
+        field.name: value.to(device)
+        for field in dataclasses.fields(batch)
+        if isinstance(value := getattr(batch, field.name), Tensor)
+    }
+    return dataclasses.replace(batch, **tensors)
+
+
+def random(generator: torch.Generator, *shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(shape, generator=generator).to(dtype)
+
+
+def poisoned_pool(
+    batch: AttentionBatch,
+    shape: tuple[int, int, int, int, int, int],
+    dtype: torch.dtype,
+    generator: torch.Generator,
+) -> Tensor:
+    """Random K and V in ``LAYER`` of every slot that a sequence of the batch uses, NaN everywhere else."""
+    pool = torch.full(shape, float("nan"), dtype=dtype)
+    block_size = shape[4]
+    for seq in range(batch.num_seqs):
+        offsets = torch.arange(int(batch.context_lens[seq]))
+        refs = batch.block_refs[int(batch.block_offsets[seq]) :].long()[offsets // block_size]
+        places = torch.where(refs & 1 == 1, block_size - 1 - offsets % block_size, offsets % block_size)
+        rows = random(generator, len(offsets), 2, shape[3], shape[5], dtype=dtype)
+        pool[refs >> 1, LAYER, :, :, places] = rows
+    return pool
+
+
+def assert_close(actual: Tensor, expected: Tensor) -> None:
+    rtol, atol = TOLERANCES[expected.dtype]
+    torch.testing.assert_close(actual.cpu(), expected, rtol=rtol, atol=atol, equal_nan=True)
+
+
+def attend_both(
+    device: str,
+    dtype: torch.dtype,
+    head_dim: int,
+    num_heads: int,
+    num_groups: int,
+    block_size: int,
+    lens: Sequence[tuple[int, int]],
+    generator: torch.Generator,
+    decode_programs: int = 1,
+) -> tuple[Tensor, Tensor]:
+    num_blocks = sum(-(-context // block_size) for _, context in lens) + 3
+    batch = make_batch(lens, block_size=block_size, num_blocks=num_blocks, generator=generator)
+    pool = poisoned_pool(batch, (num_blocks, LAYERS, 2, num_groups, block_size, head_dim), dtype, generator)
+    width = (num_heads + 2 * num_groups) * head_dim
+    # Rows further apart than they are long, as in a slice of a wider buffer.
+    qkv = random(generator, sum(query for query, _ in lens), width + 8, dtype=dtype)[:, :width]
+    scale = head_dim**-0.5
+    expected = REFERENCE.attention(qkv, pool, LAYER, batch, num_heads, scale)
+    kernels = TritonKernels(torch.device(device), decode_programs)
+    wide = torch.empty(qkv.shape[0], width + 8, dtype=dtype, device=device)[:, :width].copy_(qkv)
+    actual = kernels.attention(wide, pool.to(device), LAYER, on(device, batch), num_heads, scale)
+    return actual, expected
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "num_heads", "num_groups", "block_size", "lens"), ATTENTION_CASES
+)
+def test_attention(
+    device: str,
+    dtype: torch.dtype,
+    head_dim: int,
+    num_heads: int,
+    num_groups: int,
+    block_size: int,
+    lens: Sequence[tuple[int, int]],
+    generator: torch.Generator,
+) -> None:
+    actual, expected = attend_both(
+        device, dtype, head_dim, num_heads, num_groups, block_size, lens, generator
+    )
+    assert not expected.isnan().any()
+    assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+def test_attention_with_split_contexts(device: str, dtype: torch.dtype, generator: torch.Generator) -> None:
+    """Some splits hold a whole number of tiles, some a part, and those of the short sequence nothing."""
+    lens = [*LONG_DECODE, (4, 70)]
+    actual, expected = attend_both(device, dtype, 40, 6, 2, 16, lens, generator, decode_programs=1000)
+    assert_close(actual, expected)
+
+
+@pytest.mark.gpu
+def test_attention_in_a_cuda_graph(generator: torch.Generator) -> None:
+    """Captured with the longest contexts, replayed with other contexts, blocks and values."""
+    heads, groups, head_dim, block_size, num_blocks = 4, 2, 64, 16, 90
+    shape = (num_blocks, LAYERS, 2, groups, block_size, head_dim)
+    kernels = TritonKernels(torch.device("cuda"))
+    qkv = torch.zeros(2, (heads + 2 * groups) * head_dim, dtype=torch.bfloat16, device="cuda")
+    pool = torch.zeros(shape, dtype=torch.bfloat16, device="cuda")
+    longest = make_batch([(1, 700)] * 2, block_size=block_size, num_blocks=num_blocks, generator=generator)
+    captured = on("cuda", longest)
+    kernels.attention(qkv, pool, LAYER, captured, heads, 0.125)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = kernels.attention(qkv, pool, LAYER, captured, heads, 0.125)
+
+    batch = make_batch([(1, 40), (1, 513)], block_size=block_size, num_blocks=num_blocks, generator=generator)
+    new_qkv = random(generator, *qkv.shape, dtype=torch.bfloat16)
+    new_pool = poisoned_pool(batch, shape, torch.bfloat16, generator)
+    qkv.copy_(new_qkv)
+    pool.copy_(new_pool)
+    captured.context_lens.copy_(batch.context_lens)
+    captured.block_offsets.copy_(batch.block_offsets)
+    captured.block_refs[: len(batch.block_refs)].copy_(batch.block_refs)
+    graph.replay()
+    assert_close(out, REFERENCE.attention(new_qkv, new_pool, LAYER, batch, heads, 0.125))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "block_size", "rotary", "norm"),
+    [
+        pytest.param(torch.bfloat16, 64, 16, True, True, id="bf16-rotary-norm"),
+        pytest.param(torch.float32, 40, 8, True, True, id="fp32-rotary-norm"),
+        pytest.param(torch.bfloat16, 128, 32, True, False, id="bf16-rotary"),
+        pytest.param(torch.float32, 80, 16, False, True, id="fp32-norm"),
+        pytest.param(torch.bfloat16, 8, 8, False, False, id="bf16-write-only"),
+    ],
+)
+def test_rotate_and_write_kv(
+    device: str,
+    dtype: torch.dtype,
+    head_dim: int,
+    block_size: int,
+    rotary: bool,
+    norm: bool,
+    generator: torch.Generator,
+) -> None:
+    num_heads, num_groups, num_blocks = 6, 2, 12
+    batch = make_batch(
+        [(1, 20), (9, 30), (1, 1)], block_size=block_size, num_blocks=num_blocks, generator=generator
+    )
+    shape = (num_blocks, LAYERS, 2, num_groups, block_size, head_dim)
+    expected_pool = random(generator, *shape, dtype=dtype)
+    qkv = random(generator, 11, (num_heads + 2 * num_groups) * head_dim, dtype=dtype)
+    cos_sin = torch.rand((64, head_dim), generator=generator) * 2 - 1 if rotary else None
+    norms = [random(generator, head_dim, dtype=dtype) if norm else None for _ in range(2)]
+    pool, on_device = expected_pool.to(device, copy=True), qkv.to(device, copy=True)
+
+    REFERENCE.rotate_and_write_kv(qkv, expected_pool, LAYER, batch, num_heads, cos_sin, *norms, eps=1e-5)
+    TritonKernels(torch.device(device)).rotate_and_write_kv(
+        on_device,
+        pool,
+        LAYER,
+        on(device, batch),
+        num_heads,
+        None if cos_sin is None else cos_sin.to(device),
+        *(None if weight is None else weight.to(device) for weight in norms),
+        eps=1e-5,
+    )
+    queries = num_heads * head_dim
+    assert_close(on_device[:, :queries], qkv[:, :queries])
+    assert_close(pool, expected_pool)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("width", [40, 1100])
+def test_row_operators(device: str, dtype: torch.dtype, width: int, generator: torch.Generator) -> None:
+    kernels = TritonKernels(torch.device(device))
+    x = random(generator, 5, 2 * width, dtype=dtype)
+    residual = random(generator, 5, width, dtype=dtype)
+    weight = random(generator, width, dtype=dtype)
+    x_there, residual_there, weight_there = (t.to(device, copy=True) for t in (x, residual, weight))
+
+    assert_close(kernels.silu_and_mul(x_there), REFERENCE.silu_and_mul(x))
+    left, left_there = x[:, :width], x_there[:, :width]
+    assert_close(kernels.rms_norm(left_there, weight_there, 1e-5), REFERENCE.rms_norm(left, weight, 1e-5))
+    actual = kernels.add_rms_norm(left_there, residual_there, weight_there, 1e-5)
+    assert_close(actual, REFERENCE.add_rms_norm(left, residual, weight, 1e-5))
+    assert_close(residual_there, residual)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_linear(device: str, generator: torch.Generator) -> None:
+    x, weight, bias = (random(generator, *shape, dtype=torch.float32) for shape in ((3, 16), (24, 16), (24,)))
+    linear = TritonKernels(torch.device(device)).linear(weight, bias)
+    assert (linear.in_features, linear.out_features) == (16, 24)
+    assert_close(linear(x.to(device)), REFERENCE.linear(weight, bias)(x))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_no_rows(device: str) -> None:
+    kernels = TritonKernels(torch.device(device))
+    empty = torch.empty(0, 64, device=device)
+    assert kernels.silu_and_mul(empty).shape == (0, 32)
+    assert kernels.rms_norm(empty, torch.ones(64, device=device), 1e-5).shape == (0, 64)
+
+
+def test_cpu_needs_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton.runtime, "JITFunction", object)
+    with pytest.raises(ValueError, match=r"^device: "):
+        TritonKernels(torch.device("cpu"))
+
+
+class TestBadArguments:
+    """Each is refused before anything is launched, by a message that starts with the argument's name."""
+
+    @pytest.fixture(params=DEVICES)
+    def device(self, request: pytest.FixtureRequest) -> str:
+        return str(request.param)
+
+    @pytest.fixture
+    def kernels(self, device: str) -> TritonKernels:
+        return TritonKernels(torch.device(device))
+
+    def test_row_operators(self, kernels: TritonKernels, device: str) -> None:
+        x, weight = torch.zeros(4, 32, device=device), torch.ones(32, device=device)
+        with pytest.raises(ValueError, match=r"^x: "):
+            kernels.rms_norm(x.t(), weight, 1e-5)
+        with pytest.raises(ValueError, match=r"^x: "):
+            kernels.rms_norm(x.double(), weight, 1e-5)
+        with pytest.raises(ValueError, match=r"^weight: "):
+            kernels.rms_norm(x, weight[:31], 1e-5)
+        with pytest.raises(ValueError, match=r"^residual: "):
+            kernels.add_rms_norm(x, x[:3], weight, 1e-5)
+        with pytest.raises(ValueError, match=r"^residual: "):
+            kernels.add_rms_norm(x, x.bfloat16(), weight, 1e-5)
+        with pytest.raises(ValueError, match=r"^gate_up: "):
+            kernels.silu_and_mul(x[:, :31])
+        with pytest.raises(ValueError, match=r"^weight: "):
+            kernels.linear(weight)
+        with pytest.raises(ValueError, match=r"^bias: "):
+            kernels.linear(x, weight)
+
+    @pytest.mark.parametrize(
+        ("name", "change"),
+        [
+            ("qkv", {"qkv": lambda t: t[:, :-8]}),
+            ("qkv", {"qkv": lambda t: t.double()}),
+            ("kv_pool", {"kv_pool": lambda t: t.bfloat16()}),
+            ("kv_pool", {"kv_pool": lambda t: t.transpose(3, 4)}),
+            ("kv_pool", {"kv_pool": lambda t: t[..., :12].contiguous()}),
+            ("layer", {"layer": lambda _: LAYERS}),
+            ("num_heads", {"num_heads": lambda _: 3}),
+            ("context_lens", {"context_lens": lambda t: t.long()}),
+            ("query_offsets", {"query_offsets": lambda t: t[:-1]}),
+            ("block_offsets", {"block_offsets": lambda t: t[:-1]}),
+            ("block_refs", {"block_refs": lambda t: t.repeat_interleave(2)[::2]}),
+        ],
+    )
+    def test_attention(
+        self, kernels: TritonKernels, device: str, name: str, change: dict, generator: torch.Generator
+    ) -> None:
+        arguments = self.arguments(device, generator)
+        batch = arguments["batch"]
+        for field, make in change.items():
+            if field in arguments:
+                arguments[field] = make(arguments[field])
+            else:
+                arguments["batch"] = dataclasses.replace(batch, **{field: make(getattr(batch, field))})
+        with pytest.raises(ValueError, match=f"^{name}: "):
+            kernels.attention(**arguments, scale=1.0)
+
+    def test_rotate_and_write_kv(
+        self, kernels: TritonKernels, device: str, generator: torch.Generator
+    ) -> None:
+        arguments = self.arguments(device, generator)
+        batch, head_norm = arguments["batch"], torch.ones(16, device=device)
+        cos_sin = torch.zeros(64, 16, device=device)
+        short = dataclasses.replace(batch, slots=batch.slots[:-1])
+        with pytest.raises(ValueError, match=r"^slots: "):
+            kernels.rotate_and_write_kv(**arguments | {"batch": short}, cos_sin=None)
+        narrow = dataclasses.replace(batch, positions=batch.positions.int())
+        with pytest.raises(ValueError, match=r"^positions: "):
+            kernels.rotate_and_write_kv(**arguments | {"batch": narrow}, cos_sin=cos_sin)
+        with pytest.raises(ValueError, match=r"^cos_sin: "):
+            kernels.rotate_and_write_kv(**arguments, cos_sin=cos_sin.bfloat16())
+        with pytest.raises(ValueError, match=r"^cos_sin: "):
+            kernels.rotate_and_write_kv(**arguments, cos_sin=cos_sin[:, :8])
+        with pytest.raises(ValueError, match=r"^k_norm: "):
+            kernels.rotate_and_write_kv(**arguments, cos_sin=cos_sin, q_norm=head_norm)
+        with pytest.raises(ValueError, match=r"^q_norm: "):
+            kernels.rotate_and_write_kv(**arguments, cos_sin=None, q_norm=head_norm[:8], k_norm=head_norm)
+
+    @staticmethod
+    def arguments(device: str, generator: torch.Generator) -> dict:
+        batch = make_batch([(3, 20), (1, 5)], block_size=16, num_blocks=4, generator=generator)
+        return {
+            "qkv": torch.zeros(4, 8 * 16, device=device),
+            "kv_pool": torch.zeros(4, LAYERS, 2, 2, 16, 16, device=device),
+            "layer": LAYER,
+            "batch": on(device, batch),
+            "num_heads": 4,
+        }

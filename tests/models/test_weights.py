@@ -1,0 +1,131 @@
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from backfill.core.errors import CorruptModel, ModelNotFound, UnsupportedModel
+from backfill.models.weights import Checkpoint
+
+
+def make_tensors() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return {
+        "model.a.weight": torch.randn(4, 6, generator=generator),
+        "model.b.weight": torch.randn(3, generator=generator),
+        "lm_head.weight": torch.randn(5, 4, generator=generator),
+    }
+
+
+def write_shards(folder: Path, tensors: dict[str, Tensor]) -> dict[str, str]:
+    weight_map = {}
+    for i, (name, tensor) in enumerate(tensors.items()):
+        file = f"model-{i:05}.safetensors"
+        save_file({name: tensor}, folder / file)
+        weight_map[name] = file
+    write_index(folder, weight_map)
+    return weight_map
+
+
+def write_index(folder: Path, weight_map: object) -> None:
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_reads_and_casts(sharded: bool, tmp_path: Path) -> None:
+    tensors = make_tensors()
+    if sharded:
+        write_shards(tmp_path, tensors)
+    else:
+        save_file(tensors, tmp_path / "model.safetensors")
+    checkpoint = Checkpoint.open(tmp_path, dtype=torch.bfloat16)
+    for name, tensor in tensors.items():
+        assert name in checkpoint
+        assert torch.equal(checkpoint.get(name, tensor.shape), tensor.bfloat16())
+    assert "model.c.weight" not in checkpoint
+
+
+def test_bare_decoder_names(tmp_path: Path) -> None:
+    save_file({"layers.0.weight": torch.ones(2)}, tmp_path / "model.safetensors")
+    checkpoint = Checkpoint.open(tmp_path, dtype=torch.float32)
+    assert "model.layers.0.weight" in checkpoint
+    assert torch.equal(checkpoint.get("model.layers.0.weight", (2,)), torch.ones(2))
+
+
+def test_missing_and_misshapen_tensors_are_named(tmp_path: Path) -> None:
+    save_file(make_tensors() | {"ids": torch.arange(3)}, tmp_path / "model.safetensors")
+    checkpoint = Checkpoint.open(tmp_path, dtype=torch.float32)
+    with pytest.raises(CorruptModel, match=r"tensor model\.c\.weight \[2, 3\] is missing"):
+        checkpoint.get("model.c.weight", (2, 3))
+    with pytest.raises(CorruptModel, match=r"model\.a\.weight has shape \[4, 6\], expected \[6, 4\]"):
+        checkpoint.get("model.a.weight", (6, 4))
+    with pytest.raises(UnsupportedModel, match=r"ids is torch\.int64"):
+        checkpoint.get("ids", (3,))
+
+
+def test_every_truncation_is_found_when_opening(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file(make_tensors(), path)
+    whole = path.read_bytes()
+    for size in [*range(0, 64), len(whole) // 2, len(whole) - 1]:
+        path.write_bytes(whole[:size])
+        with pytest.raises(CorruptModel, match=r"model\.safetensors is damaged or truncated"):
+            Checkpoint.open(tmp_path, dtype=torch.float32)
+
+
+def test_damaged_header(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file(make_tensors(), path)
+    path.write_bytes(b"\xff" * 16 + path.read_bytes()[16:])
+    with pytest.raises(CorruptModel, match=r"model\.safetensors"):
+        Checkpoint.open(tmp_path, dtype=torch.float32)
+
+
+def test_shards_must_fit_the_index(tmp_path: Path) -> None:
+    weight_map = write_shards(tmp_path, make_tensors())
+    write_index(tmp_path, weight_map | {"model.c.weight": weight_map["model.a.weight"]})
+    with pytest.raises(CorruptModel, match=r"tensor model\.c\.weight is missing"):
+        Checkpoint.open(tmp_path, dtype=torch.float32)
+    write_index(tmp_path, weight_map | {"model.c.weight": "model-9.safetensors"})
+    with pytest.raises(CorruptModel, match=r"model-9\.safetensors does not exist"):
+        Checkpoint.open(tmp_path, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("weight_map", [None, {"a": 1}, {"a": "../model.safetensors"}, {"a": ".."}])
+def test_malformed_index(weight_map: object, tmp_path: Path) -> None:
+    write_index(tmp_path, weight_map)
+    with pytest.raises(CorruptModel, match=r"index\.json"):
+        Checkpoint.open(tmp_path, dtype=torch.float32)
+
+
+def test_no_weights(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFound, match="holds no weights"):
+        Checkpoint.open(tmp_path, dtype=torch.float32)
+    (tmp_path / "pytorch_model.bin").touch()
+    with pytest.raises(UnsupportedModel, match="convert it to safetensors"):
+        Checkpoint.open(tmp_path, dtype=torch.float32)
+
+
+def test_dummy_weights_depend_on_name_and_seed_alone() -> None:
+    first = Checkpoint.open("nowhere", dtype=torch.float32, load_format="dummy")
+    again = Checkpoint.open("nowhere", dtype=torch.bfloat16, load_format="dummy")
+    other = Checkpoint.open("nowhere", dtype=torch.float32, load_format="dummy", seed=1)
+    name, shape = "model.layers.0.mlp.up_proj.weight", (300, 200)
+    assert name in first
+    again.get("model.other.weight", (7,))
+    weight = first.get(name, shape)
+    assert torch.equal(weight.bfloat16(), again.get(name, shape))
+    assert not torch.equal(weight, other.get(name, shape))
+    assert not torch.equal(weight, first.get(name.replace("0", "1"), shape))
+    assert weight.std() == pytest.approx(0.02, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "name", ["model.layers.0.input_layernorm", "model.norm", "model.decoder.final_layer_norm"]
+)
+def test_dummy_norms_are_the_identity(name: str) -> None:
+    checkpoint = Checkpoint.open("nowhere", dtype=torch.float32, load_format="dummy")
+    assert torch.equal(checkpoint.get(f"{name}.weight", (4,)), torch.ones(4))
+    assert torch.equal(checkpoint.get(f"{name}.bias", (4,)), torch.zeros(4))
