@@ -69,13 +69,14 @@ BACKFILL_INLINE int64_t split_size(const Totals& totals, int64_t num_kv_heads, i
 BACKFILL_INLINE int64_t ceil_divide(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Query rows of one prefill item: few enough that every thread gets several, and at least a tile of lanes.
-BACKFILL_INLINE int64_t rows_per_item(
-    const AttentionArgs& args, const Totals& totals, int64_t rows, int threads) {
+BACKFILL_INLINE int64_t rows_per_item(const AttentionArgs& args, const Totals& totals, int64_t rows,
+                                      int threads) {
   const int64_t group = args.num_heads / args.shape.num_kv_heads;
   const int64_t most = larger<int64_t>(1, max_prefill_lanes(args.shape.head_dim) / group);
   const int64_t least = smaller(most, ceil_divide(kTileLanes, group));
   const int64_t wanted =
-      threads == 1 ? 1 : ceil_divide(kItemsPerThread * threads, args.shape.num_kv_heads * totals.prefill_seqs);
+      threads == 1 ? 1
+                   : ceil_divide(kItemsPerThread * threads, args.shape.num_kv_heads * totals.prefill_seqs);
   return larger(least, smaller(most, ceil_divide(rows, wanted)));
 }
 
@@ -87,8 +88,9 @@ BACKFILL_INLINE void plan_prefill(const AttentionArgs& args, const Totals& total
     const int64_t step = rows_per_item(args, totals, rows, threads);
     for (int64_t end = rows; end > 0; end -= smaller(end, step))
       for (int64_t g = 0; g < args.shape.num_kv_heads; g++)
-        plan.items[plan.num_items++] = {
-            Work::kPrefill, (int32_t)seq, (int32_t)g, (int32_t)larger<int64_t>(0, end - step), (int32_t)end, 0};
+        plan.items[plan.num_items++] = {Work::kPrefill, (int32_t)seq,
+                                        (int32_t)g,     (int32_t)larger<int64_t>(0, end - step),
+                                        (int32_t)end,   0};
   }
 }
 
@@ -110,7 +112,8 @@ BACKFILL_INLINE void plan_decode(const AttentionArgs& args, int64_t most_keys, P
 }
 
 // Room for every item, split and partial result `plan_prefill` and `plan_decode` can make.
-BACKFILL_INLINE Plan empty_plan(const AttentionArgs& args, const Totals& totals, int64_t most_keys, int threads) {
+BACKFILL_INLINE Plan empty_plan(const AttentionArgs& args, const Totals& totals, int64_t most_keys,
+                                int threads) {
   int64_t items = 0, splits = 0, parts = 0;
   for (int64_t seq = 0; seq < args.num_seqs; seq++) {
     const int64_t rows = num_rows(args, seq);
@@ -125,10 +128,15 @@ BACKFILL_INLINE Plan empty_plan(const AttentionArgs& args, const Totals& totals,
   const int64_t heads = args.shape.num_kv_heads, group = args.num_heads / heads;
   const int64_t item_bytes = round_up(items * heads * (int64_t)sizeof(Item), 64);
   const int64_t split_bytes = round_up(splits * (int64_t)sizeof(Split), 64);
-  const int64_t partial_bytes = parts * heads * group * partial_size(args.shape.head_dim) * (int64_t)sizeof(float);
+  const int64_t partial_bytes =
+      parts * heads * group * partial_size(args.shape.head_dim) * (int64_t)sizeof(float);
   char* memory = static_cast<char*>(scratch(kPlan, item_bytes + split_bytes + partial_bytes));
-  return {reinterpret_cast<Item*>(memory), reinterpret_cast<Split*>(memory + item_bytes),
-          reinterpret_cast<float*>(memory + item_bytes + split_bytes), 0, 0, 0};
+  return {reinterpret_cast<Item*>(memory),
+          reinterpret_cast<Split*>(memory + item_bytes),
+          reinterpret_cast<float*>(memory + item_bytes + split_bytes),
+          0,
+          0,
+          0};
 }
 
 template <class T>

@@ -31,6 +31,13 @@ BACKFILL_INLINE void prefetch_row(const T* row, int64_t dim) {
   for (int64_t i = 0; i < dim; i += 64 / (int64_t)sizeof(T)) __builtin_prefetch(row + i);
 }
 
+// `count` lines from `row`; at least one.
+template <class T>
+BACKFILL_INLINE void prefetch_line(const T* row, int count) {
+  const char* line = reinterpret_cast<const char*>(row);
+  for (int i = 0; i < larger(count, 1); i++) __builtin_prefetch(line + 64 * i);
+}
+
 // Scores of kLanes keys against one query head. Row r starts at keys[r].
 template <class T>
 BACKFILL_INLINE Floats score_rows(const T* query, const T* const* keys, int64_t dim) {
@@ -89,14 +96,17 @@ BACKFILL_INLINE void pair_weights(float* weights, int64_t padded) {
 
 // sums[h][...] += weights[h][...] * values, for NumHeads heads and 64 elements of the head from `d`.
 template <int NumHeads, int Vectors>
-BACKFILL_INLINE void add_paired_values(const bf16* const* keys, int64_t value_offset, int64_t padded, int64_t d,
-                                       int64_t dim, const float* weights, float* sums, int64_t sums_stride) {
+BACKFILL_INLINE void add_paired_values(const bf16* const* keys, const bf16* const* ahead,
+                                       int64_t value_offset, int64_t padded, int64_t d, int64_t dim,
+                                       const float* weights, float* sums, int64_t sums_stride) {
   Floats acc[NumHeads][2 * Vectors];
   for (int h = 0; h < NumHeads; h++)
     for (int v = 0; v < 2 * Vectors; v++) acc[h][v] = load(sums + h * sums_stride + d + v * kLanes);
   for (int64_t i = 0; i < padded; i += 2) {
     const bf16* first = keys[i] + value_offset + d;
     const bf16* second = keys[i + 1] + value_offset + d;
+    prefetch_line(ahead[i] + value_offset + d, Vectors);
+    prefetch_line(ahead[i + 1] + value_offset + d, Vectors);
     Floats pair[2 * Vectors];
     for (int v = 0; v < Vectors; v++) {
       const int64_t left = (dim - d - 32 * v) / 2;
@@ -115,13 +125,13 @@ BACKFILL_INLINE void add_paired_values(const bf16* const* keys, int64_t value_of
 }
 
 template <int NumHeads>
-void add_values(const bf16* const* keys, int64_t value_offset, int64_t padded, int64_t dim, const float* weights,
-                float* sums, int64_t sums_stride) {
+void add_values(const bf16* const* keys, const bf16* const* ahead, int64_t value_offset, int64_t padded,
+                int64_t dim, const float* weights, float* sums, int64_t sums_stride) {
   int64_t d = 0;
   for (; d + 64 <= dim; d += 64)
-    add_paired_values<NumHeads, 2>(keys, value_offset, padded, d, dim, weights, sums, sums_stride);
+    add_paired_values<NumHeads, 2>(keys, ahead, value_offset, padded, d, dim, weights, sums, sums_stride);
   for (; d < dim; d += 32)
-    add_paired_values<NumHeads, 1>(keys, value_offset, padded, d, dim, weights, sums, sums_stride);
+    add_paired_values<NumHeads, 1>(keys, ahead, value_offset, padded, d, dim, weights, sums, sums_stride);
 }
 
 // Undoes the order in which the interleaving left each run of 32 sums.
@@ -138,13 +148,15 @@ BACKFILL_INLINE void natural_order(float* sums, int64_t dim) {
 #endif
 
 template <class T, int NumHeads, int Vectors>
-BACKFILL_INLINE void add_single_values(const T* const* keys, int64_t value_offset, int64_t padded, int64_t d,
-                                       int64_t dim, const float* weights, float* sums, int64_t sums_stride) {
+BACKFILL_INLINE void add_single_values(const T* const* keys, const T* const* ahead, int64_t value_offset,
+                                       int64_t padded, int64_t d, int64_t dim, const float* weights,
+                                       float* sums, int64_t sums_stride) {
   Floats acc[NumHeads][Vectors];
   for (int h = 0; h < NumHeads; h++)
     for (int v = 0; v < Vectors; v++) acc[h][v] = load(sums + h * sums_stride + d + v * kLanes);
   for (int64_t i = 0; i < padded; i++) {
     const T* row = keys[i] + value_offset + d;
+    prefetch_line(ahead[i] + value_offset + d, Vectors * kLanes * (int)sizeof(T) / 64);
     Floats value[Vectors];
     for (int v = 0; v < Vectors; v++)
       value[v] = Vectors > 1 ? load(row + v * kLanes) : load(row + v * kLanes, dim - d);
@@ -158,24 +170,30 @@ BACKFILL_INLINE void add_single_values(const T* const* keys, int64_t value_offse
 }
 
 template <int NumHeads, class T>
-void add_values(const T* const* keys, int64_t value_offset, int64_t padded, int64_t dim, const float* weights,
-                float* sums, int64_t sums_stride) {
+void add_values(const T* const* keys, const T* const* ahead, int64_t value_offset, int64_t padded,
+                int64_t dim, const float* weights, float* sums, int64_t sums_stride) {
   constexpr int kVectors = kLanes == 16 ? 4 : 2;
   int64_t d = 0;
   for (; d + kVectors * kLanes <= dim; d += kVectors * kLanes)
-    add_single_values<T, NumHeads, kVectors>(keys, value_offset, padded, d, dim, weights, sums, sums_stride);
+    add_single_values<T, NumHeads, kVectors>(keys, ahead, value_offset, padded, d, dim, weights, sums,
+                                             sums_stride);
   for (; d < dim; d += kLanes)
-    add_single_values<T, NumHeads, 1>(keys, value_offset, padded, d, dim, weights, sums, sums_stride);
+    add_single_values<T, NumHeads, 1>(keys, ahead, value_offset, padded, d, dim, weights, sums, sums_stride);
 }
 
 template <class T>
-BACKFILL_INLINE void add_values_of(int64_t heads, const T* const* keys, int64_t value_offset, int64_t padded,
-                                   int64_t dim, const float* weights, float* sums, int64_t stride) {
+BACKFILL_INLINE void add_values_of(int64_t heads, const T* const* keys, const T* const* ahead,
+                                   int64_t value_offset, int64_t padded, int64_t dim, const float* weights,
+                                   float* sums, int64_t stride) {
   switch (heads) {
-    case 1: return add_values<1>(keys, value_offset, padded, dim, weights, sums, stride);
-    case 2: return add_values<2>(keys, value_offset, padded, dim, weights, sums, stride);
-    case 3: return add_values<3>(keys, value_offset, padded, dim, weights, sums, stride);
-    default: return add_values<4>(keys, value_offset, padded, dim, weights, sums, stride);
+    case 1:
+      return add_values<1>(keys, ahead, value_offset, padded, dim, weights, sums, stride);
+    case 2:
+      return add_values<2>(keys, ahead, value_offset, padded, dim, weights, sums, stride);
+    case 3:
+      return add_values<3>(keys, ahead, value_offset, padded, dim, weights, sums, stride);
+    default:
+      return add_values<4>(keys, ahead, value_offset, padded, dim, weights, sums, stride);
   }
 }
 
@@ -215,15 +233,13 @@ class DecodeItem {
       const int64_t count = smaller<int64_t>(kDecodeChunk, end - position);
       const T** current = rows_[0];
       const int64_t next = position + count;
-      score(current, count);
-      if (next < end) {
-        rows_[0] = rows_[1];
-        list_rows(next, end);
-        rows_[1] = current;
-        const int64_t next_count = smaller<int64_t>(kDecodeChunk, end - next);
-        for (int64_t i = 0; i < next_count; i++) prefetch_row(rows_[0][i], dim_);
-      }
-      add(current, round_up(count, kLanes));
+      rows_[0] = rows_[1];
+      rows_[1] = current;
+      if (next < end) list_rows(next, end);
+      // Past the end the current rows stand in for the next: prefetching them again costs almost nothing.
+      const T** ahead = end - next >= kDecodeChunk ? rows_[0] : pad_ahead(current, end - next);
+      score(current, ahead, count, position == begin);
+      add(current, ahead, round_up(count, kLanes));
     }
     if (partial == nullptr)
       finish();
@@ -248,19 +264,31 @@ class DecodeItem {
     for (int64_t i = count; i < round_up(count, kLanes); i++) rows_[0][i] = rows_[0][count - 1];
   }
 
+  // The next chunk's `count` rows, filled up with current ones: a full chunk's worth to prefetch.
+  const T** pad_ahead(const T** current, int64_t count) {
+    if (count <= 0) return current;
+    for (int64_t i = round_up(count, kLanes); i < kDecodeChunk; i++) rows_[0][i] = current[i];
+    return rows_[0];
+  }
+
   // Weights of the chunk for every head; scales earlier sums to the new maximum.
-  void score(const T* const* rows, int64_t count) {
+  void score(const T* const* rows, const T* const* ahead, int64_t count, bool is_first) {
     const int64_t offset = keys_.value_offset();
     for (int64_t i = 0; i < count; i += kLanes) {
-      for (int r = 0; r < kLanes; r++) prefetch_row(rows[i + r] + offset, dim_);
+      if (is_first)
+        for (int r = 0; r < kLanes; r++) prefetch_row(rows[i + r] + offset, dim_);
       if constexpr (kWidenKeys) {
         const float* wide[kLanes];
         for (int r = 0; r < kLanes; r++) wide[r] = widen_row(rows[i + r], wide_keys_ + r * padded_dim_);
-        for (int64_t h = 0; h < group_; h++)
+        for (int64_t h = 0; h < group_; h++) {
+          prefetch_share(ahead + i, h);
           store(weights_ + h * kDecodeChunk + i, score_rows(wide_query_ + h * padded_dim_, wide, dim_));
+        }
       } else {
-        for (int64_t h = 0; h < group_; h++)
+        for (int64_t h = 0; h < group_; h++) {
+          prefetch_share(ahead + i, h);
           store(weights_ + h * kDecodeChunk + i, score_rows(query_ + h * dim_, rows + i, dim_));
+        }
       }
     }
     for (int64_t h = 0; h < group_; h++) {
@@ -276,15 +304,21 @@ class DecodeItem {
     }
   }
 
+  // Head h's part of kLanes rows. A core tracks few missing lines at a time, and prefetches beyond that
+  // number stall it, so they are spread evenly through the arithmetic.
+  BACKFILL_INLINE void prefetch_share(const T* const* ahead, int64_t h) const {
+    for (int64_t r = h * kLanes / group_; r < (h + 1) * kLanes / group_; r++) prefetch_row(ahead[r], dim_);
+  }
+
   const float* widen_row(const T* row, float* target) {
     for (int64_t d = 0; d < dim_; d += kLanes) store(target + d, load(row + d, dim_ - d));
     return target;
   }
 
-  void add(const T* const* rows, int64_t padded) {
+  void add(const T* const* rows, const T* const* ahead, int64_t padded) {
     for (int64_t h = 0; h < group_; h += kHeadBatch)
-      add_values_of<T>(smaller<int64_t>(kHeadBatch, group_ - h), rows, keys_.value_offset(), padded, dim_,
-                       weights_ + h * kDecodeChunk, sums_ + h * padded_dim_, padded_dim_);
+      add_values_of<T>(smaller<int64_t>(kHeadBatch, group_ - h), rows, ahead, keys_.value_offset(), padded,
+                       dim_, weights_ + h * kDecodeChunk, sums_ + h * padded_dim_, padded_dim_);
   }
 
   void restore_order(int64_t h) {
@@ -318,9 +352,9 @@ class DecodeItem {
   float scale_;
   const T* query_;
   T* out_;
-  float* weights_;    // [group, kDecodeChunk]
-  float* sums_;       // [group, padded dim]
-  float* wide_keys_;  // [kLanes, padded dim]
+  float* weights_;     // [group, kDecodeChunk]
+  float* sums_;        // [group, padded dim]
+  float* wide_keys_;   // [kLanes, padded dim]
   float* wide_query_;  // [group, padded dim]
   SoftmaxState* states_;
   const T** rows_[2];

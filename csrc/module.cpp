@@ -37,7 +37,8 @@ struct KvPool {
   void* data;
   int64_t num_layers, num_kv_heads, block_size, head_dim;
 
-  KvPool(int type, uintptr_t data, int64_t num_layers, int64_t num_kv_heads, int64_t block_size, int64_t head_dim)
+  KvPool(int type, uintptr_t data, int64_t num_layers, int64_t num_kv_heads, int64_t block_size,
+         int64_t head_dim)
       : type(type),
         data(address<void>(data)),
         num_layers(num_layers),
@@ -56,8 +57,8 @@ struct Batch {
   const int32_t *query_offsets, *context_lens, *block_refs, *block_offsets;
   int64_t rows, num_seqs;
 
-  Batch(uintptr_t positions, uintptr_t slots, uintptr_t query_offsets, uintptr_t context_lens, uintptr_t block_refs,
-        uintptr_t block_offsets, int64_t rows, int64_t num_seqs)
+  Batch(uintptr_t positions, uintptr_t slots, uintptr_t query_offsets, uintptr_t context_lens,
+        uintptr_t block_refs, uintptr_t block_offsets, int64_t rows, int64_t num_seqs)
       : positions(address<int64_t>(positions)),
         slots(address<int64_t>(slots)),
         query_offsets(address<int32_t>(query_offsets)),
@@ -74,22 +75,23 @@ class KernelSet {
 
   std::string isa() const { return isa_.name; }
 
-  void norm(int type, uintptr_t x, uintptr_t residual, uintptr_t weight, uintptr_t out, int64_t rows, int64_t size,
-            int64_t x_stride, float eps) const {
-    isa_.table->norm[type]({address<void>(x), address<void>(residual), address<void>(weight), address<void>(out),
-                            rows, size, x_stride, eps});
+  void norm(int type, uintptr_t x, uintptr_t residual, uintptr_t weight, uintptr_t out, int64_t rows,
+            int64_t size, int64_t x_stride, float eps) const {
+    isa_.table->norm[type]({address<void>(x), address<void>(residual), address<void>(weight),
+                            address<void>(out), rows, size, x_stride, eps});
   }
 
-  void silu_and_mul(
-      int type, uintptr_t gate_up, uintptr_t out, int64_t rows, int64_t size, int64_t stride) const {
+  void silu_and_mul(int type, uintptr_t gate_up, uintptr_t out, int64_t rows, int64_t size,
+                    int64_t stride) const {
     isa_.table->silu_and_mul[type]({address<void>(gate_up), address<void>(out), rows, size, stride});
   }
 
-  void rotate_and_write_kv(uintptr_t qkv, const KvPool& pool, const Batch& batch, int64_t layer, int64_t num_heads,
-                           uintptr_t cos_sin, uintptr_t q_norm, uintptr_t k_norm, float eps) const {
-    isa_.table->rotate_and_write_kv[pool.type]({address<void>(qkv), pool.data, pool.layer(layer), batch.positions,
-                                                batch.slots, address<float>(cos_sin), address<void>(q_norm),
-                                                address<void>(k_norm), batch.rows, num_heads, eps});
+  void rotate_and_write_kv(uintptr_t qkv, const KvPool& pool, const Batch& batch, int64_t layer,
+                           int64_t num_heads, uintptr_t cos_sin, uintptr_t q_norm, uintptr_t k_norm,
+                           float eps) const {
+    isa_.table->rotate_and_write_kv[pool.type](
+        {address<void>(qkv), pool.data, pool.layer(layer), batch.positions, batch.slots,
+         address<float>(cos_sin), address<void>(q_norm), address<void>(k_norm), batch.rows, num_heads, eps});
   }
 
   void attention(uintptr_t qkv, uintptr_t out, const KvPool& pool, const Batch& batch, int64_t layer,
@@ -143,7 +145,8 @@ NB_MODULE(_kernels, m) {
            "slots"_a, "query_offsets"_a, "context_lens"_a, "block_refs"_a, "block_offsets"_a, "rows"_a,
            "num_seqs"_a);
   nb::class_<KernelSet>(m, "KernelSet")
-      .def(nb::init<const std::string&>(), "isa"_a = "", "ValueError for an ISA this machine lacks; '' is the best.")
+      .def(nb::init<const std::string&>(), "isa"_a = "",
+           "ValueError for an ISA this machine lacks; '' is the best.")
       .def_prop_ro("isa", &KernelSet::isa)
       .def("norm", &KernelSet::norm, nogil)
       .def("silu_and_mul", &KernelSet::silu_and_mul, nogil)

@@ -69,17 +69,21 @@ class PrefillItem {
 
   void share_memory() {
     const int64_t tile_size = kTileLanes * num_tiles_;
-    const int64_t sizes[] = {depth_ * tile_size,           row_dim_ * tile_size,
-                             tile_size,                    tile_size,
-                             tile_size,                    kPrefillChunk * depth_,
-                             kPrefillChunk * row_dim_,     kPrefillChunk * kTileLanes,
-                             kPrefillChunk * kTileLanes,   kTileLanes};
+    const int64_t sizes[] = {depth_ * tile_size,
+                             row_dim_ * tile_size,
+                             tile_size,
+                             tile_size,
+                             tile_size,
+                             kPrefillChunk * depth_,
+                             kPrefillChunk * row_dim_,
+                             kPrefillChunk * kTileLanes,
+                             kPrefillChunk * kTileLanes,
+                             kTileLanes};
     int64_t total = 0;
     for (int64_t size : sizes) total += round_up(size, 16);
-    float* memory = static_cast<float*>(
-        scratch(kWork, total * sizeof(float) + kPrefillChunk * sizeof(T*)));
-    float** parts[] = {&queries_, &sums_, &max_, &total_, &positions_, &packed_keys_, &packed_values_,
-                       &scores_,  &weights_, &correction_};
+    float* memory = static_cast<float*>(scratch(kWork, total * sizeof(float) + kPrefillChunk * sizeof(T*)));
+    float** parts[] = {&queries_,     &sums_,          &max_,    &total_,   &positions_,
+                       &packed_keys_, &packed_values_, &scores_, &weights_, &correction_};
     for (int i = 0; i < 10; i++) *parts[i] = memory, memory += round_up(sizes[i], 16);
     rows_ = reinterpret_cast<const T**>(memory);
   }
@@ -118,7 +122,8 @@ class PrefillItem {
         for (int i = 0; i < kLanes; i++)
           square[i] = present == 0 ? Floats{} : load_units(rows[i] + unit * kPerUnit<T>, present);
         transpose(square);
-        for (int i = 0; i < kLanes && unit + i < depth_; i++) store(target + (unit + i) * kTileLanes, square[i]);
+        for (int i = 0; i < kLanes && unit + i < depth_; i++)
+          store(target + (unit + i) * kTileLanes, square[i]);
       }
       store(max_ + lane, broadcast(-__builtin_inff()));
       store(total_ + lane, Floats{});
@@ -131,7 +136,8 @@ class PrefillItem {
     for (int64_t i = 0; i < count; i++)
       for (int64_t unit = 0; unit < depth_; unit += kLanes) {
         const int64_t present = larger<int64_t>(0, units - unit);
-        store(packed_keys_ + i * depth_ + unit, load_units(rows_[i] + unit * kPerUnit<T>, present), depth_ - unit);
+        store(packed_keys_ + i * depth_ + unit, load_units(rows_[i] + unit * kPerUnit<T>, present),
+              depth_ - unit);
       }
     const int64_t padded = round_up(count, kRowPadding<T>);
     std::memset(packed_keys_ + count * depth_, 0, (padded - count) * depth_ * sizeof(float));

@@ -1,4 +1,5 @@
-// The matrix product inside prefill attention: C [rows, lanes] = scale * C + A [rows, depth] * B [depth, lanes].
+// The matrix product inside prefill attention: C [rows, lanes] = scale * C + A [rows, depth] * B [depth,
+// lanes].
 //
 // depth is counted in units (simd.h). Lanes are query rows times the heads of a group, so the softmax
 // between the two products of attention is vertical: no sums across a vector, no shuffles.
@@ -53,8 +54,8 @@ BACKFILL_INLINE void product_block(const float* a, int64_t row_step, int64_t dep
 
 // rows: a multiple of 4. lanes: a multiple of kLanes.
 template <bool Paired>
-void vector_product(const float* a, int64_t row_step, int64_t depth_step, const float* b, int64_t depth, float* c,
-                    int64_t rows, int64_t lanes, const float* scale) {
+void vector_product(const float* a, int64_t row_step, int64_t depth_step, const float* b, int64_t depth,
+                    float* c, int64_t rows, int64_t lanes, const float* scale) {
   constexpr int kVectors = kLanes == 16 ? 4 : 2;
   for (int64_t row = 0; row < rows; row += 4) {
     const float* a_rows = a + row * row_step;
@@ -152,8 +153,8 @@ struct TileRegisters {
 #endif
 
 template <class T>
-BACKFILL_INLINE void product(const float* a, int64_t row_step, int64_t depth_step, const float* b, int64_t depth,
-                             float* c, int64_t rows, int64_t lanes, const float* scale) {
+BACKFILL_INLINE void product(const float* a, int64_t row_step, int64_t depth_step, const float* b,
+                             int64_t depth, float* c, int64_t rows, int64_t lanes, const float* scale) {
 #if defined(__AMX_BF16__)
   if constexpr (kTiled<T>) return tile_product(a, row_step, b, depth, c, rows, lanes, scale);
 #endif

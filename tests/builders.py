@@ -35,7 +35,10 @@ def make_request(
 
 
 def make_info(
-    num_blocks: int = 16, block_size: int = 4, max_model_len: int | None = None, end_token_ids: Sequence[int] = (2,)
+    num_blocks: int = 16,
+    block_size: int = 4,
+    max_model_len: int | None = None,
+    end_token_ids: Sequence[int] = (2,),
 ) -> ExecutorInfo:
     return ExecutorInfo(
         num_blocks=num_blocks,

@@ -23,7 +23,9 @@ from tests.builders import ScriptedExecutor, make_info, make_request
 
 def make_engine(**info: int) -> tuple[Engine, ScriptedExecutor]:
     executor = ScriptedExecutor(make_info(**info))
-    return Engine(SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=32), executor, VirtualClock()), executor
+    return Engine(
+        SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=32), executor, VirtualClock()
+    ), executor
 
 
 def run_to_end(engine: Engine) -> list[TokenOutput]:

@@ -16,7 +16,9 @@ VOCAB = 3000  # more than the sampler's candidates, so that whole rows are sorte
 END = 2
 
 
-def make_state(prompt: tuple[int, ...] = (5, 6), outputs: tuple[int, ...] = (), **sampling: Any) -> RequestState:
+def make_state(
+    prompt: tuple[int, ...] = (5, 6), outputs: tuple[int, ...] = (), **sampling: Any
+) -> RequestState:
     params = SamplingParams(**{"max_tokens": 50, "temperature": 1.0, **sampling})
     state = RequestState(AdmittedRequest(RequestId("r"), prompt, params))
     for token_id in outputs:

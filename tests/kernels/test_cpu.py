@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from backfill.core.block import KVLayout
 from backfill.kernels.base import AttentionBatch
 from backfill.kernels.cpu import ISA_VARIABLE, CpuKernels, available_isas
 from backfill.kernels.reference import ReferenceKernels
-from backfill.core.block import KVLayout
 from tests.kernels.batches import make_batch, make_pool
 
 REFERENCE = ReferenceKernels()

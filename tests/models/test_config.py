@@ -11,14 +11,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, OPTCo
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from backfill.core.errors import CorruptModel, ModelNotFound, UnsupportedModel
-from backfill.models.config import (
-    Architecture,
-    GenerationDefaults,
-    ModelConfig,
-    RopeConfig,
-    end_token_ids,
-    rope_inverse_frequencies,
-)
+from backfill.models.config import Architecture, ModelConfig
+from backfill.models.generation_config import GenerationDefaults, end_token_ids
+from backfill.models.rope import RopeConfig, inverse_frequencies
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -162,7 +157,8 @@ def test_rope_frequencies_equal_transformers(
         expected, factor = 1.0 / 500_000.0 ** (torch.arange(0, 128, 2).float() / 128), 1.0
     else:
         expected, factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](hf_config)
-    frequencies, attention_factor = rope_inverse_frequencies(config)
+    assert config.rope is not None
+    frequencies, attention_factor = inverse_frequencies(config.rope, config.head_dim)
     assert frequencies.dtype == np.float32
     np.testing.assert_allclose(frequencies, expected.numpy(), rtol=1e-6, atol=0)
     assert attention_factor == pytest.approx(factor, rel=1e-12)
@@ -277,5 +273,8 @@ def test_absent_token_ids_take_the_architecture_s_defaults(tmp_path: Path) -> No
 
 
 def test_imports_no_torch() -> None:
-    code = "import backfill.models.config, backfill.models.resolve, sys; sys.exit('torch' in sys.modules)"
+    code = (
+        "import backfill.models.generation_config, backfill.models.resolve, sys; "
+        "sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

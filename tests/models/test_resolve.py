@@ -18,9 +18,10 @@ from typer.testing import CliRunner
 from backfill.cli.pull import pull
 from backfill.core.errors import ConfigError, CorruptModel, ModelError, ModelNotFound, UnsupportedModel
 from backfill.models import resolve
-from backfill.models.config import GenerationDefaults, ModelConfig, end_token_ids
+from backfill.models.config import ModelConfig
+from backfill.models.generation_config import GenerationDefaults, end_token_ids
 from backfill.models.resolve import KNOWN_MODELS, PackagedModel, resolve_model
-from tests.models.test_gguf import write_tiny
+from tests.models.gguf.builders import write_tiny
 
 
 @pytest.fixture(autouse=True)

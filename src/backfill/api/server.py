@@ -25,7 +25,7 @@ from backfill.engine.client import EngineClient
 from backfill.engine.messages import Ready, StepReport
 from backfill.generation.generator import TextGenerator
 from backfill.generation.tokenizer import Tokenizer
-from backfill.models.config import GenerationDefaults
+from backfill.models.generation_config import GenerationDefaults
 from backfill.protocol.service import CompletionService, ServedModel
 
 logger = logging.getLogger(__name__)

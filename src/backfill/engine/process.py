@@ -39,6 +39,9 @@ ExecutorFactory = Callable[[EngineConfig], Executor]
 def run_engine_process(config: EngineConfig, commands_url: str, reports_url: str, log_level: str) -> None:
     """Entry point of the child process. Ends on ``Stop``, or with its parent."""
     logging.basicConfig(level=log_level, format="%(asctime)s %(levelname)s engine: %(message)s")
+    # Threads that wait sleep soon: while one spins, the server or another process loses that
+    # processor, and with it every barrier a time slice. Read when torch loads the OpenMP runtime.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     _die_with_parent()
     # Ctrl-C reaches the whole process group; the parent decides what it means and sends Stop.
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -19,7 +19,8 @@ from backfill.execution.memory import available_cuda_bytes, available_host_bytes
 from backfill.execution.torch_executor import TorchExecutor
 from backfill.kernels import create_kernels
 from backfill.models.build import build_model
-from backfill.models.config import GenerationDefaults, ModelConfig, end_token_ids
+from backfill.models.config import ModelConfig
+from backfill.models.generation_config import GenerationDefaults, end_token_ids
 from backfill.models.weights import Checkpoint
 
 logger = logging.getLogger(__name__)

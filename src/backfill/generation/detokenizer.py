@@ -14,8 +14,9 @@ _NUM_PRIMING_TOKENS = 8
 class IncrementalDetokenizer:
     """Text of an output as its tokens arrive; characters are emitted only when whole.
 
-    The end of the prompt is decoded first and thrown away, because some tokenizers spell a token
-    differently at the start of a text.
+    Some tokenizers (SentencePiece) drop a token's leading space at the start of a text. For these the
+    end of the prompt is decoded first and thrown away, unless it ends inside a character, whose
+    replacement would then come out with the first token.
     """
 
     def __init__(
@@ -24,8 +25,10 @@ class IncrementalDetokenizer:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
-        for token_id in prompt_token_ids[-_NUM_PRIMING_TOKENS:]:
-            self._step(token_id)
+        priming = [] if tokenizer.is_byte_level else list(prompt_token_ids[-_NUM_PRIMING_TOKENS:])
+        if not tokenizer.decode(priming).endswith("\ufffd"):
+            for token_id in priming:
+                self._step(token_id)
         self._withheld: list[int] = []
 
     def push(self, token_id: int) -> str:

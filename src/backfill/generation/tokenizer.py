@@ -23,7 +23,7 @@ class Tokenizer:
         self._wrapped = wrapped
         self.backend = wrapped.backend_tokenizer
         self._special_ids = frozenset(wrapped.all_special_ids)
-        self._is_byte_level = isinstance(self.backend.decoder, ByteLevel)
+        self.is_byte_level = isinstance(self.backend.decoder, ByteLevel)
         self._decoded: dict[int, str] = {}
 
     @classmethod
@@ -104,7 +104,7 @@ class Tokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes one token stands for, also where they are only part of a character."""
         piece: str = self.backend.id_to_token(token_id) or ""
-        if self._is_byte_level and token_id not in self._special_ids:
+        if self.is_byte_level and token_id not in self._special_ids:
             table = _byte_level_alphabet()
             if all(char in table for char in piece):
                 return bytes(table[char] for char in piece)

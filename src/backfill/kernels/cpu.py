@@ -15,15 +15,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 # After torch: both use the OpenMP runtime that torch brings, so that there is one pool of threads.
-from backfill import _kernels
+from backfill import _kernels  # type: ignore[attr-defined]
 from backfill.kernels.base import AttentionBatch, Linear
 
 ISA_VARIABLE = "BACKFILL_CPU_ISA"
 
 _TYPE_CODES = {torch.bfloat16: 0, torch.float32: 1}
 
-# The row count oneDNN chooses a packed weight's layout for. Layouts for 1 to 512 rows differ by less than
-# the noise of measurement, except for wide outputs, where those of few rows are up to 1.4 times faster.
+# The row count for which oneDNN chooses a packed weight's layout. Layouts for 16, 64 and 512 rows were equal
+# within the noise at nearly all row counts; the one for 1 row took up to twice as long for 64
+# rows of a wide output.
 _PACKED_FOR_ROWS = 16
 
 
@@ -54,7 +55,8 @@ class PackedLinear:
         self._multiply = torch.ops.mkldnn._linear_pointwise.default
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._multiply(x, self._weight, self._bias, "none", [], "")
+        product: Tensor = self._multiply(x, self._weight, self._bias, "none", [], "")
+        return product
 
 
 class _Pool(NamedTuple):
@@ -82,6 +84,9 @@ class CpuKernels:
     Accumulation is float32. Where bf16 products are used (AVX-512 BF16, AMX) attention rounds the softmax
     weights to bf16 before they multiply V; the sum they are divided by is taken before rounding.
 
+    Creating one also tells malloc to keep freed memory in the process: a step's activations and logits are
+    megabytes, whose pages would otherwise be returned and faulted in (28,800 times a step of 400 rows).
+
     Args:
         isa: one of ``available_isas()``; by default the environment's ``BACKFILL_CPU_ISA``, else the best.
     Raises: ValueError if the machine lacks ``isa``, and from every operator for a tensor that does not fit.
@@ -89,7 +94,8 @@ class CpuKernels:
 
     def __init__(self, isa: str | None = None) -> None:
         self._cpp = _kernels.KernelSet(isa or os.environ.get(ISA_VARIABLE, ""))
-        self._packs_bfloat16 = torch.backends.mkldnn.is_available() and bool(
+        _kernels.keep_freed_memory()
+        self._packs_bfloat16 = torch.backends.mkldnn.is_available() and bool(  # type: ignore[no-untyped-call]
             torch.ops.mkldnn._is_mkldnn_bf16_supported()
         )
 
@@ -111,7 +117,7 @@ class CpuKernels:
         code, rows, size, stride = _matrix("x", x)
         _check_vector("weight", weight, size, x.dtype)
         out = x.new_empty((rows, size))
-        self._cpp.norm(code, x.data_ptr(), 0, weight.data_ptr(), out.data_ptr(), rows, size, x.stride(0), eps)
+        self._cpp.norm(code, x.data_ptr(), 0, weight.data_ptr(), out.data_ptr(), rows, size, stride, eps)
         return out
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:

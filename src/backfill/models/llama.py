@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from backfill.kernels.base import AttentionBatch, Kernels, Linear
-from backfill.models.config import ModelConfig, rope_inverse_frequencies
+from backfill.models.config import ModelConfig
 from backfill.models.decoder import HiddenState
+from backfill.models.rope import inverse_frequencies
 from backfill.models.weights import Checkpoint
 
 
@@ -136,8 +137,9 @@ class LlamaModel:
 
 def rotary_table(config: ModelConfig, max_positions: int) -> Tensor:
     """Cosines, then sines, of every position's D/2 angles: float32 ``[max_positions, D]``."""
-    inverse_frequencies, attention_factor = rope_inverse_frequencies(config)
+    assert config.rope is not None, "a model with learned positions has no rotary frequencies"
+    frequencies, attention_factor = inverse_frequencies(config.rope, config.head_dim)
     angles = torch.outer(
-        torch.arange(max_positions, dtype=torch.float32), torch.as_tensor(inverse_frequencies).float()
+        torch.arange(max_positions, dtype=torch.float32), torch.as_tensor(frequencies).float()
     )
     return torch.cat((angles.cos(), angles.sin()), dim=-1) * attention_factor

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from backfill.core.errors import RequestError
 from backfill.core.request import ServiceClass
 from backfill.core.sampling import SamplingParams
-from backfill.models.config import GenerationDefaults
+from backfill.models.generation_config import GenerationDefaults
 
 MAX_CHOICES = 128
 MAX_STOP_STRINGS = 16
@@ -130,6 +130,8 @@ class GenerationFields(BaseModel):
             raise RequestError("stream_options is only allowed when stream is true.", param="stream_options")
         if self.response_format is not None and self.response_format.type != "text":
             _unsupported("response_format")
+        if self.seed is not None and not -(2**63) <= self.seed < 2**63:
+            raise RequestError("seed must fit 64 signed bits.", param="seed")
         if self.truncate_prompt_tokens is not None and self.truncate_prompt_tokens < 1:
             raise RequestError(
                 f"truncate_prompt_tokens must be at least 1, got {self.truncate_prompt_tokens}.",

@@ -16,7 +16,7 @@ from backfill.engine.client import EngineClient
 from backfill.execution.executor import ExecutorInfo
 from backfill.generation.generator import GenerationRequest, TextGenerator, merge
 from backfill.generation.tokenizer import Tokenizer
-from backfill.models.config import GenerationDefaults
+from backfill.models.generation_config import GenerationDefaults
 from backfill.protocol.requests import (
     ChatCompletionRequest,
     ChatMessage,

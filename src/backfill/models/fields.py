@@ -1,0 +1,134 @@
+"""Read a JSON file of a model folder by hand, each value checked as it is taken out.
+
+transformers' own configuration classes import torch, which the HTTP process must not.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from backfill.core.errors import CorruptModel, ModelNotFound, UnsupportedModel
+
+
+class Fields:
+    """A JSON object whose values are checked as they are read; an error names the file, key and value."""
+
+    def __init__(self, path: Path, values: Mapping[str, Any], prefix: str = "") -> None:
+        self.path = path
+        self.values = values
+        self._prefix = prefix
+
+    @classmethod
+    def from_file(cls, path: Path) -> Fields:
+        """Parse ``path``. Raises: ModelNotFound if it cannot be read; CorruptModel if it holds no object."""
+        return cls(path, _read_object(path))
+
+    def unsupported(self, feature: str, found: str, supported: Iterable[str]) -> UnsupportedModel:
+        """The error for a valid value that is not implemented, to be raised."""
+        return UnsupportedModel(
+            f"{self.path}: {feature} {found} is not supported; supported: {', '.join(supported)}"
+        )
+
+    def wrong(self, key: str, expected: str) -> CorruptModel:
+        """The error for a value of the wrong type or range, to be raised."""
+        return CorruptModel(
+            f"{self.path}: {self._prefix}{key} must be {expected}, got {self.values.get(key)!r}"
+        )
+
+    def section(self, key: str) -> Fields | None:
+        """The object under ``key``; None if it is absent or null. Raises: CorruptModel."""
+        value = self.values.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, dict):
+            raise self.wrong(key, "an object")
+        return Fields(self.path, value, f"{self._prefix}{key}.")
+
+    def size(self, key: str, default: int | None = None) -> int:
+        """A positive integer; without a default it must be there. Raises: CorruptModel."""
+        value = self.values.get(key)
+        if value is None and default is not None:
+            return default
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise self.wrong(key, "a positive integer")
+        return value
+
+    def optional_integer(self, key: str) -> int | None:
+        """Any integer; None if it is absent or null. Raises: CorruptModel."""
+        value = self.values.get(key)
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+            raise self.wrong(key, "an integer")
+        return value
+
+    def optional_number(
+        self, key: str, *, minimum: float = -math.inf, maximum: float = math.inf
+    ) -> float | None:
+        """A number in [minimum, maximum]; None if it is absent or null. Raises: CorruptModel."""
+        value = self.values.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not minimum <= value <= maximum:
+            bounds = f" in [{minimum:g}, {maximum:g}]" if math.isfinite(minimum) else ""
+            raise self.wrong(key, f"a number{bounds}")
+        return float(value)
+
+    def positive(self, key: str, default: float | None = None) -> float:
+        """A finite number above 0; without a default it must be there. Raises: CorruptModel."""
+        value = self.optional_number(key)
+        if value is None and default is not None:
+            return default
+        if value is None or not 0 < value < math.inf:
+            raise self.wrong(key, "a positive number")
+        return value
+
+    def flag(self, key: str, default: bool) -> bool:
+        """A boolean; the default stands in for null too. Raises: CorruptModel."""
+        value = self.values.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise self.wrong(key, "true or false")
+        return value
+
+    def text(self, key: str, default: str) -> str:
+        """A string; the default stands in for null too. Raises: CorruptModel."""
+        value = self.values.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, str):
+            raise self.wrong(key, "a string")
+        return value
+
+    def token_ids(self, key: str, default: int | None = None) -> tuple[int, ...]:
+        """One id, a list of ids, or none; the default stands in for an absent key, not for null.
+
+        Raises: CorruptModel.
+        """
+        value = self.values.get(key, default)
+        ids = [] if value is None else value if isinstance(value, list) else [value]
+        if any(not isinstance(i, int) or isinstance(i, bool) for i in ids):
+            raise self.wrong(key, "a token id or a list of them")
+        # Older configurations write -1 for "none".
+        return tuple(i for i in ids if i >= 0)
+
+    def token_id(self, key: str, default: int | None = None) -> int | None:
+        """The first of ``token_ids``. Raises: CorruptModel."""
+        return next(iter(self.token_ids(key, default)), None)
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise CorruptModel(f"{path} is not valid JSON: {error}") from None
+    except (FileNotFoundError, NotADirectoryError):
+        raise ModelNotFound(f"{path} does not exist") from None
+    except OSError as error:
+        raise ModelNotFound(f"{path} cannot be read: {error.strerror}") from None
+    if not isinstance(value, dict):
+        raise CorruptModel(f"{path} must hold a JSON object")
+    return value

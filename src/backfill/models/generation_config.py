@@ -1,0 +1,53 @@
+"""What a model folder's ``generation_config.json`` recommends, and which tokens end an output."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from backfill.models.config import ModelConfig
+from backfill.models.fields import Fields
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationDefaults:
+    """Sampling parameters the model's authors recommend; None where they say nothing."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    eos_token_ids: tuple[int, ...] = ()
+
+    @classmethod
+    def from_folder(cls, folder: str | Path) -> GenerationDefaults:
+        """Parse ``folder/generation_config.json``; all None when there is none.
+
+        Raises: CorruptModel if the file is not JSON or a value is out of range.
+        """
+        path = Path(folder) / "generation_config.json"
+        if not path.is_file():
+            return cls()
+        fields = Fields.from_file(path)
+        return cls(
+            temperature=fields.optional_number("temperature", minimum=0.0),
+            top_p=fields.optional_number("top_p", minimum=0.0, maximum=1.0),
+            top_k=fields.optional_integer("top_k"),
+            min_p=fields.optional_number("min_p", minimum=0.0, maximum=1.0),
+            repetition_penalty=fields.optional_number("repetition_penalty", minimum=0.0),
+            eos_token_ids=fields.token_ids("eos_token_id"),
+        )
+
+
+def end_token_ids(
+    config: ModelConfig, generation: GenerationDefaults, tokenizer_eos_id: int | None = None
+) -> tuple[int, ...]:
+    """Every id that ends a sequence, ascending: the union of what the three files say.
+
+    They disagree in practice: chat models end a turn with a token only one of them names.
+    """
+    ids = {*config.eos_token_ids, *generation.eos_token_ids}
+    if tokenizer_eos_id is not None:
+        ids.add(tokenizer_eos_id)
+    return tuple(sorted(ids))

@@ -1,0 +1,6 @@
+"""Convert a GGUF file to a model folder, so that everything downstream reads one format."""
+
+from backfill.models.gguf.convert import Progress, convert_gguf
+from backfill.models.gguf.file import GgufFile
+
+__all__ = ["GgufFile", "Progress", "convert_gguf"]

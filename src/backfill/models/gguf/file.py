@@ -1,0 +1,213 @@
+"""Read the container: a GGUF file's header, metadata and tensors.
+
+The ``gguf`` package supplies the format's constants and the dequantisers. The header is parsed here,
+because that package's reader takes seconds for a large vocabulary and follows the lengths of a damaged
+file out of bounds.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
+from gguf.quants import dequantize
+
+from backfill.core.errors import CorruptModel, ModelNotFound, UnsupportedModel
+
+_MAX_DIMS = 4
+_DEFAULT_ALIGNMENT = 32  # bytes
+
+
+@dataclass(frozen=True, slots=True)
+class GgufTensor:
+    """A tensor as stored; ``rows``, a view of the file, is uint8 ``[product of shape[:-1], row bytes]``."""
+
+    name: str
+    shape: tuple[int, ...]  # slowest dimension first, as in torch
+    kind: GGMLQuantizationType
+    rows: npt.NDArray[np.uint8]
+
+    def dequantized(
+        self, start: int, stop: int, order: npt.NDArray[np.int64] | None = None
+    ) -> npt.NDArray[Any]:
+        """Rows ``[start, stop)`` as float32 ``[stop - start, shape[-1]]``, after reordering by ``order``.
+
+        Raises: NotImplementedError for a type the ``gguf`` package has no dequantiser for.
+        """
+        rows = self.rows[start:stop] if order is None else self.rows[order[start:stop]]
+        values: npt.NDArray[Any] = dequantize(np.ascontiguousarray(rows), self.kind)
+        return values.reshape(stop - start, self.shape[-1])
+
+
+class GgufFile:
+    """Metadata and tensors of a GGUF file (versions 2 and 3, little-endian), bounds checked.
+
+    Source of the layout: docs/gguf.md of ggml.
+
+    Args:
+        path: the file; it stays mapped for as long as one of its tensors lives.
+    Attributes:
+        fields: metadata values by key, arrays as lists.
+        tensors: by name, in the file's order.
+    Raises:
+        ModelNotFound: no such file.
+        CorruptModel: not a GGUF file, or a length or type in its header is impossible.
+        UnsupportedModel: another version, or a tensor of a type that is not known.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            with path.open("rb") as file:
+                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except FileNotFoundError:
+            raise ModelNotFound(f"{path} does not exist") from None
+        except (OSError, ValueError) as error:
+            raise CorruptModel(f"{path} cannot be read: {error}") from None
+        cursor = _Cursor(path, mapped)
+        num_tensors, num_fields = _read_preamble(cursor)
+        self.fields: dict[str, Any] = {}
+        for _ in range(num_fields):
+            key = cursor.text()
+            self.fields[key] = cursor.value(cursor.number("I"))
+        self.tensors = {t.name: t for t in _read_tensors(cursor, num_tensors, self.fields)}
+
+    def get(self, key: str, kind: type, default: Any = None) -> Any:
+        """A metadata value of type ``kind``, or ``default``. Raises: CorruptModel on another type."""
+        value = self.fields.get(key, default)
+        if kind is float and isinstance(value, int):
+            value = float(value)
+        if value is not None and not isinstance(value, kind):
+            raise CorruptModel(f"{self.path}: {key} must be {kind.__name__}, got {str(value)[:60]!r}")
+        return value
+
+    def need(self, key: str, kind: type) -> Any:
+        """A metadata value of type ``kind``. Raises: CorruptModel if it is missing or of another type."""
+        value = self.get(key, kind)
+        if value is None:
+            raise CorruptModel(f"{self.path}: {key} is missing from the metadata")
+        return value
+
+
+class _Cursor:
+    """Reads forward through a mapped GGUF file; nothing is read or allocated beyond its end."""
+
+    _SCALARS: ClassVar = {
+        GGUFValueType.UINT8: "B",
+        GGUFValueType.INT8: "b",
+        GGUFValueType.UINT16: "H",
+        GGUFValueType.INT16: "h",
+        GGUFValueType.UINT32: "I",
+        GGUFValueType.INT32: "i",
+        GGUFValueType.FLOAT32: "f",
+        GGUFValueType.BOOL: "?",
+        GGUFValueType.UINT64: "Q",
+        GGUFValueType.INT64: "q",
+        GGUFValueType.FLOAT64: "d",
+    }
+
+    def __init__(self, path: Path, data: mmap.mmap) -> None:
+        self.path = path
+        self.data = data
+        self.offset = 0
+
+    def take(self, size: int) -> int:
+        """Move past ``size`` bytes and return where they began. Raises: CorruptModel beyond the end."""
+        start = self.offset
+        if size > len(self.data) - start:
+            raise CorruptModel(f"{self.path} is damaged or truncated: it ends within its header")
+        self.offset = start + size
+        return start
+
+    def number(self, code: str) -> Any:
+        """The next number, of ``code`` as in the struct module."""
+        return struct.unpack_from("<" + code, self.data, self.take(struct.calcsize("<" + code)))[0]
+
+    def text(self) -> str:
+        """The next string. Raises: CorruptModel beyond the end or for bytes that are not UTF-8."""
+        size = self.number("Q")
+        start = self.take(size)
+        try:
+            return self.data[start : start + size].decode()
+        except UnicodeDecodeError:
+            raise CorruptModel(f"{self.path} is damaged: a string at byte {start} is not UTF-8") from None
+
+    def value(self, kind: int) -> Any:
+        """The next metadata value, of a ``GGUFValueType``. Raises: CorruptModel."""
+        if kind == GGUFValueType.STRING:
+            return self.text()
+        if kind == GGUFValueType.ARRAY:
+            return self._array(self.number("I"), self.number("Q"))
+        return self.number(self._code(kind))
+
+    def _array(self, kind: int, length: int) -> list[Any]:
+        if kind == GGUFValueType.STRING:
+            return [self.text() for _ in range(length)]
+        # Scalars at once: a vocabulary has several hundred thousand.
+        dtype = np.dtype("<" + self._code(kind))
+        start = self.take(length * dtype.itemsize)
+        values: list[Any] = np.frombuffer(self.data, dtype, length, start).tolist()
+        return values
+
+    def _code(self, kind: int) -> str:
+        try:
+            return self._SCALARS[GGUFValueType(kind)]
+        except (ValueError, KeyError):
+            raise CorruptModel(f"{self.path} is damaged: metadata value of type {kind}") from None
+
+
+def _read_preamble(cursor: _Cursor) -> tuple[int, int]:
+    """Numbers of tensors and of metadata fields. Raises: CorruptModel, UnsupportedModel."""
+    start = cursor.take(4)
+    if cursor.data[start : start + 4] != b"GGUF":
+        raise CorruptModel(f"{cursor.path} is not a GGUF file")
+    version = cursor.number("I")
+    if version not in (2, 3):
+        raise UnsupportedModel(f"{cursor.path}: GGUF version {version} is not supported; supported: 2, 3")
+    return cursor.number("Q"), cursor.number("Q")
+
+
+def _read_tensors(cursor: _Cursor, count: int, fields: Mapping[str, Any]) -> Iterator[GgufTensor]:
+    """The tensors whose headers come next, as views of the data behind. Raises as ``GgufFile``."""
+    headers = [_read_tensor_header(cursor) for _ in range(count)]
+    alignment = fields.get("general.alignment", _DEFAULT_ALIGNMENT)
+    if not isinstance(alignment, int) or alignment < 1:
+        raise CorruptModel(f"{cursor.path}: general.alignment must be a positive integer, got {alignment!r}")
+    base = math.ceil(cursor.offset / alignment) * alignment
+    for name, shape, code, offset in headers:
+        kind = _tensor_type(cursor.path, name, code)
+        block, block_bytes = GGML_QUANT_SIZES[kind]
+        if not shape or min(shape) < 1 or shape[-1] % block:
+            raise CorruptModel(
+                f"{cursor.path}: tensor {name[:60]!r} has shape {list(shape)}, impossible in {kind.name}"
+            )
+        num_rows, row_bytes = math.prod(shape[:-1]), shape[-1] // block * block_bytes
+        if base + offset + num_rows * row_bytes > len(cursor.data):
+            raise CorruptModel(f"{cursor.path} is truncated: it ends within tensor {name[:60]!r}")
+        raw = np.frombuffer(cursor.data, np.uint8, num_rows * row_bytes, base + offset)
+        yield GgufTensor(name, shape, kind, raw.reshape(num_rows, row_bytes))
+
+
+def _read_tensor_header(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
+    """Name, shape, type and offset in bytes from where the data begins. Raises: CorruptModel."""
+    name, num_dims = cursor.text(), cursor.number("I")
+    if num_dims > _MAX_DIMS:
+        raise CorruptModel(f"{cursor.path} is damaged: tensor {name[:60]!r} has {num_dims} dimensions")
+    dims = [cursor.number("Q") for _ in range(num_dims)]
+    # The file has the fastest dimension first.
+    return name, tuple(reversed(dims)), cursor.number("I"), cursor.number("Q")
+
+
+def _tensor_type(path: Path, name: str, code: int) -> GGMLQuantizationType:
+    try:
+        return GGMLQuantizationType(code)
+    except ValueError:
+        raise UnsupportedModel(f"{path}: tensor {name[:60]!r} has unknown type {code}") from None

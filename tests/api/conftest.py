@@ -1,0 +1,22 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from openai import OpenAI
+
+from tests.api.servers import RunningServer, running_server
+
+
+@pytest.fixture(scope="package")
+def server(default_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """One server of the default model, shared by the tests that leave it as they found it."""
+    options = ("--kv-gib", "0.25", "--max-model-len", "2048", "--max-body-bytes", "200000", "--vllm-metrics")
+    with running_server(*options, data_dir=tmp_path_factory.mktemp("data")) as server:
+        yield server
+
+
+@pytest.fixture
+def client(server: RunningServer) -> OpenAI:
+    return server.client()

@@ -1,0 +1,208 @@
+"""Bad input: each a clear error in OpenAI's shape, after which the server serves on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+from openai import OpenAI
+
+from tests.api.servers import MODEL, RunningServer
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture(autouse=True)
+def _serves_on(server: RunningServer) -> Iterator[None]:
+    yield
+    answer = server.http.post("/v1/completions", json={"prompt": "Hi", "max_tokens": 1})
+    assert answer.status_code == 200, answer.text
+
+
+def assert_refused(
+    server: RunningServer, path: str, body: Any, status: int, param: str | None, code: str | None = None
+) -> str:
+    response = server.http.post(path, json=body)
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["type"] == "invalid_request_error"
+    assert (error["param"], error["code"]) == (param, code)
+    assert "Traceback" not in error["message"]
+    return str(error["message"])
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": 1e300}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_p": 1.5}, "top_p"),
+        ({"top_k": -5}, "top_k"),
+        ({"min_p": 2}, "min_p"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -3}, "max_tokens"),
+        ({"max_tokens": 1.5}, "max_tokens"),
+        ({"max_tokens": True}, "max_tokens"),
+        ({"min_tokens": 50, "max_tokens": 4}, "min_tokens"),
+        ({"n": 0}, "n"),
+        ({"n": 100000}, "n"),
+        ({"stop": [""]}, "stop"),
+        ({"stop": ["x"] * 17}, "stop"),
+        ({"stop": 5}, "stop"),
+        ({"stop_token_ids": [99999999]}, "stop_token_ids"),
+        ({"logit_bias": {"abc": 1}}, "logit_bias"),
+        ({"logit_bias": {"7": 1000}}, "logit_bias"),
+        ({"presence_penalty": 3}, "presence_penalty"),
+        ({"frequency_penalty": -3}, "frequency_penalty"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"seed": 2**70}, "seed"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_fields_out_of_range_are_named(
+    server: RunningServer, path: str, fields: dict[str, Any], param: str
+) -> None:
+    body = {**({"messages": MESSAGES} if "chat" in path else {"prompt": "hi"}), **fields}
+    assert param in assert_refused(server, path, body, 400, param)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"guided_json": {}, "structured_outputs": {"regex": "a"}}, "structured_outputs"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"bad_words": ["x"]}, "bad_words"),
+        ({"best_of": 4}, "best_of"),
+    ],
+)
+def test_fields_that_would_change_the_answer_are_refused_unless_built(
+    server: RunningServer, fields: dict[str, Any], param: str
+) -> None:
+    body = {"messages": MESSAGES, **fields}
+    assert_refused(server, "/v1/chat/completions", body, 400, param, "unsupported_parameter")
+
+
+def test_unknown_and_idle_fields_are_ignored(server: RunningServer) -> None:
+    body = {
+        "messages": MESSAGES,
+        "max_tokens": 1,
+        "tools": [],
+        "response_format": {"type": "text"},
+        "user": "someone",
+        "metadata": {"a": "b"},
+        "store": True,
+        "made_up": 1,
+    }
+    assert server.http.post("/v1/chat/completions", json=body).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "code"),
+    [
+        ({"messages": []}, "messages", None),
+        ({}, "messages", "missing_required_parameter"),
+        ({"messages": "hi"}, "messages", None),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "messages", None),
+        ({"messages": [{"content": "x"}]}, "messages", "missing_required_parameter"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            "messages",
+            None,
+        ),
+        ({"messages": MESSAGES, "top_logprobs": 2}, "top_logprobs", None),
+        ({"messages": MESSAGES, "logprobs": True, "top_logprobs": 21}, "top_logprobs", None),
+        ({"messages": MESSAGES, "continue_final_message": True}, "continue_final_message", None),
+    ],
+)
+def test_bad_chats(server: RunningServer, body: Any, param: str, code: str | None) -> None:
+    assert_refused(server, "/v1/chat/completions", body, 400, param, code)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "param"),
+    [("", "prompt"), ([], "prompt"), ([""], "prompt"), ([[1], []], "prompt"), ([-1], "prompt")]
+    + [([10**9], "prompt"), (None, "prompt"), ([1.5], "prompt"), (["a"] * 129, "prompt")],
+)
+def test_bad_prompts(server: RunningServer, prompt: Any, param: str) -> None:
+    assert_refused(server, "/v1/completions", {"prompt": prompt}, 400, param)
+
+
+def test_a_prompt_beyond_the_context(server: RunningServer) -> None:
+    code = "context_length_exceeded"
+    prompt = [5] * 2048
+    assert_refused(server, "/v1/completions", {"prompt": prompt, "max_tokens": 1}, 400, "prompt", code)
+    message = assert_refused(
+        server, "/v1/completions", {"prompt": "hi", "max_tokens": 2048}, 400, "max_tokens", code
+    )
+    assert "2048 tokens" in message
+    truncated = {"prompt": prompt, "truncate_prompt_tokens": 8, "max_tokens": 1}
+    assert server.http.post("/v1/completions", json=truncated).json()["usage"]["prompt_tokens"] == 8
+
+
+def test_an_unknown_model_is_404(client: OpenAI, server: RunningServer) -> None:
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.chat.completions.create(model="gpt-99", messages=MESSAGES)  # type: ignore[arg-type]
+    assert caught.value.code == "model_not_found"
+    assert server.http.get("/v1/models/gpt-99").status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("raw", "part"),
+    [
+        (b"{", "not valid JSON"),
+        (b"", "not valid JSON"),
+        (b"[1, 2]", "JSON object"),
+        (b'{"prompt": "\xff\xfe"}', "not valid JSON"),
+        (b'{"prompt": "a", "temperature": NaN}', "temperature"),
+        (b'{"prompt": ' + b"[" * 5000 + b"]" * 5000 + b"}", ""),
+        (b'{"prompt": "\\ud800"}', ""),
+    ],
+)
+def test_bodies_that_are_not_json(server: RunningServer, raw: bytes, part: str) -> None:
+    headers = {"content-type": "application/json"}
+    response = server.http.post("/v1/completions", content=raw, headers=headers)
+    assert response.status_code == 400, response.text
+    assert part in response.json()["error"]["message"]
+
+
+def test_a_body_over_the_limit_is_413_also_without_a_length(server: RunningServer) -> None:
+    body = b'{"prompt": "' + b"a" * 200_000 + b'"}'
+    headers = {"content-type": "application/json"}
+    for content in (body, (body[i : i + 1000] for i in range(0, len(body), 1000))):
+        response = server.http.post("/v1/completions", content=content, headers=headers)
+        assert response.status_code == 413
+        assert "200000 bytes" in response.json()["error"]["message"]
+
+
+def test_another_content_type_is_refused(server: RunningServer) -> None:
+    response = server.http.post("/v1/completions", content=b"a=b", headers={"content-type": "text/plain"})
+    assert response.status_code == 400
+    assert "application/json" in response.json()["error"]["message"]
+
+
+def test_unknown_routes_and_methods_have_openais_shape(server: RunningServer) -> None:
+    assert server.http.get("/v1/nothing").status_code == 404
+    assert server.http.get("/v1/completions").status_code == 405
+    assert "error" in server.http.get("/v1/nothing").json()
+
+
+def test_tokenize_and_detokenize_check_their_input(server: RunningServer) -> None:
+    assert_refused(server, "/tokenize", {}, 400, "prompt")
+    assert_refused(server, "/detokenize", {"tokens": [10**9]}, 400, "tokens")
+    assert_refused(server, "/detokenize", {}, 400, "tokens", "missing_required_parameter")
+
+
+def test_a_bad_priority_header_is_named(server: RunningServer) -> None:
+    headers = {"X-Vllm-Priority": "soon"}
+    response = server.http.post("/v1/completions", json={"prompt": "a"}, headers=headers)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "priority"

@@ -1,0 +1,229 @@
+"""Chat and completions through HTTP with the official client."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from openai import OpenAI
+
+from tests.api.servers import MODEL, RunningServer
+
+QUESTION: list[Any] = [{"role": "user", "content": "Name three colours."}]
+
+
+def sse_events(server: RunningServer, path: str, body: dict[str, Any]) -> list[str]:
+    with server.http.stream("POST", path, json=body) as response:
+        assert response.status_code == 200
+        assert response.headers["content-type"].startswith("text/event-stream")
+        text = response.read().decode()
+    assert "\r" not in text
+    assert text.endswith("data: [DONE]\n\n")
+    events = text.split("\n\n")[:-2]
+    assert all(event.startswith("data: ") for event in events)
+    return [event.removeprefix("data: ") for event in events]
+
+
+def test_a_chat_completion_has_openais_shape(client: OpenAI) -> None:
+    answer = client.chat.completions.create(model=MODEL, messages=QUESTION, max_tokens=12, temperature=0)
+    assert answer.id.startswith("chatcmpl-")
+    assert answer.object == "chat.completion"
+    assert answer.model == MODEL
+    (choice,) = answer.choices
+    assert choice.message.role == "assistant"
+    assert choice.message.content
+    assert choice.finish_reason in ("length", "stop")
+    assert answer.usage is not None
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+    assert answer.usage.completion_tokens <= 12
+
+
+def test_a_stream_joins_to_the_whole_answer(client: OpenAI) -> None:
+    asked: dict[str, Any] = {"model": MODEL, "messages": QUESTION, "max_tokens": 24, "temperature": 0}
+    whole = client.chat.completions.create(**asked)
+    chunks = list(
+        client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+    )
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == whole.choices[0].message.content
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert [c.choices[0].finish_reason for c in chunks if c.choices and c.choices[0].finish_reason] == [
+        "length"
+    ]
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage is not None
+    assert whole.usage is not None
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+    assert len({chunk.id for chunk in chunks}) == len({chunk.created for chunk in chunks}) == 1
+
+
+def test_a_stream_has_one_chunk_a_token_and_no_usage_unasked(server: RunningServer) -> None:
+    body = {"messages": QUESTION, "max_tokens": 9, "stream": True, "ignore_eos": True}
+    events = [json.loads(event) for event in sse_events(server, "/v1/chat/completions", body)]
+    assert len(events) == 1 + 9
+    assert events[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert all(event["choices"] and "usage" not in event for event in events)
+
+
+def test_continuous_usage_counts_up(server: RunningServer) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {
+        "prompt": "One two",
+        "max_tokens": 4,
+        "stream": True,
+        "ignore_eos": True,
+        "stream_options": options,
+        "stop": None,
+        "logprobs": None,
+        "repetition_penalty": 1.0,
+        "best_of": 1,
+    }
+    events = [json.loads(event) for event in sse_events(server, "/v1/completions", body)]
+    assert [event["usage"]["completion_tokens"] for event in events] == [1, 2, 3, 4, 4]
+
+
+def test_completions_take_text_and_token_ids(client: OpenAI, server: RunningServer) -> None:
+    tokens = server.http.post("/tokenize", json={"prompt": "The sea is"}).json()["tokens"]
+    asked: dict[str, Any] = {"model": MODEL, "max_tokens": 6, "temperature": 0}
+    by_text = client.completions.create(prompt="The sea is", **asked)
+    by_ids = client.completions.create(prompt=tokens, **asked)
+    several = client.completions.create(prompt=[tokens, tokens], **asked)
+    assert by_text.choices[0].text == by_ids.choices[0].text
+    assert [choice.text for choice in several.choices] == [by_text.choices[0].text] * 2
+    assert [choice.index for choice in several.choices] == [0, 1]
+    assert several.usage is not None
+    assert (several.usage.prompt_tokens, several.usage.completion_tokens) == (2 * len(tokens), 12)
+
+
+def test_choices_differ_and_a_seed_repeats_them(client: OpenAI) -> None:
+    asked: dict[str, Any] = {"model": MODEL, "prompt": "Once", "n": 3, "seed": 5, "max_tokens": 8}
+    first, second = (client.completions.create(**asked, temperature=1.0) for _ in range(2))
+    texts = [choice.text for choice in first.choices]
+    assert len(set(texts)) == 3
+    assert texts == [choice.text for choice in second.choices]
+    assert first.usage is not None
+    assert first.usage.completion_tokens == 24
+
+
+def test_interleaved_choices_of_a_stream_join_by_index(client: OpenAI) -> None:
+    asked: dict[str, Any] = {"model": MODEL, "prompt": ["A", "B"], "n": 2, "seed": 1, "max_tokens": 6}
+    whole = client.completions.create(**asked)
+    texts = ["", "", "", ""]
+    for chunk in client.completions.create(**asked, stream=True):
+        texts[chunk.choices[0].index] += chunk.choices[0].text
+    assert texts == [choice.text for choice in whole.choices]
+
+
+def test_stop_strings_end_the_text(client: OpenAI) -> None:
+    asked: dict[str, Any] = {"model": MODEL, "prompt": "1, 2, 3, 4, 5,", "max_tokens": 30, "temperature": 0}
+    free = client.completions.create(**asked).choices[0].text
+    stop = free[6:9]
+    ended = client.completions.create(**asked, stop=[stop, "never seen"]).choices[0]
+    assert ended.text == free[: free.index(stop)]
+    assert ended.finish_reason == "stop"
+    assert ended.model_extra is not None
+    assert ended.model_extra["stop_reason"] == stop
+    kept = client.completions.create(**asked, stop=stop, extra_body={"include_stop_str_in_output": True})
+    assert kept.choices[0].text == free[: free.index(stop)] + stop
+    streamed = client.completions.create(**asked, stop=stop, stream=True)
+    assert "".join(chunk.choices[0].text for chunk in streamed) == ended.text
+
+
+def test_stop_tokens_bias_and_lengths(client: OpenAI, server: RunningServer) -> None:
+    asked: dict[str, Any] = {"model": MODEL, "prompt": "Hello", "max_tokens": 5, "temperature": 0}
+    (token,) = server.http.post("/tokenize", json={"prompt": " yes"}).json()["tokens"]
+    biased = client.completions.create(**asked, logit_bias={str(token): 100}).choices[0]
+    assert biased.text == " yes" * 5
+    stopped = client.completions.create(
+        **asked, logit_bias={str(token): 100}, extra_body={"stop_token_ids": [token]}
+    ).choices[0]
+    assert (stopped.text, stopped.finish_reason) == ("", "stop")
+    least = client.completions.create(
+        **asked, logit_bias={"2": 100}, extra_body={"min_tokens": 3, "return_token_ids": True}
+    ).choices[0]
+    assert least.model_extra is not None
+    assert len(least.model_extra["token_ids"]) == 4
+    assert least.finish_reason == "stop"
+
+
+def test_chat_logprobs(client: OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model=MODEL, messages=QUESTION, max_tokens=3, temperature=0, logprobs=True, top_logprobs=2
+    )
+    assert answer.choices[0].logprobs is not None
+    content = answer.choices[0].logprobs.content
+    assert content is not None
+    assert len(content) == 3
+    for entry in content:
+        assert entry.logprob <= 0
+        assert len(entry.top_logprobs) == 2
+        assert entry.logprob == pytest.approx(entry.top_logprobs[0].logprob)
+    assert "".join(entry.token for entry in content) == answer.choices[0].message.content
+    assert (
+        b"".join(bytes(entry.bytes or ()) for entry in content).decode() == answer.choices[0].message.content
+    )
+
+
+def test_completion_logprobs_and_offsets(client: OpenAI) -> None:
+    choice = client.completions.create(
+        model=MODEL, prompt="The sun", max_tokens=4, temperature=0, logprobs=2
+    ).choices[0]
+    logprobs = choice.logprobs
+    assert logprobs is not None
+    assert logprobs.tokens is not None
+    assert logprobs.text_offset is not None
+    for token, offset in zip(logprobs.tokens, logprobs.text_offset, strict=True):
+        assert choice.text[offset:].startswith(token)
+    assert logprobs.top_logprobs is not None
+    assert all(len(top) == 2 for top in logprobs.top_logprobs)
+
+
+def test_echo_repeats_the_prompt(client: OpenAI) -> None:
+    asked: dict[str, Any] = {"model": MODEL, "prompt": "Blue is", "max_tokens": 3, "temperature": 0}
+    plain = client.completions.create(**asked).choices[0].text
+    assert client.completions.create(**asked, echo=True).choices[0].text == "Blue is" + plain
+    streamed = client.completions.create(**asked, echo=True, stream=True)
+    assert "".join(chunk.choices[0].text for chunk in streamed) == "Blue is" + plain
+
+
+def test_a_conversation_of_parts_and_roles(client: OpenAI) -> None:
+    messages: list[Any] = [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "Say "}, {"type": "text", "text": "hi"}]},
+        {"role": "assistant", "content": "Hi"},
+        {"role": "user", "content": "Again"},
+    ]
+    answer = client.chat.completions.create(model=MODEL, messages=messages, max_completion_tokens=4)
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens <= 4
+
+
+def test_many_concurrent_requests_answer_as_alone(client: OpenAI, server: RunningServer) -> None:
+    def ask(number: int) -> str:
+        answer = client.completions.create(
+            model=MODEL, prompt=f"Number {number} is", max_tokens=8, temperature=0.7, seed=number
+        )
+        return answer.choices[0].text
+
+    with ThreadPoolExecutor(24) as pool:
+        together = list(pool.map(ask, range(24)))
+    assert all(together)
+    assert server.metric("backfill:num_requests_running") == 0
+    assert server.metric("backfill:kv_cache_usage_perc") == 0
+
+
+def test_flex_runs_as_offline_and_says_so(client: OpenAI, server: RunningServer) -> None:
+    before = server.metric("backfill:request_success_total", **{"class": "offline"})
+    answer = client.chat.completions.create(model=MODEL, messages=QUESTION, max_tokens=2, service_tier="flex")
+    assert answer.service_tier == "flex"
+    assert server.metric("backfill:request_success_total", **{"class": "offline"}) == before + 1
+
+
+def test_the_clients_request_id_names_the_response(server: RunningServer) -> None:
+    body = {"prompt": "Hi", "max_tokens": 1}
+    named = server.http.post("/v1/completions", json=body, headers={"X-Request-Id": "mine-1"})
+    assert named.headers["x-request-id"] == "mine-1"
+    assert named.json()["id"] == "cmpl-mine-1"
+    assert server.http.post("/v1/completions", json=body).headers["x-request-id"].startswith("req_")

@@ -1,0 +1,151 @@
+"""Tokens of the real default model: equal to transformers', however they are batched, cut or preempted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from backfill.core.clock import WallClock
+from backfill.core.config import EngineConfig, SchedulerConfig
+from backfill.core.request import RequestId, ServiceClass
+from backfill.engine.engine import Engine
+from backfill.execution.create import create_torch_executor
+from backfill.execution.torch_executor import TorchExecutor
+from backfill.generation.tokenizer import Tokenizer
+from tests.builders import make_request
+
+NUM_NEW_TOKENS = 20
+TOPICS = [
+    "the sea", "a train", "winter", "an old clock", "bread", "the moon", "a small robot", "gravity", "chess",
+    "coffee", "rivers", "glass", "volcanoes", "a lighthouse", "honey", "maps", "silence", "the number seven",
+]  # fmt: skip
+SHAPES = ["Write one sentence about {}.", "{} is", "def describe():\n    # {}\n    return"]
+
+
+@pytest.fixture(scope="module")
+def prompts(default_model: Path) -> list[list[int]]:
+    tokenizer = Tokenizer.from_folder(default_model)
+    chats = [
+        tokenizer.encode_chat([{"role": "user", "content": SHAPES[0].format(topic)}]) for topic in TOPICS
+    ]
+    plain = [tokenizer.encode(shape.format(topic)) for topic in TOPICS for shape in SHAPES[1:]]
+    return chats + plain
+
+
+@pytest.fixture(scope="module")
+def expected(default_model: Path, prompts: list[list[int]]) -> list[list[int]]:
+    model = AutoModelForCausalLM.from_pretrained(default_model, dtype=torch.float32).eval()
+    outputs = []
+    for prompt in prompts:
+        generated = model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+            max_new_tokens=NUM_NEW_TOKENS,
+            do_sample=False,
+            pad_token_id=0,
+        )
+        outputs.append(generated[0, len(prompt) :].tolist())
+    return outputs
+
+
+@pytest.fixture(scope="module")
+def executor(default_model: Path) -> Iterator[TorchExecutor]:
+    yield create_torch_executor(
+        EngineConfig(model_dir=str(default_model), dtype="float32", kv_bytes=256 << 20, max_model_len=512)
+    )
+
+
+def generate(
+    executor: TorchExecutor, prompts: Sequence[list[int]], num_blocks: int | None = None, **limits: int
+) -> tuple[list[list[int]], Engine]:
+    """Greedy outputs of all prompts through one engine, its books checked after every step."""
+    engine = Engine(SchedulerConfig(**limits), executor, WallClock())
+    if num_blocks is not None:
+        engine.scheduler.blocks._free = engine.scheduler.blocks._free[-num_blocks:]
+        engine.scheduler.blocks.num_blocks = num_blocks
+    requests = [
+        make_request(prompt_token_ids=prompt, max_tokens=NUM_NEW_TOKENS, request_id=f"r{index}")
+        for index, prompt in enumerate(prompts)
+    ]
+    for request in requests:
+        assert engine.add(request) is None
+    while engine.has_unfinished:
+        engine.step()
+        engine.scheduler.check_integrity()
+    engine.step()  # tells the executor to drop the last requests
+    assert engine.scheduler.blocks.usage_frac == 0.0
+    assert executor._states == {}
+    return [request.output_token_ids for request in requests], engine
+
+
+def test_there_are_enough_prompts(prompts: list[list[int]]) -> None:
+    assert len(prompts) >= 50
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        pytest.param({"max_num_seqs": 64}, id="batched"),
+        pytest.param({"max_num_seqs": 1}, id="alone"),
+        pytest.param({"max_num_seqs": 12, "max_num_batched_tokens": 19}, id="chunked"),
+        pytest.param({"max_num_seqs": 24, "max_prefill_chunk_tokens": 7}, id="small-chunks"),
+    ],
+)
+def test_greedy_tokens_equal_transformers(
+    executor: TorchExecutor, prompts: list[list[int]], expected: list[list[int]], limits: dict[str, int]
+) -> None:
+    outputs, _ = generate(executor, prompts, **limits)
+    assert outputs == expected
+
+
+def test_preempted_requests_yield_the_same_tokens(
+    executor: TorchExecutor, prompts: list[list[int]], expected: list[list[int]]
+) -> None:
+    outputs, engine = generate(executor, prompts, num_blocks=30, max_num_seqs=16)
+    assert engine.scheduler.counters[ServiceClass.ONLINE].num_preemptions > 5
+    assert outputs == expected
+
+
+def test_sampled_tokens_do_not_depend_on_the_batch(executor: TorchExecutor, prompts: list[list[int]]) -> None:
+    def run(max_num_seqs: int) -> list[list[int]]:
+        engine = Engine(SchedulerConfig(max_num_seqs=max_num_seqs), executor, WallClock())
+        requests = []
+        for index, prompt in enumerate(prompts[:12]):
+            request = make_request(prompt_token_ids=prompt, max_tokens=8, request_id=f"r{index}")
+            request.sampling = request.sampling.__class__(
+                max_tokens=8, temperature=0.8, top_p=0.9, top_k=40 * (index % 2), seed=index
+            )
+            engine.add(request)
+            requests.append(request)
+        while engine.has_unfinished:
+            engine.step()
+        engine.step()
+        return [request.output_token_ids for request in requests]
+
+    assert run(12) == run(1)
+
+
+def test_an_abort_in_the_middle_leaves_the_others_alone(
+    executor: TorchExecutor, prompts: list[list[int]], expected: list[list[int]]
+) -> None:
+    engine = Engine(SchedulerConfig(max_num_seqs=6, max_num_batched_tokens=24), executor, WallClock())
+    requests = [
+        make_request(prompt_token_ids=prompt, max_tokens=NUM_NEW_TOKENS, request_id=f"r{index}")
+        for index, prompt in enumerate(prompts[:8])
+    ]
+    for request in requests:
+        engine.add(request)
+    for number in range(8):
+        engine.step()
+        if number % 2:
+            engine.abort([RequestId(f"r{number}")])
+            engine.scheduler.check_integrity()
+    while engine.has_unfinished:
+        engine.step()
+    engine.step()
+    assert executor._states == {}
+    assert [r.output_token_ids for r in requests[::2]] == expected[:8:2]

@@ -1,0 +1,198 @@
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Quant
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+
+from backfill.core.errors import CorruptModel, ModelError, UnsupportedModel
+from backfill.models.config import ModelConfig
+from backfill.models.gguf import convert_gguf
+from tests.models.gguf.builders import SIZES, make_model, stored_tensors, write_gguf, write_tiny
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500_000.0,
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}
+LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("config", "extra"),
+    [
+        (LlamaConfig(**SIZES), {}),
+        (LlamaConfig(**SIZES, tie_word_embeddings=True, head_dim=32), {}),
+        (LlamaConfig(**SIZES, rope_parameters=dict(LLAMA3)), {}),
+        (
+            LlamaConfig(**SIZES, rope_parameters=dict(LINEAR)),
+            {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 2.0},
+        ),
+        (
+            Qwen2Config(**SIZES, rope_parameters=dict(YARN)),
+            {
+                "qwen2.rope.scaling.type": "yarn",
+                "qwen2.rope.scaling.factor": 4.0,
+                "qwen2.rope.scaling.original_context_length": 128,
+            },
+        ),
+        (Qwen2Config(**SIZES, tie_word_embeddings=True), {}),
+        (Qwen3Config(**SIZES, head_dim=32), {}),
+    ],
+    ids=["llama", "llama-tied", "llama3-rope", "llama-linear", "qwen2-yarn", "qwen2-tied", "qwen3"],
+)
+def test_logits_equal_those_of_the_source(config: Any, extra: dict[str, Any], tmp_path: Path) -> None:
+    model: Any = make_model(config)
+    tensors = stored_tensors(model)
+    if config.rope_parameters["rope_type"] == "llama3":
+        plain = 1 / 500_000.0 ** (np.arange(0, 16, 2, dtype=np.float32) / 16)
+        tensors["rope_freqs.weight"] = (plain / model.model.rotary_emb.inv_freq.numpy()).astype(np.float32)
+    source = write_gguf(tmp_path / "m.gguf", config.model_type, config, tensors, extra=extra)
+    folder = convert_gguf(source, tmp_path / "out")
+    converted = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    ids = torch.randint(0, 320, (2, 100), generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        torch.testing.assert_close(converted(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-4)
+    assert ModelConfig.from_folder(folder).num_parameters == model.num_parameters()
+
+
+@pytest.mark.parametrize("quant", [Quant.F16, Quant.BF16, Quant.Q4_0, Quant.Q4_1, Quant.Q5_1, Quant.Q8_0])
+def test_dequantises_each_row(quant: Quant, tmp_path: Path) -> None:
+    config = Qwen3Config(**SIZES, head_dim=16)
+    tensors = stored_tensors(make_model(config))
+    source = write_gguf(tmp_path / "m.gguf", "qwen3", config, tensors, quant=quant)
+    written = load_file(convert_gguf(source, tmp_path / "out") / "model.safetensors")
+    for name, stored in (("q_proj", "attn_q"), ("down_proj", "ffn_down")):
+        values = tensors[f"blk.1.{stored}.weight"]
+        expected = torch.from_numpy(gguf.quants.dequantize(gguf.quants.quantize(values, quant), quant))
+        found = next(
+            tensor
+            for key, tensor in written.items()
+            if f"layers.1.{name}" in key.replace("self_attn.", "").replace("mlp.", "")
+        )
+        assert torch.equal(found, expected.bfloat16())
+
+
+def test_rows_are_converted_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = write_tiny(tmp_path / "m.gguf", quant=Quant.Q8_0)
+    whole = load_file(convert_gguf(source, tmp_path / "whole") / "model.safetensors")
+    monkeypatch.setattr("backfill.models.gguf.convert._CHUNK_ELEMENTS", 200)
+    steps: list[tuple[int, int]] = []
+    folder = convert_gguf(
+        source, tmp_path / "out", progress=lambda step, done, all_: steps.append((done, all_))
+    )
+    chunked = load_file(folder / "model.safetensors")
+    assert all(torch.equal(chunked[name], tensor) for name, tensor in whole.items())
+    assert steps == sorted(steps)
+    assert steps[-1][0] == steps[-1][1]
+
+
+@pytest.mark.parametrize(
+    ("extra", "named"),
+    [
+        ({"general.architecture": "gemma"}, "gemma"),
+        ({"llama.expert_count": 8}, "expert_count"),
+        ({"llama.attention.sliding_window": 64}, "sliding_window"),
+        ({"llama.rope.scaling.type": "longrope"}, "longrope"),
+        ({"llama.rope.scaling.type": "yarn", "llama.rope.scaling.yarn_ext_factor": 0.5}, "yarn_ext_factor"),
+        ({"llama.rope.dimension_count": 8}, "dimension_count"),
+        ({"split.count": 2}, "split"),
+        ({"llama.attention.head_count": [4, 2]}, "differs between layers"),
+    ],
+)
+def test_refuses_what_it_cannot_convert(extra: dict[str, Any], named: str, tmp_path: Path) -> None:
+    architecture = extra.pop("general.architecture", None)
+    source = write_tiny(tmp_path / "m.gguf", extra=extra)
+    if architecture is not None:
+        source.write_bytes(
+            source.read_bytes().replace(b"\x05\0\0\0\0\0\0\0llama", b"\x05\0\0\0\0\0\0\0gemma", 1)
+        )
+    with pytest.raises(UnsupportedModel, match=named):
+        convert_gguf(source, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["m.gguf"]
+
+
+@pytest.mark.parametrize(
+    ("extra", "named"),
+    [
+        ({"llama.block_count": 2}, "blk.1.attn_norm.weight is missing"),
+        ({"llama.feed_forward_length": 97}, r"ffn_gate.weight has shape \[96, 64\], expected \[97, 64\]"),
+        ({"llama.context_length": None}, "llama.context_length is missing"),
+        ({"llama.context_length": "long"}, "llama.context_length must be int"),
+        ({"llama.attention.head_count_kv": 0}, "num_key_value_heads"),
+    ],
+)
+def test_contradictions_are_named(extra: dict[str, Any], named: str, tmp_path: Path) -> None:
+    with pytest.raises(CorruptModel, match=named):
+        convert_gguf(write_tiny(tmp_path / "m.gguf", extra=extra), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_unknown_tensors_and_rope_factors(tmp_path: Path) -> None:
+    config = LlamaConfig(**SIZES)
+    tensors = stored_tensors(make_model(config))
+    bias = write_gguf(
+        tmp_path / "a.gguf", "llama", config, tensors | {"blk.0.attn_q.bias": np.ones(64, np.float32)}
+    )
+    with pytest.raises(UnsupportedModel, match=r"blk\.0\.attn_q\.bias"):
+        convert_gguf(bias, tmp_path / "out")
+    odd = {"rope_freqs.weight": np.linspace(1, 3, 8, dtype=np.float32)}
+    with pytest.raises(UnsupportedModel, match="rope_freqs"):
+        convert_gguf(write_gguf(tmp_path / "b.gguf", "llama", config, tensors | odd), tmp_path / "out")
+    tensors["output_norm.weight"][0] = np.nan
+    with pytest.raises(CorruptModel, match="output_norm"):
+        convert_gguf(write_gguf(tmp_path / "c.gguf", "llama", config, tensors), tmp_path / "out")
+
+
+def test_random_damage_never_escapes_as_another_error(tmp_path: Path) -> None:
+    whole = write_tiny(tmp_path / "m.gguf").read_bytes()
+    header = whole.index(b"output_norm.weight") + 64
+    random = np.random.default_rng(3)
+    path = tmp_path / "damaged.gguf"
+    outcomes = set()
+    for i in range(150):
+        data = bytearray(whole)
+        for position in random.integers(0, 1200 if i % 2 else header, size=3):
+            data[position] = random.integers(0, 256)
+        path.write_bytes(data)
+        outcomes.add(outcome_of_converting(path, tmp_path / f"out{i}"))
+        assert not list(tmp_path.glob(".*"))
+    assert (
+        {"CorruptModel", "UnsupportedModel"} <= outcomes <= {"CorruptModel", "UnsupportedModel", "converted"}
+    )
+
+
+def outcome_of_converting(path: Path, folder: Path) -> str:
+    try:
+        convert_gguf(path, folder)
+    except ModelError as error:
+        return "more than one line" if "\n" in str(error) else type(error).__name__
+    return "converted"
+
+
+def test_failure_leaves_nothing_behind(tmp_path: Path) -> None:
+    source = write_tiny(tmp_path / "m.gguf")
+
+    def fail(step: str, done: int, total: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(ModelError, match="No space left on device"):
+        convert_gguf(source, tmp_path / "out", progress=fail)
+    assert [path.name for path in tmp_path.iterdir()] == ["m.gguf"]
+
+
+def test_existing_folder_is_left_alone(tmp_path: Path) -> None:
+    source = write_tiny(tmp_path / "m.gguf")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").touch()
+    with pytest.raises(ModelError, match="cannot write"):
+        convert_gguf(source, tmp_path / "out")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
