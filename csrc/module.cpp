@@ -132,6 +132,8 @@ bool keep_freed_memory() {
 NB_MODULE(_kernels, m) {
   using backfill::KernelSet;
   m.doc() = "C++ kernels of Backfill. Import torch first: its OpenMP runtime is the one to share.";
+  // Kernel sets live as long as the process; what it holds at exit is no leak worth a message.
+  nanobind::set_leak_warnings(false);
   m.def("supported_isas", &backfill::isa_names, "ISA variants this machine runs, the fastest last.");
   m.def("keep_freed_memory", &backfill::keep_freed_memory,
         "Tell malloc to keep freed memory in the process. False where the C library has no such setting.");

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-# Threads that wait must not spin: on a machine with other work, each barrier would cost a time slice.
-# Read when the OpenMP runtime is loaded, so before the first import of torch.
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+from backfill.engine.process import limit_spinning
+
+limit_spinning()
 # Tests use whatever model folders they are given; nothing may be looked up on a hub.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 

@@ -15,8 +15,8 @@ from backfill.engine.messages import (
     Ready,
     StepReport,
     Stop,
-    TokenOutput,
     ToEngine,
+    TokenOutput,
 )
 from tests.builders import ScriptedExecutor, make_info, make_request
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from backfill.core.clock import WallClock
 from backfill.core.config import EngineConfig, SchedulerConfig
 from backfill.core.request import RequestId, ServiceClass
+from backfill.core.sampling import SamplingParams
 from backfill.engine.engine import Engine
 from backfill.execution.create import create_torch_executor
 from backfill.execution.torch_executor import TorchExecutor
@@ -53,20 +55,31 @@ def expected(default_model: Path, prompts: list[list[int]]) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def executor(default_model: Path) -> Iterator[TorchExecutor]:
-    yield create_torch_executor(
-        EngineConfig(model_dir=str(default_model), dtype="float32", kv_bytes=256 << 20, max_model_len=512)
+def executor(default_model: Path) -> TorchExecutor:
+    return create_torch_executor(
+        EngineConfig(
+            model_dir=str(default_model),
+            dtype="float32",
+            block_size=8,  # small blocks, so that requests outgrow them often
+            kv_bytes=256 << 20,
+            max_model_len=512,
+        )
     )
+
+
+class WithFewerBlocks:
+    """The same executor to a control plane that may use only part of its pool."""
+
+    def __init__(self, executor: TorchExecutor, num_blocks: int | None) -> None:
+        self.info = replace(executor.info, num_blocks=num_blocks or executor.info.num_blocks)
+        self.run = executor.run
 
 
 def generate(
     executor: TorchExecutor, prompts: Sequence[list[int]], num_blocks: int | None = None, **limits: int
 ) -> tuple[list[list[int]], Engine]:
     """Greedy outputs of all prompts through one engine, its books checked after every step."""
-    engine = Engine(SchedulerConfig(**limits), executor, WallClock())
-    if num_blocks is not None:
-        engine.scheduler.blocks._free = engine.scheduler.blocks._free[-num_blocks:]
-        engine.scheduler.blocks.num_blocks = num_blocks
+    engine = Engine(SchedulerConfig(**limits), WithFewerBlocks(executor, num_blocks), WallClock())
     requests = [
         make_request(prompt_token_ids=prompt, max_tokens=NUM_NEW_TOKENS, request_id=f"r{index}")
         for index, prompt in enumerate(prompts)
@@ -105,7 +118,7 @@ def test_greedy_tokens_equal_transformers(
 def test_preempted_requests_yield_the_same_tokens(
     executor: TorchExecutor, prompts: list[list[int]], expected: list[list[int]]
 ) -> None:
-    outputs, engine = generate(executor, prompts, num_blocks=30, max_num_seqs=16)
+    outputs, engine = generate(executor, prompts, num_blocks=40, max_num_seqs=16)
     assert engine.scheduler.counters[ServiceClass.ONLINE].num_preemptions > 5
     assert outputs == expected
 
@@ -116,7 +129,7 @@ def test_sampled_tokens_do_not_depend_on_the_batch(executor: TorchExecutor, prom
         requests = []
         for index, prompt in enumerate(prompts[:12]):
             request = make_request(prompt_token_ids=prompt, max_tokens=8, request_id=f"r{index}")
-            request.sampling = request.sampling.__class__(
+            request.sampling = SamplingParams(
                 max_tokens=8, temperature=0.8, top_p=0.9, top_k=40 * (index % 2), seed=index
             )
             engine.add(request)

@@ -5,11 +5,11 @@ import pytest
 import torch
 
 from backfill.core.block import pack_block_ref
+from backfill.core.errors import InsufficientMemory
 from backfill.core.plan import ScheduledSlice
 from backfill.core.request import RequestId
 from backfill.execution.batch import build_batch, slot_addresses
 from backfill.execution.memory import check_fits
-from backfill.core.errors import InsufficientMemory
 
 
 def test_slices_lie_one_after_another() -> None:
@@ -42,7 +42,7 @@ def test_what_does_not_fit_is_refused_with_what_would() -> None:
     gib = 1 << 30
     check_fits(weights_bytes=gib, kv_bytes=gib, available_bytes=2 * gib, device="cpu")
     check_fits(weights_bytes=gib, kv_bytes=gib, available_bytes=None, device="cpu")
-    with pytest.raises(InsufficientMemory, match="use --kv-gib 0.5 or less"):
+    with pytest.raises(InsufficientMemory, match=r"use --kv-gib 0\.5 or less"):
         check_fits(weights_bytes=gib, kv_bytes=gib, available_bytes=gib * 3 // 2, device="cpu")
     with pytest.raises(InsufficientMemory, match="the weights alone do not fit"):
         check_fits(weights_bytes=2 * gib, kv_bytes=gib, available_bytes=gib, device="cpu")

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -121,7 +122,7 @@ def test_stop_strings(
 )
 def test_where_text_is_cut_does_not_matter(text: str, cuts: list[int], stop: str) -> None:
     bounds = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
-    pieces = [text[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+    pieces = [text[a:b] for a, b in itertools.pairwise(bounds)]
     found = text.find(stop)
     expected = (text, None) if found < 0 else (text[:found], stop)
     assert feed(StopStrings([stop], include_in_output=False), pieces) == expected

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
-from backfill.kernels.base import AttentionBatch
 from backfill.core.block import KVLayout, pack_block_ref, slot_in_block
+from backfill.kernels.base import AttentionBatch
 
 
 def make_pool(
@@ -25,7 +25,7 @@ def make_batch(
     generator: torch.Generator,
     reversed_share: float = 0.5,
 ) -> AttentionBatch:
-    """A batch of sequences given as (query length, context length), in randomly placed and directed blocks."""
+    """Sequences of (query length, context length), in randomly placed and directed blocks."""
     free = torch.randperm(num_blocks, generator=generator).tolist()
     refs: list[list[int]] = []
     slots, positions = [], []

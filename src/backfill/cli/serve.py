@@ -196,9 +196,7 @@ def _run(
 def _print_banner(ready: Any, name: str, host: str, port: int, took_s: float) -> None:
     info = ready.info
     url_host = f"[{host}]" if ":" in host else host
-    body = json.dumps(
-        {"model": name, "messages": [{"role": "user", "content": "What is the capital of France?"}]}
-    )
+    body = json.dumps({"model": name, "messages": [{"role": "user", "content": "What is gravity?"}]})
     lines = [
         "",
         f"Backfill serves {name} on http://{url_host}:{port}  (ready in {took_s:.1f} s)",
