@@ -61,6 +61,8 @@ def assert_refused(
         ({"frequency_penalty": -3}, "frequency_penalty"),
         ({"repetition_penalty": 0}, "repetition_penalty"),
         ({"seed": 2**70}, "seed"),
+        ({"top_k": 2**70}, "top_k"),
+        ({"priority": 2**70}, "priority"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
     ],

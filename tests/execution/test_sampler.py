@@ -151,3 +151,9 @@ def test_bfloat16_logits_sample_too() -> None:
     logits = make_logits(2).bfloat16()
     ids = sample_ids(logits, make_state(temperature=0.0), make_state(top_p=0.5))
     assert ids[0] == int(logits[0].argmax())
+
+
+@pytest.mark.parametrize("temperature", [1e-300, 1e-6])
+def test_a_vanishing_temperature_is_greedy(temperature: float) -> None:
+    logits = make_logits()
+    assert sample_ids(logits.clone(), make_state(temperature=temperature)) == [int(logits.argmax())]

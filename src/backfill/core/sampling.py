@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from backfill.core.errors import RequestError
 
 MAX_LOGPROBS = 20
+_LEAST_TEMPERATURE = 1e-5  # below it, scaled logits overflow and the draw is greedy anyway
+_INT32_MAX = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +22,7 @@ class SamplingParams:
     Attributes:
         max_tokens: tokens to generate at most, >= 1.
         min_tokens: end tokens cannot be sampled before this many tokens exist.
-        temperature: 0 is greedy: the other shaping parameters but bias and penalties then have no effect.
+        temperature: 0 (or below 1e-5) is greedy: the other shaping parameters but bias and penalties then have no effect.
         top_k: keep the k most likely tokens; 0 keeps all.
         top_p: keep the most likely tokens whose probabilities sum to at least this, in (0, 1].
         min_p: drop tokens less likely than this fraction of the most likely one, in [0, 1].
@@ -54,7 +56,7 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        return self.temperature == 0.0
+        return self.temperature < _LEAST_TEMPERATURE
 
     @property
     def has_penalties(self) -> bool:
@@ -65,7 +67,7 @@ class SamplingParams:
         _check_int("max_tokens", self.max_tokens, 1, None)
         _check_int("min_tokens", self.min_tokens, 0, self.max_tokens)
         _check_float("temperature", self.temperature, 0.0, 2.0)
-        _check_int("top_k", self.top_k, 0, None)
+        _check_int("top_k", self.top_k, 0, _INT32_MAX)
         _check_float("top_p", self.top_p, 0.0, 1.0, open_low=True)
         _check_float("min_p", self.min_p, 0.0, 1.0)
         _check_float("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)

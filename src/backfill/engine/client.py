@@ -72,6 +72,7 @@ class EngineClient:
         self._process: BaseProcess | None = None
         self._context: zmq.asyncio.Context | None = None
         self._commands: zmq.asyncio.Socket | None = None
+        self._reports: zmq.asyncio.Socket | None = None
         self._reader: asyncio.Task[None] | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._encoder = msgspec.msgpack.Encoder()
@@ -97,7 +98,7 @@ class EngineClient:
         reports_url = f"ipc://{Path(self._folder.name) / 'reports'}"
         self._context = zmq.asyncio.Context()
         self._commands = self._context.socket(zmq.PUSH)
-        reports = self._context.socket(zmq.PULL)
+        reports = self._reports = self._context.socket(zmq.PULL)
         for socket, url in ((self._commands, commands_url), (reports, reports_url)):
             socket.set_hwm(0)
             socket.setsockopt(zmq.LINGER, 0)
@@ -112,7 +113,7 @@ class EngineClient:
         first = await self._first_message(reports, decoder)
         if not isinstance(first, Ready):
             reason = first.message if isinstance(first, StartFailed) else self._how_it_ended()
-            await self._close(reports)
+            self._close()
             raise BackfillError(reason)
         self.info = first.info
         self._reader = asyncio.create_task(self._read(reports, decoder), name="engine-reports")
@@ -124,23 +125,23 @@ class EngineClient:
         await asyncio.wait([self._reader])
 
     async def stop(self) -> None:
-        """End the process; requests still in flight get EngineDead."""
-        if self._commands is not None and self._process is not None and self._process.is_alive():
+        """End the process, also one that is still loading; requests in flight get EngineDead."""
+        if self.is_ready and self._commands is not None and self._process is not None:
             await self._commands.send(self._encoder.encode(Stop()))
             deadline_at_s = time.monotonic() + _STOP_TIMEOUT_S
             while self._process.is_alive() and time.monotonic() < deadline_at_s:
                 await asyncio.sleep(0.01)
-            if self._process.is_alive():
-                self._process.kill()
+        self.kill()
         if self._reader is not None:
             await asyncio.wait([self._reader])
             self._reader = None
-        self._process = None
+        self._close()
 
     def kill(self) -> None:
-        """End the process without a word; for a caller that is about to end too."""
-        if self._process is not None:
+        """End the process at once."""
+        if self._process is not None and self._process.is_alive():
             self._process.kill()
+            self._process.join()
 
     async def interrupt(self, service_class: ServiceClass, error: EngineDead) -> None:
         """Abort every request of a class in flight; each gets ``error``."""
@@ -223,7 +224,7 @@ class EngineClient:
             self.info = None
             for stream in self._streams.values():
                 stream.queue.put_nowait(error)
-            await self._close(reports)
+            self._close()
 
     def _dispatch(self, report: FromEngine) -> None:
         assert isinstance(report, StepReport)
@@ -242,11 +243,13 @@ class EngineClient:
             return f"The engine process was killed by signal {-code}."
         return f"The engine process ended with exit code {code}."
 
-    async def _close(self, reports: zmq.asyncio.Socket) -> None:
-        reports.close()
-        if self._commands is not None:
-            self._commands.close()
-            self._commands = None
+    def _close(self) -> None:
+        """Give back sockets and folder; a process that still runs is of no more use and is killed."""
+        self.kill()
+        for socket in (self._commands, self._reports):
+            if socket is not None:
+                socket.close()
+        self._commands = self._reports = None
         if self._context is not None:
             self._context.term()
             self._context = None

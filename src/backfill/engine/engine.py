@@ -32,6 +32,10 @@ class Engine:
         self._last_step_tokens = 0
 
     @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    @property
     def has_unfinished(self) -> bool:
         return self.scheduler.has_unfinished
 

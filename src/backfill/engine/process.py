@@ -119,11 +119,11 @@ class EngineLoop:
     def run(self) -> None:
         while True:
             refused: list[TokenOutput] = []
-            for command in self._channel.receive(wait=not self._engine.has_unfinished):
+            for command in self._channel.receive(wait=not self._engine.has_work):
                 if isinstance(command, Stop):
                     return
                 refused += self._handle(command)
-            outputs = refused + (self._engine.step() if self._engine.has_unfinished else [])
+            outputs = refused + (self._engine.step() if self._engine.has_work else [])
             self._channel.send(StepReport(outputs, self._engine.stats()))
 
     def _handle(self, command: AddRequest | AbortRequests) -> list[TokenOutput]:

@@ -30,12 +30,12 @@ class Sampler:
     ) -> list[tuple[int, TokenLogprobs | None]]:
         """One (token id, log probabilities if asked for) for each row of ``logits [N, vocab]``."""
         if all(state.is_plain_greedy for state in states):
-            return [(token_id, None) for token_id in logits.argmax(-1).tolist()]
+            return [(token_id, None) for token_id in _most_likely(logits)]
         logits = logits.float()
         raw_logprobs = self._raw_logprobs(logits, states)
         for row, state in enumerate(states):
             self._shape(logits[row], state)
-        token_ids = logits.argmax(-1).tolist()
+        token_ids = _most_likely(logits)
         drawn = [row for row, state in enumerate(states) if not state.sampling.is_greedy]
         for row, token_id in zip(drawn, _draw(logits, drawn, states), strict=True):
             token_ids[row] = token_id
@@ -62,6 +62,11 @@ class Sampler:
         if state.num_output_tokens < sampling.min_tokens:
             suppressed = [*self._end_token_ids, *sampling.stop_token_ids]
             logits[suppressed] = float("-inf")
+
+
+def _most_likely(logits: Tensor) -> list[int]:
+    """The first most likely token of each row. ``max`` is several times faster than ``argmax`` on CPU."""
+    return logits.max(-1).indices.tolist()
 
 
 def _penalise(logits: Tensor, state: RequestState) -> None:

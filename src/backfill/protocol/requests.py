@@ -16,6 +16,7 @@ from backfill.models.generation_config import GenerationDefaults
 
 MAX_CHOICES = 128
 MAX_STOP_STRINGS = 16
+MAX_PRIORITY = 2**31 - 1
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 
 # Known to clients, would change the answer, not built: refused and never silently ignored.
@@ -130,6 +131,11 @@ class GenerationFields(BaseModel):
             raise RequestError("stream_options is only allowed when stream is true.", param="stream_options")
         if self.response_format is not None and self.response_format.type != "text":
             _unsupported("response_format")
+        if self.priority is not None and abs(self.priority) > MAX_PRIORITY:
+            raise RequestError(
+                f"priority must be between {-MAX_PRIORITY} and {MAX_PRIORITY}, got {self.priority}.",
+                param="priority",
+            )
         if self.seed is not None and not -(2**63) <= self.seed < 2**63:
             raise RequestError("seed must fit 64 signed bits.", param="seed")
         if self.truncate_prompt_tokens is not None and self.truncate_prompt_tokens < 1:

@@ -71,6 +71,11 @@ class Scheduler:
     def has_unfinished(self) -> bool:
         return bool(self._requests)
 
+    @property
+    def has_work(self) -> bool:
+        """A step is due: requests are unfinished, or the executor still holds some that have ended."""
+        return bool(self._requests or self._to_release)
+
     def count_by_class(self) -> dict[ServiceClass, tuple[int, int]]:
         """(running, waiting) of each class."""
         counts = {service_class: [0, 0] for service_class in ServiceClass}
