@@ -3,13 +3,15 @@
 
 #include <omp.h>
 
+#include "decode_tiles.h"
 #include "prefill.h"
 
 namespace backfill::BACKFILL_VARIANT {
 
 // Calls cheaper than this run on the calling thread alone: waking the others would take longer.
 constexpr double kParallelNanoseconds = 6000;
-constexpr int64_t kMinSplit = 256;  // keys of the smallest part of a split context
+constexpr int64_t kMinSplit = 256;   // keys of the smallest part of a split context
+constexpr int64_t kMaxSplit = 8192;  // and of the largest: its scores fit a core's own cache
 constexpr int64_t kItemsPerThread = 4;
 
 enum class Work : int32_t { kPrefill, kDecode, kDecodePart };
@@ -62,8 +64,9 @@ BACKFILL_INLINE Totals measure(const AttentionArgs& args, int64_t element_bytes)
 
 // Most keys of one decode item.
 BACKFILL_INLINE int64_t split_size(const Totals& totals, int64_t num_kv_heads, int threads) {
-  if (threads == 1) return INT32_MAX;
-  return larger(kMinSplit, totals.decode_keys * num_kv_heads / (threads * kItemsPerThread));
+  if (threads == 1) return kMaxSplit;
+  const int64_t share = totals.decode_keys * num_kv_heads / (threads * kItemsPerThread);
+  return smaller(kMaxSplit, larger(kMinSplit, share));
 }
 
 BACKFILL_INLINE int64_t ceil_divide(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -145,9 +148,15 @@ void run_item(const AttentionArgs& args, const Plan& plan, const Item& item) {
   if (item.work == Work::kPrefill) {
     PrefillItem<T>(args, item.seq, item.kv_head, item.begin, item.end).run();
   } else {
-    float* partial = plan.partials + item.part * group * partial_size(args.shape.head_dim);
-    DecodeItem<T>(args, item.seq, item.kv_head)
-        .run(item.begin, item.end, item.work == Work::kDecode ? nullptr : partial);
+    float* partial = item.work == Work::kDecode
+                         ? nullptr
+                         : plan.partials + item.part * group * partial_size(args.shape.head_dim);
+#if defined(__AMX_BF16__)
+    if constexpr (kTiled<T>)
+      if (decodes_in_tiles(args))
+        return decode_tiles(args, item.seq, item.kv_head, item.begin, item.end, partial);
+#endif
+    DecodeItem<T>(args, item.seq, item.kv_head).run(item.begin, item.end, partial);
   }
 }
 

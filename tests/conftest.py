@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from backfill.engine.process import limit_spinning
+from backfill.engine.environment import engine_environment
 
-limit_spinning()
+# Before torch loads the libraries that read it.
+os.environ.update(engine_environment(os.environ))
 # Tests use whatever model folders they are given; nothing may be looked up on a hub.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 

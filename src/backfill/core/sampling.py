@@ -22,7 +22,8 @@ class SamplingParams:
     Attributes:
         max_tokens: tokens to generate at most, >= 1.
         min_tokens: end tokens cannot be sampled before this many tokens exist.
-        temperature: 0 (or below 1e-5) is greedy: the other shaping parameters but bias and penalties then have no effect.
+        temperature: 0 (or below 1e-5) is greedy: the other shaping parameters but bias and penalties
+            then have no effect.
         top_k: keep the k most likely tokens; 0 keeps all.
         top_p: keep the most likely tokens whose probabilities sum to at least this, in (0, 1].
         min_p: drop tokens less likely than this fraction of the most likely one, in [0, 1].

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import multiprocessing
+import os
 import tempfile
 import time
 from collections.abc import AsyncGenerator, Callable
@@ -19,6 +20,7 @@ from backfill.core.config import EngineConfig
 from backfill.core.errors import BackfillError, EngineDead
 from backfill.core.request import RequestId, ServiceClass
 from backfill.core.sampling import SamplingParams
+from backfill.engine.environment import added_to_environment, engine_environment
 from backfill.engine.messages import (
     AbortRequests,
     AddRequest,
@@ -108,7 +110,8 @@ class EngineClient:
             args=(self._config, commands_url, reports_url, self._log_level),
             name="backfill-engine",
         )
-        self._process.start()
+        with added_to_environment(engine_environment(os.environ)):
+            self._process.start()
         decoder = msgspec.msgpack.Decoder(FromEngine)
         first = await self._first_message(reports, decoder)
         if not isinstance(first, Ready):

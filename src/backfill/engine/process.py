@@ -39,7 +39,6 @@ ExecutorFactory = Callable[[EngineConfig], Executor]
 def run_engine_process(config: EngineConfig, commands_url: str, reports_url: str, log_level: str) -> None:
     """Entry point of the child process. Ends on ``Stop``, or with its parent."""
     logging.basicConfig(level=log_level, format="%(asctime)s %(levelname)s engine: %(message)s")
-    limit_spinning()
     _die_with_parent()
     # Ctrl-C reaches the whole process group; the parent decides what it means and sends Stop.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -55,17 +54,6 @@ def run_engine_process(config: EngineConfig, commands_url: str, reports_url: str
         finally:
             commands.close()
             reports.close()
-
-
-def limit_spinning() -> None:
-    """Let OpenMP threads that wait sleep soon; before torch is imported, which loads the OpenMP runtime.
-
-    By default they spin for milliseconds: when another process wants the processor, each of a step's
-    hundreds of barriers then costs a time slice (measured: 8 tokens/s where this gives 32). Spinning
-    briefly costs nothing on an idle machine, unlike not spinning at all.
-    """
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", "500")
 
 
 def _serve(config: EngineConfig, channel: _Channel) -> None:
