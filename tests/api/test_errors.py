@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -57,6 +58,10 @@ def assert_refused(
         ({"stop_token_ids": [99999999]}, "stop_token_ids"),
         ({"logit_bias": {"abc": 1}}, "logit_bias"),
         ({"logit_bias": {"7": 1000}}, "logit_bias"),
+        ({"logit_bias": {"07": 1}}, "logit_bias"),
+        ({"logit_bias": {str(i): 1 for i in range(301)}}, "logit_bias"),
+        ({"stop_token_ids": list(range(129))}, "stop_token_ids"),
+        ({"request_id": "x" * 129}, "request_id"),
         ({"presence_penalty": 3}, "presence_penalty"),
         ({"frequency_penalty": -3}, "frequency_penalty"),
         ({"repetition_penalty": 0}, "repetition_penalty"),
@@ -134,6 +139,37 @@ def test_bad_chats(server: RunningServer, body: Any, param: str, code: str | Non
 )
 def test_bad_prompts(server: RunningServer, prompt: Any) -> None:
     assert_refused(server, "/v1/completions", {"prompt": prompt}, 400, "prompt")
+
+
+def test_a_bad_prompt_that_is_to_be_echoed(server: RunningServer) -> None:
+    for prompt in ([-1], [10**9]):
+        assert_refused(server, "/v1/completions", {"prompt": prompt, "echo": True}, 400, "prompt")
+
+
+def test_a_long_list_of_wrong_items_is_refused_at_the_first(server: RunningServer) -> None:
+    started_at_s = time.monotonic()
+    assert_refused(server, "/v1/completions", {"prompt": [1.5] * 40_000}, 400, "prompt")
+    assert_refused(server, "/detokenize", {"tokens": ["x"] * 40_000}, 400, "tokens")
+    assert time.monotonic() - started_at_s < 5, "one error, not one for each item and type"
+
+
+def test_a_text_that_must_be_too_long_is_refused_unread(server: RunningServer) -> None:
+    message = assert_refused(
+        server, "/v1/completions", {"prompt": "a b " * 49_000}, 400, "prompt", "context_length_exceeded"
+    )
+    assert "2048 tokens" in message
+
+
+@pytest.mark.parametrize("name", ["chat_template", "tokenize", "tools", "add_generation_prompt"])
+def test_template_variables_cannot_replace_the_template(server: RunningServer, name: str) -> None:
+    body = {"messages": MESSAGES, "chat_template_kwargs": {name: "{{ 1 + 1 }}"}}
+    message = assert_refused(server, "/v1/chat/completions", body, 400, "chat_template_kwargs")
+    assert name in message
+
+
+def test_template_variables_reach_the_template(server: RunningServer) -> None:
+    body = {"messages": MESSAGES, "max_tokens": 1, "chat_template_kwargs": {"enable_thinking": False}}
+    assert server.http.post("/v1/chat/completions", json=body).status_code == 200
 
 
 def test_a_prompt_beyond_the_context(server: RunningServer) -> None:

@@ -126,6 +126,30 @@ def test_a_killed_engine_fails_its_requests_and_comes_back(default_model: Path, 
         assert server.http.post("/v1/completions", json={"prompt": "hi", "max_tokens": 1}).status_code == 200
 
 
+@pytest.mark.parametrize("num_choices", [1, 2])
+def test_a_request_in_the_moment_the_engine_dies_gets_an_answer(
+    default_model: Path, tmp_path: Path, num_choices: int
+) -> None:
+    with running_server(*SMALL, data_dir=tmp_path) as server:
+        os.kill(server.engine_pid(), signal.SIGKILL)
+        body = {"prompt": "hi", "max_tokens": 4, "n": num_choices}
+        response = server.http.post("/v1/completions", json=body, timeout=10)
+        assert response.status_code == 503
+        assert response.json()["error"]["type"] == "service_unavailable_error"
+        server.wait_ready()
+        assert server.http.get("/load").json() == {"server_load": 0}
+
+
+def test_a_signal_to_the_whole_process_group_drains_too(default_model: Path, tmp_path: Path) -> None:
+    with running_server(*SMALL, data_dir=tmp_path) as server, ThreadPoolExecutor(1) as pool:
+        online = pool.submit(server.http.post, "/v1/completions", json={**LONG, "max_tokens": 60})
+        wait_until(lambda: server.metric("backfill:num_requests_running") == 1, 10, "it to run")
+        for pid in (server.engine_pid(), server.process.pid):
+            os.kill(pid, signal.SIGTERM)
+        assert online.result().json()["usage"]["completion_tokens"] == 60
+        assert server.process.wait(20) == 0
+
+
 def test_shutdown_lets_online_requests_end_and_stops_offline_ones(
     default_model: Path, tmp_path: Path
 ) -> None:

@@ -9,7 +9,7 @@ from backfill.core.errors import InsufficientMemory
 from backfill.core.plan import ScheduledSlice
 from backfill.core.request import RequestId
 from backfill.execution.batch import build_batch, slot_addresses
-from backfill.execution.memory import check_fits
+from backfill.execution.machine import check_fits
 
 
 def test_slices_lie_one_after_another() -> None:

@@ -94,6 +94,21 @@ def test_a_token_depends_on_its_seed_and_position_and_not_on_the_batch() -> None
     assert len({alone[0], later[0], other[0]}) == 3
 
 
+@pytest.mark.parametrize("row", [{"top_k": 2000, "top_p": 0.7}, {"top_p": 0.9}, {"top_k": 1500}])
+def test_a_neighbour_that_needs_a_whole_row_changes_nothing(row: dict[str, Any]) -> None:
+    logits = make_logits(60, scale=2.0).bfloat16()
+    flat = torch.zeros(1, VOCAB, dtype=torch.bfloat16)
+    states = [make_state(seed=seed, **row) for seed in range(60)]
+    alone = [sample_ids(logits[i : i + 1], states[i])[0] for i in range(60)]
+    together = sample_ids(torch.cat([logits, flat]), *states, make_state(top_p=0.99))
+    assert together[:-1] == alone
+
+
+def test_the_mass_of_a_wide_top_k_is_exact() -> None:
+    logits = torch.zeros(1, VOCAB)  # uniform: half of the mass of any 2000 tokens is 1000 tokens
+    assert len(kept_tokens(logits, 3000, top_k=2000, top_p=0.5)) <= 1000
+
+
 def test_uniform_numbers_are_uniform_and_streams_differ() -> None:
     draws = np.array([[uniform_at(seed, index) for index in range(200)] for seed in range(-20, 20)])
     assert 0.0 <= draws.min() < draws.max() < 1.0

@@ -97,6 +97,15 @@ def test_the_least_urgent_is_preempted_when_blocks_run_out_and_recomputed_later(
     assert not [a for p in executor.plans[1:] for a in p.admitted], "the executor kept its tokens"
 
 
+def test_chunks_still_to_come_are_reserved_for() -> None:
+    requests = [make_request(28, max_tokens=4, request_id=f"r{i}") for i in range(4)]
+    scheduler = make_scheduler(*requests, num_blocks=20, max_prefill_chunk_tokens=4)
+    executor = ScriptedExecutor(make_info(num_blocks=20))
+    while scheduler.has_unfinished:
+        step(scheduler, executor)
+    assert scheduler.counters[ServiceClass.ONLINE].num_preemptions == 0
+
+
 def test_no_admission_in_a_step_that_preempts() -> None:
     scheduler = make_scheduler(
         make_request(8, max_tokens=6, arrived_at_s=0.0),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -29,6 +30,9 @@ from backfill.protocol.service import CompletionService, Generation
 Body = TypeVar("Body", bound=BaseModel)
 GenerationBody = TypeVar("GenerationBody", bound=GenerationFields)
 
+# Parsing and tokenizing more than this would hold up other clients' streams; it is done in a thread.
+_LARGE_BODY_BYTES = 32 << 10
+
 _JSON_TYPE = re.compile(r"application/([\w.+-]+\+)?json\b", re.IGNORECASE)
 
 
@@ -39,12 +43,12 @@ def build_router(state: ServerState) -> APIRouter:
     @router.post("/v1/chat/completions", openapi_extra=_body_schema(ChatCompletionRequest))
     async def chat_completions(request: Request) -> Response:
         body = await _read(request, state, ChatCompletionRequest)
-        return _respond(request, state, body, CompletionService.prepare_chat)
+        return await _respond(request, state, body, CompletionService.prepare_chat)
 
     @router.post("/v1/completions", openapi_extra=_body_schema(CompletionRequest))
     async def completions(request: Request) -> Response:
         body = await _read(request, state, CompletionRequest)
-        return _respond(request, state, body, CompletionService.prepare_completion)
+        return await _respond(request, state, body, CompletionService.prepare_completion)
 
     @router.get("/v1/models")
     async def models() -> Json:
@@ -64,10 +68,7 @@ def build_router(state: ServerState) -> APIRouter:
         service.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise RequestError("Send either prompt or messages.", param="prompt")
-        if body.messages is not None:
-            tokens = service.encode_messages(body.messages, add_generation_prompt=body.add_generation_prompt)
-        else:
-            tokens = service.tokenizer.encode(body.prompt or "", add_special_tokens=body.add_special_tokens)
+        tokens = await asyncio.to_thread(_tokens_of, service, body)
         return {"count": len(tokens), "max_model_len": service.info.max_model_len, "tokens": tokens}
 
     @router.post("/detokenize", openapi_extra=_body_schema(DetokenizeRequest))
@@ -110,6 +111,12 @@ def build_router(state: ServerState) -> APIRouter:
     return router
 
 
+def _tokens_of(service: CompletionService, body: TokenizeRequest) -> list[int]:
+    if body.messages is not None:
+        return service.encode_messages(body.messages, add_generation_prompt=body.add_generation_prompt)
+    return service.tokenizer.encode(body.prompt or "", add_special_tokens=body.add_special_tokens)
+
+
 async def _read(request: Request, state: ServerState, kind: type[Body]) -> Body:
     """The request's JSON body. Raises: BodyTooLarge, RequestError."""
     content_type = request.headers.get("content-type", "application/json")
@@ -121,10 +128,13 @@ async def _read(request: Request, state: ServerState, kind: type[Body]) -> Body:
         raw += part
         if len(raw) > limit:
             raise BodyTooLarge(f"The body is over the limit of {limit} bytes.")
+    request.state.body_bytes = len(raw)
+    if len(raw) > _LARGE_BODY_BYTES:
+        return await asyncio.to_thread(parse_body, kind, bytes(raw))
     return parse_body(kind, bytes(raw))
 
 
-def _respond(
+async def _respond(
     request: Request,
     state: ServerState,
     body: GenerationBody,
@@ -133,7 +143,11 @@ def _respond(
     service = state.ready_service()
     if body.priority is None and "x-vllm-priority" in request.headers:
         body.priority = _priority_header(request.headers["x-vllm-priority"])
-    generation = prepare(service, body, request.state.request_id)
+    client_id = request.state.request_id
+    if request.state.body_bytes > _LARGE_BODY_BYTES:
+        generation = await asyncio.to_thread(prepare, service, body, client_id)
+    else:
+        generation = prepare(service, body, client_id)
     num_choices = len(generation.requests)
     state.admit(body.service_class, num_choices)
 

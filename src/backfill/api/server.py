@@ -19,7 +19,7 @@ from backfill.api.metrics import Metrics
 from backfill.api.state import Phase, ServerState
 from backfill.api.stats_log import StatsLog
 from backfill.core.config import EngineConfig
-from backfill.core.errors import BackfillError, ConfigError, EngineDead
+from backfill.core.errors import ConfigError, EngineDead
 from backfill.core.request import ServiceClass
 from backfill.engine.client import EngineClient
 from backfill.engine.messages import Ready, StepReport
@@ -91,7 +91,7 @@ class Server:
         engine_task = asyncio.create_task(self._keep_engine())
         stop_task = asyncio.create_task(self._stop_asked.wait())
         try:
-            await asyncio.wait({engine_task, stop_task}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({engine_task, stop_task, http_task}, return_when=asyncio.FIRST_COMPLETED)
             if not engine_task.done():
                 await self._drain()
             self.state.phase = Phase.DRAINING
@@ -102,16 +102,18 @@ class Server:
             await self._client.stop()
             http.should_exit = True
             await http_task
-        if isinstance(failures[0], BackfillError):
+        if isinstance(failures[0], Exception):
             raise failures[0]
 
     async def _keep_engine(self) -> None:
         """Start the engine, and again whenever it dies, unless it dies at once and repeatedly."""
         num_quick_deaths = 0
         while True:
-            started_at_s = time.monotonic()
             await self._start_engine()
+            started_at_s = time.monotonic()
             await self._client.wait_dead()
+            if self._stop_asked.is_set():
+                return
             is_quick = time.monotonic() - started_at_s < _QUICK_DEATH_S
             num_quick_deaths = num_quick_deaths + 1 if is_quick else 0
             if num_quick_deaths >= _MAX_QUICK_DEATHS:
@@ -142,9 +144,12 @@ class Server:
             if self._uses_generation_config
             else GenerationDefaults(),
         )
+        if self._stop_asked.is_set():
+            return
         self.state.phase = Phase.READY
         if self._on_ready is not None:
             self._on_ready(ready)
+            self._on_ready = None  # said once, not at every restart
 
     def _load_tokenizer(self) -> Tokenizer:
         return Tokenizer.from_folder(self._model.folder, chat_template=self._chat_template)
@@ -154,7 +159,7 @@ class Server:
         self.state.phase = Phase.DRAINING
         timeout_s = self.state.server_config.drain_timeout_s
         logger.info("shutting down: %d requests in flight have %g s", self.state.num_open, timeout_s)
-        await self._client.interrupt(ServiceClass.OFFLINE, EngineDead("The server is shutting down."))
+        self._client.interrupt(ServiceClass.OFFLINE, EngineDead("The server is shutting down."))
         deadline_at_s = time.monotonic() + timeout_s
         while self.state.num_open > 0 and time.monotonic() < deadline_at_s:
             await asyncio.sleep(_DRAIN_POLL_S)

@@ -84,10 +84,14 @@ class EventStream(LongResponse):
         self._keep_alive_s = keep_alive_s
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with aclosing(self._chunks) as chunks:
+        # The inner generator is closed first: one that still waits for the outer cannot be closed over it.
+        async with (
+            aclosing(self._chunks) as chunks,
+            aclosing(_with_pauses(chunks, self._keep_alive_s)) as paced,
+        ):
             opened = False
             try:
-                async for bodies in _with_pauses(chunks, self._keep_alive_s):
+                async for bodies in paced:
                     if not opened:
                         opened = True
                         await _open(send)

@@ -30,6 +30,7 @@ from backfill.engine.messages import (
     StartFailed,
     StepReport,
     Stop,
+    ToEngine,
     TokenOutput,
 )
 from backfill.engine.process import run_engine_process
@@ -73,7 +74,7 @@ class EngineClient:
         self._log_level = log_level
         self._process: BaseProcess | None = None
         self._context: zmq.asyncio.Context | None = None
-        self._commands: zmq.asyncio.Socket | None = None
+        self._commands: zmq.Socket[bytes] | None = None
         self._reports: zmq.asyncio.Socket | None = None
         self._reader: asyncio.Task[None] | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
@@ -99,7 +100,8 @@ class EngineClient:
         commands_url = f"ipc://{Path(self._folder.name) / 'commands'}"
         reports_url = f"ipc://{Path(self._folder.name) / 'reports'}"
         self._context = zmq.asyncio.Context()
-        self._commands = self._context.socket(zmq.PUSH)
+        # Not an asyncio socket: sending never waits, so it can neither hang nor be cancelled.
+        self._commands = zmq.Context(self._context).socket(zmq.PUSH)
         reports = self._reports = self._context.socket(zmq.PULL)
         for socket, url in ((self._commands, commands_url), (reports, reports_url)):
             socket.set_hwm(0)
@@ -129,8 +131,8 @@ class EngineClient:
 
     async def stop(self) -> None:
         """End the process, also one that is still loading; requests in flight get EngineDead."""
-        if self.is_ready and self._commands is not None and self._process is not None:
-            await self._commands.send(self._encoder.encode(Stop()))
+        if self.is_ready and self._process is not None:
+            self._send(Stop())
             deadline_at_s = time.monotonic() + _STOP_TIMEOUT_S
             while self._process.is_alive() and time.monotonic() < deadline_at_s:
                 await asyncio.sleep(0.01)
@@ -146,13 +148,13 @@ class EngineClient:
             self._process.kill()
             self._process.join()
 
-    async def interrupt(self, service_class: ServiceClass, error: EngineDead) -> None:
+    def interrupt(self, service_class: ServiceClass, error: EngineDead) -> None:
         """Abort every request of a class in flight; each gets ``error``."""
         request_ids = [rid for rid, stream in self._streams.items() if stream.service_class is service_class]
         for request_id in request_ids:
             self._streams[request_id].queue.put_nowait(error)
-        if request_ids and self.info is not None:
-            await self._send(AbortRequests(request_ids))
+        if request_ids:
+            self._send(AbortRequests(request_ids))
 
     async def generate(
         self,
@@ -174,7 +176,7 @@ class EngineClient:
         stream = self._streams[request_id] = _Stream(service_class)
         is_over = False
         try:
-            await self._send(
+            is_sent = self._send(
                 AddRequest(
                     request_id=request_id,
                     prompt_token_ids=prompt_token_ids,
@@ -184,6 +186,9 @@ class EngineClient:
                     arrived_at_s=time.monotonic() if arrived_at_s is None else arrived_at_s,
                 )
             )
+            if not is_sent:
+                is_over = True
+                raise EngineDead("The engine process has ended.")
             while not is_over:
                 output = await stream.queue.get()
                 if isinstance(output, EngineDead):
@@ -193,12 +198,18 @@ class EngineClient:
                 yield output
         finally:
             self._streams.pop(request_id, None)
-            if not is_over and self.info is not None:
-                await self._send(AbortRequests([request_id]))
+            if not is_over:
+                self._send(AbortRequests([request_id]))
 
-    async def _send(self, command: AddRequest | AbortRequests) -> None:
-        assert self._commands is not None
-        await self._commands.send(self._encoder.encode(command))
+    def _send(self, command: ToEngine) -> bool:
+        """Hand a command to the engine; False when there is no engine to take it."""
+        if self._commands is None:
+            return False
+        try:
+            self._commands.send(self._encoder.encode(command), zmq.NOBLOCK)
+        except zmq.Again:  # the peer is gone; the reader will notice its end
+            return False
+        return True
 
     async def _first_message(
         self, reports: zmq.asyncio.Socket, decoder: msgspec.msgpack.Decoder[FromEngine]
@@ -215,14 +226,24 @@ class EngineClient:
     async def _read(self, reports: zmq.asyncio.Socket, decoder: msgspec.msgpack.Decoder[FromEngine]) -> None:
         """Hand out reports until the process ends."""
         assert self._process is not None
+        has_ended = asyncio.Event()
+        loop, sentinel = asyncio.get_running_loop(), self._process.sentinel
+        loop.add_reader(sentinel, has_ended.set)
+        ending = asyncio.create_task(has_ended.wait())
         try:
             while True:
-                was_alive = self._process.is_alive()
-                if await reports.poll(_POLL_S * 1000):
-                    self._dispatch(decoder.decode(await reports.recv()))
-                elif not was_alive:
+                arrival = asyncio.ensure_future(reports.recv())
+                await asyncio.wait({arrival, ending}, return_when=asyncio.FIRST_COMPLETED)
+                if not arrival.done():
+                    arrival.cancel()
                     break
+                self._dispatch(decoder.decode(arrival.result()))
+        except Exception:
+            logger.exception("reports of the engine cannot be read")
         finally:
+            loop.remove_reader(sentinel)
+            ending.cancel()
+            self._process.join(_POLL_S)
             error = EngineDead(self._how_it_ended())
             self.info = None
             for stream in self._streams.values():

@@ -27,6 +27,7 @@ class Engine:
         self.scheduler = Scheduler(
             config, BlockManager(info.num_blocks, info.block_size), end_token_ids=info.end_token_ids
         )
+        self.num_failed_steps_in_a_row = 0
         self._clock = clock
         self._last_step_s = 0.0
         self._last_step_tokens = 0
@@ -60,7 +61,9 @@ class Engine:
             outcome = self.executor.run(plan)
         except Exception as error:
             logger.exception("step %d failed", plan.step)
+            self.num_failed_steps_in_a_row += 1
             return self._fail(plan, error)
+        self.num_failed_steps_in_a_row = 0
         outputs = [_token_output(token) for token in self.scheduler.commit(plan, outcome)]
         self._last_step_tokens = plan.num_tokens
         self._last_step_s = self._clock.now_s() - started_at_s
@@ -96,7 +99,8 @@ class Engine:
 
 def _token_output(committed: CommittedToken) -> TokenOutput:
     request, sampled = committed.request, committed.sampled
-    if request.finish_reason is None:
+    is_first = len(request.output_token_ids) == 1
+    if request.finish_reason is None and not is_first:
         return TokenOutput(request.request_id, sampled.token_id, sampled.logprobs)
     return TokenOutput(
         request.request_id,

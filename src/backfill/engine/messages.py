@@ -51,8 +51,8 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tr
     """One step's news of one request; a finished request has no further ones.
 
     ``token_id`` is None where the request ended without a token (abort, error). ``message`` says why
-    it failed. ``stop_token_id`` is the requested stop token that ended it. The last three are set on
-    the last output only.
+    it failed. ``stop_token_id`` is the requested stop token that ended it. The last two are set on the
+    first and the last output only.
     """
 
     request_id: RequestId

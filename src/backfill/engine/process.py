@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import multiprocessing
 import os
 import signal
 import sys
@@ -33,6 +34,8 @@ from backfill.execution.executor import Executor
 
 logger = logging.getLogger(__name__)
 
+_MAX_FAILED_STEPS = 5
+
 ExecutorFactory = Callable[[EngineConfig], Executor]
 
 
@@ -40,8 +43,9 @@ def run_engine_process(config: EngineConfig, commands_url: str, reports_url: str
     """Entry point of the child process. Ends on ``Stop``, or with its parent."""
     logging.basicConfig(level=log_level, format="%(asctime)s %(levelname)s engine: %(message)s")
     _die_with_parent()
-    # Ctrl-C reaches the whole process group; the parent decides what it means and sends Stop.
+    # Both may reach the whole process group; the parent decides what they mean and sends Stop.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with zmq.Context() as context:
         commands, reports = context.socket(zmq.PULL), context.socket(zmq.PUSH)
         for socket in (commands, reports):
@@ -98,14 +102,22 @@ class _Channel:
 
 
 class EngineLoop:
-    """Listens when idle, otherwise listens without waiting and steps."""
+    """Listens when idle, otherwise listens without waiting and steps.
+
+    Ends after several failed steps in a row: a device in a broken state stays so until its process
+    ends, and the client starts a new one.
+    """
 
     def __init__(self, engine: Engine, channel: _Channel) -> None:
         self._engine = engine
         self._channel = channel
 
+    @property
+    def _num_failed_steps(self) -> int:
+        return self._engine.num_failed_steps_in_a_row
+
     def run(self) -> None:
-        while True:
+        while self._num_failed_steps < _MAX_FAILED_STEPS:
             refused: list[TokenOutput] = []
             for command in self._channel.receive(wait=not self._engine.has_work):
                 if isinstance(command, Stop):
@@ -138,5 +150,6 @@ def _die_with_parent() -> None:
         return
     set_parent_death_signal = 1
     ctypes.CDLL(None, use_errno=True).prctl(set_parent_death_signal, signal.SIGKILL)
-    if os.getppid() == 1:  # the parent ended before the request took effect
+    parent = multiprocessing.parent_process()
+    if parent is not None and os.getppid() != parent.pid:  # it ended before the request took effect
         os._exit(1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from dataclasses import replace
 
 import torch
@@ -15,7 +14,7 @@ from backfill.core.plan import AdmittedRequest, ScheduledSlice, StepPlan
 from backfill.core.request import RequestId
 from backfill.core.sampling import SamplingParams
 from backfill.execution.executor import ExecutorInfo
-from backfill.execution.memory import available_cuda_bytes, available_host_bytes, check_fits
+from backfill.execution.machine import available_host_bytes, available_processors, check_fits
 from backfill.execution.torch_executor import TorchExecutor
 from backfill.kernels import create_kernels
 from backfill.models.build import build_model
@@ -38,7 +37,7 @@ def create_torch_executor(config: EngineConfig) -> TorchExecutor:
     device = _choose_device(config)
     dtype = _choose_dtype(config, model_config, device)
     if device.type == "cpu":
-        torch.set_num_threads(config.num_threads or len(os.sched_getaffinity(0)))
+        torch.set_num_threads(config.num_threads or available_processors())
     layout = KVLayout(
         num_layers=model_config.num_layers,
         num_kv_heads=model_config.num_kv_heads,
@@ -93,7 +92,7 @@ def _choose_kv_bytes(
     """Size of the pool, checked against the memory that is left beside the weights."""
     weights_bytes = model_config.weight_bytes(dtype.itemsize)
     if device.type == "cuda":
-        available: int | None = available_cuda_bytes(device, config.gpu_memory_utilization)
+        available: int | None = _available_cuda_bytes(device, config.gpu_memory_utilization)
         assert available is not None
         kv_bytes = (
             config.kv_bytes if config.kv_bytes is not None else max(1, int((available - weights_bytes) * 0.9))
@@ -103,6 +102,12 @@ def _choose_kv_bytes(
         kv_bytes = config.kv_bytes if config.kv_bytes is not None else _DEFAULT_CPU_KV_BYTES
     check_fits(weights_bytes=weights_bytes, kv_bytes=kv_bytes, available_bytes=available, device=str(device))
     return kv_bytes
+
+
+def _available_cuda_bytes(device: torch.device, utilization: float) -> int:
+    """Bytes of the device this process may still take when ``utilization`` of it is ours."""
+    free, total = torch.cuda.mem_get_info(device)
+    return max(0, int(total * utilization) - (total - free))
 
 
 def _choose_max_model_len(

@@ -12,6 +12,7 @@ from backfill.core.plan import TokenLogprobs
 from backfill.execution.request_state import RequestState
 
 _NUM_CANDIDATES = 1024  # top-p and min-p rarely keep more; rows that do are sorted whole
+_MAX_ROWS_DRAWN = 32  # at once: bounds the copies of a row that drawing makes
 _MASK_64 = (1 << 64) - 1
 
 
@@ -37,8 +38,10 @@ class Sampler:
             self._shape(logits[row], state)
         token_ids = _most_likely(logits)
         drawn = [row for row, state in enumerate(states) if not state.sampling.is_greedy]
-        for row, token_id in zip(drawn, _draw(logits, drawn, states), strict=True):
-            token_ids[row] = token_id
+        for start in range(0, len(drawn), _MAX_ROWS_DRAWN):
+            rows = drawn[start : start + _MAX_ROWS_DRAWN]
+            for row, token_id in zip(rows, _draw(logits, rows, states), strict=True):
+                token_ids[row] = token_id
         return [
             (
                 token_id,
@@ -55,8 +58,9 @@ class Sampler:
     def _shape(self, logits: Tensor, state: RequestState) -> None:
         """Apply bias, penalties and suppression to one row ``[vocab]`` in place."""
         sampling = state.sampling
-        for token_id, bias in sampling.logit_bias:
-            logits[token_id] += bias
+        if sampling.logit_bias:
+            ids, biases = zip(*sampling.logit_bias, strict=True)
+            logits[list(ids)] += torch.tensor(biases, device=logits.device)
         if sampling.has_penalties:
             _penalise(logits, state)
         if state.num_output_tokens < sampling.min_tokens:
@@ -85,8 +89,6 @@ def _penalise(logits: Tensor, state: RequestState) -> None:
 
 def _draw(logits: Tensor, rows: Sequence[int], states: Sequence[RequestState]) -> list[int]:
     """Draw one token for each of ``rows``, each from its own temperature, filters and random number."""
-    if not rows:
-        return []
     params = [states[row].sampling for row in rows]
     is_filtered = [p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0 for p in params]
     temperature = torch.tensor([p.temperature for p in params], device=logits.device)
@@ -112,38 +114,55 @@ def _draw(logits: Tensor, rows: Sequence[int], states: Sequence[RequestState]) -
     return token_ids.tolist()
 
 
-def _draw_filtered(probs: Tensor, uniform: Tensor, *, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+def _draw_filtered(
+    probs: Tensor,
+    uniform: Tensor,
+    *,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    num_candidates: int = _NUM_CANDIDATES,
+) -> Tensor:
     """Draw from the tokens that top-k, top-p and min-p leave of each row of ``probs [N, vocab]``.
 
-    Looks at the most likely candidates only, and at a whole row where those do not settle its filters.
+    Looks at the most likely candidates only, and at the whole of those rows whose filters they do not
+    settle. Which rows these are depends on each row alone.
     """
     vocab_size = probs.shape[1]
-    num_candidates = min(_NUM_CANDIDATES, vocab_size)
-    while True:
-        ranked, ids = probs.topk(num_candidates, dim=-1)
-        kept, is_settled = _filter_ranked(ranked, top_k, top_p, min_p)
-        if num_candidates == vocab_size or bool(is_settled.all()):
-            break
-        num_candidates = vocab_size
+    ranked, ids = probs.topk(min(num_candidates, vocab_size), dim=-1)
+    kept, is_settled = _filter_ranked(ranked, vocab_size, top_k, top_p, min_p)
     chosen = _invert_cdf(torch.where(kept, ranked, 0.0), uniform)
-    return ids.gather(1, chosen[:, None])[:, 0]
+    token_ids = ids.gather(1, chosen[:, None])[:, 0]
+    if not bool(is_settled.all()):
+        rest = ~is_settled
+        token_ids[rest] = _draw_filtered(
+            probs[rest],
+            uniform[rest],
+            top_k=top_k[rest],
+            top_p=top_p[rest],
+            min_p=min_p[rest],
+            num_candidates=vocab_size,
+        )
+    return token_ids
 
 
-def _filter_ranked(ranked: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> tuple[Tensor, Tensor]:
+def _filter_ranked(
+    ranked: Tensor, vocab_size: int, top_k: Tensor, top_p: Tensor, min_p: Tensor
+) -> tuple[Tensor, Tensor]:
     """Which of the candidates ``ranked [N, C]``, most likely first, stay, and whether others could.
 
     Returns (kept ``[N, C]``, settled ``[N]``): a settled row keeps none of the tokens beyond its candidates.
-    Top-p is a share of the mass top-k left; where top-k reaches beyond the candidates, of the whole.
+    Top-p is a share of the mass that top-k left.
     """
     ranks = torch.arange(ranked.shape[1], device=ranked.device)
     in_top_k = ranks < top_k[:, None]
     cumulative = torch.where(in_top_k, ranked, 0.0).double().cumsum(-1)
     k_is_inside = top_k <= ranked.shape[1]
-    mass = torch.where(k_is_inside, cumulative[:, -1], 1.0)
+    mass = torch.where(k_is_inside, cumulative[:, -1], 1.0)  # beyond: right where top-k is off
     before = cumulative - ranked
     kept = in_top_k & (before < (top_p.double() * mass)[:, None]) & (ranked >= min_p[:, None] * ranked[:, :1])
     kept[:, 0] = True
-    is_settled = k_is_inside | (~kept[:, -1])
+    is_settled = k_is_inside | ((top_k >= vocab_size) & ~kept[:, -1])
     return kept, is_settled
 
 
@@ -153,10 +172,11 @@ def _invert_cdf(weights: Tensor, uniform: Tensor) -> Tensor:
     An index of weight 0 is never returned.
     """
     cdf = weights.double().cumsum(-1)
-    target = uniform[:, None] * cdf[:, -1:]
-    index = torch.searchsorted(cdf, target, right=True)[:, 0]
-    last_possible = (weights > 0).double().cumsum(-1).argmax(-1)
-    return torch.minimum(index, last_possible)
+    total = cdf[:, -1:].contiguous()
+    # Strictly below the total, so that the index found always has a step of the sum, a weight, to itself.
+    target = torch.minimum(uniform[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
+    index = torch.searchsorted(cdf, target.contiguous(), right=True)[:, 0]
+    return index.clamp_(max=weights.shape[1] - 1)
 
 
 def uniform_at(seed: int, index: int) -> float:

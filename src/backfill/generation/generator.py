@@ -9,7 +9,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Protocol
 
-from backfill.core.errors import BackfillError
+from backfill.core.errors import BackfillError, EngineDead
 from backfill.core.plan import TokenLogprobs
 from backfill.core.request import FinishReason, RequestId, ServiceClass
 from backfill.core.sampling import SamplingParams
@@ -101,6 +101,9 @@ class TextGenerator:
                     yield delta
                     if delta.finish_reason is not None:
                         return
+        except BackfillError:
+            timeline.finish_reason = FinishReason.ERROR
+            raise
         finally:
             timeline.close()
 
@@ -152,6 +155,7 @@ class _Timeline:
         self._observer = observer
         self._first_token_at_s: float | None = None
         self._last_token_at_s: float | None = None
+        self._first_scheduled_at_s: float | None = None
         self._last_output: TokenOutput | None = None
 
     async def watch(self, outputs: AsyncGenerator[TokenOutput, None]) -> AsyncGenerator[TokenOutput, None]:
@@ -159,8 +163,9 @@ class _Timeline:
         async with aclosing(outputs):
             async for output in outputs:
                 self._last_output = output
+                if output.first_scheduled_at_s is not None:
+                    self._first_scheduled_at_s = output.first_scheduled_at_s
                 if output.token_id is None:
-                    self.finish_reason = FinishReason.ERROR
                     raise BackfillError(output.message or "The engine failed.")
                 self._count_token()
                 yield output
@@ -176,7 +181,7 @@ class _Timeline:
                 max_tokens=self._request.sampling.max_tokens,
                 num_preemptions=0 if output is None else output.num_preemptions,
                 arrived_at_s=self.arrived_at_s,
-                first_scheduled_at_s=None if output is None else output.first_scheduled_at_s,
+                first_scheduled_at_s=self._first_scheduled_at_s,
                 first_token_at_s=self._first_token_at_s,
                 last_token_at_s=self._last_token_at_s,
                 finished_at_s=time.monotonic(),
@@ -209,13 +214,16 @@ async def merge(
     arrivals: asyncio.Queue[tuple[int, TextDelta | Exception | None]] = asyncio.Queue()
 
     async def pump(index: int, stream: AsyncGenerator[TextDelta, None]) -> None:
+        ending: Exception | None = EngineDead("The request was cancelled.")
         try:
             async with aclosing(stream):
                 async for delta in stream:
                     arrivals.put_nowait((index, delta))
-            arrivals.put_nowait((index, None))
+            ending = None
         except Exception as error:
-            arrivals.put_nowait((index, error))
+            ending = error
+        finally:
+            arrivals.put_nowait((index, ending))
 
     tasks = [asyncio.create_task(pump(index, stream)) for index, stream in enumerate(streams)]
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -25,6 +26,9 @@ class Tokenizer:
         self._special_ids = frozenset(wrapped.all_special_ids)
         self.is_byte_level = isinstance(self.backend.decoder, ByteLevel)
         self._decoded: dict[int, str] = {}
+        self._longest_token = max(map(len, wrapped.get_vocab()), default=1)
+        # What a client must not set through template_kwargs: some would run a template of its own.
+        self._template_parameters = frozenset(inspect.signature(wrapped.apply_chat_template).parameters)
 
     @classmethod
     def from_folder(cls, folder: Path, *, chat_template: str | None = None) -> Tokenizer:
@@ -54,7 +58,22 @@ class Tokenizer:
         eos: int | None = self._wrapped.eos_token_id
         return eos
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    def encode(
+        self, text: str, *, add_special_tokens: bool = True, most_tokens: int | None = None
+    ) -> list[int]:
+        """Token ids of ``text``.
+
+        Args:
+            most_tokens: refuse, before the work, a text that must have more tokens than this.
+        Raises: RequestError for such a text.
+        """
+        if most_tokens is not None and len(text) > most_tokens * self._longest_token:
+            raise RequestError(
+                f"The prompt of {len(text)} characters exceeds this model's maximum context length of "
+                f"{most_tokens} tokens.",
+                param="prompt",
+                code="context_length_exceeded",
+            )
         ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
@@ -69,11 +88,18 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
+        most_tokens: int | None = None,
     ) -> list[int]:
         """Render the conversation with the chat template and encode it.
 
         Raises: RequestError when there is no template or the template refuses the messages.
         """
+        reserved = sorted(self._template_parameters.intersection(template_kwargs or {}))
+        if reserved:
+            raise RequestError(
+                f"chat_template_kwargs may only hold variables of the template, not {', '.join(reserved)}.",
+                param="chat_template_kwargs",
+            )
         if not self.has_chat_template:
             raise RequestError(
                 "This model has no chat template; use /v1/completions, or start the server with "
@@ -92,7 +118,7 @@ class Tokenizer:
             raise RequestError(
                 f"The chat template refused the messages: {error}", param="messages"
             ) from error
-        return self.encode(text, add_special_tokens=False)
+        return self.encode(text, add_special_tokens=False, most_tokens=most_tokens)
 
     def token_text(self, token_id: int) -> str:
         """One token's text on its own; replacement characters where it is part of a character."""

@@ -7,7 +7,7 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, NoReturn, TypeVar, cast
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from backfill.core.errors import RequestError
 from backfill.core.request import ServiceClass
@@ -45,6 +45,23 @@ _UNSUPPORTED_FIELDS = frozenset(
     }
 )
 
+MAX_LOGIT_BIASES = 300  # OpenAI's
+MAX_STOP_TOKENS = 128
+MAX_REQUEST_ID_CHARS = 128
+
+T = TypeVar("T")
+
+# Stops at the first wrong item: a list of a million wrong ones would otherwise be a million errors.
+FailFastList = Annotated[list[T], Field(fail_fast=True)]
+
+
+def _check_num_biases(value: Any) -> Any:
+    if isinstance(value, dict) and len(value) > MAX_LOGIT_BIASES:
+        raise ValueError(f"at most {MAX_LOGIT_BIASES} entries are allowed")
+    return value
+
+
+LogitBias = Annotated[dict[str, float], BeforeValidator(_check_num_biases)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
 StrictModel = ConfigDict(strict=True, extra="ignore")
 
@@ -75,12 +92,12 @@ class GenerationFields(BaseModel):
     repetition_penalty: Number | None = None
     presence_penalty: Number | None = None
     frequency_penalty: Number | None = None
-    logit_bias: dict[str, Number] | None = None
+    logit_bias: LogitBias | None = None
     seed: int | None = None
     n: int | None = None
     best_of: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: str | FailFastList[str] | None = None
+    stop_token_ids: FailFastList[int] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
@@ -126,6 +143,18 @@ class GenerationFields(BaseModel):
         if len(self.stop_strings) > MAX_STOP_STRINGS or "" in self.stop_strings:
             raise RequestError(
                 f"stop must be at most {MAX_STOP_STRINGS} strings, none of them empty.", param="stop"
+            )
+        if len(self.stop_token_ids or ()) > MAX_STOP_TOKENS:
+            raise RequestError(
+                f"stop_token_ids must be at most {MAX_STOP_TOKENS} tokens.", param="stop_token_ids"
+            )
+        request_id = self.request_id
+        if request_id is not None and not (
+            request_id.isascii() and request_id.isprintable() and 0 < len(request_id) <= MAX_REQUEST_ID_CHARS
+        ):
+            raise RequestError(
+                f"request_id must be 1 to {MAX_REQUEST_ID_CHARS} printable ASCII characters.",
+                param="request_id",
             )
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options is only allowed when stream is true.", param="stream_options")
@@ -182,7 +211,7 @@ class TextPart(BaseModel):
 class ChatMessage(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | FailFastList[TextPart] | None = None
 
     def as_template_input(self) -> dict[str, Any]:
         """The message as chat templates expect it: text parts joined, ``developer`` as ``system``."""
@@ -201,7 +230,7 @@ class ChatMessage(BaseModel):
 class ChatCompletionRequest(GenerationFields):
     """Body of ``POST /v1/chat/completions``."""
 
-    messages: list[ChatMessage]
+    messages: FailFastList[ChatMessage]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -233,7 +262,7 @@ class ChatCompletionRequest(GenerationFields):
 class CompletionRequest(GenerationFields):
     """Body of ``POST /v1/completions``."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | FailFastList[str] | FailFastList[int] | FailFastList[FailFastList[int]]
     echo: bool | None = None
     logprobs: int | None = None
     add_special_tokens: bool = True
@@ -278,7 +307,7 @@ class TokenizeRequest(BaseModel):
     model_config = StrictModel
     model: str | None = None
     prompt: str | None = None
-    messages: list[ChatMessage] | None = None
+    messages: FailFastList[ChatMessage] | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
 
@@ -288,7 +317,7 @@ class DetokenizeRequest(BaseModel):
 
     model_config = StrictModel
     model: str | None = None
-    tokens: list[int]
+    tokens: FailFastList[int]
 
 
 Body = TypeVar("Body", bound=BaseModel)
@@ -329,9 +358,6 @@ def _unsupported(name: str) -> NoReturn:
     raise RequestError(f"{name} is not supported by this server.", param=name, code="unsupported_parameter")
 
 
-T = TypeVar("T")
-
-
 def _first(asked: T | None, default: T | None, fallback: T) -> T:
     if asked is not None:
         return asked
@@ -341,7 +367,7 @@ def _first(asked: T | None, default: T | None, fallback: T) -> T:
 def _token_biases(biases: Mapping[str, float] | None) -> tuple[tuple[int, float], ...]:
     parsed = []
     for key, bias in (biases or {}).items():
-        if not key.isascii() or not key.isdigit():
+        if not key.isascii() or not key.isdigit() or str(int(key[:20])) != key:
             raise RequestError(f"logit_bias keys must be token ids, got {key[:40]!r}.", param="logit_bias")
         parsed.append((int(key), bias))
     return tuple(parsed)

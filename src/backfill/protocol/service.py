@@ -94,6 +94,7 @@ class CompletionService:
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
             template_kwargs=body.chat_template_kwargs,
+            most_tokens=self._most_prompt_tokens(body),
         )
         return self._prepare(
             body,
@@ -112,12 +113,18 @@ class CompletionService:
         body.check()
         prompts = [
             body.truncated(
-                self.tokenizer.encode(prompt, add_special_tokens=body.add_special_tokens)
+                self.tokenizer.encode(
+                    prompt,
+                    add_special_tokens=body.add_special_tokens,
+                    most_tokens=self._most_prompt_tokens(body),
+                )
                 if isinstance(prompt, str)
                 else prompt
             )
             for prompt in body.prompts
         ]
+        for prompt in prompts:
+            self.info.check_prompt(prompt)
         echoed = [
             "" if not body.echo else prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt)
             for prompt in body.prompts
@@ -140,12 +147,14 @@ class CompletionService:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         template_kwargs: Json | None = None,
+        most_tokens: int | None = None,
     ) -> list[int]:
         return self.tokenizer.encode_chat(
             [message.as_template_input() for message in messages],
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             template_kwargs=template_kwargs,
+            most_tokens=most_tokens,
         )
 
     async def run_whole(self, generation: Generation) -> Json:
@@ -201,6 +210,10 @@ class CompletionService:
             raise EngineDead("The engine is not running; it is being started. Please retry.")
         return self._client.info
 
+    def _most_prompt_tokens(self, body: GenerationFields) -> int | None:
+        """Beyond this a prompt is refused unread; None where it will be truncated."""
+        return self.info.max_model_len if body.truncate_prompt_tokens is None else None
+
     def _prepare(
         self,
         body: GenerationFields,
@@ -228,8 +241,8 @@ class CompletionService:
             info.check_request(prompt, sampling)
             requests.append(
                 GenerationRequest(
-                    # Clients choose response ids and may repeat them; the engine's must be unique.
-                    request_id=RequestId(f"{response_id}/{next(self._num_requests)}"),
+                    # Clients choose response ids and may repeat them; the engine's are unique and short.
+                    request_id=RequestId(str(next(self._num_requests))),
                     prompt_token_ids=prompt,
                     sampling=sampling,
                     stop=body.stop_strings,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -78,11 +79,11 @@ class Scheduler:
 
     def count_by_class(self) -> dict[ServiceClass, tuple[int, int]]:
         """(running, waiting) of each class."""
-        counts = {service_class: [0, 0] for service_class in ServiceClass}
-        for request in self._requests.values():
-            is_waiting = request.status is not RequestStatus.RUNNING
-            counts[request.service_class][is_waiting] += 1
-        return {service_class: (running, waiting) for service_class, (running, waiting) in counts.items()}
+        running = Counter(request.service_class for request in self._running.values())
+        waiting = self._waiting.num_by_class
+        return {
+            service_class: (running[service_class], waiting[service_class]) for service_class in ServiceClass
+        }
 
     def add(self, request: Request) -> None:
         """Queue a request. The caller has checked that it fits the pool alone."""
@@ -174,18 +175,22 @@ class Scheduler:
         return preempted_any
 
     def _plan_waiting(self, batch: _Batch, now_s: float) -> list[AdmittedRequest]:
-        """Start waiting requests while their known tokens fit beside a reserve of a block a running one.
+        """Start waiting requests while all their known tokens fit beside what running ones will need next.
 
-        The reserve keeps an admission from causing a preemption in the very next steps.
+        That is the blocks for the rest of their prompts and one block each to grow into, so that an
+        admission does not cause a preemption in the next steps.
         """
-        admitted = []
+        admitted: list[AdmittedRequest] = []
+        if len(self._waiting) == 0:
+            return admitted
+        reserved = sum(map(self._blocks_needed_next, self._running.values()))
         while len(self._running) < self.config.max_num_seqs:
             request = self._waiting.peek()
             if request is None:
                 break
             num_tokens = self._tokens_for(request, batch)
-            needed = self.blocks.blocks_for(request.num_tokens) + len(self._running)
-            if num_tokens == 0 or needed > self.blocks.num_free_blocks:
+            needed = self.blocks.blocks_for(request.num_tokens)
+            if num_tokens == 0 or needed + reserved > self.blocks.num_free_blocks:
                 break
             self._waiting.pop()
             request.move_to(RequestStatus.RUNNING)
@@ -193,6 +198,7 @@ class Scheduler:
                 request.first_scheduled_at_s = now_s
             self._running[request.request_id] = request
             self.blocks.grow(request.request_id, num_tokens)
+            reserved += self._blocks_needed_next(request)
             batch.put(request, num_tokens)
             if request.request_id not in self._known_to_executor:
                 self._known_to_executor.add(request.request_id)
@@ -200,6 +206,9 @@ class Scheduler:
                     AdmittedRequest(request.request_id, tuple(request.prompt_token_ids), request.sampling)
                 )
         return admitted
+
+    def _blocks_needed_next(self, request: Request) -> int:
+        return 1 + self.blocks.num_missing_blocks(request.request_id, request.num_tokens)
 
     def _tokens_for(self, request: Request, batch: _Batch) -> int:
         return min(request.num_pending_tokens, self.config.max_prefill_chunk_tokens, batch.num_tokens_left)

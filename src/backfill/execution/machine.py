@@ -1,10 +1,10 @@
-"""How much memory there is, and refusing what does not fit before taking it."""
+"""What the machine, or the container's limits, leave this process: memory and processors."""
 
 from __future__ import annotations
 
+import math
+import os
 from pathlib import Path
-
-import torch
 
 from backfill.core.config import GIB
 from backfill.core.errors import InsufficientMemory
@@ -37,10 +37,14 @@ def check_fits(*, weights_bytes: int, kv_bytes: int, available_bytes: int | None
     )
 
 
-def available_cuda_bytes(device: torch.device, utilization: float) -> int:
-    """Bytes of the device this process may still take when ``utilization`` of it is ours."""
-    free, total = torch.cuda.mem_get_info(device)
-    return max(0, int(total * utilization) - (total - free))
+def available_processors() -> int:
+    """Processors this process may use at once: its affinity, or the control group's quota if less."""
+    allowed = len(os.sched_getaffinity(0))
+    try:
+        quota, period = (_CGROUP / "cpu.max").read_text().split()
+        return allowed if quota == "max" else max(1, min(allowed, math.ceil(int(quota) / int(period))))
+    except (OSError, ValueError):
+        return allowed
 
 
 def _machine_available_bytes() -> int | None:
@@ -57,6 +61,9 @@ def _cgroup_available_bytes() -> int | None:
     try:
         limit = (_CGROUP / "memory.max").read_text().strip()
         used = int((_CGROUP / "memory.current").read_text())
+        stat = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
+        # Counted as used, and given back on demand: files read or written lately.
+        reclaimable = int(stat.get("inactive_file", "0"))
     except (OSError, ValueError):
         return None
-    return None if limit == "max" else max(0, int(limit) - used)
+    return None if limit == "max" else max(0, int(limit) - used + reclaimable)
