@@ -4,14 +4,37 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import typer.main
 
 from backfill.api.metrics import Metrics
+from backfill.bench.metrics import compute_metrics
+from backfill.bench.report import result_json
+from backfill.bench.runner import Run
 from backfill.cli.main import app
 from tests.builders import make_info
 
 ROOT = Path(__file__).parent.parent
+
+
+def commands() -> dict[str, Any]:
+    """Every command by its words after ``backfill``."""
+    found: dict[str, Any] = {}
+
+    def collect(words: tuple[str, ...], command: Any) -> None:
+        children = getattr(command, "commands", None)
+        if children is None:
+            found[" ".join(words)] = command
+        for name, child in (children or {}).items():
+            collect((*words, name), child)
+
+    collect((), typer.main.get_command(app))
+    return found
+
+
+def options(command: str) -> set[str]:
+    return {option for parameter in commands()[command].params for option in parameter.opts}
 
 
 def test_every_metric_is_documented() -> None:
@@ -25,25 +48,34 @@ def test_every_metric_is_documented() -> None:
 
 
 def test_every_command_and_option_has_help() -> None:
-    group = typer.main.get_command(app)
-    commands = group.commands  # type: ignore[attr-defined]
-    assert set(commands) == {"serve", "pull"}
-    for command in commands.values():
-        assert command.help
+    found = commands()
+    assert found.keys() >= {"serve", "pull", "bench serve"}
+    for name, command in found.items():
+        assert command.help, name
         for parameter in command.params:
-            assert parameter.name == "help" or parameter.help, (command.name, parameter.name)
+            assert parameter.name == "help" or parameter.help, (name, parameter.name)
 
 
 def test_options_in_the_readme_exist() -> None:
-    group = typer.main.get_command(app)
-    known = {
-        option
-        for command in group.commands.values()  # type: ignore[attr-defined]
-        for parameter in command.params
-        for option in parameter.opts
-    }
+    known = {option for name in commands() for option in options(name)}
     mentioned = set(re.findall(r"`?(--[a-z][a-z-]+)", (ROOT / "README.md").read_text()))
     assert mentioned - {"--help"} <= known
+
+
+def test_every_option_of_the_load_generator_is_documented() -> None:
+    text = (ROOT / "docs" / "benchmarking.md").read_text()
+    for option in options("bench serve") - {"--help"}:
+        assert f"`{option}`" in text, option
+
+
+def test_every_key_of_a_result_is_documented() -> None:
+    run = Run(started_at=0.0, num_requests=0)
+    metrics = compute_metrics([], duration_s=1.0, num_requests=0, objectives_s={"ttft": 1.0})
+    text = (ROOT / "docs" / "benchmarking.md").read_text()
+    statistic = r"(mean|median|std|p50|p90|p99)_(\w+)_ms"
+    for key in result_json(metrics, run, {}, is_detailed=True):
+        name = match[2] if (match := re.fullmatch(statistic, key)) else key
+        assert f"`{name}`" in text, key
 
 
 def test_links_between_documents_lead_somewhere() -> None:

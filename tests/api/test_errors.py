@@ -59,6 +59,7 @@ def assert_refused(
         ({"logit_bias": {"abc": 1}}, "logit_bias"),
         ({"logit_bias": {"7": 1000}}, "logit_bias"),
         ({"logit_bias": {"07": 1}}, "logit_bias"),
+        ({"logit_bias": {"9" * 5000: 1}}, "logit_bias"),
         ({"logit_bias": {str(i): 1 for i in range(301)}}, "logit_bias"),
         ({"stop_token_ids": list(range(129))}, "stop_token_ids"),
         ({"request_id": "x" * 129}, "request_id"),
@@ -85,7 +86,9 @@ def test_fields_out_of_range_are_named(
     [
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"guided_json": {}, "structured_outputs": {"regex": "a"}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
+        ({"guided_json": {}}, "guided_json"),
+        ({"slo": {"ttft": 1.0}}, "slo"),
         ({"prompt_logprobs": 1}, "prompt_logprobs"),
         ({"bad_words": ["x"]}, "bad_words"),
         ({"best_of": 4}, "best_of"),

@@ -100,8 +100,8 @@ def test_a_full_queue_answers_429_with_retry_after(default_model: Path, tmp_path
             assert 1 <= int(response.headers["retry-after"]) <= 120
             assert response.json()["error"]["code"] == "rate_limit_exceeded"
             too_many = server.http.post("/v1/completions", json={"prompt": "hi", "n": 3})
-            assert too_many.status_code == 429
-        assert server.metric("backfill:admission_rejections_total", reason="queue_full") == 2
+            assert too_many.status_code == 400, "no retry would help"
+        assert server.metric("backfill:admission_rejections_total", reason="queue_full") == 1
         # The official client retries by itself and succeeds.
         answer = server.client(max_retries=5).completions.create(model=MODEL, prompt="hi", max_tokens=1)
         assert answer.usage is not None
@@ -121,6 +121,7 @@ def test_a_killed_engine_fails_its_requests_and_comes_back(default_model: Path, 
         refused = server.http.post("/v1/completions", json={"prompt": "hi"})
         assert refused.status_code == 503
         assert "retry-after" in refused.headers
+        assert server.metric("backfill:num_requests_running") == 0
         server.wait_ready()
         assert server.engine_pid() != killed
         assert server.http.post("/v1/completions", json={"prompt": "hi", "max_tokens": 1}).status_code == 200
@@ -205,6 +206,33 @@ def test_health_is_503_while_loading(default_model: Path, tmp_path: Path) -> Non
         server.process.wait()
 
 
+def test_a_chat_template_that_does_not_parse_is_refused_at_start(tmp_path: Path) -> None:
+    template = tmp_path / "bad.jinja"
+    template.write_text("{% if messages %}")
+    result = subprocess.run(
+        serve_command("--port", "0", "--chat-template", str(template)),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert result.returncode == 1
+    assert "line 1" in result.stderr
+
+
+def test_a_client_that_leaves_within_its_body_makes_no_noise(default_model: Path, tmp_path: Path) -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: "
+    with running_server(*SMALL, data_dir=tmp_path) as server:
+        address = ("127.0.0.1", server.http.base_url.port or 80)
+        with socket.create_connection(address) as leaver:
+            leaver.sendall(head + b"50\r\n\r\n{")
+        with socket.create_connection(address, timeout=5) as boaster:
+            boaster.sendall(head + b"99999999999\r\n\r\n")
+            assert b" 413 " in boaster.recv(1000)
+        assert server.http.get("/health").status_code == 200
+        assert "Traceback" not in "".join(server.output)
+
+
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
@@ -212,6 +240,8 @@ def test_health_is_503_while_loading(default_model: Path, tmp_path: Path) -> Non
         (("--kv-gib", "100000"), "Not enough memory"),
         (("--kv-gib", "0.00001"), "--kv-gib"),
         (("--kv-gib", "-1"), "--kv-gib"),
+        (("--kv-gib", "nan"), "--kv-gib"),
+        (("--threads", "100000"), "--threads"),
         (("--max-model-len", "9000"), "--max-model-len"),
         (("--max-model-len", "many"), "--max-model-len"),
         (("--kv-gib", "0.01", "--max-model-len", "8k"), "--kv-gib"),

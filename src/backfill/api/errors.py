@@ -7,6 +7,7 @@ import logging
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from backfill.api.state import Overloaded, Unavailable
 from backfill.core.errors import BackfillError
@@ -43,6 +44,8 @@ def answer(error: Exception) -> JSONResponse:
             status, body = error_of(error)
             headers = {"Retry-After": _RETRY_AFTER_UNAVAILABLE_S} if status == 503 else None
             return JSONResponse(body, status, headers)
+        case ClientDisconnect():
+            return JSONResponse(None, 499)  # nobody reads it
         case HTTPException():
             return JSONResponse(error_body(str(error.detail), "invalid_request_error"), error.status_code)
         case _:
@@ -55,6 +58,7 @@ def install_error_handlers(app: FastAPI) -> None:
         return answer(error)
 
     for kind in (
+        ClientDisconnect,
         Overloaded,
         Unavailable,
         BodyTooLarge,

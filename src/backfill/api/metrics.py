@@ -179,6 +179,10 @@ class Metrics:
             self._step_tokens.observe(stats.num_step_tokens)
             self._step_seconds.observe(stats.step_s)
 
+    def on_engine_death(self) -> None:
+        """Nothing runs or waits any more; totals begin anew with the next engine."""
+        self._engine_state.stats = None
+
     def on_accepted(self, service_class: ServiceClass, num_choices: int) -> None:
         self._choices.labels(**self._constant, **{"class": service_class.value}).observe(num_choices)
 

@@ -123,6 +123,9 @@ async def _read(request: Request, state: ServerState, kind: type[Body]) -> Body:
     if not _JSON_TYPE.match(content_type):
         raise RequestError(f"The Content-Type must be application/json, got {content_type[:80]!r}.")
     limit = state.server_config.max_body_bytes
+    announced = request.headers.get("content-length", "0")
+    if announced.isdigit() and int(announced[:20]) > limit:
+        raise BodyTooLarge(f"The body is over the limit of {limit} bytes.")
     raw = bytearray()
     async for part in request.stream():
         raw += part

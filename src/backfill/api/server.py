@@ -107,13 +107,15 @@ class Server:
 
     async def _keep_engine(self) -> None:
         """Start the engine, and again whenever it dies, unless it dies at once and repeatedly."""
+        await self._start_engine()
         num_quick_deaths = 0
         while True:
-            await self._start_engine()
             started_at_s = time.monotonic()
             await self._client.wait_dead()
             if self._stop_asked.is_set():
                 return
+            if self.state.metrics is not None:
+                self.state.metrics.on_engine_death()
             is_quick = time.monotonic() - started_at_s < _QUICK_DEATH_S
             num_quick_deaths = num_quick_deaths + 1 if is_quick else 0
             if num_quick_deaths >= _MAX_QUICK_DEATHS:
@@ -121,6 +123,7 @@ class Server:
             logger.error("the engine died; starting it again")
             self.state.phase = Phase.RESTARTING
             await asyncio.sleep(_RESTART_DELAY_S)
+            await self._start_engine()
 
     async def _start_engine(self) -> None:
         """Load the model, and the tokenizer at the same time; take requests once both are there."""
@@ -158,11 +161,14 @@ class Server:
         """Refuse new requests, stop offline ones, and let online ones end within the timeout."""
         self.state.phase = Phase.DRAINING
         timeout_s = self.state.server_config.drain_timeout_s
-        logger.info("shutting down: %d requests in flight have %g s", self.state.num_open, timeout_s)
-        self._client.interrupt(ServiceClass.OFFLINE, EngineDead("The server is shutting down."))
+        if self.state.num_open > 0:
+            logger.info("shutting down: %d open requests have %g s to end", self.state.num_open, timeout_s)
+        reason = EngineDead("The server is shutting down.")
+        self._client.interrupt(ServiceClass.OFFLINE, reason)
         deadline_at_s = time.monotonic() + timeout_s
         while self.state.num_open > 0 and time.monotonic() < deadline_at_s:
             await asyncio.sleep(_DRAIN_POLL_S)
+        self._client.interrupt(ServiceClass.ONLINE, reason)
 
     def _on_report(self, report: StepReport) -> None:
         self._stats_log.on_report(report)
@@ -172,7 +178,7 @@ class Server:
     def _on_signal(self) -> None:
         if self._stop_asked.is_set():
             logger.warning("stopping now")
-            self._client.kill()
+            self._client.abandon()
             os._exit(1)
         self._stop_asked.set()
 

@@ -11,6 +11,7 @@ from enum import Enum
 from backfill.api.config import ServerConfig
 from backfill.api.metrics import Metrics
 from backfill.core.config import EngineConfig
+from backfill.core.errors import RequestError
 from backfill.core.request import ServiceClass
 from backfill.engine.client import EngineClient
 from backfill.protocol.service import CompletionService
@@ -58,8 +59,14 @@ class ServerState:
         return self.service
 
     def admit(self, service_class: ServiceClass, num_choices: int) -> None:
-        """Take a place for each choice; each ``release`` gives one back. Raises: Overloaded, taking none."""
+        """Take a place for each choice; each ``release`` gives one back.
+
+        Raises, taking none: Overloaded when the queue is full, RequestError when it could never be served.
+        """
         limit = self.engine_config.scheduler.max_num_seqs + self.server_config.max_queued_requests
+        if num_choices > limit:
+            message = f"This server takes at most {limit} choices at once, got {num_choices}."
+            raise RequestError(message, param="n")
         if self.num_open + num_choices > limit:
             if self.metrics is not None:
                 self.metrics.on_rejected(service_class, "queue_full")

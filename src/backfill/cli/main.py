@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from backfill import __version__
+from backfill.cli.bench import bench_app
 from backfill.cli.pull import pull
 from backfill.cli.serve import serve
 
@@ -20,6 +21,7 @@ app = typer.Typer(
 )
 app.command()(serve)
 app.command()(pull)
+app.add_typer(bench_app, name="bench")
 
 
 @app.callback(invoke_without_command=True)

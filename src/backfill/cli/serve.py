@@ -6,12 +6,14 @@ import asyncio
 import dataclasses
 import json
 import logging
+import math
 import os
 import sys
 import time
 from pathlib import Path
 from typing import Annotated, Any
 
+import jinja2
 import typer
 
 from backfill.core.config import GIB, EngineConfig, SchedulerConfig
@@ -114,7 +116,7 @@ def serve(
             dtype=_one_of("--dtype", dtype, ("auto", "bfloat16", "float16", "float32")),
             load_format=_one_of("--load-format", load_format, ("auto", "safetensors", "dummy")),
             block_size=block_size,
-            kv_bytes=None if kv_gib is None else int(kv_gib * GIB),
+            kv_bytes=_parse_gib(kv_gib),
             gpu_memory_utilization=gpu_memory_utilization,
             max_model_len=_parse_tokens(max_model_len),
             num_threads=threads,
@@ -196,7 +198,8 @@ def _run(
 def _print_banner(ready: Any, name: str, host: str, port: int, took_s: float) -> None:
     info = ready.info
     url_host = f"[{host}]" if ":" in host else host
-    body = json.dumps({"model": name, "messages": [{"role": "user", "content": "What is gravity?"}]})
+    messages = [{"role": "user", "content": "What is gravity?"}]
+    body = json.dumps({"model": name, "messages": messages, "temperature": 0.2})
     lines = [
         "",
         f"Backfill serves {name} on http://{url_host}:{port}  (ready in {took_s:.1f} s)",
@@ -238,6 +241,14 @@ def _parse_tokens(text: str | None) -> int | None:
     return int(digits) * factor
 
 
+def _parse_gib(gib: float | None) -> int | None:
+    if gib is None:
+        return None
+    if not (math.isfinite(gib) and gib > 0):
+        raise ConfigError(f"--kv-gib must be above 0, got {gib:g}.")
+    return int(gib * GIB)
+
+
 def _non_empty_keys(keys: list[str]) -> tuple[str, ...]:
     if any(not key.strip() for key in keys):
         raise ConfigError("--api-key must not be empty.")
@@ -248,9 +259,15 @@ def _read_template(path: Path | None) -> str | None:
     if path is None:
         return None
     try:
-        return path.read_text(encoding="utf-8")
+        template = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--chat-template {path} cannot be read: {error}.") from error
+    try:
+        jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(template)
+    except jinja2.TemplateSyntaxError as error:
+        if "'generation'" not in str(error):  # a tag of transformers' own
+            raise ConfigError(f"--chat-template {path}, line {error.lineno}: {error.message}") from error
+    return template
 
 
 def _is_hub_id(model: str) -> bool:

@@ -148,6 +148,12 @@ class EngineClient:
             self._process.kill()
             self._process.join()
 
+    def abandon(self) -> None:
+        """End the process and remove its files at once, for a caller that is about to exit."""
+        self.kill()
+        if self._folder is not None:
+            self._folder.cleanup()
+
     def interrupt(self, service_class: ServiceClass, error: EngineDead) -> None:
         """Abort every request of a class in flight; each gets ``error``."""
         request_ids = [rid for rid, stream in self._streams.items() if stream.service_class is service_class]

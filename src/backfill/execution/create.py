@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import replace
 
 import torch
@@ -36,6 +37,9 @@ def create_torch_executor(config: EngineConfig) -> TorchExecutor:
     model_config = ModelConfig.from_folder(config.model_dir)
     device = _choose_device(config)
     dtype = _choose_dtype(config, model_config, device)
+    num_processors = os.cpu_count() or 1
+    if config.num_threads is not None and config.num_threads > num_processors:
+        raise ConfigError(f"--threads must be at most {num_processors} here, got {config.num_threads}.")
     if device.type == "cpu":
         torch.set_num_threads(config.num_threads or available_processors())
     layout = KVLayout(

@@ -12,6 +12,9 @@ from tokenizers.decoders import ByteLevel
 
 from backfill.core.errors import CorruptModel, ModelError, RequestError
 
+# Without a tokenizer.json, these are what transformers can convert.
+_OTHER_TOKENIZER_FILES = ("tokenizer.model", "vocab.json", "spiece.model", "tekken.json")
+
 
 class Tokenizer:
     """Text to token ids and back.
@@ -145,6 +148,8 @@ def _load(folder: Path) -> Any:
         from transformers import PreTrainedTokenizerFast
 
         return PreTrainedTokenizerFast.from_pretrained(folder)
+    if not any((folder / name).is_file() for name in _OTHER_TOKENIZER_FILES):
+        raise ModelError(f"{folder} has no tokenizer.json.")
     from transformers import AutoTokenizer
 
     wrapped = AutoTokenizer.from_pretrained(folder)

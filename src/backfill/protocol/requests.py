@@ -34,9 +34,12 @@ _UNSUPPORTED_FIELDS = frozenset(
         "guided_json",
         "guided_regex",
         "logits_processors",
+        "modalities",
         "prediction",
         "prompt_embeds",
         "prompt_logprobs",
+        "reasoning_effort",
+        "slo",
         "structured_outputs",
         "suffix",
         "tools",
@@ -114,7 +117,7 @@ class GenerationFields(BaseModel):
     @model_validator(mode="after")
     def _refuse_unsupported(self) -> GenerationFields:
         for name, value in (self.model_extra or {}).items():
-            if name in _UNSUPPORTED_FIELDS and value not in (None, [], {}, False):
+            if name in _UNSUPPORTED_FIELDS and value not in (None, [], ["text"], False):
                 _unsupported(name)
         return self
 

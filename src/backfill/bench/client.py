@@ -1,0 +1,217 @@
+"""A streaming client that times every chunk."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from backfill.bench.record import BenchRequest, Outcome, RequestRecord
+from backfill.bench.sse import SseDecoder
+from backfill.core.errors import ConfigError
+
+_DONE = b"[DONE]"
+# uvicorn closes idle connections after 5 s; sending on one as it closes would be a failure of our making.
+_KEEP_ALIVE_S = 4.0
+
+
+class StreamError(Exception):
+    """The server's answer cannot count as completed; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Where requests go and what all of them carry.
+
+    Args:
+        base_url: scheme, host and port, without ``/v1``.
+        path: such as ``/v1/completions``.
+        is_chat: prompts are sent as a user message.
+        body: fields of every request, over the client's own.
+        timeout_s: of one request, from send to end.
+    """
+
+    base_url: str
+    path: str
+    model: str
+    is_chat: bool = False
+    ignore_eos: bool = False
+    body: Mapping[str, Any] = field(default_factory=dict)
+    headers: Mapping[str, str] = field(default_factory=dict)
+    timeout_s: float = 6 * 3600.0
+    verifies_tls: bool = True
+
+
+class BenchClient:
+    """Sends requests to one endpoint. Use as an async context manager.
+
+    Args:
+        count_tokens: counts an output's tokens where the server sends no ``usage``; without it, chunks count.
+    """
+
+    def __init__(self, endpoint: Endpoint, count_tokens: Callable[[str], int] | None = None) -> None:
+        self._endpoint = endpoint
+        self._count_tokens = count_tokens
+        self._headers = {"Content-Type": "application/json", **endpoint.headers}
+
+    async def __aenter__(self) -> BenchClient:
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(
+                limit=0, keepalive_timeout=_KEEP_ALIVE_S, ssl=self._endpoint.verifies_tls
+            ),
+            timeout=aiohttp.ClientTimeout(total=self._endpoint.timeout_s),
+        )
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self._session.close()
+
+    async def send(self, request: BenchRequest, record: RequestRecord, run_started_at: float) -> None:
+        """Send one request and fill in its record; every failure of server or network ends up there.
+
+        Args:
+            run_started_at: ``time.perf_counter()`` at the start of the run.
+        Raises: CancelledError only, with the record marked as interrupted and what arrived kept.
+        """
+        body = msgspec.json.encode(self._body(request))
+        sent_at = time.perf_counter()
+        record.sent_at_s = sent_at - run_started_at
+        try:
+            await self._stream(body, record, sent_at)
+            record.outcome = Outcome.COMPLETED
+        except asyncio.CancelledError:
+            record.outcome, record.error = Outcome.INTERRUPTED, "interrupted"
+            raise
+        except TimeoutError:
+            record.outcome = Outcome.FAILED
+            record.error = f"no end of the response within {self._endpoint.timeout_s:g} s"
+        except (StreamError, aiohttp.ClientError, OSError, ValueError) as error:
+            record.outcome, record.error = Outcome.FAILED, describe(error)
+        finally:
+            record.ended_after_s = time.perf_counter() - sent_at
+            self._count_output(record)
+
+    async def get_models(self) -> list[dict[str, Any]]:
+        """The entries of ``GET /v1/models``; empty when the server answers, but not with a list of them.
+
+        Raises: ConfigError when no server answers at the URL.
+        """
+        url = f"{self._endpoint.base_url}/v1/models"
+        try:
+            async with self._session.get(url, headers=self._headers) as response:
+                answer = await response.json(content_type=None)
+        except (aiohttp.ClientConnectionError, aiohttp.InvalidURL, TimeoutError) as error:
+            raise ConfigError(
+                f"No server answers at {self._endpoint.base_url}: {describe(error)}."
+            ) from error
+        except (aiohttp.ClientError, ValueError):
+            return []
+        entries = answer.get("data") if isinstance(answer, dict) else None
+        return [entry for entry in entries or () if isinstance(entry, dict) and "id" in entry]
+
+    def _body(self, request: BenchRequest) -> dict[str, Any]:
+        body: dict[str, Any] = {"model": self._endpoint.model}
+        if self._endpoint.is_chat:
+            body["messages"] = [{"role": "user", "content": request.prompt}]
+            body["max_completion_tokens"] = request.output_tokens
+        else:
+            body["prompt"] = request.prompt
+            body["max_tokens"] = request.output_tokens
+        body["stream"] = True
+        body["stream_options"] = {"include_usage": True}
+        if self._endpoint.ignore_eos:
+            body["ignore_eos"] = True
+        return {**body, **self._endpoint.body}
+
+    async def _stream(self, body: bytes, record: RequestRecord, sent_at: float) -> None:
+        url = self._endpoint.base_url + self._endpoint.path
+        async with self._session.post(url, data=body, headers=self._headers) as response:
+            if response.status != 200:
+                raise StreamError(_refusal(response.status, await response.read()))
+            decoder = SseDecoder()
+            reader = _ChunkReader(record)
+            async for received in response.content.iter_any():
+                after_s = time.perf_counter() - sent_at
+                for event in decoder.feed(received):
+                    reader.read(event, after_s)
+            for event in decoder.finish():
+                reader.read(event, time.perf_counter() - sent_at)
+            reader.check_complete()
+
+    def _count_output(self, record: RequestRecord) -> None:
+        if record.output_tokens or not record.chunk_after_s:
+            return
+        if self._count_tokens is not None and record.text:
+            record.output_tokens = self._count_tokens(record.text)
+        else:
+            record.output_tokens = len(record.chunk_after_s)
+
+
+class _ChunkReader:
+    """Takes the events of one response into its record."""
+
+    def __init__(self, record: RequestRecord) -> None:
+        self._record = record
+        self._is_ended = False
+
+    def read(self, event: bytes, after_s: float) -> None:
+        """Raises: StreamError for an error the server sent, ValueError for what is not JSON."""
+        if event == _DONE:
+            self._is_ended = True
+            return
+        chunk = msgspec.json.decode(event)
+        if not isinstance(chunk, dict):
+            raise StreamError(f"unexpected event {event[:100]!r}")
+        if chunk.get("error"):
+            raise StreamError(f"error in the stream: {_message(chunk)}")
+        if choices := chunk.get("choices"):
+            self._record.chunk_after_s.append(after_s)
+            choice = choices[0]
+            self._record.text += choice.get("text") or (choice.get("delta") or {}).get("content") or ""
+            self._is_ended |= choice.get("finish_reason") is not None
+        if usage := chunk.get("usage"):
+            self._record.output_tokens = usage.get("completion_tokens") or self._record.output_tokens
+            self._record.input_tokens = usage.get("prompt_tokens") or self._record.input_tokens
+
+    def check_complete(self) -> None:
+        """Raises: StreamError when the response ended without a chunk, or without saying that it is over."""
+        if not self._record.chunk_after_s:
+            raise StreamError("the response ended without a chunk")
+        if not self._is_ended:
+            raise StreamError("the response broke off before its end")
+
+
+def describe(error: BaseException) -> str:
+    """One line; the class's name where the error has no message of its own."""
+    if isinstance(error, aiohttp.ServerDisconnectedError):
+        return "the server closed the connection without an answer"
+    if isinstance(error, aiohttp.ClientPayloadError):
+        return "the connection broke off within the response"
+    if isinstance(error, aiohttp.ClientConnectorError):
+        cause = error.os_error
+        # asyncio puts the address into the system's text; name resolution has numbers below 0.
+        number = cause.errno or 0
+        return os.strerror(number) if number > 0 else cause.strerror or str(cause)
+    text = " ".join(str(error).split())
+    return text[:300] if text else type(error).__name__
+
+
+def _refusal(status: int, body: bytes) -> str:
+    try:
+        return f"HTTP {status}: {_message(msgspec.json.decode(body))}"
+    except ValueError:
+        text = " ".join(body[:200].decode(errors="replace").split())
+        return f"HTTP {status}: {text}" if text else f"HTTP {status}"
+
+
+def _message(answer: Any) -> str:
+    """The message in an OpenAI error body, or the body itself where it has another shape."""
+    error = answer.get("error", answer) if isinstance(answer, dict) else answer
+    message = error.get("message", error) if isinstance(error, dict) else error
+    return " ".join(str(message).split())[:300]

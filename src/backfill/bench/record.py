@@ -1,0 +1,91 @@
+"""What is sent and what is measured of each request. All times in seconds."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+@dataclass(frozen=True, slots=True)
+class BenchRequest:
+    """A request of the load.
+
+    Args:
+        prompt: token ids, or text.
+        input_tokens: length of the prompt as far as it is known before the server counts it.
+        output_tokens: the most tokens to generate.
+        due_at_s: when it arrives, from the start of the run.
+    """
+
+    prompt: list[int] | str
+    input_tokens: int
+    output_tokens: int
+    due_at_s: float = 0.0
+
+
+class Outcome(Enum):
+    """How a request ended."""
+
+    RUNNING = "running"
+    COMPLETED = "completed"
+    FAILED = "failed"
+    INTERRUPTED = "interrupted"  # by the user, not by the server: neither a success nor a miss
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """One request's measurements; everything else is derived.
+
+    Args:
+        due_at_s, arrived_at_s, sent_at_s: from the start of the run. ``arrived_at_s`` is when the generator
+            got to it, ``sent_at_s`` when a place under ``--max-concurrency`` was free too.
+        chunk_after_s: receipt of each chunk with ``choices``, from ``sent_at_s``.
+        input_tokens, output_tokens: as the server counts them in ``usage``, where it does.
+        ended_after_s: end of the response or failure, from ``sent_at_s``.
+    """
+
+    index: int
+    due_at_s: float
+    arrived_at_s: float
+    input_tokens: int
+    sent_at_s: float | None = None
+    chunk_after_s: list[float] = field(default_factory=list)
+    output_tokens: int = 0
+    ended_after_s: float = 0.0
+    outcome: Outcome = Outcome.RUNNING
+    error: str = ""
+    text: str = ""
+
+    @property
+    def ttft_s(self) -> float:
+        """Send to first chunk with ``choices``, as in ``vllm bench serve``."""
+        return self.chunk_after_s[0] if self.chunk_after_s else 0.0
+
+    @property
+    def latency_s(self) -> float:
+        """Send to last chunk with ``choices`` (E2EL)."""
+        return self.chunk_after_s[-1] if self.chunk_after_s else 0.0
+
+    @property
+    def itls_s(self) -> list[float]:
+        """Gaps between chunks."""
+        times = self.chunk_after_s
+        return [after - before for before, after in itertools.pairwise(times)]
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Mean time of a token after the first; None for an output of one token."""
+        if self.output_tokens < 2:
+            return None
+        return (self.latency_s - self.ttft_s) / (self.output_tokens - 1)
+
+    @property
+    def normalized_latency_s(self) -> float | None:
+        """E2EL divided by the tokens of the output; None without output."""
+        return self.latency_s / self.output_tokens if self.output_tokens else None
+
+    @property
+    def queue_time_s(self) -> float:
+        """Wait for a place under ``--max-concurrency``."""
+        return 0.0 if self.sent_at_s is None else self.sent_at_s - self.arrived_at_s

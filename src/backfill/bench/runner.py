@@ -1,0 +1,192 @@
+"""Sends each request at its instant and keeps a record of every one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from backfill.bench.client import BenchClient
+from backfill.bench.record import BenchRequest, Outcome, RequestRecord
+from backfill.core.errors import ConfigError
+
+_READY_RETRY_S = 1.0
+
+
+@dataclass(slots=True)
+class Run:
+    """A run, as it goes on and when it is over.
+
+    Args:
+        started_at: ``time.perf_counter()`` of the start; the records' times count from it.
+        num_requests: how many there are to send.
+        records: one for each request that has arrived, in order of arrival.
+        probes: one-token requests sent beside the load.
+    """
+
+    started_at: float
+    num_requests: int
+    records: list[RequestRecord] = field(default_factory=list)
+    probes: list[RequestRecord] = field(default_factory=list)
+    duration_s: float = 0.0
+    is_interrupted: bool = False
+
+    def count(self, outcome: Outcome) -> int:
+        return sum(record.outcome is outcome for record in self.records)
+
+
+async def wait_until_ready(client: BenchClient, request: BenchRequest, timeout_s: float) -> None:
+    """Send ``request`` until it succeeds.
+
+    Raises: ConfigError with the last failure when none succeeded within ``timeout_s``.
+    """
+    deadline_at = time.perf_counter() + timeout_s
+    while (record := await _send_once(client, request)).outcome is not Outcome.COMPLETED:
+        if time.perf_counter() >= deadline_at:
+            raise ConfigError(f"The server was not ready within {timeout_s:g} s: {record.error}.")
+        await asyncio.sleep(min(_READY_RETRY_S, max(deadline_at - time.perf_counter(), 0)))
+
+
+async def warm_up(client: BenchClient, requests: Sequence[BenchRequest], max_concurrency: int | None) -> None:
+    """Send requests outside the measurement; their failures are left to the run to show."""
+    limit = _Limit(max_concurrency)
+
+    async def send(request: BenchRequest) -> None:
+        async with limit.place():
+            await _send_once(client, request)
+
+    await asyncio.gather(*(send(request) for request in requests))
+
+
+async def send_load(
+    client: BenchClient,
+    requests: Sequence[BenchRequest],
+    *,
+    stop: asyncio.Event,
+    run: Run | None = None,
+    max_concurrency: int | None = None,
+    probe_rate_per_s: float = 0.0,
+) -> Run:
+    """Send each request when it is due, whatever became of the others.
+
+    Args:
+        stop: once set, nothing more is sent, and what runs is cancelled and marked as interrupted.
+        run: filled in as the run goes on, for who wants to watch; made here by default.
+        max_concurrency: requests that may run at once; others wait, which their records keep apart.
+        probe_rate_per_s: pace of one-token requests that go past ``max_concurrency``, each sent once the one
+            before has ended; 0 sends none.
+    """
+    run = run or new_run(len(requests))
+    limit = _Limit(max_concurrency)
+    with _calm_memory():
+        run.started_at = time.perf_counter()
+        stopping = asyncio.create_task(stop.wait())
+        probing = asyncio.create_task(_probe(client, run, probe_rate_per_s))
+        tasks: list[asyncio.Task[None]] = []
+        for index, request in enumerate(requests):
+            if not await _sleep_until(run.started_at + request.due_at_s, stop):
+                break
+            tasks.append(asyncio.create_task(_send_one(client, run, limit, index, request)))
+        await _finish(tasks, stopping)
+        run.duration_s = time.perf_counter() - run.started_at
+        run.is_interrupted = stop.is_set()
+        await _cancel([stopping, probing])
+    return run
+
+
+def new_run(num_requests: int) -> Run:
+    return Run(started_at=time.perf_counter(), num_requests=num_requests)
+
+
+async def _send_one(client: BenchClient, run: Run, limit: _Limit, index: int, request: BenchRequest) -> None:
+    arrived_at_s = time.perf_counter() - run.started_at
+    record = RequestRecord(index, request.due_at_s, arrived_at_s, request.input_tokens)
+    run.records.append(record)
+    try:
+        async with limit.place():
+            await client.send(request, record, run.started_at)
+    except asyncio.CancelledError:
+        record.outcome, record.error = Outcome.INTERRUPTED, "interrupted"
+
+
+async def _finish(tasks: Sequence[asyncio.Task[None]], stopping: asyncio.Task[bool]) -> None:
+    """Wait for all tasks, or until told to stop, and then end those that still run."""
+    if not tasks:
+        return
+    all_done = asyncio.ensure_future(asyncio.wait(tasks))
+    waited: list[asyncio.Future[Any]] = [all_done, stopping]
+    await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+    if not all_done.done():
+        for task in tasks:
+            task.cancel()
+    await all_done
+    for task in tasks:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            raise error
+
+
+async def _probe(client: BenchClient, run: Run, rate_per_s: float) -> None:
+    if rate_per_s <= 0:
+        return
+    request = BenchRequest(prompt="Hi", input_tokens=1, output_tokens=1)
+    while True:
+        at_s = time.perf_counter() - run.started_at
+        record = RequestRecord(len(run.probes), at_s, at_s, 1)
+        await client.send(request, record, run.started_at)
+        run.probes.append(record)
+        await asyncio.sleep(1 / rate_per_s)
+
+
+async def _send_once(client: BenchClient, request: BenchRequest) -> RequestRecord:
+    record = RequestRecord(0, 0.0, 0.0, request.input_tokens)
+    await client.send(request, record, time.perf_counter())
+    return record
+
+
+async def _sleep_until(instant: float, stop: asyncio.Event) -> bool:
+    """Sleep until ``time.perf_counter()`` reaches ``instant``; False when told to stop meanwhile."""
+    # Also without a wait the requests before this one need a turn to get out.
+    await asyncio.sleep(0)
+    while not stop.is_set():
+        remaining_s = instant - time.perf_counter()
+        if remaining_s <= 0:
+            return True
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(stop.wait(), remaining_s)
+    return False
+
+
+async def _cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class _Limit:
+    """Places under ``--max-concurrency``, given in order of arrival."""
+
+    def __init__(self, max_concurrency: int | None) -> None:
+        self._places = None if max_concurrency is None else asyncio.Semaphore(max_concurrency)
+
+    @contextlib.asynccontextmanager
+    async def place(self) -> AsyncIterator[None]:
+        if self._places is None:
+            yield
+            return
+        async with self._places:
+            yield
+
+
+@contextlib.contextmanager
+def _calm_memory() -> Iterator[None]:
+    """Keep the collector from walking all prompts in the middle of a measurement."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()

@@ -1,0 +1,158 @@
+"""Arrival processes: the instants, in seconds from the start of a run, at which requests arrive.
+
+Every process gives ``count`` non-decreasing float64 instants and draws only from the generator given.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from backfill.core.errors import ConfigError
+
+Instants: TypeAlias = NDArray[np.float64]
+RandomSource: TypeAlias = np.random.Generator | np.random.RandomState
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """A stretch of time with one arrival rate; rate 0 is an OFF phase."""
+
+    duration_s: float
+    rate_per_s: float
+
+
+def burstiness_of_cv(cv: float) -> float:
+    """Shape of the gamma distribution whose coefficient of variation is ``cv``: 1/cv², inf for cv 0.
+
+    Raises: ConfigError unless ``cv`` is finite and not negative.
+    """
+    if not (math.isfinite(cv) and cv >= 0):
+        raise ConfigError(f"--cv must be a number of at least 0 (1 is Poisson), got {cv:g}.")
+    return math.inf if cv == 0 else 1 / cv**2
+
+
+def gamma_arrivals(count: int, rate_per_s: float, burstiness: float, rng: RandomSource) -> Instants:
+    """Gaps from a gamma distribution, rescaled so that the last request arrives at ``count / rate_per_s``.
+
+    Args:
+        rate_per_s: mean rate; inf puts every arrival at 0.
+        burstiness: shape of the gamma distribution, CV = 1/sqrt(burstiness); 1 is Poisson, inf is constant.
+    Raises: ConfigError when the rate or the burstiness is not positive.
+    Source: ``vllm bench serve``: its law and its rescaling. Without it the rate of a short run differs from
+        the one asked for by several percent from seed to seed.
+    """
+    _check(count, burstiness)
+    if not rate_per_s > 0:
+        raise ConfigError(f"--request-rate must be above 0 requests/s, or inf, got {rate_per_s:g}.")
+    if math.isinf(rate_per_s):
+        return np.zeros(count)
+    return _unit_arrivals(count, burstiness, rng) / rate_per_s
+
+
+def phased_arrivals(count: int, phases: Sequence[Phase], burstiness: float, rng: RandomSource) -> Instants:
+    """Arrivals whose rate follows ``phases``, which repeat until all requests have arrived.
+
+    A process of rate 1 is drawn in operational time and mapped through the inverse of the accumulated rate,
+    so the expected number of arrivals in a phase is its rate times its duration, none fall into an OFF
+    phase, and a gap that began before an OFF phase goes on after it.
+
+    Raises: ConfigError for a phase without duration, a negative rate, or no phase with a rate.
+    """
+    _check(count, burstiness)
+    if any(not (0 < p.duration_s < math.inf and 0 <= p.rate_per_s < math.inf) for p in phases):
+        raise ConfigError("--phases: every phase needs a duration above 0 s and a rate of at least 0 per s.")
+    expected_in_cycle = sum(p.duration_s * p.rate_per_s for p in phases)
+    if not expected_in_cycle > 0:
+        raise ConfigError("--phases must have at least one phase with a rate above 0.")
+    num_cycles = math.ceil(count / expected_in_cycle) + 1
+    durations = np.tile([p.duration_s for p in phases], num_cycles)
+    rates = np.tile([p.rate_per_s for p in phases], num_cycles)
+    ends_at_s = np.cumsum(durations)
+    work_at_end = np.cumsum(durations * rates)
+    work = _unit_arrivals(count, burstiness, rng)
+    # The first phase whose accumulated work reaches the arrival: never an OFF phase, which adds none.
+    index = np.minimum(np.searchsorted(work_at_end, work), len(rates) - 1)
+    remaining = work_at_end[index] - work
+    return np.asarray(ends_at_s[index] - remaining / rates[index])
+
+
+def ramp_arrivals(
+    count: int,
+    start_per_s: float,
+    end_per_s: float,
+    burstiness: float,
+    rng: RandomSource,
+    *,
+    exponential: bool = False,
+) -> Instants:
+    """Rates that go from ``start_per_s`` to ``end_per_s`` with the request's index, not with time.
+
+    Raises: ConfigError when a rate is not positive and finite.
+    Source: ``vllm bench serve --ramp-up-strategy``; like there, nothing is rescaled.
+    """
+    _check(count, burstiness)
+    if not (0 < start_per_s < math.inf and 0 < end_per_s < math.inf):
+        raise ConfigError(
+            "--ramp-up-start-rps and --ramp-up-end-rps must be above 0, "
+            f"got {start_per_s:g} and {end_per_s:g}."
+        )
+    progress = np.arange(count) / max(count - 1, 1)
+    if exponential:
+        rates = start_per_s * (end_per_s / start_per_s) ** progress
+    else:
+        rates = start_per_s + (end_per_s - start_per_s) * progress
+    return np.cumsum(_unit_gaps(count, burstiness, rng) / rates)
+
+
+def rescaled_to_rate(instants: Instants, rate_per_s: float) -> Instants:
+    """A trace's instants stretched so that the last one is at ``len(instants) / rate_per_s``.
+
+    Bursts keep their shape. Raises: ConfigError when the rate is not positive and finite, or all requests
+    arrive at once.
+    """
+    if not 0 < rate_per_s < math.inf:
+        raise ConfigError(f"A trace can be rescaled to a rate above 0 per second, got {rate_per_s:g}.")
+    from_start = instants - instants[0]
+    if not from_start[-1] > 0:
+        raise ConfigError("The trace's requests all arrive at one instant: it cannot be rescaled to a rate.")
+    return np.asarray(from_start * (len(instants) / rate_per_s / from_start[-1]))
+
+
+def mean_rate_per_s(instants: Instants) -> float:
+    """Requests divided by the last arrival; inf when all arrive at 0."""
+    return math.inf if instants[-1] == 0 else len(instants) / float(instants[-1])
+
+
+def gap_cv(instants: Instants) -> float:
+    """Coefficient of variation (std/mean) of the gaps; NaN for fewer than 2 gaps or gaps of 0 only."""
+    gaps = np.diff(instants)
+    if len(gaps) < 2 or not gaps.sum() > 0:
+        return math.nan
+    return float(gaps.std() / gaps.mean())
+
+
+def _unit_arrivals(count: int, burstiness: float, rng: RandomSource) -> Instants:
+    """Rate 1, rescaled so that the last arrival is at ``count``."""
+    at = np.cumsum(_unit_gaps(count, burstiness, rng))
+    return np.asarray(at * (count / at[-1])) if at[-1] > 0 else at
+
+
+def _unit_gaps(count: int, burstiness: float, rng: RandomSource) -> NDArray[np.float64]:
+    if math.isinf(burstiness):
+        return np.ones(count)
+    return rng.gamma(burstiness, 1 / burstiness, count)
+
+
+def _check(count: int, burstiness: float) -> None:
+    if count < 1:
+        raise ConfigError(f"--num-prompts must be at least 1, got {count}.")
+    if not burstiness > 0:
+        raise ConfigError(
+            f"--burstiness must be above 0 (1 is Poisson, inf is constant), got {burstiness:g}."
+        )

@@ -1,0 +1,315 @@
+"""Reads traces of real services: lengths, and where they have them arrival times and prompts.
+
+CSV columns are found by name, never by position: editions of one trace differ in their order.
+
+=============================  ===================================================  ====================
+trace                          columns (CSV) or keys (JSONL)                        time
+=============================  ===================================================  ====================
+Azure LLM inference 2023/2024  TIMESTAMP, ContextTokens, GeneratedTokens            date and time
+Vidur's edition of it          arrived_at, num_prefill_tokens, num_decode_tokens    seconds
+BurstGPT 1, 2, 3               Timestamp, Request tokens, Response tokens           seconds
+ShareGPT lengths (NanoFlow)    TIMESTAMP ("XXX"), ContextTokens, GeneratedTokens    none
+arXiv lengths (Vidur)          num_prefill_tokens, num_decode_tokens                none
+Mooncake                       timestamp, input_length, output_length, [hash_ids]   milliseconds
+=============================  ===================================================  ====================
+"""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from backfill.core.errors import ConfigError
+from backfill.workloads.arrivals import Instants
+from backfill.workloads.lengths import Lengths
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Trace:
+    """Requests of a trace, in order of arrival.
+
+    Args:
+        input_lens, output_lens: tokens, each at least 1.
+        arrivals_at_s: from the first request on, which is at 0; None when the trace has no times.
+        hash_ids: of each prompt, the ids of its blocks of tokens; None when the trace has none.
+        num_dropped: requests left out because they have 0 tokens: failures of the recorded service.
+    """
+
+    input_lens: Lengths
+    output_lens: Lengths
+    arrivals_at_s: Instants | None = None
+    hash_ids: tuple[tuple[int, ...], ...] | None = None
+    num_dropped: int = 0
+
+    def __len__(self) -> int:
+        return len(self.input_lens)
+
+    def select(self, rows: slice | Iterable[int]) -> Trace:
+        """The rows asked for, in that order; arrivals again count from the first."""
+        index = np.arange(len(self))[rows] if isinstance(rows, slice) else np.fromiter(rows, dtype=np.int64)
+        arrivals = None if self.arrivals_at_s is None else self.arrivals_at_s[index]
+        return Trace(
+            self.input_lens[index],
+            self.output_lens[index],
+            None if arrivals is None else arrivals - (arrivals[0] if len(arrivals) else 0),
+            None if self.hash_ids is None else tuple(self.hash_ids[i] for i in index),
+            self.num_dropped,
+        )
+
+
+class Conversation(NamedTuple):
+    """First two turns of a ShareGPT conversation."""
+
+    prompt: str
+    answer: str
+
+
+class _Format(NamedTuple):
+    name: str
+    time: str | None
+    input: str
+    output: str
+
+
+# The one with more columns first: a file fits the first whose columns it has.
+_CSV_FORMATS = (
+    _Format("Azure", "TIMESTAMP", "ContextTokens", "GeneratedTokens"),
+    _Format("Vidur", "arrived_at", "num_prefill_tokens", "num_decode_tokens"),
+    _Format("BurstGPT", "Timestamp", "Request tokens", "Response tokens"),
+    _Format("lengths", None, "ContextTokens", "GeneratedTokens"),
+    _Format("lengths", None, "num_prefill_tokens", "num_decode_tokens"),
+)
+_NO_TIME = "XXX"  # NanoFlow's edition of the ShareGPT lengths has it in every row
+
+
+@dataclass(slots=True)
+class _Row:
+    line: int
+    time: float | None
+    input_len: int
+    output_len: int
+    hash_ids: tuple[int, ...] = ()
+
+
+def read_trace(path: Path, *, seconds_per_unit: float = 0.001) -> Trace:
+    """Read a CSV, or a JSONL trace in Mooncake's keys; the name's ending tells which.
+
+    Args:
+        seconds_per_unit: of the times in JSONL; Mooncake's are milliseconds.
+    Raises: ConfigError naming the file, the line and what is expected, when columns are missing, a number is
+        bad or negative, times go back (Azure's excepted, which are sorted), or nothing is left.
+    """
+    if path.suffix in (".jsonl", ".ndjson"):
+        return _trace_of(path, list(_json_rows(path, seconds_per_unit)))
+    rows, is_sorted = _csv_rows(path)
+    if is_sorted:
+        rows.sort(key=lambda row: (row.time, row.line))
+    return _trace_of(path, rows)
+
+
+def read_conversations(path: Path) -> list[Conversation]:
+    """Read ShareGPT's JSON: the first two turns of each conversation that has as many.
+
+    Raises: ConfigError when the file is not such a list or holds no conversation of two turns.
+    """
+    try:
+        entries = json.loads(_read_text(path))
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path}, line {error.lineno}: not JSON ({error.msg}).") from error
+    expected = 'a list of {"conversations": [{"from": ..., "value": TEXT}, ...]}'
+    if not isinstance(entries, list):
+        raise ConfigError(f"{path}: expected {expected}, got {type(entries).__name__}.")
+    found = []
+    for position, entry in enumerate(entries):
+        turns = entry.get("conversations", entry.get("conversation")) if isinstance(entry, dict) else None
+        if not isinstance(turns, list):
+            raise ConfigError(f"{path}, entry {position}: expected {expected}.")
+        if len(turns) < 2:
+            continue
+        texts = [turn.get("value") if isinstance(turn, dict) else None for turn in turns[:2]]
+        if not all(isinstance(text, str) for text in texts):
+            raise ConfigError(
+                f'{path}, entry {position}: a turn has no text under "value"; expected {expected}.'
+            )
+        found.append(Conversation(str(texts[0]), str(texts[1])))
+    if not found:
+        raise ConfigError(f"{path}: no conversation of at least two turns.")
+    return found
+
+
+def _csv_rows(path: Path) -> tuple[list[_Row], bool]:
+    """Rows of the file, and whether its times are dates, which need sorting."""
+    with _open(path) as lines:
+        reader = csv.DictReader(lines, skipinitialspace=True)
+        columns = [name.strip() for name in reader.fieldnames or ()]
+        reader.fieldnames = columns
+        layout = _csv_format(path, columns)
+        rows: list[_Row] = []
+        read_time: Callable[[str], float] | None = None
+        for position, record in enumerate(_checked(path, reader)):
+            at = _Place(path, reader.line_num)
+            text = None if layout.time is None else record[layout.time]
+            if position == 0 and layout.time is not None:
+                read_time = _time_reader(layout, text or "")
+            time = None
+            if read_time is not None:
+                time = at.time(str(layout.time), text, read_time)
+            rows.append(
+                _Row(
+                    reader.line_num,
+                    time,
+                    at.tokens(layout.input, record[layout.input]),
+                    at.tokens(layout.output, record[layout.output]),
+                )
+            )
+    return rows, read_time is _seconds_of_date
+
+
+def _csv_format(path: Path, columns: list[str]) -> _Format:
+    for layout in _CSV_FORMATS:
+        if {layout.time or layout.input, layout.input, layout.output} <= set(columns):
+            return layout
+    known = "; ".join(
+        ",".join(filter(None, (f.time, f.input, f.output))) + f" ({f.name})" for f in _CSV_FORMATS
+    )
+    found = ",".join(columns)[:200] or "no header"
+    raise ConfigError(f"{path}, line 1: columns are missing. Expected one of: {known}. Found: {found}.")
+
+
+def _checked(path: Path, reader: csv.DictReader[str]) -> Iterator[Mapping[str, str | None]]:
+    try:
+        yield from reader
+    except csv.Error as error:
+        raise ConfigError(f"{path}, line {reader.line_num}: not CSV ({error}).") from error
+
+
+def _time_reader(layout: _Format, first: str) -> Callable[[str], float] | None:
+    if layout.name != "Azure":
+        return float
+    return None if first.strip() == _NO_TIME else _seconds_of_date
+
+
+def _seconds_of_date(text: str) -> float:
+    """Unix seconds of ``2023-11-16 18:15:46.6805900``, with or without an offset from UTC.
+
+    Python's own parser takes up to 6 decimals, and Azure's traces have 7.
+    """
+    date, dot, rest = text.strip().partition(".")
+    digits = rest[: len(rest) - len(rest.lstrip("0123456789"))]
+    if dot and not digits:
+        raise ValueError("no digits after the point")
+    moment = datetime.fromisoformat(date + rest[len(digits) :])
+    if moment.tzinfo is None:
+        moment = moment.replace(tzinfo=UTC)
+    return moment.timestamp() + float(f"0.{digits or 0}")
+
+
+def _json_rows(path: Path, seconds_per_unit: float) -> Iterator[_Row]:
+    with _open(path) as lines:
+        for line, text in enumerate(lines, start=1):
+            if not text.strip():
+                continue
+            at = _Place(path, line)
+            try:
+                entry = json.loads(text)
+            except json.JSONDecodeError as error:
+                raise at.error(f"not JSON ({error.msg})") from error
+            required = ("timestamp", "input_length", "output_length")
+            missing = [key for key in required if not isinstance(entry, dict) or key not in entry]
+            if missing:
+                raise at.error(
+                    'expected {"timestamp": ms, "input_length": n, "output_length": n, "hash_ids": [...]}, '
+                    f"without {', '.join(missing)}"
+                )
+            yield _Row(
+                line,
+                at.time("timestamp", entry["timestamp"], float) * seconds_per_unit,
+                at.tokens("input_length", entry["input_length"]),
+                at.tokens("output_length", entry["output_length"]),
+                at.hash_ids(entry.get("hash_ids")),
+            )
+
+
+class _Place(NamedTuple):
+    """Where a value stands, to name it in an error."""
+
+    path: Path
+    line: int
+
+    def error(self, what: str) -> ConfigError:
+        return ConfigError(f"{self.path}, line {self.line}: {what}.")
+
+    def tokens(self, name: str, value: Any) -> int:
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            number = math.nan
+        if not (number >= 0 and number.is_integer()) or isinstance(value, bool):
+            raise self.error(f"{name} must be a whole number of tokens of at least 0, got {_short(value)}")
+        return int(number)
+
+    def time(self, name: str, value: Any, read: Callable[[str], float]) -> float:
+        expected = (
+            "a date and time such as 2023-11-16 18:15:46.6805900" if read is _seconds_of_date else "a number"
+        )
+        try:
+            time = read(value)
+        except (TypeError, ValueError, AttributeError) as error:
+            raise self.error(f"{name} must be {expected}, got {_short(value)}") from error
+        if not (math.isfinite(time) and time >= 0):
+            raise self.error(f"{name} must be {expected} of at least 0, got {_short(value)}")
+        return time
+
+    def hash_ids(self, value: Any) -> tuple[int, ...]:
+        ids = [] if value is None else value
+        if not isinstance(ids, list) or not all(isinstance(i, int) and i >= 0 for i in ids):
+            raise self.error(f"hash_ids must be a list of whole numbers of at least 0, got {_short(value)}")
+        return tuple(ids)
+
+
+def _trace_of(path: Path, rows: list[_Row]) -> Trace:
+    for before, after in itertools.pairwise(rows):
+        if before.time is not None and after.time is not None and after.time < before.time:
+            raise ConfigError(
+                f"{path}, line {after.line}: time {after.time:g} s is before that of line {before.line}, "
+                f"{before.time:g} s. Expected ascending times; sort the file by time."
+            )
+    kept = [row for row in rows if row.input_len > 0 and row.output_len > 0]
+    if not kept:
+        raise ConfigError(f"{path}: no request with at least 1 token of input and output.")
+    times = [row.time for row in kept if row.time is not None]
+    arrivals = np.array(times) - times[0] if times else None
+    return Trace(
+        np.array([row.input_len for row in kept], dtype=np.int64),
+        np.array([row.output_len for row in kept], dtype=np.int64),
+        arrivals,
+        tuple(row.hash_ids for row in kept) if any(row.hash_ids for row in kept) else None,
+        len(rows) - len(kept),
+    )
+
+
+def _open(path: Path) -> Any:
+    try:
+        return path.open(encoding="utf-8-sig", errors="replace", newline="")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}.") from error
+
+
+def _read_text(path: Path) -> str:
+    with _open(path) as file:
+        text: str = file.read()
+    return text
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

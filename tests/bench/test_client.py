@@ -1,0 +1,162 @@
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from backfill.bench.client import BenchClient, Endpoint
+from backfill.bench.record import BenchRequest, Outcome, RequestRecord
+from backfill.bench.runner import wait_until_ready
+from backfill.core.errors import ConfigError
+from tests.bench.scripted_server import (
+    DONE,
+    END,
+    HEAD,
+    Script,
+    ScriptedServer,
+    event,
+    part,
+    refusal,
+    streamed,
+    token,
+    usage,
+)
+
+# How much later than scripted a pause may end on a busy machine.
+LATE_S = 0.5
+
+
+def send(script: Script, **endpoint: Any) -> tuple[RequestRecord, ScriptedServer]:
+    count = endpoint.pop("count_tokens", None)
+
+    async def run() -> tuple[RequestRecord, ScriptedServer]:
+        async with ScriptedServer(lambda index, body: script).running() as server:
+            target = Endpoint(**{"base_url": server.url, "path": "/v1/completions", "model": "m", **endpoint})
+            async with BenchClient(target, count) as client:
+                record = RequestRecord(0, 0.0, 0.0, 5)
+                await client.send(BenchRequest([1, 2, 3], 5, 7), record, 0.0)
+            return record, server
+
+    return asyncio.run(run())
+
+
+def test_times_of_a_stream() -> None:
+    record, server = send(
+        streamed(0.1, token(), 0.05, token(), 0.15, token(finish="length"), usage(3), 0.05, DONE)
+    )
+    assert record.outcome is Outcome.COMPLETED
+    assert (record.output_tokens, record.input_tokens, record.text) == (3, 3, "xxx")
+    for measured, scripted in zip([record.ttft_s, *record.itls_s], [0.1, 0.05, 0.15], strict=True):
+        assert scripted - 0.03 <= measured <= scripted + LATE_S
+    assert record.latency_s == pytest.approx(record.ttft_s + sum(record.itls_s))
+    assert record.ended_after_s >= record.latency_s + 0.03
+    assert server.bodies == [
+        {
+            "model": "m",
+            "prompt": [1, 2, 3],
+            "max_tokens": 7,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+    ]
+
+
+def test_events_that_share_a_read_and_events_in_parts() -> None:
+    split = token("é!")
+    middle = split.index(b"\\u") + 3
+    both = token("a") + token("b")
+    record, _ = send(
+        streamed(both + split[:middle], 0.05, split[middle:] + b": comment\n\n", token(finish="stop") + DONE)
+    )
+    assert record.outcome is Outcome.COMPLETED
+    assert record.text == "abé!x"
+    assert len(record.chunk_after_s) == 4
+    assert record.itls_s[0] == 0.0
+    assert record.itls_s[1] >= 0.03
+
+
+def test_a_role_chunk_counts_as_first_and_empty_choices_do_not() -> None:
+    role = event({"choices": [{"delta": {"role": "assistant", "content": ""}, "finish_reason": None}]})
+    last = event({"choices": [{"delta": {"content": "hi"}, "finish_reason": "stop"}], "usage": None})
+    record, server = send(
+        streamed(event({"choices": []}), 0.05, role, last, DONE),
+        is_chat=True,
+        ignore_eos=True,
+        body={"seed": 1},
+    )
+    assert record.ttft_s >= 0.03 and len(record.chunk_after_s) == 2 and record.text == "hi"
+    assert server.bodies[0]["messages"] == [{"role": "user", "content": [1, 2, 3]}]
+    assert server.bodies[0]["max_completion_tokens"] == 7
+    assert server.bodies[0]["ignore_eos"] is True and server.bodies[0]["seed"] == 1
+
+
+def test_headers_are_sent() -> None:
+    _, server = send(streamed(token(finish="stop"), DONE), headers={"Authorization": "Bearer k", "X-A": "b"})
+    assert "Authorization: Bearer k" in server.heads[0] and "X-A: b" in server.heads[0]
+
+
+def test_without_usage_tokens_are_counted() -> None:
+    script = streamed(token("one two"), token(" three", "stop"), DONE)
+    assert send(script)[0].output_tokens == 2
+    assert send(script, count_tokens=lambda text: len(text.split()))[0].output_tokens == 3
+
+
+@pytest.mark.parametrize(
+    ("script", "error", "chunks"),
+    [
+        (refusal(429, {"error": {"message": "Queue is full."}}), "HTTP 429: Queue is full.", 0),
+        (refusal(500, "oops"), "HTTP 500: oops", 0),
+        (
+            streamed(token(), event({"error": {"message": "step failed"}}), DONE),
+            "error in the stream: step",
+            1,
+        ),
+        ([HEAD, part(token()), part(token())], "broke off within the response", 2),
+        (streamed(token(), token()), "the response broke off before its end", 2),
+        (streamed(usage(0), DONE), "ended without a chunk", 0),
+        (streamed(b"data: {not json\n\n", DONE), "JSON", 0),
+        (streamed(b"data: 5\n\n", DONE), "unexpected event", 0),
+        ([0.01], "closed the connection without an answer", 0),
+        ([HEAD, part(token()), 0.5, END], "no end of the response within 0.2 s", 1),
+    ],
+)
+def test_failures_are_recorded(script: Script, error: str, chunks: int) -> None:
+    record, _ = send(script, timeout_s=0.2)
+    assert record.outcome is Outcome.FAILED
+    assert error in record.error
+    assert "\n" not in record.error
+    assert len(record.chunk_after_s) == chunks
+
+
+def test_no_server() -> None:
+    record, _ = send([], base_url="http://127.0.0.1:1")
+    assert record.outcome is Outcome.FAILED
+    assert record.error == "Connection refused"
+
+
+def test_no_server_on_look_up() -> None:
+    async def look_up(url: str) -> None:
+        async with BenchClient(Endpoint(base_url=url, path="", model="")) as client:
+            await client.get_models()
+
+    for url in ("http://127.0.0.1:1", "http://no-such-host.invalid", "http://"):
+        with pytest.raises(ConfigError, match=f"No server answers at {url}: "):
+            asyncio.run(look_up(url))
+
+
+def test_readiness_waits_for_a_success_and_names_the_last_failure() -> None:
+    loading = refusal(503, {"error": {"message": "loading"}})
+    ready = streamed(token(finish="stop"), DONE)
+
+    async def wait(num_failures: int, timeout_s: float) -> int:
+        async with ScriptedServer(
+            lambda index, _: loading if index < num_failures else ready
+        ).running() as server:
+            async with BenchClient(Endpoint(server.url, "/v1/completions", "m")) as client:
+                await wait_until_ready(client, BenchRequest([1], 1, 1), timeout_s)
+            return len(server.bodies)
+
+    assert asyncio.run(wait(1, 5.0)) == 2
+    with pytest.raises(ConfigError, match=r"not ready within 0.1 s: HTTP 503: loading"):
+        asyncio.run(wait(99, 0.1))

@@ -1,0 +1,133 @@
+"""``backfill bench serve`` from the command line to the result file."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from backfill.cli.main import app
+from tests.api.servers import RunningServer
+
+
+def bench(*arguments: str) -> Any:
+    return CliRunner().invoke(app, ["bench", "serve", *arguments])
+
+
+def test_eight_requests_to_the_real_server(server: RunningServer, tmp_path: Path) -> None:
+    result = bench(
+        *("--base-url", f"{server.url}/v1", "--num-prompts", "8", "--request-rate", "40", "--cv", "2"),
+        *("--random-input-len", "24", "--random-output-len", "6", "--ignore-eos", "--num-warmups", "1"),
+        *("--goodput", "ttft:60000", "tpot:60000", "--header", "X-A=1", "X-B=2", "--metadata", "run=7"),
+        *("--ready-check-timeout-sec", "5", "--json", "--plot", str(tmp_path / "report.png")),
+        *("--save-result", "--save-detailed", "--result-dir", str(tmp_path), "--result-filename", "r.json"),
+    )
+    assert result.exit_code == 0, result.output
+    assert " Serving Benchmark Result " in result.stdout
+    figures = json.loads(result.stdout.splitlines()[-1])
+    assert (figures["status"], figures["completed"], figures["failed"]) == ("complete", 8, 0)
+    assert (figures["total_input_tokens"], figures["total_output_tokens"]) == (8 * 24, 8 * 6)
+    assert figures["slo_attainment"] == {"ttft": 1.0, "tpot": 1.0, "all": 1.0}
+    assert figures["run"] == "7" and figures["burstiness"] == 0.25
+    assert 0 < figures["p50_itl_ms"] <= figures["p99_itl_ms"] < figures["p99_e2el_ms"]
+    assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
+    saved = json.loads((tmp_path / "r.json").read_text())
+    assert saved["output_lens"] == [6] * 8
+    assert [len(gaps) for gaps in saved["itls"]] == [5] * 8
+
+
+def test_chat_prompts_have_the_length_asked_for(server: RunningServer) -> None:
+    result = bench(
+        *("--backend", "openai-chat", "--base-url", server.url, "--num-prompts", "2", "--input-len", "50"),
+        *("--output-len", "3", "--ignore-eos", "--percentile-metrics", "ttft", "--json"),
+    )
+    assert result.exit_code == 0, result.output
+    figures = json.loads(result.stdout.splitlines()[-1])
+    # The template adds its own tokens, the same to both.
+    assert figures["total_output_tokens"] == 6 and 100 < figures["total_input_tokens"] < 200
+
+
+def test_refused_requests_are_shown_and_decide_the_exit_code(server: RunningServer) -> None:
+    result = bench("--base-url", server.url, "--num-prompts", "2", "--input-len", "600", "--output-len", "4")
+    assert result.exit_code == 1
+    assert "2 of 2 requests exceed the server's context of 512 tokens." in result.stderr
+    assert "     2 x HTTP 400: " in result.stdout
+
+
+def test_interrupt_keeps_and_marks_what_was_measured(server: RunningServer) -> None:
+    command = [sys.executable, "-m", "backfill", "bench", "serve", "--base-url", server.url, "--json"]
+    command += ["--num-prompts", "50", "--request-rate", "5", "--input-len", "8", "--output-len", "2"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    before = server.metric("backfill:request_success_total")
+    deadline = time.monotonic() + 30
+    while server.metric("backfill:request_success_total") < before + 3 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=20)
+    assert process.returncode == 130, stderr
+    figures = json.loads(stdout.splitlines()[-1])
+    assert figures["status"] == "interrupted"
+    assert figures["completed"] >= 3 and figures["not_sent"] > 0
+    assert "partial results" in stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--base-url", "http://127.0.0.1:1"],
+            "No server answers at http://127.0.0.1:1: Connection refused.",
+        ),
+        (["--base-url", "127.0.0.1:1"], "--base-url must begin with http:// or https://"),
+        (["--backend", "tgi"], "--backend must be one of openai, vllm, openai-chat, got 'tgi'."),
+        (["--cv", "-1"], "--cv must be a number of at least 0"),
+        (["--cv", "1", "--burstiness", "1"], "give one of them"),
+        (["--burstiness", "0"], "--burstiness must be above 0"),
+        (["--request-rate", "0"], "--request-rate must be above 0"),
+        (["--phases", "30"], "--phases takes SECONDS:RATE"),
+        (["--phases", "30:1", "--request-rate", "2"], "Only one of"),
+        (["--ramp-up-strategy", "linear"], "go together"),
+        (["--random-length-cv", "1"], "goes with --random-length-law"),
+        (["--random-length-law", "normal"], "goes with --random-length-law"),
+        (["--random-range-ratio", "1"], "range ratio"),
+        (["--num-prompts", "0"], "--num-prompts must be at least 1"),
+        (["--max-concurrency", "0"], "--max-concurrency must be at least 1"),
+        (["--goodput", "speed:1"], "--goodput takes NAME:MILLISECONDS"),
+        (["--ttft-slo", "-1"], "--ttft-slo takes"),
+        (["--extra-body", "{"], "--extra-body must be a JSON object"),
+        (["--extra-body", "[]"], "--extra-body must be a JSON object"),
+        (["--header", "x"], "--header takes KEY=VALUE"),
+        (["--metric-percentiles", "101"], "--metric-percentiles takes numbers"),
+        (["--percentile-metrics", "speed"], "--percentile-metrics must be one of"),
+        (["--dataset-name", "trace"], "--dataset-name trace needs --dataset-path"),
+        (["--dataset-name", "hf"], "--dataset-name must be one of random, sharegpt, trace"),
+        (["--plot", "/no/such/folder/a.png"], "cannot be written to"),
+    ],
+)
+def test_bad_input_is_one_line(arguments: list[str], message: str) -> None:
+    result = bench("--tokenizer", "none", *arguments)
+    assert result.exit_code == 1
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert result.stdout == ""
+
+
+@pytest.mark.parametrize("module", ["aiohttp", "matplotlib"])
+def test_a_missing_extra_is_named(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    result = bench("--plot", "a.png")
+    assert result.exit_code == 1
+    assert result.stderr == f"backfill: {module} is not installed; run: pip install 'backfill[bench]'.\n"
+
+
+def test_the_command_line_starts_without_the_extra() -> None:
+    check = "import sys; sys.modules['aiohttp'] = sys.modules['matplotlib'] = None; import backfill.cli.main"
+    subprocess.run([sys.executable, "-c", check], check=True, env=os.environ)
