@@ -395,6 +395,8 @@ class _Plan:
             "num_prompts": len(requests),
             "request_rate": self.arrival.rate_per_s,
             "burstiness": self.arrival.burstiness,
+            "phases": [[phase.duration_s, phase.rate_per_s] for phase in self.arrival.phases] or None,
+            "ramp": None if self.arrival.ramp is None else list(self.arrival.ramp),
             "max_concurrency": self.max_concurrency,
             "seed": self.dataset.seed,
             "offered_rate": mean_rate_per_s(instants),
