@@ -94,10 +94,6 @@ class Request:
         """One step of one token yields the next output token."""
         return self.num_pending_tokens == 1 and self.num_computed_tokens > 0
 
-    @property
-    def is_finished(self) -> bool:
-        return self.status is RequestStatus.FINISHED
-
     def move_to(self, status: RequestStatus) -> None:
         assert status in _LEGAL_MOVES[self.status], f"{self.request_id}: {self.status} -> {status}"
         self.status = status

@@ -24,7 +24,6 @@ from backfill.engine.environment import added_to_environment, engine_environment
 from backfill.engine.messages import (
     AbortRequests,
     AddRequest,
-    EngineStats,
     FromEngine,
     Ready,
     StartFailed,
@@ -81,15 +80,10 @@ class EngineClient:
         self._encoder = msgspec.msgpack.Encoder()
         self._streams: dict[RequestId, _Stream] = {}
         self.info: ExecutorInfo | None = None
-        self.stats: EngineStats | None = None
 
     @property
     def is_ready(self) -> bool:
         return self.info is not None
-
-    @property
-    def num_in_flight(self) -> int:
-        return len(self._streams)
 
     async def start(self) -> Ready:
         """Launch the process and wait until the model is loaded.
@@ -258,7 +252,6 @@ class EngineClient:
 
     def _dispatch(self, report: FromEngine) -> None:
         assert isinstance(report, StepReport)
-        self.stats = report.stats
         for output in report.outputs:
             stream = self._streams.get(output.request_id)
             if stream is not None:  # else: aborted here while the engine still worked on it

@@ -56,11 +56,6 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return bool(self._wrapped.chat_template)
 
-    @property
-    def eos_token_id(self) -> int | None:
-        eos: int | None = self._wrapped.eos_token_id
-        return eos
-
     def encode(
         self, text: str, *, add_special_tokens: bool = True, most_tokens: int | None = None
     ) -> list[int]:

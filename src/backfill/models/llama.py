@@ -48,7 +48,7 @@ class LlamaModel:
         self.config = config
         self.kernels = kernels
         self.num_layers = config.num_layers
-        self._scale = config.head_dim**-0.5
+        self._scale = config.attention_scale
         shape = (config.vocab_size, config.hidden_size)
         self._embedding = checkpoint.get("model.embed_tokens.weight", shape).to(device)
         self._layers = [self._load_layer(checkpoint, index, device) for index in range(config.num_layers)]

@@ -52,7 +52,7 @@ class OPTModel:
         self.config = config
         self.kernels = kernels
         self.num_layers = config.num_layers
-        self._scale = config.head_dim**-0.5
+        self._scale = config.attention_scale
         self._device = device
         hidden, embed_dim = config.hidden_size, config.word_embed_proj_dim or config.hidden_size
 
