@@ -62,6 +62,15 @@ struct AttentionArgs {
   float scale;
 };
 
+struct LinearArgs {
+  const void* x;
+  const void* weight;  // packed, see linear.h
+  const void* bias;    // null: none
+  void* out;           // dense
+  int64_t rows, in_features, out_features;
+  int64_t x_stride;  // elements between rows of x
+};
+
 enum ElementType { kBfloat16 = 0, kFloat32 = 1 };
 
 // Indexed by ElementType.
@@ -70,6 +79,7 @@ struct KernelTable {
   void (*silu_and_mul[2])(const SiluArgs&);
   void (*rotate_and_write_kv[2])(const RotateArgs&);
   void (*attention[2])(const AttentionArgs&);
+  void (*linear)(const LinearArgs&);  // bf16; null where a variant has none
 };
 
 namespace generic {

@@ -1,5 +1,6 @@
 // Compiled once per instruction set, with BACKFILL_VARIANT naming the namespace it goes to.
 #include "attention.h"
+#include "linear.h"
 #include "rotary.h"
 #include "rowwise.h"
 
@@ -11,6 +12,11 @@ const KernelTable table = {
     {silu_and_mul<bf16>, silu_and_mul<float>},
     {rotate_and_write_kv<bf16>, rotate_and_write_kv<float>},
     {attention<bf16>, attention<float>},
+#if defined(__AMX_BF16__)
+    linear,
+#else
+    nullptr,
+#endif
 };
 
 }  // namespace backfill::BACKFILL_VARIANT

@@ -226,16 +226,39 @@ def test_silu_and_mul(kernels: CpuKernels, dtype: torch.dtype, rows: int, size: 
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("rows", [1, 3, 70])
-def test_linear_owns_its_weight(dtype: torch.dtype, rows: int, bias: bool) -> None:
-    generator = seeded("linear", rows)
-    weight, x = random_rows(generator, 96, 40, dtype=dtype), random_rows(generator, rows, 40, dtype=dtype)
-    offset = random_rows(generator, 96, dtype=dtype) if bias else None
+@pytest.mark.parametrize("rows", [1, 3, 16, 17, 70, 130])
+@pytest.mark.parametrize(("out_size", "in_size"), [(96, 40), (96, 64), (33, 32), (40, 96), (7, 160), (2048, 320)])
+def test_linear(
+    kernels: CpuKernels, dtype: torch.dtype, out_size: int, in_size: int, rows: int, bias: bool
+) -> None:
+    generator = seeded("linear", out_size, in_size, rows)
+    weight = random_rows(generator, out_size, in_size, dtype=dtype) / in_size**0.5
+    x = random_rows(generator, rows, in_size + 32, dtype=dtype)[:, :in_size]
+    offset = random_rows(generator, out_size, dtype=dtype) if bias else None
     expected = REFERENCE.linear(weight, offset)(x)
-    linear = CpuKernels().linear(weight, offset)
+    linear = kernels.linear(weight, offset)
     weight.zero_()
-    assert (linear.in_features, linear.out_features) == (40, 96)
-    torch.testing.assert_close(linear(x), expected, rtol=2e-2, atol=1e-4 if dtype == torch.float32 else 0.1)
+    assert (linear.in_features, linear.out_features) == (in_size, out_size)
+    assert_close(linear(x), expected)
+
+
+def test_an_output_past_the_caches_is_whole(kernels: CpuKernels) -> None:
+    generator = seeded("large")
+    weight = random_rows(generator, 4096, 64, dtype=torch.bfloat16) / 8
+    x = random_rows(generator, 300, 64, dtype=torch.bfloat16)
+    assert_close(kernels.linear(weight)(x), REFERENCE.linear(weight)(x))
+
+
+@pytest.mark.parametrize("isa", [isa for isa in available_isas() if CpuKernels(isa).multiplies_in_tiles])
+def test_a_row_of_a_tiled_product_does_not_depend_on_the_others(isa: str) -> None:
+    generator = seeded("invariance")
+    linear = CpuKernels(isa).linear(random_rows(generator, 96, 320, dtype=torch.bfloat16))
+    x = random_rows(generator, 100, 320, dtype=torch.bfloat16)
+    whole = linear(x)
+    for first, last in [(0, 1), (5, 22), (31, 33), (60, 100)]:
+        assert torch.equal(linear(x[first:last]), whole[first:last])
+    with pytest.raises(ValueError, match=r"^x:"):
+        linear(x[:, 32:])
 
 
 def test_the_environment_chooses_the_isa(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -360,3 +383,5 @@ def test_row_operators_refuse_what_does_not_fit() -> None:
         kernels.silu_and_mul(x[:, 1:])
     with pytest.raises(ValueError, match=r"^weight:"):
         kernels.linear(weight)
+    with pytest.raises(ValueError, match=r"^bias:"):
+        kernels.linear(x.bfloat16(), weight.bfloat16())
