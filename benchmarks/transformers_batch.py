@@ -1,0 +1,67 @@
+"""transformers' own continuous batching on the work of peers.py; prints one JSON line with its figures.
+
+Usage: transformers_batch.py MODEL_DIR [--num-prompts 64] [--input-len 256] [--output-len 128]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import time
+
+import torch
+from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
+
+# As large as our own pool in this comparison, about 1 GiB.
+POOL = ContinuousBatchingConfig(page_size=16, num_blocks=2900, max_batch_tokens=2048)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model_dir")
+    parser.add_argument("--num-prompts", type=int, default=64)
+    parser.add_argument("--input-len", type=int, default=256)
+    parser.add_argument("--output-len", type=int, default=128)
+    args = parser.parse_args()
+    model = AutoModelForCausalLM.from_pretrained(
+        args.model_dir, dtype=torch.bfloat16, attn_implementation="sdpa"
+    )
+    chooser = random.Random(0)
+
+    # No token ends a sequence: a negative id is never drawn.
+    settings = GenerationConfig(max_new_tokens=args.output_len, do_sample=False, eos_token_id=-1)
+    with model.continuous_batching_context_manager(settings, continuous_batching_config=POOL) as manager:
+
+        def seconds(num_prompts: int, output_len: int) -> float:
+            prompts = [
+                [chooser.randrange(1000, model.config.vocab_size) for _ in range(args.input_len)]
+                for _ in range(num_prompts)
+            ]
+            started_at_s = time.perf_counter()
+            manager.add_requests(prompts, max_new_tokens=output_len)
+            lengths = []
+            while len(lengths) < num_prompts:
+                output = manager.get_result(timeout=300)
+                if output is None:
+                    raise SystemExit("no result within 300 s")
+                if output.is_finished():
+                    lengths.append(len(output.generated_tokens))
+            if lengths != [output_len] * num_prompts:
+                raise SystemExit(f"expected {num_prompts} outputs of {output_len} tokens, got {lengths}")
+            return time.perf_counter() - started_at_s
+
+        seconds(1, 2)
+        first_token_s = seconds(1, 1)
+        stream_s = seconds(1, args.output_len) - first_token_s
+        batch_s = seconds(args.num_prompts, args.output_len)
+    figures = {
+        "batch_tok_s": args.num_prompts * (args.input_len + args.output_len) / batch_s,
+        "stream_tok_s": (args.output_len - 1) / stream_s,
+        "first_token_s": first_token_s,
+    }
+    print(json.dumps({"engine": "transformers", **figures}))
+
+
+if __name__ == "__main__":
+    main()
