@@ -43,6 +43,7 @@ lint: $(TESTABLE)
 bench: $(RUNNABLE)
 	$(BIN)/python benchmarks/attention.py
 	$(BIN)/python benchmarks/startup.py
+	$(BIN)/python benchmarks/peers.py $(PEERS)
 
 clean:
 	rm -rf $(VENV) build

@@ -13,14 +13,13 @@ import argparse
 import asyncio
 import json
 import random
-import socket
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
-import urllib.error
 import urllib.request
+
+from served import served
 
 INPUT_LEN, OUTPUT_LEN = 256, 128
 
@@ -44,22 +43,11 @@ def measure(num_streams: int, seed: int) -> dict[str, float]:
     work = [*lengths, "--num-prompts", str(num_streams), "--seed", str(seed)]
     done = subprocess.run([*command, *work], capture_output=True, text=True, check=True)
     in_process = json.loads(done.stdout.splitlines()[-1])["total_tok_s"]
-    port = free_port()
-    with tempfile.TemporaryDirectory() as data_dir:
-        server = subprocess.Popen(
-            [sys.executable, "-m", "backfill", "serve", "--port", str(port), "--data-dir", data_dir],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        try:
-            wait_ready(port)
-            asyncio.run(run_streams(port, 2, 8, seed + 1000))  # warm-up
-            before = ttft_totals(port)
-            elapsed_s, client_ttft_s = asyncio.run(run_streams(port, num_streams, OUTPUT_LEN, seed))
-            after = ttft_totals(port)
-        finally:
-            server.terminate()
-            server.wait()
+    with served() as port:
+        asyncio.run(run_streams(port, 2, 8, seed + 1000))  # warm-up
+        before = ttft_totals(port)
+        elapsed_s, client_ttft_s = asyncio.run(run_streams(port, num_streams, OUTPUT_LEN, seed))
+        after = ttft_totals(port)
     over_http = num_streams * (INPUT_LEN + OUTPUT_LEN) / elapsed_s
     server_ttft_s = (after[0] - before[0]) / (after[1] - before[1])
     return {
@@ -113,22 +101,6 @@ def ttft_totals(port: int) -> tuple[float, float]:
         line = next(line for line in text.splitlines() if line.startswith(prefix.format(part)))
         totals.append(float(line.rsplit(" ", 1)[1]))
     return totals[0], totals[1]
-
-
-def wait_ready(port: int) -> None:
-    while True:
-        try:
-            urllib.request.urlopen(f"http://127.0.0.1:{port}/health")
-            return
-        except (urllib.error.URLError, ConnectionError):
-            time.sleep(0.05)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 if __name__ == "__main__":

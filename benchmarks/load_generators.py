@@ -1,0 +1,161 @@
+"""Three load generators against one of our servers: ours, ``vllm bench serve`` and guidellm.
+
+The same work from each: completions of 256 tokens in and 32 out at a constant rate, one generator after
+another for several rounds. Figures are medians over the rounds; what differs between rounds of one
+generator is the server's and the machine's noise, printed as the spread.
+
+    load_generators.py --vllm VL/bin/python --guidellm GL/bin/guidellm
+
+A generator whose program is not given is left out. The last line of output is a JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from served import served
+
+from backfill.models.resolve import resolve_model
+
+INPUT_LEN, OUTPUT_LEN = 256, 32
+FIGURES = ("ttft_ms", "tpot_ms", "e2el_ms", "output_tok_s")
+
+# vLLM's own command line asks for the metadata of a package named vllm, which its CPU build lacks.
+VLLM_BENCH_SERVE = (
+    "import argparse; from vllm.benchmarks.serve import add_cli_args, main; "
+    "parser = argparse.ArgumentParser(); add_cli_args(parser); main(parser.parse_args())"
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default="smollm2-135m-instruct")
+    parser.add_argument("--vllm", type=Path, help="Python with vllm and its bench extra")
+    parser.add_argument("--guidellm", type=Path, help="the guidellm program")
+    parser.add_argument("--rate", type=float, default=2.0, help="requests a second")
+    parser.add_argument("--num-prompts", type=int, default=60)
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args()
+    folder = resolve_model(args.model)
+    generators: dict[str, Callable[[str], dict[str, float]]] = {
+        "backfill": lambda url: run_backfill(args, url)
+    }
+    if args.vllm is not None:
+        generators["vllm"] = lambda url: run_vllm(args, url, folder)
+    if args.guidellm is not None:
+        generators["guidellm"] = lambda url: run_guidellm(args, url, folder)
+    runs: dict[str, list[dict[str, float]]] = {name: [] for name in generators}
+    with served(args.model) as port:
+        url = f"http://127.0.0.1:{port}"
+        run_backfill(args, url)  # warm-up
+        for round_number in range(args.rounds):
+            for name, run in generators.items():
+                runs[name].append(run(url))
+                print(f"round {round_number + 1}: {name} {runs[name][-1]}", file=sys.stderr, flush=True)
+    medians = {
+        name: {figure: statistics.median(run[figure] for run in own) for figure in FIGURES}
+        for name, own in runs.items()
+    }
+    print(
+        f"{args.num_prompts} requests at {args.rate:g}/s, means of a run, medians of {args.rounds} rounds\n"
+    )
+    print(f"| generator | {' | '.join(FIGURES)} |")
+    print(f"| --- |{' ---: |' * len(FIGURES)}")
+    for name, figures in medians.items():
+        cells = []
+        for figure in FIGURES:
+            values = [run[figure] for run in runs[name]]
+            spread = (max(values) - min(values)) / figures[figure]
+            ratio = figures[figure] / medians["backfill"][figure]
+            cells.append(f"{figures[figure]:.2f} ({ratio:.3f} x, spread {100 * spread:.0f} %)")
+        print(f"| {name} | {' | '.join(cells)} |")
+    print(json.dumps({"benchmark": "load_generators", "generators": medians, "runs": runs}))
+
+
+def run_backfill(args: argparse.Namespace, url: str) -> dict[str, float]:
+    command = (
+        f"-m backfill bench serve --base-url {url} --backend openai --burstiness inf --json --no-progress"
+    )
+    found = last_json([sys.executable, *command.split(), *work(args)])
+    return from_vllm_keys(found)
+
+
+def run_vllm(args: argparse.Namespace, url: str, folder: Path) -> dict[str, float]:
+    with tempfile.TemporaryDirectory() as results:
+        options = (
+            f"--backend openai --base-url {url} --model smollm2-135m-instruct --tokenizer {folder} "
+            f"--dataset-name random --burstiness 1e9 --disable-tqdm --percentile-metrics ttft,tpot,itl,e2el "
+            f"--save-result --result-dir {results} --result-filename result.json"
+        )
+        run([str(args.vllm), "-c", VLLM_BENCH_SERVE, *options.split(), *work(args)])
+        return from_vllm_keys(json.loads((Path(results) / "result.json").read_text()))
+
+
+def run_guidellm(args: argparse.Namespace, url: str, folder: Path) -> dict[str, float]:
+    with tempfile.TemporaryDirectory() as results:
+        path = Path(results) / "result.json"
+        options = (
+            f"--backend kind=openai_http,target={url},request_format=/v1/completions "
+            f"--profile kind=constant,rate={args.rate:g} "
+            f"--constraint kind=max_requests,count={args.num_prompts} "
+            f"--data kind=synthetic_text,prompt_tokens={INPUT_LEN},output_tokens={OUTPUT_LEN} "
+            f"--tokenizer kind=huggingface_auto,model={folder} "
+            f"--output kind=json,path={path} --disable-console"
+        )
+        run([str(args.guidellm), "run", *options.split()])
+        metrics = json.loads(path.read_text())["benchmarks"][0]["metrics"]
+
+    def mean(name: str) -> float:
+        return float(metrics[name]["successful"]["mean"])
+
+    return {
+        "ttft_ms": mean("time_to_first_token_ms"),
+        "tpot_ms": mean("inter_token_latency_ms"),  # guidellm's own "TPOT" counts the first token in
+        "e2el_ms": 1e3 * mean("request_latency"),
+        "output_tok_s": mean("output_tokens_per_second"),
+    }
+
+
+def work(args: argparse.Namespace) -> list[str]:
+    return (
+        f"--request-rate {args.rate:g} --num-prompts {args.num_prompts} --random-input-len {INPUT_LEN} "
+        f"--random-output-len {OUTPUT_LEN} --ignore-eos --seed 0"
+    ).split()
+
+
+def from_vllm_keys(result: dict[str, Any]) -> dict[str, float]:
+    return {
+        "ttft_ms": result["mean_ttft_ms"],
+        "tpot_ms": result["mean_tpot_ms"],
+        "e2el_ms": result["mean_e2el_ms"],
+        "output_tok_s": result["output_throughput"],
+    }
+
+
+def last_json(command: list[str]) -> dict[str, Any]:
+    answer: dict[str, Any] = json.loads(run(command).splitlines()[-1])
+    return answer
+
+
+def run(command: list[str]) -> str:
+    done = subprocess.run(
+        command, env={**os.environ, "HF_HUB_OFFLINE": "1"}, capture_output=True, text=True, check=False
+    )
+    if done.returncode != 0:
+        raise SystemExit(f"{' '.join(command[:3])} failed ({done.returncode}):\n{done.stderr[-2000:]}")
+    return done.stdout
+
+
+if __name__ == "__main__":
+    main()
