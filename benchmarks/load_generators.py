@@ -1,8 +1,9 @@
 """Three load generators against one of our servers: ours, ``vllm bench serve`` and guidellm.
 
 The same work from each: completions of 256 tokens in and 32 out at a constant rate, one generator after
-another for several rounds. Figures are medians over the rounds; what differs between rounds of one
-generator is the server's and the machine's noise, printed as the spread.
+another for several rounds. Figures are medians over the rounds. The server is not equally fast in all
+runs, not least because a generator takes its part of the processors; so each one's means are also divided
+by the server's own, from its ``/metrics`` before and after the run.
 
     load_generators.py --vllm VL/bin/python --guidellm GL/bin/guidellm
 
@@ -14,10 +15,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
 import tempfile
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,7 +30,10 @@ from served import served
 from backfill.models.resolve import resolve_model
 
 INPUT_LEN, OUTPUT_LEN = 256, 32
-FIGURES = ("ttft_ms", "tpot_ms", "e2el_ms", "output_tok_s")
+FIGURES = ("ttft_ms", "tpot_ms", "e2el_ms", "output_tok_s", "ttft_over_server", "tpot_over_server")
+
+# One worker process is enough for this rate; guidellm's ten would take the processors from the server.
+ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "GUIDELLM__MAX_WORKER_PROCESSES": "1"}
 
 # vLLM's own command line asks for the metadata of a package named vllm, which its CPU build lacks.
 VLLM_BENCH_SERVE = (
@@ -61,7 +67,9 @@ def main() -> None:
         run_backfill(args, url)  # warm-up
         for round_number in range(args.rounds):
             for name, run in generators.items():
-                runs[name].append(run(url))
+                before = server_totals(port)
+                figures = run(url)
+                runs[name].append(figures | over_server(figures, before, server_totals(port)))
                 print(f"round {round_number + 1}: {name} {runs[name][-1]}", file=sys.stderr, flush=True)
     medians = {
         name: {figure: statistics.median(run[figure] for run in own) for figure in FIGURES}
@@ -78,9 +86,34 @@ def main() -> None:
             values = [run[figure] for run in runs[name]]
             spread = (max(values) - min(values)) / figures[figure]
             ratio = figures[figure] / medians["backfill"][figure]
-            cells.append(f"{figures[figure]:.2f} ({ratio:.3f} x, spread {100 * spread:.0f} %)")
+            cells.append(f"{figures[figure]:.3f} ({ratio:.3f} x, spread {100 * spread:.0f} %)")
         print(f"| {name} | {' | '.join(cells)} |")
     print(json.dumps({"benchmark": "load_generators", "generators": medians, "runs": runs}))
+
+
+def server_totals(port: int) -> dict[str, float]:
+    """Sums and counts of the server's histograms of TTFT and inter-token latency, in seconds."""
+    text = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics").read().decode()
+    found = re.findall(
+        r'^backfill:(time_to_first_token|inter_token_latency)_seconds_(sum|count)\{class="online".* (\S+)$',
+        text,
+        re.MULTILINE,
+    )
+    return {f"{name}_{part}": float(value) for name, part, value in found}
+
+
+def over_server(
+    figures: dict[str, float], before: dict[str, float], after: dict[str, float]
+) -> dict[str, float]:
+    gained = {key: after[key] - before.get(key, 0.0) for key in after}
+
+    def mean_ms(name: str) -> float:
+        return 1e3 * gained[f"{name}_sum"] / gained[f"{name}_count"]
+
+    return {
+        "ttft_over_server": figures["ttft_ms"] / mean_ms("time_to_first_token"),
+        "tpot_over_server": figures["tpot_ms"] / mean_ms("inter_token_latency"),
+    }
 
 
 def run_backfill(args: argparse.Namespace, url: str) -> dict[str, float]:
@@ -150,7 +183,7 @@ def last_json(command: list[str]) -> dict[str, Any]:
 
 def run(command: list[str]) -> str:
     done = subprocess.run(
-        command, env={**os.environ, "HF_HUB_OFFLINE": "1"}, capture_output=True, text=True, check=False
+        command, env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True, check=False
     )
     if done.returncode != 0:
         raise SystemExit(f"{' '.join(command[:3])} failed ({done.returncode}):\n{done.stderr[-2000:]}")

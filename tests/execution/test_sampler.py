@@ -45,6 +45,15 @@ def test_greedy_takes_the_most_likely_token() -> None:
     assert sample_ids(logits, *states) == logits.argmax(-1).tolist()
 
 
+@pytest.mark.parametrize("vocab", [1, 7, 512, 640, 3000, 4096, 49152])
+def test_greedy_takes_the_first_of_equals(vocab: int) -> None:
+    generator = torch.Generator().manual_seed(vocab)
+    logits = torch.randint(-3, 4, (5, vocab), generator=generator).bfloat16()
+    states = [make_state(temperature=0.0) for _ in range(5)]
+    expected = [row.index(max(row)) for row in logits.tolist()]
+    assert sample_ids(logits, *states) == expected
+
+
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 @pytest.mark.parametrize("filters", [{}, {"top_k": 50}, {"top_p": 0.9}, {"min_p": 0.05}])
 def test_draws_follow_the_tempered_distribution(temperature: float, filters: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -11,6 +12,7 @@ from torch import Tensor
 from backfill.core.plan import TokenLogprobs
 from backfill.execution.request_state import RequestState
 
+_MOST_LIKELY_PART = 512
 _NUM_CANDIDATES = 1024  # top-p and min-p rarely keep more; rows that do are sorted whole
 _MAX_ROWS_DRAWN = 32  # at once: bounds the copies of a row that drawing makes
 _MASK_64 = (1 << 64) - 1
@@ -69,8 +71,18 @@ class Sampler:
 
 
 def _most_likely(logits: Tensor) -> list[int]:
-    """The first most likely token of each row. ``max`` is several times faster than ``argmax`` on CPU."""
-    return logits.max(-1).indices.tolist()
+    """The first most likely token of each row.
+
+    Where the vocabulary divides into parts, the greatest value of each comes first: torch vectorises
+    ``amax``, but not the search for an index (64 rows of 49,152: 0.8 ms, 1.5 with ``max`` alone).
+    """
+    part = math.gcd(logits.shape[-1], _MOST_LIKELY_PART)
+    if part < _MOST_LIKELY_PART // 4:
+        return logits.max(-1).indices.tolist()
+    parts = logits.unflatten(-1, (-1, part))
+    best = parts.amax(-1).max(-1).indices
+    within = parts[torch.arange(len(best), device=logits.device), best].max(-1).indices
+    return (best * part + within).tolist()
 
 
 def _penalise(logits: Tensor, state: RequestState) -> None:
