@@ -79,10 +79,11 @@ def _most_likely(logits: Tensor) -> list[int]:
     part = math.gcd(logits.shape[-1], _MOST_LIKELY_PART)
     if part < _MOST_LIKELY_PART // 4:
         return logits.max(-1).indices.tolist()
-    parts = logits.unflatten(-1, (-1, part))
+    parts = logits.reshape(len(logits), -1, part)
     best = parts.amax(-1).max(-1).indices
     within = parts[torch.arange(len(best), device=logits.device), best].max(-1).indices
-    return (best * part + within).tolist()
+    token_ids: list[int] = (best * part + within).tolist()
+    return token_ids
 
 
 def _penalise(logits: Tensor, state: RequestState) -> None:
