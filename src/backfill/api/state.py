@@ -69,11 +69,11 @@ class ServerState:
             raise RequestError(message, param="n")
         if self.num_open + num_choices > limit:
             if self.metrics is not None:
-                self.metrics.on_rejected(service_class, "queue_full")
+                self.metrics.requests.on_rejected(service_class, "queue_full")
             raise Overloaded(self._retry_after_s(self.num_open + num_choices - limit))
         self.num_open += num_choices
         if self.metrics is not None:
-            self.metrics.on_accepted(service_class, num_choices)
+            self.metrics.requests.on_accepted(service_class, num_choices)
 
     def release(self, num_choices: int) -> None:
         self.num_open -= num_choices
