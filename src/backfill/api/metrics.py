@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter as Tally
+from collections.abc import Callable, Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from backfill.core.request import ServiceClass
 from backfill.engine.messages import ClassStats, EngineStats, StepReport
 from backfill.execution.executor import ExecutorInfo
 from backfill.generation.generator import RequestRecord
+from backfill.jobs.manager import JobsSnapshot
+from backfill.jobs.records import BatchStatus, LineOutcome, TokenUsage
 
 # Bucket bounds in seconds. Those of vLLM, so that its dashboards read ours; ITL starts lower, since
 # small models decode in less than 10 ms.
@@ -42,15 +45,25 @@ def token_buckets(max_model_len: int) -> tuple[int, ...]:
 
 
 class Metrics:
-    """The server's registry, one group for each that reports. Names begin with ``backfill:``; times in seconds.
+    """The server's registry, by group. Names begin with ``backfill:``; times are in seconds.
 
     Args:
         model_name: value of the ``model_name`` label.
         info: the engine's facts, for bucket bounds and ``cache_config_info``.
+        jobs: exposed too; None where the Batch API is switched off.
     """
 
-    def __init__(self, model_name: str, info: ExecutorInfo, *, vllm_names: bool = False) -> None:
+    def __init__(
+        self,
+        model_name: str,
+        info: ExecutorInfo,
+        *,
+        jobs: JobMetrics | None = None,
+        vllm_names: bool = False,
+    ) -> None:
         self.registry = CollectorRegistry()
+        if jobs is not None:
+            self.registry.register(jobs)
         labels = {"model_name": model_name, "engine": "0"}
         self.engine = EngineMetrics(self.registry, labels, info, vllm_names=vllm_names)
         self.requests = RequestMetrics(self.registry, labels, info.max_model_len)
@@ -279,3 +292,61 @@ class _EngineState(Collector):
             )
             family.add_metric(list(self._constant.values()), value)
             yield family
+
+
+class JobMetrics(Collector):
+    """Batches and their lines. A ``jobs`` JobObserver; gauges are read when scraped.
+
+    It exists before the engine is loaded, unlike the other groups: batches may end meanwhile.
+    """
+
+    def __init__(self, model_name: str) -> None:
+        self._model_name = model_name
+        self._snapshot: Callable[[], JobsSnapshot] | None = None
+        self._lines: Tally[LineOutcome] = Tally()
+        self._tokens = {"input": 0, "cached": 0, "output": 0}
+
+    def watch(self, snapshot: Callable[[], JobsSnapshot]) -> None:
+        """Where the gauges come from."""
+        self._snapshot = snapshot
+
+    def on_lines(self, outcome: LineOutcome, num_lines: int, usage: TokenUsage) -> None:
+        self._lines[outcome] += num_lines
+        self._tokens["input"] += usage.input_tokens
+        self._tokens["cached"] += usage.cached_tokens
+        self._tokens["output"] += usage.output_tokens
+
+    def collect(self) -> Iterable[Metric]:
+        lines = CounterMetricFamily(
+            "backfill:batch_lines", "Lines of batches that ended", labels=["model_name", "outcome"]
+        )
+        for outcome in LineOutcome:
+            lines.add_metric([self._model_name, outcome.value], self._lines[outcome])
+        yield lines
+        tokens = CounterMetricFamily(
+            "backfill:batch_tokens", "Tokens of completed lines", labels=["model_name", "kind"]
+        )
+        for kind, num_tokens in self._tokens.items():
+            tokens.add_metric([self._model_name, kind], num_tokens)
+        yield tokens
+        if self._snapshot is not None:
+            yield from self._gauges(self._snapshot())
+
+    def _gauges(self, snapshot: JobsSnapshot) -> Iterable[Metric]:
+        jobs = GaugeMetricFamily(
+            "backfill:batch_jobs", "Batches that have not ended", labels=["model_name", "status"]
+        )
+        for status in BatchStatus:
+            if not status.is_final:
+                num_jobs = snapshot.jobs_by_status.get(status, 0)
+                jobs.add_metric([self._model_name, status.value], num_jobs)
+        yield jobs
+        for name, text, value in (
+            ("lines_queued", "Lines of open batches that have not ended", snapshot.num_lines_queued),
+            ("oldest_line_seconds", "Age of the oldest batch with unfinished lines", snapshot.oldest_line_s),
+            ("deadline_slack_seconds", "Time to the first deadline", snapshot.least_slack_s),
+        ):
+            gauge = GaugeMetricFamily(f"backfill:batch_{name}", text, labels=["model_name"])
+            if value is not None:
+                gauge.add_metric([self._model_name], value)
+            yield gauge
