@@ -8,11 +8,12 @@ from typing import Any
 
 import typer.main
 
-from backfill.api.metrics import Metrics
+from backfill.api.metrics import JobMetrics, Metrics
 from backfill.bench.metrics import compute_metrics
 from backfill.bench.report import result_json
 from backfill.bench.runner import Run
 from backfill.cli.main import app
+from backfill.jobs.manager import JobsSnapshot
 from tests.builders import make_info
 
 ROOT = Path(__file__).parent.parent
@@ -38,7 +39,11 @@ def options(command: str) -> set[str]:
 
 
 def test_every_metric_is_documented() -> None:
-    metrics = Metrics("m", make_info())
+    jobs = JobMetrics("m")
+    jobs.watch(
+        lambda: JobsSnapshot(jobs_by_status={}, num_lines_queued=0, oldest_line_s=0.0, least_slack_s=None)
+    )
+    metrics = Metrics("m", make_info(), jobs=jobs)
     text = (ROOT / "docs" / "metrics.md").read_text()
     exposed = {family.name for family in metrics.registry.collect()}
     exposed |= {"backfill:num_requests_running", "backfill:num_requests_waiting"}
@@ -49,7 +54,7 @@ def test_every_metric_is_documented() -> None:
 
 def test_every_command_and_option_has_help() -> None:
     found = commands()
-    assert found.keys() >= {"serve", "pull", "bench serve"}
+    assert found.keys() >= {"serve", "run-batch", "pull", "bench serve"}
     for name, command in found.items():
         assert command.help, name
         for parameter in command.params:
@@ -60,6 +65,14 @@ def test_options_in_the_readme_exist() -> None:
     known = {option for name in commands() for option in options(name)}
     mentioned = set(re.findall(r"`?(--[a-z][a-z-]+)", (ROOT / "README.md").read_text()))
     assert mentioned - {"--help"} <= known
+
+
+def test_every_option_of_batches_is_documented() -> None:
+    text = (ROOT / "docs" / "batch.md").read_text()
+    own = options("run-batch") - options("serve")
+    for option in own | {option for option in options("serve") if option.startswith("--batch-")}:
+        if option != "--batch-api":
+            assert f"`{option}`" in text, option
 
 
 def test_every_option_of_the_load_generator_is_documented() -> None:

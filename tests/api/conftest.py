@@ -12,7 +12,8 @@ from tests.api.servers import RunningServer, running_server
 @pytest.fixture(scope="package")
 def server(default_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     """One server of the default model, shared by the tests that leave it as they found it."""
-    options = ("--kv-gib", "0.25", "--max-model-len", "2048", "--max-body-bytes", "200000", "--vllm-metrics")
+    options = ("--kv-gib", "0.25", "--max-model-len", "2048", "--max-body-bytes", "200000")
+    options += ("--vllm-metrics", "--batch-max-bytes", "1000000", "--batch-max-lines", "100")
     with running_server(*options, data_dir=tmp_path_factory.mktemp("data")) as server:
         yield server
 

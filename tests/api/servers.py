@@ -24,9 +24,10 @@ START_TIMEOUT_S = 60.0
 class RunningServer:
     """``backfill serve`` as a child process, its output collected."""
 
-    def __init__(self, port: int, process: subprocess.Popen[str]) -> None:
+    def __init__(self, port: int, process: subprocess.Popen[str], data_dir: Path) -> None:
         self.url = f"http://127.0.0.1:{port}"
         self.process = process
+        self.data_dir = data_dir
         self.output: list[str] = []
         self._reader = threading.Thread(target=self._collect, daemon=True)
         self._reader.start()
@@ -91,7 +92,7 @@ def launch(model: str, *options: str, data_dir: Path) -> RunningServer:
         text=True,
         env={**os.environ, "PYTHONUNBUFFERED": "1"},
     )
-    return RunningServer(port, process)
+    return RunningServer(port, process, data_dir)
 
 
 def serve_command(*arguments: str) -> Sequence[str]:

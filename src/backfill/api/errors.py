@@ -11,6 +11,7 @@ from starlette.requests import ClientDisconnect
 
 from backfill.api.state import Overloaded, Unavailable
 from backfill.core.errors import BackfillError
+from backfill.jobs.errors import Busy, Conflict, NotFound, TooLarge
 from backfill.protocol.responses import error_body, error_of
 
 logger = logging.getLogger(__name__)
@@ -32,10 +33,16 @@ def answer(error: Exception) -> JSONResponse:
         case Overloaded():
             body = error_body(str(error), "rate_limit_error", code="rate_limit_exceeded")
             return JSONResponse(body, 429, {"Retry-After": str(error.retry_after_s)})
-        case Unavailable():
+        case Unavailable() | Busy():
             body = error_body(str(error), "service_unavailable_error", code="server_is_overloaded")
             return JSONResponse(body, 503, {"Retry-After": _RETRY_AFTER_UNAVAILABLE_S})
-        case BodyTooLarge():
+        case NotFound():
+            return JSONResponse(error_body(str(error), "invalid_request_error"), 404)
+        case Conflict():
+            # The official client repeats a bare 409; this one stays as it is.
+            body = error_body(str(error), "invalid_request_error")
+            return JSONResponse(body, 409, {"x-should-retry": "false"})
+        case BodyTooLarge() | TooLarge():
             return JSONResponse(error_body(str(error), "invalid_request_error"), 413)
         case InvalidApiKey():
             body = error_body(str(error), "invalid_request_error", code="invalid_api_key")

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter as Tally
+from collections.abc import Callable, Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from backfill.core.request import ServiceClass
 from backfill.engine.messages import ClassStats, EngineStats, StepReport
 from backfill.execution.executor import ExecutorInfo
 from backfill.generation.generator import RequestRecord
+from backfill.jobs.manager import JobsSnapshot
+from backfill.jobs.records import BatchStatus, LineOutcome, TokenUsage
 
 # Bucket bounds in seconds. Those of vLLM, so that its dashboards read ours; ITL starts lower, since
 # small models decode in less than 10 ms.
@@ -42,105 +45,49 @@ def token_buckets(max_model_len: int) -> tuple[int, ...]:
 
 
 class Metrics:
-    """The server's registry. Names begin with ``backfill:``; times are in seconds.
+    """The server's registry, by group. Names begin with ``backfill:``; times are in seconds.
 
     Args:
         model_name: value of the ``model_name`` label.
         info: the engine's facts, for bucket bounds and ``cache_config_info``.
+        jobs: exposed too; None where the Batch API is switched off.
     """
 
-    def __init__(self, model_name: str, info: ExecutorInfo, *, vllm_names: bool = False) -> None:
+    def __init__(
+        self,
+        model_name: str,
+        info: ExecutorInfo,
+        *,
+        jobs: JobMetrics | None = None,
+        vllm_names: bool = False,
+    ) -> None:
         self.registry = CollectorRegistry()
-        self._constant = {"model_name": model_name, "engine": "0"}
-        self._engine_state = _EngineState(self._constant, vllm_names=vllm_names)
-        self.registry.register(self._engine_state)
-        tokens = token_buckets(info.max_model_len)
-        self._ttft = self._by_class("time_to_first_token_seconds", "Arrival to first token", TTFT_BUCKETS)
-        self._itl = self._by_class("inter_token_latency_seconds", "Gap between two tokens", ITL_BUCKETS)
-        self._tpot = self._by_class(
-            "request_time_per_output_token_seconds",
-            "(last - first token) / (n - 1) of a request; requests of one token are left out",
-            ITL_BUCKETS,
-        )
-        self._e2e = self._by_class("e2e_request_latency_seconds", "Arrival to end", LATENCY_BUCKETS)
-        self._queue = self._by_class(
-            "request_queue_time_seconds", "Arrival to first scheduled", LATENCY_BUCKETS
-        )
-        self._prefill = self._by_class(
-            "request_prefill_time_seconds", "First scheduled to first token", LATENCY_BUCKETS
-        )
-        self._decode = self._by_class("request_decode_time_seconds", "First to last token", LATENCY_BUCKETS)
-        self._inference = self._by_class(
-            "request_inference_time_seconds", "First scheduled to last token", LATENCY_BUCKETS
-        )
-        self._num_prompt = self._by_class("request_prompt_tokens", "Prompt tokens of a request", tokens)
-        self._num_generated = self._by_class(
-            "request_generation_tokens", "Output tokens of a request", tokens
-        )
-        self._max_tokens = self._by_class("request_params_max_tokens", "max_tokens of a request", tokens)
-        self._preempted = self._by_class(
-            "request_num_preemptions", "Preemptions of a request", PREEMPTION_BUCKETS
-        )
-        self._prompt_tokens = self._count_by_class("prompt_tokens", "Prompt tokens of ended requests")
-        self._generation_tokens = self._count_by_class("generation_tokens", "Output tokens")
-        self._success = Counter(
-            "backfill:request_success",
-            "Requests that ended",
-            ["model_name", "engine", "class", "finished_reason"],
-            registry=self.registry,
-        )
-        self._choices = Histogram(
-            "backfill:request_params_n",
-            "Choices of an API request",
-            ["model_name", "engine", "class"],
-            buckets=CHOICE_BUCKETS,
-            registry=self.registry,
-        )
-        self._step_tokens = Histogram(
-            "backfill:iteration_tokens_total",
-            "Tokens computed in a step",
-            ["model_name", "engine"],
-            buckets=STEP_TOKEN_BUCKETS,
-            registry=self.registry,
-        ).labels(**self._constant)
-        self._step_seconds = Histogram(
-            "backfill:step_seconds",
-            "Duration of a step",
-            ["model_name", "engine"],
-            buckets=ITL_BUCKETS,
-            registry=self.registry,
-        ).labels(**self._constant)
+        if jobs is not None:
+            self.registry.register(jobs)
+        labels = {"model_name": model_name, "engine": "0"}
+        self.engine = EngineMetrics(self.registry, labels, info, vllm_names=vllm_names)
+        self.requests = RequestMetrics(self.registry, labels, info.max_model_len)
+        self.http = HttpMetrics(self.registry)
+
+    def expose(self) -> bytes:
+        return generate_latest(self.registry)
+
+
+class RequestMetrics:
+    """Requests by service class, and what was refused at the door. A ``generation`` Observer."""
+
+    def __init__(self, registry: CollectorRegistry, labels: dict[str, str], max_model_len: int) -> None:
+        self._registry = registry
+        self._labels = labels
+        self._define_latencies()
+        self._define_sizes(token_buckets(max_model_len))
+        self._success = self._counter("request_success", "Requests that ended", "finished_reason")
         self._rejections = Counter(
             "backfill:admission_rejections",
             "Requests refused at the door",
             ["model_name", "reason", "class"],
-            registry=self.registry,
+            registry=registry,
         )
-        self._http_requests = Counter(
-            "http_requests", "HTTP requests", ["method", "handler", "status"], registry=self.registry
-        )
-        self._http_seconds = Histogram(
-            "http_request_duration_seconds",
-            "Duration of HTTP requests to the end of the response",
-            ["method", "handler"],
-            buckets=HTTP_BUCKETS,
-            registry=self.registry,
-        )
-        facts = {
-            "block_size": str(info.block_size),
-            "num_gpu_blocks": str(info.num_blocks),
-            "cache_dtype": info.dtype,
-            "device": info.device,
-        }
-        Gauge(
-            "backfill:cache_config_info",
-            "The KV pool; always 1",
-            [*self._constant, *facts],
-            registry=self.registry,
-        ).labels(**self._constant, **facts).set(1)
-
-    def expose(self) -> bytes:
-        return generate_latest(self.registry)
 
     def on_first_token(self, service_class: ServiceClass, since_arrival_s: float) -> None:
         self._ttft[service_class].observe(since_arrival_s)
@@ -153,7 +100,7 @@ class Metrics:
     def on_finished(self, record: RequestRecord) -> None:
         which = record.service_class
         ending = {"class": which.value, "finished_reason": record.finish_reason.value}
-        self._success.labels(**self._constant, **ending).inc()
+        self._success.labels(**self._labels, **ending).inc()
         self._prompt_tokens[which].inc(record.num_prompt_tokens)
         self._num_prompt[which].observe(record.num_prompt_tokens)
         self._num_generated[which].observe(record.num_output_tokens)
@@ -172,40 +119,125 @@ class Metrics:
             self._prefill[which].observe(first - scheduled)
             self._inference[which].observe(last - scheduled)
 
+    def on_accepted(self, service_class: ServiceClass, num_choices: int) -> None:
+        self._choices[service_class].observe(num_choices)
+
+    def on_rejected(self, service_class: ServiceClass, reason: str) -> None:
+        self._rejections.labels(self._labels["model_name"], reason, service_class.value).inc()
+
+    def _define_latencies(self) -> None:
+        self._ttft = self._histogram("time_to_first_token_seconds", "Arrival to first token", TTFT_BUCKETS)
+        self._itl = self._histogram("inter_token_latency_seconds", "Gap between two tokens", ITL_BUCKETS)
+        self._tpot = self._histogram(
+            "request_time_per_output_token_seconds",
+            "(last - first token) / (n - 1) of a request; requests of one token are left out",
+            ITL_BUCKETS,
+        )
+        self._e2e = self._histogram("e2e_request_latency_seconds", "Arrival to end", LATENCY_BUCKETS)
+        self._queue = self._histogram(
+            "request_queue_time_seconds", "Arrival to first scheduled", LATENCY_BUCKETS
+        )
+        self._prefill = self._histogram(
+            "request_prefill_time_seconds", "First scheduled to first token", LATENCY_BUCKETS
+        )
+        self._decode = self._histogram("request_decode_time_seconds", "First to last token", LATENCY_BUCKETS)
+        self._inference = self._histogram(
+            "request_inference_time_seconds", "First scheduled to last token", LATENCY_BUCKETS
+        )
+
+    def _define_sizes(self, tokens: tuple[int, ...]) -> None:
+        self._num_prompt = self._histogram("request_prompt_tokens", "Prompt tokens of a request", tokens)
+        self._num_generated = self._histogram(
+            "request_generation_tokens", "Output tokens of a request", tokens
+        )
+        self._max_tokens = self._histogram("request_params_max_tokens", "max_tokens of a request", tokens)
+        self._preempted = self._histogram(
+            "request_num_preemptions", "Preemptions of a request", PREEMPTION_BUCKETS
+        )
+        self._choices = self._histogram("request_params_n", "Choices of an API request", CHOICE_BUCKETS)
+        self._prompt_tokens = self._count_by_class("prompt_tokens", "Prompt tokens of ended requests")
+        self._generation_tokens = self._count_by_class("generation_tokens", "Output tokens")
+
+    def _histogram(self, name: str, text: str, buckets: Iterable[float]) -> dict[ServiceClass, Histogram]:
+        family = Histogram(
+            f"backfill:{name}",
+            text,
+            [*self._labels, "class"],
+            buckets=tuple(buckets),
+            registry=self._registry,
+        )
+        return {which: family.labels(**self._labels, **{"class": which.value}) for which in ServiceClass}
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"backfill:{name}", text, [*self._labels, "class", *labels], registry=self._registry)
+
+    def _count_by_class(self, name: str, text: str) -> dict[ServiceClass, Counter]:
+        family = self._counter(name, text)
+        return {which: family.labels(**self._labels, **{"class": which.value}) for which in ServiceClass}
+
+
+class EngineMetrics:
+    """The engine's steps and state."""
+
+    def __init__(
+        self, registry: CollectorRegistry, labels: dict[str, str], info: ExecutorInfo, *, vllm_names: bool
+    ) -> None:
+        self._state = _EngineState(labels, vllm_names=vllm_names)
+        registry.register(self._state)
+        self._step_tokens = Histogram(
+            "backfill:iteration_tokens_total",
+            "Tokens computed in a step",
+            list(labels),
+            buckets=STEP_TOKEN_BUCKETS,
+            registry=registry,
+        ).labels(**labels)
+        self._step_seconds = Histogram(
+            "backfill:step_seconds",
+            "Duration of a step",
+            list(labels),
+            buckets=ITL_BUCKETS,
+            registry=registry,
+        ).labels(**labels)
+        facts = {
+            "block_size": str(info.block_size),
+            "num_gpu_blocks": str(info.num_blocks),
+            "cache_dtype": info.dtype,
+            "device": info.device,
+        }
+        Gauge(
+            "backfill:cache_config_info", "The KV pool; always 1", [*labels, *facts], registry=registry
+        ).labels(**labels, **facts).set(1)
+
     def on_report(self, report: StepReport) -> None:
         stats = report.stats
-        self._engine_state.stats = stats
+        self._state.stats = stats
         if stats.num_step_tokens > 0:
             self._step_tokens.observe(stats.num_step_tokens)
             self._step_seconds.observe(stats.step_s)
 
-    def on_engine_death(self) -> None:
+    def on_death(self) -> None:
         """Nothing runs or waits any more; totals begin anew with the next engine."""
-        self._engine_state.stats = None
+        self._state.stats = None
 
-    def on_accepted(self, service_class: ServiceClass, num_choices: int) -> None:
-        self._choices.labels(**self._constant, **{"class": service_class.value}).observe(num_choices)
 
-    def on_rejected(self, service_class: ServiceClass, reason: str) -> None:
-        self._rejections.labels(self._constant["model_name"], reason, service_class.value).inc()
+class HttpMetrics:
+    """HTTP requests by route, under the names of prometheus-fastapi-instrumentator."""
 
-    def on_http(self, method: str, handler: str, status: int, duration_s: float) -> None:
-        self._http_requests.labels(method, handler, str(status)).inc()
-        self._http_seconds.labels(method, handler).observe(duration_s)
-
-    def _by_class(self, name: str, text: str, buckets: Iterable[float]) -> dict[ServiceClass, Histogram]:
-        family = Histogram(
-            f"backfill:{name}",
-            text,
-            ["model_name", "engine", "class"],
-            buckets=tuple(buckets),
-            registry=self.registry,
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._requests = Counter(
+            "http_requests", "HTTP requests", ["method", "handler", "status"], registry=registry
         )
-        return {which: family.labels(**self._constant, **{"class": which.value}) for which in ServiceClass}
+        self._seconds = Histogram(
+            "http_request_duration_seconds",
+            "Duration of HTTP requests to the end of the response",
+            ["method", "handler"],
+            buckets=HTTP_BUCKETS,
+            registry=registry,
+        )
 
-    def _count_by_class(self, name: str, text: str) -> dict[ServiceClass, Counter]:
-        family = Counter(f"backfill:{name}", text, ["model_name", "engine", "class"], registry=self.registry)
-        return {which: family.labels(**self._constant, **{"class": which.value}) for which in ServiceClass}
+    def on_request(self, method: str, handler: str, status: int, duration_s: float) -> None:
+        self._requests.labels(method, handler, str(status)).inc()
+        self._seconds.labels(method, handler).observe(duration_s)
 
 
 class _EngineState(Collector):
@@ -260,3 +292,61 @@ class _EngineState(Collector):
             )
             family.add_metric(list(self._constant.values()), value)
             yield family
+
+
+class JobMetrics(Collector):
+    """Batches and their lines. A ``jobs`` JobObserver; gauges are read when scraped.
+
+    It exists before the engine is loaded, unlike the other groups: batches may end meanwhile.
+    """
+
+    def __init__(self, model_name: str) -> None:
+        self._model_name = model_name
+        self._snapshot: Callable[[], JobsSnapshot] | None = None
+        self._lines: Tally[LineOutcome] = Tally()
+        self._tokens = {"input": 0, "cached": 0, "output": 0}
+
+    def watch(self, snapshot: Callable[[], JobsSnapshot]) -> None:
+        """Where the gauges come from."""
+        self._snapshot = snapshot
+
+    def on_lines(self, outcome: LineOutcome, num_lines: int, usage: TokenUsage) -> None:
+        self._lines[outcome] += num_lines
+        self._tokens["input"] += usage.input_tokens
+        self._tokens["cached"] += usage.cached_tokens
+        self._tokens["output"] += usage.output_tokens
+
+    def collect(self) -> Iterable[Metric]:
+        lines = CounterMetricFamily(
+            "backfill:batch_lines", "Lines of batches that ended", labels=["model_name", "outcome"]
+        )
+        for outcome in LineOutcome:
+            lines.add_metric([self._model_name, outcome.value], self._lines[outcome])
+        yield lines
+        tokens = CounterMetricFamily(
+            "backfill:batch_tokens", "Tokens of completed lines", labels=["model_name", "kind"]
+        )
+        for kind, num_tokens in self._tokens.items():
+            tokens.add_metric([self._model_name, kind], num_tokens)
+        yield tokens
+        if self._snapshot is not None:
+            yield from self._gauges(self._snapshot())
+
+    def _gauges(self, snapshot: JobsSnapshot) -> Iterable[Metric]:
+        jobs = GaugeMetricFamily(
+            "backfill:batch_jobs", "Batches that have not ended", labels=["model_name", "status"]
+        )
+        for status in BatchStatus:
+            if not status.is_final:
+                num_jobs = snapshot.jobs_by_status.get(status, 0)
+                jobs.add_metric([self._model_name, status.value], num_jobs)
+        yield jobs
+        for name, text, value in (
+            ("lines_queued", "Lines of open batches that have not ended", snapshot.num_lines_queued),
+            ("oldest_line_seconds", "Age of the oldest batch with unfinished lines", snapshot.oldest_line_s),
+            ("deadline_slack_seconds", "Time to the first deadline", snapshot.least_slack_s),
+        ):
+            gauge = GaugeMetricFamily(f"backfill:batch_{name}", text, labels=["model_name"])
+            if value is not None:
+                gauge.add_metric([self._model_name], value)
+            yield gauge

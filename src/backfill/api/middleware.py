@@ -5,6 +5,7 @@ Plain ASGI, so that streams are not buffered.
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import time
 import uuid
@@ -49,25 +50,34 @@ class RequestIdMiddleware:
 
 
 class ApiKeyMiddleware:
-    """Refuses requests without one of the keys, except on the open paths."""
+    """Refuses requests without one of the keys, except on the open paths.
+
+    Routes find whose key it was in ``scope["state"]["owner"]``, as a digest: what is stored of a key
+    must not be the key.
+    """
 
     def __init__(self, app: ASGIApp, keys: Iterable[str]) -> None:
         self._app = app
         self._keys = [key.encode() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in _OPEN_PATHS or self._is_known(scope):
+        if scope["type"] != "http" or scope["path"] in _OPEN_PATHS:
             await self._app(scope, receive, send)
             return
-        refusal = InvalidApiKey("Incorrect or missing API key. Send it as 'Authorization: Bearer KEY'.")
-        await answer(refusal)(scope, receive, send)
+        key = self._known_key(scope)
+        if key is None:
+            refusal = InvalidApiKey("Incorrect or missing API key. Send it as 'Authorization: Bearer KEY'.")
+            await answer(refusal)(scope, receive, send)
+            return
+        scope.setdefault("state", {})["owner"] = hashlib.sha256(key).hexdigest()
+        await self._app(scope, receive, send)
 
-    def _is_known(self, scope: Scope) -> bool:
+    def _known_key(self, scope: Scope) -> bytes | None:
         scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
         given = key.strip().encode()
         # Every key is compared, in constant time, so that the answer's delay tells nothing.
         matches = [hmac.compare_digest(given, known) for known in self._keys]
-        return scheme.lower() == "bearer" and any(matches)
+        return given if scheme.lower() == "bearer" and any(matches) else None
 
 
 class CountingMiddleware:
@@ -97,4 +107,4 @@ class CountingMiddleware:
             if metrics is not None:
                 route = scope.get("route")
                 handler = getattr(route, "path", "none")  # unknown paths share a label
-                metrics.on_http(scope["method"], handler, status, time.monotonic() - started_at_s)
+                metrics.http.on_request(scope["method"], handler, status, time.monotonic() - started_at_s)

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
-from pydantic import BaseModel
 
 from backfill import __version__
-from backfill.api.errors import BodyTooLarge
+from backfill.api.bodies import LARGE_BODY_BYTES, body_schema, read_json
 from backfill.api.state import Phase, ServerState
 from backfill.api.streaming import EventStream, WholeResponse
 from backfill.core.errors import RequestError
@@ -22,32 +20,26 @@ from backfill.protocol.requests import (
     DetokenizeRequest,
     GenerationFields,
     TokenizeRequest,
-    parse_body,
 )
 from backfill.protocol.responses import Json
 from backfill.protocol.service import CompletionService, Generation
 
-Body = TypeVar("Body", bound=BaseModel)
 GenerationBody = TypeVar("GenerationBody", bound=GenerationFields)
-
-# Parsing and tokenizing more than this would hold up other clients' streams; it is done in a thread.
-_LARGE_BODY_BYTES = 32 << 10
-
-_JSON_TYPE = re.compile(r"application/([\w.+-]+\+)?json\b", re.IGNORECASE)
 
 
 def build_router(state: ServerState) -> APIRouter:
     """All routes of a server, bound to its state."""
     router = APIRouter()
+    max_body_bytes = state.server_config.max_body_bytes
 
-    @router.post("/v1/chat/completions", openapi_extra=_body_schema(ChatCompletionRequest))
+    @router.post("/v1/chat/completions", openapi_extra=body_schema(ChatCompletionRequest))
     async def chat_completions(request: Request) -> Response:
-        body = await _read(request, state, ChatCompletionRequest)
+        body = await read_json(request, ChatCompletionRequest, max_body_bytes)
         return await _respond(request, state, body, CompletionService.prepare_chat)
 
-    @router.post("/v1/completions", openapi_extra=_body_schema(CompletionRequest))
+    @router.post("/v1/completions", openapi_extra=body_schema(CompletionRequest))
     async def completions(request: Request) -> Response:
-        body = await _read(request, state, CompletionRequest)
+        body = await read_json(request, CompletionRequest, max_body_bytes)
         return await _respond(request, state, body, CompletionService.prepare_completion)
 
     @router.get("/v1/models")
@@ -61,9 +53,9 @@ def build_router(state: ServerState) -> APIRouter:
         service.check_model(name)
         return _model_card(service, name)
 
-    @router.post("/tokenize", openapi_extra=_body_schema(TokenizeRequest))
+    @router.post("/tokenize", openapi_extra=body_schema(TokenizeRequest))
     async def tokenize(request: Request) -> Json:
-        body = await _read(request, state, TokenizeRequest)
+        body = await read_json(request, TokenizeRequest, max_body_bytes)
         service = state.ready_service()
         service.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
@@ -71,9 +63,9 @@ def build_router(state: ServerState) -> APIRouter:
         tokens = await asyncio.to_thread(_tokens_of, service, body)
         return {"count": len(tokens), "max_model_len": service.info.max_model_len, "tokens": tokens}
 
-    @router.post("/detokenize", openapi_extra=_body_schema(DetokenizeRequest))
+    @router.post("/detokenize", openapi_extra=body_schema(DetokenizeRequest))
     async def detokenize(request: Request) -> Json:
-        body = await _read(request, state, DetokenizeRequest)
+        body = await read_json(request, DetokenizeRequest, max_body_bytes)
         service = state.ready_service()
         service.check_model(body.model)
         vocab_size = service.info.vocab_size
@@ -117,26 +109,6 @@ def _tokens_of(service: CompletionService, body: TokenizeRequest) -> list[int]:
     return service.tokenizer.encode(body.prompt or "", add_special_tokens=body.add_special_tokens)
 
 
-async def _read(request: Request, state: ServerState, kind: type[Body]) -> Body:
-    """The request's JSON body. Raises: BodyTooLarge, RequestError."""
-    content_type = request.headers.get("content-type", "application/json")
-    if not _JSON_TYPE.match(content_type):
-        raise RequestError(f"The Content-Type must be application/json, got {content_type[:80]!r}.")
-    limit = state.server_config.max_body_bytes
-    announced = request.headers.get("content-length", "0")
-    if announced.isdigit() and int(announced[:20]) > limit:
-        raise BodyTooLarge(f"The body is over the limit of {limit} bytes.")
-    raw = bytearray()
-    async for part in request.stream():
-        raw += part
-        if len(raw) > limit:
-            raise BodyTooLarge(f"The body is over the limit of {limit} bytes.")
-    request.state.body_bytes = len(raw)
-    if len(raw) > _LARGE_BODY_BYTES:
-        return await asyncio.to_thread(parse_body, kind, bytes(raw))
-    return parse_body(kind, bytes(raw))
-
-
 async def _respond(
     request: Request,
     state: ServerState,
@@ -147,7 +119,7 @@ async def _respond(
     if body.priority is None and "x-vllm-priority" in request.headers:
         body.priority = _priority_header(request.headers["x-vllm-priority"])
     client_id = request.state.request_id
-    if request.state.body_bytes > _LARGE_BODY_BYTES:
+    if request.state.body_bytes > LARGE_BODY_BYTES:
         generation = await asyncio.to_thread(prepare, service, body, client_id)
     else:
         generation = prepare(service, body, client_id)
@@ -184,14 +156,4 @@ def _model_card(service: CompletionService, name: str) -> Json:
         "root": service.model.root,
         "parent": None,
         "max_model_len": service.info.max_model_len,
-    }
-
-
-def _body_schema(kind: type[BaseModel]) -> dict[str, Any]:
-    """The body's schema for the OpenAPI page; the body itself is parsed by ``_read``."""
-    return {
-        "requestBody": {
-            "required": True,
-            "content": {"application/json": {"schema": kind.model_json_schema()}},
-        }
     }

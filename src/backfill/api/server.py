@@ -15,7 +15,7 @@ import uvicorn
 
 from backfill.api.app import create_app
 from backfill.api.config import ServerConfig
-from backfill.api.metrics import Metrics
+from backfill.api.metrics import JobMetrics, Metrics
 from backfill.api.state import Phase, ServerState
 from backfill.api.stats_log import StatsLog
 from backfill.core.config import EngineConfig
@@ -23,17 +23,17 @@ from backfill.core.errors import ConfigError, EngineDead
 from backfill.core.request import ServiceClass
 from backfill.engine.client import EngineClient
 from backfill.engine.messages import Ready, StepReport
+from backfill.engine.supervisor import EngineSupervisor
 from backfill.generation.generator import TextGenerator
 from backfill.generation.tokenizer import Tokenizer
+from backfill.jobs.config import JobsConfig
+from backfill.jobs.manager import JobManager
 from backfill.models.generation_config import GenerationDefaults
 from backfill.protocol.service import CompletionService, ServedModel
 
 logger = logging.getLogger(__name__)
 
 _DRAIN_POLL_S = 0.05
-_RESTART_DELAY_S = 1.0
-_MAX_QUICK_DEATHS = 3
-_QUICK_DEATH_S = 30.0
 _CLOSE_CONNECTIONS_S = 2
 
 
@@ -56,6 +56,9 @@ class Server:
     """One HTTP server around one engine process.
 
     Args:
+        url: where clients reach it, for whoever finds the data folder taken.
+        jobs_config: None switches the Batch API off.
+        on_started: called once the data folder is this server's, before the engine is loaded.
         on_ready: called when the first request can be served.
     """
 
@@ -65,30 +68,53 @@ class Server:
         engine_config: EngineConfig,
         model: ServedModel,
         *,
+        url: str,
+        jobs_config: JobsConfig | None,
         chat_template: str | None = None,
         uses_generation_config: bool = True,
+        on_started: Callable[[], None] | None = None,
         on_ready: Callable[[Ready], None] | None = None,
     ) -> None:
         self._model = model
         self._chat_template = chat_template
         self._uses_generation_config = uses_generation_config
+        self._on_started = on_started
         self._on_ready = on_ready
         self._stats_log = StatsLog()
         self._client = EngineClient(
             engine_config, on_report=self._on_report, log_level=server_config.log_level
         )
         self.state = ServerState(server_config, engine_config, self._client)
+        self._job_metrics: JobMetrics | None = None
+        if jobs_config is not None:
+            self._job_metrics = JobMetrics(model.names[0])
+            self.state.jobs = JobManager(
+                jobs_config, model_names=model.names, url=url, on_event=self._job_metrics
+            )
+            self._job_metrics.watch(self.state.jobs.snapshot)
+        self._supervisor = EngineSupervisor(
+            self._client, on_ready=self._on_engine_ready, on_lost=self._on_engine_lost
+        )
+        self._tokenizer: asyncio.Task[Tokenizer] | None = None  # loads while the engine does
         self._stop_asked = asyncio.Event()
 
     async def run(self, listener: socket.socket) -> None:
-        """Serve until a signal, then drain. Raises: BackfillError when the engine cannot be started."""
+        """Serve until a signal, then drain.
+
+        Raises: BackfillError when the data folder is another server's or the engine cannot be started.
+        """
+        if self.state.jobs is not None:
+            await self.state.jobs.start()
+        if self._on_started is not None:
+            self._on_started()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal)
         http = _Http(create_app(self.state), self.state.server_config)
         http_task = asyncio.create_task(http.serve(sockets=[listener]))
         log_task = asyncio.create_task(self._stats_log.run())
-        engine_task = asyncio.create_task(self._keep_engine())
+        self._tokenizer = asyncio.create_task(asyncio.to_thread(self._load_tokenizer))
+        engine_task = asyncio.create_task(self._supervisor.run())
         stop_task = asyncio.create_task(self._stop_asked.wait())
         try:
             await asyncio.wait({engine_task, stop_task, http_task}, return_when=asyncio.FIRST_COMPLETED)
@@ -96,74 +122,69 @@ class Server:
                 await self._drain()
             self.state.phase = Phase.DRAINING
         finally:
-            for task in (engine_task, stop_task, log_task):
+            for task in (engine_task, stop_task, log_task, self._tokenizer):
                 task.cancel()
-            failures = await asyncio.gather(engine_task, return_exceptions=True)
+            failures = await asyncio.gather(engine_task, self._tokenizer, return_exceptions=True)
+            if self.state.jobs is not None:
+                await self.state.jobs.stop()
             await self._client.stop()
             http.should_exit = True
             await http_task
         if isinstance(failures[0], Exception):
             raise failures[0]
 
-    async def _keep_engine(self) -> None:
-        """Start the engine, and again whenever it dies, unless it dies at once and repeatedly."""
-        await self._start_engine()
-        num_quick_deaths = 0
-        while True:
-            started_at_s = time.monotonic()
-            await self._client.wait_dead()
-            if self._stop_asked.is_set():
-                return
-            if self.state.metrics is not None:
-                self.state.metrics.on_engine_death()
-            is_quick = time.monotonic() - started_at_s < _QUICK_DEATH_S
-            num_quick_deaths = num_quick_deaths + 1 if is_quick else 0
-            if num_quick_deaths >= _MAX_QUICK_DEATHS:
-                raise EngineDead(f"The engine died {num_quick_deaths} times soon after it was started.")
-            logger.error("the engine died; starting it again")
-            self.state.phase = Phase.RESTARTING
-            await asyncio.sleep(_RESTART_DELAY_S)
-            await self._start_engine()
-
-    async def _start_engine(self) -> None:
-        """Load the model, and the tokenizer at the same time; take requests once both are there."""
-        tokenizer_task = asyncio.create_task(asyncio.to_thread(self._load_tokenizer))
-        try:
-            ready = await self._client.start()
-            tokenizer = await tokenizer_task
-        except BaseException:
-            tokenizer_task.cancel()
-            raise
-        if self.state.metrics is None:
+    async def _on_engine_ready(self, ready: Ready) -> None:
+        """Take requests; the service is made once and outlives the engines behind it."""
+        if self.state.service is None:
+            assert self._tokenizer is not None
+            tokenizer = await self._tokenizer
             self.state.metrics = Metrics(
-                self._model.names[0], ready.info, vllm_names=self.state.server_config.vllm_metrics
+                self._model.names[0],
+                ready.info,
+                jobs=self._job_metrics,
+                vllm_names=self.state.server_config.vllm_metrics,
             )
-        self.state.service = CompletionService(
-            self._model,
-            self._client,
-            tokenizer,
-            TextGenerator(self._client, tokenizer, self.state.metrics),
-            GenerationDefaults.from_folder(self._model.folder)
-            if self._uses_generation_config
-            else GenerationDefaults(),
-        )
+            self.state.service = CompletionService(
+                self._model,
+                self._client,
+                tokenizer,
+                TextGenerator(self._client, tokenizer, self.state.metrics.requests),
+                GenerationDefaults.from_folder(self._model.folder)
+                if self._uses_generation_config
+                else GenerationDefaults(),
+            )
         if self._stop_asked.is_set():
             return
         self.state.phase = Phase.READY
+        if self.state.jobs is not None:
+            self.state.jobs.engine_ready(self.state.service, self.state.engine_config.scheduler.max_num_seqs)
         if self._on_ready is not None:
             self._on_ready(ready)
             self._on_ready = None  # said once, not at every restart
+
+    def _on_engine_lost(self) -> None:
+        if self.state.metrics is not None:
+            self.state.metrics.engine.on_death()
+        if self.state.jobs is not None:
+            self.state.jobs.engine_lost()
+        self.state.phase = Phase.RESTARTING
 
     def _load_tokenizer(self) -> Tokenizer:
         return Tokenizer.from_folder(self._model.folder, chat_template=self._chat_template)
 
     async def _drain(self) -> None:
-        """Refuse new requests, stop offline ones, and let online ones end within the timeout."""
+        """Refuse new requests, stop offline ones, and let online ones end within the timeout.
+
+        Unfinished lines of batches are left for the next start.
+        """
         self.state.phase = Phase.DRAINING
+        self._supervisor.expect_end()
         timeout_s = self.state.server_config.drain_timeout_s
         if self.state.num_open > 0:
             logger.info("shutting down: %d open requests have %g s to end", self.state.num_open, timeout_s)
         reason = EngineDead("The server is shutting down.")
+        if self.state.jobs is not None:
+            await self.state.jobs.stop()
         self._client.interrupt(ServiceClass.OFFLINE, reason)
         deadline_at_s = time.monotonic() + timeout_s
         while self.state.num_open > 0 and time.monotonic() < deadline_at_s:
@@ -173,7 +194,7 @@ class Server:
     def _on_report(self, report: StepReport) -> None:
         self._stats_log.on_report(report)
         if self.state.metrics is not None:
-            self.state.metrics.on_report(report)
+            self.state.metrics.engine.on_report(report)
 
     def _on_signal(self) -> None:
         if self._stop_asked.is_set():

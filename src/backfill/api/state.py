@@ -14,6 +14,7 @@ from backfill.core.config import EngineConfig
 from backfill.core.errors import RequestError
 from backfill.core.request import ServiceClass
 from backfill.engine.client import EngineClient
+from backfill.jobs.manager import JobManager
 from backfill.protocol.service import CompletionService
 
 _MAX_RETRY_AFTER_S = 120
@@ -49,6 +50,7 @@ class ServerState:
     phase: Phase = Phase.LOADING
     service: CompletionService | None = None  # set once the model is loaded
     metrics: Metrics | None = None
+    jobs: JobManager | None = None  # None where the Batch API is switched off
     num_open: int = 0  # accepted choices that have not ended
     _ended_at_s: deque[float] = field(default_factory=lambda: deque(maxlen=_DRAIN_WINDOW))
 
@@ -57,6 +59,12 @@ class ServerState:
         if self.phase is not Phase.READY or self.service is None:
             raise Unavailable(f"The server is {self.phase.value}. Please retry.")
         return self.service
+
+    def ready_jobs(self) -> JobManager:
+        """The keeper of files and batches, which needs no engine. Raises: Unavailable."""
+        if self.phase is Phase.DRAINING or self.jobs is None:
+            raise Unavailable(f"The server is {self.phase.value}. Please retry.")
+        return self.jobs
 
     def admit(self, service_class: ServiceClass, num_choices: int) -> None:
         """Take a place for each choice; each ``release`` gives one back.
@@ -69,11 +77,11 @@ class ServerState:
             raise RequestError(message, param="n")
         if self.num_open + num_choices > limit:
             if self.metrics is not None:
-                self.metrics.on_rejected(service_class, "queue_full")
+                self.metrics.requests.on_rejected(service_class, "queue_full")
             raise Overloaded(self._retry_after_s(self.num_open + num_choices - limit))
         self.num_open += num_choices
         if self.metrics is not None:
-            self.metrics.on_accepted(service_class, num_choices)
+            self.metrics.requests.on_accepted(service_class, num_choices)
 
     def release(self, num_choices: int) -> None:
         self.num_open -= num_choices

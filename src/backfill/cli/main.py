@@ -10,6 +10,7 @@ import typer
 from backfill import __version__
 from backfill.cli.bench import bench_app
 from backfill.cli.pull import pull
+from backfill.cli.run_batch import run_batch
 from backfill.cli.serve import serve
 
 app = typer.Typer(
@@ -20,6 +21,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(serve)
+app.command()(run_batch)
 app.command()(pull)
 app.add_typer(bench_app, name="bench")
 

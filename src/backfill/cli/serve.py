@@ -2,69 +2,49 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import json
-import logging
 import math
 import os
-import sys
 import time
 from pathlib import Path
 from typing import Annotated, Any
 
-import jinja2
 import typer
 
-from backfill.core.config import GIB, EngineConfig, SchedulerConfig
+from backfill.cli import engine_options as engine
+from backfill.cli.engine_options import ENGINE_DEFAULTS, LIMITS
+from backfill.core.config import GIB, EngineConfig
 from backfill.core.errors import BackfillError, ConfigError
+from backfill.jobs.config import JobsConfig
 
-_EngineDefaults = EngineConfig(model_dir="")
-_Limits = SchedulerConfig()
+_JOBS_DEFAULTS = JobsConfig(data_dir=Path())
 
 
 def serve(
-    model: Annotated[
-        str, typer.Argument(help="Known name, Hugging Face folder, GGUF file or hub id.")
-    ] = "smollm2-135m-instruct",
+    model: Annotated[str, typer.Argument(help=engine.MODEL_HELP)] = engine.DEFAULT_MODEL,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on.")] = 8000,
-    served_model_name: Annotated[
-        list[str] | None, typer.Option(help="Name clients use; repeatable, the first is echoed.")
-    ] = None,
+    served_model_name: engine.ServedModelName = None,
     data_dir: Annotated[
-        Path, typer.Option(help="Folder for what the server itself keeps.", envvar="BACKFILL_DATA_DIR")
-    ] = Path("~/.local/share/backfill"),
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub model.")] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "auto",
-    load_format: Annotated[
-        str, typer.Option(help="auto, safetensors, or dummy: random weights of the model's shapes.")
-    ] = "auto",
-    max_model_len: Annotated[
-        str | None, typer.Option(help="Tokens of prompt and output together, such as 4096 or 4k.")
-    ] = None,
-    max_num_seqs: Annotated[int, typer.Option(help="Requests in one batch.")] = _Limits.max_num_seqs,
-    max_num_batched_tokens: Annotated[
-        int, typer.Option(help="Tokens computed in one step.")
-    ] = _Limits.max_num_batched_tokens,
-    max_prefill_chunk_tokens: Annotated[
-        int, typer.Option(help="Tokens of one prompt computed in one step.")
-    ] = _Limits.max_prefill_chunk_tokens,
-    block_size: Annotated[int, typer.Option(help="Tokens of a KV block.")] = _EngineDefaults.block_size,
-    kv_gib: Annotated[
-        float | None,
+        Path,
         typer.Option(
-            help="Size of the KV pool in GiB. Default: 1 on CPU, what is free on CUDA.",
-            envvar="BACKFILL_CPU_KVCACHE_SPACE",
+            help="Folder for what the server itself keeps: configuration, files, batches.",
+            envvar="BACKFILL_DATA_DIR",
         ),
-    ] = None,
-    gpu_memory_utilization: Annotated[
-        float, typer.Option(help="Share of the GPU's memory to use.")
-    ] = _EngineDefaults.gpu_memory_utilization,
-    threads: Annotated[
-        int | None, typer.Option(help="Threads of the CPU kernels. Default: the processors available.")
-    ] = None,
+    ] = Path("~/.local/share/backfill"),
+    revision: engine.Revision = None,
+    device: engine.Device = "auto",
+    dtype: engine.DType = "auto",
+    load_format: engine.LoadFormat = "auto",
+    max_model_len: engine.MaxModelLen = None,
+    max_num_seqs: engine.MaxNumSeqs = LIMITS.max_num_seqs,
+    max_num_batched_tokens: engine.MaxNumBatchedTokens = LIMITS.max_num_batched_tokens,
+    max_prefill_chunk_tokens: engine.MaxPrefillChunkTokens = LIMITS.max_prefill_chunk_tokens,
+    block_size: engine.BlockSize = ENGINE_DEFAULTS.block_size,
+    kv_gib: engine.KvGib = None,
+    gpu_memory_utilization: engine.GpuMemoryUtilization = ENGINE_DEFAULTS.gpu_memory_utilization,
+    threads: engine.Threads = None,
     max_queued_requests: Annotated[
         int, typer.Option(help="Requests accepted beyond --max-num-seqs; more get HTTP 429.")
     ] = 1024,
@@ -73,12 +53,8 @@ def serve(
         list[str] | None,
         typer.Option(help="Key clients must send; repeatable.", envvar="BACKFILL_API_KEY"),
     ] = None,
-    chat_template: Annotated[
-        Path | None, typer.Option(help="File with a Jinja chat template to use instead of the model's.")
-    ] = None,
-    generation_config: Annotated[
-        str, typer.Option(help="auto: sampling defaults from the model; vllm: none.")
-    ] = "auto",
+    chat_template: engine.ChatTemplate = None,
+    generation_config: engine.GenerationConfig = "auto",
     shutdown_timeout: Annotated[
         float, typer.Option(help="Seconds that running requests have to end after a signal.")
     ] = 30.0,
@@ -88,16 +64,36 @@ def serve(
     vllm_metrics: Annotated[
         bool, typer.Option("--vllm-metrics", help="Also expose the core metrics under vllm: names.")
     ] = False,
-    log_level: Annotated[
-        str, typer.Option(help="DEBUG, INFO, WARNING or ERROR.", envvar="BACKFILL_LOGGING_LEVEL")
-    ] = "INFO",
+    batch_api: Annotated[
+        bool, typer.Option("--batch-api/--no-batch-api", help="Serve /v1/files and /v1/batches.")
+    ] = True,
+    batch_database_url: Annotated[
+        str | None,
+        typer.Option(
+            help="SQLAlchemy URL of the job store. Default: SQLite in the data folder.",
+            envvar="BACKFILL_BATCH_DATABASE_URL",
+        ),
+    ] = None,
+    batch_max_lines: Annotated[
+        int, typer.Option(help="Lines in one batch; a file with more fails validation.")
+    ] = _JOBS_DEFAULTS.max_lines,
+    batch_max_bytes: Annotated[
+        int, typer.Option(help="Bytes of one batch's input file; larger ones get HTTP 413.")
+    ] = _JOBS_DEFAULTS.max_batch_bytes,
+    batch_max_storage_gib: Annotated[
+        float | None, typer.Option(help="GiB of all stored files together. Default: no limit.")
+    ] = None,
+    batch_retention_hours: Annotated[
+        float, typer.Option(help="Hours after which input and result files are deleted.")
+    ] = _JOBS_DEFAULTS.retention_s / 3600,
+    log_level: engine.LogLevel = "INFO",
 ) -> None:
     """Serve MODEL over an OpenAI-compatible HTTP API. Fetches and converts the model first, where needed."""
     from backfill.api.config import ServerConfig
 
     started_at_s = time.monotonic()
     try:
-        _configure_logging(log_level)
+        engine.configure_logging(log_level, "server")
         server_config = ServerConfig(
             host=host,
             port=port,
@@ -110,31 +106,40 @@ def serve(
             vllm_metrics=vllm_metrics,
             log_level=log_level.upper(),
         )
-        engine_config = EngineConfig(
-            model_dir="",  # known once the model is resolved
-            device=_one_of("--device", device, ("auto", "cpu", "cuda")),
-            dtype=_one_of("--dtype", dtype, ("auto", "bfloat16", "float16", "float32")),
-            load_format=_one_of("--load-format", load_format, ("auto", "safetensors", "dummy")),
+        server_config.validate()
+        engine_config = engine.build_engine_config(
+            device=device,
+            dtype=dtype,
+            load_format=load_format,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_prefill_chunk_tokens=max_prefill_chunk_tokens,
             block_size=block_size,
-            kv_bytes=_parse_gib(kv_gib),
+            kv_gib=kv_gib,
             gpu_memory_utilization=gpu_memory_utilization,
-            max_model_len=_parse_tokens(max_model_len),
-            num_threads=threads,
-            scheduler=SchedulerConfig(
-                max_num_seqs=max_num_seqs,
-                max_num_batched_tokens=max_num_batched_tokens,
-                max_prefill_chunk_tokens=max_prefill_chunk_tokens,
-            ),
+            threads=threads,
         )
-        uses_generation_config = _one_of("--generation-config", generation_config, ("auto", "vllm")) == "auto"
+        jobs_config = JobsConfig(
+            data_dir=data_dir.expanduser(),
+            database_url=batch_database_url,
+            max_lines=batch_max_lines,
+            max_batch_bytes=batch_max_bytes,
+            # A batch's file may be as large as asked, so any file may.
+            max_file_bytes=max(batch_max_bytes, _JOBS_DEFAULTS.max_file_bytes),
+            max_stored_bytes=_finite_above_0("--batch-max-storage-gib", batch_max_storage_gib, GIB),
+            retention_s=_finite_above_0("--batch-retention-hours", batch_retention_hours, 3600) or 0,
+        )
+        jobs_config.validate()
         _run(
             model,
             revision,
             server_config,
             engine_config,
-            _read_template(chat_template),
-            uses_generation_config,
-            data_dir.expanduser(),
+            jobs_config if batch_api else None,
+            engine.read_template(chat_template),
+            engine.uses_generation_config(generation_config),
+            jobs_config.data_dir,
             started_at_s,
         )
     except BackfillError as error:
@@ -147,6 +152,7 @@ def _run(
     revision: str | None,
     server_config: Any,
     engine_config: EngineConfig,
+    jobs_config: JobsConfig | None,
     chat_template: str | None,
     uses_generation_config: bool,
     data_dir: Path,
@@ -154,99 +160,51 @@ def _run(
 ) -> None:
     from backfill.api.server import Server, bind
     from backfill.engine.messages import Ready
-    from backfill.models.config import ModelConfig
-    from backfill.models.resolve import resolve_model
-    from backfill.protocol.service import ServedModel
 
-    server_config.validate()
-    engine_config.validate()
     listener = bind(server_config.host, server_config.port)
     host, port = listener.getsockname()[:2]
-    folder = resolve_model(model, revision=revision)
-    ModelConfig.from_folder(folder)  # a model that cannot be served is refused before anything starts
-    served = ServedModel(
-        names=server_config.served_model_names or (_default_name(model),),
-        root=model if _is_hub_id(model) else str(folder),
-        folder=folder,
-        created=int(time.time()),
-    )
-    engine_config = dataclasses.replace(engine_config, model_dir=str(folder))
-    _save_config(data_dir, server_config, engine_config, served)
+    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    served = engine.find_model(model, revision, server_config.served_model_names)
+    engine_config = dataclasses.replace(engine_config, model_dir=str(served.folder))
+
+    def on_started() -> None:
+        _save_config(data_dir, server_config, engine_config, jobs_config, served)
 
     def on_ready(ready: Ready) -> None:
-        _print_banner(ready, served.names[0], host, port, time.monotonic() - started_at_s)
+        _print_banner(ready, served.names[0], url, time.monotonic() - started_at_s)
 
     async def run() -> None:
         server = Server(
             server_config,
             engine_config,
             served,
+            url=url,
+            jobs_config=jobs_config,
             chat_template=chat_template,
             uses_generation_config=uses_generation_config,
+            on_started=on_started,
             on_ready=on_ready,
         )
         await server.run(listener)
 
-    try:
-        import uvloop
-
-        uvloop.run(run())
-    except ImportError:
-        asyncio.run(run())
+    engine.run_in_loop(run())
 
 
-def _print_banner(ready: Any, name: str, host: str, port: int, took_s: float) -> None:
+def _print_banner(ready: Any, name: str, url: str, took_s: float) -> None:
     info = ready.info
-    url_host = f"[{host}]" if ":" in host else host
     messages = [{"role": "user", "content": "What is gravity?"}]
     body = json.dumps({"model": name, "messages": messages, "temperature": 0.2})
     lines = [
         "",
-        f"Backfill serves {name} on http://{url_host}:{port}  (ready in {took_s:.1f} s)",
+        f"Backfill serves {name} on {url}  (ready in {took_s:.1f} s)",
         f"  {info.device}, {info.dtype}, context of {info.max_model_len} tokens, "
         f"KV pool of {info.num_blocks * info.block_size} tokens",
         "Try:",
-        f"  curl http://{url_host}:{port}/v1/chat/completions \\",
+        f"  curl {url}/v1/chat/completions \\",
         f"    -H 'Content-Type: application/json' -d '{body}'",
         "",
     ]
     print("\n".join(lines), flush=True)
-
-
-def _configure_logging(level: str) -> None:
-    if level.upper() not in ("DEBUG", "INFO", "WARNING", "ERROR"):
-        raise ConfigError(f"--log-level must be DEBUG, INFO, WARNING or ERROR, got {level!r}.")
-    logging.basicConfig(
-        level=level.upper(), format="%(asctime)s %(levelname)s server: %(message)s", stream=sys.stderr
-    )
-    for noisy in ("httpx", "huggingface_hub", "filelock", "asyncio"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
-
-
-def _one_of(option: str, value: str, allowed: tuple[str, ...]) -> Any:
-    if value not in allowed:
-        raise ConfigError(f"{option} must be {', '.join(allowed[:-1])} or {allowed[-1]}, got {value!r}.")
-    return value
-
-
-def _parse_tokens(text: str | None) -> int | None:
-    """``4096``, ``4k`` (4000), ``4K`` (4096) or ``auto``, as vLLM reads them."""
-    if text is None or text == "auto":
-        return None
-    factors: dict[str, int] = {"k": 1000, "K": 1024, "m": 10**6, "M": 1 << 20}
-    factor = factors.get(text[-1:], 1)
-    digits = text[:-1] if text[-1:] in factors else text
-    if not digits.isdigit():
-        raise ConfigError(f"--max-model-len must be a number such as 4096 or 4k, or auto, got {text!r}.")
-    return int(digits) * factor
-
-
-def _parse_gib(gib: float | None) -> int | None:
-    if gib is None:
-        return None
-    if not (math.isfinite(gib) and gib > 0):
-        raise ConfigError(f"--kv-gib must be above 0, got {gib:g}.")
-    return int(gib * GIB)
 
 
 def _non_empty_keys(keys: list[str]) -> tuple[str, ...]:
@@ -255,43 +213,36 @@ def _non_empty_keys(keys: list[str]) -> tuple[str, ...]:
     return tuple(key.strip() for key in keys)
 
 
-def _read_template(path: Path | None) -> str | None:
-    if path is None:
+def _finite_above_0(option: str, value: float | None, factor: int) -> int | None:
+    """``value`` in the unit of ``factor``. Raises: ConfigError."""
+    if value is None:
         return None
-    try:
-        template = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--chat-template {path} cannot be read: {error}.") from error
-    try:
-        jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(template)
-    except jinja2.TemplateSyntaxError as error:
-        if "'generation'" not in str(error):  # a tag of transformers' own
-            raise ConfigError(f"--chat-template {path}, line {error.lineno}: {error.message}") from error
-    return template
+    if not (math.isfinite(value) and value > 0):
+        raise ConfigError(f"{option} must be above 0, got {value:g}.")
+    return int(value * factor)
 
 
-def _is_hub_id(model: str) -> bool:
-    return model.count("/") == 1 and not Path(model).exists()
-
-
-def _default_name(model: str) -> str:
-    """What clients call the model: a known name or hub id as given, else the folder's or file's name."""
-    path = Path(model)
-    return (path.stem if path.is_file() else path.resolve().name) if path.exists() else model
-
-
-def _save_config(data_dir: Path, server_config: Any, engine_config: EngineConfig, served: Any) -> None:
+def _save_config(
+    data_dir: Path,
+    server_config: Any,
+    engine_config: EngineConfig,
+    jobs_config: JobsConfig | None,
+    served: Any,
+) -> None:
     """Leave the resolved configuration, without keys, where an operator can find it."""
     server = dataclasses.asdict(server_config)
     server["api_keys"] = ["***"] * len(server_config.api_keys)
-    resolved = {
+    resolved: dict[str, Any] = {
         "pid": os.getpid(),
         "model_names": list(served.names),
         "server": server,
         "engine": dataclasses.asdict(engine_config),
+        "batches": None if jobs_config is None else dataclasses.asdict(jobs_config),
     }
+    if jobs_config is not None and jobs_config.database_url is not None:
+        resolved["batches"]["database_url"] = "***"  # it may hold a password
     try:
         data_dir.mkdir(parents=True, exist_ok=True)
-        (data_dir / "config.json").write_text(json.dumps(resolved, indent=2) + "\n")
+        (data_dir / "config.json").write_text(json.dumps(resolved, indent=2, default=str) + "\n")
     except OSError as error:
         raise ConfigError(f"--data-dir {data_dir} cannot be written: {error.strerror or error}.") from error

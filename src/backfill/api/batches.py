@@ -1,0 +1,106 @@
+"""The routes of ``/v1/batches``."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request
+
+from backfill.api.bodies import body_schema, owner_of, query_limit, read_json
+from backfill.api.files import list_body
+from backfill.api.state import ServerState
+from backfill.jobs.records import BatchRecord, LineError, TokenUsage
+from backfill.protocol.batches import CreateBatchRequest, parse_window_s
+from backfill.protocol.responses import Json
+
+_DEFAULT_PAGE, _MAX_PAGE = 20, 100
+
+
+def build_batches_router(state: ServerState) -> APIRouter:
+    router = APIRouter()
+
+    @router.post("/v1/batches", openapi_extra=body_schema(CreateBatchRequest))
+    async def create(request: Request) -> Json:
+        body = await read_json(request, CreateBatchRequest, state.server_config.max_body_bytes)
+        body.check()
+        expires_after = body.output_expires_after
+        batch = await state.ready_jobs().create_batch(
+            owner_of(request),
+            input_file_id=body.input_file_id,
+            endpoint=body.endpoint,
+            completion_window=body.completion_window,
+            completion_window_s=parse_window_s(body.completion_window),
+            metadata=body.metadata,
+            output_expires_after_s=None if expires_after is None else expires_after.seconds,
+        )
+        return batch_body(batch)
+
+    @router.get("/v1/batches")
+    async def list_batches(request: Request) -> Json:
+        page = await state.ready_jobs().list_batches(
+            owner_of(request),
+            limit=query_limit(request, default=_DEFAULT_PAGE, most=_MAX_PAGE),
+            after=request.query_params.get("after"),
+        )
+        return list_body([batch_body(batch) for batch in page.items], has_more=page.has_more)
+
+    @router.get("/v1/batches/{batch_id}")
+    async def retrieve(request: Request, batch_id: str) -> Json:
+        return batch_body(await state.ready_jobs().get_batch(owner_of(request), batch_id))
+
+    @router.post("/v1/batches/{batch_id}/cancel")
+    async def cancel(request: Request, batch_id: str) -> Json:
+        # The official client announces a JSON body and sends none.
+        return batch_body(await state.ready_jobs().cancel_batch(owner_of(request), batch_id))
+
+    return router
+
+
+def batch_body(batch: BatchRecord) -> Json:
+    """OpenAI's Batch object; what has not happened is null."""
+    return {
+        "id": batch.id,
+        "object": "batch",
+        "endpoint": batch.endpoint,
+        "model": batch.model,
+        "errors": _errors_body(batch.errors),
+        "input_file_id": batch.input_file_id,
+        "completion_window": batch.completion_window,
+        "status": batch.status.value,
+        "output_file_id": batch.output_file_id,
+        "error_file_id": batch.error_file_id,
+        "created_at": batch.created_at,
+        "in_progress_at": batch.in_progress_at,
+        "expires_at": batch.expires_at,
+        "finalizing_at": batch.finalizing_at,
+        "completed_at": batch.completed_at,
+        "failed_at": batch.failed_at,
+        "expired_at": batch.expired_at,
+        "cancelling_at": batch.cancelling_at,
+        "cancelled_at": batch.cancelled_at,
+        "request_counts": {
+            "total": batch.request_counts.total,
+            "completed": batch.request_counts.completed,
+            "failed": batch.request_counts.failed,
+        },
+        "usage": _usage_body(batch.usage),
+        "metadata": batch.metadata,
+    }
+
+
+def _errors_body(errors: list[LineError]) -> Json | None:
+    if not errors:
+        return None
+    data = [
+        {"code": error.code, "message": error.message, "line": error.line, "param": error.param}
+        for error in errors
+    ]
+    return {"object": "list", "data": data}
+
+
+def _usage_body(usage: TokenUsage) -> Json:
+    return {
+        "input_tokens": usage.input_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "output_tokens": usage.output_tokens,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": usage.input_tokens + usage.output_tokens,
+    }

@@ -1,0 +1,175 @@
+"""The routes of ``/v1/files``."""
+
+from __future__ import annotations
+
+from contextlib import aclosing
+
+from fastapi import APIRouter, Request
+from fastapi.responses import FileResponse, Response
+
+from backfill.api.bodies import check_announced_size, owner_of, query_limit
+from backfill.api.multipart import FileStart, FormField, read_form
+from backfill.api.state import ServerState
+from backfill.core.errors import RequestError
+from backfill.jobs.manager import JobManager, Upload
+from backfill.jobs.records import FileRecord
+from backfill.protocol.batches import (
+    DEFAULT_EXPIRY_ANCHOR,
+    check_expiry_s,
+    check_purpose,
+    clean_filename,
+)
+from backfill.protocol.responses import Json
+
+_MAX_PAGE = 10_000
+_FORM_OVERHEAD_BYTES = 64 << 10  # fields and boundaries around the file
+
+
+def build_files_router(state: ServerState) -> APIRouter:
+    router = APIRouter()
+
+    @router.post("/v1/files")
+    async def upload(request: Request) -> Json:
+        jobs = state.ready_jobs()
+        check_announced_size(request, jobs.config.max_file_bytes + _FORM_OVERHEAD_BYTES)
+        async with _Receiver(jobs, owner_of(request)) as receiver:
+            content_type = request.headers.get("content-type", "")
+            async with aclosing(read_form(request.stream(), content_type)) as events:
+                async for event in events:
+                    await receiver.take(event)
+            return file_body(await receiver.finish())
+
+    @router.get("/v1/files")
+    async def list_files(request: Request) -> Json:
+        query = request.query_params
+        order = query.get("order", "desc")
+        if order not in ("asc", "desc"):
+            raise RequestError(f"order must be asc or desc, got {order[:40]!r}.", param="order")
+        page = await state.ready_jobs().list_files(
+            owner_of(request),
+            purpose=query.get("purpose"),
+            order=order,
+            limit=query_limit(request, default=_MAX_PAGE, most=_MAX_PAGE),
+            after=query.get("after"),
+        )
+        return list_body([file_body(record) for record in page.items], has_more=page.has_more)
+
+    @router.get("/v1/files/{file_id}")
+    async def retrieve_file(request: Request, file_id: str) -> Json:
+        return file_body(await state.ready_jobs().get_file(owner_of(request), file_id))
+
+    @router.delete("/v1/files/{file_id}")
+    async def delete_file(request: Request, file_id: str) -> Json:
+        await state.ready_jobs().delete_file(owner_of(request), file_id)
+        return {"id": file_id, "object": "file", "deleted": True}
+
+    @router.get("/v1/files/{file_id}/content")
+    async def content(request: Request, file_id: str) -> Response:
+        jobs = state.ready_jobs()
+        record = await jobs.get_file(owner_of(request), file_id)
+        return FileResponse(
+            jobs.content_path(record), media_type="application/octet-stream", filename=record.filename
+        )
+
+    return router
+
+
+def file_body(record: FileRecord) -> Json:
+    """OpenAI's File object."""
+    return {
+        "id": record.id,
+        "object": "file",
+        "bytes": record.num_bytes,
+        "created_at": record.created_at,
+        "expires_at": record.expires_at,
+        "filename": record.filename,
+        "purpose": record.purpose,
+        "status": "processed",
+        "status_details": None,
+    }
+
+
+def list_body(data: list[Json], *, has_more: bool) -> Json:
+    """OpenAI's list object; clients page on with ``after=last_id``."""
+    return {
+        "object": "list",
+        "data": data,
+        "first_id": data[0]["id"] if data else None,
+        "last_id": data[-1]["id"] if data else None,
+        "has_more": has_more,
+    }
+
+
+class _Receiver:
+    """One upload, from form events in any order. Left before ``finish``, it leaves nothing behind."""
+
+    def __init__(self, jobs: JobManager, owner: str) -> None:
+        self._jobs = jobs
+        self._owner = owner
+        self._fields: dict[str, str] = {}
+        self._filename = ""
+        self._upload: Upload | None = None
+        self._is_finished = False
+
+    async def __aenter__(self) -> _Receiver:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._upload is not None and not self._is_finished:
+            await self._upload.abort()
+
+    async def take(self, event: FormField | FileStart | bytes) -> None:
+        """Raises: RequestError, TooLarge."""
+        match event:
+            case FormField():
+                self._fields[event.name] = event.value
+                if event.name == "purpose":
+                    check_purpose(event.value)
+            case FileStart():
+                if event.name != "file" or self._upload is not None:
+                    raise RequestError("Send one file, in the form field 'file'.", param="file")
+                self._filename = event.filename
+                if "purpose" in self._fields:  # else known only after the file
+                    clean_filename(self._filename, self._fields["purpose"])
+                self._upload = await self._jobs.begin_upload(self._owner)
+            case bytes():
+                assert self._upload is not None
+                await self._upload.write(event)
+
+    async def finish(self) -> FileRecord:
+        """Raises: RequestError, TooLarge."""
+        if self._upload is None:
+            raise _missing("file")
+        if "purpose" not in self._fields:
+            raise _missing("purpose")
+        purpose = self._fields["purpose"]
+        record = await self._upload.finish(
+            filename=clean_filename(self._filename, purpose),
+            purpose=purpose,
+            expires_after_s=self._expires_after_s(),
+        )
+        self._is_finished = True
+        return record
+
+    def _expires_after_s(self) -> int | None:
+        anchor = self._fields.get("expires_after[anchor]")
+        seconds = self._fields.get("expires_after[seconds]")
+        if anchor is None and seconds is None:
+            return None
+        if anchor != DEFAULT_EXPIRY_ANCHOR:
+            raise RequestError(
+                f"expires_after.anchor must be {DEFAULT_EXPIRY_ANCHOR}, got {anchor!r}.",
+                param="expires_after",
+            )
+        if seconds is None or not (seconds.isascii() and seconds.isdigit() and len(seconds) < 10):
+            raise RequestError(
+                f"expires_after.seconds must be a number, got {seconds!r}.", param="expires_after"
+            )
+        check_expiry_s(int(seconds), "expires_after")
+        return int(seconds)
+
+
+def _missing(name: str) -> RequestError:
+    return RequestError(
+        f"Missing required parameter: '{name}'.", param=name, code="missing_required_parameter"
+    )

@@ -1,0 +1,1 @@
+"""Durable offline work: files, batches, the lines of a batch, and feeding them to the engine."""

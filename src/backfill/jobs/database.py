@@ -1,0 +1,107 @@
+"""Tables of files and batches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import (
+    JSON,
+    BigInteger,
+    Column,
+    Engine,
+    ForeignKey,
+    Index,
+    Integer,
+    MetaData,
+    String,
+    Table,
+    create_engine,
+    event,
+    make_url,
+)
+from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
+
+from backfill.core.errors import ConfigError
+
+_BUSY_TIMEOUT_MS = 5000
+
+metadata = MetaData()
+
+# `sequence` orders records made within one second.
+files = Table(
+    "files",
+    metadata,
+    Column("sequence", BigInteger().with_variant(Integer, "sqlite"), primary_key=True, autoincrement=True),
+    Column("id", String(64), nullable=False, unique=True),
+    Column("owner", String(64), nullable=False),
+    Column("num_bytes", BigInteger, nullable=False),
+    Column("created_at", BigInteger, nullable=False),
+    Column("expires_at", BigInteger),
+    Column("filename", String(512), nullable=False),
+    Column("purpose", String(64), nullable=False),
+    Index("files_by_owner", "owner", "sequence"),
+)
+
+batches = Table(
+    "batches",
+    metadata,
+    Column("sequence", BigInteger().with_variant(Integer, "sqlite"), primary_key=True, autoincrement=True),
+    Column("id", String(64), nullable=False, unique=True),
+    Column("owner", String(64), nullable=False),
+    Column("endpoint", String(64), nullable=False),
+    # Not a foreign key: the input may be deleted, or expire, once its batch has ended.
+    Column("input_file_id", String(64), nullable=False),
+    Column("completion_window", String(32), nullable=False),
+    Column("status", String(16), nullable=False, index=True),
+    Column("model", String(512)),
+    Column("errors", JSON, nullable=False),
+    Column("output_blob", String(64), nullable=False),
+    Column("error_blob", String(64), nullable=False),
+    Column("output_file_id", String(64), ForeignKey("files.id", ondelete="SET NULL")),
+    Column("error_file_id", String(64), ForeignKey("files.id", ondelete="SET NULL")),
+    Column("output_retention_s", BigInteger, nullable=False),
+    Column("created_at", BigInteger, nullable=False),
+    Column("expires_at", BigInteger, nullable=False),
+    Column("in_progress_at", BigInteger),
+    Column("finalizing_at", BigInteger),
+    Column("completed_at", BigInteger),
+    Column("failed_at", BigInteger),
+    Column("expired_at", BigInteger),
+    Column("cancelling_at", BigInteger),
+    Column("cancelled_at", BigInteger),
+    Column("num_total", BigInteger, nullable=False),
+    Column("num_completed", BigInteger, nullable=False),
+    Column("num_failed", BigInteger, nullable=False),
+    Column("input_tokens", BigInteger, nullable=False),
+    Column("cached_tokens", BigInteger, nullable=False),
+    Column("output_tokens", BigInteger, nullable=False),
+    Column("metadata", JSON),
+    Index("batches_by_owner", "owner", "sequence"),
+)
+
+
+def open_database(url: str | None, data_dir: Path) -> Engine:
+    """Connect and create missing tables. Raises: ConfigError naming the option, never the URL's password."""
+    try:
+        engine = create_engine(url or f"sqlite:///{data_dir / 'jobs.db'}")
+        if engine.dialect.name == "sqlite":
+            event.listen(engine, "connect", _configure_sqlite)
+        metadata.create_all(engine)
+    except (ArgumentError, NoSuchModuleError, ImportError) as error:
+        raise ConfigError(f"--batch-database-url is no database URL that can be used: {error}.") from error
+    except SQLAlchemyError as error:
+        shown = make_url(url).render_as_string(hide_password=True) if url else data_dir / "jobs.db"
+        reason = getattr(error, "orig", None) or error
+        raise ConfigError(
+            f"--batch-database-url: the database {shown} cannot be opened: {reason}."
+        ) from error
+    return engine
+
+
+def _configure_sqlite(connection: Any, _: object) -> None:
+    cursor = connection.cursor()
+    for setting in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON"):
+        cursor.execute(f"PRAGMA {setting}")
+    cursor.execute(f"PRAGMA busy_timeout={_BUSY_TIMEOUT_MS}")
+    cursor.close()

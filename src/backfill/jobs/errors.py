@@ -1,0 +1,21 @@
+"""What the keeper of files and batches refuses, beside RequestError for a bad argument."""
+
+from __future__ import annotations
+
+from backfill.core.errors import BackfillError
+
+
+class NotFound(BackfillError):
+    """No file or batch of this id belongs to the caller."""
+
+
+class Conflict(BackfillError):
+    """The file or batch is in a state that does not allow it; a retry would not help."""
+
+
+class TooLarge(BackfillError):
+    """The file is over a limit, or the store is full."""
+
+
+class Busy(BackfillError):
+    """The database does not answer in time; a retry may help."""

@@ -1,0 +1,277 @@
+"""One batch without a server: an input file, result files that are also its state, an engine of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import hashlib
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from backfill.core.config import EngineConfig
+from backfill.core.errors import BackfillError, ConfigError
+from backfill.core.request import ServiceClass
+from backfill.engine.client import EngineClient
+from backfill.engine.messages import Ready
+from backfill.engine.supervisor import EngineSupervisor
+from backfill.generation.generator import RequestRecord, TextGenerator
+from backfill.generation.tokenizer import Tokenizer
+from backfill.jobs.feeder import Feed, Feeder, in_thread
+from backfill.jobs.lines import BatchLine, LineResult, parse_line, read_lines
+from backfill.jobs.records import LineError, RequestCounts, TokenUsage
+from backfill.jobs.results import ForeignResults, ResultLog
+from backfill.jobs.runner import ServiceRunner
+from backfill.jobs.validation import InputCheck
+from backfill.models.generation_config import GenerationDefaults
+from backfill.protocol.service import CompletionService, ServedModel
+
+_MAX_LINE_BYTES = 32 << 20
+_SLICE_BYTES = 1 << 20
+
+
+class BadInput(BackfillError):
+    """The input file cannot be run; no line has."""
+
+    def __init__(self, path: Path, errors: Sequence[LineError]) -> None:
+        shown = [_describe(error) for error in errors]
+        super().__init__(f"{path} cannot be run, and nothing of it was:\n" + "\n".join(shown))
+
+
+class _TokenCounter:
+    """A generation Observer: tokens of requests that ended, those of the prompt included."""
+
+    def __init__(self) -> None:
+        self.num_tokens = 0
+
+    def on_first_token(self, service_class: ServiceClass, since_arrival_s: float) -> None:
+        self.num_tokens += 1
+
+    def on_next_token(self, service_class: ServiceClass, since_last_s: float) -> None:
+        self.num_tokens += 1
+
+    def on_finished(self, record: RequestRecord) -> None:
+        self.num_tokens += record.num_prompt_tokens
+
+
+class LocalRun:
+    """Answers every line of a file that has no result yet.
+
+    What it shows of itself may be read at any time.
+
+    Attributes:
+        phase: what it does before lines run, for people.
+        num_resumed: lines that had a result before this run.
+        feeding_since_s: when lines began to run, on the monotonic clock; None before that.
+        duration_s: of the run, once it has ended.
+
+    Args:
+        error_path: where failed lines go; None puts them into the output file too.
+    """
+
+    def __init__(
+        self,
+        input_path: Path,
+        output_path: Path,
+        error_path: Path | None,
+        *,
+        model: ServedModel,
+        engine_config: EngineConfig,
+        chat_template: str | None = None,
+        uses_generation_config: bool = True,
+        log_level: str = "WARNING",
+    ) -> None:
+        self.phase = "checking the input"
+        self.num_resumed = 0
+        self.feeding_since_s: float | None = None
+        self.duration_s = 0.0
+        self._input_path = input_path
+        self._result_paths = (output_path, error_path or output_path)
+        self._model = model
+        self._engine_config = engine_config
+        self._chat_template = chat_template
+        self._uses_generation_config = uses_generation_config
+        self._stop_asked = asyncio.Event()
+        self._total = 0
+        self._log: ResultLog | None = None
+        self._tokens = _TokenCounter()
+        self._service: CompletionService | None = None
+        self._feeder = Feeder(ServiceRunner(lambda: self._service))
+        self._client = EngineClient(engine_config, log_level=log_level)
+
+    @property
+    def counts(self) -> RequestCounts:
+        return RequestCounts(self._total) if self._log is None else self._log.counts(self._total)
+
+    @property
+    def usage(self) -> TokenUsage:
+        return TokenUsage() if self._log is None else self._log.usage
+
+    @property
+    def num_tokens_here(self) -> int:
+        """Tokens this run has computed: outputs, and prompts of requests that ended."""
+        return self._tokens.num_tokens
+
+    def stop(self) -> None:
+        """End the run soon; finished results are kept and the rest is for the next run."""
+        self._stop_asked.set()
+
+    async def run(self) -> bool:
+        """Whether every line has a result at the end.
+
+        Raises: BadInput, ConfigError for files that cannot be used, ForeignResults where a result file is
+        another input's, BackfillError when the engine cannot run.
+        """
+        started_at_s = time.monotonic()
+        try:
+            name = await self._check_input()
+            with contextlib.ExitStack() as stack:
+                if not self._stop_asked.is_set():
+                    self.phase = "reading results"
+                    await in_thread(self._open_results, name, stack)
+                    if self._num_unfinished() > 0:
+                        self.phase = "loading the model"
+                        await self._run_lines()
+        except OSError as error:
+            raise ConfigError(f"{error.filename or 'A file'}: {error.strerror}.") from error
+        finally:
+            self.duration_s = time.monotonic() - started_at_s
+        return not self._stop_asked.is_set() or (self._log is not None and self._num_unfinished() == 0)
+
+    async def _check_input(self) -> str:
+        """A digest of the input, which names its results. Raises: BadInput, OSError."""
+        check = InputCheck(
+            self._input_path,
+            endpoint=None,
+            model_names=self._model.names,
+            max_lines=sys.maxsize,
+            max_line_bytes=_MAX_LINE_BYTES,
+        )
+        with contextlib.closing(check):
+            while not self._stop_asked.is_set() and not await in_thread(check.advance):
+                pass
+        if check.errors:
+            raise BadInput(self._input_path, check.errors)
+        self._total = check.total
+        return await in_thread(_digest, self._input_path)
+
+    def _open_results(self, name: str, stack: contextlib.ExitStack) -> None:
+        for path in dict.fromkeys(self._result_paths):
+            if path.exists() and path.samefile(self._input_path):
+                raise ConfigError(f"{path} is the input file.")
+            stack.enter_context(_held(path))
+            _check_tail(path, f'{{"id":"batch_req_{name}_'.encode())
+        log = ResultLog(name, *self._result_paths)
+        stack.callback(log.close)
+        log.open()
+        self._log = log
+        self.num_resumed = log.num_completed + log.num_failed
+
+    async def _run_lines(self) -> None:
+        supervisor = EngineSupervisor(
+            self._client, on_ready=self._on_engine_ready, on_lost=self._on_engine_lost
+        )
+        self._tokenizer = asyncio.create_task(asyncio.to_thread(self._load_tokenizer))
+        engine = asyncio.create_task(supervisor.run())
+        stopping = asyncio.create_task(self._stop_asked.wait())
+        try:
+            with self._input_path.open("rb") as file:
+                await self._feed(file, engine, stopping)
+        finally:
+            for task in (engine, stopping, self._tokenizer):
+                task.cancel()
+            await asyncio.gather(engine, self._tokenizer, return_exceptions=True)
+            await self._client.stop()
+
+    async def _feed(self, file: BinaryIO, engine: asyncio.Task[None], stopping: asyncio.Task[bool]) -> None:
+        """Run lines until all have results, a stop is asked for, or the engine cannot go on."""
+        assert self._log is not None
+        feed = Feed(self._input_path.name, self._unfinished_lines(file), self._log, _ignore)
+        self._feeder.add(feed)
+        try:
+            ends: set[asyncio.Future[Any]] = {feed.finished, engine, stopping}
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            # A result that waits for the disk is not waited for: a full disk would hold the stop for ever.
+            await self._feeder.remove(feed, keep_results=False)
+        if engine.done():
+            engine.result()
+
+    def _unfinished_lines(self, file: BinaryIO) -> Iterator[BatchLine]:
+        assert self._log is not None
+        for number, data in read_lines(file, _MAX_LINE_BYTES):
+            if not self._log.is_done(number):
+                yield parse_line(number, data, _MAX_LINE_BYTES)
+
+    async def _on_engine_ready(self, ready: Ready) -> None:
+        tokenizer = await self._tokenizer
+        defaults = GenerationDefaults()
+        if self._uses_generation_config:
+            defaults = GenerationDefaults.from_folder(self._model.folder)
+        generator = TextGenerator(self._client, tokenizer, self._tokens)
+        self._service = CompletionService(self._model, self._client, tokenizer, generator, defaults)
+        if self.feeding_since_s is None:
+            self.feeding_since_s = time.monotonic()
+        self._feeder.set_capacity(2 * self._engine_config.scheduler.max_num_seqs)
+
+    def _on_engine_lost(self) -> None:
+        self._service = None
+        self._feeder.set_capacity(0)
+
+    def _load_tokenizer(self) -> Tokenizer:
+        return Tokenizer.from_folder(self._model.folder, chat_template=self._chat_template)
+
+    def _num_unfinished(self) -> int:
+        counts = self.counts
+        return counts.total - counts.completed - counts.failed
+
+
+def _describe(error: LineError) -> str:
+    return error.message if error.line is None else f"  line {error.line}: {error.message}"
+
+
+def _ignore(results: Sequence[LineResult]) -> None:
+    """Counts are read from the result log."""
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:32]
+
+
+@contextlib.contextmanager
+def _held(path: Path) -> Iterator[None]:
+    """The file is this process's while the context lasts. Raises: ConfigError when it is another's."""
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"{path} is being written by another run-batch.") from None
+        yield
+    finally:
+        os.close(file)
+
+
+def _check_tail(path: Path, head: bytes) -> None:
+    """Raise ForeignResults where what follows the last whole line is no torn result: it would be cut off."""
+    with path.open("rb") as file:
+        end = file.seek(0, os.SEEK_END)
+        start = end
+        while start > 0:
+            block_start = max(0, start - _SLICE_BYTES)
+            file.seek(block_start)
+            newline = file.read(start - block_start).rfind(b"\n")
+            if newline >= 0:
+                start = block_start + newline + 1
+                break
+            start = block_start
+        file.seek(start)
+        tail = file.read(len(head))
+    # A machine that loses power may leave zeros where data was to come.
+    if not (head.startswith(tail) or not tail.strip(b"\0")):
+        raise ForeignResults(f"{path.name} holds a line that is no result of a batch.")

@@ -1,0 +1,207 @@
+"""Files and batches in the database. Blocking: an event loop calls it in threads."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from sqlalchemy import Connection, Engine, RowMapping, Table, delete, insert, select, update
+
+from backfill.jobs.database import batches, files
+from backfill.jobs.errors import Conflict, NotFound
+from backfill.jobs.records import (
+    FINAL_STATUSES,
+    BatchRecord,
+    BatchStatus,
+    FileRecord,
+    LineError,
+    Page,
+    RequestCounts,
+    TokenUsage,
+)
+
+_OPEN = [status.value for status in BatchStatus if status not in FINAL_STATUSES]
+
+
+class JobStore:
+    """Every method is one transaction, and safe to call from several threads.
+
+    Raises: SQLAlchemyError from any method when the database does not answer; nothing has changed then.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def close(self) -> None:
+        self._engine.dispose()
+
+    # ---- Files ----
+
+    def add_file(self, record: FileRecord) -> None:
+        with self._engine.begin() as connection:
+            connection.execute(insert(files), dataclasses.asdict(record))
+
+    def get_file(self, owner: str, file_id: str) -> FileRecord:
+        """Raises: NotFound."""
+        query = select(files).where(files.c.id == file_id, files.c.owner == owner)
+        with self._engine.connect() as connection:
+            row = connection.execute(query).mappings().one_or_none()
+        if row is None:
+            raise NotFound(f"No such File object: {file_id[:80]}")
+        return _file(row)
+
+    def list_files(
+        self, owner: str, *, purpose: str | None, order: str, limit: int, after: str | None
+    ) -> Page[FileRecord]:
+        """Raises: NotFound for an ``after`` that does not exist."""
+        query = select(files).where(files.c.owner == owner)
+        if purpose is not None:
+            query = query.where(files.c.purpose == purpose)
+        with self._engine.connect() as connection:
+            rows = self._page(connection, files, query, owner, order == "asc", limit, after, "File object")
+        return Page([_file(row) for row in rows[:limit]], len(rows) > limit)
+
+    def delete_file(self, owner: str, file_id: str) -> None:
+        """Raises: NotFound, Conflict while a batch that has not ended reads it."""
+        self.get_file(owner, file_id)
+        # One statement, so that no batch can begin to use the file in between.
+        statement = delete(files).where(files.c.id == file_id, files.c.id.not_in(_inputs_in_use()))
+        with self._engine.begin() as connection:
+            is_deleted = connection.execute(statement).rowcount == 1
+        if not is_deleted:
+            raise Conflict(f"The file {file_id} is the input of a batch that has not ended.")
+
+    def delete_expired_files(self, now: int) -> list[str]:
+        """Ids of the files that are past their time and were removed from the database."""
+        expired = (files.c.expires_at <= now, files.c.id.not_in(_inputs_in_use()))
+        with self._engine.begin() as connection:
+            ids = list(connection.execute(select(files.c.id).where(*expired)).scalars())
+            for file_id in ids:
+                connection.execute(delete(files).where(files.c.id == file_id, *expired))
+        return ids
+
+    def blob_ids(self) -> set[str]:
+        """Ids of all files and of the results of open batches."""
+        with self._engine.connect() as connection:
+            ids = set(connection.execute(select(files.c.id)).scalars())
+            query = select(batches.c.output_blob, batches.c.error_blob).where(batches.c.status.in_(_OPEN))
+            for row in connection.execute(query):
+                ids.update(row)
+        return ids
+
+    # ---- Batches ----
+
+    def add_batch(self, batch: BatchRecord) -> None:
+        """Raises: NotFound when the input file is gone."""
+        with self._engine.begin() as connection:
+            found = connection.execute(
+                select(files.c.id).where(files.c.id == batch.input_file_id, files.c.owner == batch.owner)
+            ).first()
+            if found is None:
+                raise NotFound(f"No such File object: {batch.input_file_id[:80]}")
+            connection.execute(insert(batches), _batch_row(batch))
+
+    def get_batch(self, owner: str, batch_id: str) -> BatchRecord:
+        """Raises: NotFound."""
+        query = select(batches).where(batches.c.id == batch_id, batches.c.owner == owner)
+        with self._engine.connect() as connection:
+            row = connection.execute(query).mappings().one_or_none()
+        if row is None:
+            raise NotFound(f"No batch found with id '{batch_id[:80]}'.")
+        return _batch(row)
+
+    def list_batches(self, owner: str, *, limit: int, after: str | None) -> Page[BatchRecord]:
+        """Newest first. Raises: NotFound for an ``after`` that does not exist."""
+        query = select(batches).where(batches.c.owner == owner)
+        with self._engine.connect() as connection:
+            rows = self._page(connection, batches, query, owner, False, limit, after, "batch")
+        return Page([_batch(row) for row in rows[:limit]], len(rows) > limit)
+
+    def open_batches(self) -> list[BatchRecord]:
+        """Those that have not ended, oldest first."""
+        query = select(batches).where(batches.c.status.in_(_OPEN)).order_by(batches.c.sequence)
+        with self._engine.connect() as connection:
+            return [_batch(row) for row in connection.execute(query).mappings()]
+
+    def change_batch(
+        self,
+        batch_id: str,
+        changes: Mapping[str, Any],
+        *,
+        only_from: Collection[BatchStatus],
+        new_files: Sequence[FileRecord] = (),
+    ) -> bool:
+        """Apply ``changes`` (column values) and add files, if the batch is in one of the statuses.
+
+        False, and nothing has changed, if it is not: of two that race, one wins.
+        """
+        statement = (
+            update(batches)
+            .where(batches.c.id == batch_id, batches.c.status.in_([status.value for status in only_from]))
+            .values(**changes)
+        )
+        with self._engine.begin() as connection:
+            for record in new_files:
+                connection.execute(insert(files), dataclasses.asdict(record))
+            if connection.execute(statement).rowcount == 1:
+                return True
+            connection.rollback()
+            return False
+
+    def _page(
+        self,
+        connection: Connection,
+        table: Table,
+        query: Any,
+        owner: str,
+        ascending: bool,
+        limit: int,
+        after: str | None,
+        kind: str,
+    ) -> Sequence[RowMapping]:
+        """Up to one row more than ``limit``."""
+        if after is not None:
+            mark = select(table.c.sequence).where(table.c.id == after, table.c.owner == owner)
+            sequence = connection.execute(mark).scalar()
+            if sequence is None:
+                raise NotFound(f"after: no {kind} found with id '{after[:80]}'.")
+            query = query.where(table.c.sequence > sequence if ascending else table.c.sequence < sequence)
+        query = query.order_by(table.c.sequence if ascending else table.c.sequence.desc()).limit(limit + 1)
+        return connection.execute(query).mappings().all()
+
+
+def counts_changes(counts: RequestCounts, usage: TokenUsage) -> dict[str, Any]:
+    """Column values for ``JobStore.change_batch``."""
+    return {
+        "num_total": counts.total,
+        "num_completed": counts.completed,
+        "num_failed": counts.failed,
+        "input_tokens": usage.input_tokens,
+        "cached_tokens": usage.cached_tokens,
+        "output_tokens": usage.output_tokens,
+    }
+
+
+def _inputs_in_use() -> Any:
+    return select(batches.c.input_file_id).where(batches.c.status.in_(_OPEN))
+
+
+def _file(row: RowMapping) -> FileRecord:
+    return FileRecord(**{name: row[name] for name in FileRecord.__slots__})
+
+
+def _batch(row: RowMapping) -> BatchRecord:
+    fields = {name: row[name] for name in BatchRecord.__slots__ if name in row}
+    fields["status"] = BatchStatus(row["status"])
+    fields["errors"] = [LineError(**error) for error in row["errors"]]
+    fields["request_counts"] = RequestCounts(row["num_total"], row["num_completed"], row["num_failed"])
+    fields["usage"] = TokenUsage(row["input_tokens"], row["cached_tokens"], row["output_tokens"])
+    return BatchRecord(**fields)
+
+
+def _batch_row(batch: BatchRecord) -> dict[str, Any]:
+    row = dataclasses.asdict(batch)
+    row["status"] = batch.status.value
+    del row["request_counts"], row["usage"]
+    return row | counts_changes(batch.request_counts, batch.usage)

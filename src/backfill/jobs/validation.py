@@ -1,0 +1,99 @@
+"""Checks an input file before any of its lines runs."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+
+from backfill.jobs.lines import BadLine, check_target, model_of, parse_line, read_lines
+from backfill.jobs.records import LineError
+
+MAX_REPORTED_ERRORS = 100
+
+_DIGEST_BYTES = 16
+
+
+class InputCheck:
+    """Reads a file in slices, so that a caller can do other things between them.
+
+    Memory is bounded but for 16 bytes and their set entry for each ``custom_id``.
+
+    Args:
+        endpoint: what every line's url must be; None allows any endpoint there is.
+        model_names: what lines may call the model.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        endpoint: str | None,
+        model_names: Sequence[str],
+        max_lines: int,
+        max_line_bytes: int,
+    ) -> None:
+        self._file = path.open("rb")
+        self._lines = read_lines(self._file, max_line_bytes)
+        self._endpoint = endpoint
+        self._model_names = frozenset(model_names)
+        self._max_lines = max_lines
+        self._max_line_bytes = max_line_bytes
+        self._seen: set[bytes] = set()
+        self.total = 0
+        self.model: str | None = None
+        self.errors: list[LineError] = []
+
+    def advance(self, num_lines: int = 2000) -> bool:
+        """Check the next lines; True when the file has been read or is bad beyond what is reported."""
+        for _ in range(num_lines):
+            entry = next(self._lines, None)
+            if entry is None:
+                if self.total == 0:
+                    self._report(LineError("empty_file", "The input file has no lines."))
+                return self._end()
+            self.total += 1
+            if self.total > self._max_lines:
+                message = f"The input file has more than {self._max_lines} lines."
+                self.errors = [LineError("too_many_tasks", message)]
+                return self._end()
+            try:
+                self._check(*entry)
+            except BadLine as bad:
+                self._report(bad.error)
+                if len(self.errors) == MAX_REPORTED_ERRORS:
+                    return self._end()
+        return False
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _check(self, number: int, data: bytes) -> None:
+        line = parse_line(number, data, self._max_line_bytes)
+        check_target(line, self._endpoint)
+        digest = hashlib.blake2b(line.custom_id.encode(), digest_size=_DIGEST_BYTES).digest()
+        if digest in self._seen:
+            message = f"custom_id {line.custom_id[:80]!r} is used by an earlier line."
+            raise BadLine("duplicate_custom_id", message, number, "custom_id")
+        self._seen.add(digest)
+        self._check_model(number, model_of(line))
+
+    def _check_model(self, number: int, name: str | None) -> None:
+        if name is None:
+            return
+        if name not in self._model_names:
+            known = ", ".join(sorted(self._model_names))
+            message = f"The model {name[:80]!r} does not exist. This server has: {known}."
+            raise BadLine("model_not_found", message, number, "model")
+        if self.model is not None and name != self.model:
+            message = f"All lines must name one model: {self.model!r} before, {name[:80]!r} here."
+            raise BadLine("model_mismatch", message, number, "model")
+        self.model = name
+
+    def _report(self, error: LineError) -> None:
+        self.errors.append(error)
+
+    def _end(self) -> bool:
+        self._seen.clear()
+        self.close()
+        return True

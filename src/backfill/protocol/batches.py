@@ -1,0 +1,111 @@
+"""Bodies and parameters of the Files and Batches API, and what each allows."""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+from pydantic import BaseModel
+
+from backfill.core.errors import RequestError
+from backfill.protocol.requests import StrictModel
+
+BATCH_ENDPOINTS = ("/v1/chat/completions", "/v1/completions")
+UPLOAD_PURPOSES = ("assistants", "batch", "evals", "fine-tune", "user_data", "vision")
+DEFAULT_EXPIRY_ANCHOR = "created_at"
+
+MIN_EXPIRY_S = 3600
+MAX_EXPIRY_S = 30 * 24 * 3600
+MAX_METADATA_PAIRS = 16
+MAX_METADATA_KEY_CHARS = 64
+MAX_METADATA_VALUE_CHARS = 512
+MAX_FILENAME_CHARS = 255
+
+_UNIT_S = {"m": 60, "h": 3600}
+_MAX_WINDOW_S = 365 * 24 * 3600
+_WINDOW = re.compile(r"([1-9][0-9]{0,8})([mh])", re.ASCII)
+_DEFAULT_FILENAME = "upload"  # what the official client calls bytes without a name
+
+
+class ExpiresAfter(BaseModel):
+    model_config = StrictModel
+    anchor: Literal["created_at"]
+    seconds: int
+
+
+class CreateBatchRequest(BaseModel):
+    """Body of ``POST /v1/batches``."""
+
+    model_config = StrictModel
+    input_file_id: str
+    endpoint: str
+    completion_window: str
+    metadata: dict[str, str] | None = None
+    output_expires_after: ExpiresAfter | None = None
+
+    def check(self) -> None:
+        """Raise RequestError for the first field out of range."""
+        if self.endpoint not in BATCH_ENDPOINTS:
+            raise RequestError(
+                f"endpoint must be {' or '.join(BATCH_ENDPOINTS)}, got {self.endpoint!r}.", param="endpoint"
+            )
+        parse_window_s(self.completion_window)
+        _check_metadata(self.metadata or {})
+        if self.output_expires_after is not None:
+            check_expiry_s(self.output_expires_after.seconds, "output_expires_after")
+
+
+def parse_window_s(window: str) -> int:
+    """Seconds of a completion window such as ``24h`` or ``30m``. Raises: RequestError."""
+    match = _WINDOW.fullmatch(window)
+    seconds = int(match[1]) * _UNIT_S[match[2]] if match else 0
+    if not 0 < seconds <= _MAX_WINDOW_S:
+        raise RequestError(
+            f"completion_window must be a number of minutes or hours of at most a year, "
+            f"such as '24h' or '30m', got {window!r}.",
+            param="completion_window",
+        )
+    return seconds
+
+
+def check_expiry_s(seconds: int, param: str) -> None:
+    """Raise RequestError where a file may not be kept for so long or so short."""
+    if not MIN_EXPIRY_S <= seconds <= MAX_EXPIRY_S:
+        raise RequestError(
+            f"{param}.seconds must be between {MIN_EXPIRY_S} and {MAX_EXPIRY_S}, got {seconds}.", param=param
+        )
+
+
+def check_purpose(purpose: str) -> None:
+    """Raise RequestError for a purpose no upload can have."""
+    if purpose not in UPLOAD_PURPOSES:
+        raise RequestError(
+            f"purpose must be one of {', '.join(UPLOAD_PURPOSES)}, got {purpose!r}.", param="purpose"
+        )
+
+
+def clean_filename(filename: str, purpose: str) -> str:
+    """The client's filename without folders: it is shown again, and never becomes a path.
+
+    Raises: RequestError for a name no file can have, and where a batch's has another ending than .jsonl.
+    """
+    name = re.split(r"[/\\]", filename)[-1] or _DEFAULT_FILENAME
+    if not name.isprintable() or len(name) > MAX_FILENAME_CHARS:
+        raise RequestError(
+            f"The filename must be at most {MAX_FILENAME_CHARS} printable characters.", param="file"
+        )
+    if purpose == "batch" and "." in name and not name.lower().endswith(".jsonl"):
+        raise RequestError("Invalid file format for Batch API. Must be .jsonl", param="file")
+    return name
+
+
+def _check_metadata(metadata: dict[str, str]) -> None:
+    if len(metadata) > MAX_METADATA_PAIRS:
+        raise RequestError(f"metadata must have at most {MAX_METADATA_PAIRS} pairs.", param="metadata")
+    for key, value in metadata.items():
+        if len(key) > MAX_METADATA_KEY_CHARS or len(value) > MAX_METADATA_VALUE_CHARS:
+            raise RequestError(
+                f"metadata keys must be at most {MAX_METADATA_KEY_CHARS} characters and values at most "
+                f"{MAX_METADATA_VALUE_CHARS}.",
+                param="metadata",
+            )

@@ -1,0 +1,399 @@
+"""The Batches API through real HTTP: the official client, the default model."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai import OpenAI
+
+from tests.api.batch_inputs import (
+    as_jsonl,
+    chat_line,
+    check_accounts,
+    completion_line,
+    result_lines,
+    submit,
+    upload,
+    wait_ended,
+)
+from tests.api.servers import MODEL, RunningServer, launch, running_server, serve_command, wait_until
+
+SMALL = ("--kv-gib", "0.25", "--max-model-len", "2048")
+LONG: dict[str, Any] = {"max_tokens": 1500, "ignore_eos": True}
+
+
+def test_a_batch_from_upload_to_results(server: RunningServer, client: OpenAI) -> None:
+    lines = [chat_line(f"line-{number}", f"What is {number}?") for number in range(6)]
+    done = server.metric("backfill:batch_lines_total", outcome="completed")
+    created = submit(client, as_jsonl(lines), metadata={"team": "search"})
+    assert created.id.startswith("batch_")
+    assert (created.object, created.status, created.endpoint) == (
+        "batch",
+        "validating",
+        "/v1/chat/completions",
+    )
+    assert created.expires_at == created.created_at + 24 * 3600
+    assert created.completion_window == "24h"
+    assert (created.output_file_id, created.error_file_id, created.errors) == (None, None, None)
+    assert created.completed_at is None and created.in_progress_at is None
+    batch = wait_ended(client, created.id)
+    assert batch.status == "completed"
+    assert batch.model == MODEL
+    assert batch.metadata == {"team": "search"}
+    assert batch.errors is None and batch.error_file_id is None
+    counts = batch.request_counts
+    assert counts is not None and (counts.total, counts.completed, counts.failed) == (6, 6, 0)
+    stamps = [batch.created_at, batch.in_progress_at, batch.finalizing_at, batch.completed_at]
+    assert stamps == sorted(stamps, key=lambda stamp: stamp or 0) and None not in stamps
+    assert (batch.failed_at, batch.expired_at, batch.cancelled_at) == (None, None, None)
+    output, _ = result_lines(client, batch)
+    check_accounts(client, batch, [line["custom_id"] for line in lines])
+    for line in output:
+        assert set(line) == {"id", "custom_id", "response", "error"}
+        assert line["id"].startswith("batch_req_")
+        assert line["error"] is None
+        assert line["response"]["status_code"] == 200
+        assert line["response"]["request_id"]
+        body = line["response"]["body"]
+        assert body["object"] == "chat.completion"
+        assert body["usage"]["completion_tokens"] <= 2
+    usage = batch.usage
+    assert usage is not None
+    assert usage.output_tokens == sum(
+        line["response"]["body"]["usage"]["completion_tokens"] for line in output
+    )
+    assert usage.total_tokens == usage.input_tokens + usage.output_tokens
+    assert batch.output_file_id is not None
+    results = client.files.retrieve(batch.output_file_id)
+    assert results.purpose == "batch_output"
+    assert results.bytes == len(client.files.content(results.id).read())
+    assert server.metric("backfill:batch_lines_total", outcome="completed") == done + 6
+    assert server.metric("backfill:batch_lines_queued") == 0
+    assert any(batch.id in line for line in server.output), "the log names the batch"
+
+
+def test_answers_are_those_of_the_online_api(server: RunningServer, client: OpenAI) -> None:
+    content = as_jsonl([chat_line("a", "What is gravity?", max_tokens=8), chat_line("b", "Hi", max_tokens=8)])
+    output, _ = result_lines(client, wait_ended(client, submit(client, content).id))
+    (line,) = [line for line in output if line["custom_id"] == "a"]
+    online = client.chat.completions.create(
+        model=MODEL, messages=[{"role": "user", "content": "What is gravity?"}], max_tokens=8, temperature=0
+    )
+    body = line["response"]["body"]
+    assert set(body) == set(online.model_dump(exclude_unset=True))
+    assert body["usage"]["prompt_tokens"] == online.usage.prompt_tokens  # type: ignore[union-attr]
+
+
+def test_completions_and_their_ways_to_write_a_prompt(client: OpenAI) -> None:
+    lines = [
+        completion_line("text", "Hello"),
+        completion_line("tokens", [5, 6, 7]),
+        completion_line("several", ["a", "b"], n=2),
+        completion_line("tier", service_tier="auto", priority=-5),
+        completion_line("no-model", model=None),
+    ]
+    batch = wait_ended(client, submit(client, as_jsonl(lines), "/v1/completions").id)
+    output, errors = result_lines(client, batch)
+    assert not errors
+    by_id = {line["custom_id"]: line["response"]["body"] for line in output}
+    assert len(by_id["several"]["choices"]) == 4
+    assert by_id["tokens"]["usage"]["prompt_tokens"] == 3
+
+
+def test_a_line_that_is_refused_does_not_fail_its_batch(client: OpenAI) -> None:
+    lines = [
+        chat_line("good"),
+        chat_line("hot", temperature=99),
+        chat_line("streams", stream=True),
+        chat_line("long", "x " * 5000),
+        chat_line("tools", tools=[{"type": "function"}]),
+        chat_line("empty", messages=[]),
+    ]
+    batch = wait_ended(client, submit(client, as_jsonl(lines)).id)
+    assert batch.status == "completed"
+    check_accounts(client, batch, [line["custom_id"] for line in lines])
+    output, errors = result_lines(client, batch)
+    assert [line["custom_id"] for line in output] == ["good"]
+    for line in errors:
+        assert line["error"] is None, "the model refused it: the reason is in the response"
+        assert line["response"]["status_code"] == 400
+        assert line["response"]["body"]["error"]["type"] == "invalid_request_error"
+    params = {line["custom_id"]: line["response"]["body"]["error"]["param"] for line in errors}
+    assert params["hot"] == "temperature"
+    assert params["streams"] == "stream"
+    assert params["tools"] == "tools"
+
+
+def test_a_batch_whose_every_line_fails_has_no_output_file(client: OpenAI) -> None:
+    batch = wait_ended(client, submit(client, as_jsonl([chat_line("a", n=0), chat_line("b", n=0)])).id)
+    counts = batch.request_counts
+    assert counts is not None and (counts.total, counts.completed, counts.failed) == (2, 0, 2)
+    assert batch.status == "completed" and batch.output_file_id is None and batch.error_file_id is not None
+
+
+def bad(**changes: Any) -> bytes:
+    """A good line, then one with these changes; a change to None takes the field out."""
+    changed = {**chat_line("b"), **changes}
+    return as_jsonl([chat_line("a"), {key: value for key, value in changed.items() if value is not None}])
+
+
+@pytest.mark.parametrize(
+    ("content", "code", "line"),
+    [
+        (b"", "empty_file", None),
+        (b"\n\n  \n", "empty_file", None),
+        (b"not json\n", "invalid_json_line", 1),
+        (as_jsonl([chat_line("a")]) + b"[1]\n", "invalid_value", 2),
+        (as_jsonl([chat_line("a")]) + b"\n\xff\xfe{}\n", "invalid_json_line", 3),
+        (as_jsonl([chat_line("a"), chat_line("a")]), "duplicate_custom_id", 2),
+        (bad(url="/v1/completions"), "url_mismatch", 2),
+        (bad(url="/v1/embeddings"), "url_mismatch", 2),
+        (bad(method="GET"), "invalid_value", 2),
+        (bad(custom_id=None), "missing_required_parameter", 2),
+        (bad(custom_id=""), "invalid_value", 2),
+        (bad(custom_id="x" * 513), "invalid_value", 2),
+        (bad(body=None), "missing_required_parameter", 2),
+        (as_jsonl([chat_line("a", model="gpt-9")]), "model_not_found", 1),
+        (as_jsonl([chat_line(str(number)) for number in range(101)]), "too_many_tasks", None),
+    ],
+)
+def test_a_bad_input_file_fails_its_batch_before_any_line_runs(
+    client: OpenAI, content: bytes, code: str, line: int | None
+) -> None:
+    batch = wait_ended(client, submit(client, content).id)
+    assert batch.status == "failed"
+    assert batch.failed_at is not None and batch.in_progress_at is None
+    assert (batch.output_file_id, batch.error_file_id) == (None, None)
+    assert batch.errors is not None and batch.errors.data
+    assert (batch.errors.data[0].code, batch.errors.data[0].line) == (code, line)
+    assert batch.errors.data[0].message
+
+
+def test_only_the_first_hundred_bad_lines_are_listed(client: OpenAI) -> None:
+    batch = wait_ended(client, submit(client, b"x\n" * 250).id)
+    assert batch.errors is not None and batch.errors.data
+    assert [error.line for error in batch.errors.data] == list(range(1, 101))
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "param", "code"),
+    [
+        ({"input_file_id": None}, 400, "input_file_id", "missing_required_parameter"),
+        ({"endpoint": None}, 400, "endpoint", "missing_required_parameter"),
+        ({"completion_window": None}, 400, "completion_window", "missing_required_parameter"),
+        ({"endpoint": "/v1/embeddings"}, 400, "endpoint", None),
+        ({"completion_window": "soon"}, 400, "completion_window", None),
+        ({"completion_window": "0h"}, 400, "completion_window", None),
+        ({"completion_window": "9" * 400 + "h"}, 400, "completion_window", None),
+        ({"completion_window": 24}, 400, "completion_window", None),
+        ({"metadata": {str(number): "" for number in range(17)}}, 400, "metadata", None),
+        ({"metadata": {"k" * 65: ""}}, 400, "metadata", None),
+        ({"metadata": {"k": "v" * 513}}, 400, "metadata", None),
+        ({"metadata": {"k": 5}}, 400, "metadata", None),
+        ({"output_expires_after": {"anchor": "created_at", "seconds": 5}}, 400, "output_expires_after", None),
+        ({"output_expires_after": {"anchor": "now", "seconds": 3600}}, 400, "output_expires_after", None),
+    ],
+)
+def test_a_bad_batch_is_refused(
+    server: RunningServer,
+    client: OpenAI,
+    fields: dict[str, Any],
+    status: int,
+    param: str,
+    code: str | None,
+) -> None:
+    body = {
+        "input_file_id": upload(client, as_jsonl([chat_line("a")])),
+        "endpoint": "/v1/chat/completions",
+        "completion_window": "24h",
+        **fields,
+    }
+    response = server.http.post("/v1/batches", json={k: v for k, v in body.items() if v is not None})
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert (error["param"], error["code"]) == (param, code)
+
+
+def test_input_files_must_exist_and_be_meant_for_batches(client: OpenAI) -> None:
+    notes = client.files.create(file=("notes.txt", b"x"), purpose="user_data")
+    for file_id in ("file-nope", notes.id):
+        with pytest.raises(openai.APIStatusError) as caught:
+            client.batches.create(
+                input_file_id=file_id, endpoint="/v1/chat/completions", completion_window="24h"
+            )
+        assert caught.value.status_code in (400, 404)
+        assert file_id in caught.value.message
+
+
+def test_batches_are_listed_in_pages(server: RunningServer, client: OpenAI) -> None:
+    ids = [submit(client, b"bad\n").id for _ in range(5)]
+    assert [batch.id for batch in client.batches.list(limit=2) if batch.id in ids] == ids[::-1]
+    page = client.batches.list(limit=1, after=ids[3])
+    assert [batch.id for batch in page.data] == [ids[2]]
+    for query in ("limit=0", "limit=101", "limit=x"):
+        assert server.http.get(f"/v1/batches?{query}").json()["error"]["param"] == "limit"
+    for batch_id in ids:
+        wait_ended(client, batch_id)
+
+
+@pytest.mark.parametrize("batch_id", ["batch_nope", "nope", "file-x", "%2e%2e"])
+def test_batches_that_do_not_exist(server: RunningServer, batch_id: str) -> None:
+    assert server.http.get(f"/v1/batches/{batch_id}").status_code == 404
+    assert server.http.post(f"/v1/batches/{batch_id}/cancel").status_code == 404
+
+
+def test_cancelling_keeps_what_is_done_and_stops_the_rest(server: RunningServer, client: OpenAI) -> None:
+    lines = [chat_line("short"), *(chat_line(f"long-{number}", **LONG) for number in range(20))]
+    batch = submit(client, as_jsonl(lines))
+    wait_until(lambda: num_completed(client, batch.id) == 1, 30, "the short line")
+    with pytest.raises(openai.ConflictError):
+        client.files.delete(batch.input_file_id)
+    assert server.metric("backfill:batch_jobs", status="in_progress") == 1
+    assert server.metric("backfill:batch_lines_queued") == 20
+    cancelled = client.batches.cancel(batch.id)
+    assert cancelled.status in ("cancelling", "cancelled")
+    assert cancelled.cancelling_at is not None
+    assert client.batches.cancel(batch.id).id == batch.id, "again is no error"
+    batch = wait_ended(client, batch.id)
+    assert batch.status == "cancelled"
+    assert client.batches.cancel(batch.id).status == "cancelled"
+    check_accounts(client, batch, [line["custom_id"] for line in lines])
+    output, errors = result_lines(client, batch)
+    assert [line["custom_id"] for line in output] == ["short"]
+    assert {(line["error"]["code"], line["response"]) for line in errors} == {("batch_cancelled", None)}
+    wait_until(lambda: server.metric("backfill:num_requests_running") == 0, 5, "the engine to be empty")
+    assert client.files.delete(batch.input_file_id).deleted
+
+
+def num_completed(client: OpenAI, batch_id: str) -> int:
+    counts = client.batches.retrieve(batch_id).request_counts
+    assert counts is not None
+    return counts.completed
+
+
+def test_an_ended_batch_cannot_be_cancelled(server: RunningServer, client: OpenAI) -> None:
+    batch = wait_ended(client, submit(client, as_jsonl([chat_line("a")])).id)
+    response = server.http.post(f"/v1/batches/{batch.id}/cancel")
+    assert response.status_code == 409
+    assert response.headers["x-should-retry"] == "false"
+    with pytest.raises(openai.ConflictError):
+        server.client(max_retries=3).batches.cancel(batch.id)
+
+
+def test_other_keys_files_and_batches_do_not_exist(default_model: Path, tmp_path: Path) -> None:
+    keys = ("--api-key", "mine", "--api-key", "yours")
+    with running_server(*SMALL, *keys, data_dir=tmp_path) as server:
+        mine, yours = server.client("mine"), server.client("yours")
+        batch = wait_ended(mine, submit(mine, as_jsonl([chat_line("a")])).id)
+        assert batch.output_file_id is not None
+        for file_id in (batch.input_file_id, batch.output_file_id):
+            for call in (yours.files.retrieve, yours.files.content, yours.files.delete):
+                with pytest.raises(openai.NotFoundError):
+                    call(file_id)
+        for ask in (yours.batches.retrieve, yours.batches.cancel):
+            with pytest.raises(openai.NotFoundError):
+                ask(batch.id)
+        with pytest.raises(openai.APIStatusError):
+            yours.batches.create(
+                input_file_id=batch.input_file_id, endpoint="/v1/chat/completions", completion_window="24h"
+            )
+        assert not yours.files.list().data and not yours.batches.list().data
+        assert len(mine.files.list().data) == 2
+        for path in ("/v1/files", "/v1/batches"):
+            assert server.http.get(path).status_code == 401
+        stored = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
+        assert b"mine" not in stored, "keys are not stored"
+
+
+def test_a_second_server_on_the_data_folder_is_refused(default_model: Path, tmp_path: Path) -> None:
+    with running_server(*SMALL, data_dir=tmp_path) as first:
+        config = (tmp_path / "config.json").read_text()
+        second = subprocess.run(
+            serve_command("--port", "0", "--data-dir", str(tmp_path)),
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=False,
+        )
+        assert second.returncode == 1
+        assert str(first.process.pid) in second.stderr
+        assert first.url in second.stderr
+        assert "Traceback" not in second.stderr
+        assert (tmp_path / "config.json").read_text() == config
+        assert first.http.get("/health").status_code == 200
+
+
+def test_shutdown_leaves_unfinished_lines_for_the_next_start(default_model: Path, tmp_path: Path) -> None:
+    lines = [chat_line(f"line-{number}", max_tokens=40, ignore_eos=True) for number in range(30)]
+    options = (*SMALL, "--max-num-seqs", "4")
+    with running_server(*options, data_dir=tmp_path) as server:
+        batch = submit(server.client(), as_jsonl(lines))
+        wait_until(lambda: server.metric("backfill:batch_lines_total", outcome="completed") > 0, 30, "a line")
+        started_at_s = time.monotonic()
+        assert server.stop() == 0
+        assert time.monotonic() - started_at_s < 10, "offline lines are not waited for"
+    with running_server(*options, data_dir=tmp_path) as server:
+        ended = wait_ended(server.client(), batch.id)
+        assert ended.status == "completed"
+        check_accounts(server.client(), ended, [line["custom_id"] for line in lines])
+
+
+def test_without_the_batch_api_its_routes_do_not_exist(default_model: Path, tmp_path: Path) -> None:
+    with running_server(*SMALL, "--no-batch-api", data_dir=tmp_path) as server:
+        for path in ("/v1/files", "/v1/batches"):
+            assert server.http.get(path).status_code == 404
+        assert "batch_jobs" not in server.http.get("/metrics").text
+        assert not (tmp_path / "server.lock").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (("--batch-max-lines", "0"), "--batch-max-lines"),
+        (("--batch-max-bytes", "0"), "--batch-max-bytes"),
+        (("--batch-max-storage-gib", "0"), "--batch-max-storage-gib"),
+        (("--batch-retention-hours", "nan"), "--batch-retention-hours"),
+        (("--batch-database-url", "no such url"), "--batch-database-url"),
+        (("--batch-database-url", "sqlite:////no/such/folder/jobs.db"), "--batch-database-url"),
+    ],
+)
+def test_batch_options_out_of_range_are_named(
+    default_model: Path, tmp_path: Path, arguments: tuple[str, ...], part: str
+) -> None:
+    result = subprocess.run(
+        serve_command("--port", "0", *arguments, "--data-dir", str(tmp_path)),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert result.returncode == 1
+    assert part in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_files_and_batches_are_there_while_the_model_loads(default_model: Path, tmp_path: Path) -> None:
+    server = launch(MODEL, *SMALL, data_dir=tmp_path)
+    try:
+
+        def submitted() -> bool:
+            try:
+                submit(server.client(), as_jsonl([chat_line("early")]))
+            except (openai.APIConnectionError, httpx.TransportError):
+                return False
+            return True
+
+        wait_until(submitted, 60, "the server to listen")
+        server.wait_ready()
+        (batch,) = server.client().batches.list().data
+        assert wait_ended(server.client(), batch.id).status == "completed"
+    finally:
+        server.http.close()
+        server.process.kill()
+        server.process.wait()

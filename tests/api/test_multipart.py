@@ -1,0 +1,132 @@
+"""Multipart bodies: as clients send them, cut anywhere, malformed, oversized."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from backfill.api.multipart import MAX_FIELD_BYTES, MAX_PARTS, FileStart, FormEvent, FormField, read_form
+from backfill.core.errors import RequestError
+
+BOUNDARY = "x-9f"
+CONTENT_TYPE = f"multipart/form-data; boundary={BOUNDARY}"
+
+
+def part(disposition: str, content: bytes) -> bytes:
+    return b"--%s\r\nContent-Disposition: form-data; %s\r\n\r\n%s\r\n" % (
+        BOUNDARY.encode(),
+        disposition.encode(),
+        content,
+    )
+
+
+def form(*parts: bytes) -> bytes:
+    return b"".join(parts) + b"--%s--\r\n" % BOUNDARY.encode()
+
+
+def read(body: bytes, cuts: Sequence[int] = (), content_type: str = CONTENT_TYPE) -> list[FormEvent]:
+    """The events of a body that arrives cut at ``cuts``."""
+    edges = [0, *sorted(cuts), len(body)]
+
+    async def chunks() -> AsyncIterator[bytes]:
+        for start, end in itertools.pairwise(edges):
+            yield body[start:end]
+
+    async def collect() -> list[FormEvent]:
+        return [event async for event in read_form(chunks(), content_type)]
+
+    return asyncio.run(collect())
+
+
+def with_pieces_joined(events: list[FormEvent]) -> list[FormEvent]:
+    joined: list[FormEvent] = []
+    for event in events:
+        if isinstance(event, bytes) and joined and isinstance(joined[-1], bytes):
+            joined[-1] += event
+        else:
+            joined.append(event)
+    return joined
+
+
+@given(
+    content=st.binary(max_size=200)
+    | st.lists(st.sampled_from([b"\r", b"\n", b"--", b"\r\n--x-9", b"\r\n--x-9f", b"a"]), max_size=20).map(
+        b"".join
+    ),
+    data=st.data(),
+)
+def test_a_file_arrives_whole_however_its_body_is_cut(content: bytes, data: st.DataObject) -> None:
+    for suffix in (b"\r\n", b"--", b" ", b"\t"):
+        if b"\r\n--x-9f" + suffix in content + b"\r\n":
+            return  # holds the boundary itself
+    body = form(
+        part('name="purpose"', b"batch"),
+        part('name="file"; filename="a.jsonl"', content),
+        part('name="note"', "größer".encode()),
+    )
+    cuts = data.draw(st.lists(st.integers(0, len(body)), max_size=8))
+    expected: list[FormEvent] = [FormField("purpose", "batch"), FileStart("file", "a.jsonl")]
+    expected += [content] if content else []
+    assert with_pieces_joined(read(body, cuts)) == [*expected, FormField("note", "größer")]
+
+
+def test_large_files_come_in_pieces_of_a_megabyte_or_a_little_more() -> None:
+    content = bytes(range(256)) * 20_000
+    body = form(part('name="file"; filename="a"', content))
+    pieces = [event for event in read(body, range(0, len(body), 65536)) if isinstance(event, bytes)]
+    assert b"".join(pieces) == content
+    assert all((1 << 20) <= len(piece) <= (1 << 20) + 65536 for piece in pieces[:-1])
+
+
+def test_names_are_what_the_client_wrote() -> None:
+    body = form(
+        part('name="file"; filename="../ä b.jsonl"', b"x"),
+        part('name="file"; filename=""', b""),
+    )
+    assert read(body)[0] == FileStart("file", "../ä b.jsonl")
+    assert read(body)[2] == FileStart("file", "")
+
+
+@pytest.mark.parametrize(
+    "content_type",
+    [
+        "",
+        "application/json",
+        "multipart/form-data",
+        "multipart/form-data; boundary=",
+        "multipart/mixed; boundary=x",
+    ],
+)
+def test_another_content_type_is_refused(content_type: str) -> None:
+    with pytest.raises(RequestError, match="Content-Type"):
+        read(b"", content_type=content_type)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b"", "ends before"),
+        (b"no form at all", "malformed"),
+        (form(part('name="file"; filename="a"', b"x"))[:-6], "ends before"),
+        (b"--x-9f\r\nContent-Type: text/plain\r\n\r\nx\r\n--x-9f--", "no name"),
+        (b"--x-9f\r\nBad Header\r\n\r\nx\r\n--x-9f--", "malformed"),
+        (form(part('name="purpose"', b"x" * (MAX_FIELD_BYTES + 1))), "over 4096 bytes"),
+        (form(*[part('name="a"', b"")] * (MAX_PARTS + 1)), "more than 32 parts"),
+        (b"--x-9f\r\nX: " + b"y" * 100_000 + b"\r\n\r\n", "malformed"),
+    ],
+)
+def test_a_form_that_is_not_whole_or_well_formed_is_refused(body: bytes, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        read(body)
+    with pytest.raises(RequestError, match=message):
+        read(body, range(len(body)))
+
+
+def test_a_boundary_out_of_bounds_is_refused() -> None:
+    with pytest.raises(RequestError, match="too long"):
+        read(b"", content_type=f"multipart/form-data; boundary={'x' * 500}")

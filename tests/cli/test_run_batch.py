@@ -1,0 +1,215 @@
+"""``backfill run-batch`` as a process, with the default model."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from backfill.core.errors import ConfigError
+from backfill.jobs.local_run import _check_tail, _held
+from backfill.jobs.results import ForeignResults
+from tests.api.batch_inputs import as_jsonl, chat_line, completion_line, parse_jsonl
+from tests.api.servers import wait_until
+
+SMALL = ("--kv-gib", "0.1", "--max-model-len", "512")
+
+
+class Folder:
+    """An input file, where its results go, and the command between them."""
+
+    def __init__(self, path: Path) -> None:
+        self.input, self.output, self.errors = path / "in.jsonl", path / "out.jsonl", path / "errors.jsonl"
+
+    def command(self, *options: str) -> Sequence[str]:
+        files = ("-i", str(self.input), "-o", str(self.output))
+        return [sys.executable, "-m", "backfill", "run-batch", *files, *SMALL, *options]
+
+    def run(self, *options: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            self.command(*options), capture_output=True, text=True, timeout=100, check=False
+        )
+
+    def start(self, *options: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            self.command(*options), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+
+    def num_results(self) -> int:
+        return self.output.read_bytes().count(b"\n") if self.output.exists() else 0
+
+
+@pytest.fixture
+def folder(default_model: Path, tmp_path: Path) -> Folder:
+    return Folder(tmp_path)
+
+
+def summary(result: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    parsed: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
+    return parsed
+
+
+def test_every_line_is_answered_and_a_second_run_has_nothing_to_do(folder: Folder) -> None:
+    folder.input.write_bytes(
+        as_jsonl([chat_line("chat", "What is gravity?"), completion_line("text"), chat_line("more")]) + b"\n"
+    )
+    result = folder.run("--json")
+    assert (result.returncode, result.stderr.count("Traceback")) == (0, 0), result.stderr
+    output = {line["custom_id"]: line for line in parse_jsonl(folder.output.read_bytes())}
+    assert output.keys() == {"chat", "text", "more"}
+    assert output["chat"]["response"]["body"]["object"] == "chat.completion"
+    assert output["text"]["response"]["body"]["object"] == "text_completion"
+    assert "3 of 3 lines: 3 completed, 0 failed" in result.stderr
+    facts = summary(result)
+    assert (facts["total"], facts["completed"], facts["failed"], facts["resumed"]) == (3, 3, 0, 0)
+    assert facts["output_tokens"] == sum(
+        line["response"]["body"]["usage"]["completion_tokens"] for line in output.values()
+    )
+    before = folder.output.read_bytes()
+    again = folder.run("--json")
+    assert again.returncode == 0
+    assert folder.output.read_bytes() == before
+    assert summary(again)["resumed"] == 3
+
+
+def test_failed_lines_go_into_their_own_file_where_one_is_named(folder: Folder) -> None:
+    folder.input.write_bytes(as_jsonl([chat_line("good"), chat_line("hot", temperature=99)]))
+    assert folder.run("--error-file", str(folder.errors)).returncode == 3
+    assert [line["custom_id"] for line in parse_jsonl(folder.output.read_bytes())] == ["good"]
+    (failed,) = parse_jsonl(folder.errors.read_bytes())
+    assert failed["response"]["body"]["error"]["param"] == "temperature"
+
+
+def test_a_bad_input_is_listed_and_nothing_runs(folder: Folder) -> None:
+    folder.input.write_bytes(as_jsonl([chat_line("a")]) + b"oops\n" + as_jsonl([chat_line("a")]))
+    result = folder.run()
+    assert result.returncode == 1
+    assert "line 2: " in result.stderr
+    assert "line 3: " in result.stderr
+    assert "Traceback" not in result.stderr
+    assert not folder.output.exists()
+
+
+@pytest.mark.parametrize("content", ["no results", '{"an": "object"}\n', '{"id": "batch_req_other_1"}\n'])
+def test_an_output_that_is_no_result_of_this_input_is_left_alone(folder: Folder, content: str) -> None:
+    folder.input.write_bytes(as_jsonl([chat_line("a")]))
+    folder.output.write_text(content)
+    result = folder.run()
+    assert result.returncode == 1
+    assert "out.jsonl" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert folder.output.read_text() == content
+
+
+@pytest.mark.parametrize(
+    ("options", "part"),
+    [
+        (("-o", "{folder}/in.jsonl"), "is the input file"),
+        (("-o", "/no/such/folder/out.jsonl"), "/no/such/folder/out.jsonl"),
+        (("-i", "/no/such/file"), "/no/such/file"),
+        (("--kv-gib", "-1"), "--kv-gib"),
+        (("--kv-gib", "100000"), "Not enough memory"),
+        (("--model", "no-such-model"), "no-such-model"),
+    ],
+)
+def test_a_run_that_cannot_be_says_why_in_a_line(folder: Folder, options: tuple[str, ...], part: str) -> None:
+    content = as_jsonl([chat_line("a")])
+    folder.input.write_bytes(content)
+    result = folder.run(*(option.format(folder=folder.input.parent) for option in options))
+    assert result.returncode == 1
+    assert part in result.stderr
+    assert "Traceback" not in result.stderr
+    assert folder.input.read_bytes() == content
+
+
+def test_killed_at_any_moment_it_goes_on_where_it_was(folder: Folder) -> None:
+    custom_ids = [f"line-{number}" for number in range(60)]
+    folder.input.write_bytes(
+        as_jsonl(completion_line(custom_id, max_tokens=4, ignore_eos=True) for custom_id in custom_ids)
+    )
+    rng = random.Random(6)
+    few = ("--max-num-seqs", "2")
+    for least in sorted(rng.sample(range(1, 50), 4)):
+        process = folder.start(*few)
+        wait_until(lambda at=least: folder.num_results() >= at, 30, f"{least} results")
+        time.sleep(rng.uniform(0.0, 0.05))
+        process.kill()
+        process.communicate()
+    with folder.output.open("ab") as output:
+        output.write(parse_head(folder.output))  # as if killed within a line
+    result = folder.run(*few, "--json")
+    assert result.returncode == 0, result.stderr
+    assert summary(result)["resumed"] < 60
+    lines = parse_jsonl(folder.output.read_bytes())
+    assert sorted(line["custom_id"] for line in lines) == sorted(custom_ids)
+
+
+def parse_head(path: Path) -> bytes:
+    """The beginning of a result line."""
+    return path.read_bytes()[:60]
+
+
+def test_ctrl_c_keeps_what_is_done_and_a_killed_engine_is_started_again(folder: Folder) -> None:
+    folder.input.write_bytes(
+        as_jsonl(completion_line(str(number), max_tokens=20, ignore_eos=True) for number in range(40))
+    )
+    few = ("--max-num-seqs", "2", "--log-level", "INFO")
+    process = folder.start(*few)
+    wait_until(lambda: folder.num_results() > 2, 30, "results")
+    refused = folder.run()
+    assert refused.returncode == 1
+    assert "another run-batch" in refused.stderr
+    os.kill(engine_pid(process.pid), signal.SIGKILL)
+    before = folder.num_results()
+    wait_until(lambda: folder.num_results() > before + 4, 30, "results of the next engine")
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=20)
+    assert process.returncode == 130, stderr
+    assert "The same command goes on" in stderr
+    num_done = folder.num_results()
+    assert 0 < num_done < 40
+    result = folder.run("--json")
+    assert result.returncode == 0
+    assert summary(result)["resumed"] == num_done
+    assert len({line["id"] for line in parse_jsonl(folder.output.read_bytes())}) == 40
+
+
+def engine_pid(pid: int) -> int:
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return next(
+        int(child) for child in children if "spawn_main" in Path(f"/proc/{child}/cmdline").read_text()
+    )
+
+
+@pytest.mark.parametrize("tail", [b"", b'{"id":"batch', b'{"id":"batch_req_x_7","cust', b"\0\0\0"])
+@pytest.mark.parametrize("whole", [b"", b"whole line\n", b"x" * (1 << 20) + b"\n", b"\n" + b"y" * 99 + b"\n"])
+def test_a_torn_result_may_be_cut_off(tmp_path: Path, whole: bytes, tail: bytes) -> None:
+    path = tmp_path / "out.jsonl"
+    path.write_bytes(whole + tail)
+    _check_tail(path, b'{"id":"batch_req_x_')
+    assert path.read_bytes() == whole + tail
+
+
+@pytest.mark.parametrize("tail", [b"text", b'{"id":"batch_req_y_7"', b"x" * (3 << 20)])
+def test_anything_else_may_not(tmp_path: Path, tail: bytes) -> None:
+    path = tmp_path / "out.jsonl"
+    path.write_bytes(b"line\n" + tail)
+    with pytest.raises(ForeignResults):
+        _check_tail(path, b'{"id":"batch_req_x_')
+
+
+def test_a_held_file_is_refused_until_it_is_let_go(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    with _held(path), pytest.raises(ConfigError, match="another run-batch"), _held(path):
+        pass
+    with _held(path):
+        pass

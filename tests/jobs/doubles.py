@@ -1,0 +1,120 @@
+"""A runner without an engine, and batches as the tests need them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from backfill.jobs.config import JobsConfig
+from backfill.jobs.lines import BatchLine, LineResult, completed
+from backfill.jobs.manager import JobManager
+from backfill.jobs.records import BatchRecord, BatchStatus
+from backfill.protocol.service import CompletionService
+
+OWNER = "owner"
+URL = "/v1/completions"
+
+
+class InstantRunner:
+    """Answers every line; after ``hold`` only what ``let_go`` allows."""
+
+    def __init__(self) -> None:
+        self.runs: Counter[str] = Counter()
+        self.held: set[str] = set()
+        self._gate = asyncio.Event()
+        self._gate.set()
+
+    def hold(self) -> None:
+        self._gate.clear()
+
+    def let_go(self) -> None:
+        self._gate.set()
+
+    async def run(self, line: BatchLine) -> LineResult:
+        self.held.add(line.custom_id)
+        await asyncio.sleep(0)
+        await self._gate.wait()
+        self.held.discard(line.custom_id)
+        self.runs[line.custom_id] += 1
+        return completed(line, {"usage": {"prompt_tokens": 2, "completion_tokens": 1}}, "req")
+
+
+def input_line(index: int, **changes: Any) -> bytes:
+    line = {"custom_id": f"r{index}", "method": "POST", "url": URL, "body": {"prompt": "x"}, **changes}
+    return json.dumps(line).encode() + b"\n"
+
+
+def input_of(num_lines: int) -> bytes:
+    return b"".join(input_line(index) for index in range(num_lines))
+
+
+def make_manager(folder: Path, runner: Any, *, num_in_flight: int = 4, **options: Any) -> JobManager:
+    config = JobsConfig(data_dir=folder, max_in_flight=num_in_flight)
+    return JobManager(config, model_names=["m", "alias"], runner=runner, **options)
+
+
+def ready(manager: JobManager) -> None:
+    """As when an engine is; the doubles' runners ask for no service."""
+    service: Any = object.__new__(CompletionService)
+    manager.engine_ready(service, max_num_seqs=1)
+
+
+async def store_input(manager: JobManager, content: bytes, purpose: str = "batch") -> str:
+    upload = await manager.begin_upload(OWNER)
+    await upload.write(content)
+    return (await upload.finish(filename="in.jsonl", purpose=purpose, expires_after_s=None)).id
+
+
+async def submit(manager: JobManager, content: bytes, window_s: int = 3600) -> BatchRecord:
+    return await manager.create_batch(
+        OWNER,
+        input_file_id=await store_input(manager, content),
+        endpoint=URL,
+        completion_window="1h",
+        completion_window_s=window_s,
+        metadata=None,
+        output_expires_after_s=None,
+    )
+
+
+async def ended(manager: JobManager, batch_id: str) -> BatchRecord:
+    async with asyncio.timeout(20):
+        while True:
+            batch = await manager.get_batch(OWNER, batch_id)
+            if batch.status.is_final:
+                return batch
+            await asyncio.sleep(0.002)
+
+
+async def in_status(manager: JobManager, batch_id: str, status: BatchStatus) -> BatchRecord:
+    async with asyncio.timeout(20):
+        while (batch := await manager.get_batch(OWNER, batch_id)).status is not status:
+            await asyncio.sleep(0.002)
+        return batch
+
+
+async def results_of(manager: JobManager, batch: BatchRecord) -> tuple[list[Any], list[Any]]:
+    """Lines of the output file and of the error file."""
+    found = []
+    for file_id in (batch.output_file_id, batch.error_file_id):
+        lines: list[Any] = []
+        if file_id is not None:
+            record = await manager.get_file(OWNER, file_id)
+            content = manager.content_path(record).read_bytes()
+            assert len(content) == record.num_bytes
+            lines = [json.loads(line) for line in content.splitlines()]
+        found.append(lines)
+    return found[0], found[1]
+
+
+async def check_accounts(manager: JobManager, batch: BatchRecord, num_lines: int) -> None:
+    """Every input line has exactly one result line, and the counts say so."""
+    output, errors = await results_of(manager, batch)
+    counts = batch.request_counts
+    assert sorted(line["custom_id"] for line in output + errors) == sorted(f"r{i}" for i in range(num_lines))
+    assert (counts.completed, counts.failed, counts.total) == (len(output), len(errors), num_lines)
+    assert len({line["id"] for line in output + errors}) == num_lines
+    assert batch.usage.input_tokens == 2 * len(output)

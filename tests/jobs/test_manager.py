@@ -1,0 +1,424 @@
+"""A batch's way from submission to its end, and through everything that goes wrong on it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+import random
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from backfill.core.errors import ConfigError, EngineDead, RequestError
+from backfill.jobs.errors import Conflict, NotFound, TooLarge
+from backfill.jobs.feeder import MAX_ENGINE_DEATHS
+from backfill.jobs.lines import BatchLine, LineResult
+from backfill.jobs.manager import JobManager
+from backfill.jobs.records import BatchRecord, BatchStatus, LineOutcome, TokenUsage
+from tests.jobs.doubles import (
+    OWNER,
+    InstantRunner,
+    check_accounts,
+    ended,
+    in_status,
+    input_line,
+    input_of,
+    make_manager,
+    ready,
+    results_of,
+    store_input,
+    submit,
+)
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_a_batch_runs_every_line_once(tmp_path: Path) -> None:
+    runner = InstantRunner()
+    manager = make_manager(tmp_path, runner)
+    await manager.start()
+    batch = await submit(manager, input_of(50))
+    assert batch.status is BatchStatus.VALIDATING
+    await asyncio.sleep(0.05)
+    assert not runner.runs  # no engine yet
+    ready(manager)
+    batch = await ended(manager, batch.id)
+    assert batch.status is BatchStatus.COMPLETED
+    assert batch.model == "m"
+    assert set(runner.runs.values()) == {1}
+    await check_accounts(manager, batch, 50)
+    await manager.stop()
+
+
+async def test_a_bad_input_fails_before_a_line_runs(tmp_path: Path) -> None:
+    runner = InstantRunner()
+    manager = make_manager(tmp_path, runner)
+    await manager.start()
+    ready(manager)
+    batch = await ended(manager, (await submit(manager, input_of(3) + b"{\n")).id)
+    assert batch.status is BatchStatus.FAILED
+    assert [(error.code, error.line) for error in batch.errors] == [("invalid_json_line", 4)]
+    assert batch.failed_at is not None
+    assert not runner.runs
+    assert (batch.output_file_id, batch.error_file_id) == (None, None)
+    await manager.stop()
+
+
+async def test_open_batches_share_the_engine_evenly(tmp_path: Path) -> None:
+    runner = InstantRunner()
+    runner.hold()
+    manager = make_manager(tmp_path, runner, num_in_flight=6)
+    await manager.start()
+    long = await submit(manager, input_of(100))
+    await in_status(manager, long.id, BatchStatus.IN_PROGRESS)
+    short = await submit(manager, b"".join(input_line(i, custom_id=f"s{i}") for i in range(100)))
+    await in_status(manager, short.id, BatchStatus.IN_PROGRESS)
+    await asyncio.sleep(0.05)
+    ready(manager)
+    await asyncio.sleep(0.05)
+    assert sum(name.startswith("s") for name in runner.held) == 3
+    assert len(runner.held) == 6
+    runner.let_go()
+    for batch in (long, short):
+        assert (await ended(manager, batch.id)).status is BatchStatus.COMPLETED
+    await manager.stop()
+
+
+@pytest.mark.parametrize("seed", range(10))
+async def test_no_line_is_lost_or_answered_twice_over_restarts(tmp_path: Path, seed: int) -> None:
+    chooser = random.Random(seed)
+    batch_id = None
+    while True:
+        manager = make_manager(tmp_path, InstantRunner(), num_in_flight=chooser.choice([1, 3, 8]))
+        await manager.start()
+        ready(manager)
+        if batch_id is None:
+            batch_id = (await submit(manager, input_of(120))).id
+        stop_after = asyncio.create_task(asyncio.sleep(chooser.random() * 0.05))
+        end = asyncio.create_task(ended(manager, batch_id))
+        await asyncio.wait({stop_after, end}, return_when=asyncio.FIRST_COMPLETED)
+        if end.done():
+            assert end.result().status is BatchStatus.COMPLETED
+            await check_accounts(manager, end.result(), 120)
+            await manager.stop()
+            return
+        end.cancel()
+        await manager.stop()
+        if not has_ended(tmp_path):
+            for path in (tmp_path / "files").iterdir():  # a write the crash tore
+                content = path.read_bytes()
+                if b"batch_req_" in content[:60] and chooser.random() < 0.5:
+                    os.truncate(path, len(content) - chooser.randrange(60))
+
+
+def has_ended(folder: Path) -> bool:
+    with contextlib.closing(sqlite3.connect(folder / "jobs.db")) as database:
+        (status,) = database.execute("SELECT status FROM batches").fetchone()
+    return BatchStatus(status).is_final
+
+
+async def test_cancelling_keeps_finished_lines(tmp_path: Path) -> None:
+    runner = InstantRunner()
+    manager = make_manager(tmp_path, runner)
+    await manager.start()
+    ready(manager)
+    runner.hold()
+    batch = await submit(manager, input_of(2500))
+    await in_status(manager, batch.id, BatchStatus.IN_PROGRESS)
+    cancelled = await manager.cancel_batch(OWNER, batch.id)
+    assert cancelled.status in (BatchStatus.CANCELLING, BatchStatus.CANCELLED)
+    batch = await ended(manager, batch.id)
+    assert batch.status is BatchStatus.CANCELLED
+    await check_accounts(manager, batch, 2500)
+    _, errors = await results_of(manager, batch)
+    assert {line["error"]["code"] for line in errors} == {"batch_cancelled"}
+    assert (await manager.cancel_batch(OWNER, batch.id)).status is BatchStatus.CANCELLED
+    await manager.stop()
+
+
+@pytest.mark.parametrize("seed", range(20))
+async def test_a_cancellation_that_races_completion_has_one_winner(tmp_path: Path, seed: int) -> None:
+    manager = make_manager(tmp_path, InstantRunner())
+    await manager.start()
+    ready(manager)
+    batch = await submit(manager, input_of(5))
+    await asyncio.sleep(random.Random(seed).random() * 0.03)
+    try:
+        await manager.cancel_batch(OWNER, batch.id)
+        expected = {BatchStatus.CANCELLED}
+    except Conflict:
+        expected = {BatchStatus.COMPLETED}
+    batch = await ended(manager, batch.id)
+    assert batch.status in expected
+    if batch.request_counts.total:
+        await check_accounts(manager, batch, 5)
+    await manager.stop()
+
+
+async def test_an_interrupted_cancellation_is_ended_at_the_next_start(tmp_path: Path) -> None:
+    runner = InstantRunner()
+    manager = make_manager(tmp_path, runner)
+    await manager.start()
+    batch = await submit(manager, input_of(10))
+    await in_status(manager, batch.id, BatchStatus.IN_PROGRESS)
+    await asyncio.to_thread(
+        manager._store.change_batch,
+        batch.id,
+        {"status": "cancelling", "cancelling_at": batch.created_at},
+        only_from=[BatchStatus.IN_PROGRESS],
+    )
+    await manager.stop()
+    manager = make_manager(tmp_path, runner)
+    await manager.start()
+    batch = await ended(manager, batch.id)
+    assert batch.status is BatchStatus.CANCELLED
+    await check_accounts(manager, batch, 10)
+    await manager.stop()
+
+
+async def test_a_window_that_ends_keeps_finished_lines(tmp_path: Path) -> None:
+    runner = InstantRunner()
+    runner.hold()
+    manager = make_manager(tmp_path, runner)
+    await manager.start()
+    ready(manager)
+    batch = await submit(manager, input_of(20), window_s=0)
+    batch = await ended(manager, batch.id)
+    assert batch.status is BatchStatus.EXPIRED
+    assert batch.expired_at is not None
+    await check_accounts(manager, batch, 20)
+    _, errors = await results_of(manager, batch)
+    assert {line["error"]["code"] for line in errors} == {"batch_expired"}
+    await manager.stop()
+
+
+async def test_a_moved_clock_ends_nothing_early_and_orders_every_stamp(tmp_path: Path) -> None:
+    wall = [1_000_000.0]
+    manager = make_manager(tmp_path, InstantRunner(), wall=lambda: wall[0])
+    await manager.start()
+    batch = await submit(manager, input_of(5))
+    await in_status(manager, batch.id, BatchStatus.IN_PROGRESS)
+    wall[0] += 1_000_000  # past the window
+    await asyncio.sleep(0.02)
+    wall[0] -= 2_000_000  # before the batch was made
+    ready(manager)
+    batch = await ended(manager, batch.id)
+    assert batch.status is BatchStatus.COMPLETED
+    stamps = [batch.created_at, batch.in_progress_at, batch.finalizing_at, batch.completed_at]
+    assert None not in stamps
+    assert stamps == sorted(stamps)  # type: ignore[type-var]
+    await manager.stop()
+
+
+async def test_a_full_disk_delays_results_and_loses_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = make_manager(tmp_path, InstantRunner())
+    await manager.start()
+    num_refused = 0
+    real_write = os.write
+
+    def write(file: int, data: Any) -> int:
+        nonlocal num_refused
+        if num_refused < 3 and b"batch_req_" in bytes(data[:60]):
+            num_refused += 1
+            real_write(file, bytes(data[:7]))
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real_write(file, data)
+
+    monkeypatch.setattr(os, "write", write)
+    monkeypatch.setattr("backfill.jobs.feeder._FIRST_RETRY_S", 0.001)
+    ready(manager)
+    batch = await ended(manager, (await submit(manager, input_of(30))).id)
+    assert num_refused == 3
+    assert batch.status is BatchStatus.COMPLETED
+    await check_accounts(manager, batch, 30)
+    await manager.stop()
+
+
+async def test_a_locked_database_delays_the_end_and_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("backfill.jobs.database._BUSY_TIMEOUT_MS", 1)
+    manager = make_manager(tmp_path, InstantRunner())
+    await manager.start()
+    batch = await submit(manager, input_of(30))
+    await in_status(manager, batch.id, BatchStatus.IN_PROGRESS)
+    other = sqlite3.connect(tmp_path / "jobs.db")
+    other.execute("BEGIN IMMEDIATE")
+    ready(manager)
+    async with asyncio.timeout(10):
+        while manager.snapshot().num_lines_queued:
+            await asyncio.sleep(0.01)
+    assert (await manager.get_batch(OWNER, batch.id)).status is BatchStatus.IN_PROGRESS
+    other.rollback()
+    other.close()
+    batch = await ended(manager, batch.id)
+    assert batch.status is BatchStatus.COMPLETED
+    await check_accounts(manager, batch, 30)
+    await manager.stop()
+
+
+class DyingEngine(InstantRunner):
+    """Ends over some lines, each time they are tried."""
+
+    def __init__(self, manager: list[JobManager], fatal: set[str]) -> None:
+        super().__init__()
+        self._manager = manager
+        self._fatal = fatal
+        self.num_deaths = 0
+
+    async def run(self, line: BatchLine) -> LineResult:
+        if line.custom_id in self._fatal:
+            self.num_deaths += 1
+            asyncio.get_running_loop().call_soon(ready, self._manager[0])
+            raise EngineDead("killed")
+        return await super().run(line)
+
+
+async def test_a_line_that_ends_the_engine_is_given_up_in_time(tmp_path: Path) -> None:
+    managers: list[JobManager] = []
+    runner = DyingEngine(managers, {"r3"})
+    managers.append(make_manager(tmp_path, runner))
+    manager = managers[0]
+    await manager.start()
+    ready(manager)
+    batch = await ended(manager, (await submit(manager, input_of(10))).id)
+    assert batch.status is BatchStatus.COMPLETED
+    assert runner.num_deaths == MAX_ENGINE_DEATHS
+    await check_accounts(manager, batch, 10)
+    _, errors = await results_of(manager, batch)
+    assert [(line["custom_id"], line["error"]["code"]) for line in errors] == [("r3", "engine_error")]
+    await manager.stop()
+
+
+async def test_an_input_file_is_kept_while_its_batch_runs(tmp_path: Path) -> None:
+    manager = make_manager(tmp_path, InstantRunner())
+    await manager.start()
+    batch = await submit(manager, input_of(5))
+    await in_status(manager, batch.id, BatchStatus.IN_PROGRESS)
+    with pytest.raises(Conflict):
+        await manager.delete_file(OWNER, batch.input_file_id)
+    ready(manager)
+    batch = await ended(manager, batch.id)
+    await manager.delete_file(OWNER, batch.input_file_id)
+    with pytest.raises(NotFound):
+        await manager.get_file(OWNER, batch.input_file_id)
+    await check_accounts(manager, batch, 5)
+    await manager.stop()
+
+
+async def test_an_input_removed_behind_our_back_fails_its_batch(tmp_path: Path) -> None:
+    manager = make_manager(tmp_path, InstantRunner())
+    await manager.start()
+    batch = await submit(manager, input_of(5))
+    await in_status(manager, batch.id, BatchStatus.IN_PROGRESS)
+    await manager.stop()
+    (tmp_path / "files" / batch.input_file_id).unlink()
+    manager = make_manager(tmp_path, InstantRunner())
+    await manager.start()
+    ready(manager)
+    batch = await ended(manager, batch.id)
+    assert batch.status is BatchStatus.FAILED
+    assert [error.code for error in batch.errors] == ["file_not_found"]
+    await manager.stop()
+
+
+async def test_one_server_for_one_folder(tmp_path: Path) -> None:
+    first = make_manager(tmp_path, InstantRunner(), url="http://first:1")
+    await first.start()
+    second = make_manager(tmp_path, InstantRunner())
+    with pytest.raises(ConfigError, match=rf"process id {os.getpid()} at http://first:1"):
+        await second.start()
+    await first.stop()
+    await second.start()
+    await second.stop()
+
+
+async def test_other_owners_see_nothing(tmp_path: Path) -> None:
+    manager = make_manager(tmp_path, InstantRunner())
+    await manager.start()
+    batch = await submit(manager, input_of(1))
+    for attempt in (
+        manager.get_file("other", batch.input_file_id),
+        manager.delete_file("other", batch.input_file_id),
+        manager.get_batch("other", batch.id),
+        manager.cancel_batch("other", batch.id),
+    ):
+        with pytest.raises(NotFound):
+            await attempt
+    assert (await manager.list_batches("other", limit=10, after=None)).items == []
+    await manager.stop()
+
+
+async def test_limits_of_storage(tmp_path: Path) -> None:
+    manager = make_manager(tmp_path, InstantRunner())
+    object.__setattr__(manager.config, "max_stored_bytes", 100)
+    object.__setattr__(manager.config, "max_batch_bytes", 60)
+    await manager.start()
+    with pytest.raises(TooLarge, match="limited to 60 bytes"):
+        await store_input(manager, b"x" * 61)
+    await store_input(manager, b"x" * 61, purpose="user_data")
+    with pytest.raises(TooLarge, match="storage is full"):
+        await store_input(manager, b"x" * 40)
+    with pytest.raises(RequestError, match="purpose"):
+        await submit_file_of(manager, "user_data")
+    await manager.stop()
+
+
+async def submit_file_of(manager: JobManager, purpose: str) -> BatchRecord:
+    return await manager.create_batch(
+        OWNER,
+        input_file_id=await store_input(manager, b"x", purpose=purpose),
+        endpoint="/v1/completions",
+        completion_window="1h",
+        completion_window_s=3600,
+        metadata=None,
+        output_expires_after_s=None,
+    )
+
+
+async def test_files_past_their_time_are_deleted_at_the_next_sweep(tmp_path: Path) -> None:
+    wall = [1_000_000.0]
+    manager = make_manager(tmp_path, InstantRunner(), wall=lambda: wall[0])
+    await manager.start()
+    file_id = await store_input(manager, b"x")
+    await manager.stop()
+    (tmp_path / "files" / "file-left.part").write_bytes(b"an upload a crash cut")
+    wall[0] += 31 * 24 * 3600
+    manager = make_manager(tmp_path, InstantRunner(), wall=lambda: wall[0])
+    await manager.start()
+    async with asyncio.timeout(5):
+        while list((tmp_path / "files").iterdir()):
+            await asyncio.sleep(0.01)
+    with pytest.raises(NotFound):
+        await manager.get_file(OWNER, file_id)
+    await manager.stop()
+
+
+async def test_what_metrics_are_told(tmp_path: Path) -> None:
+    told: list[tuple[LineOutcome, int, TokenUsage]] = []
+
+    class Observer:
+        def on_lines(self, outcome: LineOutcome, num_lines: int, usage: TokenUsage) -> None:
+            told.append((outcome, num_lines, usage))
+
+    manager = make_manager(tmp_path, InstantRunner(), on_event=Observer())
+    await manager.start()
+    batch = await submit(manager, input_of(7))
+    await in_status(manager, batch.id, BatchStatus.IN_PROGRESS)
+    snapshot = manager.snapshot()
+    assert dict(snapshot.jobs_by_status) == {BatchStatus.IN_PROGRESS: 1}
+    assert snapshot.num_lines_queued == 7
+    assert snapshot.least_slack_s is not None
+    assert 3500 < snapshot.least_slack_s <= 3600
+    ready(manager)
+    await ended(manager, batch.id)
+    assert sum(num_lines for outcome, num_lines, _ in told if outcome is LineOutcome.COMPLETED) == 7
+    assert sum(usage.input_tokens for _, _, usage in told) == 14
+    assert manager.snapshot().num_lines_queued == 0
+    await manager.stop()

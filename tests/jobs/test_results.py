@@ -1,0 +1,129 @@
+"""The result files as the record of what is done."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from backfill.jobs.lines import BatchLine, LineResult, completed, unrun
+from backfill.jobs.results import ForeignResults, ResultLog
+
+
+def result(number: int, *, fails: bool = False) -> LineResult:
+    line = BatchLine(number, f"r{number}", "POST", "/v1/completions", b"{}")
+    if fails:
+        return unrun(line, "engine_error")
+    return completed(line, {"text": "a\nb", "usage": {"prompt_tokens": 3, "completion_tokens": 1}}, "req")
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> tuple[Path, Path]:
+    return tmp_path / "output", tmp_path / "errors"
+
+
+@pytest.fixture
+def log(paths: tuple[Path, Path]) -> Iterator[ResultLog]:
+    opened = ResultLog("b1", *paths)
+    opened.open()
+    yield opened
+    opened.close()
+
+
+def reopened(paths: tuple[Path, Path], name: str = "b1") -> ResultLog:
+    log = ResultLog(name, *paths)
+    log.open()
+    log.close()
+    return log
+
+
+def test_what_is_appended_is_read_back(log: ResultLog, paths: tuple[Path, Path]) -> None:
+    log.append([result(1), result(9, fails=True)])
+    log.append([result(70_000)])
+    again = reopened(paths)
+    for known in (log, again):
+        assert [n for n in (1, 2, 8, 9, 10, 69_999, 70_000, 70_001) if known.is_done(n)] == [1, 9, 70_000]
+        assert (known.num_completed, known.num_failed) == (2, 1)
+        assert (known.usage.input_tokens, known.usage.output_tokens) == (6, 2)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    groups=st.lists(st.lists(st.booleans(), min_size=1, max_size=4), max_size=6),
+    torn=st.tuples(st.integers(0, 400), st.integers(0, 400)),
+    is_shared=st.booleans(),
+)
+def test_a_crash_within_a_write_loses_only_unfinished_lines(
+    tmp_path_factory: pytest.TempPathFactory,
+    groups: list[list[bool]],
+    torn: tuple[int, int],
+    is_shared: bool,
+) -> None:
+    folder = tmp_path_factory.mktemp("log")
+    paths = (folder / "output", folder / ("output" if is_shared else "errors"))
+    log = ResultLog("b1", *paths)
+    log.open()
+    numbers = iter(range(1, 100))
+    for group in groups:
+        log.append([result(next(numbers), fails=fails) for fails in group])
+    log.close()
+    for path, cut in zip(paths, torn, strict=True):
+        os.truncate(path, max(0, path.stat().st_size - cut))
+    again = ResultLog("b1", *paths)
+    again.open()
+    kept = b"".join(path.read_bytes() for path in dict.fromkeys(paths))
+    assert kept == b"" or kept.endswith(b"\n")
+    assert again.num_completed + again.num_failed == kept.count(b"\n")
+    total = sum(map(len, groups))
+    left = [number for number in range(1, total + 1) if not again.is_done(number)]
+    assert len(left) == total - kept.count(b"\n")
+    if left:
+        again.append([result(number) for number in left])
+    again.close()
+    assert reopened(paths).num_completed + reopened(paths).num_failed == total
+
+
+def test_a_group_a_full_disk_refuses_leaves_nothing(
+    log: ResultLog, paths: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log.append([result(1)])
+    before = paths[0].read_bytes()
+    real_write, chooser = os.write, random.Random(1)
+
+    def write_some(file: int, data: Any) -> int:
+        if chooser.random() < 0.5:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real_write(file, bytes(data[: max(1, len(data) // 2)]))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", write_some)
+        with pytest.raises(OSError, match="No space left"):
+            log.append([result(2), result(3, fails=True)])
+    assert paths[0].read_bytes() == before
+    assert paths[1].read_bytes() == b""
+    assert not log.is_done(2)
+    log.append([result(2), result(3, fails=True)])
+    assert reopened(paths).num_completed == 2
+
+
+def test_results_of_another_input_are_refused(log: ResultLog, paths: tuple[Path, Path]) -> None:
+    log.append([result(1)])
+    with pytest.raises(ForeignResults, match="another input"):
+        reopened(paths, "b2")
+    paths[1].write_bytes(b'{"some": "json"}\n')
+    with pytest.raises(ForeignResults, match="no result"):
+        reopened(paths)
+
+
+def test_a_line_written_twice_is_refused(log: ResultLog, paths: tuple[Path, Path]) -> None:
+    log.append([result(1)])
+    paths[1].write_bytes(paths[0].read_bytes())
+    with pytest.raises(ForeignResults, match="twice"):
+        reopened(paths)
