@@ -130,6 +130,7 @@ BACKFILL_INLINE void store_sums(const float* sums, const bf16* bias, bf16* y, in
 }
 
 inline void linear(const LinearArgs& args) {
+  if (args.rows == 0) return;
   const auto* x = static_cast<const bf16*>(args.x);
   const auto* weight = static_cast<const bf16*>(args.weight);
   const auto* bias = static_cast<const bf16*>(args.bias);
@@ -168,6 +169,7 @@ inline void linear(const LinearArgs& args) {
         }
       }
     }
+    if (streams) _mm_sfence();  // the barrier does not order non-temporal stores
   }
 }
 

@@ -226,7 +226,7 @@ def test_silu_and_mul(kernels: CpuKernels, dtype: torch.dtype, rows: int, size: 
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("rows", [1, 3, 16, 17, 70, 130])
+@pytest.mark.parametrize("rows", [0, 1, 3, 16, 17, 70, 130])
 @pytest.mark.parametrize(
     ("out_size", "in_size"), [(96, 40), (96, 64), (33, 32), (40, 96), (7, 160), (2048, 320)]
 )

@@ -1,0 +1,105 @@
+"""What a batch costs beside its answers: upload, validation and bookkeeping of many one-token lines.
+
+The lines go through the real store, validation, feeder and result files; a runner that answers at once
+stands where the engine is. CPU time and memory are this process's own.
+
+Usage: batch_overhead.py [--lines 100000] [--upload-mib 512]. The last line of output is a JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import resource
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from backfill.jobs.config import JobsConfig
+from backfill.jobs.lines import BatchLine, LineResult, completed
+from backfill.jobs.manager import JobManager
+from backfill.jobs.records import BatchStatus
+
+PIECE_BYTES = 1 << 20
+
+
+class InstantRunner:
+    async def run(self, line: BatchLine) -> LineResult:
+        body = {"object": "text_completion", "choices": [{"index": 0, "text": "x"}]}
+        return completed(line, body | {"usage": {"prompt_tokens": 1, "completion_tokens": 1}}, "req")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--lines", type=int, default=100_000)
+    parser.add_argument("--upload-mib", type=int, default=512)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        figures = asyncio.run(measure(Path(folder), args.lines, args.upload_mib))
+    for name, value in figures.items():
+        print(f"{name:28s} {value:10.1f}")
+    print(json.dumps({"benchmark": "batch_overhead", "lines": args.lines, **figures}))
+
+
+async def measure(folder: Path, num_lines: int, upload_mib: int) -> dict[str, float]:
+    config = JobsConfig(data_dir=folder, max_lines=num_lines, max_batch_bytes=1 << 40, max_file_bytes=1 << 40)
+    manager = JobManager(config, model_names=["m"], runner=InstantRunner())
+    await manager.start()
+    started_at_s = time.perf_counter()
+    await upload(manager, bytes(upload_mib << 20), "user_data")
+    upload_s = time.perf_counter() - started_at_s
+    content = b"".join(input_line(index) for index in range(num_lines))
+    rss_before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    cpu_before = time.process_time()
+    batch_id = await submit(manager, await upload(manager, content, "batch"))
+    while (await manager.get_batch("", batch_id)).status is BatchStatus.VALIDATING:
+        await asyncio.sleep(0.05)
+    cpu_validated = time.process_time()
+    service: Any = None
+    manager.engine_ready(service, max_num_seqs=256)
+    while not (batch := await manager.get_batch("", batch_id)).status.is_final:
+        await asyncio.sleep(0.05)
+    cpu_after = time.process_time()
+    rss_after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    await manager.stop()
+    if batch.request_counts.completed != num_lines:
+        raise SystemExit(f"expected {num_lines} completed lines, got {batch.request_counts}")
+    return {
+        "upload_mb_s": (upload_mib << 20) / 1e6 / upload_s,
+        "validation_us_per_line": 1e6 * (cpu_validated - cpu_before) / num_lines,
+        "bookkeeping_us_per_line": 1e6 * (cpu_after - cpu_validated) / num_lines,
+        "cpu_us_per_line": 1e6 * (cpu_after - cpu_before) / num_lines,
+        "added_mib": (rss_after - rss_before) / 1024,
+    }
+
+
+def input_line(index: int) -> bytes:
+    body = {"model": "m", "prompt": "Say x", "max_tokens": 1}
+    line = {"custom_id": f"request-{index}", "method": "POST", "url": "/v1/completions", "body": body}
+    return json.dumps(line).encode() + b"\n"
+
+
+async def upload(manager: JobManager, content: bytes, purpose: str) -> str:
+    receiver = await manager.begin_upload("")
+    for start in range(0, len(content), PIECE_BYTES):
+        await receiver.write(content[start : start + PIECE_BYTES])
+    return (await receiver.finish(filename="in.jsonl", purpose=purpose, expires_after_s=None)).id
+
+
+async def submit(manager: JobManager, file_id: str) -> str:
+    batch = await manager.create_batch(
+        "",
+        input_file_id=file_id,
+        endpoint="/v1/completions",
+        completion_window="24h",
+        completion_window_s=24 * 3600,
+        metadata=None,
+        output_expires_after_s=None,
+    )
+    return batch.id
+
+
+if __name__ == "__main__":
+    main()
