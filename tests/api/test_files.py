@@ -60,9 +60,9 @@ def test_files_are_listed_in_pages(client: OpenAI) -> None:
     other = client.files.create(file=("notes.txt", b"x"), purpose="user_data")
     assert [file.id for file in client.files.list(limit=2) if file.id in ids] == ids[::-1]
     assert [file.id for file in client.files.list(limit=2, order="asc") if file.id in ids] == ids
-    page = list(client.files.list(purpose="user_data"))
-    assert page[0].id == other.id
-    assert {file.purpose for file in page} == {"user_data"}
+    page = client.files.list(purpose="user_data")
+    assert page.data[0].id == other.id
+    assert {file.purpose for file in page.data} == {"user_data"}
     assert not page.has_more
     assert client.files.list(after=ids[3], limit=1).data[0].id == ids[2]
     assert other.expires_at is None, "only batch files expire by themselves"
