@@ -88,7 +88,7 @@ async def test_open_batches_share_the_engine_evenly(tmp_path: Path) -> None:
     await manager.stop()
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(5))
 async def test_no_line_is_lost_or_answered_twice_over_restarts(tmp_path: Path, seed: int) -> None:
     chooser = random.Random(seed)
     batch_id = None
@@ -142,7 +142,7 @@ async def test_cancelling_keeps_finished_lines(tmp_path: Path) -> None:
     await manager.stop()
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(12))
 async def test_a_cancellation_that_races_completion_has_one_winner(tmp_path: Path, seed: int) -> None:
     manager = make_manager(tmp_path, InstantRunner())
     await manager.start()
