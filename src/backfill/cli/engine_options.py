@@ -124,6 +124,7 @@ def configure_logging(level: str, program: str) -> None:
     )
     for noisy in ("httpx", "huggingface_hub", "filelock", "asyncio"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
+    logging.getLogger("python_multipart").setLevel(logging.ERROR)  # warns of every malformed body
 
 
 def run_in_loop(main: Coroutine[Any, Any, Result]) -> Result:
