@@ -1,0 +1,77 @@
+"""Fits a cost model to timed steps, by non-negative least squares on relative errors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import nnls
+
+from backfill.costs.load import StepLoad
+from backfill.costs.model import CostModel, PiecewiseLinear
+from backfill.costs.profile import FitError
+
+
+@dataclass(frozen=True, slots=True)
+class TimedStep:
+    """A step that was run and what it took, in seconds."""
+
+    load: StepLoad
+    seconds: float
+
+
+def fit_cost_model(
+    steps: Sequence[TimedStep], row_knots: Sequence[int], sampled_knots: Sequence[int]
+) -> CostModel:
+    """The model with the least sum of squared relative errors whose terms are all non-negative.
+
+    Args:
+        row_knots: token counts, ascending, at which the row-wise time may bend.
+        sampled_knots: likewise for sampled rows, above 0.
+    Raises: ValueError when there are fewer steps than terms.
+    """
+    terms = np.array([_terms(step.load, row_knots, sampled_knots) for step in steps])
+    seconds = np.array([step.seconds for step in steps])
+    if len(steps) < terms.shape[1]:
+        raise ValueError(f"{len(steps)} steps cannot fit {terms.shape[1]} terms")
+    # Columns are scaled to a like size: contexts run to millions, rows to fractions.
+    relative = terms / seconds[:, None]
+    scale = np.maximum(np.abs(relative).max(axis=0), 1e-30)
+    weights, _ = nnls(relative / scale, np.ones(len(steps)))
+    weights = weights / scale
+    num_rows, num_sampled = len(row_knots), len(sampled_knots)
+    rows, sampled, rest = np.split(weights, [num_rows, num_rows + num_sampled])
+    return CostModel(
+        PiecewiseLinear(tuple(map(float, row_knots)), tuple(np.cumsum(rows).tolist())),
+        PiecewiseLinear((0.0, *map(float, sampled_knots)), (0.0, *np.cumsum(sampled).tolist())),
+        *rest.tolist(),
+    )
+
+
+def fit_error(model: CostModel, steps: Sequence[TimedStep]) -> FitError:
+    errors = [abs(model.step_time_s(step.load) - step.seconds) / step.seconds for step in steps]
+    return FitError(float(np.median(errors)), float(np.percentile(errors, 95)), len(errors))
+
+
+def _terms(load: StepLoad, row_knots: Sequence[int], sampled_knots: Sequence[int]) -> list[float]:
+    return [
+        *_rises(load.num_tokens, row_knots, first=1.0),
+        *_rises(load.num_sampled, (0, *sampled_knots), first=None),
+        float(load.num_requests),
+        float(load.prefill_pairs),
+        float(load.prefill_context_tokens),
+        float(load.decode_context_tokens),
+    ]
+
+
+def _rises(value: float, knots: Sequence[float], first: float | None) -> NDArray[np.float64]:
+    """What share of the rise between each two knots ``value`` has behind it; the last piece goes on.
+
+    With non-negative weights a sum of these is non-decreasing and piecewise linear.
+    """
+    low, high = np.array(knots[:-1], dtype=float), np.array(knots[1:], dtype=float)
+    shares = np.maximum((value - low) / (high - low), 0.0)
+    shares[:-1] = np.minimum(shares[:-1], 1.0)
+    return shares if first is None else np.concatenate([[first], shares])

@@ -1,0 +1,57 @@
+"""Devices and models to simulate, as profiles that come with the package."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+from backfill.core.errors import ConfigError
+from backfill.costs.profile import CostProfile
+
+
+@dataclass(frozen=True, slots=True)
+class HardwareProfile:
+    """A model on a device that is not here.
+
+    Attributes:
+        costs: fitted to measured operator times; ``costs.provenance`` says which and what was modelled instead.
+        kv_tokens: tokens of KV that fit beside the weights.
+        kv_bytes_per_token: over all layers, of all devices together.
+        copy_bytes_per_s: between device and host, each way.
+        max_model_len: the model's context, in tokens.
+    """
+
+    name: str
+    costs: CostProfile
+    kv_tokens: int
+    kv_bytes_per_token: int
+    copy_bytes_per_s: float
+    max_model_len: int
+
+
+def hardware_profile_names() -> list[str]:
+    return sorted(
+        entry.name.removesuffix(".json")
+        for entry in resources.files(__package__).joinpath("hardware_profiles").iterdir()
+        if entry.name.endswith(".json")
+    )
+
+
+def load_hardware_profile(name: str) -> HardwareProfile:
+    """Raises: ConfigError naming those that exist."""
+    if name not in hardware_profile_names():
+        raise ConfigError(
+            f"There is no hardware profile {name!r}; there are {', '.join(hardware_profile_names())}."
+        )
+    path = resources.files(__package__).joinpath("hardware_profiles", f"{name}.json")
+    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return HardwareProfile(
+        name=name,
+        costs=CostProfile.parse(content["costs"], name),
+        kv_tokens=content["kv_tokens"],
+        kv_bytes_per_token=content["kv_bytes_per_token"],
+        copy_bytes_per_s=content["copy_bytes_per_s"],
+        max_model_len=content["max_model_len"],
+    )

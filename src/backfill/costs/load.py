@@ -1,0 +1,72 @@
+"""The load of a step: the few numbers its time depends on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from backfill.core.plan import StepPlan
+
+
+@dataclass(slots=True)
+class StepLoad:
+    """Sums over the slices of a step, kept as slices are put in and taken out.
+
+    A slice is *decode* when it computes one token behind cached ones, else *prefill*.
+
+    Attributes:
+        num_tokens: rows of every row-wise operator and matrix product.
+        num_sampled: rows of the output projection and the sampler.
+        num_requests: slices.
+        prefill_pairs: (new token, token it attends to) pairs of prefill slices; for a slice of n tokens
+            behind c cached ones, n * c + n * (n + 1) / 2.
+        prefill_context_tokens: cached tokens that prefill slices read.
+        decode_context_tokens: cached tokens that decode slices read.
+    """
+
+    num_tokens: int = 0
+    num_sampled: int = 0
+    num_requests: int = 0
+    prefill_pairs: int = 0
+    prefill_context_tokens: int = 0
+    decode_context_tokens: int = 0
+
+    def put(self, start: int, num_tokens: int, samples: bool) -> None:
+        self._add(start, num_tokens, samples, 1)
+
+    def take(self, start: int, num_tokens: int, samples: bool) -> None:
+        """Undo one ``put`` of the same arguments."""
+        self._add(start, num_tokens, samples, -1)
+
+    def copy(self) -> StepLoad:
+        return StepLoad(
+            self.num_tokens,
+            self.num_sampled,
+            self.num_requests,
+            self.prefill_pairs,
+            self.prefill_context_tokens,
+            self.decode_context_tokens,
+        )
+
+    @classmethod
+    def of(cls, slices: Iterable[tuple[int, int, bool]]) -> StepLoad:
+        """Load of (start, number of tokens, samples) slices."""
+        load = cls()
+        for start, num_tokens, samples in slices:
+            load.put(start, num_tokens, samples)
+        return load
+
+    @classmethod
+    def of_plan(cls, plan: StepPlan) -> StepLoad:
+        return cls.of((piece.start, piece.num_tokens, piece.samples) for piece in plan.slices)
+
+    def _add(self, start: int, num_tokens: int, samples: bool, sign: int) -> None:
+        self.num_tokens += sign * num_tokens
+        self.num_requests += sign
+        if samples:
+            self.num_sampled += sign
+        if num_tokens == 1 and start > 0:
+            self.decode_context_tokens += sign * start
+        else:
+            self.prefill_pairs += sign * (num_tokens * start + num_tokens * (num_tokens + 1) // 2)
+            self.prefill_context_tokens += sign * start

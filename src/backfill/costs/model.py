@@ -1,0 +1,120 @@
+"""The cost model: how long a step of a given load takes.
+
+BROS (section 4.1) fits one linear model for the prefill requests of a batch and one for its decodes, and adds
+the two. Both fits then carry the time to read the weights, which a batch pays once; and on every device measured
+here the time of a matrix product is not linear in its rows: flat while the weights' bytes bound it, then linear.
+So the row-wise work is one monotone piecewise-linear function of all the step's tokens, and what differs between
+the phases, attention, has a linear term for each (docs/coserving.md).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from backfill.costs.load import StepLoad
+
+
+@dataclass(frozen=True, slots=True)
+class PiecewiseLinear:
+    """A non-decreasing function through (``x[i]``, ``y[i]``), extended by its first and last value's slopes.
+
+    Left of ``x[0]`` it is flat; right of ``x[-1]`` the last piece goes on.
+    """
+
+    x: tuple[float, ...]
+    y: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.x) != len(self.y) or len(self.x) < 2:
+            raise ValueError(f"needs two or more points, got {len(self.x)} x and {len(self.y)} y")
+        if any(b <= a for a, b in zip(self.x, self.x[1:], strict=False)):
+            raise ValueError(f"x must ascend, got {self.x}")
+        if any(b < a for a, b in zip(self.y, self.y[1:], strict=False)) or self.y[0] < 0:
+            raise ValueError(f"y must not be negative or descend, got {self.y}")
+
+    def __call__(self, at: float) -> float:
+        x, y = self.x, self.y
+        if at <= x[0]:
+            return y[0]
+        i = min(bisect_right(x, at), len(x) - 1)
+        x0, y0 = x[i - 1], y[i - 1]
+        return y0 + (at - x0) * (y[i] - y0) / (x[i] - x0)
+
+
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """Seconds of a step, as a sum of the terms of its ``StepLoad``.
+
+    Attributes:
+        rows_s: of everything done a row at a time, over the step's tokens, the weights' reading included.
+        sampled_s: of the output projection and the sampler, over the rows sampled; at 0 rows it is 0.
+        request_s: a request.
+        prefill_pair_s: a (new token, attended token) pair of a prefill slice.
+        prefill_context_s: a cached token that a prefill slice reads.
+        decode_context_s: a cached token that a decode slice reads.
+    """
+
+    rows_s: PiecewiseLinear
+    sampled_s: PiecewiseLinear
+    request_s: float
+    prefill_pair_s: float
+    prefill_context_s: float
+    decode_context_s: float
+
+    def step_time_s(self, load: StepLoad) -> float:
+        """Predicted seconds; 0 for an empty step."""
+        if load.num_tokens == 0:
+            return 0.0
+        return (
+            self.rows_s(load.num_tokens)
+            + (self.sampled_s(load.num_sampled) if load.num_sampled else 0.0)
+            + self.request_s * load.num_requests
+            + self.prefill_pair_s * load.prefill_pairs
+            + self.prefill_context_s * load.prefill_context_tokens
+            + self.decode_context_s * load.decode_context_tokens
+        )
+
+    def time_with_s(self, load: StepLoad, start: int, num_tokens: int, samples: bool) -> float:
+        """Seconds of the step with one more slice in it; ``load`` is left as it was."""
+        load.put(start, num_tokens, samples)
+        seconds = self.step_time_s(load)
+        load.take(start, num_tokens, samples)
+        return seconds
+
+    def max_tokens(self, load: StepLoad, start: int, num_pending: int, limit_s: float) -> int:
+        """Most tokens in ``[0, num_pending]`` of one request, from ``start`` on, that keep the step in ``limit_s``."""
+
+        def fits(num_tokens: int) -> bool:
+            return self.time_with_s(load, start, num_tokens, num_tokens == num_pending) <= limit_s
+
+        if fits(num_pending):
+            return num_pending
+        low, high = 0, num_pending  # low fits or is 0, high does not
+        while high - low > 1:
+            middle = (low + high) // 2
+            if fits(middle):
+                low = middle
+            else:
+                high = middle
+        return low
+
+    def prefill_time_s(self, num_tokens: int, chunk_tokens: int) -> float:
+        """Seconds to the first token of a prompt computed alone in chunks."""
+        total, start = 0.0, 0
+        while start < num_tokens:
+            chunk = min(chunk_tokens, num_tokens - start)
+            total += self.step_time_s(StepLoad.of([(start, chunk, start + chunk == num_tokens)]))
+            start += chunk
+        return total
+
+    def efficient_step_tokens(self, fraction: float, at_most: int) -> int:
+        """Fewest tokens of a step whose rows cost at most ``1 / fraction`` times the least cost a token.
+
+        Larger steps buy at most ``1 - fraction`` of throughput and make every arrival wait longer.
+        """
+        candidates: Sequence[float] = [x for x in self.rows_s.x if x <= at_most] or [self.rows_s.x[0]]
+        cost = {x: self.rows_s(x) / x for x in (*candidates, at_most)}
+        least = min(cost.values())
+        return int(min(x for x, each in cost.items() if each <= least / fraction))

@@ -1,0 +1,136 @@
+"""A cost model with what it was measured on, as a JSON file."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from backfill.core.errors import ConfigError
+from backfill.costs.model import CostModel, PiecewiseLinear
+
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileKey:
+    """What a profile holds for. A profile of anything else is refused.
+
+    Attributes:
+        model: fingerprint of the model's shape, as ``model_fingerprint`` makes it.
+        device: kind of device and, on CPU, the processor, its kernels and the number of threads.
+        dtype: of weights and KV.
+    """
+
+    model: str
+    device: str
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class FitError:
+    """|predicted - measured| / measured over a set of steps."""
+
+    median: float
+    p95: float
+    num_steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class CostProfile:
+    """A fitted cost model, what it was fitted on and how well.
+
+    Attributes:
+        num_layers: decoder layers the step's time is spread over.
+        error: on steps that were not fitted on.
+        provenance: in words: how and from what the figures were made.
+    """
+
+    key: ProfileKey
+    num_layers: int
+    cost: CostModel
+    error: FitError
+    provenance: str
+
+    def save(self, path: Path) -> None:
+        content = {"format": FORMAT_VERSION, **asdict(self)}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        partial.replace(path)
+
+    @classmethod
+    def load(cls, path: Path) -> CostProfile:
+        """Raises: ConfigError naming the file, when it cannot be read, is no profile, or has bad values."""
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(f"The profile {path} cannot be read: {error.strerror or error}.") from error
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"The profile {path} is not JSON: {_REMEDY}") from error
+        return cls.parse(content, str(path))
+
+    @classmethod
+    def parse(cls, content: object, name: str) -> CostProfile:
+        if not isinstance(content, dict) or content.get("format") != FORMAT_VERSION:
+            raise ConfigError(f"The profile {name} is not of format {FORMAT_VERSION}: {_REMEDY}")
+        try:
+            return cls(
+                key=ProfileKey(**{field: _text(content["key"], field) for field in ProfileKey.__slots__}),
+                num_layers=int(_number(content, "num_layers", low=1)),
+                cost=_cost(content["cost"]),
+                error=FitError(
+                    _number(content["error"], "median"),
+                    _number(content["error"], "p95"),
+                    int(_number(content["error"], "num_steps")),
+                ),
+                provenance=_text(content, "provenance"),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(f"The profile {name} is damaged ({error}): {_REMEDY}") from error
+
+    def check_key(self, key: ProfileKey, name: str) -> None:
+        """Raises: ConfigError when the profile was measured on something else, saying what."""
+        for field in ProfileKey.__slots__:
+            measured, here = getattr(self.key, field), getattr(key, field)
+            if measured != here:
+                raise ConfigError(
+                    f"The profile {name} is of another {field}: measured on {measured!r}, here it is {here!r}. "
+                    f"{_REMEDY}"
+                )
+
+
+_REMEDY = "run `backfill profile` for the model to measure it anew."
+
+
+def _cost(content: Mapping[str, Any]) -> CostModel:
+    rows, sampled = content["rows_s"], content["sampled_s"]
+    return CostModel(
+        PiecewiseLinear(_numbers(rows, "x"), _numbers(rows, "y")),
+        PiecewiseLinear(_numbers(sampled, "x"), _numbers(sampled, "y")),
+        _number(content, "request_s"),
+        _number(content, "prefill_pair_s"),
+        _number(content, "prefill_context_s"),
+        _number(content, "decode_context_s"),
+    )
+
+
+def _text(content: Mapping[str, Any], field: str) -> str:
+    value = content[field]
+    if not isinstance(value, str):
+        raise ValueError(f"{field} must be text")
+    return value
+
+
+def _number(content: Mapping[str, Any], field: str, low: float = 0.0) -> float:
+    value = content[field]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value < math.inf:
+        raise ValueError(f"{field} must be a number of at least {low:g}, got {value!r}")
+    return float(value)
+
+
+def _numbers(content: Mapping[str, Any], field: str) -> tuple[float, ...]:
+    return tuple(_number({field: value}, field) for value in content[field])
