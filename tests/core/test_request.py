@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from backfill.core.block import block_index, is_reversed, pack_block_ref, slot_in_block
-from backfill.core.request import FinishReason, RequestStatus, ServiceClass
+from backfill.core.request import FinishReason, RequestStatus
 from tests.builders import make_request
 
 
@@ -12,7 +12,7 @@ def test_progress_is_one_difference() -> None:
     assert request.num_pending_tokens == 5
     assert not request.is_decoding
     request.num_computed_tokens = 5
-    request.output_token_ids.append(9)
+    request.append(9)
     assert request.num_pending_tokens == 1
     assert request.is_decoding
 
@@ -41,15 +41,14 @@ def test_a_request_finishes_once() -> None:
         request.finish(FinishReason.STOP)
 
 
-def test_order_is_class_then_priority_then_arrival_then_submission() -> None:
-    offline = make_request(service_class=ServiceClass.OFFLINE, priority=-5)
+def test_order_is_priority_then_arrival_then_submission() -> None:
     late = make_request(arrived_at_s=2.0)
     early = make_request(arrived_at_s=1.0)
     tied = make_request(arrived_at_s=1.0)
-    tied.sequence_number = 1
+    tied.enqueue(1)
     urgent = make_request(priority=-1, arrived_at_s=9.0)
-    ordered = sorted([offline, late, tied, early, urgent], key=lambda request: request.order_key)
-    assert ordered == [urgent, early, tied, late, offline]
+    ordered = sorted([late, tied, early, urgent], key=lambda request: request.order_key)
+    assert ordered == [urgent, early, tied, late]
 
 
 def test_a_reversed_block_is_filled_from_its_end() -> None:

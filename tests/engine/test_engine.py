@@ -98,7 +98,7 @@ def test_stats_count_by_class() -> None:
     engine.step()
     stats = engine.stats()
     assert (stats.online.num_running, stats.offline.num_running) == (1, 1)
-    assert stats.num_step_tokens == 8
+    assert stats.step.num_tokens == 8
     assert stats.kv_usage_frac == 2 / 16
 
 

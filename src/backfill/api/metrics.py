@@ -211,9 +211,9 @@ class EngineMetrics:
     def on_report(self, report: StepReport) -> None:
         stats = report.stats
         self._state.stats = stats
-        if stats.num_step_tokens > 0:
-            self._step_tokens.observe(stats.num_step_tokens)
-            self._step_seconds.observe(stats.step_s)
+        if stats.step.num_tokens > 0:
+            self._step_tokens.observe(stats.step.num_tokens)
+            self._step_seconds.observe(stats.step.seconds)
 
     def on_death(self) -> None:
         """Nothing runs or waits any more; totals begin anew with the next engine."""

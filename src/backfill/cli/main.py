@@ -12,6 +12,7 @@ from backfill.cli.bench import bench_app
 from backfill.cli.pull import pull
 from backfill.cli.run_batch import run_batch
 from backfill.cli.serve import serve
+from backfill.cli.simulate import simulate
 
 app = typer.Typer(
     name="backfill",
@@ -23,6 +24,7 @@ app = typer.Typer(
 app.command()(serve)
 app.command()(run_batch)
 app.command()(pull)
+app.command()(simulate)
 app.add_typer(bench_app, name="bench")
 
 

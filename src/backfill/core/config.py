@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from backfill.core.errors import ConfigError
+from backfill.core.slo import SLO
 
 DType = Literal["auto", "bfloat16", "float32", "float16"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 DeviceKind = Literal["auto", "cpu", "cuda"]
+PolicyName = Literal["slo", "online-only", "fcfs", "priority", "round-robin"]
 
 GIB = 1 << 30
 
@@ -23,13 +25,26 @@ class SchedulerConfig:
         max_num_batched_tokens: tokens computed in one step, prefill and decode together.
         max_prefill_chunk_tokens: tokens of one prompt computed in one step; bounds how long a long
             prompt delays the decodes it shares a step with.
+        policy: who is served when; ``slo`` is ConServe's and needs a cost profile, the others are baselines.
+        slo: objectives of online requests that bring none; None takes the device's default.
+        promote_before_s: an offline request is served above its class when its completion window ends
+            within this.
     """
 
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     max_prefill_chunk_tokens: int = 2048
+    policy: PolicyName = "priority"
+    slo: SLO | None = None
+    promote_before_s: float = 3600.0
 
     def validate(self) -> None:
+        if self.policy not in get_args(PolicyName):
+            raise ConfigError(
+                f"--policy must be one of {', '.join(get_args(PolicyName))}, got {self.policy!r}."
+            )
+        if not self.promote_before_s >= 0:
+            raise ConfigError(f"--promote-before must be at least 0 seconds, got {self.promote_before_s:g}.")
         _at_least("--max-num-seqs", self.max_num_seqs, 1)
         _at_least("--max-num-batched-tokens", self.max_num_batched_tokens, 1)
         _at_least("--max-prefill-chunk-tokens", self.max_prefill_chunk_tokens, 1)
@@ -49,6 +64,7 @@ class EngineConfig:
         max_model_len: tokens of prompt and output together; None takes what the model and the KV
             pool allow.
         kv_bytes: size of the KV pool; None takes the device's default.
+        profile_path: cost profile to use; None takes the one saved for this model and device.
         num_threads: threads of the CPU kernels; None takes the processors this process may use.
     """
 
@@ -62,6 +78,7 @@ class EngineConfig:
     max_model_len: int | None = None
     num_threads: int | None = None
     seed: int = 0
+    profile_path: str | None = None
     scheduler: SchedulerConfig = SchedulerConfig()
 
     def validate(self) -> None:

@@ -46,12 +46,22 @@ class StepPlan:
         admitted: requests that appear in ``slices`` for the first time.
         slices: at most one for each request.
         released: requests whose state the executor drops before the step runs.
+        has_online, has_offline: whether a slice is of a request of that class. A step without online
+            requests may be stopped at a safepoint.
+        predicted_s: what the cost model gives for the step; 0 without one.
     """
 
     step: int
     admitted: tuple[AdmittedRequest, ...]
     slices: tuple[ScheduledSlice, ...]
     released: tuple[RequestId, ...]
+    has_online: bool = True
+    has_offline: bool = False
+    predicted_s: float = 0.0
+
+    @property
+    def preemptible(self) -> bool:
+        return not self.has_online
 
     @property
     def num_tokens(self) -> int:
@@ -78,6 +88,11 @@ class SampledToken:
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """What a completed step produced: one token for each slice that samples, in the plan's order."""
+    """What a step produced: one token for each slice that samples, in the plan's order.
+
+    An ``aborted`` step was stopped at a safepoint and produced nothing: what it wrote lies in slots not yet
+    counted as computed.
+    """
 
     sampled: tuple[SampledToken, ...]
+    aborted: bool = False

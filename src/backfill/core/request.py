@@ -5,17 +5,31 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NewType
+from typing import NewType, TypeAlias
 
 from backfill.core.sampling import SamplingParams
+from backfill.core.slo import SLO
 
 RequestId = NewType("RequestId", str)
+OrderKey: TypeAlias = tuple[int, float, int]
 
 
 class ServiceClass(Enum):
     """Whose objective a request has: ``ONLINE`` latency, ``OFFLINE`` throughput only."""
 
+    __hash__ = object.__hash__  # members are singletons; Enum's own is Python code, and every slice pays it
+
     ONLINE = "online"
+    OFFLINE = "offline"
+
+
+class Rank(Enum):
+    """In whose turn a request is served: its class, or above it when its completion window runs out."""
+
+    __hash__ = object.__hash__  # members are singletons; Enum's own is Python code, and every slice pays it
+
+    ONLINE = "online"
+    PROMOTED = "promoted"  # offline, near the end of its completion window
     OFFLINE = "offline"
 
 
@@ -57,32 +71,41 @@ class Request:
     prompt_token_ids: Sequence[int]
     sampling: SamplingParams
     service_class: ServiceClass = ServiceClass.ONLINE
+    slo: SLO | None = None  # None: no objective; the policy's default for online requests
+    complete_by_s: float | None = None  # end of an offline request's completion window
     priority: int = 0  # lower is sooner, within a class
     arrived_at_s: float = 0.0
-    sequence_number: int = 0  # order of submission; breaks ties of arrival
     output_token_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
     status: RequestStatus = RequestStatus.WAITING
     finish_reason: FinishReason | None = None
     first_scheduled_at_s: float | None = None
+    last_token_at_s: float | None = None
+    num_ever_computed_tokens: int = 0  # the most there were; computing below it is recomputation
     num_preemptions: int = 0
+    # Kept, not computed: a step reads each of them for every request that runs.
+    rank: Rank = field(init=False)
+    num_tokens: int = field(init=False)  # of prompt and output
+    order_key: OrderKey = field(init=False)  # smaller is more urgent among requests of one rank
 
     def __post_init__(self) -> None:
         assert len(self.prompt_token_ids) > 0, f"{self.request_id} has no prompt tokens"
-
-    @property
-    def order_key(self) -> tuple[int, int, float, int]:
-        """Smaller is more urgent: online before offline, lower priority number, earlier arrival."""
-        rank = 0 if self.service_class is ServiceClass.ONLINE else 1
-        return (rank, self.priority, self.arrived_at_s, self.sequence_number)
+        self.rank = Rank.ONLINE if self.service_class is ServiceClass.ONLINE else Rank.OFFLINE
+        self.num_tokens = len(self.prompt_token_ids) + len(self.output_token_ids)
+        self.enqueue(0)
 
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.prompt_token_ids)
 
-    @property
-    def num_tokens(self) -> int:
-        return len(self.prompt_token_ids) + len(self.output_token_ids)
+    def enqueue(self, sequence_number: int) -> None:
+        """Fix the request's place: lower priority number first, then earlier arrival, then submission."""
+        self.order_key = (self.priority, self.arrived_at_s, sequence_number)
+
+    def append(self, token_id: int) -> None:
+        """Add an output token."""
+        self.output_token_ids.append(token_id)
+        self.num_tokens += 1
 
     @property
     def num_pending_tokens(self) -> int:
@@ -92,7 +115,7 @@ class Request:
     @property
     def is_decoding(self) -> bool:
         """One step of one token yields the next output token."""
-        return self.num_pending_tokens == 1 and self.num_computed_tokens > 0
+        return self.num_tokens - self.num_computed_tokens == 1 and self.num_computed_tokens > 0
 
     def move_to(self, status: RequestStatus) -> None:
         assert status in _LEGAL_MOVES[self.status], f"{self.request_id}: {self.status} -> {status}"

@@ -83,15 +83,24 @@ class CostModel:
         load.take(start, num_tokens, samples)
         return seconds
 
-    def max_tokens(self, load: StepLoad, start: int, num_pending: int, limit_s: float) -> int:
-        """Most tokens in ``[0, num_pending]`` of one request, from ``start`` on, that keep the step in ``limit_s``."""
+    def max_tokens(
+        self, load: StepLoad, start: int, num_pending: int, limit_s: float, at_most: int | None = None
+    ) -> int:
+        """Most tokens one request may add to a step so that it stays within ``limit_s``; 0 when none fits.
+
+        Args:
+            start: tokens of the request that are cached.
+            num_pending: tokens it has left; computing the last of them samples.
+            at_most: a further bound on the tokens, ``num_pending`` by default.
+        """
 
         def fits(num_tokens: int) -> bool:
             return self.time_with_s(load, start, num_tokens, num_tokens == num_pending) <= limit_s
 
-        if fits(num_pending):
-            return num_pending
-        low, high = 0, num_pending  # low fits or is 0, high does not
+        high = num_pending if at_most is None else min(at_most, num_pending)
+        if high <= 0 or fits(high):
+            return max(high, 0)
+        low = 0  # fits or is 0; high does not fit
         while high - low > 1:
             middle = (low + high) // 2
             if fits(middle):

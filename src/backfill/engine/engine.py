@@ -3,42 +3,69 @@
 from __future__ import annotations
 
 import logging
+import time
+from collections import deque
 from collections.abc import Iterable
+from typing import cast
 
 from backfill.core.clock import Clock
 from backfill.core.config import SchedulerConfig
 from backfill.core.errors import RequestError
 from backfill.core.plan import StepPlan
 from backfill.core.request import FinishReason, Request, RequestId, ServiceClass
-from backfill.engine.messages import ClassStats, EngineStats, TokenOutput
-from backfill.execution.executor import Executor
+from backfill.costs.profile import CostProfile
+from backfill.engine.messages import ClassStats, EngineStats, StepKind, StepStats, TokenOutput
+from backfill.execution.executor import Executor, StoppableExecutor
 from backfill.kvcache.block_manager import BlockManager
+from backfill.scheduling.arrival import RunningStep, WaitingPrompt, must_abort
+from backfill.scheduling.create import create_policy
 from backfill.scheduling.scheduler import CommittedToken, Scheduler
+from backfill.scheduling.slo_policy import SloPolicy
 
 logger = logging.getLogger(__name__)
 
 
 class Engine:
-    """One scheduler driving one executor. Single-threaded: calls may not overlap."""
+    """One scheduler driving one executor. Single-threaded: calls may not overlap, ``arrive`` excepted.
 
-    def __init__(self, config: SchedulerConfig, executor: Executor, clock: Clock) -> None:
+    Args:
+        profile: what steps cost; needed by policies that bound their time.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        executor: Executor,
+        clock: Clock,
+        profile: CostProfile | None = None,
+    ) -> None:
         info = executor.info
+        cost = profile.cost if profile is not None else None
         self.executor = executor
         self.scheduler = Scheduler(
-            config, BlockManager(info.num_blocks, info.block_size), end_token_ids=info.end_token_ids
+            config,
+            BlockManager(info.num_blocks, info.block_size),
+            create_policy(config, cost, can_abort=info.stop_s is not None),
+            cost=cost,
+            end_token_ids=info.end_token_ids,
         )
         self.num_failed_steps_in_a_row = 0
+        self.num_aborted_steps = 0
+        self.scheduling_s = 0.0
         self._clock = clock
-        self._last_step_s = 0.0
-        self._last_step_tokens = 0
+        self._is_stalled = False
+        self._arrived: deque[Request] = deque()
+        self._running_step: RunningStep | None = None
+        self._last_step = StepStats("none", 0, 0.0, 0.0)
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        """A step now would do something. Requests that the policy does not serve are no work."""
+        return bool(self._arrived) or (self.scheduler.has_work and not self._is_stalled)
 
     @property
     def has_unfinished(self) -> bool:
-        return self.scheduler.has_unfinished
+        return bool(self._arrived) or self.scheduler.has_unfinished
 
     def add(self, request: Request) -> TokenOutput | None:
         """Queue a request, or return its only output if it can never be served."""
@@ -46,27 +73,67 @@ class Engine:
             self.executor.info.check_request(request.prompt_token_ids, request.sampling)
         except RequestError as error:
             return TokenOutput(request.request_id, None, finish_reason=FinishReason.ERROR, message=str(error))
+        self._is_stalled = False
         self.scheduler.add(request)
         return None
 
+    def arrive(self, request: Request) -> None:
+        """Take in a request while a step may be running, and stop that step if the request needs it.
+
+        The request is queued when the next step is planned.
+        """
+        self._arrived.append(request)
+        step, info = self._running_step, self.executor.info
+        policy = self.scheduler.policy
+        if step is None or info.stop_s is None or not isinstance(policy, SloPolicy):
+            return
+        cost = self.scheduler.cost
+        assert cost is not None
+        waiting = [
+            WaitingPrompt(each.num_pending_tokens, each.arrived_at_s + policy.slo_of(each).ttft_s)
+            for each in self._arrived
+            if each.service_class is ServiceClass.ONLINE
+        ]
+        if must_abort(step, waiting, self._clock.now_s(), cost):
+            cast(StoppableExecutor, self.executor).request_stop()
+
     def abort(self, request_ids: Iterable[RequestId]) -> None:
+        self._is_stalled = False
         for request_id in request_ids:
             self.scheduler.finish(request_id, FinishReason.ABORT)
 
     def step(self) -> list[TokenOutput]:
         """Plan a step, run it, commit it. An executor's failure ends the step's requests, not the engine."""
+        outputs = []
+        while self._arrived:
+            refusal = self.add(self._arrived.popleft())
+            if refusal is not None:
+                outputs.append(refusal)
+        planning_at = time.perf_counter()
+        plan = self.scheduler.plan_step(self._clock.now_s())
+        self._is_stalled = not plan.slices
         started_at_s = self._clock.now_s()
-        plan = self.scheduler.plan_step(started_at_s)
+        self._running_step = RunningStep(
+            started_at_s, plan.predicted_s, plan.preemptible, self.executor.info.stop_s or 0.0
+        )
+        running_at = time.perf_counter()
         try:
             outcome = self.executor.run(plan)
         except Exception as error:
             logger.exception("step %d failed", plan.step)
             self.num_failed_steps_in_a_row += 1
-            return self._fail(plan, error)
+            return outputs + self._fail(plan, error)
+        finally:
+            self._running_step = None
         self.num_failed_steps_in_a_row = 0
-        outputs = [_token_output(token) for token in self.scheduler.commit(plan, outcome)]
-        self._last_step_tokens = plan.num_tokens
-        self._last_step_s = self._clock.now_s() - started_at_s
+        ended_at, now_s = time.perf_counter(), self._clock.now_s()
+        outputs += [_token_output(token) for token in self.scheduler.commit(plan, outcome, now_s)]
+        if outcome.aborted:
+            self.num_aborted_steps += 1
+        elif plan.slices:
+            self.scheduler.policy.observe(plan.predicted_s, now_s - started_at_s)
+        self._last_step = StepStats(_kind(plan), plan.num_tokens, now_s - started_at_s, plan.predicted_s)
+        self.scheduling_s += (running_at - planning_at) + (time.perf_counter() - ended_at)
         return outputs
 
     def stats(self) -> EngineStats:
@@ -83,8 +150,7 @@ class Engine:
             offline=of_class(ServiceClass.OFFLINE),
             kv_usage_frac=scheduler.blocks.usage_frac,
             num_free_blocks=scheduler.blocks.num_free_blocks,
-            num_step_tokens=self._last_step_tokens,
-            step_s=self._last_step_s,
+            step=self._last_step,
         )
 
     def _fail(self, plan: StepPlan, error: Exception) -> list[TokenOutput]:
@@ -95,6 +161,14 @@ class Engine:
             TokenOutput(piece.request_id, None, finish_reason=FinishReason.ERROR, message=message)
             for piece in plan.slices
         ]
+
+
+def _kind(plan: StepPlan) -> StepKind:
+    if not plan.slices:
+        return "none"
+    if plan.preemptible:
+        return "offline"
+    return "mixed" if plan.has_offline else "online"
 
 
 def _token_output(committed: CommittedToken) -> TokenOutput:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from backfill.core.plan import TokenLogprobs
@@ -74,13 +76,24 @@ class ClassStats(msgspec.Struct, frozen=True, array_like=True):
     num_recomputed_tokens: int
 
 
+StepKind = Literal["none", "online", "mixed", "offline"]
+
+
+class StepStats(msgspec.Struct, frozen=True, array_like=True):
+    """The last step: whose requests it served, tokens computed, seconds taken and predicted (0: no model)."""
+
+    kind: StepKind
+    num_tokens: int
+    seconds: float
+    predicted_s: float
+
+
 class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     online: ClassStats
     offline: ClassStats
     kv_usage_frac: float
     num_free_blocks: int
-    num_step_tokens: int  # computed by this step
-    step_s: float
+    step: StepStats
 
 
 class StepReport(msgspec.Struct, tag=True, frozen=True):

@@ -21,6 +21,7 @@ class ExecutorInfo:
         vocab_size: token ids are in ``[0, vocab_size)``.
         end_token_ids: tokens with which the model ends an output.
         device, dtype: in words, for logs and metrics.
+        stop_s: a preemptible step stops within this after ``request_stop``; None where steps cannot be stopped.
     """
 
     num_blocks: int
@@ -30,6 +31,7 @@ class ExecutorInfo:
     end_token_ids: tuple[int, ...]
     device: str
     dtype: str
+    stop_s: float | None = None
 
     def check_prompt(self, prompt_token_ids: Sequence[int]) -> None:
         """Raise RequestError if the prompt is empty or has a token outside the vocabulary."""
@@ -65,5 +67,16 @@ class Executor(Protocol):
 
         If it raises, no token was sampled; the KV of the plan's slices is undefined, all other KV
         and all request state are as before.
+        """
+        ...
+
+
+class StoppableExecutor(Executor, Protocol):
+    """An executor with ``info.stop_s``: its preemptible steps can be stopped."""
+
+    def request_stop(self) -> None:
+        """Stop the running step at its next safepoint if its plan is preemptible; else no effect.
+
+        May be called while ``run`` runs, whose outcome is then ``aborted``.
         """
         ...

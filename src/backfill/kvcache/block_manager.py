@@ -22,7 +22,8 @@ class BlockManager:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._free: list[int] = list(range(num_blocks - 1, -1, -1))
-        self._tables: dict[RequestId, list[BlockRef]] = {}
+        # Tables are tuples, replaced when they grow: a plan takes them as they are, every step.
+        self._tables: dict[RequestId, tuple[BlockRef, ...]] = {}
 
     @property
     def num_free_blocks(self) -> int:
@@ -53,17 +54,17 @@ class BlockManager:
         """
         missing = self.num_missing_blocks(request_id, num_tokens)
         assert missing <= len(self._free), f"{request_id} lacks {missing} blocks, {len(self._free)} are free"
-        table = self._tables.setdefault(request_id, [])
-        for _ in range(missing):
-            table.append(pack_block_ref(self._free.pop()))
+        if missing or request_id not in self._tables:
+            given = tuple(pack_block_ref(self._free.pop()) for _ in range(missing))
+            self._tables[request_id] = self._tables.get(request_id, ()) + given
 
     def table(self, request_id: RequestId) -> tuple[BlockRef, ...]:
         """The request's blocks in token order."""
-        return tuple(self._tables[request_id])
+        return self._tables[request_id]
 
     def release(self, request_id: RequestId) -> int:
         """Take back all blocks of the request and return how many; none held is fine."""
-        table = self._tables.pop(request_id, [])
+        table = self._tables.pop(request_id, ())
         self._free.extend(block_index(ref) for ref in reversed(table))
         return len(table)
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
+import operator
 from collections import Counter
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from backfill.core.config import SchedulerConfig
 from backfill.core.plan import AdmittedRequest, SampledToken, ScheduledSlice, StepOutcome, StepPlan
-from backfill.core.request import FinishReason, Request, RequestId, RequestStatus, ServiceClass
+from backfill.core.request import FinishReason, Rank, Request, RequestId, RequestStatus, ServiceClass
+from backfill.costs.load import StepLoad
+from backfill.costs.model import CostModel
 from backfill.kvcache.block_manager import BlockManager
+from backfill.scheduling.policy import Lane, Policy, StepView
 from backfill.scheduling.queue import RequestQueue
 
 
@@ -24,36 +29,60 @@ class CommittedToken:
 
 @dataclass(slots=True)
 class ClassCounters:
-    """Totals since the start, of one service class."""
+    """Totals since the start, of one service class.
+
+    Attributes:
+        num_computed_tokens: in steps that were committed, recomputation included.
+        num_recomputed_tokens: of these, tokens that had been computed before a preemption.
+        num_aborted_tokens: in steps that were stopped, and so for nothing.
+    """
 
     num_preemptions: int = 0
+    num_computed_tokens: int = 0
     num_recomputed_tokens: int = 0
+    num_aborted_tokens: int = 0
+
+    def copy(self) -> ClassCounters:
+        return replace(self)
+
+
+_ORDER_KEY = operator.attrgetter("order_key")
 
 
 class Scheduler:
-    """Decides what each step computes. Never touches a tensor and never reads a clock.
+    """Builds each step in the lanes a policy gives, then commits its outcome. Never touches a tensor.
 
-    Running requests come first, those that decode before those that prefill: a decode costs one
-    token of the step and its user is reading. Then waiting requests join in order of urgency while
-    the step's tokens, the batch's places and the pool's blocks last. When blocks run out, the least
-    urgent running request is preempted: its blocks are freed and its tokens recomputed later.
+    Within a lane, running requests come first, those that decode before those that prefill: a decode costs one
+    token of the step and its user is reading. Then waiting requests join in order of urgency while the step's
+    tokens and time, the batch's places and the pool's blocks last. When a running request lacks a block, the
+    policy's victim is preempted: its blocks are freed and its tokens recomputed later.
 
-    The most urgent request can take blocks from every other, and ``add`` admits only requests that
-    fit the pool alone, so every step makes progress.
+    A request whose step has no time or place left for it keeps its blocks and waits. ``add`` admits only
+    requests that fit the pool alone, and the first slice of a step is never held to a time, so every step with
+    a request that the policy serves makes progress.
 
     Args:
         end_token_ids: tokens that end any output unless it ignores them.
+        cost: predicts steps for policies that bound their time; None for policies that do not.
     """
 
     def __init__(
-        self, config: SchedulerConfig, blocks: BlockManager, end_token_ids: Collection[int] = ()
+        self,
+        config: SchedulerConfig,
+        blocks: BlockManager,
+        policy: Policy,
+        *,
+        cost: CostModel | None = None,
+        end_token_ids: Collection[int] = (),
     ) -> None:
         self.config = config
         self.blocks = blocks
+        self.policy = policy
+        self.cost = cost
         self.counters = {service_class: ClassCounters() for service_class in ServiceClass}
         self._end_token_ids = frozenset(end_token_ids)
         self._requests: dict[RequestId, Request] = {}
-        self._waiting = RequestQueue()
+        self._waiting = {rank: RequestQueue() for rank in Rank}
         self._running: dict[RequestId, Request] = {}
         self._known_to_executor: set[RequestId] = set()
         self._to_release: list[RequestId] = []
@@ -66,7 +95,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return sum(map(len, self._waiting.values()))
 
     @property
     def has_unfinished(self) -> bool:
@@ -80,9 +109,13 @@ class Scheduler:
     def count_by_class(self) -> dict[ServiceClass, tuple[int, int]]:
         """(running, waiting) of each class."""
         running = Counter(request.service_class for request in self._running.values())
-        waiting = self._waiting.num_by_class
+        waiting = {rank: len(queue) for rank, queue in self._waiting.items()}
         return {
-            service_class: (running[service_class], waiting[service_class]) for service_class in ServiceClass
+            ServiceClass.ONLINE: (running[ServiceClass.ONLINE], waiting[Rank.ONLINE]),
+            ServiceClass.OFFLINE: (
+                running[ServiceClass.OFFLINE],
+                waiting[Rank.OFFLINE] + waiting[Rank.PROMOTED],
+            ),
         }
 
     def add(self, request: Request) -> None:
@@ -92,17 +125,17 @@ class Scheduler:
         assert self.blocks.blocks_for(most_tokens) <= self.blocks.num_blocks, (
             f"{request.request_id}: {most_tokens} tokens cannot fit {self.blocks.num_blocks} blocks"
         )
-        request.sequence_number = self._num_added
+        request.enqueue(self._num_added)
         self._num_added += 1
         self._requests[request.request_id] = request
-        self._waiting.push(request)
+        self._waiting[request.rank].push(request)
 
     def finish(self, request_id: RequestId, reason: FinishReason) -> Request | None:
         """End a request from outside (abort, error). None if it has ended already or never existed."""
         request = self._requests.get(request_id)
         if request is not None:
             if request.status is not RequestStatus.RUNNING:
-                self._waiting.remove(request)
+                self._waiting[request.rank].remove(request)
             self._end(request, reason)
         return request
 
@@ -111,27 +144,53 @@ class Scheduler:
 
         Called once for each step, after the outcome of the step before was committed.
         """
-        batch = _Batch(self.config.max_num_batched_tokens)
-        preempted_any = self._plan_running(batch)
-        admitted = [] if preempted_any else self._plan_waiting(batch, now_s)
+        by_rank = self._running_by_rank(now_s)
+        lanes = self.policy.lanes(self._view(by_rank, now_s))
+        batch = _Batch(self.config.max_num_seqs, self.config.max_num_batched_tokens)
+        admitted: list[AdmittedRequest] = []
+        preempted_any = False
+        for index, lane in enumerate(lanes):
+            if lane.only_if_empty and batch.members:
+                continue
+            limit_s = self._limit_s(lane, batch)
+            running = [request for rank in lane.ranks for request in by_rank[rank]]
+            preempted_any |= self._place_running(lane, limit_s, running, batch)
+            if lane.displaces or not preempted_any:
+                later = {rank for after in lanes[index + 1 :] for rank in after.ranks}
+                admitted += self._admit(lane, limit_s, later, batch, now_s)
         plan = StepPlan(
             step=self._num_plans,
             admitted=tuple(admitted),
             slices=tuple(self._slice_of(request, n) for request, n in batch.members.values()),
             released=tuple(self._to_release),
+            has_online=any(request.rank is Rank.ONLINE for request, _ in batch.members.values()),
+            has_offline=any(request.rank is not Rank.ONLINE for request, _ in batch.members.values()),
+            predicted_s=0.0 if self.cost is None else self.cost.step_time_s(batch.load),
         )
         self._to_release.clear()
         self._num_plans += 1
         return plan
 
-    def commit(self, plan: StepPlan, outcome: StepOutcome) -> list[CommittedToken]:
-        """Enter a completed step into the requests; the outcome must be that of ``plan``."""
+    def commit(self, plan: StepPlan, outcome: StepOutcome, now_s: float) -> list[CommittedToken]:
+        """Enter a step into the requests; the outcome must be that of ``plan``. An aborted one leaves no trace."""
         for piece in plan.slices:
-            self._requests[piece.request_id].num_computed_tokens += piece.num_tokens
+            request = self._requests[piece.request_id]
+            counters = self.counters[request.service_class]
+            if outcome.aborted:
+                counters.num_aborted_tokens += piece.num_tokens
+                continue
+            counters.num_computed_tokens += piece.num_tokens
+            end = request.num_computed_tokens = piece.start + piece.num_tokens
+            known = request.num_ever_computed_tokens
+            if piece.start < known:
+                counters.num_recomputed_tokens += min(known, end) - piece.start
+            if end > known:
+                request.num_ever_computed_tokens = end
         committed = []
         for sampled in outcome.sampled:
             request = self._requests[sampled.request_id]
-            request.output_token_ids.append(sampled.token_id)
+            request.append(sampled.token_id)
+            request.last_token_at_s = now_s
             reason, stop_token_id = self._finish_reason(request, sampled.token_id)
             if reason is not None:
                 self._end(request, reason)
@@ -141,7 +200,7 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Raise AssertionError if blocks, queues and requests disagree."""
         self.blocks.check_integrity()
-        assert len(self._running) + len(self._waiting) == len(self._requests)
+        assert len(self._running) + self.num_waiting == len(self._requests)
         for request in self._requests.values():
             held = self.blocks.num_held_blocks(request.request_id)
             is_running = request.status is RequestStatus.RUNNING
@@ -153,52 +212,115 @@ class Scheduler:
         held_by_known = sum(self.blocks.num_held_blocks(request_id) for request_id in self._requests)
         assert held_in_all == held_by_known, f"{held_in_all - held_by_known} blocks belong to no request"
 
-    def _plan_running(self, batch: _Batch) -> bool:
-        """Give each running request its tokens, preempting for blocks; True if any was preempted."""
+    def _running_by_rank(self, now_s: float) -> dict[Rank, list[Request]]:
+        """Running requests, after promoting those of the offline ones whose window runs out."""
+        by_rank: dict[Rank, list[Request]] = {rank: [] for rank in Rank}
+        for request in self._running.values():
+            if request.rank is Rank.OFFLINE and self.policy.promotes(request, now_s):
+                request.rank = Rank.PROMOTED
+            by_rank[request.rank].append(request)
+        offline = self._waiting[Rank.OFFLINE]
+        while (head := offline.peek()) is not None and self.policy.promotes(head, now_s):
+            offline.pop()
+            head.rank = Rank.PROMOTED
+            self._waiting[Rank.PROMOTED].push(head)
+        return by_rank
+
+    def _view(self, by_rank: dict[Rank, list[Request]], now_s: float) -> StepView:
+        return StepView(
+            now_s=now_s,
+            running=by_rank,
+            num_waiting={rank: len(queue) for rank, queue in self._waiting.items()},
+            num_blocks=self.blocks.num_blocks,
+            online_blocks=sum(self.blocks.num_held_blocks(r.request_id) for r in by_rank[Rank.ONLINE]),
+        )
+
+    def _limit_s(self, lane: Lane, batch: _Batch) -> float:
+        if not lane.is_timed:
+            return math.inf
+        assert self.cost is not None, "a policy that bounds time needs a cost model"
+        if not batch.members:
+            return lane.limit_s
+        return min(lane.limit_s, lane.stretch * self.cost.step_time_s(batch.load))
+
+    def _place_running(self, lane: Lane, limit_s: float, running: list[Request], batch: _Batch) -> bool:
+        """Give the lane's running requests their tokens, preempting for blocks; True if any was preempted."""
+        running.sort(key=_ORDER_KEY)
         preempted_any = False
-        in_turn = sorted(self._running.values(), key=lambda r: (not r.is_decoding, r.order_key))
-        for request in in_turn:
-            num_tokens = self._tokens_for(request, batch)
-            if num_tokens == 0 or request.status is not RequestStatus.RUNNING:
-                continue
-            needed = request.num_computed_tokens + num_tokens
-            while not self.blocks.can_grow(request.request_id, needed):
-                victim = max(self._running.values(), key=lambda r: r.order_key)
-                batch.drop(victim)
-                self._preempt(victim)
-                preempted_any = True
-                if victim is request:
-                    break
-            else:
-                self.blocks.grow(request.request_id, needed)
-                batch.put(request, num_tokens)
+        decodes = [request for request in running if request.is_decoding]
+        prefills = [request for request in running if not request.is_decoding]
+        for request in decodes:
+            if request.status is RequestStatus.RUNNING and batch.has_room:
+                preempted_any |= self._grow(request, 1, batch)
+        self._trim(lane, limit_s, decodes, batch)
+        for request in prefills:
+            if request.status is RequestStatus.RUNNING and batch.has_room:
+                num_tokens = self._prefill_tokens(request, lane, limit_s, batch)
+                if num_tokens:
+                    preempted_any |= self._grow(request, num_tokens, batch)
         return preempted_any
 
-    def _plan_waiting(self, batch: _Batch, now_s: float) -> list[AdmittedRequest]:
-        """Start waiting requests while all their known tokens fit beside what running ones will need next.
+    def _trim(self, lane: Lane, limit_s: float, decodes: list[Request], batch: _Batch) -> None:
+        """Take the lane's least urgent decodes out again while the step is over its time."""
+        if limit_s < math.inf and not lane.protected:
+            assert self.cost is not None
+            while decodes and len(batch.members) > 1 and self.cost.step_time_s(batch.load) > limit_s:
+                batch.drop(decodes.pop())
+
+    def _grow(self, request: Request, num_tokens: int, batch: _Batch) -> bool:
+        """Put the request in with the blocks it needs, preempting for them; True if any was preempted."""
+        needed = request.num_computed_tokens + num_tokens
+        missing = self.blocks.num_missing_blocks(request.request_id, needed)
+        preempted_any = False
+        while missing > self.blocks.num_free_blocks:
+            victim = max(self._running.values(), key=self.policy.victim_key)
+            batch.drop(victim)
+            self._preempt(victim)
+            preempted_any = True
+            if victim is request:
+                return True
+        if missing:
+            self.blocks.grow(request.request_id, needed)
+        batch.put(request, num_tokens)
+        return preempted_any
+
+    def _admit(
+        self, lane: Lane, limit_s: float, later: set[Rank], batch: _Batch, now_s: float
+    ) -> list[AdmittedRequest]:
+        """Start the lane's waiting requests while all their known tokens fit beside what running ones need next.
 
         That is the blocks for the rest of their prompts and one block each to grow into, so that an
-        admission does not cause a preemption in the next steps.
+        admission does not cause a preemption in the next steps. What a displacing lane may take from later
+        lanes does not count as needed.
         """
         admitted: list[AdmittedRequest] = []
-        if len(self._waiting) == 0:
+        queues = [self._waiting[rank] for rank in lane.ranks if len(self._waiting[rank])]
+        if not queues:
             return admitted
-        reserved = sum(map(self._blocks_needed_next, self._running.values()))
-        while len(self._running) < self.config.max_num_seqs:
-            request = self._waiting.peek()
-            if request is None:
+        yielding = later if lane.displaces else set()
+        if not yielding and all(self._is_too_large(queue) for queue in queues):
+            return admitted  # the common case where memory is full, before anything is summed
+        kept = [request for request in self._running.values() if request.rank not in yielding]
+        promised = sum(map(self._blocks_needed_next, kept))
+        num_kept = len(kept)
+        while num_kept < self.config.max_num_seqs:
+            queue = min((q for q in queues if len(q)), key=RequestQueue.head_key, default=None)
+            request = None if queue is None else queue.peek()
+            if queue is None or request is None:
                 break
-            num_tokens = self._tokens_for(request, batch)
+            num_tokens = self._prefill_tokens(request, lane, limit_s, batch)
+            reserved = promised + (lane.reserved_blocks if self._running else 0)
             needed = self.blocks.blocks_for(request.num_tokens)
-            if num_tokens == 0 or needed + reserved > self.blocks.num_free_blocks:
+            if num_tokens == 0 or not self._free_up(needed + reserved, yielding, batch):
                 break
-            self._waiting.pop()
+            queue.pop()
             request.move_to(RequestStatus.RUNNING)
             if request.first_scheduled_at_s is None:
                 request.first_scheduled_at_s = now_s
             self._running[request.request_id] = request
-            self.blocks.grow(request.request_id, num_tokens)
-            reserved += self._blocks_needed_next(request)
+            num_kept += 1
+            self.blocks.grow(request.request_id, request.num_computed_tokens + num_tokens)
+            promised += self._blocks_needed_next(request)
             batch.put(request, num_tokens)
             if request.request_id not in self._known_to_executor:
                 self._known_to_executor.add(request.request_id)
@@ -207,11 +329,44 @@ class Scheduler:
                 )
         return admitted
 
+    def _is_too_large(self, queue: RequestQueue) -> bool:
+        head = queue.peek()
+        return head is not None and self.blocks.blocks_for(head.num_tokens) > self.blocks.num_free_blocks
+
+    def _free_up(self, num_blocks: int, yielding: set[Rank], batch: _Batch) -> bool:
+        """Whether so many blocks are free, preempting requests of the ranks that yield if that is enough."""
+        if num_blocks <= self.blocks.num_free_blocks:
+            return True
+        victims = [request for request in self._running.values() if request.rank in yielding]
+        held = sum(self.blocks.num_held_blocks(request.request_id) for request in victims)
+        if num_blocks > self.blocks.num_free_blocks + held:
+            return False
+        victims.sort(key=self.policy.victim_key)
+        while num_blocks > self.blocks.num_free_blocks:
+            victim = victims.pop()
+            batch.drop(victim)
+            self._preempt(victim)
+        return True
+
     def _blocks_needed_next(self, request: Request) -> int:
         return 1 + self.blocks.num_missing_blocks(request.request_id, request.num_tokens)
 
-    def _tokens_for(self, request: Request, batch: _Batch) -> int:
-        return min(request.num_pending_tokens, self.config.max_prefill_chunk_tokens, batch.num_tokens_left)
+    def _prefill_tokens(self, request: Request, lane: Lane, limit_s: float, batch: _Batch) -> int:
+        """Tokens of a prompt, or of what is recomputed of a request, that the step has room and time for."""
+        if not batch.has_room:
+            return 0
+        pending = request.num_pending_tokens
+        most = min(pending, self.config.max_prefill_chunk_tokens, batch.num_tokens_left)
+        least = min(most, lane.least_tokens)
+        if lane.max_step_tokens is not None and batch.members:
+            most = min(most, max(0, lane.max_step_tokens - batch.load.num_tokens))
+        if limit_s < math.inf:
+            assert self.cost is not None
+            most = self.cost.max_tokens(batch.load, request.num_computed_tokens, pending, limit_s, most)
+        if most >= least:
+            return most
+        is_owed = not batch.members or (lane.protected and not batch.has_prefill)
+        return least if is_owed else 0
 
     def _slice_of(self, request: Request, num_tokens: int) -> ScheduledSlice:
         return ScheduledSlice(
@@ -224,15 +379,13 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         """Free the request's blocks and queue it again; its tokens are kept, their KV recomputed."""
-        counters = self.counters[request.service_class]
-        counters.num_preemptions += 1
-        counters.num_recomputed_tokens += request.num_computed_tokens
+        self.counters[request.service_class].num_preemptions += 1
         self.blocks.release(request.request_id)
         del self._running[request.request_id]
         request.move_to(RequestStatus.PREEMPTED)
         request.num_computed_tokens = 0
         request.num_preemptions += 1
-        self._waiting.push(request)
+        self._waiting[request.rank].push(request)
 
     def _end(self, request: Request, reason: FinishReason) -> None:
         request_id = request.request_id
@@ -257,17 +410,29 @@ class Scheduler:
 
 
 class _Batch:
-    """The members of the step being planned and the tokens left to give out."""
+    """The members of the step being planned, its load, and the tokens and places left to give out."""
 
-    def __init__(self, max_num_tokens: int) -> None:
-        self.num_tokens_left = max_num_tokens
+    def __init__(self, max_num_seqs: int, max_num_tokens: int) -> None:
         self.members: dict[RequestId, tuple[Request, int]] = {}
+        self.load = StepLoad()
+        self.has_prefill = False
+        self.num_tokens_left = max_num_tokens
+        self._max_num_seqs = max_num_seqs
+
+    @property
+    def has_room(self) -> bool:
+        return self.num_tokens_left > 0 and len(self.members) < self._max_num_seqs
 
     def put(self, request: Request, num_tokens: int) -> None:
         self.members[request.request_id] = (request, num_tokens)
         self.num_tokens_left -= num_tokens
+        pending = request.num_tokens - request.num_computed_tokens
+        self.has_prefill |= pending > 1
+        self.load.put(request.num_computed_tokens, num_tokens, num_tokens == pending)
 
     def drop(self, request: Request) -> None:
         member = self.members.pop(request.request_id, None)
         if member is not None:
-            self.num_tokens_left += member[1]
+            num_tokens = member[1]
+            self.num_tokens_left += num_tokens
+            self.load.take(request.num_computed_tokens, num_tokens, num_tokens == request.num_pending_tokens)

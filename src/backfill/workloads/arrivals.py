@@ -65,11 +65,7 @@ def phased_arrivals(count: int, phases: Sequence[Phase], burstiness: float, rng:
     Raises: ConfigError for a phase without duration, a negative rate, or no phase with a rate.
     """
     _check(count, burstiness)
-    if any(not (0 < p.duration_s < math.inf and 0 <= p.rate_per_s < math.inf) for p in phases):
-        raise ConfigError("--phases: every phase needs a duration above 0 s and a rate of at least 0 per s.")
-    expected_in_cycle = sum(p.duration_s * p.rate_per_s for p in phases)
-    if not expected_in_cycle > 0:
-        raise ConfigError("--phases must have at least one phase with a rate above 0.")
+    expected_in_cycle = _check_phases(phases)
     num_cycles = math.ceil(count / expected_in_cycle) + 1
     durations = np.tile([p.duration_s for p in phases], num_cycles)
     rates = np.tile([p.rate_per_s for p in phases], num_cycles)
@@ -124,6 +120,30 @@ def rescaled_to_rate(instants: Instants, rate_per_s: float) -> Instants:
     return np.asarray(from_start * (len(instants) / rate_per_s / from_start[-1]))
 
 
+def reshaped(instants: Instants, phases: Sequence[Phase]) -> Instants:
+    """A trace's instants moved so that its mean rate follows the phases once, from 0 to their end.
+
+    A stretch of the trace falls into a phase in proportion to the phase's rate times its duration; within a
+    phase the trace keeps its own fluctuation. Only the ratios of the rates count.
+
+    Raises: ConfigError as ``phased_arrivals`` does, or when all requests arrive at once.
+    """
+    _check_phases(phases)
+    from_start = instants - instants[0]
+    if not from_start[-1] > 0:
+        raise ConfigError("The trace's requests all arrive at one instant: it cannot be given phases.")
+    durations = np.array([phase.duration_s for phase in phases])
+    work = durations * np.array([phase.rate_per_s for phase in phases])
+    share = from_start / from_start[-1] * work.sum()
+    ends_at_s = np.cumsum(durations)
+    busy = work > 0  # an OFF phase takes no arrivals; its end would make the inverse ambiguous
+    work, durations, ends_at_s = work[busy], durations[busy], ends_at_s[busy]
+    work_at_end = np.cumsum(work)
+    index = np.minimum(np.searchsorted(work_at_end, share), len(work) - 1)
+    missing = (work_at_end[index] - share) / work[index]
+    return np.asarray(ends_at_s[index] - missing * durations[index])
+
+
 def mean_rate_per_s(instants: Instants) -> float:
     """Requests divided by the last arrival; inf when all arrive at 0."""
     return math.inf if instants[-1] == 0 else len(instants) / float(instants[-1])
@@ -147,6 +167,16 @@ def _unit_gaps(count: int, burstiness: float, rng: RandomSource) -> NDArray[np.f
     if math.isinf(burstiness):
         return np.ones(count)
     return rng.gamma(burstiness, 1 / burstiness, count)
+
+
+def _check_phases(phases: Sequence[Phase]) -> float:
+    """Expected arrivals in one round of the phases."""
+    if any(not (0 < p.duration_s < math.inf and 0 <= p.rate_per_s < math.inf) for p in phases):
+        raise ConfigError("--phases: every phase needs a duration above 0 s and a rate of at least 0 per s.")
+    expected = sum(p.duration_s * p.rate_per_s for p in phases)
+    if not expected > 0:
+        raise ConfigError("--phases must have at least one phase with a rate above 0.")
+    return expected
 
 
 def _check(count: int, burstiness: float) -> None:

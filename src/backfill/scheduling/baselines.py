@@ -1,0 +1,76 @@
+"""Policies without objectives, to compare with: what engines do today."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from backfill.core.request import Rank, Request
+from backfill.scheduling.policy import Lane, StepView
+
+_ONLINE = Lane(ranks=frozenset({Rank.ONLINE}))
+_OFFLINE = Lane(ranks=frozenset({Rank.PROMOTED, Rank.OFFLINE}))
+_ALL = Lane(ranks=frozenset(Rank))
+
+
+class _Baseline:
+    """The least urgent request yields; the clock and the cost model play no part."""
+
+    name: str
+
+    def victim_key(self, request: Request) -> Any:
+        return (request.rank is not Rank.ONLINE, request.order_key)
+
+    def promotes(self, request: Request, now_s: float) -> bool:
+        return False
+
+    def observe(self, predicted_s: float, observed_s: float) -> None:
+        pass
+
+
+class OnlineOnlyPolicy(_Baseline):
+    """Offline requests wait for ever: the latency nothing can improve on."""
+
+    name = "online-only"
+
+    def lanes(self, view: StepView) -> Sequence[Lane]:
+        return (_ONLINE,)
+
+
+class FcfsPolicy(_Baseline):
+    """One queue for both classes in order of arrival: vLLM's default."""
+
+    name = "fcfs"
+
+    def lanes(self, view: StepView) -> Sequence[Lane]:
+        return (_ALL,)
+
+    def victim_key(self, request: Request) -> Any:
+        return request.order_key
+
+
+class PriorityPolicy(_Baseline):
+    """Online first, always, and no budget: ConServe's vLLM++ (section 6.1).
+
+    A waiting online request does not take blocks from a running offline one; that is vLLM's rule too.
+    """
+
+    name = "priority"
+
+    def lanes(self, view: StepView) -> Sequence[Lane]:
+        return (_ONLINE, _OFFLINE)
+
+
+class RoundRobinPolicy(_Baseline):
+    """Steps of online requests and steps of offline ones in turn (BROS, section 2.2)."""
+
+    name = "round-robin"
+
+    def __init__(self) -> None:
+        self._offline_first = True
+
+    def lanes(self, view: StepView) -> Sequence[Lane]:
+        self._offline_first = not self._offline_first
+        first, second = (_OFFLINE, _ONLINE) if self._offline_first else (_ONLINE, _OFFLINE)
+        return (first, replace(second, only_if_empty=True))

@@ -1,0 +1,81 @@
+"""What a policy decides and what it sees: plain data, so that a policy can serve another engine too."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from backfill.core.request import Rank, Request
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lane:
+    """Requests that are placed into a step together, under one set of limits.
+
+    Attributes:
+        ranks: whose requests; running ones are placed before waiting ones, decodes before prefills.
+        limit_s: the step may take this long, predicted, once a slice of this lane is put into it. The first
+            slice of a step is put in whatever it takes.
+        stretch: a slice may lengthen the step to this multiple of what the lanes before made it, at most.
+        max_step_tokens: a prefill of this lane may not make the step larger than this.
+        protected: decodes are placed even past ``limit_s``, and one prefill gets ``least_tokens``.
+        least_tokens: the smallest prefill chunk that is worth a place past the limit.
+        displaces: waiting requests may take the blocks of running ones of later lanes.
+        reserved_blocks: free blocks that admitting a waiting request must leave.
+        only_if_empty: the lane is passed over once the step has a slice.
+    """
+
+    ranks: frozenset[Rank]
+    limit_s: float = math.inf
+    stretch: float = math.inf
+    max_step_tokens: int | None = None
+    protected: bool = False
+    least_tokens: int = 16
+    displaces: bool = False
+    reserved_blocks: int = 0
+    only_if_empty: bool = False
+
+    @property
+    def is_timed(self) -> bool:
+        return self.limit_s < math.inf or self.stretch < math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class StepView:
+    """What a policy sees of the engine before a step.
+
+    Attributes:
+        running: requests that hold blocks, by rank.
+        num_waiting: by rank.
+        online_blocks: blocks that running online requests hold.
+    """
+
+    now_s: float
+    running: Mapping[Rank, Sequence[Request]]
+    num_waiting: Mapping[Rank, int]
+    num_blocks: int
+    online_blocks: int
+
+
+class Policy(Protocol):
+    """Chooses the lanes of each step and who yields when blocks run out."""
+
+    name: str
+
+    def lanes(self, view: StepView) -> Sequence[Lane]:
+        """Lanes of the next step, in the order in which they are placed. Called once a step."""
+        ...
+
+    def victim_key(self, request: Request) -> Any:
+        """The running request with the greatest key is preempted first."""
+        ...
+
+    def promotes(self, request: Request, now_s: float) -> bool:
+        """Whether an offline request is to be served in the rank above its own from now on."""
+        ...
+
+    def observe(self, predicted_s: float, observed_s: float) -> None:
+        """A step that was predicted to take one time took another."""
+        ...

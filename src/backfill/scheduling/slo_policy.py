@@ -1,0 +1,154 @@
+"""Two classes under latency objectives (ConServe, sections 4.2 and 4.5)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from backfill.core.request import Rank, Request
+from backfill.core.slo import SLO
+from backfill.costs.correction import BiasCorrection
+from backfill.costs.model import CostModel
+from backfill.scheduling.policy import Lane, StepView
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SloPolicyConfig:
+    """
+    Attributes:
+        default_slo: of online requests that bring none.
+        margin: part of an objective kept for what the cost model does not see: planning, sampling's tail,
+            the way to the client.
+        prefill_stretch: how much longer offline work may make a step that computes an online prompt.
+        step_efficiency: beside online requests a step grows no further than where its cost a token is this
+            part of the best: larger ones make arrivals wait and buy almost nothing.
+        unsafe_ttft_share: part of the TTFT objective that a purely offline step may take where the executor
+            cannot stop it.
+        promote_before_s: an offline request is promoted when its completion window ends within this.
+        reserve_decay_s: time constant with which the memory of online's largest use of blocks fades.
+    """
+
+    default_slo: SLO
+    margin: float = 0.05
+    prefill_stretch: float = 1.1
+    step_efficiency: float = 0.9
+    unsafe_ttft_share: float = 0.25
+    promote_before_s: float = 3600.0
+    reserve_decay_s: float = 60.0
+
+
+class SloPolicy:
+    """Online requests keep their objectives; offline work fills what they leave.
+
+    A step's time is bounded by the least slack of the online requests that decode in it, and by the tightest
+    TPOT objective. Online requests are placed first, as if offline ones were not there, and may take their
+    blocks. What is left of the bound goes to offline decodes, then to chunks of offline prompts. Without
+    online requests there is no bound: the largest batch that fits, stopped at a safepoint when one arrives.
+
+    Where this differs from the paper, and why: docs/coserving.md.
+
+    Args:
+        can_abort: the executor stops offline steps at safepoints.
+    """
+
+    name = "slo"
+
+    def __init__(
+        self, config: SloPolicyConfig, cost: CostModel, *, max_step_tokens: int, can_abort: bool
+    ) -> None:
+        self.config = config
+        self.correction = BiasCorrection()
+        self._cost = cost
+        self._can_abort = can_abort
+        self._efficient_tokens = cost.efficient_step_tokens(config.step_efficiency, max_step_tokens)
+        self._online_peak = 0.0
+        self._seen_at_s: float | None = None
+
+    def slo_of(self, request: Request) -> SLO:
+        return request.slo or self.config.default_slo
+
+    def lanes(self, view: StepView) -> Sequence[Lane]:
+        reserved = self._reserve(view)
+        online = view.running[Rank.ONLINE]
+        if not online and not view.num_waiting[Rank.ONLINE]:
+            return self._offline_batching(reserved)
+        tightest, slack = self._tpot(online, view.now_s)
+        usable = (1.0 - self.config.margin) / self.correction.upper
+        computes_prompt = view.num_waiting[Rank.ONLINE] > 0 or any(
+            request.last_token_at_s is None for request in online
+        )
+        bound = min(tightest, slack, self._ttft_slack(online, view.now_s)) * usable
+        return (
+            Lane(
+                ranks=frozenset({Rank.ONLINE}),
+                limit_s=tightest * usable,
+                protected=True,
+                displaces=True,
+            ),
+            Lane(
+                ranks=frozenset({Rank.PROMOTED}),
+                limit_s=min(tightest, self.config.default_slo.tpot_s) * usable,
+                max_step_tokens=self._efficient_tokens,
+                displaces=True,
+            ),
+            Lane(
+                ranks=frozenset({Rank.OFFLINE}),
+                limit_s=bound,
+                stretch=self.config.prefill_stretch if computes_prompt else math.inf,
+                max_step_tokens=self._efficient_tokens,
+                reserved_blocks=reserved,
+            ),
+        )
+
+    def victim_key(self, request: Request) -> Any:
+        """Offline before online; of the offline ones that which loses least work, by tokens computed."""
+        rank = request.rank
+        if rank is Rank.ONLINE:
+            return (0, 0, request.order_key)
+        return (2 if rank is Rank.OFFLINE else 1, -request.num_computed_tokens, request.order_key)
+
+    def promotes(self, request: Request, now_s: float) -> bool:
+        return (
+            request.complete_by_s is not None and request.complete_by_s - now_s < self.config.promote_before_s
+        )
+
+    def observe(self, predicted_s: float, observed_s: float) -> None:
+        self.correction.observe(predicted_s, observed_s)
+
+    def _offline_batching(self, reserved: int) -> Sequence[Lane]:
+        limit = math.inf
+        if not self._can_abort:
+            limit = self.config.default_slo.ttft_s * self.config.unsafe_ttft_share / self.correction.upper
+        return tuple(
+            Lane(ranks=frozenset({rank}), limit_s=limit, reserved_blocks=reserved)
+            for rank in (Rank.PROMOTED, Rank.OFFLINE)
+        )
+
+    def _tpot(self, online: Sequence[Request], now_s: float) -> tuple[float, float]:
+        """The tightest TPOT objective of the requests that decode, and the least slack; inf without any."""
+        tightest = slack = math.inf
+        for request in online:
+            if request.last_token_at_s is not None:
+                tpot_s = self.slo_of(request).tpot_s
+                tightest = min(tightest, tpot_s)
+                slack = min(slack, request.last_token_at_s + tpot_s - now_s)
+        return tightest, slack
+
+    def _ttft_slack(self, online: Sequence[Request], now_s: float) -> float:
+        """Least time left to a first token, of the requests that can still meet it."""
+        slacks = (
+            request.arrived_at_s + self.slo_of(request).ttft_s - now_s
+            for request in online
+            if request.last_token_at_s is None
+        )
+        return min((slack for slack in slacks if slack > 0), default=math.inf)
+
+    def _reserve(self, view: StepView) -> int:
+        """Blocks to keep free for online requests: what they lately held at most and do not hold now."""
+        elapsed = 0.0 if self._seen_at_s is None else view.now_s - self._seen_at_s
+        self._seen_at_s = view.now_s
+        faded = self._online_peak * math.exp(-elapsed / self.config.reserve_decay_s)
+        self._online_peak = max(faded, float(view.online_blocks))
+        return min(int(self._online_peak) - view.online_blocks, view.num_blocks // 2)

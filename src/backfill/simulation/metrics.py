@@ -1,0 +1,78 @@
+"""Figures of a replay."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from backfill.core.request import ServiceClass
+from backfill.core.slo import SLO
+from backfill.simulation.replay import ReplayResult
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyMetrics:
+    """What a policy made of a workload. Times in seconds, rates in tokens a second of the workload's duration.
+
+    Attributes:
+        ttft_attainment: part of the online requests whose first token met its objective.
+        itl_attainment: part of the gaps between tokens that met theirs.
+        total_tok_s: tokens computed, prompt and output, each counted once however often it was recomputed.
+        recomputed_token_share: of all tokens computed.
+        aborted_token_share: tokens of stopped steps, of all tokens computed.
+        scheduling_time_share: processor time of planning and committing over the workload's duration.
+    """
+
+    ttft_p50_s: float
+    ttft_p99_s: float
+    itl_p50_s: float
+    itl_p99_s: float
+    ttft_attainment: float
+    itl_attainment: float
+    total_tok_s: float
+    online_tok_s: float
+    offline_tok_s: float
+    recomputed_token_share: float
+    aborted_token_share: float
+    scheduling_time_share: float
+    num_online: int
+    num_steps: int
+    num_aborted_steps: int
+
+
+def metrics_of(result: ReplayResult, slo: SLO) -> PolicyMetrics:
+    """Percentiles are over all online requests and gaps, interpolated linearly."""
+    ttfts = np.array([record.ttft_s for record in result.online])
+    gaps = np.array([gap for record in result.online for gap in record.gaps_s()])
+    online, offline = result.counters[ServiceClass.ONLINE], result.counters[ServiceClass.OFFLINE]
+    useful = [counters.num_computed_tokens - counters.num_recomputed_tokens for counters in (online, offline)]
+    computed = online.num_computed_tokens + offline.num_computed_tokens
+    recomputed = online.num_recomputed_tokens + offline.num_recomputed_tokens
+    aborted = online.num_aborted_tokens + offline.num_aborted_tokens
+    return PolicyMetrics(
+        ttft_p50_s=percentile(ttfts, 50),
+        ttft_p99_s=percentile(ttfts, 99),
+        itl_p50_s=percentile(gaps, 50),
+        itl_p99_s=percentile(gaps, 99),
+        ttft_attainment=_share(ttfts <= slo.ttft_s),
+        itl_attainment=_share(gaps <= slo.tpot_s),
+        total_tok_s=sum(useful) / result.duration_s,
+        online_tok_s=useful[0] / result.duration_s,
+        offline_tok_s=useful[1] / result.duration_s,
+        recomputed_token_share=recomputed / max(computed, 1),
+        aborted_token_share=aborted / max(computed + aborted, 1),
+        scheduling_time_share=result.scheduling_s / result.duration_s,
+        num_online=len(ttfts),
+        num_steps=result.num_steps,
+        num_aborted_steps=result.num_aborted_steps,
+    )
+
+
+def percentile(values: Sequence[float] | np.ndarray, percent: float) -> float:
+    return float(np.percentile(values, percent)) if len(values) else 0.0
+
+
+def _share(met: np.ndarray) -> float:
+    return float(met.mean()) if len(met) else 1.0

@@ -1,0 +1,225 @@
+"""Replays a workload against an engine, on the virtual clock or the wall's."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from backfill.core.clock import Clock, VirtualClock
+from backfill.core.request import Request, RequestId, ServiceClass
+from backfill.core.sampling import SamplingParams
+from backfill.engine.engine import Engine
+from backfill.engine.messages import TokenOutput
+from backfill.scheduling.scheduler import ClassCounters
+
+# Prompts carry no meaning here; any id that every model has.
+_PROMPT_TOKEN = 5
+
+
+class Lengths(NamedTuple):
+    """Tokens of a prompt and of its output."""
+
+    input_len: int
+    output_len: int
+
+
+class Arrival(NamedTuple):
+    """An online request: when it arrives, from the start of the replay, and its lengths."""
+
+    at_s: float
+    lengths: Lengths
+
+
+@dataclass(slots=True)
+class OnlineRecord:
+    """When an online request arrived and when each of its tokens came, on the replay's clock."""
+
+    arrived_at_s: float
+    token_at_s: list[float] = field(default_factory=list)
+
+    @property
+    def ttft_s(self) -> float:
+        return self.token_at_s[0] - self.arrived_at_s
+
+    def gaps_s(self) -> list[float]:
+        return [b - a for a, b in zip(self.token_at_s, self.token_at_s[1:], strict=False)]
+
+
+@dataclass(slots=True)
+class TimelineBin:
+    """Tokens computed in one stretch of the replay, without what was computed before."""
+
+    online_tokens: int = 0
+    offline_tokens: int = 0
+
+
+@dataclass(slots=True)
+class ReplayResult:
+    """
+    Attributes:
+        duration_s: of the workload; tokens count up to it, requests to their end.
+        counters: of each class at ``duration_s``.
+        timeline: bins of ``bin_s``, from the start.
+        scheduling_s: processor time of planning and committing.
+    """
+
+    duration_s: float
+    bin_s: float
+    online: list[OnlineRecord]
+    counters: dict[ServiceClass, ClassCounters]
+    timeline: list[TimelineBin]
+    num_steps: int
+    num_aborted_steps: int
+    scheduling_s: float
+
+
+class Replay:
+    """Feeds an engine online requests at their instants and offline ones as a flood.
+
+    The flood keeps ``queue_depth`` offline requests waiting until the workload's end, as a large batch job does.
+    The replay then goes on until every online request has ended, so that those it delayed are counted.
+
+    Args:
+        clock: the engine's.
+        offline: lengths of offline requests, without end; None for none.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        clock: Clock,
+        online: Sequence[Arrival],
+        offline: Iterator[Lengths] | None,
+        *,
+        duration_s: float,
+        queue_depth: int = 32,
+        bin_s: float = 5.0,
+    ) -> None:
+        self._engine = engine
+        self._clock = clock
+        self._online = online
+        self._offline = offline
+        self._duration_s = duration_s
+        self._queue_depth = queue_depth
+        self._bin_s = bin_s
+        self._origin_s = clock.now_s()
+        self._next_arrival = 0
+        self._num_offline = 0
+        self._records: dict[RequestId, OnlineRecord] = {}
+        self._num_unfinished = len(online)
+        self._num_steps = 0
+        self._timeline: list[TimelineBin] = []
+        self._counted = dict.fromkeys(ServiceClass, 0)
+
+    def next_at_s(self) -> float:
+        if self._next_arrival >= len(self._online):
+            return math.inf
+        return self._origin_s + self._online[self._next_arrival].at_s
+
+    def deliver(self) -> None:
+        now_s = self._clock.now_s()
+        while self.next_at_s() <= now_s:
+            arrival = self._online[self._next_arrival]
+            request = _request(f"online-{self._next_arrival}", arrival.lengths, ServiceClass.ONLINE)
+            request.arrived_at_s = self.next_at_s()
+            self._records[request.request_id] = OnlineRecord(request.arrived_at_s)
+            self._next_arrival += 1
+            self._engine.arrive(request)
+
+    def run(self) -> ReplayResult:
+        at_end: dict[ServiceClass, ClassCounters] | None = None
+        while self._num_unfinished:
+            is_over = self._elapsed_s >= self._duration_s
+            if is_over and at_end is None:
+                at_end = self._copy_counters()
+            self.deliver()
+            if not is_over:
+                self._top_up()
+            if self._engine.has_work:
+                self._step()
+            else:
+                self._wait_until(self.next_at_s())
+        while at_end is None and self._elapsed_s < self._duration_s:
+            self._top_up()
+            if not self._engine.has_work:
+                self._wait_until(self._origin_s + self._duration_s)
+                break
+            self._step()
+        return ReplayResult(
+            duration_s=self._duration_s,
+            bin_s=self._bin_s,
+            online=list(self._records.values()),
+            counters=at_end or self._copy_counters(),
+            timeline=self._timeline,
+            num_steps=self._num_steps,
+            num_aborted_steps=self._engine.num_aborted_steps,
+            scheduling_s=self._engine.scheduling_s,
+        )
+
+    @property
+    def _elapsed_s(self) -> float:
+        return self._clock.now_s() - self._origin_s
+
+    def _step(self) -> None:
+        outputs = self._engine.step()
+        self._num_steps += 1
+        now_s = self._clock.now_s()
+        for output in outputs:
+            self._record(output, now_s)
+        self._count_tokens()
+
+    def _record(self, output: TokenOutput, now_s: float) -> None:
+        record = self._records.get(output.request_id)
+        assert output.message is None, f"{output.request_id}: {output.message}"
+        if record is None:
+            return
+        record.token_at_s.append(now_s)
+        if output.finish_reason is not None:
+            self._num_unfinished -= 1
+
+    def _count_tokens(self) -> None:
+        index = int(self._elapsed_s // self._bin_s)
+        while len(self._timeline) <= index:
+            self._timeline.append(TimelineBin())
+        for service_class, counters in self._engine.scheduler.counters.items():
+            computed = counters.num_computed_tokens - counters.num_recomputed_tokens
+            new = computed - self._counted[service_class]
+            self._counted[service_class] = computed
+            if service_class is ServiceClass.ONLINE:
+                self._timeline[index].online_tokens += new
+            else:
+                self._timeline[index].offline_tokens += new
+
+    def _top_up(self) -> None:
+        if self._offline is None:
+            return
+        _, num_waiting = self._engine.scheduler.count_by_class()[ServiceClass.OFFLINE]
+        for _ in range(self._queue_depth - num_waiting):
+            request = _request(f"offline-{self._num_offline}", next(self._offline), ServiceClass.OFFLINE)
+            request.arrived_at_s = self._clock.now_s()
+            self._num_offline += 1
+            refusal = self._engine.add(request)
+            assert refusal is None, f"{request.request_id}: {refusal}"
+
+    def _wait_until(self, at_s: float) -> None:
+        assert at_s < math.inf, "requests are unfinished, and the engine has nothing to do"
+        seconds = max(0.0, at_s - self._clock.now_s())
+        if isinstance(self._clock, VirtualClock):
+            self._clock.advance(seconds)
+        else:
+            time.sleep(seconds)
+
+    def _copy_counters(self) -> dict[ServiceClass, ClassCounters]:
+        return {each: counters.copy() for each, counters in self._engine.scheduler.counters.items()}
+
+
+def _request(name: str, lengths: Lengths, service_class: ServiceClass) -> Request:
+    return Request(
+        request_id=RequestId(name),
+        prompt_token_ids=(_PROMPT_TOKEN,) * lengths.input_len,
+        sampling=SamplingParams(max_tokens=lengths.output_len, temperature=0.0, ignore_eos=True),
+        service_class=service_class,
+    )
