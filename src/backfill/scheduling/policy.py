@@ -18,7 +18,7 @@ class Lane:
         ranks: whose requests; running ones are placed before waiting ones, decodes before prefills.
         limit_s: the step may take this long, predicted, once a slice of this lane is put into it. The first
             slice of a step is put in whatever it takes.
-        stretch: a slice may lengthen the step to this multiple of what the lanes before made it, at most.
+        beside_prefill: whether the lane is placed into a step in which a lane before it computes a prompt.
         max_step_tokens: a prefill of this lane may not make the step larger than this.
         protected: decodes are placed even past ``limit_s``, and one prefill gets ``least_tokens``.
         least_tokens: the smallest prefill chunk that is worth a place past the limit.
@@ -29,17 +29,13 @@ class Lane:
 
     ranks: frozenset[Rank]
     limit_s: float = math.inf
-    stretch: float = math.inf
+    beside_prefill: bool = True
     max_step_tokens: int | None = None
     protected: bool = False
     least_tokens: int = 16
     displaces: bool = False
     reserved_blocks: int = 0
     only_if_empty: bool = False
-
-    @property
-    def is_timed(self) -> bool:
-        return self.limit_s < math.inf or self.stretch < math.inf
 
 
 @dataclass(frozen=True, slots=True)

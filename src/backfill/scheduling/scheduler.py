@@ -150,14 +150,13 @@ class Scheduler:
         admitted: list[AdmittedRequest] = []
         preempted_any = False
         for index, lane in enumerate(lanes):
-            if lane.only_if_empty and batch.members:
+            if (lane.only_if_empty and batch.members) or (batch.has_prefill and not lane.beside_prefill):
                 continue
-            limit_s = self._limit_s(lane, batch)
             running = [request for rank in lane.ranks for request in by_rank[rank]]
-            preempted_any |= self._place_running(lane, limit_s, running, batch)
+            preempted_any |= self._place_running(lane, running, batch)
             if lane.displaces or not preempted_any:
                 later = {rank for after in lanes[index + 1 :] for rank in after.ranks}
-                admitted += self._admit(lane, limit_s, later, batch, now_s)
+                admitted += self._admit(lane, later, batch, now_s)
         plan = StepPlan(
             step=self._num_plans,
             admitted=tuple(admitted),
@@ -235,15 +234,7 @@ class Scheduler:
             online_blocks=sum(self.blocks.num_held_blocks(r.request_id) for r in by_rank[Rank.ONLINE]),
         )
 
-    def _limit_s(self, lane: Lane, batch: _Batch) -> float:
-        if not lane.is_timed:
-            return math.inf
-        assert self.cost is not None, "a policy that bounds time needs a cost model"
-        if not batch.members:
-            return lane.limit_s
-        return min(lane.limit_s, lane.stretch * self.cost.step_time_s(batch.load))
-
-    def _place_running(self, lane: Lane, limit_s: float, running: list[Request], batch: _Batch) -> bool:
+    def _place_running(self, lane: Lane, running: list[Request], batch: _Batch) -> bool:
         """Give the lane's running requests their tokens, preempting for blocks; True if any was preempted."""
         running.sort(key=_ORDER_KEY)
         preempted_any = False
@@ -252,19 +243,19 @@ class Scheduler:
         for request in decodes:
             if request.status is RequestStatus.RUNNING and batch.has_room:
                 preempted_any |= self._grow(request, 1, batch)
-        self._trim(lane, limit_s, decodes, batch)
+        self._trim(lane, decodes, batch)
         for request in prefills:
             if request.status is RequestStatus.RUNNING and batch.has_room:
-                num_tokens = self._prefill_tokens(request, lane, limit_s, batch)
+                num_tokens = self._prefill_tokens(request, lane, batch)
                 if num_tokens:
                     preempted_any |= self._grow(request, num_tokens, batch)
         return preempted_any
 
-    def _trim(self, lane: Lane, limit_s: float, decodes: list[Request], batch: _Batch) -> None:
+    def _trim(self, lane: Lane, decodes: list[Request], batch: _Batch) -> None:
         """Take the lane's least urgent decodes out again while the step is over its time."""
-        if limit_s < math.inf and not lane.protected:
+        if lane.limit_s < math.inf and not lane.protected:
             assert self.cost is not None
-            while decodes and len(batch.members) > 1 and self.cost.step_time_s(batch.load) > limit_s:
+            while decodes and len(batch.members) > 1 and self.cost.step_time_s(batch.load) > lane.limit_s:
                 batch.drop(decodes.pop())
 
     def _grow(self, request: Request, num_tokens: int, batch: _Batch) -> bool:
@@ -284,9 +275,7 @@ class Scheduler:
         batch.put(request, num_tokens)
         return preempted_any
 
-    def _admit(
-        self, lane: Lane, limit_s: float, later: set[Rank], batch: _Batch, now_s: float
-    ) -> list[AdmittedRequest]:
+    def _admit(self, lane: Lane, later: set[Rank], batch: _Batch, now_s: float) -> list[AdmittedRequest]:
         """Start the lane's waiting requests while all their known tokens fit beside what running ones need next.
 
         That is the blocks for the rest of their prompts and one block each to grow into, so that an
@@ -308,7 +297,7 @@ class Scheduler:
             request = None if queue is None else queue.peek()
             if queue is None or request is None:
                 break
-            num_tokens = self._prefill_tokens(request, lane, limit_s, batch)
+            num_tokens = self._prefill_tokens(request, lane, batch)
             reserved = promised + (lane.reserved_blocks if self._running else 0)
             needed = self.blocks.blocks_for(request.num_tokens)
             if num_tokens == 0 or not self._free_up(needed + reserved, yielding, batch):
@@ -351,7 +340,7 @@ class Scheduler:
     def _blocks_needed_next(self, request: Request) -> int:
         return 1 + self.blocks.num_missing_blocks(request.request_id, request.num_tokens)
 
-    def _prefill_tokens(self, request: Request, lane: Lane, limit_s: float, batch: _Batch) -> int:
+    def _prefill_tokens(self, request: Request, lane: Lane, batch: _Batch) -> int:
         """Tokens of a prompt, or of what is recomputed of a request, that the step has room and time for."""
         if not batch.has_room:
             return 0
@@ -360,9 +349,9 @@ class Scheduler:
         least = min(most, lane.least_tokens)
         if lane.max_step_tokens is not None and batch.members:
             most = min(most, max(0, lane.max_step_tokens - batch.load.num_tokens))
-        if limit_s < math.inf:
+        if lane.limit_s < math.inf:
             assert self.cost is not None
-            most = self.cost.max_tokens(batch.load, request.num_computed_tokens, pending, limit_s, most)
+            most = self.cost.max_tokens(batch.load, request.num_computed_tokens, pending, lane.limit_s, most)
         if most >= least:
             return most
         is_owed = not batch.members or (lane.protected and not batch.has_prefill)

@@ -21,7 +21,6 @@ class SloPolicyConfig:
         default_slo: of online requests that bring none.
         margin: part of an objective kept for what the cost model does not see: planning, sampling's tail,
             the way to the client.
-        prefill_stretch: how much longer offline work may make a step that computes an online prompt.
         step_efficiency: beside online requests a step grows no further than where its cost a token is this
             part of the best: larger ones make arrivals wait and buy almost nothing.
         unsafe_ttft_share: part of the TTFT objective that a purely offline step may take where the executor
@@ -32,8 +31,7 @@ class SloPolicyConfig:
 
     default_slo: SLO
     margin: float = 0.05
-    prefill_stretch: float = 1.1
-    step_efficiency: float = 0.9
+    step_efficiency: float = 0.8
     unsafe_ttft_share: float = 0.25
     promote_before_s: float = 3600.0
     reserve_decay_s: float = 60.0
@@ -44,7 +42,8 @@ class SloPolicy:
 
     A step's time is bounded by the least slack of the online requests that decode in it, and by the tightest
     TPOT objective. Online requests are placed first, as if offline ones were not there, and may take their
-    blocks. What is left of the bound goes to offline decodes, then to chunks of offline prompts. Without
+    blocks. What is left of the bound goes to offline decodes, then to chunks of offline prompts; a step that
+    computes an online prompt has none. Without
     online requests there is no bound: the largest batch that fits, stopped at a safepoint when one arrives.
 
     Where this differs from the paper, and why: docs/coserving.md.
@@ -76,10 +75,10 @@ class SloPolicy:
             return self._offline_batching(reserved)
         tightest, slack = self._tpot(online, view.now_s)
         usable = (1.0 - self.config.margin) / self.correction.upper
-        computes_prompt = view.num_waiting[Rank.ONLINE] > 0 or any(
-            request.last_token_at_s is None for request in online
-        )
-        bound = min(tightest, slack, self._ttft_slack(online, view.now_s)) * usable
+        # Longer steps keep online requests, and so their blocks, longer: as these fill the pool, offline
+        # work has less to gain and more to spoil.
+        room = 1.0 - view.online_blocks / view.num_blocks
+        bound = min(tightest * room, slack, self._ttft_slack(online, view.now_s)) * usable
         return (
             Lane(
                 ranks=frozenset({Rank.ONLINE}),
@@ -96,7 +95,7 @@ class SloPolicy:
             Lane(
                 ranks=frozenset({Rank.OFFLINE}),
                 limit_s=bound,
-                stretch=self.config.prefill_stretch if computes_prompt else math.inf,
+                beside_prefill=False,
                 max_step_tokens=self._efficient_tokens,
                 reserved_blocks=reserved,
             ),
