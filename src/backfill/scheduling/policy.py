@@ -19,7 +19,7 @@ class Lane:
         limit_s: the step may take this long, predicted, once a slice of this lane is put into it. The first
             slice of a step is put in whatever it takes.
         beside_prefill: whether the lane is placed into a step in which a lane before it computes a prompt.
-        max_step_tokens: a prefill of this lane may not make the step larger than this.
+        max_prefill_tokens: a prefill of this lane may not bring the step's prefill tokens above this.
         protected: decodes are placed even past ``limit_s``, and one prefill gets ``least_tokens``.
         least_tokens: the smallest prefill chunk that is worth a place past the limit.
         displaces: waiting requests may take the blocks of running ones of later lanes.
@@ -30,7 +30,7 @@ class Lane:
     ranks: frozenset[Rank]
     limit_s: float = math.inf
     beside_prefill: bool = True
-    max_step_tokens: int | None = None
+    max_prefill_tokens: int | None = None
     protected: bool = False
     least_tokens: int = 16
     displaces: bool = False

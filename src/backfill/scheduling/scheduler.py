@@ -150,7 +150,9 @@ class Scheduler:
         admitted: list[AdmittedRequest] = []
         preempted_any = False
         for index, lane in enumerate(lanes):
-            if (lane.only_if_empty and batch.members) or (batch.has_prefill and not lane.beside_prefill):
+            if lane.only_if_empty and batch.members:
+                continue
+            if batch.num_prefill_tokens and not lane.beside_prefill:
                 continue
             running = [request for rank in lane.ranks for request in by_rank[rank]]
             preempted_any |= self._place_running(lane, running, batch)
@@ -347,14 +349,14 @@ class Scheduler:
         pending = request.num_pending_tokens
         most = min(pending, self.config.max_prefill_chunk_tokens, batch.num_tokens_left)
         least = min(most, lane.least_tokens)
-        if lane.max_step_tokens is not None and batch.members:
-            most = min(most, max(0, lane.max_step_tokens - batch.load.num_tokens))
+        if lane.max_prefill_tokens is not None:
+            most = min(most, max(0, lane.max_prefill_tokens - batch.num_prefill_tokens))
         if lane.limit_s < math.inf:
             assert self.cost is not None
             most = self.cost.max_tokens(batch.load, request.num_computed_tokens, pending, lane.limit_s, most)
         if most >= least:
             return most
-        is_owed = not batch.members or (lane.protected and not batch.has_prefill)
+        is_owed = not batch.members or (lane.protected and not batch.num_prefill_tokens)
         return least if is_owed else 0
 
     def _slice_of(self, request: Request, num_tokens: int) -> ScheduledSlice:
@@ -404,7 +406,7 @@ class _Batch:
     def __init__(self, max_num_seqs: int, max_num_tokens: int) -> None:
         self.members: dict[RequestId, tuple[Request, int]] = {}
         self.load = StepLoad()
-        self.has_prefill = False
+        self.num_prefill_tokens = 0
         self.num_tokens_left = max_num_tokens
         self._max_num_seqs = max_num_seqs
 
@@ -416,12 +418,15 @@ class _Batch:
         self.members[request.request_id] = (request, num_tokens)
         self.num_tokens_left -= num_tokens
         pending = request.num_tokens - request.num_computed_tokens
-        self.has_prefill |= pending > 1
+        if pending > 1:
+            self.num_prefill_tokens += num_tokens
         self.load.put(request.num_computed_tokens, num_tokens, num_tokens == pending)
 
     def drop(self, request: Request) -> None:
         member = self.members.pop(request.request_id, None)
         if member is not None:
-            num_tokens = member[1]
+            num_tokens, pending = member[1], request.num_pending_tokens
             self.num_tokens_left += num_tokens
-            self.load.take(request.num_computed_tokens, num_tokens, num_tokens == request.num_pending_tokens)
+            if pending > 1:
+                self.num_prefill_tokens -= num_tokens
+            self.load.take(request.num_computed_tokens, num_tokens, num_tokens == pending)

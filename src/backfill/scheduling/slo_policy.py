@@ -21,8 +21,8 @@ class SloPolicyConfig:
         default_slo: of online requests that bring none.
         margin: part of an objective kept for what the cost model does not see: planning, sampling's tail,
             the way to the client.
-        step_efficiency: beside online requests a step grows no further than where its cost a token is this
-            part of the best: larger ones make arrivals wait and buy almost nothing.
+        step_efficiency: beside online requests offline prompts are computed in chunks no larger than where
+            the cost a token is at most the least divided by this: larger steps make arrivals wait and buy little.
         unsafe_ttft_share: part of the TTFT objective that a purely offline step may take where the executor
             cannot stop it.
         promote_before_s: an offline request is promoted when its completion window ends within this.
@@ -76,8 +76,8 @@ class SloPolicy:
         tightest, slack = self._tpot(online, view.now_s)
         usable = (1.0 - self.config.margin) / self.correction.upper
         # Longer steps keep online requests, and so their blocks, longer: as these fill the pool, offline
-        # work has less to gain and more to spoil.
-        room = 1.0 - view.online_blocks / view.num_blocks
+        # work has less to gain and more to spoil. The square was found by simulation (docs/coserving.md).
+        room = (1.0 - view.online_blocks / view.num_blocks) ** 2
         bound = min(tightest * room, slack, self._ttft_slack(online, view.now_s)) * usable
         return (
             Lane(
@@ -89,14 +89,14 @@ class SloPolicy:
             Lane(
                 ranks=frozenset({Rank.PROMOTED}),
                 limit_s=min(tightest, self.config.default_slo.tpot_s) * usable,
-                max_step_tokens=self._efficient_tokens,
+                max_prefill_tokens=self._efficient_tokens,
                 displaces=True,
             ),
             Lane(
                 ranks=frozenset({Rank.OFFLINE}),
                 limit_s=bound,
                 beside_prefill=False,
-                max_step_tokens=self._efficient_tokens,
+                max_prefill_tokens=self._efficient_tokens,
                 reserved_blocks=reserved,
             ),
         )
