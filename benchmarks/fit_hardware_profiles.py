@@ -198,7 +198,9 @@ def _all_reduce_times(path: Path, num_workers: int) -> tuple[list[int], list[flo
     with path.open(newline="") as lines:
         for row in csv.DictReader(lines):
             if int(row["num_workers"]) == num_workers and int(row["devices_per_node"]) == num_workers:
-                found.setdefault(int(row["size"]), []).append(float(row["time_stats.all_reduce.median"]) / 1000)
+                found.setdefault(int(row["size"]), []).append(
+                    float(row["time_stats.all_reduce.median"]) / 1000
+                )
     sizes = sorted(found)
     return sizes, [float(np.mean(found[size])) for size in sizes]
 
@@ -209,7 +211,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=_OUT)
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    print("profile                     KV tokens  decode 1  32 x 1024  prefill 1024  2048   error (median, P95)")
+    print(
+        "profile                     KV tokens  decode 1  32 x 1024  prefill 1024  2048   error (median, P95)"
+    )
     for device, model, num_workers in _TARGETS:
         content = fit(device, model, num_workers, options.profiles)
         path = options.out / f"{content['name']}.json"

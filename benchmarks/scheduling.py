@@ -15,7 +15,7 @@ import time
 
 from backfill.core.clock import VirtualClock
 from backfill.core.config import SchedulerConfig
-from backfill.core.plan import SampledToken, StepOutcome, StepPlan
+from backfill.core.plan import SampledToken, StepOutcome
 from backfill.core.request import Request, RequestId, ServiceClass
 from backfill.core.sampling import SamplingParams
 from backfill.core.slo import SLO
@@ -39,7 +39,9 @@ def time_decisions(num_running: int, num_queued: int) -> float:
     clock = VirtualClock()
     scheduler = Scheduler(
         config,
-        BlockManager(num_running * (_PROMPT_TOKENS + _STEPS + _WARM_UP + _BLOCK_SIZE) // _BLOCK_SIZE, _BLOCK_SIZE),
+        BlockManager(
+            num_running * (_PROMPT_TOKENS + _STEPS + _WARM_UP + _BLOCK_SIZE) // _BLOCK_SIZE, _BLOCK_SIZE
+        ),
         create_policy(config, cost, can_abort=True),
         cost=cost,
     )

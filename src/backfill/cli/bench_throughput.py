@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from typing import Annotated
 
 import typer
 
 from backfill.core.config import GIB, EngineConfig, SchedulerConfig
 from backfill.core.errors import BackfillError, ConfigError
-from backfill.engine.environment import engine_environment
+from backfill.engine.environment import engine_environment, restart_with
 
 
 def throughput(
@@ -36,7 +35,7 @@ def throughput(
     stream_tok_s is one request alone, prefill included; first_token_s is one prompt's time to its
     first token.
     """
-    _restart_with(engine_environment(os.environ))
+    restart_with(engine_environment(os.environ))
     try:
         for option, value in (
             ("--num-prompts", num_prompts),
@@ -73,11 +72,3 @@ def throughput(
     for name, figure in figures.items():
         typer.echo(f"{name:20s} {figure:10.3f}")
     typer.echo(json.dumps({"engine": "backfill", **figures}))
-
-
-def _restart_with(settings: dict[str, str]) -> None:
-    """Begin anew with ``settings`` in the environment, which libraries read only when a process starts."""
-    if settings:
-        os.execve(
-            sys.executable, [sys.executable, "-m", "backfill", *sys.argv[1:]], {**os.environ, **settings}
-        )

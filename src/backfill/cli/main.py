@@ -9,6 +9,7 @@ import typer
 
 from backfill import __version__
 from backfill.cli.bench import bench_app
+from backfill.cli.profile import profile
 from backfill.cli.pull import pull
 from backfill.cli.run_batch import run_batch
 from backfill.cli.serve import serve
@@ -24,6 +25,7 @@ app = typer.Typer(
 app.command()(serve)
 app.command()(run_batch)
 app.command()(pull)
+app.command()(profile)
 app.command()(simulate)
 app.add_typer(bench_app, name="bench")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -21,6 +22,14 @@ def engine_environment(current: Mapping[str, str]) -> dict[str, str]:
     if "OMP_WAIT_POLICY" not in current:
         settings["GOMP_SPINCOUNT"] = "500"
     return {name: value for name, value in settings.items() if name not in current}
+
+
+def restart_with(settings: Mapping[str, str]) -> None:
+    """Begin this command anew with ``settings`` in the environment; none is no restart."""
+    if settings:
+        os.execve(
+            sys.executable, [sys.executable, "-m", "backfill", *sys.argv[1:]], {**os.environ, **settings}
+        )
 
 
 @contextmanager

@@ -28,6 +28,14 @@ class TorchExecutor:
         self._sampler = Sampler(info.end_token_ids)
         self._states: dict[RequestId, RequestState] = {}
 
+    @property
+    def num_layers(self) -> int:
+        return self._model.num_layers
+
+    def fill_kv_pool(self) -> None:
+        """Write zeros to the whole pool, so that its memory is really there."""
+        self._kv_pool.zero_()
+
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepOutcome:
         for request_id in plan.released:

@@ -42,7 +42,9 @@ class BlockManager:
 
     def num_missing_blocks(self, request_id: RequestId, num_tokens: int) -> int:
         """Blocks the request must still be given to hold its first ``num_tokens`` tokens."""
-        return max(0, self.blocks_for(num_tokens) - self.num_held_blocks(request_id))
+        table = self._tables.get(request_id)
+        missing = -(-num_tokens // self.block_size) - (0 if table is None else len(table))
+        return missing if missing > 0 else 0  # asked for every running request in every step
 
     def can_grow(self, request_id: RequestId, num_tokens: int) -> bool:
         return self.num_missing_blocks(request_id, num_tokens) <= len(self._free)

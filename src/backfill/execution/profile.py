@@ -1,0 +1,110 @@
+"""The cost profile of the executor that is running: where it is kept, and measured where there is none."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import astuple
+from pathlib import Path
+
+import torch
+
+from backfill.core.clock import WallClock
+from backfill.core.config import EngineConfig
+from backfill.core.errors import ConfigError
+from backfill.costs.profile import CostProfile, ProfileKey
+from backfill.costs.profiler import FULL, QUICK, Capacity, Grid, profile_executor
+from backfill.execution.torch_executor import TorchExecutor
+from backfill.kernels.cpu import CpuKernels
+from backfill.models.config import ModelConfig
+from backfill.models.resolve import cache_root
+
+logger = logging.getLogger(__name__)
+
+
+def profile_key(config: EngineConfig, executor: TorchExecutor) -> ProfileKey:
+    """What a profile of this executor holds for: the model's shape, the device with what it runs, the dtype."""
+    model = ModelConfig.from_folder(config.model_dir)
+    shape = f"{model.architecture}-{model.num_layers}x{model.hidden_size}"
+    digest = hashlib.sha256(repr(astuple(model)).encode()).hexdigest()[:8]
+    info = executor.info
+    if info.device.startswith("cuda"):
+        device = torch.cuda.get_device_name(torch.device(info.device))
+    else:
+        device = f"{_processor_name()}, {CpuKernels().isa}, {torch.get_num_threads()} threads"
+    return ProfileKey(f"{shape}-{digest}", device, info.dtype)
+
+
+def profile_path(key: ProfileKey) -> Path:
+    """Where the profile of a key is kept, whether or not there is one."""
+    digest = hashlib.sha256(repr(astuple(key)).encode()).hexdigest()[:12]
+    return cache_root() / "profiles" / f"{key.model}-{key.dtype}-{digest}.json"
+
+
+def measure_profile(
+    config: EngineConfig,
+    executor: TorchExecutor,
+    grid: Grid = FULL,
+    on_step: Callable[[int, int], None] | None = None,
+) -> CostProfile:
+    """Time the executor. It must have no requests; the contents of its KV pool are lost."""
+    info = executor.info
+    # Unwritten memory is not there yet: reading it would cost nothing and writing it a page fault.
+    executor.fill_kv_pool()
+    capacity = Capacity(
+        kv_tokens=info.num_blocks * info.block_size,
+        block_size=info.block_size,
+        max_model_len=info.max_model_len,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+    )
+    return profile_executor(
+        executor,
+        WallClock(),
+        capacity,
+        grid,
+        key=profile_key(config, executor),
+        num_layers=executor.num_layers,
+        on_step=on_step,
+    )
+
+
+def load_or_measure_profile(config: EngineConfig, executor: TorchExecutor) -> CostProfile:
+    """The profile named by the configuration, else the saved one, else one measured quickly and not saved.
+
+    Raises: ConfigError when the named one cannot be read or is of another model, device or dtype.
+    """
+    key = profile_key(config, executor)
+    if config.profile_path is not None:
+        profile = CostProfile.load(Path(config.profile_path))
+        profile.check_key(key, config.profile_path)
+        return profile
+    path = profile_path(key)
+    if path.exists():
+        try:
+            profile = CostProfile.load(path)
+            profile.check_key(key, str(path))
+            return profile
+        except ConfigError as error:
+            logger.warning("%s It is measured quickly instead.", error)
+    began_s = time.monotonic()
+    profile = measure_profile(config, executor, QUICK)
+    logger.info(
+        "no saved cost profile; a quick one took %.1f s (`backfill profile` makes a better one)",
+        time.monotonic() - began_s,
+    )
+    return profile
+
+
+def _processor_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine() or os.name
