@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from backfill.core.plan import SampledToken, StepOutcome, StepPlan
 from backfill.core.request import Request, RequestId, ServiceClass
 from backfill.core.sampling import SamplingParams
+from backfill.core.slo import SLO
+from backfill.costs.model import CostModel, PiecewiseLinear
 from backfill.execution.executor import ExecutorInfo
 
 _ids = itertools.count()
@@ -21,6 +23,8 @@ def make_request(
     service_class: ServiceClass = ServiceClass.ONLINE,
     priority: int = 0,
     arrived_at_s: float = 0.0,
+    slo: SLO | None = None,
+    complete_by_s: float | None = None,
     prompt_token_ids: Sequence[int] | None = None,
     **sampling: object,
 ) -> Request:
@@ -31,6 +35,21 @@ def make_request(
         service_class=service_class,
         priority=priority,
         arrived_at_s=arrived_at_s,
+        slo=slo,
+        complete_by_s=complete_by_s,
+    )
+
+
+def linear_cost(token_s: float = 0.001, step_s: float = 0.0, context_s: float = 0.0) -> CostModel:
+    """Every token costs the same, beside a constant for the step and what is read of the context."""
+    knots = (1.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1000.0)
+    return CostModel(
+        rows_s=PiecewiseLinear(knots, tuple(step_s + token_s * knot for knot in knots)),
+        sampled_s=PiecewiseLinear((0.0, 1.0), (0.0, 0.0)),
+        request_s=0.0,
+        prefill_pair_s=0.0,
+        prefill_context_s=context_s,
+        decode_context_s=context_s,
     )
 
 

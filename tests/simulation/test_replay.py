@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from backfill.core.request import ServiceClass
+from backfill.core.slo import SLO
+from backfill.costs.profile import CostProfile, FitError, ProfileKey
+from backfill.simulation.metrics import metrics_of
+from backfill.simulation.replay import Arrival, Lengths, ReplayResult
+from backfill.simulation.run import simulate
+from backfill.simulation.workloads import Workload, gamma_workload
+from tests.builders import linear_cost
+
+LOOSE = SLO(ttft_s=5.0, tpot_s=0.2)
+PROFILE = CostProfile(
+    key=ProfileKey("model", "device", "dtype"),
+    num_layers=32,
+    cost=linear_cost(token_s=1e-4, step_s=5e-3, context_s=1e-6),
+    error=FitError(0.0, 0.0, 1),
+    provenance="made for a test",
+)
+
+
+def workload(rate_per_s: float = 2.0, duration_s: float = 20.0) -> Workload:
+    return gamma_workload(
+        rate_per_s, 2.0, duration_s, Lengths(200, 20), offline=(Lengths(600, 40), Lengths(90, 90)), seed=3
+    )
+
+
+def run(policy: str, load: Workload, slo: SLO = LOOSE, kv_tokens: int = 8000) -> ReplayResult:
+    return simulate(
+        policy,  # type: ignore[arg-type]
+        load,
+        profile=PROFILE,
+        kv_tokens=kv_tokens,
+        max_model_len=4000,
+        slo=slo,
+        max_num_batched_tokens=2048,
+    )
+
+
+def test_two_runs_are_equal_to_the_last_digit() -> None:
+    first, second = (metrics_of(run("slo", workload()), LOOSE) for _ in range(2))
+    assert replace(first, scheduling_time_share=0.0) == replace(second, scheduling_time_share=0.0)
+
+
+def test_every_online_token_is_recorded_and_the_timeline_adds_up() -> None:
+    result = run("slo", workload())
+    assert len(result.online) == 40
+    assert all(len(record.token_at_s) == 20 for record in result.online)
+    within = [tokens for i, tokens in enumerate(result.timeline) if (i + 1) * result.bin_s <= 20.0]
+    offline = result.counters[ServiceClass.OFFLINE]
+    assert sum(tokens.offline_tokens for tokens in within) == pytest.approx(
+        offline.num_computed_tokens - offline.num_recomputed_tokens, rel=0.02
+    )
+
+
+def test_a_lone_request_takes_its_own_time() -> None:
+    alone = Workload((Arrival(1.0, Lengths(100, 3)),), 2.0, ())
+    (record,) = run("online-only", alone).online
+    assert record.ttft_s == pytest.approx(5e-3 + 100 * 1e-4)
+    assert record.gaps_s() == [pytest.approx(5e-3 + 1e-4 + at * 1e-6) for at in (100, 101)]
+
+
+def test_policies_differ_as_they_should() -> None:
+    figures = {
+        name: metrics_of(run(name, workload()), LOOSE)
+        for name in ("online-only", "fcfs", "priority", "round-robin", "slo")
+    }
+    assert figures["online-only"].offline_tok_s == 0
+    assert figures["slo"].ttft_p99_s < figures["priority"].ttft_p99_s < figures["fcfs"].ttft_p99_s
+    assert figures["slo"].total_tok_s > 2 * figures["online-only"].total_tok_s
+    assert figures["round-robin"].offline_tok_s > 0
+
+
+def test_an_arrival_stops_an_offline_step_that_would_make_it_late() -> None:
+    sparse = workload(rate_per_s=1.0)
+    tight = SLO(ttft_s=0.06, tpot_s=0.2)
+    result = run("slo", sparse, tight)
+    figures = metrics_of(result, tight)
+    assert 0 < result.num_aborted_steps <= len(result.online)
+    assert figures.aborted_token_share > 0
+    assert figures.ttft_attainment >= 0.85
+    assert figures.ttft_attainment > metrics_of(run("priority", sparse, tight), tight).ttft_attainment
+
+
+def test_what_a_full_pool_makes_compute_twice_is_counted_once() -> None:
+    result = run("priority", workload(rate_per_s=4.0), kv_tokens=2000)
+    figures = metrics_of(result, LOOSE)
+    assert figures.recomputed_token_share > 0
+    computed = sum(c.num_computed_tokens for c in result.counters.values())
+    assert figures.total_tok_s * result.duration_s == pytest.approx(
+        computed * (1 - figures.recomputed_token_share)
+    )

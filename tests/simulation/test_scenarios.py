@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from backfill.core.errors import ConfigError
+from backfill.simulation.scenarios import Inputs, build_scenario, scenario_names
+from backfill.simulation.workloads import Lengths, conversation_workload, summarization_lengths
+from backfill.workloads.arrivals import Phase, reshaped
+from tests.cli.running import run_cli
+
+
+def test_every_scenario_builds_and_each_request_fits_the_model() -> None:
+    for name in scenario_names():
+        scenario = build_scenario(name, Inputs())
+        most = scenario.hardware.max_model_len
+        for point in scenario.points:
+            assert len(point.workload.online) > 50
+            assert max(sum(arrival.lengths) for arrival in point.workload.online) <= most
+            assert max(sum(lengths) for lengths in point.workload.offline) <= most
+            instants = [arrival.at_s for arrival in point.workload.online]
+            assert instants == sorted(instants)
+            assert instants[-1] <= point.workload.duration_s
+
+
+def test_an_unknown_scenario_names_those_there_are() -> None:
+    with pytest.raises(ConfigError, match="conserve-fig5, conserve-fig6, conserve-fig7"):
+        build_scenario("fig5", Inputs())
+
+
+def test_a_trace_is_sampled_and_its_burst_is_three_times_the_rate(tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    rng = np.random.default_rng(0)
+    times = np.sort(rng.uniform(0, 1000, 4000))
+    rows = "\n".join(f"{t:.4f},{100 + i % 7},{20 + i % 3}" for i, t in enumerate(times))
+    path.write_text("arrived_at,num_prefill_tokens,num_decode_tokens\n" + rows)
+    phases = [Phase(100, 1.0), Phase(100, 3.0)]
+    load = conversation_workload(2.0, phases, trace=path, offline=(Lengths(1, 1),), max_len=4096, seed=0)
+    early = sum(arrival.at_s < 100 for arrival in load.online)
+    assert len(load.online) == 400
+    assert early == pytest.approx(100, rel=0.2)
+
+
+def test_reshaping_keeps_order_and_leaves_off_phases_empty() -> None:
+    instants = np.linspace(0.0, 10.0, 101)
+    moved = reshaped(instants, [Phase(10, 1.0), Phase(20, 0.0), Phase(10, 1.0)])
+    assert np.all(np.diff(moved) >= 0)
+    assert moved[0] == 0.0
+    assert moved[-1] == pytest.approx(40.0)
+    assert not np.any((moved > 10.0) & (moved < 30.0))
+
+
+def test_drawn_summaries_have_the_published_means() -> None:
+    lengths = summarization_lengths(None, count=4000, max_len=4096, seed=0)
+    assert np.mean([each.input_len for each in lengths]) == pytest.approx(2588, rel=0.05)
+    assert np.mean([each.output_len for each in lengths]) == pytest.approx(291, rel=0.05)
+    assert max(sum(each) for each in lengths) <= 4096
+
+
+def test_simulate_ends_with_one_json_object_and_writes_a_plot(tmp_path: Path) -> None:
+    plot = tmp_path / "fig6.png"
+    done = run_cli("simulate", "conserve-fig6", "--policies", "online-only", "--json", "--plot", str(plot))
+    assert done.returncode == 0, done.stderr
+    content = json.loads(done.stdout.splitlines()[-1])
+    assert content["scenario"] == "conserve-fig6"
+    figures = content["policies"]["online-only"]
+    assert figures["ttft_attainment"] == 1.0
+    assert {"ttft_p50_s", "itl_p99_s", "total_tok_s", "recomputed_token_share"} <= set(figures)
+    assert content["paper"]["slo"]["ttft_p99_s"] == 0.35
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["conserve-fig9"], "There is no scenario 'conserve-fig9'"),
+        (["conserve-fig5", "--policies", "lifo"], "there is no policy 'lifo'"),
+        (["conserve-fig5", "--policies", ","], "--policies names none"),
+        (["conserve-fig5", "--online-trace", "missing.csv"], "missing.csv cannot be read"),
+    ],
+)
+def test_bad_input_is_one_line(arguments: list[str], message: str) -> None:
+    done = run_cli("simulate", *arguments)
+    assert done.returncode == 1
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_trace_without_times_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "lengths.csv"
+    path.write_text("num_prefill_tokens,num_decode_tokens\n" + "10,10\n" * 3000)
+    done = run_cli("simulate", "conserve-fig5", "--online-trace", str(path))
+    assert done.returncode == 1
+    assert "has no arrival times" in done.stderr
