@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from backfill.core.plan import SampledToken, StepOutcome, StepPlan
 from backfill.core.request import Request, RequestId, ServiceClass
 from backfill.core.sampling import SamplingParams
+from backfill.costs.model import CostModel, PiecewiseLinear
 from backfill.execution.executor import ExecutorInfo
 
 _ids = itertools.count()
@@ -49,6 +50,12 @@ def make_info(
         device="none",
         dtype="none",
     )
+
+
+def flat_cost(step_s: float, row_s: float = 0.0) -> CostModel:
+    """Every step takes ``step_s`` seconds, and ``row_s`` for each of its tokens."""
+    rows = PiecewiseLinear((0.0, 1.0), (step_s, step_s + row_s))
+    return CostModel(rows, PiecewiseLinear((0.0, 1.0), (0.0, 0.0)), 0.0, 0.0, 0.0, 0.0)
 
 
 class ScriptedExecutor:

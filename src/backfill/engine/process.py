@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 import zmq
@@ -18,6 +19,7 @@ from backfill.core.clock import WallClock
 from backfill.core.config import EngineConfig
 from backfill.core.errors import BackfillError
 from backfill.core.request import Request
+from backfill.costs.profile import CostProfile
 from backfill.engine.engine import Engine
 from backfill.engine.messages import (
     AbortRequests,
@@ -65,7 +67,8 @@ def _serve(config: EngineConfig, channel: _Channel) -> None:
 
     started_at_s = time.monotonic()
     try:
-        engine = Engine(config.scheduler, create_torch_executor(config), WallClock())
+        executor = create_torch_executor(config)
+        engine = Engine(config.scheduler, executor, WallClock(), _profile(config))
     except BackfillError as error:
         channel.send(StartFailed(str(error)))
         return
@@ -73,8 +76,15 @@ def _serve(config: EngineConfig, channel: _Channel) -> None:
         logger.exception("the engine could not start")
         channel.send(StartFailed(f"The engine could not start: {type(error).__name__}: {error}"))
         return
-    channel.send(Ready(engine.executor.info, time.monotonic() - started_at_s))
+    slo = engine.default_slo
+    logger.info("online requests: first token within %.3g s, each next within %.3g s", slo.ttft_s, slo.tpot_s)
+    channel.send(Ready(executor.info, time.monotonic() - started_at_s, slo, engine.scheduler.cost))
     EngineLoop(engine, channel).run()
+
+
+def _profile(config: EngineConfig) -> CostProfile | None:
+    """What steps cost; None where none was given. Raises: ConfigError."""
+    return None if config.profile_path is None else CostProfile.load(Path(config.profile_path))
 
 
 class _Channel:
@@ -137,6 +147,8 @@ class EngineLoop:
                 prompt_token_ids=command.prompt_token_ids,
                 sampling=command.sampling,
                 service_class=command.service_class,
+                slo=command.slo,
+                complete_by_s=command.complete_by_s,
                 priority=command.priority,
                 arrived_at_s=command.arrived_at_s,
             )

@@ -58,7 +58,8 @@ def simulate(
         max_num_batched_tokens=max_num_batched_tokens,
         max_prefill_chunk_tokens=max_num_batched_tokens,
         policy=policy,
-        slo=slo,
+        ttft_slo_s=slo.ttft_s,
+        tpot_slo_s=slo.tpot_s,
     )
     engine = Engine(config, executor, clock, profile)
     replay = Replay(
