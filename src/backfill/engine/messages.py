@@ -52,7 +52,7 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
 
     info: ExecutorInfo
     load_s: float
-    default_slo: SLO | None = None
+    default_slo: SLO
     cost: CostModel | None = None
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from backfill.core.config import SchedulerConfig
 from backfill.core.errors import ConfigError
 from backfill.core.slo import SLO
@@ -41,7 +43,7 @@ def _objective(option: str, asked_s: float | None, default_s: float, least_s: fl
         return max(default_s, _DEFAULT_HEADROOM * least_s)
     if asked_s < least_s:
         raise ConfigError(
-            f"{option} {asked_s:g}: one request alone needs {least_s:.3g} s on this device; "
-            "give at least that."
+            f"{option} {asked_s:g}: one request alone needs {math.ceil(1000 * least_s) / 1000:g} s on this "
+            "device; give at least that."
         )
     return asked_s
