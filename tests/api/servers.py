@@ -17,7 +17,25 @@ from pathlib import Path
 import httpx
 from openai import OpenAI
 
+from backfill.costs.model import CostModel, PiecewiseLinear
+from backfill.costs.profile import CostProfile, FitError, ProfileKey
+
 MODEL = "smollm2-135m-instruct"
+# Made up, of the size of what SmolLM2-135M takes on two cores.
+PROFILE = CostProfile(
+    key=ProfileKey(model="test", device="test", dtype="test"),
+    num_layers=30,
+    cost=CostModel(
+        rows_s=PiecewiseLinear((1.0, 16.0, 2048.0), (0.011, 0.013, 0.35)),
+        sampled_s=PiecewiseLinear((1.0, 64.0), (0.001, 0.02)),
+        request_s=1e-5,
+        prefill_pair_s=4e-8,
+        prefill_context_s=1e-7,
+        decode_context_s=1e-6,
+    ),
+    error=FitError(median=0.0, p95=0.0, num_steps=0),
+    provenance="made up for tests",
+)
 START_TIMEOUT_S = 60.0
 
 
@@ -85,6 +103,9 @@ def running_server(*options: str, data_dir: Path, model: str = MODEL) -> Iterato
 
 def launch(model: str, *options: str, data_dir: Path) -> RunningServer:
     port = free_port()
+    if "--policy" not in options:
+        PROFILE.save(data_dir / "profile.json")
+        options += ("--profile", str(data_dir / "profile.json"))
     process = subprocess.Popen(
         serve_command(model, "--port", str(port), "--data-dir", str(data_dir), *options),
         stdout=subprocess.PIPE,
