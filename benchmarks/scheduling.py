@@ -18,7 +18,6 @@ from backfill.core.config import SchedulerConfig
 from backfill.core.plan import SampledToken, StepOutcome
 from backfill.core.request import Request, RequestId, ServiceClass
 from backfill.core.sampling import SamplingParams
-from backfill.core.slo import SLO
 from backfill.costs.hardware import load_hardware_profile
 from backfill.kvcache.block_manager import BlockManager
 from backfill.scheduling.create import create_policy
@@ -34,7 +33,7 @@ def time_decisions(num_running: int, num_queued: int) -> float:
     """Median seconds of planning and committing a step while ``num_running`` requests decode."""
     cost = load_hardware_profile("a100-80g-llama-3-8b").costs.cost
     config = SchedulerConfig(
-        max_num_seqs=num_running, max_num_batched_tokens=8192, policy="slo", slo=SLO(1.5, 0.11)
+        max_num_seqs=num_running, max_num_batched_tokens=8192, policy="slo", ttft_slo_s=1.5, tpot_slo_s=0.11
     )
     clock = VirtualClock()
     scheduler = Scheduler(

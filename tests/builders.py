@@ -10,6 +10,7 @@ from backfill.core.request import Request, RequestId, ServiceClass
 from backfill.core.sampling import SamplingParams
 from backfill.core.slo import SLO
 from backfill.costs.model import CostModel, PiecewiseLinear
+from backfill.costs.profile import CostProfile, FitError, ProfileKey
 from backfill.execution.executor import ExecutorInfo
 
 _ids = itertools.count()
@@ -70,6 +71,12 @@ def make_info(
     )
 
 
+def flat_cost(step_s: float, row_s: float = 0.0) -> CostModel:
+    """Every step takes ``step_s`` seconds, and ``row_s`` for each of its tokens."""
+    rows = PiecewiseLinear((0.0, 1.0), (step_s, step_s + row_s))
+    return CostModel(rows, PiecewiseLinear((0.0, 1.0), (0.0, 0.0)), 0.0, 0.0, 0.0, 0.0)
+
+
 class ScriptedExecutor:
     """Checks each plan as a real executor would rely on it, and samples by ``next_token``.
 
@@ -105,3 +112,13 @@ class ScriptedExecutor:
                 self.num_tokens[piece.request_id] += 1
                 sampled.append(SampledToken(piece.request_id, self.next_token))
         return StepOutcome(tuple(sampled))
+
+
+def make_profile(cost: CostModel | None = None, **key: str) -> CostProfile:
+    return CostProfile(
+        key=ProfileKey(**{"model": "model", "device": "device", "dtype": "dtype", **key}),
+        num_layers=32,
+        cost=cost or linear_cost(token_s=1e-4, step_s=5e-3, context_s=1e-6),
+        error=FitError(0.01, 0.02, 3),
+        provenance="made up for tests",
+    )

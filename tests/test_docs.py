@@ -13,6 +13,7 @@ from backfill.bench.metrics import compute_metrics
 from backfill.bench.report import result_json
 from backfill.bench.runner import Run
 from backfill.cli.main import app
+from backfill.core.slo import SLO
 from backfill.jobs.manager import JobsSnapshot
 from tests.builders import make_info
 
@@ -43,7 +44,7 @@ def test_every_metric_is_documented() -> None:
     jobs.watch(
         lambda: JobsSnapshot(jobs_by_status={}, num_lines_queued=0, oldest_line_s=0.0, least_slack_s=None)
     )
-    metrics = Metrics("m", make_info(), jobs=jobs)
+    metrics = Metrics("m", make_info(), slo=SLO(1.5, 0.11), jobs=jobs)
     text = (ROOT / "docs" / "metrics.md").read_text()
     exposed = {family.name for family in metrics.registry.collect()}
     exposed |= {"backfill:num_requests_running", "backfill:num_requests_waiting"}

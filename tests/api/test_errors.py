@@ -88,7 +88,6 @@ def test_fields_out_of_range_are_named(
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
         ({"guided_json": {}}, "guided_json"),
-        ({"slo": {"ttft": 1.0}}, "slo"),
         ({"prompt_logprobs": 1}, "prompt_logprobs"),
         ({"bad_words": ["x"]}, "bad_words"),
         ({"best_of": 4}, "best_of"),

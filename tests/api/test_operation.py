@@ -17,7 +17,15 @@ import httpx
 import openai
 import pytest
 
-from tests.api.servers import MODEL, RunningServer, launch, running_server, serve_command, wait_until
+from tests.builders import make_profile
+from tests.api.servers import (
+    MODEL,
+    RunningServer,
+    launch,
+    running_server,
+    serve_command,
+    wait_until,
+)
 
 LONG: dict[str, Any] = {"prompt": "Count:", "max_tokens": 1500, "ignore_eos": True}
 SMALL = ("--kv-gib", "0.25", "--max-model-len", "2048")
@@ -253,13 +261,28 @@ def test_a_client_that_leaves_within_its_body_makes_no_noise(default_model: Path
         (("--chat-template", "/no/such/file"), "--chat-template"),
         (("--api-key", " "), "--api-key"),
         (("--log-level", "LOUD"), "--log-level"),
+        (("--policy", "best"), "slo, online-only, fcfs, priority or round-robin"),
+        (("--ttft-slo", "0"), "--ttft-slo"),
+        (("--ttft-slo", "nan"), "--ttft-slo"),
+        (("--tpot-slo", "-0.1"), "--tpot-slo"),
+        (("--tpot-slo", "inf"), "--tpot-slo"),
+        (("--promote-before", "-1"), "--promote-before"),
+        (("--promote-before", "nan"), "--promote-before"),
+        (("--profile", "/no/such/profile"), "/no/such/profile cannot be read"),
+        (("--profile", "{folder}/corrupt.json"), "corrupt.json is not JSON"),
+        (("--profile", "{folder}/profile.json"), "is of another model"),
+        (("--ttft-slo", "0.0001"), "--ttft-slo 0.0001: one request alone"),
+        (("--tpot-slo", "1e-9"), "--tpot-slo 1e-09: one request alone"),
     ],
 )
 def test_a_server_that_cannot_start_says_why_in_a_line(
     default_model: Path, tmp_path: Path, arguments: tuple[str, ...], part: str
 ) -> None:
+    make_profile().save(tmp_path / "profile.json")
+    (tmp_path / "corrupt.json").write_text('{"format": 1, ')
+    options = [argument.format(folder=tmp_path) for argument in arguments]
     result = subprocess.run(
-        serve_command("--port", "0", *arguments, "--data-dir", str(tmp_path)),
+        serve_command("--port", "0", *options, "--data-dir", str(tmp_path)),
         capture_output=True,
         text=True,
         timeout=60,

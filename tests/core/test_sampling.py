@@ -66,6 +66,9 @@ def test_the_edges_of_every_range_are_allowed() -> None:
         (EngineConfig(model_dir="", max_model_len=0), "--max-model-len"),
         (EngineConfig(model_dir="", num_threads=0), "--threads"),
         (EngineConfig(model_dir="", scheduler=SchedulerConfig(max_num_seqs=0)), "--max-num-seqs"),
+        (EngineConfig(model_dir="", scheduler=SchedulerConfig(ttft_slo_s=0.0)), "--ttft-slo"),
+        (EngineConfig(model_dir="", scheduler=SchedulerConfig(tpot_slo_s=float("nan"))), "--tpot-slo"),
+        (EngineConfig(model_dir="", scheduler=SchedulerConfig(promote_before_s=-1.0)), "--promote-before"),
         (
             EngineConfig(model_dir="", scheduler=SchedulerConfig(max_num_seqs=9, max_num_batched_tokens=8)),
             "--max-num-batched-tokens",

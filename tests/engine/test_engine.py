@@ -7,6 +7,7 @@ from backfill.core.config import SchedulerConfig
 from backfill.core.plan import TokenLogprobs
 from backfill.core.request import FinishReason, RequestId, ServiceClass
 from backfill.core.sampling import SamplingParams
+from backfill.core.slo import SLO
 from backfill.engine.engine import Engine
 from backfill.engine.messages import (
     AbortRequests,
@@ -18,7 +19,7 @@ from backfill.engine.messages import (
     ToEngine,
     TokenOutput,
 )
-from tests.builders import ScriptedExecutor, make_info, make_request
+from tests.builders import ScriptedExecutor, flat_cost, make_info, make_request
 
 
 def make_engine(**info: int) -> tuple[Engine, ScriptedExecutor]:
@@ -100,6 +101,8 @@ def test_stats_count_by_class() -> None:
     assert (stats.online.num_running, stats.offline.num_running) == (1, 1)
     assert stats.step.num_tokens == 8
     assert stats.kv_usage_frac == 2 / 16
+    assert stats.step.kind == "mixed"
+    assert engine.stats().step.kind == "none", "a step is reported once"
 
 
 def test_messages_survive_the_wire() -> None:
@@ -112,6 +115,8 @@ def test_messages_survive_the_wire() -> None:
             service_class=ServiceClass.OFFLINE,
             priority=-3,
             arrived_at_s=1.25,
+            slo=SLO(0.5, 0.1),
+            complete_by_s=9.5,
         ),
         AbortRequests([RequestId("r")]),
         Stop(),
@@ -121,7 +126,8 @@ def test_messages_survive_the_wire() -> None:
     logprobs = TokenLogprobs(-0.5, ((7, -0.5), (8, -1.5)))
     engine, executor = make_engine()
     reports: list[FromEngine] = [
-        Ready(executor.info, 1.5),
+        Ready(executor.info, 1.5, SLO(1.0, 0.1)),
+        Ready(executor.info, 1.5, SLO(1.0, 0.1), flat_cost(0.01)),
         StepReport(
             [
                 TokenOutput(RequestId("r"), 7, logprobs),

@@ -11,6 +11,7 @@ from backfill.core.clock import VirtualClock
 from backfill.core.errors import BackfillError, EngineDead
 from backfill.engine.messages import Ready
 from backfill.engine.supervisor import EngineSupervisor
+from backfill.scheduling.objectives import DEFAULT_SLO
 from tests.builders import make_info
 
 
@@ -24,7 +25,7 @@ class MortalEngine:
 
     async def start(self) -> Ready:
         self.num_starts += 1
-        return Ready(make_info(), 0.0)
+        return Ready(make_info(), 0.0, DEFAULT_SLO)
 
     async def wait_dead(self) -> None:
         if not self._lifetimes_s:

@@ -8,6 +8,7 @@ import errno
 import os
 import random
 import sqlite3
+import time
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,29 @@ async def test_a_batch_runs_every_line_once(tmp_path: Path) -> None:
     assert batch.model == "m"
     assert set(runner.runs.values()) == {1}
     await check_accounts(manager, batch, 50)
+    await manager.stop()
+
+
+async def test_lines_know_the_end_of_their_window(tmp_path: Path) -> None:
+    lines: list[BatchLine] = []
+
+    class Noting(InstantRunner):
+        async def run(self, line: BatchLine) -> LineResult:
+            lines.append(line)
+            return await super().run(line)
+
+    wall_s = 1_000_000.0
+    manager = make_manager(tmp_path, Noting(), wall=lambda: wall_s)
+    await manager.start()
+    ready(manager)
+    for window_s in (3600, 7200):
+        before_s = time.monotonic()
+        await ended(manager, (await submit(manager, input_of(3), window_s=window_s)).id)
+        taken, lines = lines, []
+        assert len(taken) == 3
+        for line in taken:
+            assert line.complete_by_s is not None
+            assert before_s <= line.complete_by_s - window_s <= time.monotonic(), "not on the wall's clock"
     await manager.stop()
 
 

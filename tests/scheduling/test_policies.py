@@ -15,7 +15,8 @@ from backfill.core.request import Rank, Request, RequestStatus, ServiceClass
 from backfill.core.slo import SLO
 from backfill.kvcache.block_manager import BlockManager
 from backfill.scheduling.baselines import FcfsPolicy, OnlineOnlyPolicy, PriorityPolicy, RoundRobinPolicy
-from backfill.scheduling.create import achievable_slo, create_policy
+from backfill.scheduling.create import create_policy
+from backfill.scheduling.objectives import achievable_slo
 from backfill.scheduling.policy import Policy
 from backfill.scheduling.scheduler import Scheduler
 from backfill.scheduling.slo_policy import SloPolicy, SloPolicyConfig
@@ -259,10 +260,10 @@ def test_round_robin_alternates_and_fills_in_when_one_class_has_nothing() -> Non
 
 def test_objectives_below_what_one_request_needs_are_refused() -> None:
     cost = linear_cost(token_s=0.001, step_s=0.05)
-    assert achievable_slo(cost, 100).ttft_s == pytest.approx(0.15)
+    assert achievable_slo(cost, SchedulerConfig(), 100).ttft_s == pytest.approx(0.15)
     for slo, option in ((SLO(0.01, 1.0), "--ttft-slo"), (SLO(1.0, 0.01), "--tpot-slo")):
-        config = SchedulerConfig(policy="slo", slo=slo)
-        with pytest.raises(ConfigError, match=rf"{option} 0.01: one request alone needs 0.051 s"):
+        config = SchedulerConfig(policy="slo", ttft_slo_s=slo.ttft_s, tpot_slo_s=slo.tpot_s)
+        with pytest.raises(ConfigError, match=rf"{option} 0.01: one request alone needs 0.05"):
             create_policy(config, cost, can_abort=True)
 
 

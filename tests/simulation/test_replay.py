@@ -6,21 +6,14 @@ import pytest
 
 from backfill.core.request import ServiceClass
 from backfill.core.slo import SLO
-from backfill.costs.profile import CostProfile, FitError, ProfileKey
 from backfill.simulation.metrics import metrics_of
 from backfill.simulation.replay import Arrival, Lengths, ReplayResult
 from backfill.simulation.run import simulate
 from backfill.simulation.workloads import Workload, gamma_workload
-from tests.builders import linear_cost
+from tests.builders import make_profile
 
 LOOSE = SLO(ttft_s=5.0, tpot_s=0.2)
-PROFILE = CostProfile(
-    key=ProfileKey("model", "device", "dtype"),
-    num_layers=32,
-    cost=linear_cost(token_s=1e-4, step_s=5e-3, context_s=1e-6),
-    error=FitError(0.0, 0.0, 1),
-    provenance="made for a test",
-)
+PROFILE = make_profile()
 
 
 def workload(rate_per_s: float = 2.0, duration_s: float = 20.0) -> Workload:

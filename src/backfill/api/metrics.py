@@ -9,8 +9,9 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from backfill.core.request import ServiceClass
-from backfill.engine.messages import ClassStats, EngineStats, StepReport
+from backfill.core.request import FinishReason, ServiceClass
+from backfill.core.slo import SLO
+from backfill.engine.messages import ClassStats, EngineStats, StepKind, StepReport
 from backfill.execution.executor import ExecutorInfo
 from backfill.generation.generator import RequestRecord
 from backfill.jobs.manager import JobsSnapshot
@@ -30,6 +31,10 @@ LATENCY_BUCKETS = (
     0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680,
 )  # fmt: skip
 STEP_TOKEN_BUCKETS = (1, 8, *(16 << i for i in range(11)))
+# Observed over predicted: fine where a good profile lies.
+STEP_RATIO_BUCKETS = (
+    0.25, 0.5, 0.7, 0.8, 0.85, 0.9, 0.95, 1, 1.05, 1.1, 1.15, 1.2, 1.3, 1.5, 2, 4,
+)  # fmt: skip
 PREEMPTION_BUCKETS = (1, 2, 3, 4, 5, 10, 20)
 CHOICE_BUCKETS = (1, 2, 5, 10, 20)
 HTTP_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -50,6 +55,7 @@ class Metrics:
     Args:
         model_name: value of the ``model_name`` label.
         info: the engine's facts, for bucket bounds and ``cache_config_info``.
+        slo: the server's own objectives, which become bucket bounds.
         jobs: exposed too; None where the Batch API is switched off.
     """
 
@@ -58,6 +64,7 @@ class Metrics:
         model_name: str,
         info: ExecutorInfo,
         *,
+        slo: SLO,
         jobs: JobMetrics | None = None,
         vllm_names: bool = False,
     ) -> None:
@@ -66,7 +73,7 @@ class Metrics:
             self.registry.register(jobs)
         labels = {"model_name": model_name, "engine": "0"}
         self.engine = EngineMetrics(self.registry, labels, info, vllm_names=vllm_names)
-        self.requests = RequestMetrics(self.registry, labels, info.max_model_len)
+        self.requests = RequestMetrics(self.registry, labels, info.max_model_len, slo)
         self.http = HttpMetrics(self.registry)
 
     def expose(self) -> bytes:
@@ -76,10 +83,12 @@ class Metrics:
 class RequestMetrics:
     """Requests by service class, and what was refused at the door. A ``generation`` Observer."""
 
-    def __init__(self, registry: CollectorRegistry, labels: dict[str, str], max_model_len: int) -> None:
+    def __init__(
+        self, registry: CollectorRegistry, labels: dict[str, str], max_model_len: int, slo: SLO
+    ) -> None:
         self._registry = registry
         self._labels = labels
-        self._define_latencies()
+        self._define_latencies(slo)
         self._define_sizes(token_buckets(max_model_len))
         self._success = self._counter("request_success", "Requests that ended", "finished_reason")
         self._rejections = Counter(
@@ -88,14 +97,24 @@ class RequestMetrics:
             ["model_name", "reason", "class"],
             registry=registry,
         )
+        self._attained = self._count_by_objective(
+            "slo_attained", "Objectives of online requests that were met"
+        )
+        self._missed = self._count_by_objective(
+            "slo_missed", "Objectives of online requests that were missed"
+        )
 
-    def on_first_token(self, service_class: ServiceClass, since_arrival_s: float) -> None:
+    def on_first_token(self, service_class: ServiceClass, since_arrival_s: float, slo: SLO | None) -> None:
         self._ttft[service_class].observe(since_arrival_s)
         self._generation_tokens[service_class].inc()
+        if slo is not None:
+            (self._attained if since_arrival_s <= slo.ttft_s else self._missed)["ttft"].inc()
 
-    def on_next_token(self, service_class: ServiceClass, since_last_s: float) -> None:
+    def on_next_token(self, service_class: ServiceClass, since_last_s: float, slo: SLO | None) -> None:
         self._itl[service_class].observe(since_last_s)
         self._generation_tokens[service_class].inc()
+        if slo is not None:
+            (self._attained if since_last_s <= slo.tpot_s else self._missed)["tpot"].inc()
 
     def on_finished(self, record: RequestRecord) -> None:
         which = record.service_class
@@ -109,6 +128,7 @@ class RequestMetrics:
         self._e2e[which].observe(record.finished_at_s - record.arrived_at_s)
         first, last = record.first_token_at_s, record.last_token_at_s
         if first is None or last is None:
+            self._count_tokenless(record)
             return
         self._decode[which].observe(last - first)
         if record.num_output_tokens > 1:
@@ -125,9 +145,21 @@ class RequestMetrics:
     def on_rejected(self, service_class: ServiceClass, reason: str) -> None:
         self._rejections.labels(self._labels["model_name"], reason, service_class.value).inc()
 
-    def _define_latencies(self) -> None:
-        self._ttft = self._histogram("time_to_first_token_seconds", "Arrival to first token", TTFT_BUCKETS)
-        self._itl = self._histogram("inter_token_latency_seconds", "Gap between two tokens", ITL_BUCKETS)
+    def _count_tokenless(self, record: RequestRecord) -> None:
+        """It missed its TTFT objective if it failed, or if its client gave up after that had passed."""
+        if record.slo is None:
+            return
+        waited_s = record.finished_at_s - record.arrived_at_s
+        if record.finish_reason is FinishReason.ERROR or waited_s > record.slo.ttft_s:
+            self._missed["ttft"].inc()
+
+    def _define_latencies(self, slo: SLO) -> None:
+        self._ttft = self._histogram(
+            "time_to_first_token_seconds", "Arrival to first token", {*TTFT_BUCKETS, slo.ttft_s}
+        )
+        self._itl = self._histogram(
+            "inter_token_latency_seconds", "Gap between two tokens", {*ITL_BUCKETS, slo.tpot_s}
+        )
         self._tpot = self._histogram(
             "request_time_per_output_token_seconds",
             "(last - first token) / (n - 1) of a request; requests of one token are left out",
@@ -163,7 +195,7 @@ class RequestMetrics:
             f"backfill:{name}",
             text,
             [*self._labels, "class"],
-            buckets=tuple(buckets),
+            buckets=sorted(buckets),
             registry=self._registry,
         )
         return {which: family.labels(**self._labels, **{"class": which.value}) for which in ServiceClass}
@@ -174,6 +206,11 @@ class RequestMetrics:
     def _count_by_class(self, name: str, text: str) -> dict[ServiceClass, Counter]:
         family = self._counter(name, text)
         return {which: family.labels(**self._labels, **{"class": which.value}) for which in ServiceClass}
+
+    def _count_by_objective(self, name: str, text: str) -> dict[str, Counter]:
+        """Of the online class; an offline request has no objective."""
+        family, which = self._counter(name, text, "slo"), {"class": ServiceClass.ONLINE.value}
+        return {slo: family.labels(**self._labels, **which, slo=slo) for slo in ("ttft", "tpot")}
 
 
 class EngineMetrics:
@@ -191,11 +228,20 @@ class EngineMetrics:
             buckets=STEP_TOKEN_BUCKETS,
             registry=registry,
         ).labels(**labels)
-        self._step_seconds = Histogram(
+        seconds = Histogram(
             "backfill:step_seconds",
             "Duration of a step",
-            list(labels),
+            [*labels, "kind"],
             buckets=ITL_BUCKETS,
+            registry=registry,
+        )
+        kinds: tuple[StepKind, ...] = ("online", "mixed", "offline")
+        self._step_seconds = {kind: seconds.labels(**labels, kind=kind) for kind in kinds}
+        self._step_ratio = Histogram(
+            "backfill:step_predicted_ratio",
+            "Duration of a step over what the cost model predicted",
+            list(labels),
+            buckets=STEP_RATIO_BUCKETS,
             registry=registry,
         ).labels(**labels)
         facts = {
@@ -209,11 +255,14 @@ class EngineMetrics:
         ).labels(**labels, **facts).set(1)
 
     def on_report(self, report: StepReport) -> None:
-        stats = report.stats
-        self._state.stats = stats
-        if stats.step.num_tokens > 0:
-            self._step_tokens.observe(stats.step.num_tokens)
-            self._step_seconds.observe(stats.step.seconds)
+        self._state.stats = report.stats
+        step = report.stats.step
+        if step.kind == "none" or step.aborted:
+            return
+        self._step_tokens.observe(step.num_tokens)
+        self._step_seconds[step.kind].observe(step.seconds)
+        if step.predicted_s > 0:
+            self._step_ratio.observe(step.seconds / step.predicted_s)
 
     def on_death(self) -> None:
         """Nothing runs or waits any more; totals begin anew with the next engine."""
@@ -258,10 +307,18 @@ class _EngineState(Collector):
         yield self._gauge("num_preemptions_total", "Preemptions", by_class, "num_preemptions")
         yield self._gauge(
             "recomputed_tokens_total",
-            "Tokens whose KV was dropped and must be computed again",
+            "Tokens computed again after a preemption had dropped their KV",
             by_class,
             "num_recomputed_tokens",
         )
+        yield self._gauge(
+            "aborted_tokens_total", "Tokens of steps that were stopped", by_class, "num_aborted_tokens"
+        )
+        aborts = CounterMetricFamily(
+            "backfill:step_aborts", "Steps stopped for an arrival", labels=list(self._constant)
+        )
+        aborts.add_metric(list(self._constant.values()), stats.num_aborted_steps)
+        yield aborts
         usage = GaugeMetricFamily(
             "backfill:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1", labels=list(self._constant)
         )

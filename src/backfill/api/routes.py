@@ -118,6 +118,7 @@ async def _respond(
     service = state.ready_service()
     if body.priority is None and "x-vllm-priority" in request.headers:
         body.priority = _priority_header(request.headers["x-vllm-priority"])
+    body.take_slo_headers(request.headers)
     client_id = request.state.request_id
     if request.state.body_bytes > LARGE_BODY_BYTES:
         generation = await asyncio.to_thread(prepare, service, body, client_id)

@@ -141,6 +141,7 @@ class Server:
             self.state.metrics = Metrics(
                 self._model.names[0],
                 ready.info,
+                slo=ready.default_slo,
                 jobs=self._job_metrics,
                 vllm_names=self.state.server_config.vllm_metrics,
             )

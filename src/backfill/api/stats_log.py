@@ -26,7 +26,8 @@ class StatsLog:
         self._last = report.stats
         num_sampled = sum(output.token_id is not None for output in report.outputs)
         self._num_output_tokens += num_sampled
-        self._num_computed_tokens += report.stats.step.num_tokens
+        step = report.stats.step
+        self._num_computed_tokens += 0 if step.aborted else step.num_tokens
 
     async def run(self) -> None:
         """Log until cancelled."""

@@ -9,12 +9,12 @@ import sys
 import time
 from collections.abc import Coroutine
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args
 
 import jinja2
 import typer
 
-from backfill.core.config import GIB, EngineConfig, SchedulerConfig
+from backfill.core.config import GIB, EngineConfig, PolicyName, SchedulerConfig
 from backfill.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -55,6 +55,35 @@ GpuMemoryUtilization = Annotated[float, typer.Option(help="Share of the GPU's me
 Threads = Annotated[
     int | None, typer.Option(help="Threads of the CPU kernels. Default: the processors available.")
 ]
+Policy = Annotated[
+    str,
+    typer.Option(
+        help="Who is served when: slo keeps online requests' objectives and fills what they leave with "
+        "offline work; online-only, fcfs, priority and round-robin are there to compare with."
+    ),
+]
+TtftSlo = Annotated[
+    float | None,
+    typer.Option(
+        help="Seconds to the first token for online requests that bring no objective of their own. "
+        "Default: 1, or 4 times what one request alone needs if that is more."
+    ),
+]
+TpotSlo = Annotated[
+    float | None,
+    typer.Option(help="Seconds that every gap between two tokens may take, likewise. Default: 0.15."),
+]
+Profile = Annotated[
+    Path | None,
+    typer.Option(help="Cost profile to predict steps with. Default: the one of this model and device."),
+]
+PromoteBefore = Annotated[
+    float,
+    typer.Option(
+        help="Seconds before the end of its completion window at which offline work goes before other "
+        "offline work; 0 never. Only with --policy slo."
+    ),
+]
 ChatTemplate = Annotated[
     Path | None, typer.Option(help="File with a Jinja chat template to use instead of the model's.")
 ]
@@ -77,6 +106,11 @@ def build_engine_config(
     kv_gib: float | None,
     gpu_memory_utilization: float,
     threads: int | None,
+    policy: str = LIMITS.policy,
+    ttft_slo_s: float | None = None,
+    tpot_slo_s: float | None = None,
+    profile: Path | None = None,
+    promote_before_s: float = LIMITS.promote_before_s,
 ) -> EngineConfig:
     """The options as one valid configuration, but for the model's folder. Raises: ConfigError."""
     config = EngineConfig(
@@ -89,10 +123,15 @@ def build_engine_config(
         gpu_memory_utilization=gpu_memory_utilization,
         max_model_len=_parse_tokens(max_model_len),
         num_threads=threads,
+        profile_path=None if profile is None else str(profile.expanduser()),
         scheduler=SchedulerConfig(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             max_prefill_chunk_tokens=max_prefill_chunk_tokens,
+            policy=one_of("--policy", policy, get_args(PolicyName)),
+            ttft_slo_s=ttft_slo_s,
+            tpot_slo_s=tpot_slo_s,
+            promote_before_s=promote_before_s,
         ),
     )
     config.validate()

@@ -45,6 +45,11 @@ def serve(
     kv_gib: engine.KvGib = None,
     gpu_memory_utilization: engine.GpuMemoryUtilization = ENGINE_DEFAULTS.gpu_memory_utilization,
     threads: engine.Threads = None,
+    policy: engine.Policy = "slo",
+    ttft_slo: engine.TtftSlo = None,
+    tpot_slo: engine.TpotSlo = None,
+    profile: engine.Profile = None,
+    promote_before: engine.PromoteBefore = LIMITS.promote_before_s,
     max_queued_requests: Annotated[
         int, typer.Option(help="Requests accepted beyond --max-num-seqs; more get HTTP 429.")
     ] = 1024,
@@ -119,6 +124,11 @@ def serve(
             kv_gib=kv_gib,
             gpu_memory_utilization=gpu_memory_utilization,
             threads=threads,
+            policy=policy,
+            ttft_slo_s=ttft_slo,
+            tpot_slo_s=tpot_slo,
+            profile=profile,
+            promote_before_s=promote_before,
         )
         jobs_config = JobsConfig(
             data_dir=data_dir.expanduser(),

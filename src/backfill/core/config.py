@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 from backfill.core.errors import ConfigError
-from backfill.core.slo import SLO
 
 DType = Literal["auto", "bfloat16", "float32", "float16"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
@@ -26,16 +26,17 @@ class SchedulerConfig:
         max_prefill_chunk_tokens: tokens of one prompt computed in one step; bounds how long a long
             prompt delays the decodes it shares a step with.
         policy: who is served when; ``slo`` is ConServe's and needs a cost profile, the others are baselines.
-        slo: objectives of online requests that bring none; None takes the device's default.
+        ttft_slo_s, tpot_slo_s: objectives of online requests that bring none; None takes a default.
         promote_before_s: an offline request is served above its class when its completion window ends
-            within this.
+            within this; 0 never promotes.
     """
 
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     max_prefill_chunk_tokens: int = 2048
     policy: PolicyName = "priority"
-    slo: SLO | None = None
+    ttft_slo_s: float | None = None
+    tpot_slo_s: float | None = None
     promote_before_s: float = 3600.0
 
     def validate(self) -> None:
@@ -43,8 +44,13 @@ class SchedulerConfig:
             raise ConfigError(
                 f"--policy must be one of {', '.join(get_args(PolicyName))}, got {self.policy!r}."
             )
-        if not self.promote_before_s >= 0:
-            raise ConfigError(f"--promote-before must be at least 0 seconds, got {self.promote_before_s:g}.")
+        for option, value in (("--ttft-slo", self.ttft_slo_s), ("--tpot-slo", self.tpot_slo_s)):
+            if value is not None and not (math.isfinite(value) and value > 0):
+                raise ConfigError(f"{option} must be a number of seconds above 0, got {value:g}.")
+        if not (math.isfinite(self.promote_before_s) and self.promote_before_s >= 0):
+            raise ConfigError(
+                f"--promote-before must be a number of seconds of at least 0, got {self.promote_before_s:g}."
+            )
         _at_least("--max-num-seqs", self.max_num_seqs, 1)
         _at_least("--max-num-batched-tokens", self.max_num_batched_tokens, 1)
         _at_least("--max-prefill-chunk-tokens", self.max_prefill_chunk_tokens, 1)

@@ -12,9 +12,9 @@ _MOST_FROM_ONE_STEP = 2.0
 class BiasCorrection:
     """Follows observed over predicted step times, as TCP follows round-trip times (RFC 6298).
 
-    ``mean`` is the smoothed ratio and corrects a prediction; ``upper`` adds twice the smoothed deviation and is
-    what a deadline is checked against. Both stay within [0.5, 2]: further off, the profile is of another machine,
-    and believing it more would hide that.
+    ``mean`` is the smoothed ratio and corrects a prediction; ``upper`` adds a multiple of the smoothed
+    deviation and is what a deadline is checked against. Both stay within [0.5, 2]: further off, the profile
+    is of another machine, and believing it more would hide that.
     """
 
     def __init__(self, deviation: float = 0.0) -> None:

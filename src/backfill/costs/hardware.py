@@ -16,7 +16,7 @@ class HardwareProfile:
     """A model on a device that is not here.
 
     Attributes:
-        costs: fitted to measured operator times; ``costs.provenance`` says which and what was modelled instead.
+        costs: fitted to measured operator times; ``costs.provenance`` says which, and what was modelled.
         kv_tokens: tokens of KV that fit beside the weights.
         kv_bytes_per_token: over all layers, of all devices together.
         copy_bytes_per_s: between device and host, each way.

@@ -1,10 +1,10 @@
 """The cost model: how long a step of a given load takes.
 
-BROS (section 4.1) fits one linear model for the prefill requests of a batch and one for its decodes, and adds
-the two. Both fits then carry the time to read the weights, which a batch pays once; and on every device measured
-here the time of a matrix product is not linear in its rows: flat while the weights' bytes bound it, then linear.
-So the row-wise work is one monotone piecewise-linear function of all the step's tokens, and what differs between
-the phases, attention, has a linear term for each (docs/coserving.md).
+BROS (section 4.1) fits one linear model for the prefill requests of a batch and one for its decodes, and
+adds the two. Both fits then carry the time to read the weights, which a batch pays once; and on every device
+measured here the time of a matrix product is not linear in its rows: flat while the weights' bytes bound it,
+then linear. So the row-wise work is one monotone piecewise-linear function of all the step's tokens, and what
+differs between the phases, attention, has a linear term for each (docs/coserving.md).
 """
 
 from __future__ import annotations

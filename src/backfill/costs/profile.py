@@ -98,8 +98,8 @@ class CostProfile:
             measured, here = getattr(self.key, field), getattr(key, field)
             if measured != here:
                 raise ConfigError(
-                    f"The profile {name} is of another {field}: measured on {measured!r}, here it is {here!r}. "
-                    f"{_REMEDY}"
+                    f"The profile {name} is of another {field}: measured on {measured!r}, here it is "
+                    f"{here!r}; {_REMEDY}"
                 )
 
 

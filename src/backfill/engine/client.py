@@ -20,6 +20,8 @@ from backfill.core.config import EngineConfig
 from backfill.core.errors import BackfillError, EngineDead
 from backfill.core.request import RequestId, ServiceClass
 from backfill.core.sampling import SamplingParams
+from backfill.core.slo import SLO
+from backfill.costs.model import CostModel
 from backfill.engine.environment import added_to_environment, engine_environment
 from backfill.engine.messages import (
     AbortRequests,
@@ -57,6 +59,10 @@ class EngineClient:
     One event loop owns a client. After ``EngineDead`` was raised to the requests it held, the client
     accepts nothing until ``start`` succeeded again.
 
+    Attributes:
+        info: the running engine's; None while none runs.
+        default_slo, cost: as the last engine's ``Ready`` gave them.
+
     Args:
         on_report: called with each step's report, for metrics.
     """
@@ -68,7 +74,7 @@ class EngineClient:
         on_report: Callable[[StepReport], None] | None = None,
         log_level: str = "INFO",
     ) -> None:
-        self._config = config
+        self.config = config
         self._on_report = on_report
         self._log_level = log_level
         self._process: BaseProcess | None = None
@@ -80,6 +86,8 @@ class EngineClient:
         self._encoder = msgspec.msgpack.Encoder()
         self._streams: dict[RequestId, _Stream] = {}
         self.info: ExecutorInfo | None = None
+        self.default_slo: SLO | None = None
+        self.cost: CostModel | None = None
 
     @property
     def is_ready(self) -> bool:
@@ -103,7 +111,7 @@ class EngineClient:
             socket.bind(url)
         self._process = multiprocessing.get_context("spawn").Process(
             target=run_engine_process,
-            args=(self._config, commands_url, reports_url, self._log_level),
+            args=(self.config, commands_url, reports_url, self._log_level),
             name="backfill-engine",
         )
         with added_to_environment(engine_environment(os.environ)):
@@ -114,7 +122,7 @@ class EngineClient:
             reason = first.message if isinstance(first, StartFailed) else self._how_it_ended()
             self._close()
             raise BackfillError(reason)
-        self.info = first.info
+        self.info, self.default_slo, self.cost = first.info, first.default_slo, first.cost
         self._reader = asyncio.create_task(self._read(reports, decoder), name="engine-reports")
         return first
 
@@ -165,6 +173,8 @@ class EngineClient:
         service_class: ServiceClass = ServiceClass.ONLINE,
         priority: int = 0,
         arrived_at_s: float | None = None,
+        slo: SLO | None = None,
+        complete_by_s: float | None = None,
     ) -> AsyncGenerator[TokenOutput, None]:
         """Yield the request's outputs to the last. Closing the iterator early aborts the request.
 
@@ -184,6 +194,8 @@ class EngineClient:
                     service_class=service_class,
                     priority=priority,
                     arrived_at_s=time.monotonic() if arrived_at_s is None else arrived_at_s,
+                    slo=slo,
+                    complete_by_s=complete_by_s,
                 )
             )
             if not is_sent:

@@ -19,10 +19,13 @@ from backfill.execution.executor import Executor, StoppableExecutor
 from backfill.kvcache.block_manager import BlockManager
 from backfill.scheduling.arrival import RunningStep, WaitingPrompt, must_abort
 from backfill.scheduling.create import create_policy
+from backfill.scheduling.objectives import server_slo
 from backfill.scheduling.scheduler import CommittedToken, Scheduler
 from backfill.scheduling.slo_policy import SloPolicy
 
 logger = logging.getLogger(__name__)
+
+_NO_STEP = StepStats("none", 0, 0.0, 0.0)
 
 
 class Engine:
@@ -42,6 +45,7 @@ class Engine:
         info = executor.info
         cost = profile.cost if profile is not None else None
         self.executor = executor
+        self.default_slo = server_slo(config, cost)
         self.scheduler = Scheduler(
             config,
             BlockManager(info.num_blocks, info.block_size),
@@ -56,7 +60,7 @@ class Engine:
         self._is_stalled = False
         self._arrived: deque[Request] = deque()
         self._running_step: RunningStep | None = None
-        self._last_step = StepStats("none", 0, 0.0, 0.0)
+        self._last_step = _NO_STEP
 
     @property
     def has_work(self) -> bool:
@@ -132,25 +136,36 @@ class Engine:
             self.num_aborted_steps += 1
         elif plan.slices:
             self.scheduler.policy.observe(plan.predicted_s, now_s - started_at_s)
-        self._last_step = StepStats(_kind(plan), plan.num_tokens, now_s - started_at_s, plan.predicted_s)
+        self._last_step = StepStats(
+            _kind(plan), plan.num_tokens, now_s - started_at_s, plan.predicted_s, outcome.aborted
+        )
         self.scheduling_s += (running_at - planning_at) + (time.perf_counter() - ended_at)
         return outputs
 
     def stats(self) -> EngineStats:
+        """State and totals now, and the step since this was last asked for."""
         scheduler = self.scheduler
         counts = scheduler.count_by_class()
 
         def of_class(service_class: ServiceClass) -> ClassStats:
             counters = scheduler.counters[service_class]
             running, waiting = counts[service_class]
-            return ClassStats(running, waiting, counters.num_preemptions, counters.num_recomputed_tokens)
+            return ClassStats(
+                running,
+                waiting,
+                counters.num_preemptions,
+                counters.num_recomputed_tokens,
+                counters.num_aborted_tokens,
+            )
 
+        step, self._last_step = self._last_step, _NO_STEP
         return EngineStats(
             online=of_class(ServiceClass.ONLINE),
             offline=of_class(ServiceClass.OFFLINE),
             kv_usage_frac=scheduler.blocks.usage_frac,
             num_free_blocks=scheduler.blocks.num_free_blocks,
-            step=self._last_step,
+            num_aborted_steps=self.num_aborted_steps,
+            step=step,
         )
 
     def _fail(self, plan: StepPlan, error: Exception) -> list[TokenOutput]:

@@ -9,11 +9,17 @@ import msgspec
 from backfill.core.plan import TokenLogprobs
 from backfill.core.request import FinishReason, RequestId, ServiceClass
 from backfill.core.sampling import SamplingParams
+from backfill.core.slo import SLO
+from backfill.costs.model import CostModel
 from backfill.execution.executor import ExecutorInfo
 
 
 class AddRequest(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """Client to engine: serve this request. ``arrived_at_s`` is on the machine's monotonic clock."""
+    """Client to engine: serve this request.
+
+    ``arrived_at_s`` and ``complete_by_s``, the end of an offline request's completion window, are instants
+    on the machine's monotonic clock. Without an ``slo`` an online request has the engine's default.
+    """
 
     request_id: RequestId
     prompt_token_ids: list[int]
@@ -21,6 +27,8 @@ class AddRequest(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     service_class: ServiceClass
     priority: int
     arrived_at_s: float
+    slo: SLO | None = None
+    complete_by_s: float | None = None
 
 
 class AbortRequests(msgspec.Struct, tag=True, frozen=True):
@@ -37,10 +45,15 @@ ToEngine = AddRequest | AbortRequests | Stop
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True):
-    """Engine to client, once: the model is loaded."""
+    """Engine to client, once: the model is loaded.
+
+    ``default_slo`` is that of online requests that bring none; ``cost`` is None without a profile.
+    """
 
     info: ExecutorInfo
     load_s: float
+    default_slo: SLO
+    cost: CostModel | None = None
 
 
 class StartFailed(msgspec.Struct, tag=True, frozen=True):
@@ -74,25 +87,33 @@ class ClassStats(msgspec.Struct, frozen=True, array_like=True):
     num_waiting: int
     num_preemptions: int
     num_recomputed_tokens: int
+    num_aborted_tokens: int
 
 
 StepKind = Literal["none", "online", "mixed", "offline"]
 
 
 class StepStats(msgspec.Struct, frozen=True, array_like=True):
-    """The last step: whose requests it served, tokens computed, seconds taken and predicted (0: no model)."""
+    """One step: whose requests it served, tokens of its plan, seconds taken and predicted (0: no cost model).
+
+    An aborted step was stopped on the way and computed nothing.
+    """
 
     kind: StepKind
     num_tokens: int
     seconds: float
     predicted_s: float
+    aborted: bool = False
 
 
 class EngineStats(msgspec.Struct, frozen=True, array_like=True):
+    """State, totals since start, and the step since the report before (of kind none where there was none)."""
+
     online: ClassStats
     offline: ClassStats
     kv_usage_frac: float
     num_free_blocks: int
+    num_aborted_steps: int
     step: StepStats
 
 

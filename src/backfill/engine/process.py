@@ -62,10 +62,15 @@ def run_engine_process(config: EngineConfig, commands_url: str, reports_url: str
 
 def _serve(config: EngineConfig, channel: _Channel) -> None:
     from backfill.execution.create import create_torch_executor
+    from backfill.execution.profile import load_or_measure_profile
 
     started_at_s = time.monotonic()
     try:
-        engine = Engine(config.scheduler, create_torch_executor(config), WallClock())
+        executor = create_torch_executor(config)
+        profile = None
+        if config.scheduler.policy == "slo" or config.profile_path is not None:
+            profile = load_or_measure_profile(config, executor)
+        engine = Engine(config.scheduler, executor, WallClock(), profile)
     except BackfillError as error:
         channel.send(StartFailed(str(error)))
         return
@@ -73,7 +78,9 @@ def _serve(config: EngineConfig, channel: _Channel) -> None:
         logger.exception("the engine could not start")
         channel.send(StartFailed(f"The engine could not start: {type(error).__name__}: {error}"))
         return
-    channel.send(Ready(engine.executor.info, time.monotonic() - started_at_s))
+    slo = engine.default_slo
+    logger.info("online requests: first token within %.3g s, each next within %.3g s", slo.ttft_s, slo.tpot_s)
+    channel.send(Ready(executor.info, time.monotonic() - started_at_s, slo, engine.scheduler.cost))
     EngineLoop(engine, channel).run()
 
 
@@ -137,6 +144,8 @@ class EngineLoop:
                 prompt_token_ids=command.prompt_token_ids,
                 sampling=command.sampling,
                 service_class=command.service_class,
+                slo=command.slo,
+                complete_by_s=command.complete_by_s,
                 priority=command.priority,
                 arrived_at_s=command.arrived_at_s,
             )

@@ -21,7 +21,7 @@ class ExecutorInfo:
         vocab_size: token ids are in ``[0, vocab_size)``.
         end_token_ids: tokens with which the model ends an output.
         device, dtype: in words, for logs and metrics.
-        stop_s: a preemptible step stops within this after ``request_stop``; None where steps cannot be stopped.
+        stop_s: within this a preemptible step stops after ``request_stop``; None where none can.
     """
 
     num_blocks: int

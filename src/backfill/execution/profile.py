@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 def profile_key(config: EngineConfig, executor: TorchExecutor) -> ProfileKey:
-    """What a profile of this executor holds for: the model's shape, the device with what it runs, the dtype."""
+    """What a profile of this executor holds for: the model's shape, the device and its kernels, the dtype."""
     model = ModelConfig.from_folder(config.model_dir)
     shape = f"{model.architecture}-{model.num_layers}x{model.hidden_size}"
     digest = hashlib.sha256(repr(astuple(model)).encode()).hexdigest()[:8]
@@ -74,7 +74,7 @@ def measure_profile(
 
 
 def load_or_measure_profile(config: EngineConfig, executor: TorchExecutor) -> CostProfile:
-    """The profile named by the configuration, else the saved one, else one measured quickly and not saved.
+    """The profile named by the configuration, else the saved one, else one measured quickly and saved.
 
     Raises: ConfigError when the named one cannot be read or is of another model, device or dtype.
     """
@@ -94,9 +94,13 @@ def load_or_measure_profile(config: EngineConfig, executor: TorchExecutor) -> Co
     began_s = time.monotonic()
     profile = measure_profile(config, executor, QUICK)
     logger.info(
-        "no saved cost profile; a quick one took %.1f s (`backfill profile` makes a better one)",
+        "measured what steps cost in %.1f s, coarsely; `backfill profile` measures them well",
         time.monotonic() - began_s,
     )
+    try:
+        profile.save(path)
+    except OSError as error:
+        logger.warning("the cost profile cannot be kept in %s: %s", path, error.strerror or error)
     return profile
 
 

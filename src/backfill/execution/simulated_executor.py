@@ -38,11 +38,11 @@ class NoEvents:
 class SimulatedExecutor:
     """Runs a plan by advancing the clock by its predicted time.
 
-    Events that fall into the step are delivered at their instants; one of them may call ``request_stop``, and a
-    preemptible step then ends at its next safepoint, spaced evenly over the step.
+    Events that fall into the step are delivered at their instants; one of them may call ``request_stop``,
+    and a preemptible step then ends at its next safepoint, spaced evenly over the step.
 
     Args:
-        num_safepoints: of a preemptible step; 0 where steps cannot be stopped, and then ``info.stop_s`` is None.
+        num_safepoints: of a preemptible step; 0, with ``info.stop_s`` None, where none can be stopped.
     """
 
     def __init__(

@@ -13,6 +13,7 @@ from backfill.core.errors import BackfillError, EngineDead
 from backfill.core.plan import TokenLogprobs
 from backfill.core.request import FinishReason, RequestId, ServiceClass
 from backfill.core.sampling import SamplingParams
+from backfill.core.slo import SLO
 from backfill.engine.client import EngineClient
 from backfill.engine.messages import TokenOutput
 from backfill.generation.detokenizer import IncrementalDetokenizer, StopStrings
@@ -21,7 +22,10 @@ from backfill.generation.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """One prompt, one output. ``request_id`` is unique among requests in flight."""
+    """One prompt, one output. ``request_id`` is unique among requests in flight.
+
+    ``complete_by_s`` is the end of an offline request's completion window, on the monotonic clock.
+    """
 
     request_id: RequestId
     prompt_token_ids: list[int]
@@ -31,13 +35,16 @@ class GenerationRequest:
     skip_special_tokens: bool = True
     service_class: ServiceClass = ServiceClass.ONLINE
     priority: int = 0
+    slo: SLO | None = None
+    complete_by_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
     """What one token added to the output.
 
-    ``text`` is empty while a character or a stop string is incomplete.
+    ``text`` is empty while a character or a stop string is incomplete. ``waited_s`` is the time since the
+    request's arrival for its first token, since the token before for the others.
     """
 
     text: str
@@ -45,6 +52,7 @@ class TextDelta:
     logprobs: TokenLogprobs | None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the stop token or stop string that ended the output
+    waited_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +60,7 @@ class RequestRecord:
     """A request that ended, for metrics. Instants are on the machine's monotonic clock."""
 
     service_class: ServiceClass
+    slo: SLO | None
     finish_reason: FinishReason
     num_prompt_tokens: int
     num_output_tokens: int
@@ -67,8 +76,10 @@ class RequestRecord:
 class Observer(Protocol):
     """Told of every token and every ended request."""
 
-    def on_first_token(self, service_class: ServiceClass, since_arrival_s: float) -> None: ...
-    def on_next_token(self, service_class: ServiceClass, since_last_s: float) -> None: ...
+    def on_first_token(
+        self, service_class: ServiceClass, since_arrival_s: float, slo: SLO | None
+    ) -> None: ...
+    def on_next_token(self, service_class: ServiceClass, since_last_s: float, slo: SLO | None) -> None: ...
     def on_finished(self, record: RequestRecord) -> None: ...
 
 
@@ -95,7 +106,7 @@ class TextGenerator:
         try:
             async with aclosing(self._outputs(request, timeline)) as outputs:
                 async for output in outputs:
-                    delta = self._delta(request, output, detokenizer, stops, timeline.num_tokens)
+                    delta = self._delta(request, output, detokenizer, stops, timeline)
                     if delta.finish_reason is not None:
                         timeline.finish_reason = delta.finish_reason
                     yield delta
@@ -116,6 +127,8 @@ class TextGenerator:
                 service_class=request.service_class,
                 priority=request.priority,
                 arrived_at_s=timeline.arrived_at_s,
+                slo=request.slo,
+                complete_by_s=request.complete_by_s,
             )
         )
 
@@ -125,23 +138,26 @@ class TextGenerator:
         output: TokenOutput,
         detokenizer: IncrementalDetokenizer,
         stops: StopStrings,
-        num_tokens: int,
+        timeline: _Timeline,
     ) -> TextDelta:
         assert output.token_id is not None
         ended_by_token = output.finish_reason is FinishReason.STOP
         hides_token = ended_by_token and not request.include_stop_str_in_output
         text = "" if hides_token else detokenizer.push(output.token_id)
-        finish_reason, stop_reason = output.finish_reason, output.stop_token_id
+        finish_reason = output.finish_reason
+        stop_reason: int | str | None = output.stop_token_id
         if finish_reason is not None:
             text += detokenizer.flush()
-        if num_tokens < request.sampling.min_tokens:
-            return TextDelta(text, output.token_id, output.logprobs)
-        shown, found = stops.push(text)
-        if found is not None:
-            return TextDelta(shown, output.token_id, output.logprobs, FinishReason.STOP, found)
-        if finish_reason is not None:
-            shown += stops.flush()
-        return TextDelta(shown, output.token_id, output.logprobs, finish_reason, stop_reason)
+        shown: str = text
+        if timeline.num_tokens >= request.sampling.min_tokens:
+            shown, found = stops.push(text)
+            if found is not None:
+                finish_reason, stop_reason = FinishReason.STOP, found
+            elif finish_reason is not None:
+                shown += stops.flush()
+        return TextDelta(
+            shown, output.token_id, output.logprobs, finish_reason, stop_reason, timeline.waited_s
+        )
 
 
 class _Timeline:
@@ -150,6 +166,7 @@ class _Timeline:
     def __init__(self, request: GenerationRequest, observer: Observer) -> None:
         self.arrived_at_s = time.monotonic()
         self.num_tokens = 0
+        self.waited_s = 0.0  # for the last token
         self.finish_reason = FinishReason.ABORT  # until the output ends in another way
         self._request = request
         self._observer = observer
@@ -175,6 +192,7 @@ class _Timeline:
         self._observer.on_finished(
             RequestRecord(
                 service_class=self._request.service_class,
+                slo=self._request.slo,
                 finish_reason=self.finish_reason,
                 num_prompt_tokens=len(self._request.prompt_token_ids),
                 num_output_tokens=self.num_tokens,
@@ -193,9 +211,11 @@ class _Timeline:
         self.num_tokens += 1
         if self._last_token_at_s is None:
             self._first_token_at_s = now_s
-            self._observer.on_first_token(self._request.service_class, now_s - self.arrived_at_s)
+            self.waited_s = now_s - self.arrived_at_s
+            self._observer.on_first_token(self._request.service_class, self.waited_s, self._request.slo)
         else:
-            self._observer.on_next_token(self._request.service_class, now_s - self._last_token_at_s)
+            self.waited_s = now_s - self._last_token_at_s
+            self._observer.on_next_token(self._request.service_class, self.waited_s, self._request.slo)
         self._last_token_at_s = now_s
 
 

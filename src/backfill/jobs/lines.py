@@ -39,7 +39,11 @@ _encoder = msgspec.json.Encoder()
 
 @dataclass(slots=True)
 class BatchLine:
-    """One request. ``number`` counts lines of the file from 1, blank ones included."""
+    """One request.
+
+    ``number`` counts lines of the file from 1, blank ones included. ``complete_by_s`` is the end of its
+    batch's completion window, on the monotonic clock; None where there is no window.
+    """
 
     number: int
     custom_id: str
@@ -47,6 +51,7 @@ class BatchLine:
     url: str
     body: bytes
     num_engine_deaths: int = 0
+    complete_by_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

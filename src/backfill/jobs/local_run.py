@@ -16,6 +16,7 @@ from typing import Any, BinaryIO
 from backfill.core.config import EngineConfig
 from backfill.core.errors import BackfillError, ConfigError
 from backfill.core.request import ServiceClass
+from backfill.core.slo import SLO
 from backfill.engine.client import EngineClient
 from backfill.engine.messages import Ready
 from backfill.engine.supervisor import EngineSupervisor
@@ -48,10 +49,10 @@ class _TokenCounter:
     def __init__(self) -> None:
         self.num_tokens = 0
 
-    def on_first_token(self, service_class: ServiceClass, since_arrival_s: float) -> None:
+    def on_first_token(self, service_class: ServiceClass, since_arrival_s: float, slo: SLO | None) -> None:
         self.num_tokens += 1
 
-    def on_next_token(self, service_class: ServiceClass, since_last_s: float) -> None:
+    def on_next_token(self, service_class: ServiceClass, since_last_s: float, slo: SLO | None) -> None:
         self.num_tokens += 1
 
     def on_finished(self, record: RequestRecord) -> None:

@@ -494,7 +494,9 @@ class JobManager:
         limit = self.config.max_line_bytes
         for number, data in read_lines(file, limit):
             if not job.log.is_done(number):
-                yield parse_line(number, data, limit)
+                line = parse_line(number, data, limit)
+                line.complete_by_s = job.deadline_s
+                yield line
 
     def _count(self, results: Sequence[LineResult]) -> None:
         if self._observer is None:

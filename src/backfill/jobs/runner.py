@@ -46,8 +46,10 @@ class ServiceRunner:
 
     def _prepare(self, service: CompletionService, line: BatchLine, request_id: str) -> Generation:
         if line.url == "/v1/chat/completions":
-            return service.prepare_chat(_offline(parse_body(ChatCompletionRequest, line.body)), request_id)
-        return service.prepare_completion(_offline(parse_body(CompletionRequest, line.body)), request_id)
+            chat = _offline(parse_body(ChatCompletionRequest, line.body))
+            return service.prepare_chat(chat, request_id, complete_by_s=line.complete_by_s)
+        completion = _offline(parse_body(CompletionRequest, line.body))
+        return service.prepare_completion(completion, request_id, complete_by_s=line.complete_by_s)
 
 
 def _offline(request: Fields) -> Fields:

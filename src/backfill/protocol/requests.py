@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NoReturn, TypeVar, cast
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    ValidationError,
+    model_validator,
+)
 
 from backfill.core.errors import RequestError
 from backfill.core.request import ServiceClass
@@ -39,7 +49,6 @@ _UNSUPPORTED_FIELDS = frozenset(
         "prompt_embeds",
         "prompt_logprobs",
         "reasoning_effort",
-        "slo",
         "structured_outputs",
         "suffix",
         "tools",
@@ -51,6 +60,7 @@ _UNSUPPORTED_FIELDS = frozenset(
 MAX_LOGIT_BIASES = 300  # OpenAI's
 MAX_STOP_TOKENS = 128
 MAX_REQUEST_ID_CHARS = 128
+SLO_HEADERS = {"ttft": "x-slo-ttft-ms", "tpot": "x-slo-tpot-ms"}  # by the field of ``slo``
 
 T = TypeVar("T")
 
@@ -78,6 +88,22 @@ class StreamOptions(BaseModel):
 class ResponseFormat(BaseModel):
     model_config = StrictModel
     type: str
+
+
+class SloFields(BaseModel):
+    """Objectives a request brings, in seconds; the server's own stand in for absent ones."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+    ttft: Number | None = None
+    tpot: Number | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """One objective a request brings, and what the client calls it."""
+
+    seconds: float
+    name: str
 
 
 class GenerationFields(BaseModel):
@@ -111,8 +137,11 @@ class GenerationFields(BaseModel):
     response_format: ResponseFormat | None = None
     service_tier: str | None = None
     priority: int | None = None
+    slo: SloFields | None = None
     request_id: str | None = None
     user: str | None = None
+
+    _header_objectives: dict[str, Objective] = PrivateAttr(default_factory=dict)
 
     @model_validator(mode="after")
     def _refuse_unsupported(self) -> GenerationFields:
@@ -130,6 +159,20 @@ class GenerationFields(BaseModel):
         return ServiceClass.OFFLINE if self.service_tier == "flex" else ServiceClass.ONLINE
 
     @property
+    def objectives(self) -> dict[str, Objective]:
+        """What the request brings, by field of ``slo``; a field of the body wins over its header."""
+        fields = {} if self.slo is None else self.slo.model_dump(exclude_none=True)
+        in_body = {field: Objective(seconds, f"slo.{field}") for field, seconds in fields.items()}
+        return {**self._header_objectives, **in_body}
+
+    def take_slo_headers(self, headers: Mapping[str, str]) -> None:
+        """Note the objectives among the headers. Raises: RequestError for one that is no objective."""
+        for field, name in SLO_HEADERS.items():
+            if name in headers:
+                seconds = _milliseconds(name, headers[name]) / 1000
+                self._header_objectives[field] = Objective(seconds, name)
+
+    @property
     def stop_strings(self) -> tuple[str, ...]:
         if self.stop is None:
             return ()
@@ -143,6 +186,7 @@ class GenerationFields(BaseModel):
             raise RequestError(
                 "best_of other than 1 is not supported.", param="best_of", code="unsupported_parameter"
             )
+        self._check_slo()
         if len(self.stop_strings) > MAX_STOP_STRINGS or "" in self.stop_strings:
             raise RequestError(
                 f"stop must be at most {MAX_STOP_STRINGS} strings, none of them empty.", param="stop"
@@ -175,6 +219,21 @@ class GenerationFields(BaseModel):
                 f"truncate_prompt_tokens must be at least 1, got {self.truncate_prompt_tokens}.",
                 param="truncate_prompt_tokens",
             )
+
+    def _check_slo(self) -> None:
+        objectives = self.objectives.values()
+        if self.service_class is ServiceClass.OFFLINE and (self.slo is not None or objectives):
+            name = "slo" if self.slo is not None else next(iter(objectives)).name
+            raise RequestError(
+                f"{name} is for online requests, not for service_tier 'flex' or lines of a batch.",
+                param=name,
+            )
+        for objective in objectives:
+            if objective.seconds <= 0:
+                raise RequestError(
+                    f"{objective.name} must be a number of seconds above 0, got {objective.seconds:g}.",
+                    param=objective.name,
+                )
 
     def truncated(self, token_ids: list[int]) -> list[int]:
         """The prompt's last ``truncate_prompt_tokens`` tokens, or all."""
@@ -349,7 +408,9 @@ def _request_error(error: ValidationError) -> RequestError:
         return RequestError(f"The body must be a JSON object: {first['msg']}.")
     got = json.dumps(first["input"], default=repr)[:80]
     where = ".".join(str(part) for part in path if not _names_a_type(part))
-    return RequestError(f"Invalid value for '{where}': {first['msg']}, got {got}.", param=name)
+    return RequestError(
+        f"Invalid value for '{where}': {first['msg']}, got {got}.", param=where if name == "slo" else name
+    )
 
 
 def _names_a_type(part: int | str) -> bool:
@@ -374,6 +435,16 @@ def _token_biases(biases: Mapping[str, float] | None) -> tuple[tuple[int, float]
             raise RequestError(f"logit_bias keys must be token ids, got {key[:40]!r}.", param="logit_bias")
         parsed.append((int(key), bias))
     return tuple(parsed)
+
+
+def _milliseconds(name: str, text: str) -> float:
+    try:
+        value = math.nan if "_" in text else float(text)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value > 0):
+        raise RequestError(f"{name} must be a number of milliseconds above 0, got {text[:40]!r}.", param=name)
+    return value
 
 
 def _wrap_int64(value: int) -> int:

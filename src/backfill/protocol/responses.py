@@ -9,6 +9,7 @@ from typing import Any
 from backfill.core.errors import BackfillError, EngineDead, RequestError
 from backfill.core.plan import TokenLogprobs
 from backfill.core.request import FinishReason
+from backfill.core.slo import SLO
 from backfill.generation.generator import TextDelta
 from backfill.generation.tokenizer import Tokenizer
 
@@ -47,6 +48,30 @@ class Usage:
             "completion_tokens": self.num_output_tokens,
             "total_tokens": self.num_prompt_tokens + self.num_output_tokens,
             "prompt_tokens_details": {"cached_tokens": 0},
+        }
+
+
+@dataclass(slots=True)
+class Attainment:
+    """How an API request met its objectives, by the worst of its choices; times in seconds, as seen here."""
+
+    slo: SLO
+    ttft_s: float = 0.0
+    max_itl_s: float | None = None  # None before any output has a second token
+
+    def add(self, waited_s: float, *, is_first: bool) -> None:
+        """Count a token of any choice."""
+        if is_first:
+            self.ttft_s = max(self.ttft_s, waited_s)
+        else:
+            self.max_itl_s = max(self.max_itl_s or 0.0, waited_s)
+
+    def as_json(self) -> Json:
+        return {
+            "ttft": round(self.ttft_s, 6),
+            "max_itl": None if self.max_itl_s is None else round(self.max_itl_s, 6),
+            "ttft_slo_met": self.ttft_s <= self.slo.ttft_s,
+            "tpot_slo_met": self.max_itl_s is None or self.max_itl_s <= self.slo.tpot_s,
         }
 
 
@@ -150,8 +175,14 @@ class CompletionShape:
 Shape = ChatShape | CompletionShape
 
 
-def chunk(head: ResponseHead, shape: Shape, choices: list[Json], usage: Usage | None = None) -> Json:
-    body = {
+def chunk(
+    head: ResponseHead,
+    shape: Shape,
+    choices: list[Json],
+    usage: Usage | None = None,
+    attainment: Attainment | None = None,
+) -> Json:
+    body: Json = {
         "id": head.response_id,
         "object": shape.chunk_object,
         "created": head.created,
@@ -160,6 +191,8 @@ def chunk(head: ResponseHead, shape: Shape, choices: list[Json], usage: Usage | 
     }
     if usage is not None:
         body["usage"] = usage.as_json()
+    if attainment is not None:
+        body["metrics"] = attainment.as_json()
     return body
 
 
@@ -190,7 +223,13 @@ def opening_choice(head: ResponseHead, shape: Shape, index: int) -> Json | None:
     return choice
 
 
-def whole_body(head: ResponseHead, shape: Shape, states: Sequence[ChoiceState], usage: Usage) -> Json:
+def whole_body(
+    head: ResponseHead,
+    shape: Shape,
+    states: Sequence[ChoiceState],
+    usage: Usage,
+    attainment: Attainment | None = None,
+) -> Json:
     choices = []
     for index, state in enumerate(states):
         assert state.finish_reason is not None
@@ -205,7 +244,7 @@ def whole_body(head: ResponseHead, shape: Shape, states: Sequence[ChoiceState], 
             choice["token_ids"] = state.token_ids
             choice["prompt_token_ids"] = list(head.prompt_token_ids[index])
         choices.append(choice)
-    return {
+    body: Json = {
         "id": head.response_id,
         "object": shape.object,
         "created": head.created,
@@ -215,6 +254,9 @@ def whole_body(head: ResponseHead, shape: Shape, states: Sequence[ChoiceState], 
         "service_tier": head.service_tier,
         "system_fingerprint": None,
     }
+    if attainment is not None:
+        body["metrics"] = attainment.as_json()
+    return body
 
 
 def _chat_logprob(tokenizer: Tokenizer, token_id: int, logprobs: TokenLogprobs) -> Json:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import math
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
 
 from backfill.core.errors import EngineDead, RequestError
-from backfill.core.request import RequestId
+from backfill.core.request import RequestId, ServiceClass
+from backfill.core.slo import SLO
 from backfill.engine.client import EngineClient
 from backfill.execution.executor import ExecutorInfo
 from backfill.generation.generator import GenerationRequest, TextGenerator, merge
@@ -22,8 +24,10 @@ from backfill.protocol.requests import (
     ChatMessage,
     CompletionRequest,
     GenerationFields,
+    Objective,
 )
 from backfill.protocol.responses import (
+    Attainment,
     ChatShape,
     ChoiceState,
     CompletionShape,
@@ -36,6 +40,7 @@ from backfill.protocol.responses import (
     opening_choice,
     whole_body,
 )
+from backfill.scheduling.objectives import achievable_slo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +60,10 @@ class ServedModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """A checked request, ready to run: one engine request for each choice, and the shape of its answer."""
+    """A checked request, ready to run: one engine request for each choice, and the shape of its answer.
+
+    ``reported_slo`` are the objectives whose attainment the answer says, None where the client brought none.
+    """
 
     head: ResponseHead
     shape: Shape
@@ -63,6 +71,7 @@ class Generation:
     streams: bool
     includes_usage: bool
     usage_on_every_chunk: bool
+    reported_slo: SLO | None
 
 
 class CompletionService:
@@ -85,8 +94,19 @@ class CompletionService:
         self._completion_shape = CompletionShape(tokenizer)
         self._num_requests = itertools.count()
 
-    def prepare_chat(self, body: ChatCompletionRequest, request_id: str | None = None) -> Generation:
-        """Check and tokenize; nothing runs yet. Raises: RequestError, EngineDead."""
+    def prepare_chat(
+        self,
+        body: ChatCompletionRequest,
+        request_id: str | None = None,
+        *,
+        complete_by_s: float | None = None,
+    ) -> Generation:
+        """Check and tokenize; nothing runs yet.
+
+        Args:
+            complete_by_s: end of an offline request's completion window, on the monotonic clock.
+        Raises: RequestError, EngineDead.
+        """
         self.check_model(body.model)
         body.check()
         token_ids = self.encode_messages(
@@ -105,10 +125,17 @@ class CompletionService:
             echoed=[""],
             max_tokens=body.asked_max_tokens,
             num_logprobs=body.num_logprobs,
+            complete_by_s=complete_by_s,
         )
 
-    def prepare_completion(self, body: CompletionRequest, request_id: str | None = None) -> Generation:
-        """Check and tokenize; nothing runs yet. Raises: RequestError, EngineDead."""
+    def prepare_completion(
+        self,
+        body: CompletionRequest,
+        request_id: str | None = None,
+        *,
+        complete_by_s: float | None = None,
+    ) -> Generation:
+        """As ``prepare_chat``."""
         self.check_model(body.model)
         body.check()
         prompts = [
@@ -138,6 +165,7 @@ class CompletionService:
             echoed=echoed,
             max_tokens=body.asked_max_tokens,
             num_logprobs=body.num_logprobs,
+            complete_by_s=complete_by_s,
         )
 
     def encode_messages(
@@ -161,21 +189,29 @@ class CompletionService:
         """The response body, once every choice has ended."""
         states = [ChoiceState() for _ in generation.requests]
         usage = Usage(generation.head.num_prompt_tokens)
+        attainment = _attainment(generation)
         streams = [self._generator.stream(request) for request in generation.requests]
         async with aclosing(merge(streams)) as deltas:
             async for index, delta in deltas:
                 logprobs = generation.shape.logprobs(delta, states[index])
                 if logprobs is not None:
                     states[index].logprobs.append(logprobs)
+                if attainment is not None:
+                    attainment.add(delta.waited_s, is_first=not states[index].token_ids)
                 states[index].add(delta)
                 usage.num_output_tokens += 1
-        return whole_body(generation.head, generation.shape, states, usage)
+        return whole_body(generation.head, generation.shape, states, usage, attainment)
 
     async def run_stream(self, generation: Generation) -> AsyncGenerator[list[Json], None]:
-        """Chunks as tokens come; those in one list belong into one write."""
+        """Chunks as tokens come; those in one list belong into one write.
+
+        Objectives that the client brought are accounted for in the last chunk, whichever that is.
+        """
         head, shape = generation.head, generation.shape
         states = [ChoiceState() for _ in generation.requests]
         usage = Usage(head.num_prompt_tokens)
+        attainment = _attainment(generation)
+        num_open = len(states)
         streams = [self._generator.stream(request) for request in generation.requests]
         async with aclosing(merge(streams)) as deltas:
             async for index, delta in deltas:
@@ -183,6 +219,8 @@ class CompletionService:
                 usage.num_output_tokens += 1
                 running_usage = usage if generation.usage_on_every_chunk else None
                 chunks = []
+                if attainment is not None:
+                    attainment.add(delta.waited_s, is_first=not state.token_ids)
                 if not state.token_ids:
                     opening = opening_choice(head, shape, index)
                     if opening is not None:
@@ -190,10 +228,12 @@ class CompletionService:
                 choice = chunk_choice(head, shape, index, delta, shape.logprobs(delta, state))
                 state.num_chars += len(delta.text)
                 state.token_ids.append(delta.token_id)
-                chunks.append(chunk(head, shape, [choice], running_usage))
+                num_open -= delta.finish_reason is not None
+                is_last = num_open == 0 and not generation.includes_usage
+                chunks.append(chunk(head, shape, [choice], running_usage, attainment if is_last else None))
                 yield chunks
         if generation.includes_usage:
-            yield [chunk(head, shape, [], usage)]
+            yield [chunk(head, shape, [], usage, attainment)]
 
     def check_model(self, name: str | None) -> None:
         if name is not None and name not in self.model.names:
@@ -225,10 +265,14 @@ class CompletionService:
         echoed: Sequence[str],
         max_tokens: int | None,
         num_logprobs: int | None,
+        complete_by_s: float | None,
     ) -> Generation:
         info = self.info
         response_id = f"{prefix}-{body.request_id or request_id or uuid.uuid4().hex}"
         options = body.stream_options
+        objectives = body.objectives
+        self._check_achievable(objectives, max(map(len, prompts)))
+        slo = self._slo(body.service_class, objectives)
         requests = []
         for prompt, choice in itertools.product(prompts, range(body.num_choices)):
             room = max(1, info.max_model_len - len(prompt))
@@ -250,6 +294,8 @@ class CompletionService:
                     skip_special_tokens=body.skip_special_tokens is not False,
                     service_class=body.service_class,
                     priority=body.priority or 0,
+                    slo=slo,
+                    complete_by_s=complete_by_s,
                 )
             )
         head = ResponseHead(
@@ -269,4 +315,39 @@ class CompletionService:
             streams=bool(body.stream),
             includes_usage=options is not None and bool(options.include_usage),
             usage_on_every_chunk=options is not None and bool(options.continuous_usage_stats),
+            reported_slo=slo if objectives else None,
         )
+
+    def _slo(self, service_class: ServiceClass, objectives: Mapping[str, Objective]) -> SLO | None:
+        """What the request brings, the server's own where it brings none; an offline request has none."""
+        if service_class is ServiceClass.OFFLINE:
+            return None
+        default, ttft, tpot = self._client.default_slo, objectives.get("ttft"), objectives.get("tpot")
+        assert default is not None, "known since the engine was ready"
+        return SLO(
+            ttft_s=default.ttft_s if ttft is None else ttft.seconds,
+            tpot_s=default.tpot_s if tpot is None else tpot.seconds,
+        )
+
+    def _check_achievable(self, objectives: Mapping[str, Objective], num_prompt_tokens: int) -> None:
+        """Raise RequestError for an objective that the request could not meet even alone.
+
+        Only under the policy that works towards objectives: elsewhere they are but measured.
+        """
+        cost, config = self._client.cost, self._client.config.scheduler
+        if not objectives or cost is None or config.policy != "slo":
+            return
+        least = achievable_slo(cost, config, num_prompt_tokens)
+        for field, least_s in (("ttft", least.ttft_s), ("tpot", least.tpot_s)):
+            objective = objectives.get(field)
+            if objective is not None and objective.seconds < least_s:
+                least_ms = math.ceil(1000 * least_s)
+                raise RequestError(
+                    f"{objective.name} of {objective.seconds:g} s cannot be met: on this server the request "
+                    f"needs {least_ms / 1000:g} s ({least_ms} ms) even alone. Ask for at least that.",
+                    param=objective.name,
+                )
+
+
+def _attainment(generation: Generation) -> Attainment | None:
+    return None if generation.reported_slo is None else Attainment(generation.reported_slo)

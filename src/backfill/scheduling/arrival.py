@@ -41,10 +41,11 @@ def must_abort(step: RunningStep, waiting: Iterable[WaitingPrompt], now_s: float
 
     They are computed together in the next step. The step is stopped when one of them would be late if it
     ran to its end, and would not be if it stopped at its next safepoint: a request that is lost anyway does
-    not cost offline work too (Niyama's relegation). The printed algorithm's test on line 10 is inverted (it leaves when
-    the objective would be missed) and it charges the next step for the offline requests of this one, which
-    the policy does not put beside a prompt; see docs/coserving.md. The paper takes offline requests out
-    of the estimate one by one; a step of offline requests only is stopped whole, so the loop has one round.
+    not cost offline work too (Niyama's relegation). The printed algorithm's test on line 10 is inverted (it
+    leaves when the objective would be missed), and it charges the next step for the offline requests of this
+    one, which the policy does not put beside a prompt; see docs/coserving.md. The paper takes offline
+    requests out of the estimate one by one; a step of offline requests only is stopped whole, so the loop
+    has one round.
     """
     if not step.preemptible:
         return False

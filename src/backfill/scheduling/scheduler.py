@@ -52,14 +52,14 @@ _ORDER_KEY = operator.attrgetter("order_key")
 class Scheduler:
     """Builds each step in the lanes a policy gives, then commits its outcome. Never touches a tensor.
 
-    Within a lane, running requests come first, those that decode before those that prefill: a decode costs one
-    token of the step and its user is reading. Then waiting requests join in order of urgency while the step's
-    tokens and time, the batch's places and the pool's blocks last. When a running request lacks a block, the
-    policy's victim is preempted: its blocks are freed and its tokens recomputed later.
+    Within a lane, running requests come first, those that decode before those that prefill: a decode costs
+    one token of the step and its user is reading. Then waiting requests join in order of urgency while the
+    step's tokens and time, the batch's places and the pool's blocks last. When a running request lacks a
+    block, the policy's victim is preempted: its blocks are freed and its tokens recomputed later.
 
     A request whose step has no time or place left for it keeps its blocks and waits. ``add`` admits only
-    requests that fit the pool alone, and the first slice of a step is never held to a time, so every step with
-    a request that the policy serves makes progress.
+    requests that fit the pool alone, and the first slice of a step is never held to a time, so every step
+    with a request that the policy serves makes progress.
 
     Args:
         end_token_ids: tokens that end any output unless it ignores them.
@@ -173,7 +173,7 @@ class Scheduler:
         return plan
 
     def commit(self, plan: StepPlan, outcome: StepOutcome, now_s: float) -> list[CommittedToken]:
-        """Enter a step into the requests; the outcome must be that of ``plan``. An aborted one leaves no trace."""
+        """Enter the outcome of ``plan`` into the requests. An aborted one leaves no trace."""
         for piece in plan.slices:
             request = self._requests[piece.request_id]
             counters = self.counters[request.service_class]
@@ -278,7 +278,7 @@ class Scheduler:
         return preempted_any
 
     def _admit(self, lane: Lane, later: set[Rank], batch: _Batch, now_s: float) -> list[AdmittedRequest]:
-        """Start the lane's waiting requests while all their known tokens fit beside what running ones need next.
+        """Start the lane's waiting requests while their known tokens fit beside what running ones need next.
 
         That is the blocks for the rest of their prompts and one block each to grow into, so that an
         admission does not cause a preemption in the next steps. What a displacing lane may take from later

@@ -22,7 +22,8 @@ class SloPolicyConfig:
         margin: part of an objective kept for what the cost model does not see: planning, sampling's tail,
             the way to the client.
         step_efficiency: beside online requests offline prompts are computed in chunks no larger than where
-            the cost a token is at most the least divided by this: larger steps make arrivals wait and buy little.
+            the cost a token is at most the least divided by this: larger ones make arrivals wait and buy
+            little.
         unsafe_ttft_share: part of the TTFT objective that a purely offline step may take where the executor
             cannot stop it.
         promote_before_s: an offline request is promoted when its completion window ends within this.

@@ -14,7 +14,7 @@ from backfill.simulation.replay import ReplayResult
 
 @dataclass(frozen=True, slots=True)
 class PolicyMetrics:
-    """What a policy made of a workload. Times in seconds, rates in tokens a second of the workload's duration.
+    """What a policy made of a workload. Times in seconds; rates in tokens a second of its duration.
 
     Attributes:
         ttft_attainment: part of the online requests whose first token met its objective.

@@ -79,8 +79,8 @@ class ReplayResult:
 class Replay:
     """Feeds an engine online requests at their instants and offline ones as a flood.
 
-    The flood keeps ``queue_depth`` offline requests waiting until the workload's end, as a large batch job does.
-    The replay then goes on until every online request has ended, so that those it delayed are counted.
+    The flood keeps ``queue_depth`` offline requests waiting until the workload's end, as a large batch job
+    does. The replay then goes on until every online request has ended, so that those it delayed are counted.
 
     Args:
         clock: the engine's.

@@ -17,7 +17,7 @@ from backfill.simulation.replay import Replay, ReplayResult
 from backfill.simulation.workloads import Workload
 
 BLOCK_SIZE = 16
-# A stopped step ends within this (DESIGN: the abort latency is what is fixed, not the layers between safepoints).
+# A stopped step ends within this: its latency is what is fixed, not the layers between safepoints.
 MAX_STOP_S = 0.005
 
 
@@ -58,7 +58,8 @@ def simulate(
         max_num_batched_tokens=max_num_batched_tokens,
         max_prefill_chunk_tokens=max_num_batched_tokens,
         policy=policy,
-        slo=slo,
+        ttft_slo_s=slo.ttft_s,
+        tpot_slo_s=slo.tpot_s,
     )
     engine = Engine(config, executor, clock, profile)
     replay = Replay(

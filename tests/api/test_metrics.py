@@ -1,0 +1,104 @@
+"""What the metrics make of requests and steps, without a server."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+
+from backfill.api.metrics import Metrics
+from backfill.core.request import FinishReason, ServiceClass
+from backfill.core.slo import SLO
+from backfill.engine.messages import ClassStats, EngineStats, StepReport, StepStats
+from backfill.generation.generator import RequestRecord
+from tests.builders import make_info
+
+SERVER_SLO = SLO(ttft_s=1.5, tpot_s=0.11)
+ONLINE = ServiceClass.ONLINE
+
+
+def make_metrics() -> Metrics:
+    return Metrics("m", make_info(), slo=SERVER_SLO)
+
+
+def value(registry: CollectorRegistry, name: str, **labels: str) -> float | None:
+    return registry.get_sample_value(f"backfill:{name}", {"model_name": "m", "engine": "0", **labels})
+
+
+def attained_and_missed(metrics: Metrics, slo: str) -> tuple[float | None, float | None]:
+    labels = {"class": "online", "slo": slo}
+    registry = metrics.registry
+    return value(registry, "slo_attained_total", **labels), value(registry, "slo_missed_total", **labels)
+
+
+def ended(**changes: Any) -> RequestRecord:
+    """A request that got no token."""
+    fields: dict[str, Any] = {
+        "service_class": ONLINE,
+        "slo": SERVER_SLO,
+        "finish_reason": FinishReason.ABORT,
+        "num_prompt_tokens": 1,
+        "num_output_tokens": 0,
+        "max_tokens": 1,
+        "num_preemptions": 0,
+        "arrived_at_s": 10.0,
+        "first_scheduled_at_s": None,
+        "first_token_at_s": None,
+        "last_token_at_s": None,
+        "finished_at_s": 10.5,
+    }
+    return RequestRecord(**{**fields, **changes})
+
+
+def report(step: StepStats, num_aborted_steps: int = 0, num_aborted_tokens: int = 0) -> StepReport:
+    idle = ClassStats(0, 0, 0, 0, num_aborted_tokens)
+    return StepReport([], EngineStats(idle, idle, 0.0, 16, num_aborted_steps, step))
+
+
+def test_every_first_token_and_every_gap_is_held_to_its_objective() -> None:
+    metrics = make_metrics()
+    metrics.requests.on_first_token(ONLINE, 1.5, SERVER_SLO)
+    metrics.requests.on_first_token(ONLINE, 1.6, SERVER_SLO)
+    for gap_s in (0.01, 0.11, 0.12):
+        metrics.requests.on_next_token(ONLINE, gap_s, SERVER_SLO)
+    metrics.requests.on_next_token(ONLINE, 0.12, SLO(1.0, 0.2))
+    metrics.requests.on_first_token(ServiceClass.OFFLINE, 99.0, None)
+    metrics.requests.on_next_token(ServiceClass.OFFLINE, 99.0, None)
+    assert attained_and_missed(metrics, "ttft") == (1, 1)
+    assert attained_and_missed(metrics, "tpot") == (3, 1)
+
+
+def test_attainment_can_be_read_off_the_histograms() -> None:
+    metrics = make_metrics()
+    for waited_s in (1.4, 1.5, 1.6):
+        metrics.requests.on_first_token(ONLINE, waited_s, SERVER_SLO)
+    for gap_s in (0.1, 0.11, 0.12):
+        metrics.requests.on_next_token(ONLINE, gap_s, SERVER_SLO)
+    for name, bound in (("time_to_first_token_seconds", "1.5"), ("inter_token_latency_seconds", "0.11")):
+        assert value(metrics.registry, f"{name}_bucket", le=bound, **{"class": "online"}) == 2
+
+
+def test_an_output_without_a_token_missed_its_objective_unless_its_client_left_before() -> None:
+    metrics = make_metrics()
+    metrics.requests.on_finished(ended())
+    metrics.requests.on_finished(ended(slo=None, finished_at_s=99.0))
+    assert attained_and_missed(metrics, "ttft") == (0, 0)
+    metrics.requests.on_finished(ended(finished_at_s=11.6))
+    metrics.requests.on_finished(ended(finish_reason=FinishReason.ERROR))
+    assert attained_and_missed(metrics, "ttft") == (0, 2)
+
+
+def test_a_stopped_step_computed_nothing() -> None:
+    metrics = make_metrics()
+    metrics.engine.on_report(report(StepStats("mixed", 40, 0.2, 0.1)))
+    metrics.engine.on_report(report(StepStats("offline", 90, 0.05, 0.4, aborted=True), 1, 90))
+    metrics.engine.on_report(report(StepStats("none", 0, 0.0, 0.0), 1, 90))
+    metrics.engine.on_report(report(StepStats("online", 3, 0.01, 0.0), 1, 90))
+    registry = metrics.registry
+    counts = [value(registry, "step_seconds_count", kind=kind) for kind in ("online", "mixed", "offline")]
+    assert counts == [1, 1, 0]
+    assert value(registry, "iteration_tokens_total_sum") == 43
+    assert value(registry, "step_predicted_ratio_sum") == 2.0
+    assert value(registry, "step_predicted_ratio_count") == 1, "a step without a prediction has no ratio"
+    assert value(registry, "step_aborts_total") == 1
+    assert value(registry, "aborted_tokens_total", **{"class": "offline"}) == 90
