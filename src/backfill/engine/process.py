@@ -68,7 +68,7 @@ def _serve(config: EngineConfig, channel: _Channel) -> None:
     started_at_s = time.monotonic()
     try:
         executor = create_torch_executor(config)
-        engine = Engine(config.scheduler, executor, WallClock(), _profile(config))
+        engine = Engine(config.scheduler, executor, WallClock(), _profile(config, executor))
     except BackfillError as error:
         channel.send(StartFailed(str(error)))
         return
@@ -82,8 +82,8 @@ def _serve(config: EngineConfig, channel: _Channel) -> None:
     EngineLoop(engine, channel).run()
 
 
-def _profile(config: EngineConfig) -> CostProfile | None:
-    """What steps cost; None where none was given. Raises: ConfigError."""
+def _profile(config: EngineConfig, executor: Executor) -> CostProfile | None:
+    """What steps cost on this executor; None where no profile was given. Raises: ConfigError."""
     return None if config.profile_path is None else CostProfile.load(Path(config.profile_path))
 
 
