@@ -76,6 +76,10 @@ def test_headers_bring_objectives_and_the_body_wins(server: RunningServer) -> No
     assert refusal(server, {}, tiny)["param"] == "x-slo-ttft-ms"
     both = server.http.post("/v1/completions", json={**BODY, "slo": {"ttft": 30}}, headers=tiny)
     assert both.json()["metrics"]["ttft_slo_met"] is True
+    unread = server.http.post(
+        "/v1/completions", json={**BODY, "slo": EASY}, headers={"x-slo-ttft-ms": "soon"}
+    )
+    assert unread.status_code == 200
     other = refusal(server, {"slo": {"tpot": 30}}, tiny)
     assert other["param"] == "x-slo-ttft-ms", "each objective is taken from where it is"
     response = server.http.post("/v1/completions", json=BODY, headers={"X-SLO-TPOT-MS": "20000.5"})

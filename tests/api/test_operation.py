@@ -17,7 +17,6 @@ import httpx
 import openai
 import pytest
 
-from tests.builders import make_profile
 from tests.api.servers import (
     MODEL,
     RunningServer,
@@ -26,6 +25,7 @@ from tests.api.servers import (
     serve_command,
     wait_until,
 )
+from tests.builders import make_profile
 
 LONG: dict[str, Any] = {"prompt": "Count:", "max_tokens": 1500, "ignore_eos": True}
 SMALL = ("--kv-gib", "0.25", "--max-model-len", "2048")

@@ -160,15 +160,15 @@ class GenerationFields(BaseModel):
 
     @property
     def objectives(self) -> dict[str, Objective]:
-        """What the request brings, by field of ``slo``; a field of the body wins over its header."""
+        """What the request brings, by field of ``slo``."""
         fields = {} if self.slo is None else self.slo.model_dump(exclude_none=True)
         in_body = {field: Objective(seconds, f"slo.{field}") for field, seconds in fields.items()}
         return {**self._header_objectives, **in_body}
 
     def take_slo_headers(self, headers: Mapping[str, str]) -> None:
-        """Note the objectives among the headers. Raises: RequestError for one that is no objective."""
+        """Note the objectives among the headers that the body does not bring. Raises: RequestError."""
         for field, name in SLO_HEADERS.items():
-            if name in headers:
+            if name in headers and field not in self.objectives:
                 seconds = _milliseconds(name, headers[name]) / 1000
                 self._header_objectives[field] = Objective(seconds, name)
 

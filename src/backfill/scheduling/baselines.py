@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -22,8 +23,8 @@ class _Baseline:
     def victim_key(self, request: Request) -> Any:
         return (request.rank is not Rank.ONLINE, request.order_key)
 
-    def promotes(self, request: Request, now_s: float) -> bool:
-        return False
+    def promote_at_s(self, request: Request) -> float:
+        return math.inf
 
     def observe(self, predicted_s: float, observed_s: float) -> None:
         pass

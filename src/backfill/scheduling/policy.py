@@ -68,8 +68,8 @@ class Policy(Protocol):
         """The running request with the greatest key is preempted first."""
         ...
 
-    def promotes(self, request: Request, now_s: float) -> bool:
-        """Whether an offline request is to be served in the rank above its own from now on."""
+    def promote_at_s(self, request: Request) -> float:
+        """Instant from which an offline request is served in the rank above its own; inf for never."""
         ...
 
     def observe(self, predicted_s: float, observed_s: float) -> None:

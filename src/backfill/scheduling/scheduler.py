@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 import operator
 from collections import Counter
@@ -86,6 +87,7 @@ class Scheduler:
         self._running: dict[RequestId, Request] = {}
         self._known_to_executor: set[RequestId] = set()
         self._to_release: list[RequestId] = []
+        self._to_promote: list[tuple[float, int, Request]] = []  # a heap; may hold requests that have ended
         self._num_plans = 0
         self._num_added = 0
 
@@ -129,6 +131,9 @@ class Scheduler:
         self._num_added += 1
         self._requests[request.request_id] = request
         self._waiting[request.rank].push(request)
+        promote_at_s = self.policy.promote_at_s(request)
+        if promote_at_s < math.inf and request.rank is Rank.OFFLINE:
+            heapq.heappush(self._to_promote, (promote_at_s, self._num_added, request))
 
     def finish(self, request_id: RequestId, reason: FinishReason) -> Request | None:
         """End a request from outside (abort, error). None if it has ended already or never existed."""
@@ -144,7 +149,10 @@ class Scheduler:
 
         Called once for each step, after the outcome of the step before was committed.
         """
-        by_rank = self._running_by_rank(now_s)
+        self._promote(now_s)
+        by_rank: dict[Rank, list[Request]] = {rank: [] for rank in Rank}
+        for each in self._running.values():
+            by_rank[each.rank].append(each)
         lanes = self.policy.lanes(self._view(by_rank, now_s))
         batch = _Batch(self.config.max_num_seqs, self.config.max_num_batched_tokens)
         admitted: list[AdmittedRequest] = []
@@ -213,19 +221,18 @@ class Scheduler:
         held_by_known = sum(self.blocks.num_held_blocks(request_id) for request_id in self._requests)
         assert held_in_all == held_by_known, f"{held_in_all - held_by_known} blocks belong to no request"
 
-    def _running_by_rank(self, now_s: float) -> dict[Rank, list[Request]]:
-        """Running requests, after promoting those of the offline ones whose window runs out."""
-        by_rank: dict[Rank, list[Request]] = {rank: [] for rank in Rank}
-        for request in self._running.values():
-            if request.rank is Rank.OFFLINE and self.policy.promotes(request, now_s):
-                request.rank = Rank.PROMOTED
-            by_rank[request.rank].append(request)
-        offline = self._waiting[Rank.OFFLINE]
-        while (head := offline.peek()) is not None and self.policy.promotes(head, now_s):
-            offline.pop()
-            head.rank = Rank.PROMOTED
-            self._waiting[Rank.PROMOTED].push(head)
-        return by_rank
+    def _promote(self, now_s: float) -> None:
+        """Raise the offline requests whose time has come to the rank above."""
+        while self._to_promote and self._to_promote[0][0] <= now_s:
+            request = heapq.heappop(self._to_promote)[2]
+            if request.status is RequestStatus.FINISHED:
+                continue
+            is_waiting = request.status is not RequestStatus.RUNNING
+            if is_waiting:
+                self._waiting[request.rank].remove(request)
+            request.rank = Rank.PROMOTED
+            if is_waiting:
+                self._waiting[request.rank].push(request)
 
     def _view(self, by_rank: dict[Rank, list[Request]], now_s: float) -> StepView:
         return StepView(

@@ -13,6 +13,9 @@ from backfill.costs.correction import BiasCorrection
 from backfill.costs.model import CostModel
 from backfill.scheduling.policy import Lane, StepView
 
+# Part of the window left at its arrival that a request may spend promoted.
+_LONGEST_PROMOTION = 0.5
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SloPolicyConfig:
@@ -26,7 +29,8 @@ class SloPolicyConfig:
             little.
         unsafe_ttft_share: part of the TTFT objective that a purely offline step may take where the executor
             cannot stop it.
-        promote_before_s: an offline request is promoted when its completion window ends within this.
+        promote_before_s: an offline request is promoted when its completion window ends within this, or
+            when half of the window it arrived in is over if that is later.
         reserve_decay_s: time constant with which the memory of online's largest use of blocks fades.
     """
 
@@ -109,10 +113,11 @@ class SloPolicy:
             return (0, 0, request.order_key)
         return (2 if rank is Rank.OFFLINE else 1, -request.num_computed_tokens, request.order_key)
 
-    def promotes(self, request: Request, now_s: float) -> bool:
-        return (
-            request.complete_by_s is not None and request.complete_by_s - now_s < self.config.promote_before_s
-        )
+    def promote_at_s(self, request: Request) -> float:
+        if request.complete_by_s is None:
+            return math.inf
+        window_s = request.complete_by_s - request.arrived_at_s
+        return request.complete_by_s - min(self.config.promote_before_s, _LONGEST_PROMOTION * window_s)
 
     def observe(self, predicted_s: float, observed_s: float) -> None:
         self.correction.observe(predicted_s, observed_s)

@@ -44,7 +44,7 @@ class Point:
 class Scenario:
     """
     Attributes:
-        paper: the figures the paper prints, by policy, under the names of ``PolicyMetrics`` where they are such.
+        paper: what the paper prints, by policy, under the names of ``PolicyMetrics`` where there are such.
     """
 
     name: str
@@ -131,7 +131,7 @@ def _offline(inputs: Inputs, hardware: HardwareProfile) -> tuple[Lengths, ...]:
 
 
 def _fig5(inputs: Inputs) -> Scenario:
-    """Section 6.2: a real trace, a quiet stretch from 240 to 620 s, and a burst of three times the mean rate."""
+    """Section 6.2: a real trace, a quiet stretch from 240 to 620 s, and a burst of three times the rate."""
     hardware = load_hardware_profile(_HARDWARE)
     phases = [Phase(240, 1.0), Phase(380, 0.4), Phase(120, 3.0), Phase(160, 1.0)]
     workload = conversation_workload(
@@ -199,8 +199,8 @@ def _fig7(inputs: Inputs) -> Scenario:
     )
 
 
-# The most at which online-only meets the objectives (the paper's choice of R, section 6.1), found by running it:
-# in steps of 0.1 requests/s for 99 % of the trace's requests, in steps of 0.5 for all requests of three seeds.
+# The most at which online-only meets the objectives (the paper's choice of R, section 6.1), found by running
+# it: in steps of 0.1 requests/s for 99 % of the trace's requests, in steps of 0.5 for all of three seeds.
 _FIG5_RATE_PER_S = 1.3
 _FIG6_RATE_PER_S = 4.5
 _FIG7_DURATION_S = 600.0

@@ -48,7 +48,7 @@ def conversation_workload(
     max_len: int,
     seed: int,
 ) -> Workload:
-    """A conversation trace sampled to ``rate_per_s`` and rescaled to the phases' time (ConServe, section 6.1)."""
+    """A conversation trace sampled to a rate and rescaled to the phases' time (ConServe, section 6.1)."""
     rng = np.random.default_rng(seed)
     duration_s = sum(phase.duration_s for phase in phases)
     count = round(rate_per_s * duration_s)
