@@ -50,9 +50,9 @@ def ended(**changes: Any) -> RequestRecord:
     return RequestRecord(**{**fields, **changes})
 
 
-def report(step: StepStats, num_aborted_steps: int = 0, num_aborted_tokens: int = 0) -> StepReport:
+def report(step: StepStats, num_stopped_steps: int = 0, num_aborted_tokens: int = 0) -> StepReport:
     idle = ClassStats(0, 0, 0, 0, num_aborted_tokens)
-    return StepReport([], EngineStats(idle, idle, 0.0, 16, num_aborted_steps, step))
+    return StepReport([], EngineStats(idle, idle, 0.0, 16, num_stopped_steps, step))
 
 
 def test_every_first_token_and_every_gap_is_held_to_its_objective() -> None:

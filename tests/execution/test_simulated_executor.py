@@ -2,30 +2,32 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from backfill.core.block import pack_block_ref
 from backfill.core.clock import VirtualClock
-from backfill.core.plan import AdmittedRequest, ScheduledSlice, StepPlan
+from backfill.core.plan import AdmittedRequest, Safepoints, ScheduledSlice, StepOutcome, StepPlan
 from backfill.core.request import RequestId
 from backfill.core.sampling import SamplingParams
 from backfill.execution.simulated_executor import SimulatedExecutor
 from tests.builders import linear_cost, make_info
 
-REQUEST_ID = RequestId("r")
+ONLINE, OFFLINE = RequestId("chat"), RequestId("job")
+NUM_LAYERS = 10
 
 
-def plan(num_tokens: int, *, has_online: bool) -> StepPlan:
-    blocks = tuple(pack_block_ref(index) for index in range(-(-num_tokens // 4)))
-    return StepPlan(
-        step=0,
-        admitted=(AdmittedRequest(REQUEST_ID, (5,) * num_tokens, SamplingParams(max_tokens=4)),),
-        slices=(ScheduledSlice(REQUEST_ID, 0, num_tokens, blocks, samples=True),),
-        released=(),
-        has_online=has_online,
-        has_offline=not has_online,
-    )
+def plan(*, online: int = 0, offline: int = 0, step: int = 0, **fields: Any) -> StepPlan:
+    """So many tokens of an online and of an offline request, each in blocks of its own."""
+    slices, admitted, first = [], [], 0
+    for request_id, num_tokens in ((ONLINE, online), (OFFLINE, offline)):
+        if num_tokens:
+            blocks = tuple(pack_block_ref(first + index) for index in range(-(-num_tokens // 4)))
+            first += len(blocks)
+            slices.append(ScheduledSlice(request_id, 0, num_tokens, blocks, True, request_id is OFFLINE))
+            admitted.append(AdmittedRequest(request_id, (5,) * num_tokens, SamplingParams(max_tokens=4)))
+    return StepPlan(step=step, admitted=tuple(admitted), slices=tuple(slices), released=(), **fields)
 
 
 class StopAt:
@@ -42,42 +44,73 @@ class StopAt:
     def deliver(self) -> None:
         self.delivered_at_s.append(self.clock.now_s())
         assert self.executor is not None
-        self.executor.request_stop()
+        self.executor.request_stop(0)
 
 
-def run(num_safepoints: int, *, has_online: bool, stop_at_s: float) -> tuple[float, bool, StopAt]:
+def make_executor(stop_at_s: float) -> tuple[SimulatedExecutor, VirtualClock, StopAt]:
+    """Tokens cost 1 ms each."""
     clock = VirtualClock(10.0)
     events = StopAt(clock, stop_at_s)
-    info = replace(make_info(num_blocks=100), stop_s=0.02 if num_safepoints else None)
-    executor = SimulatedExecutor(info, linear_cost(), clock, num_safepoints=num_safepoints)
+    info = replace(make_info(num_blocks=100), num_layers=NUM_LAYERS, can_stop=True)
+    executor = SimulatedExecutor(info, linear_cost(), clock)
     executor.events = events
     events.executor = executor
-    outcome = executor.run(plan(100, has_online=has_online))
-    assert outcome.aborted == (not outcome.sampled)
-    return clock.now_s(), outcome.aborted, events
+    return executor, clock, events
+
+
+def run(stop_at_s: float, layers_apart: int | None, **tokens: int) -> tuple[StepOutcome, float, StopAt]:
+    executor, clock, events = make_executor(stop_at_s)
+    points = None if layers_apart is None else Safepoints(layers_apart, suspends=True)
+    outcome = executor.run(plan(**tokens, safepoints=points))
+    return outcome, clock.now_s(), events
 
 
 def test_a_step_takes_its_predicted_time() -> None:
-    ended_at_s, aborted, _ = run(0, has_online=False, stop_at_s=math.inf)
+    outcome, ended_at_s, _ = run(math.inf, None, offline=100)
     assert ended_at_s == pytest.approx(10.1)
-    assert not aborted
+    assert [each.request_id for each in outcome.sampled] == [OFFLINE]
+    assert outcome.stopped == ()
 
 
 def test_a_stopped_step_ends_at_its_next_safepoint() -> None:
-    ended_at_s, aborted, events = run(4, has_online=False, stop_at_s=10.033)
-    assert aborted
+    outcome, ended_at_s, events = run(10.033, 2, offline=100)
+    assert outcome.stopped == (OFFLINE,)
+    assert outcome.layers_done == 4
+    assert outcome.sampled == ()
     assert events.delivered_at_s == [pytest.approx(10.033)]
     assert ended_at_s == pytest.approx(10.04)
+    assert outcome.stopped_at_s == pytest.approx(10.04)
 
 
 def test_behind_the_last_safepoint_a_step_runs_to_its_end() -> None:
-    ended_at_s, aborted, _ = run(4, has_online=False, stop_at_s=10.095)
+    outcome, ended_at_s, _ = run(10.085, 2, offline=100)
     assert ended_at_s == pytest.approx(10.1)
-    assert not aborted
+    assert outcome.stopped == ()
 
 
-def test_a_step_with_online_requests_is_not_disturbed() -> None:
-    ended_at_s, aborted, events = run(4, has_online=True, stop_at_s=10.033)
+def test_of_a_mixed_step_the_online_rows_go_on_alone() -> None:
+    outcome, ended_at_s, _ = run(10.051, 1, online=20, offline=80)
+    assert outcome.stopped == (OFFLINE,)
+    assert outcome.layers_done == 6
+    assert [each.request_id for each in outcome.sampled] == [ONLINE]
+    assert ended_at_s == pytest.approx(10.06 + 0.4 * 0.02)
+
+
+def test_without_safepoints_events_wait() -> None:
+    outcome, ended_at_s, events = run(10.033, None, offline=100)
     assert ended_at_s == pytest.approx(10.1)
-    assert not aborted
     assert events.delivered_at_s == []
+    assert outcome.stopped == ()
+
+
+def test_a_suspended_step_goes_on_for_the_layers_it_is_given() -> None:
+    executor, clock, _ = make_executor(10.033)
+    points = Safepoints(2, suspends=True)
+    executor.run(plan(offline=100, safepoints=points))
+    first = executor.run(plan(offline=100, step=1, safepoints=points, resumes=True, max_layers=3))
+    assert (first.stopped, first.layers_done) == ((OFFLINE,), 7)
+    assert clock.now_s() == pytest.approx(10.07)
+    last = executor.run(plan(offline=100, step=2, safepoints=points, resumes=True))
+    assert last.stopped == ()
+    assert [each.request_id for each in last.sampled] == [OFFLINE]
+    assert clock.now_s() == pytest.approx(10.1)

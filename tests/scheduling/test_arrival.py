@@ -2,14 +2,21 @@ from __future__ import annotations
 
 import pytest
 
-from backfill.scheduling.arrival import RunningStep, WaitingPrompt, must_abort
+from backfill.scheduling.arrival import RunningStep, WaitingPrompt, must_stop
 from tests.builders import linear_cost
 
 COST = linear_cost(token_s=0.001, step_s=1e-9)
 
 
-def running(predicted_s: float = 1.0, *, preemptible: bool = True) -> RunningStep:
-    return RunningStep(started_at_s=10.0, predicted_s=predicted_s, preemptible=preemptible, stop_s=0.005)
+def running(predicted_s: float = 1.0, *, staying_s: float = 0.0, suspends: bool = False) -> RunningStep:
+    return RunningStep(
+        number=3,
+        started_at_s=10.0,
+        predicted_s=predicted_s,
+        staying_s=staying_s,
+        stop_s=0.005,
+        suspends=suspends,
+    )
 
 
 @pytest.mark.parametrize(
@@ -18,18 +25,34 @@ def running(predicted_s: float = 1.0, *, preemptible: bool = True) -> RunningSte
         pytest.param(running(), 11.5, 10.2, False, id="the prompt is in time after the step"),
         pytest.param(running(), 10.9, 10.2, True, id="it would be late, and is in time if the step stops"),
         pytest.param(running(), 10.25, 10.2, False, id="it is late even so"),
-        pytest.param(running(preemptible=False), 10.9, 10.2, False, id="the step serves online requests"),
+        pytest.param(running(staying_s=0.99), 10.9, 10.2, False, id="what stays takes nearly as long"),
         pytest.param(running(), 10.9, 11.5, False, id="the step is past its predicted end"),
     ],
 )
-def test_a_step_is_stopped_only_where_that_saves_a_first_token(
+def test_work_is_dropped_only_where_that_saves_a_first_token(
     step: RunningStep, first_token_by_s: float, now_s: float, expected: bool
 ) -> None:
-    assert must_abort(step, [WaitingPrompt(100, first_token_by_s)], now_s, COST) is expected
+    assert must_stop(step, [WaitingPrompt(100, first_token_by_s)], now_s, COST) is expected
+
+
+@pytest.mark.parametrize(
+    ("step", "now_s", "expected"),
+    [
+        pytest.param(running(suspends=True), 10.2, True, id="most of the step is left"),
+        pytest.param(running(suspends=True), 10.99, False, id="nearly at its end"),
+        pytest.param(running(staying_s=0.99, suspends=True), 10.2, False, id="what stays takes as long"),
+        pytest.param(running(staying_s=0.2, suspends=True), 10.2, True, id="what stays is short"),
+    ],
+)
+def test_work_is_suspended_wherever_that_saves_a_wait(
+    step: RunningStep, now_s: float, expected: bool
+) -> None:
+    prompt = WaitingPrompt(100, first_token_by_s=100.0)
+    assert must_stop(step, [prompt], now_s, COST) is expected
+    assert not must_stop(step, [], now_s, COST)
 
 
 def test_prompts_that_wait_are_computed_together() -> None:
     prompts = [WaitingPrompt(100, 11.15) for _ in range(2)]
-    assert not must_abort(running(), prompts[:1], 10.2, COST)
-    assert must_abort(running(), prompts, 10.2, COST)
-    assert not must_abort(running(), [], 10.2, COST)
+    assert not must_stop(running(), prompts[:1], 10.2, COST)
+    assert must_stop(running(), prompts, 10.2, COST)

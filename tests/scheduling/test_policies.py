@@ -38,7 +38,7 @@ class Bench:
         slo: SLO = SLO_100_MS,
         num_blocks: int = 1000,
         max_num_seqs: int = 64,
-        can_abort: bool = True,
+        can_stop: bool = True,
         step_efficiency: float = 1.0,
         step_s: float = 1e-6,
     ) -> None:
@@ -50,7 +50,7 @@ class Bench:
                 SloPolicyConfig(default_slo=slo, step_efficiency=step_efficiency),
                 self.cost,
                 max_step_tokens=1000,
-                can_abort=can_abort,
+                can_stop=can_stop,
             )
         self.scheduler = Scheduler(
             SchedulerConfig(
@@ -164,8 +164,8 @@ def test_online_requests_are_served_even_where_their_objective_cannot_be_met() -
 
 
 def test_without_online_requests_a_step_is_bounded_only_where_it_cannot_be_stopped() -> None:
-    for can_abort, num_tokens in ((True, 900), (False, 249)):  # a quarter of the TTFT objective of 1 s
-        bench = Bench(can_abort=can_abort)
+    for can_stop, num_tokens in ((True, 900), (False, 249)):  # a quarter of the TTFT objective of 1 s
+        bench = Bench(can_stop=can_stop)
         bench.add(offline(900, 2, request_id="job"))
         assert sizes(bench.step()) == {"job": num_tokens}
 
@@ -264,23 +264,23 @@ def test_objectives_below_what_one_request_needs_are_refused() -> None:
     for slo, option in ((SLO(0.01, 1.0), "--ttft-slo"), (SLO(1.0, 0.01), "--tpot-slo")):
         config = SchedulerConfig(policy="slo", ttft_slo_s=slo.ttft_s, tpot_slo_s=slo.tpot_s)
         with pytest.raises(ConfigError, match=rf"{option} 0.01: one request alone needs 0.05"):
-            create_policy(config, cost, can_abort=True)
+            create_policy(config, cost, can_stop=True)
 
 
 def test_default_objectives_are_widened_on_a_slow_device() -> None:
-    policy = create_policy(SchedulerConfig(policy="slo"), linear_cost(step_s=1.0), can_abort=True)
+    policy = create_policy(SchedulerConfig(policy="slo"), linear_cost(step_s=1.0), can_stop=True)
     assert isinstance(policy, SloPolicy)
     assert policy.config.default_slo.tpot_s == pytest.approx(4.0, rel=0.01)
 
 
 def test_the_slo_policy_needs_a_profile() -> None:
     with pytest.raises(ConfigError, match="backfill profile"):
-        create_policy(SchedulerConfig(policy="slo"), None, can_abort=True)
+        create_policy(SchedulerConfig(policy="slo"), None, can_stop=True)
 
 
 def slo_policy() -> Policy:
     return SloPolicy(
-        SloPolicyConfig(default_slo=SLO_100_MS), linear_cost(), max_step_tokens=1000, can_abort=True
+        SloPolicyConfig(default_slo=SLO_100_MS), linear_cost(), max_step_tokens=1000, can_stop=True
     )
 
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from backfill.core.config import PreemptionMode
 from backfill.core.request import ServiceClass
 from backfill.core.slo import SLO
 from backfill.simulation.metrics import metrics_of
@@ -22,7 +23,13 @@ def workload(rate_per_s: float = 2.0, duration_s: float = 20.0) -> Workload:
     )
 
 
-def run(policy: str, load: Workload, slo: SLO = LOOSE, kv_tokens: int = 8000) -> ReplayResult:
+def run(
+    policy: str,
+    load: Workload,
+    slo: SLO = LOOSE,
+    kv_tokens: int = 8000,
+    preemption: PreemptionMode = "suspend",
+) -> ReplayResult:
     return simulate(
         policy,  # type: ignore[arg-type]
         load,
@@ -31,6 +38,7 @@ def run(policy: str, load: Workload, slo: SLO = LOOSE, kv_tokens: int = 8000) ->
         max_model_len=4000,
         slo=slo,
         max_num_batched_tokens=2048,
+        preemption=preemption,
     )
 
 
@@ -71,12 +79,15 @@ def test_policies_differ_as_they_should() -> None:
 def test_an_arrival_stops_an_offline_step_that_would_make_it_late() -> None:
     sparse = workload(rate_per_s=1.0)
     tight = SLO(ttft_s=0.06, tpot_s=0.2)
-    result = run("slo", sparse, tight)
-    figures = metrics_of(result, tight)
-    assert 0 < result.num_aborted_steps <= len(result.online)
-    assert figures.aborted_token_share > 0
-    assert figures.ttft_attainment >= 0.85
-    assert figures.ttft_attainment > metrics_of(run("priority", sparse, tight), tight).ttft_attainment
+    suspended, discarded, priority = (
+        run(policy, sparse, tight, preemption=preemption)
+        for policy, preemption in (("slo", "suspend"), ("slo", "discard"), ("priority", "suspend"))
+    )
+    assert 0 < discarded.num_stopped_steps <= suspended.num_stopped_steps <= len(suspended.online)
+    lost, kept, unstopped = (metrics_of(each, tight) for each in (discarded, suspended, priority))
+    assert kept.ttft_attainment == 1.0 > lost.ttft_attainment > unstopped.ttft_attainment
+    assert lost.aborted_token_share > 0
+    assert kept.aborted_token_share == 0
 
 
 def test_what_a_full_pool_makes_compute_twice_is_counted_once() -> None:

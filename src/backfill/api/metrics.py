@@ -35,6 +35,7 @@ STEP_TOKEN_BUCKETS = (1, 8, *(16 << i for i in range(11)))
 STEP_RATIO_BUCKETS = (
     0.25, 0.5, 0.7, 0.8, 0.85, 0.9, 0.95, 1, 1.05, 1.1, 1.15, 1.2, 1.3, 1.5, 2, 4,
 )  # fmt: skip
+STOP_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.0075, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1)
 PREEMPTION_BUCKETS = (1, 2, 3, 4, 5, 10, 20)
 CHOICE_BUCKETS = (1, 2, 5, 10, 20)
 HTTP_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -244,6 +245,13 @@ class EngineMetrics:
             buckets=STEP_RATIO_BUCKETS,
             registry=registry,
         ).labels(**labels)
+        self._stop_latency = Histogram(
+            "backfill:abort_latency_seconds",
+            "From an arrival to the safepoint where it stopped the running step's offline part",
+            list(labels),
+            buckets=STOP_BUCKETS,
+            registry=registry,
+        ).labels(**labels)
         facts = {
             "block_size": str(info.block_size),
             "num_gpu_blocks": str(info.num_blocks),
@@ -257,7 +265,9 @@ class EngineMetrics:
     def on_report(self, report: StepReport) -> None:
         self._state.stats = report.stats
         step = report.stats.step
-        if step.kind == "none" or step.aborted:
+        if step.stop_latency_s is not None:
+            self._stop_latency.observe(step.stop_latency_s)
+        if step.kind == "none" or step.stopped:
             return
         self._step_tokens.observe(step.num_tokens)
         self._step_seconds[step.kind].observe(step.seconds)
@@ -312,12 +322,17 @@ class _EngineState(Collector):
             "num_recomputed_tokens",
         )
         yield self._gauge(
-            "aborted_tokens_total", "Tokens of steps that were stopped", by_class, "num_aborted_tokens"
+            "aborted_tokens_total",
+            "Tokens computed for nothing in stopped steps",
+            by_class,
+            "num_aborted_tokens",
         )
         aborts = CounterMetricFamily(
-            "backfill:step_aborts", "Steps stopped for an arrival", labels=list(self._constant)
+            "backfill:step_aborts",
+            "Steps whose offline part was stopped for an arrival",
+            labels=list(self._constant),
         )
-        aborts.add_metric(list(self._constant.values()), stats.num_aborted_steps)
+        aborts.add_metric(list(self._constant.values()), stats.num_stopped_steps)
         yield aborts
         usage = GaugeMetricFamily(
             "backfill:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1", labels=list(self._constant)

@@ -27,7 +27,7 @@ class StatsLog:
         num_sampled = sum(output.token_id is not None for output in report.outputs)
         self._num_output_tokens += num_sampled
         step = report.stats.step
-        self._num_computed_tokens += 0 if step.aborted else step.num_tokens
+        self._num_computed_tokens += 0 if step.stopped else step.num_tokens
 
     async def run(self) -> None:
         """Log until cancelled."""

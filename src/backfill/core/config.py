@@ -11,6 +11,7 @@ from backfill.core.errors import ConfigError
 DType = Literal["auto", "bfloat16", "float32", "float16"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 DeviceKind = Literal["auto", "cpu", "cuda"]
+PreemptionMode = Literal["suspend", "discard"]
 PolicyName = Literal["slo", "online-only", "fcfs", "priority", "round-robin"]
 
 GIB = 1 << 30
@@ -27,6 +28,8 @@ class SchedulerConfig:
             prompt delays the decodes it shares a step with.
         policy: who is served when; ``slo`` is ConServe's and needs a cost profile, the others are baselines.
         ttft_slo_s, tpot_slo_s: objectives of online requests that bring none; None takes a default.
+        preemption: what becomes of offline work that an arrival stops inside a step.
+        max_stop_s: an arrival waits no longer for a running step to reach a safepoint, as predicted.
         promote_before_s: an offline request is served above its class when its completion window ends
             within this; 0 never promotes.
     """
@@ -38,6 +41,8 @@ class SchedulerConfig:
     ttft_slo_s: float | None = None
     tpot_slo_s: float | None = None
     promote_before_s: float = 3600.0
+    preemption: PreemptionMode = "suspend"
+    max_stop_s: float = 0.005
 
     def validate(self) -> None:
         if self.policy not in get_args(PolicyName):
@@ -47,6 +52,9 @@ class SchedulerConfig:
         for option, value in (("--ttft-slo", self.ttft_slo_s), ("--tpot-slo", self.tpot_slo_s)):
             if value is not None and not (math.isfinite(value) and value > 0):
                 raise ConfigError(f"{option} must be a number of seconds above 0, got {value:g}.")
+        if self.preemption not in get_args(PreemptionMode):
+            allowed = " or ".join(get_args(PreemptionMode))
+            raise ConfigError(f"--preemption must be {allowed}, got {self.preemption!r}.")
         if not (math.isfinite(self.promote_before_s) and self.promote_before_s >= 0):
             raise ConfigError(
                 f"--promote-before must be a number of seconds of at least 0, got {self.promote_before_s:g}."

@@ -27,7 +27,8 @@ class ScheduledSlice:
     """What one request computes in one step: its tokens at positions ``[start, start + num_tokens)``.
 
     ``blocks`` are all the blocks of the request, in token order, enough for ``start + num_tokens``
-    tokens. ``samples`` says that the last token's logits yield the next output token.
+    tokens. ``samples`` says that the last token's logits yield the next output token. What ``yields`` may
+    be taken out of the running step at a safepoint: the slices of offline requests.
     """
 
     request_id: RequestId
@@ -35,6 +36,19 @@ class ScheduledSlice:
     num_tokens: int
     blocks: tuple[BlockRef, ...]
     samples: bool
+    yields: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Safepoints:
+    """Where a step may be stopped: between two layers, ``layers_apart`` of them from one point to the next.
+
+    What is stopped is *suspended* where ``suspends``: its rows' hidden states are kept, and a later step goes
+    on at the layer they reached. Else it is dropped and computed anew.
+    """
+
+    layers_apart: int
+    suspends: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,22 +60,31 @@ class StepPlan:
         admitted: requests that appear in ``slices`` for the first time.
         slices: at most one for each request.
         released: requests whose state the executor drops before the step runs.
-        has_online, has_offline: whether a slice is of a request of that class. A step without online
-            requests may be stopped at a safepoint.
         predicted_s: what the cost model gives for the step; 0 without one.
+        safepoints: None where they are not armed.
+        resumes: the slices go on where they were suspended; they are all or some of the suspended ones, and
+            the others are dropped.
+        max_layers: of a step that resumes: it is suspended again after so many layers; None for no limit.
+        keeps_suspended: what is suspended stays so; else the executor may forget it.
     """
 
     step: int
     admitted: tuple[AdmittedRequest, ...]
     slices: tuple[ScheduledSlice, ...]
     released: tuple[RequestId, ...]
-    has_online: bool = True
-    has_offline: bool = False
     predicted_s: float = 0.0
+    safepoints: Safepoints | None = None
+    resumes: bool = False
+    max_layers: int | None = None
+    keeps_suspended: bool = False
 
     @property
-    def preemptible(self) -> bool:
-        return not self.has_online
+    def has_online(self) -> bool:
+        return any(not piece.yields for piece in self.slices)
+
+    @property
+    def has_offline(self) -> bool:
+        return any(piece.yields for piece in self.slices)
 
     @property
     def num_tokens(self) -> int:
@@ -88,11 +111,17 @@ class SampledToken:
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """What a step produced: one token for each slice that samples, in the plan's order.
+    """What a step produced.
 
-    An ``aborted`` step was stopped at a safepoint and produced nothing: what it wrote lies in slots not yet
-    counted as computed.
+    Attributes:
+        sampled: one token for each slice that samples and was not stopped, in the plan's order.
+        stopped: requests whose slices were taken out at a safepoint. What they wrote lies in slots not yet
+            counted as computed.
+        layers_done: layers that the stopped slices have behind them, those of earlier steps included.
+        stopped_at_s: when they were taken out, on the executor's clock; None where nothing was.
     """
 
     sampled: tuple[SampledToken, ...]
-    aborted: bool = False
+    stopped: tuple[RequestId, ...] = ()
+    layers_done: int = 0
+    stopped_at_s: float | None = None

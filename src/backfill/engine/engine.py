@@ -11,13 +11,14 @@ from typing import cast
 from backfill.core.clock import Clock
 from backfill.core.config import SchedulerConfig
 from backfill.core.errors import RequestError
-from backfill.core.plan import StepPlan
+from backfill.core.plan import StepOutcome, StepPlan
 from backfill.core.request import FinishReason, Request, RequestId, ServiceClass
+from backfill.costs.load import StepLoad
 from backfill.costs.profile import CostProfile
 from backfill.engine.messages import ClassStats, EngineStats, StepKind, StepStats, TokenOutput
 from backfill.execution.executor import Executor, StoppableExecutor
 from backfill.kvcache.block_manager import BlockManager
-from backfill.scheduling.arrival import RunningStep, WaitingPrompt, must_abort
+from backfill.scheduling.arrival import RunningStep, WaitingPrompt, must_stop
 from backfill.scheduling.create import create_policy
 from backfill.scheduling.objectives import server_slo
 from backfill.scheduling.scheduler import CommittedToken, Scheduler
@@ -49,17 +50,19 @@ class Engine:
         self.scheduler = Scheduler(
             config,
             BlockManager(info.num_blocks, info.block_size),
-            create_policy(config, cost, can_abort=info.stop_s is not None),
+            create_policy(config, cost, can_stop=info.can_stop),
             cost=cost,
+            num_layers=info.num_layers if info.can_stop else None,
             end_token_ids=info.end_token_ids,
         )
         self.num_failed_steps_in_a_row = 0
-        self.num_aborted_steps = 0
+        self.num_stopped_steps = 0
         self.scheduling_s = 0.0
         self._clock = clock
         self._is_stalled = False
         self._arrived: deque[Request] = deque()
         self._running_step: RunningStep | None = None
+        self._stop_requested_at_s: float | None = None
         self._last_step = _NO_STEP
 
     @property
@@ -82,24 +85,25 @@ class Engine:
         return None
 
     def arrive(self, request: Request) -> None:
-        """Take in a request while a step may be running, and stop that step if the request needs it.
+        """Take in a request while a step may be running, and stop that step's offline part for it if it pays.
 
-        The request is queued when the next step is planned.
+        May be called from another thread than the engine's. The request is queued when the next step is
+        planned. A request stops one step at most: the one it arrives in.
         """
         self._arrived.append(request)
-        step, info = self._running_step, self.executor.info
-        policy = self.scheduler.policy
-        if step is None or info.stop_s is None or not isinstance(policy, SloPolicy):
+        step, policy, cost = self._running_step, self.scheduler.policy, self.scheduler.cost
+        if step is None or self._stop_requested_at_s is not None or not isinstance(policy, SloPolicy):
             return
-        cost = self.scheduler.cost
         assert cost is not None
         waiting = [
             WaitingPrompt(each.num_pending_tokens, each.arrived_at_s + policy.slo_of(each).ttft_s)
-            for each in self._arrived
+            for each in tuple(self._arrived)
             if each.service_class is ServiceClass.ONLINE
         ]
-        if must_abort(step, waiting, self._clock.now_s(), cost):
-            cast(StoppableExecutor, self.executor).request_stop()
+        now_s = self._clock.now_s()
+        if must_stop(step, waiting, now_s, cost):
+            self._stop_requested_at_s = now_s
+            cast(StoppableExecutor, self.executor).request_stop(step.number)
 
     def abort(self, request_ids: Iterable[RequestId]) -> None:
         self._is_stalled = False
@@ -117,9 +121,8 @@ class Engine:
         plan = self.scheduler.plan_step(self._clock.now_s())
         self._is_stalled = not plan.slices
         started_at_s = self._clock.now_s()
-        self._running_step = RunningStep(
-            started_at_s, plan.predicted_s, plan.preemptible, self.executor.info.stop_s or 0.0
-        )
+        self._stop_requested_at_s = None
+        self._running_step = self._as_running(plan, started_at_s)
         running_at = time.perf_counter()
         try:
             outcome = self.executor.run(plan)
@@ -132,12 +135,17 @@ class Engine:
         self.num_failed_steps_in_a_row = 0
         ended_at, now_s = time.perf_counter(), self._clock.now_s()
         outputs += [_token_output(token) for token in self.scheduler.commit(plan, outcome, now_s)]
-        if outcome.aborted:
-            self.num_aborted_steps += 1
-        elif plan.slices:
+        if outcome.stopped and self._stop_requested_at_s is not None:
+            self.num_stopped_steps += 1
+        if plan.slices and not outcome.stopped and not plan.resumes:
             self.scheduler.policy.observe(plan.predicted_s, now_s - started_at_s)
         self._last_step = StepStats(
-            _kind(plan), plan.num_tokens, now_s - started_at_s, plan.predicted_s, outcome.aborted
+            _kind(plan),
+            plan.num_tokens,
+            now_s - started_at_s,
+            plan.predicted_s,
+            bool(outcome.stopped),
+            self._stop_latency_s(outcome),
         )
         self.scheduling_s += (running_at - planning_at) + (time.perf_counter() - ended_at)
         return outputs
@@ -164,8 +172,29 @@ class Engine:
             offline=of_class(ServiceClass.OFFLINE),
             kv_usage_frac=scheduler.blocks.usage_frac,
             num_free_blocks=scheduler.blocks.num_free_blocks,
-            num_aborted_steps=self.num_aborted_steps,
+            num_stopped_steps=self.num_stopped_steps,
             step=step,
+        )
+
+    def _stop_latency_s(self, outcome: StepOutcome) -> float | None:
+        if self._stop_requested_at_s is None or outcome.stopped_at_s is None:
+            return None
+        return outcome.stopped_at_s - self._stop_requested_at_s
+
+    def _as_running(self, plan: StepPlan, now_s: float) -> RunningStep | None:
+        """What an arrival must know of the step; None where it cannot be stopped."""
+        cost, points = self.scheduler.cost, plan.safepoints
+        if points is None or cost is None:
+            return None
+        staying = StepLoad.of((p.start, p.num_tokens, p.samples) for p in plan.slices if not p.yields)
+        num_layers = plan.max_layers or self.executor.info.num_layers
+        return RunningStep(
+            number=plan.step,
+            started_at_s=now_s,
+            predicted_s=plan.predicted_s,
+            staying_s=cost.step_time_s(staying),
+            stop_s=points.layers_apart * plan.predicted_s / num_layers,
+            suspends=points.suspends,
         )
 
     def _fail(self, plan: StepPlan, error: Exception) -> list[TokenOutput]:
@@ -181,7 +210,7 @@ class Engine:
 def _kind(plan: StepPlan) -> StepKind:
     if not plan.slices:
         return "none"
-    if plan.preemptible:
+    if not plan.has_online:
         return "offline"
     return "mixed" if plan.has_offline else "online"
 

@@ -87,7 +87,7 @@ class ClassStats(msgspec.Struct, frozen=True, array_like=True):
     num_waiting: int
     num_preemptions: int
     num_recomputed_tokens: int
-    num_aborted_tokens: int
+    num_aborted_tokens: float
 
 
 StepKind = Literal["none", "online", "mixed", "offline"]
@@ -96,14 +96,16 @@ StepKind = Literal["none", "online", "mixed", "offline"]
 class StepStats(msgspec.Struct, frozen=True, array_like=True):
     """One step: whose requests it served, tokens of its plan, seconds taken and predicted (0: no cost model).
 
-    An aborted step was stopped on the way and computed nothing.
+    A step is ``stopped`` whose offline part was taken out on the way: for an arrival, ``stop_latency_s``
+    after it, or because it had no more time.
     """
 
     kind: StepKind
     num_tokens: int
     seconds: float
     predicted_s: float
-    aborted: bool = False
+    stopped: bool = False
+    stop_latency_s: float | None = None
 
 
 class EngineStats(msgspec.Struct, frozen=True, array_like=True):
@@ -113,7 +115,7 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     offline: ClassStats
     kv_usage_frac: float
     num_free_blocks: int
-    num_aborted_steps: int
+    num_stopped_steps: int
     step: StepStats
 
 

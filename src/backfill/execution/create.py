@@ -65,6 +65,8 @@ def create_torch_executor(config: EngineConfig) -> TorchExecutor:
         end_token_ids=end_token_ids(model_config, GenerationDefaults.from_folder(config.model_dir)),
         device=str(device),
         dtype=str(dtype).removeprefix("torch."),
+        num_layers=model_config.num_layers,
+        can_stop=True,
     )
     executor = TorchExecutor(model, _allocate_pool(layout, num_blocks, dtype, device), info)
     _warm_up(executor)

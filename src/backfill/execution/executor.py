@@ -21,7 +21,8 @@ class ExecutorInfo:
         vocab_size: token ids are in ``[0, vocab_size)``.
         end_token_ids: tokens with which the model ends an output.
         device, dtype: in words, for logs and metrics.
-        stop_s: within this a preemptible step stops after ``request_stop``; None where none can.
+        num_layers: decoder layers of the model; safepoints lie between them.
+        can_stop: the executor is a ``StoppableExecutor``.
     """
 
     num_blocks: int
@@ -31,7 +32,8 @@ class ExecutorInfo:
     end_token_ids: tuple[int, ...]
     device: str
     dtype: str
-    stop_s: float | None = None
+    num_layers: int = 1
+    can_stop: bool = False
 
     def check_prompt(self, prompt_token_ids: Sequence[int]) -> None:
         """Raise RequestError if the prompt is empty or has a token outside the vocabulary."""
@@ -72,11 +74,12 @@ class Executor(Protocol):
 
 
 class StoppableExecutor(Executor, Protocol):
-    """An executor with ``info.stop_s``: its preemptible steps can be stopped."""
+    """An executor that passes safepoints. It keeps at most one suspended step."""
 
-    def request_stop(self) -> None:
-        """Stop the running step at its next safepoint if its plan is preemptible; else no effect.
+    def request_stop(self, step: int) -> None:
+        """Take the slices that yield out of the step at its next safepoint.
 
-        May be called while ``run`` runs, whose outcome is then ``aborted``.
+        No effect if that step is not running, is past its last safepoint, or has none. May be called from
+        another thread while ``run`` runs.
         """
         ...

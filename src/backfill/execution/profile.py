@@ -68,7 +68,7 @@ def measure_profile(
         capacity,
         grid,
         key=profile_key(config, executor),
-        num_layers=executor.num_layers,
+        num_layers=info.num_layers,
         on_step=on_step,
     )
 

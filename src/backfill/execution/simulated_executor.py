@@ -6,7 +6,7 @@ import math
 from typing import Protocol
 
 from backfill.core.clock import VirtualClock
-from backfill.core.plan import SampledToken, StepOutcome, StepPlan
+from backfill.core.plan import SampledToken, ScheduledSlice, StepOutcome, StepPlan
 from backfill.core.request import RequestId
 from backfill.costs.load import StepLoad
 from backfill.costs.model import CostModel
@@ -36,27 +36,23 @@ class NoEvents:
 
 
 class SimulatedExecutor:
-    """Runs a plan by advancing the clock by its predicted time.
+    """See ``StoppableExecutor``. Runs a plan by advancing the clock by its predicted time.
 
-    Events that fall into the step are delivered at their instants; one of them may call ``request_stop``,
-    and a preemptible step then ends at its next safepoint, spaced evenly over the step.
-
-    Args:
-        num_safepoints: of a preemptible step; 0, with ``info.stop_s`` None, where none can be stopped.
+    A step's time is spread evenly over the layers. Events that fall into a step with safepoints are delivered
+    at their instants, and may call ``request_stop``; those of other steps wait for the step's end.
     """
 
-    def __init__(
-        self, info: ExecutorInfo, cost: CostModel, clock: VirtualClock, *, num_safepoints: int = 0
-    ) -> None:
-        assert (info.stop_s is None) == (num_safepoints == 0)
+    def __init__(self, info: ExecutorInfo, cost: CostModel, clock: VirtualClock) -> None:
         self.info = info
         self.events: StepEvents = NoEvents()
-        self.busy_s = 0.0
         self._cost = cost
         self._clock = clock
-        self._num_safepoints = num_safepoints
-        self._stop_requested = False
+        self._step_to_stop = -1
         self._num_tokens: dict[RequestId, int] = {}
+        self._suspended_at = 0  # layers that the suspended step has behind it
+
+    def request_stop(self, step: int) -> None:
+        self._step_to_stop = step
 
     def run(self, plan: StepPlan) -> StepOutcome:
         for request_id in plan.released:
@@ -65,32 +61,50 @@ class SimulatedExecutor:
             self._num_tokens[admitted.request_id] = len(admitted.prompt_token_ids)
         if not plan.slices:
             return StepOutcome(())
-        started_at_s = self._clock.now_s()
-        step_s = self._cost.step_time_s(StepLoad.of_plan(plan))
-        ends_at_s = self._advance(plan, started_at_s, started_at_s + step_s)
-        self.busy_s += ends_at_s - started_at_s
-        if ends_at_s < started_at_s + step_s:
-            return StepOutcome((), aborted=True)
+        first = self._suspended_at if plan.resumes else 0
+        stopped_at = self._pass_layers(plan, first)
+        if stopped_at is None:
+            return StepOutcome(self._sample(plan.slices))
+        stopped_at_s = self._clock.now_s()
+        if plan.safepoints is not None and plan.safepoints.suspends:
+            self._suspended_at = stopped_at
+        stopped = tuple(piece.request_id for piece in plan.slices if piece.yields)
+        staying = tuple(piece for piece in plan.slices if not piece.yields)
+        self._wait(self._seconds(staying) * (self.info.num_layers - stopped_at) / self.info.num_layers)
+        return StepOutcome(self._sample(staying), stopped, stopped_at, stopped_at_s)
+
+    def _pass_layers(self, plan: StepPlan, first: int) -> int | None:
+        """Move the clock through the layers; the layer before which the yielding slices were stopped."""
+        num_layers, points = self.info.num_layers, plan.safepoints
+        last = num_layers if plan.max_layers is None else min(num_layers, first + plan.max_layers)
+        layer_s = self._seconds(plan.slices) / num_layers
+        began_s = self._clock.now_s()
+        ends_at_s = began_s + (last - first) * layer_s
+        while points is not None and self.events.next_at_s() < ends_at_s:
+            self._wait(self.events.next_at_s() - self._clock.now_s())
+            self.events.deliver()
+            if self._step_to_stop == plan.step:
+                passed = (self._clock.now_s() - began_s) / (layer_s * points.layers_apart)
+                stop_at = first + math.ceil(passed) * points.layers_apart
+                if first < stop_at < last:
+                    self._wait(began_s + (stop_at - first) * layer_s - self._clock.now_s())
+                    return stop_at
+                break
+        self._wait(ends_at_s - self._clock.now_s())
+        return last if last < num_layers else None
+
+    def _seconds(self, slices: tuple[ScheduledSlice, ...]) -> float:
+        return self._cost.step_time_s(
+            StepLoad.of((piece.start, piece.num_tokens, piece.samples) for piece in slices)
+        )
+
+    def _sample(self, slices: tuple[ScheduledSlice, ...]) -> tuple[SampledToken, ...]:
         sampled = []
-        for piece in plan.slices:
+        for piece in slices:
             if piece.samples:
                 self._num_tokens[piece.request_id] += 1
                 sampled.append(SampledToken(piece.request_id, _SAMPLED_TOKEN))
-        return StepOutcome(tuple(sampled))
+        return tuple(sampled)
 
-    def request_stop(self) -> None:
-        self._stop_requested = True
-
-    def _advance(self, plan: StepPlan, started_at_s: float, ends_at_s: float) -> float:
-        """Move the clock through the step and its events; returns where it ended."""
-        self._stop_requested = False
-        while plan.preemptible and self._num_safepoints and self.events.next_at_s() < ends_at_s:
-            self._clock.advance(max(0.0, self.events.next_at_s() - self._clock.now_s()))
-            self.events.deliver()
-            if self._stop_requested:
-                interval_s = (ends_at_s - started_at_s) / (self._num_safepoints + 1)
-                passed = math.floor((self._clock.now_s() - started_at_s) / interval_s)
-                ends_at_s = min(ends_at_s, started_at_s + (passed + 1) * interval_s)
-                break
-        self._clock.advance(max(0.0, ends_at_s - self._clock.now_s()))
-        return ends_at_s
+    def _wait(self, seconds: float) -> None:
+        self._clock.advance(max(0.0, seconds))

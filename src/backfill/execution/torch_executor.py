@@ -2,39 +2,58 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
 import torch
 from torch import Tensor
 
-from backfill.core.plan import SampledToken, StepOutcome, StepPlan
+from backfill.core.clock import Clock, WallClock
+from backfill.core.plan import SampledToken, ScheduledSlice, StepOutcome, StepPlan
 from backfill.core.request import RequestId
 from backfill.execution.batch import FlatBatch, build_batch
 from backfill.execution.executor import ExecutorInfo
 from backfill.execution.request_state import RequestState
 from backfill.execution.sampler import Sampler
-from backfill.models.decoder import DecoderModel
+from backfill.models.decoder import DecoderModel, HiddenState
+
+
+@dataclass(slots=True)
+class _Pass:
+    """A forward pass between two layers: everything it needs to go on."""
+
+    slices: tuple[ScheduledSlice, ...]
+    batch: FlatBatch
+    state: HiddenState
+    layers_done: int
 
 
 class TorchExecutor:
-    """See ``Executor``. Owns the KV pool and the tokens of the requests it was given.
+    """See ``StoppableExecutor``. Owns the KV pool and the tokens of the requests it was given.
 
     Args:
         kv_pool: ``[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]``; may be uninitialised.
+        clock: the engine's; the wall's by default.
     """
 
-    def __init__(self, model: DecoderModel, kv_pool: Tensor, info: ExecutorInfo) -> None:
+    def __init__(
+        self, model: DecoderModel, kv_pool: Tensor, info: ExecutorInfo, clock: Clock | None = None
+    ) -> None:
         self.info = info
+        self._clock = clock or WallClock()
         self._model = model
         self._kv_pool = kv_pool
         self._sampler = Sampler(info.end_token_ids)
         self._states: dict[RequestId, RequestState] = {}
-
-    @property
-    def num_layers(self) -> int:
-        return self._model.num_layers
+        self._suspended: _Pass | None = None
+        self._step_to_stop = -1  # written by another thread; a step compares it with its own number
 
     def fill_kv_pool(self) -> None:
         """Write zeros to the whole pool, so that its memory is really there."""
         self._kv_pool.zero_()
+
+    def request_stop(self, step: int) -> None:
+        self._step_to_stop = step
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepOutcome:
@@ -42,34 +61,90 @@ class TorchExecutor:
             self._states.pop(request_id, None)
         for admitted in plan.admitted:
             self._states[admitted.request_id] = RequestState(admitted)
+        if not (plan.keeps_suspended or plan.resumes):
+            self._suspended = None
         if not plan.slices:
             return StepOutcome(sampled=())
-        logits = self._forward(self._batch_of(plan))
-        sampling = [piece.request_id for piece in plan.slices if piece.samples]
+        if plan.resumes:
+            running = self._resumed(plan.slices)
+        else:
+            batch = self._batch_of(plan.slices)
+            state = self._model.embed(batch.token_ids, batch.attention)
+            running = _Pass(plan.slices, batch, state, layers_done=0)
+        stopped, stopped_at_s = self._run_layers(running, plan)
+        if stopped is None:
+            return StepOutcome(self._sample(running))
+        ids = tuple(piece.request_id for piece in stopped.slices)
+        return StepOutcome(self._sample(running), ids, stopped.layers_done, stopped_at_s)
+
+    def _run_layers(self, running: _Pass, plan: StepPlan) -> tuple[_Pass | None, float | None]:
+        """Take the pass to its end; what was stopped on the way, and when."""
+        model, points = self._model, plan.safepoints
+        first = running.layers_done
+        stopped: _Pass | None = None
+        stopped_at_s: float | None = None
+        last = model.num_layers if plan.max_layers is None else min(model.num_layers, first + plan.max_layers)
+        while running.slices and running.layers_done < model.num_layers:
+            layer = running.layers_done
+            if points is not None and stopped is None and layer > first:
+                at_safepoint = (layer - first) % points.layers_apart == 0
+                if layer == last or (at_safepoint and self._step_to_stop == plan.step):
+                    stopped_at_s = self._clock.now_s()
+                    stopped = self._take_out(running, suspends=points.suspends)
+                    continue
+            running.state = model.run_layer(layer, running.state, self._kv_pool, running.batch.attention)
+            running.layers_done += 1
+        return stopped, stopped_at_s
+
+    def _take_out(self, running: _Pass, *, suspends: bool) -> _Pass:
+        """Split what yields off the pass and return it, kept for later where it is suspended."""
+        yielding = [piece.yields for piece in running.slices]
+        if all(yielding):
+            taken, running.slices = replace(running), ()
+        else:
+            taken = self._split(running, yielding)
+            kept = self._split(running, [not each for each in yielding])
+            running.slices, running.batch, running.state = kept.slices, kept.batch, kept.state
+        self._suspended = taken if suspends else None
+        return taken
+
+    def _resumed(self, slices: tuple[ScheduledSlice, ...]) -> _Pass:
+        """The suspended pass, without the slices that are not resumed."""
+        suspended, self._suspended = self._suspended, None
+        assert suspended is not None, "nothing is suspended"
+        going_on = {piece.request_id for piece in slices}
+        assert going_on <= {piece.request_id for piece in suspended.slices}
+        if len(going_on) == len(suspended.slices):
+            return suspended
+        return self._split(suspended, [piece.request_id in going_on for piece in suspended.slices])
+
+    def _split(self, running: _Pass, keep: Sequence[bool]) -> _Pass:
+        """A pass of the kept slices only, with rows of its own."""
+        slices = tuple(piece for piece, kept in zip(running.slices, keep, strict=True) if kept)
+        counts = torch.tensor([piece.num_tokens for piece in running.slices])
+        rows = torch.repeat_interleave(torch.tensor(keep), counts).nonzero().squeeze(1)
+        rows = rows.to(running.state.residual.device)
+        residual, delta = running.state
+        state = HiddenState(residual[rows], None if delta is None else delta[rows])
+        return _Pass(slices, self._batch_of(slices), state, running.layers_done)
+
+    def _sample(self, running: _Pass) -> tuple[SampledToken, ...]:
+        sampling = [piece.request_id for piece in running.slices if piece.samples]
         if not sampling:
-            return StepOutcome(sampled=())
+            return ()
+        logits = self._model.logits(running.state, running.batch.sampled_rows)
         states = [self._states[request_id] for request_id in sampling]
         sampled = self._sampler.sample(logits, states)
         for state, (token_id, _) in zip(states, sampled, strict=True):
             state.append(token_id)
-        return StepOutcome(
-            sampled=tuple(
-                SampledToken(request_id, token_id, logprobs)
-                for request_id, (token_id, logprobs) in zip(sampling, sampled, strict=True)
-            )
+        return tuple(
+            SampledToken(request_id, token_id, logprobs)
+            for request_id, (token_id, logprobs) in zip(sampling, sampled, strict=True)
         )
 
-    def _batch_of(self, plan: StepPlan) -> FlatBatch:
+    def _batch_of(self, slices: Sequence[ScheduledSlice]) -> FlatBatch:
         tokens = [
             self._states[piece.request_id].tokens(piece.start, piece.start + piece.num_tokens)
-            for piece in plan.slices
+            for piece in slices
         ]
-        return build_batch(plan.slices, tokens, self.info.block_size, self._kv_pool.device)
-
-    def _forward(self, batch: FlatBatch) -> Tensor:
-        """Logits ``[number of sampled rows, vocab]``."""
-        model, attention = self._model, batch.attention
-        state = model.embed(batch.token_ids, attention)
-        for index in range(model.num_layers):
-            state = model.run_layer(index, state, self._kv_pool, attention)
-        return model.logits(state, batch.sampled_rows)
+        return build_batch(slices, tokens, self.info.block_size, self._kv_pool.device)

@@ -19,6 +19,10 @@ class _Baseline:
     """The least urgent request yields; the clock and the cost model play no part."""
 
     name: str
+    stops_steps = False
+
+    def resume_s(self, view: StepView) -> float:
+        return math.inf
 
     def victim_key(self, request: Request) -> Any:
         return (request.rank is not Rank.ONLINE, request.order_key)

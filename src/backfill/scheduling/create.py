@@ -11,12 +11,12 @@ from backfill.scheduling.policy import Policy
 from backfill.scheduling.slo_policy import SloPolicy, SloPolicyConfig
 
 
-def create_policy(config: SchedulerConfig, cost: CostModel | None, *, can_abort: bool) -> Policy:
+def create_policy(config: SchedulerConfig, cost: CostModel | None, *, can_stop: bool) -> Policy:
     """The policy of ``config.policy``.
 
     Args:
         cost: of the model on its device; only ``slo`` needs it.
-        can_abort: the executor stops offline steps at safepoints.
+        can_stop: the executor stops the offline part of a step at safepoints.
     Raises: ConfigError when the objectives are below what one request alone needs.
     """
     if config.policy == "slo":
@@ -26,7 +26,7 @@ def create_policy(config: SchedulerConfig, cost: CostModel | None, *, can_abort:
             SloPolicyConfig(default_slo=server_slo(config, cost), promote_before_s=config.promote_before_s),
             cost,
             max_step_tokens=config.max_num_batched_tokens,
-            can_abort=can_abort,
+            can_stop=can_stop,
         )
     simple: dict[str, type[Policy]] = {
         policy.name: policy for policy in (OnlineOnlyPolicy, FcfsPolicy, PriorityPolicy, RoundRobinPolicy)

@@ -46,6 +46,7 @@ class StepView:
         running: requests that hold blocks, by rank.
         num_waiting: by rank.
         online_blocks: blocks that running online requests hold.
+        suspended_s: predicted seconds that the suspended step still takes; 0 where nothing is suspended.
     """
 
     now_s: float
@@ -53,15 +54,24 @@ class StepView:
     num_waiting: Mapping[Rank, int]
     num_blocks: int
     online_blocks: int
+    suspended_s: float = 0.0
 
 
 class Policy(Protocol):
     """Chooses the lanes of each step and who yields when blocks run out."""
 
     name: str
+    stops_steps: bool  # offline slices may be taken out of a running step when an online request arrives
 
     def lanes(self, view: StepView) -> Sequence[Lane]:
         """Lanes of the next step, in the order in which they are placed. Called once a step."""
+        ...
+
+    def resume_s(self, view: StepView) -> float:
+        """Seconds for which the suspended step may go on now; 0 for not now, inf to its end.
+
+        Asked only where something is suspended, before ``lanes``, which is not called if it goes on.
+        """
         ...
 
     def victim_key(self, request: Request) -> Any:

@@ -8,9 +8,17 @@ import operator
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from typing import Any
 
 from backfill.core.config import SchedulerConfig
-from backfill.core.plan import AdmittedRequest, SampledToken, ScheduledSlice, StepOutcome, StepPlan
+from backfill.core.plan import (
+    AdmittedRequest,
+    Safepoints,
+    SampledToken,
+    ScheduledSlice,
+    StepOutcome,
+    StepPlan,
+)
 from backfill.core.request import FinishReason, Rank, Request, RequestId, RequestStatus, ServiceClass
 from backfill.costs.load import StepLoad
 from backfill.costs.model import CostModel
@@ -35,16 +43,25 @@ class ClassCounters:
     Attributes:
         num_computed_tokens: in steps that were committed, recomputation included.
         num_recomputed_tokens: of these, tokens that had been computed before a preemption.
-        num_aborted_tokens: in steps that were stopped, and so for nothing.
+        num_aborted_tokens: computed in steps that were stopped, for nothing; a token counts by the part of
+            the layers it had passed.
     """
 
     num_preemptions: int = 0
     num_computed_tokens: int = 0
     num_recomputed_tokens: int = 0
-    num_aborted_tokens: int = 0
+    num_aborted_tokens: float = 0.0
 
     def copy(self) -> ClassCounters:
         return replace(self)
+
+
+@dataclass(slots=True)
+class _SuspendedStep:
+    """Slices that were stopped inside a step and go on in a later one."""
+
+    slices: dict[RequestId, ScheduledSlice]
+    layers_done: int
 
 
 _ORDER_KEY = operator.attrgetter("order_key")
@@ -65,6 +82,7 @@ class Scheduler:
     Args:
         end_token_ids: tokens that end any output unless it ignores them.
         cost: predicts steps for policies that bound their time; None for policies that do not.
+        num_layers: of the model; None where the executor cannot stop a step.
     """
 
     def __init__(
@@ -74,12 +92,15 @@ class Scheduler:
         policy: Policy,
         *,
         cost: CostModel | None = None,
+        num_layers: int | None = None,
         end_token_ids: Collection[int] = (),
     ) -> None:
         self.config = config
         self.blocks = blocks
         self.policy = policy
         self.cost = cost
+        self._num_layers = num_layers if policy.stops_steps else None
+        self._suspended: _SuspendedStep | None = None
         self.counters = {service_class: ClassCounters() for service_class in ServiceClass}
         self._end_token_ids = frozenset(end_token_ids)
         self._requests: dict[RequestId, Request] = {}
@@ -151,9 +172,16 @@ class Scheduler:
         """
         self._promote(now_s)
         by_rank: dict[Rank, list[Request]] = {rank: [] for rank in Rank}
+        held = {} if self._suspended is None else self._suspended.slices
         for each in self._running.values():
-            by_rank[each.rank].append(each)
-        lanes = self.policy.lanes(self._view(by_rank, now_s))
+            if each.request_id not in held:
+                by_rank[each.rank].append(each)
+        view = self._view(by_rank, now_s)
+        if self._suspended is not None:
+            resumed = self._plan_resumed(self._suspended, view)
+            if resumed is not None:
+                return resumed
+        lanes = self.policy.lanes(view)
         batch = _Batch(self.config.max_num_seqs, self.config.max_num_batched_tokens)
         admitted: list[AdmittedRequest] = []
         preempted_any = False
@@ -167,27 +195,27 @@ class Scheduler:
             if lane.displaces or not preempted_any:
                 later = {rank for after in lanes[index + 1 :] for rank in after.ranks}
                 admitted += self._admit(lane, later, batch, now_s)
-        plan = StepPlan(
-            step=self._num_plans,
+        predicted_s = 0.0 if self.cost is None else self.cost.step_time_s(batch.load)
+        return self._next_plan(
             admitted=tuple(admitted),
             slices=tuple(self._slice_of(request, n) for request, n in batch.members.values()),
-            released=tuple(self._to_release),
-            has_online=any(request.rank is Rank.ONLINE for request, _ in batch.members.values()),
-            has_offline=any(request.rank is not Rank.ONLINE for request, _ in batch.members.values()),
-            predicted_s=0.0 if self.cost is None else self.cost.step_time_s(batch.load),
+            predicted_s=predicted_s,
+            safepoints=self._safepoints(batch, predicted_s),
+            keeps_suspended=self._suspended is not None,
         )
-        self._to_release.clear()
-        self._num_plans += 1
-        return plan
 
     def commit(self, plan: StepPlan, outcome: StepOutcome, now_s: float) -> list[CommittedToken]:
         """Enter the outcome of ``plan`` into the requests. An aborted one leaves no trace."""
+        stopped = set(outcome.stopped)
+        if plan.resumes:
+            self._suspended = None
+        if stopped:
+            self._commit_stopped(plan, stopped, outcome.layers_done)
         for piece in plan.slices:
+            if piece.request_id in stopped:
+                continue
             request = self._requests[piece.request_id]
             counters = self.counters[request.service_class]
-            if outcome.aborted:
-                counters.num_aborted_tokens += piece.num_tokens
-                continue
             counters.num_computed_tokens += piece.num_tokens
             end = request.num_computed_tokens = piece.start + piece.num_tokens
             known = request.num_ever_computed_tokens
@@ -217,6 +245,8 @@ class Scheduler:
             assert is_running or held == 0, f"{request.request_id} waits and holds {held} blocks"
             assert 0 <= request.num_computed_tokens <= request.num_tokens
             assert held * self.blocks.block_size >= request.num_computed_tokens
+        suspended = () if self._suspended is None else self._suspended.slices
+        assert all(request_id in self._running for request_id in suspended), "a suspended slice has no blocks"
         held_in_all = self.blocks.num_blocks - self.blocks.num_free_blocks
         held_by_known = sum(self.blocks.num_held_blocks(request_id) for request_id in self._requests)
         assert held_in_all == held_by_known, f"{held_in_all - held_by_known} blocks belong to no request"
@@ -234,6 +264,69 @@ class Scheduler:
             if is_waiting:
                 self._waiting[request.rank].push(request)
 
+    def _plan_resumed(self, suspended: _SuspendedStep, view: StepView) -> StepPlan | None:
+        """The suspended step as the next one, as far as the policy lets it go on; None for not now."""
+        assert self.cost is not None and self._num_layers is not None
+        allowed_s = self.policy.resume_s(view)
+        left = self._num_layers - suspended.layers_done
+        layer_s = view.suspended_s / left
+        num_layers = left if allowed_s >= view.suspended_s else int(allowed_s / layer_s)
+        if num_layers == 0:
+            return None
+        return self._next_plan(
+            slices=tuple(suspended.slices.values()),
+            predicted_s=layer_s * num_layers,
+            safepoints=Safepoints(self._layers_apart(layer_s), suspends=True),
+            resumes=True,
+            max_layers=num_layers if num_layers < left else None,
+        )
+
+    def _safepoints(self, batch: _Batch, predicted_s: float) -> Safepoints | None:
+        """Armed where an arrival may stop a part of the step; one step at a time is suspended."""
+        if self._num_layers is None or predicted_s == 0.0 or self._suspended is not None:
+            return None
+        if all(request.rank is Rank.ONLINE for request, _ in batch.members.values()):
+            return None
+        return Safepoints(
+            self._layers_apart(predicted_s / self._num_layers), suspends=self.config.preemption == "suspend"
+        )
+
+    def _layers_apart(self, layer_s: float) -> int:
+        return max(1, int(self.config.max_stop_s / layer_s))
+
+    def _next_plan(self, *, slices: tuple[ScheduledSlice, ...], **fields: Any) -> StepPlan:
+        plan = StepPlan(
+            step=self._num_plans,
+            slices=slices,
+            released=tuple(self._to_release),
+            **{"admitted": (), **fields},
+        )
+        self._to_release.clear()
+        self._num_plans += 1
+        return plan
+
+    def _commit_stopped(self, plan: StepPlan, stopped: set[RequestId], layers_done: int) -> None:
+        slices = {piece.request_id: piece for piece in plan.slices if piece.request_id in stopped}
+        assert plan.safepoints is not None, "a step without safepoints was stopped"
+        if plan.safepoints.suspends:
+            self._suspended = _SuspendedStep(slices, layers_done)
+            return
+        for piece in slices.values():
+            self._count_lost(piece, layers_done)
+
+    def _count_lost(self, piece: ScheduledSlice, layers_done: int) -> None:
+        """Work on a slice that will be done again, in tokens taken through all layers."""
+        assert self._num_layers is not None
+        counters = self.counters[self._requests[piece.request_id].service_class]
+        counters.num_aborted_tokens += piece.num_tokens * layers_done / self._num_layers
+
+    def _forget_suspended(self, request_id: RequestId) -> None:
+        """Drop a request's part of the suspended step: its blocks are being taken."""
+        if self._suspended is not None and request_id in self._suspended.slices:
+            self._count_lost(self._suspended.slices.pop(request_id), self._suspended.layers_done)
+            if not self._suspended.slices:
+                self._suspended = None
+
     def _view(self, by_rank: dict[Rank, list[Request]], now_s: float) -> StepView:
         return StepView(
             now_s=now_s,
@@ -241,7 +334,16 @@ class Scheduler:
             num_waiting={rank: len(queue) for rank, queue in self._waiting.items()},
             num_blocks=self.blocks.num_blocks,
             online_blocks=sum(self.blocks.num_held_blocks(r.request_id) for r in by_rank[Rank.ONLINE]),
+            suspended_s=self._suspended_s(),
         )
+
+    def _suspended_s(self) -> float:
+        """Predicted seconds of the layers that the suspended step still has before it."""
+        if self._suspended is None:
+            return 0.0
+        assert self.cost is not None and self._num_layers is not None
+        load = StepLoad.of((p.start, p.num_tokens, p.samples) for p in self._suspended.slices.values())
+        return self.cost.step_time_s(load) * (1.0 - self._suspended.layers_done / self._num_layers)
 
     def _place_running(self, lane: Lane, running: list[Request], batch: _Batch) -> bool:
         """Give the lane's running requests their tokens, preempting for blocks; True if any was preempted."""
@@ -373,11 +475,13 @@ class Scheduler:
             num_tokens=num_tokens,
             blocks=self.blocks.table(request.request_id),
             samples=num_tokens == request.num_pending_tokens,
+            yields=request.rank is not Rank.ONLINE,
         )
 
     def _preempt(self, request: Request) -> None:
         """Free the request's blocks and queue it again; its tokens are kept, their KV recomputed."""
         self.counters[request.service_class].num_preemptions += 1
+        self._forget_suspended(request.request_id)
         self.blocks.release(request.request_id)
         del self._running[request.request_id]
         request.move_to(RequestStatus.PREEMPTED)
@@ -387,6 +491,7 @@ class Scheduler:
 
     def _end(self, request: Request, reason: FinishReason) -> None:
         request_id = request.request_id
+        self._forget_suspended(request_id)
         self.blocks.release(request_id)
         self._running.pop(request_id, None)
         del self._requests[request_id]

@@ -10,6 +10,7 @@ from typing import Any
 from backfill.core.request import Rank, Request
 from backfill.core.slo import SLO
 from backfill.costs.correction import BiasCorrection
+from backfill.costs.load import StepLoad
 from backfill.costs.model import CostModel
 from backfill.scheduling.policy import Lane, StepView
 
@@ -54,18 +55,19 @@ class SloPolicy:
     Where this differs from the paper, and why: docs/coserving.md.
 
     Args:
-        can_abort: the executor stops offline steps at safepoints.
+        can_stop: the executor stops the offline part of a step at safepoints.
     """
 
     name = "slo"
+    stops_steps = True
 
     def __init__(
-        self, config: SloPolicyConfig, cost: CostModel, *, max_step_tokens: int, can_abort: bool
+        self, config: SloPolicyConfig, cost: CostModel, *, max_step_tokens: int, can_stop: bool
     ) -> None:
         self.config = config
         self.correction = BiasCorrection()
         self._cost = cost
-        self._can_abort = can_abort
+        self._can_stop = can_stop
         self._efficient_tokens = cost.efficient_step_tokens(config.step_efficiency, max_step_tokens)
         self._online_peak = 0.0
         self._seen_at_s: float | None = None
@@ -84,6 +86,8 @@ class SloPolicy:
         # work has less to gain and more to spoil. The square was found by simulation (docs/coserving.md).
         room = (1.0 - view.online_blocks / view.num_blocks) ** 2
         bound = min(tightest * room, slack, self._ttft_slack(online, view.now_s)) * usable
+        if view.suspended_s:
+            bound = 0.0  # what was stopped goes on first
         return (
             Lane(
                 ranks=frozenset({Rank.ONLINE}),
@@ -106,6 +110,18 @@ class SloPolicy:
             ),
         )
 
+    def resume_s(self, view: StepView) -> float:
+        """What the slack of online decodes leaves after a step of their own; nothing beside a prompt."""
+        online = view.running[Rank.ONLINE]
+        if view.num_waiting[Rank.ONLINE] or any(request.last_token_at_s is None for request in online):
+            return 0.0
+        if not online:
+            return math.inf
+        _, slack = self._tpot(online, view.now_s)
+        decode = StepLoad.of((request.num_computed_tokens, 1, True) for request in online)
+        usable_s = slack * (1.0 - self.config.margin) / self.correction.upper
+        return max(0.0, usable_s - self._cost.step_time_s(decode))
+
     def victim_key(self, request: Request) -> Any:
         """Offline before online; of the offline ones that which loses least work, by tokens computed."""
         rank = request.rank
@@ -124,7 +140,7 @@ class SloPolicy:
 
     def _offline_batching(self, reserved: int) -> Sequence[Lane]:
         limit = math.inf
-        if not self._can_abort:
+        if not self._can_stop:
             limit = self.config.default_slo.ttft_s * self.config.unsafe_ttft_share / self.correction.upper
         return tuple(
             Lane(ranks=frozenset({rank}), limit_s=limit, reserved_blocks=reserved)

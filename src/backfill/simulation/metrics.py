@@ -39,7 +39,7 @@ class PolicyMetrics:
     scheduling_time_share: float
     num_online: int
     num_steps: int
-    num_aborted_steps: int
+    num_stopped_steps: int
 
 
 def metrics_of(result: ReplayResult, slo: SLO) -> PolicyMetrics:
@@ -66,7 +66,7 @@ def metrics_of(result: ReplayResult, slo: SLO) -> PolicyMetrics:
         scheduling_time_share=result.scheduling_s / result.duration_s,
         num_online=len(ttfts),
         num_steps=result.num_steps,
-        num_aborted_steps=result.num_aborted_steps,
+        num_stopped_steps=result.num_stopped_steps,
     )
 
 

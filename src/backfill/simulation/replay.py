@@ -72,7 +72,7 @@ class ReplayResult:
     counters: dict[ServiceClass, ClassCounters]
     timeline: list[TimelineBin]
     num_steps: int
-    num_aborted_steps: int
+    num_stopped_steps: int
     scheduling_s: float
 
 
@@ -155,7 +155,7 @@ class Replay:
             counters=at_end or self._copy_counters(),
             timeline=self._timeline,
             num_steps=self._num_steps,
-            num_aborted_steps=self._engine.num_aborted_steps,
+            num_stopped_steps=self._engine.num_stopped_steps,
             scheduling_s=self._engine.scheduling_s,
         )
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
 from backfill.core.clock import VirtualClock
-from backfill.core.config import PolicyName, SchedulerConfig
+from backfill.core.config import PolicyName, PreemptionMode, SchedulerConfig
 from backfill.core.slo import SLO
 from backfill.costs.hardware import HardwareProfile
-from backfill.costs.load import StepLoad
 from backfill.costs.profile import CostProfile
 from backfill.engine.engine import Engine
 from backfill.execution.executor import ExecutorInfo
@@ -17,8 +14,6 @@ from backfill.simulation.replay import Replay, ReplayResult
 from backfill.simulation.workloads import Workload
 
 BLOCK_SIZE = 16
-# A stopped step ends within this: its latency is what is fixed, not the layers between safepoints.
-MAX_STOP_S = 0.005
 
 
 def simulate(
@@ -31,6 +26,7 @@ def simulate(
     slo: SLO,
     max_num_batched_tokens: int,
     max_num_seqs: int = 256,
+    preemption: PreemptionMode = "suspend",
 ) -> ReplayResult:
     """Replay a workload on the virtual clock.
 
@@ -40,8 +36,6 @@ def simulate(
     """
     clock = VirtualClock()
     cost = profile.cost
-    longest_s = cost.step_time_s(StepLoad.of([(max_model_len // 2, max_num_batched_tokens, True)]))
-    num_safepoints = min(profile.num_layers - 1, math.ceil(longest_s / MAX_STOP_S))
     info = ExecutorInfo(
         num_blocks=kv_tokens // BLOCK_SIZE,
         block_size=BLOCK_SIZE,
@@ -50,14 +44,16 @@ def simulate(
         end_token_ids=(),
         device=profile.key.device,
         dtype=profile.key.dtype,
-        stop_s=longest_s / (num_safepoints + 1) if num_safepoints else None,
+        num_layers=profile.num_layers,
+        can_stop=True,
     )
-    executor = SimulatedExecutor(info, cost, clock, num_safepoints=num_safepoints)
+    executor = SimulatedExecutor(info, cost, clock)
     config = SchedulerConfig(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         max_prefill_chunk_tokens=max_num_batched_tokens,
         policy=policy,
+        preemption=preemption,
         ttft_slo_s=slo.ttft_s,
         tpot_slo_s=slo.tpot_s,
     )
