@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from backfill.core.clock import VirtualClock
@@ -16,19 +17,26 @@ from tests.builders import ScriptedExecutor, make_info
 
 
 class ScriptedChannel:
-    """Gives one command for each time the loop listens, then Stop once it would wait."""
+    """Gives its commands, then Stop once the engine has nothing left to do."""
 
-    def __init__(self, *commands: ToEngine) -> None:
+    def __init__(self, engine: Engine, *commands: ToEngine) -> None:
         self.sent: list[FromEngine] = []
-        self._commands = list(commands)
+        self._engine = engine
+        self._commands = [*commands, Stop()]
 
     def send(self, message: FromEngine) -> None:
         self.sent.append(message)
 
-    def receive(self, *, wait: bool) -> list[ToEngine]:
-        if self._commands:
-            return [self._commands.pop(0)]
-        return [Stop()] if wait else []
+    def receive(self) -> ToEngine | None:
+        if not self._commands:
+            return None
+        if len(self._commands) == 1:
+            while self._engine.has_unfinished:
+                time.sleep(0.001)
+        return self._commands.pop(0)
+
+    def close(self) -> None:
+        pass
 
 
 def add(request_id: str, **fields: Any) -> AddRequest:
@@ -58,6 +66,7 @@ def test_objectives_and_windows_reach_the_engine() -> None:
     slo = SLO(0.5, 0.1)
     engine = NotingEngine()
     channel: Any = ScriptedChannel(
+        engine,
         add("a", service_class=ServiceClass.ONLINE, slo=slo),
         add("b", service_class=ServiceClass.OFFLINE, complete_by_s=77.0),
     )
@@ -66,10 +75,10 @@ def test_objectives_and_windows_reach_the_engine() -> None:
 
 
 def test_each_step_is_reported_once() -> None:
-    channel: Any = ScriptedChannel(
-        add("a", service_class=ServiceClass.ONLINE), AbortRequests([RequestId("unknown")])
-    )
     engine = NotingEngine()
+    channel: Any = ScriptedChannel(
+        engine, add("a", service_class=ServiceClass.ONLINE), AbortRequests([RequestId("unknown")])
+    )
     EngineLoop(engine, channel).run()
     executor = engine.executor
     assert isinstance(executor, ScriptedExecutor)

@@ -53,11 +53,13 @@ CONFIGS: dict[str, tuple[type, dict[str, Any]]] = {
 }
 
 
-def save_tiny_model(kind: str, folder: Path, seed: int = 0) -> transformers.PreTrainedModel:
+def save_tiny_model(kind: str, folder: Path, seed: int = 0, **changed: Any) -> transformers.PreTrainedModel:
     """A float32 model of ``CONFIGS[kind]`` with weights large enough that its tokens depend on its input."""
     config_type, values = CONFIGS[kind]
     torch.manual_seed(seed)
-    config = config_type(**values, bos_token_id=1, eos_token_id=2, pad_token_id=0, initializer_range=0.2)
+    config = config_type(
+        **{**values, **changed}, bos_token_id=1, eos_token_id=2, pad_token_id=0, initializer_range=0.2
+    )
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):  # transformers starts them at zero, where a missing one would not show

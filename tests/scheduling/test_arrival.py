@@ -10,7 +10,6 @@ COST = linear_cost(token_s=0.001, step_s=1e-9)
 
 def running(predicted_s: float = 1.0, *, staying_s: float = 0.0, suspends: bool = False) -> RunningStep:
     return RunningStep(
-        number=3,
         started_at_s=10.0,
         predicted_s=predicted_s,
         staying_s=staying_s,

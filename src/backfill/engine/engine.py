@@ -11,9 +11,10 @@ from typing import cast
 from backfill.core.clock import Clock
 from backfill.core.config import SchedulerConfig
 from backfill.core.errors import RequestError
-from backfill.core.plan import StepOutcome, StepPlan
+from backfill.core.plan import Safepoints, StepOutcome, StepPlan
 from backfill.core.request import FinishReason, Request, RequestId, ServiceClass
 from backfill.costs.load import StepLoad
+from backfill.costs.model import CostModel
 from backfill.costs.profile import CostProfile
 from backfill.engine.messages import ClassStats, EngineStats, StepKind, StepStats, TokenOutput
 from backfill.execution.executor import Executor, StoppableExecutor
@@ -61,7 +62,8 @@ class Engine:
         self._clock = clock
         self._is_stalled = False
         self._arrived: deque[Request] = deque()
-        self._running_step: RunningStep | None = None
+        self._running_plan: StepPlan | None = None
+        self._step_started_at_s = 0.0
         self._stop_requested_at_s: float | None = None
         self._last_step = _NO_STEP
 
@@ -91,19 +93,25 @@ class Engine:
         planned. A request stops one step at most: the one it arrives in.
         """
         self._arrived.append(request)
-        step, policy, cost = self._running_step, self.scheduler.policy, self.scheduler.cost
-        if step is None or self._stop_requested_at_s is not None or not isinstance(policy, SloPolicy):
+        plan, policy, cost = self._running_plan, self.scheduler.policy, self.scheduler.cost
+        if plan is None or plan.safepoints is None or self._stop_requested_at_s is not None:
             return
         assert cost is not None
+        assert isinstance(policy, SloPolicy), "only this policy arms safepoints"
         waiting = [
             WaitingPrompt(each.num_pending_tokens, each.arrived_at_s + policy.slo_of(each).ttft_s)
             for each in tuple(self._arrived)
             if each.service_class is ServiceClass.ONLINE
         ]
         now_s = self._clock.now_s()
-        if must_stop(step, waiting, now_s, cost):
+        if must_stop(self._as_running(plan, plan.safepoints, cost), waiting, now_s, cost):
             self._stop_requested_at_s = now_s
-            cast(StoppableExecutor, self.executor).request_stop(step.number)
+            cast(StoppableExecutor, self.executor).request_stop(plan.step)
+
+    def admit_arrived(self) -> list[TokenOutput]:
+        """Queue the requests that have arrived; outputs of those that can never be served."""
+        refusals = [self.add(self._arrived.popleft()) for _ in range(len(self._arrived))]
+        return [refusal for refusal in refusals if refusal is not None]
 
     def abort(self, request_ids: Iterable[RequestId]) -> None:
         self._is_stalled = False
@@ -112,17 +120,13 @@ class Engine:
 
     def step(self) -> list[TokenOutput]:
         """Plan a step, run it, commit it. An executor's failure ends the step's requests, not the engine."""
-        outputs = []
-        while self._arrived:
-            refusal = self.add(self._arrived.popleft())
-            if refusal is not None:
-                outputs.append(refusal)
+        outputs = self.admit_arrived()
         planning_at = time.perf_counter()
         plan = self.scheduler.plan_step(self._clock.now_s())
         self._is_stalled = not plan.slices
-        started_at_s = self._clock.now_s()
+        started_at_s = self._step_started_at_s = self._clock.now_s()
         self._stop_requested_at_s = None
-        self._running_step = self._as_running(plan, started_at_s)
+        self._running_plan = plan
         running_at = time.perf_counter()
         try:
             outcome = self.executor.run(plan)
@@ -131,7 +135,7 @@ class Engine:
             self.num_failed_steps_in_a_row += 1
             return outputs + self._fail(plan, error)
         finally:
-            self._running_step = None
+            self._running_plan = None
         self.num_failed_steps_in_a_row = 0
         ended_at, now_s = time.perf_counter(), self._clock.now_s()
         outputs += [_token_output(token) for token in self.scheduler.commit(plan, outcome, now_s)]
@@ -181,16 +185,11 @@ class Engine:
             return None
         return outcome.stopped_at_s - self._stop_requested_at_s
 
-    def _as_running(self, plan: StepPlan, now_s: float) -> RunningStep | None:
-        """What an arrival must know of the step; None where it cannot be stopped."""
-        cost, points = self.scheduler.cost, plan.safepoints
-        if points is None or cost is None:
-            return None
+    def _as_running(self, plan: StepPlan, points: Safepoints, cost: CostModel) -> RunningStep:
         staying = StepLoad.of((p.start, p.num_tokens, p.samples) for p in plan.slices if not p.yields)
         num_layers = plan.max_layers or self.executor.info.num_layers
         return RunningStep(
-            number=plan.step,
-            started_at_s=now_s,
+            started_at_s=self._step_started_at_s,
             predicted_s=plan.predicted_s,
             staying_s=cost.step_time_s(staying),
             stop_s=points.layers_apart * plan.predicted_s / num_layers,

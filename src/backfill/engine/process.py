@@ -8,7 +8,9 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
+from collections import deque
 from collections.abc import Callable
 
 import msgspec
@@ -28,13 +30,13 @@ from backfill.engine.messages import (
     StepReport,
     Stop,
     ToEngine,
-    TokenOutput,
 )
 from backfill.execution.executor import Executor
 
 logger = logging.getLogger(__name__)
 
 _MAX_FAILED_STEPS = 5
+_POLL_MS = 200
 
 ExecutorFactory = Callable[[EngineConfig], Executor]
 
@@ -85,72 +87,99 @@ def _serve(config: EngineConfig, channel: _Channel) -> None:
 
 
 class _Channel:
-    """The two sockets, with messages instead of bytes."""
+    """The two sockets, with messages instead of bytes. One thread sends, another receives."""
 
     def __init__(self, commands: zmq.Socket[bytes], reports: zmq.Socket[bytes]) -> None:
         self._commands = commands
         self._reports = reports
         self._decoder = msgspec.msgpack.Decoder(ToEngine)
         self._encoder = msgspec.msgpack.Encoder()
+        self._is_closed = False
 
     def send(self, message: FromEngine) -> None:
         self._reports.send(self._encoder.encode(message))
 
-    def receive(self, *, wait: bool) -> list[ToEngine]:
-        """All commands that have arrived; with ``wait``, at least one."""
-        received: list[ToEngine] = []
-        flags = 0 if wait else zmq.NOBLOCK
-        while True:
-            try:
-                received.append(self._decoder.decode(self._commands.recv(flags)))
-            except zmq.Again:
-                return received
-            flags = zmq.NOBLOCK
+    def receive(self) -> ToEngine | None:
+        """The next command, once there is one; None after ``close``. For one thread only."""
+        while not self._is_closed:
+            if self._commands.poll(_POLL_MS):
+                command: ToEngine = self._decoder.decode(self._commands.recv())
+                return command
+        return None
+
+    def close(self) -> None:
+        """Let ``receive`` return."""
+        self._is_closed = True
 
 
 class EngineLoop:
-    """Listens when idle, otherwise listens without waiting and steps.
+    """Steps while there is work, and listens all the while.
 
-    Ends after several failed steps in a row: a device in a broken state stays so until its process
+    A second thread takes commands in, so that an arrival is known while a step runs: the kernels release the
+    interpreter's lock. It hands requests to ``Engine.arrive`` and leaves all else for between two steps.
+
+    The loop ends after several failed steps in a row: a device in a broken state stays so until its process
     ends, and the client starts a new one.
     """
 
     def __init__(self, engine: Engine, channel: _Channel) -> None:
         self._engine = engine
         self._channel = channel
-
-    @property
-    def _num_failed_steps(self) -> int:
-        return self._engine.num_failed_steps_in_a_row
+        self._commands: deque[AbortRequests | Stop] = deque()
+        self._has_news = threading.Event()
 
     def run(self) -> None:
-        while self._num_failed_steps < _MAX_FAILED_STEPS:
-            refused: list[TokenOutput] = []
-            for command in self._channel.receive(wait=not self._engine.has_work):
+        listener = threading.Thread(target=self._listen, name="engine-listener", daemon=True)
+        listener.start()
+        try:
+            self._step_until_stopped()
+        finally:
+            self._channel.close()
+            listener.join()
+
+    def _step_until_stopped(self) -> None:
+        engine = self._engine
+        while engine.num_failed_steps_in_a_row < _MAX_FAILED_STEPS:
+            self._has_news.clear()
+            # Commands first: a request they name has then arrived, and is among those admitted next.
+            commands = [self._commands.popleft() for _ in range(len(self._commands))]
+            outputs = engine.admit_arrived()
+            for command in commands:
                 if isinstance(command, Stop):
                     return
-                refused += self._handle(command)
-            outputs = refused + (self._engine.step() if self._engine.has_work else [])
-            self._channel.send(StepReport(outputs, self._engine.stats()))
+                engine.abort(command.request_ids)
+            if engine.has_work:
+                outputs += engine.step()
+            elif not (commands or outputs):
+                self._has_news.wait()
+                continue
+            self._channel.send(StepReport(outputs, engine.stats()))
 
-    def _handle(self, command: AddRequest | AbortRequests) -> list[TokenOutput]:
-        """Outputs of requests that were refused."""
-        if isinstance(command, AbortRequests):
-            self._engine.abort(command.request_ids)
-            return []
-        refusal = self._engine.add(
-            Request(
-                request_id=command.request_id,
-                prompt_token_ids=command.prompt_token_ids,
-                sampling=command.sampling,
-                service_class=command.service_class,
-                slo=command.slo,
-                complete_by_s=command.complete_by_s,
-                priority=command.priority,
-                arrived_at_s=command.arrived_at_s,
-            )
-        )
-        return [] if refusal is None else [refusal]
+    def _listen(self) -> None:
+        try:
+            while (command := self._channel.receive()) is not None:
+                if isinstance(command, AddRequest):
+                    self._engine.arrive(_request_of(command))
+                else:
+                    self._commands.append(command)
+                self._has_news.set()
+        except Exception:
+            logger.exception("commands cannot be read")
+            self._commands.append(Stop())
+            self._has_news.set()
+
+
+def _request_of(command: AddRequest) -> Request:
+    return Request(
+        request_id=command.request_id,
+        prompt_token_ids=command.prompt_token_ids,
+        sampling=command.sampling,
+        service_class=command.service_class,
+        slo=command.slo,
+        complete_by_s=command.complete_by_s,
+        priority=command.priority,
+        arrived_at_s=command.arrived_at_s,
+    )
 
 
 def _die_with_parent() -> None:

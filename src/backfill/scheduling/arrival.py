@@ -23,7 +23,6 @@ class RunningStep:
         suspends: what is stopped is kept and goes on later.
     """
 
-    number: int
     started_at_s: float
     predicted_s: float
     staying_s: float

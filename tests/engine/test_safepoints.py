@@ -1,0 +1,297 @@
+"""Steps stopped inside: whatever is shed, suspended or dropped, every token is as if nothing had happened."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from backfill.core.clock import VirtualClock, WallClock
+from backfill.core.config import EngineConfig, PreemptionMode, SchedulerConfig
+from backfill.core.request import FinishReason, Request, RequestId, ServiceClass
+from backfill.costs.profile import CostProfile
+from backfill.engine.engine import Engine
+from backfill.execution.create import create_torch_executor
+from backfill.execution.torch_executor import TorchExecutor
+from tests.builders import linear_cost, make_profile, make_request
+from tests.models.tiny import save_tiny_model
+
+NUM_LAYERS = 8
+NUM_BLOCKS = 96
+PROFILE = make_profile(linear_cost(token_s=0.002, step_s=0.02))
+
+
+class Interruptions:
+    """Stands before the model and calls back before a layer runs and before the logits are made."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self.num_layers: int = model.num_layers
+        self.before_layer: Callable[[int], None] = lambda layer: None
+
+    def embed(self, *arguments: Any) -> Any:
+        return self._model.embed(*arguments)
+
+    def run_layer(self, index: int, *arguments: Any) -> Any:
+        self.before_layer(index)
+        return self._model.run_layer(index, *arguments)
+
+    def logits(self, *arguments: Any) -> Any:
+        self.before_layer(self.num_layers)
+        return self._model.logits(*arguments)
+
+
+@pytest.fixture(scope="module")
+def executor(tmp_path_factory: pytest.TempPathFactory) -> TorchExecutor:
+    folder: Path = tmp_path_factory.mktemp("model")
+    save_tiny_model("llama", folder, num_hidden_layers=NUM_LAYERS)
+    layers = EngineConfig(
+        model_dir=str(folder), dtype="float32", block_size=8, kv_bytes=NUM_BLOCKS * NUM_LAYERS * 2048
+    )
+    executor = create_torch_executor(layers)
+    executor._model = Interruptions(executor._model)  # type: ignore[assignment]
+    return executor
+
+
+def model_of(executor: TorchExecutor) -> Interruptions:
+    model = executor._model
+    assert isinstance(model, Interruptions)
+    return model
+
+
+def make_engine(executor: TorchExecutor, preemption: PreemptionMode = "suspend", **limits: int) -> Engine:
+    config = SchedulerConfig(
+        policy="slo",
+        preemption=preemption,
+        max_stop_s=1e-9,  # a safepoint before every layer
+        ttft_slo_s=0.5,
+        tpot_slo_s=0.3,
+        **limits,
+    )
+    executor.request_stop(-1)  # the engine of the test before counted its steps from 0 too
+    return Engine(config, executor, VirtualClock(), PROFILE)
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    return torch.randint(3, 90, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def requests(service_class: ServiceClass, shapes: Sequence[tuple[int, int]]) -> list[Request]:
+    name = service_class.value
+    return [
+        make_request(
+            prompt_token_ids=prompt(length, seed=100 * len(name) + index),
+            max_tokens=max_tokens,
+            request_id=f"{name}-{index}",
+            service_class=service_class,
+            ignore_eos=True,
+        )
+        for index, (length, max_tokens) in enumerate(shapes)
+    ]
+
+
+def drain(engine: Engine, executor: TorchExecutor) -> None:
+    while engine.has_unfinished:
+        engine.step()
+        engine.scheduler.check_integrity()
+    engine.step()
+    assert engine.scheduler.blocks.usage_frac == 0.0
+    assert executor._states == {}
+    assert executor._suspended is None
+
+
+def undisturbed(executor: TorchExecutor, wanted: Sequence[Request]) -> dict[str, list[int]]:
+    model_of(executor).before_layer = lambda layer: None
+    engine = Engine(SchedulerConfig(), executor, VirtualClock())
+    for request in wanted:
+        engine.add(request)
+    drain(engine, executor)
+    return {request.request_id: list(request.output_token_ids) for request in wanted}
+
+
+OFFLINE_SHAPES = [(21, 9), (5, 12), (30, 6), (11, 10)]
+ONLINE_SHAPES = [(13, 5), (4, 7), (9, 4)]
+
+
+def run_disturbed(
+    executor: TorchExecutor,
+    arrivals: dict[tuple[int, int], int],
+    preemption: PreemptionMode,
+    **limits: int,
+) -> tuple[Engine, list[Request]]:
+    """Online request ``number`` arrives in the step and before the layer that ``arrivals`` maps to it."""
+    engine = make_engine(executor, preemption, **limits)
+    offline, online = (
+        requests(ServiceClass.OFFLINE, OFFLINE_SHAPES),
+        requests(ServiceClass.ONLINE, ONLINE_SHAPES),
+    )
+    for request in offline:
+        engine.add(request)
+    arrived = set()
+
+    def before_layer(layer: int) -> None:
+        plan = engine._running_plan
+        assert plan is not None
+        number = arrivals.get((plan.step, layer))
+        if number is not None and number not in arrived:
+            arrived.add(number)
+            engine.arrive(online[number])
+
+    model_of(executor).before_layer = before_layer
+    for _ in range(60):
+        engine.step()
+        engine.scheduler.check_integrity()
+    model_of(executor).before_layer = lambda layer: None
+    for number, request in enumerate(online):
+        if number not in arrived:
+            engine.arrive(request)
+    drain(engine, executor)
+    return engine, [*offline, *online]
+
+
+@pytest.fixture(scope="module")
+def expected(executor: TorchExecutor) -> dict[str, list[int]]:
+    return undisturbed(
+        executor,
+        requests(ServiceClass.OFFLINE, OFFLINE_SHAPES) + requests(ServiceClass.ONLINE, ONLINE_SHAPES),
+    )
+
+
+@pytest.mark.parametrize("preemption", ["suspend", "discard"])
+@pytest.mark.parametrize("layer", range(NUM_LAYERS + 1))
+def test_an_arrival_at_any_point_of_a_step_changes_no_token(
+    executor: TorchExecutor, expected: dict[str, list[int]], layer: int, preemption: PreemptionMode
+) -> None:
+    arrivals = {(step, layer): step - 1 for step in (1, 2, 3)}
+    engine, done = run_disturbed(executor, arrivals, preemption)
+    assert {request.request_id: request.output_token_ids for request in done} == expected
+    assert engine.num_stopped_steps <= len(ONLINE_SHAPES)
+    if preemption == "suspend" and layer < NUM_LAYERS // 2:
+        assert engine.num_stopped_steps > 0
+        assert engine.scheduler.counters[ServiceClass.OFFLINE].num_aborted_tokens == 0
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    places=st.lists(
+        st.tuples(st.integers(0, 25), st.integers(0, NUM_LAYERS)), min_size=3, max_size=3, unique=True
+    ),
+    preemption=st.sampled_from(["suspend", "discard"]),
+    max_num_batched_tokens=st.sampled_from([20, 64]),
+)
+def test_any_interleaving_yields_the_undisturbed_tokens_and_leaks_nothing(
+    executor: TorchExecutor,
+    expected: dict[str, list[int]],
+    places: list[tuple[int, int]],
+    preemption: PreemptionMode,
+    max_num_batched_tokens: int,
+) -> None:
+    arrivals = {place: number for number, place in enumerate(places)}
+    engine, done = run_disturbed(
+        executor, arrivals, preemption, max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=16
+    )
+    assert {request.request_id: request.output_token_ids for request in done} == expected
+    assert engine.num_stopped_steps <= len(ONLINE_SHAPES)
+
+
+def stop_the_second_step(executor: TorchExecutor, engine: Engine) -> Request:
+    """Offline requests in their second step when an online one arrives; the step is suspended."""
+    (online,) = requests(ServiceClass.ONLINE, [(13, 5)])
+
+    def before_layer(layer: int) -> None:
+        if engine._running_plan is not None and engine._running_plan.step == 1 and layer == 1:
+            engine.arrive(online)
+
+    for request in requests(ServiceClass.OFFLINE, OFFLINE_SHAPES):
+        engine.add(request)
+    model_of(executor).before_layer = before_layer
+    engine.step()
+    engine.step()
+    model_of(executor).before_layer = lambda layer: None
+    assert executor._suspended is not None
+    return online
+
+
+def test_a_suspended_request_can_be_aborted(executor: TorchExecutor, expected: dict[str, list[int]]) -> None:
+    engine = make_engine(executor)
+    stop_the_second_step(executor, engine)
+    survivor = engine.scheduler._requests[RequestId("offline-1")]
+    engine.abort([RequestId(f"offline-{index}") for index in (0, 2, 3)])
+    engine.scheduler.check_integrity()
+    drain(engine, executor)
+    assert survivor.output_token_ids == expected["offline-1"]
+
+
+def test_when_all_that_is_suspended_goes_nothing_is_kept(executor: TorchExecutor) -> None:
+    engine = make_engine(executor)
+    online = stop_the_second_step(executor, engine)
+    engine.abort([RequestId(f"offline-{index}") for index in range(4)])
+    engine.scheduler.check_integrity()
+    drain(engine, executor)
+    assert online.finish_reason is FinishReason.LENGTH
+
+
+def test_blocks_of_suspended_requests_can_be_taken(
+    executor: TorchExecutor, expected: dict[str, list[int]]
+) -> None:
+    engine = make_engine(executor)
+    stop_the_second_step(executor, engine)
+    offline = [engine.scheduler._requests[RequestId(f"offline-{index}")] for index in range(4)]
+    free = engine.scheduler.blocks.num_free_blocks
+    (large,) = requests(ServiceClass.ONLINE, [(8 * (free + 3), 2)])
+    large.request_id = RequestId("large")
+    engine.arrive(large)
+    drain(engine, executor)
+    assert sum(request.num_preemptions for request in offline) > 0
+    assert engine.scheduler.counters[ServiceClass.OFFLINE].num_aborted_tokens > 0
+    for request in offline:
+        assert request.output_token_ids == expected[request.request_id]
+
+
+def test_a_request_arriving_twice_stops_a_step_once(executor: TorchExecutor) -> None:
+    engine = make_engine(executor)
+    stop_the_second_step(executor, engine)
+    executor.request_stop(0)  # of a step that is over
+    assert engine.num_stopped_steps == 1
+    drain(engine, executor)
+    assert engine.num_stopped_steps == 1
+
+
+def test_the_engine_hears_an_arrival_from_another_thread_while_a_step_runs(executor: TorchExecutor) -> None:
+    profile: CostProfile = make_profile(linear_cost(token_s=0.01, step_s=0.1))
+    config = SchedulerConfig(policy="slo", max_stop_s=1e-9, ttft_slo_s=5.0, tpot_slo_s=3.0)
+    engine = Engine(config, executor, WallClock(), profile)
+    for request in requests(ServiceClass.OFFLINE, OFFLINE_SHAPES):
+        engine.add(request)
+    (online,) = requests(ServiceClass.ONLINE, [(13, 5)])
+    online.arrived_at_s = time.monotonic()
+    is_inside, has_arrived = threading.Event(), threading.Event()
+
+    def before_layer(layer: int) -> None:
+        if layer == 0 and not has_arrived.is_set():
+            is_inside.set()
+            assert has_arrived.wait(10.0)
+
+    def arrive() -> None:
+        assert is_inside.wait(10.0)
+        engine.arrive(online)
+        has_arrived.set()
+
+    model_of(executor).before_layer = before_layer
+    thread = threading.Thread(target=arrive)
+    thread.start()
+    engine.step()
+    thread.join()
+    assert engine.num_stopped_steps == 1
+    stopped = engine.stats().step
+    assert stopped.stopped
+    assert stopped.stop_latency_s is not None
+    model_of(executor).before_layer = lambda layer: None
+    drain(engine, executor)
