@@ -24,7 +24,8 @@ from tests.builders import linear_cost, make_profile, make_request
 from tests.models.tiny import save_tiny_model
 
 NUM_LAYERS = 8
-NUM_BLOCKS = 96
+NUM_BLOCKS = 44
+_BLOCK_BYTES = NUM_LAYERS * 2 * 2 * 8 * 8 * 4  # K and V of 2 heads of 8 float32, 8 tokens
 PROFILE = make_profile(linear_cost(token_s=0.002, step_s=0.02))
 
 
@@ -53,7 +54,7 @@ def executor(tmp_path_factory: pytest.TempPathFactory) -> TorchExecutor:
     folder: Path = tmp_path_factory.mktemp("model")
     save_tiny_model("llama", folder, num_hidden_layers=NUM_LAYERS)
     layers = EngineConfig(
-        model_dir=str(folder), dtype="float32", block_size=8, kv_bytes=NUM_BLOCKS * NUM_LAYERS * 2048
+        model_dir=str(folder), dtype="float32", block_size=8, kv_bytes=NUM_BLOCKS * _BLOCK_BYTES
     )
     executor = create_torch_executor(layers)
     executor._model = Interruptions(executor._model)  # type: ignore[assignment]
@@ -249,6 +250,7 @@ def test_blocks_of_suspended_requests_can_be_taken(
     large.request_id = RequestId("large")
     engine.arrive(large)
     drain(engine, executor)
+    assert large.finish_reason is FinishReason.LENGTH
     assert sum(request.num_preemptions for request in offline) > 0
     assert engine.scheduler.counters[ServiceClass.OFFLINE].num_aborted_tokens > 0
     for request in offline:
