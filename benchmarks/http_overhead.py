@@ -1,8 +1,14 @@
 """What HTTP costs: 32 concurrent streams through the server, against the same work in one process.
 
 Both run 32 prompts of 256 random tokens, 128 new tokens each, alternately for several rounds. The client
-is a bare asyncio reader, so that it takes little of the processors it shares with the engine. The
-client's time to first token is compared with the server's own, from ``/metrics``.
+is a bare asyncio reader, so that it takes little of the processors it shares with the engine.
+
+The client's time to first token is compared with the server's own, from ``/metrics``. The client's clock
+starts before a request's first byte is written, on a connection that is open and with the body encoded,
+and stops when the first event has been read whole. It includes sending, the server's reading and checking of
+the body, queue, prefill, making and sending the event, and the turns that the client's and the server's
+event loops take for the other streams. The server's starts when the request has been read and checked, and
+stops when the engine's first token is back in the serving process.
 
 Usage: http_overhead.py [--rounds 3] [--streams 32]. The last line of output is a JSON object.
 """
@@ -17,11 +23,14 @@ import statistics
 import subprocess
 import sys
 import time
-import urllib.request
+from collections.abc import AsyncIterator
 
-from served import served
+from served import get, served
+
+from backfill.bench.sse import SseDecoder
 
 INPUT_LEN, OUTPUT_LEN = 256, 128
+STREAM_S = 600.0  # after which a stream, or the run in one process, has failed
 
 
 def main() -> None:
@@ -41,7 +50,9 @@ def measure(num_streams: int, seed: int) -> dict[str, float]:
     command = [sys.executable, "-m", "backfill", "bench", "throughput"]
     lengths = f"--input-len {INPUT_LEN} --output-len {OUTPUT_LEN}".split()
     work = [*lengths, "--num-prompts", str(num_streams), "--seed", str(seed)]
-    done = subprocess.run([*command, *work], capture_output=True, text=True, check=True)
+    done = subprocess.run([*command, *work], capture_output=True, text=True, check=False, timeout=STREAM_S)
+    if done.returncode != 0:
+        raise SystemExit(f"bench throughput failed ({done.returncode}):\n{done.stderr[-2000:]}")
     in_process = json.loads(done.stdout.splitlines()[-1])["total_tok_s"]
     with served() as port:
         asyncio.run(run_streams(port, 2, 8, seed + 1000))  # warm-up
@@ -63,38 +74,64 @@ def measure(num_streams: int, seed: int) -> dict[str, float]:
 async def run_streams(port: int, num_streams: int, num_tokens: int, seed: int) -> tuple[float, list[float]]:
     """Seconds until every stream ended, and each one's time to its first event."""
     generator = random.Random(seed)
-    prompts = [[generator.randrange(1000, 40000) for _ in range(INPUT_LEN)] for _ in range(num_streams)]
+    requests = [
+        completion_request(
+            [generator.randrange(1000, 40000) for _ in range(INPUT_LEN)], max_tokens=num_tokens
+        )
+        for _ in range(num_streams)
+    ]
     started_at_s = time.perf_counter()
-    ttfts = await asyncio.gather(*(read_stream(port, prompt, num_tokens) for prompt in prompts))
+    async with asyncio.timeout(STREAM_S):
+        ttfts = await asyncio.gather(*(read_stream(port, request, num_tokens) for request in requests))
     return time.perf_counter() - started_at_s, list(ttfts)
 
 
-async def read_stream(port: int, prompt: list[int], num_tokens: int) -> float:
+def completion_request(prompt: list[int], max_tokens: int) -> bytes:
     body = json.dumps(
-        {"prompt": prompt, "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
+        {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
     ).encode()
     head = (
         f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
         f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
     )
+    return head.encode() + body
+
+
+async def read_stream(port: int, request: bytes, num_tokens: int) -> float:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    sent_at_s = time.perf_counter()
-    writer.write(head.encode() + body)
-    first_at_s, num_events, ended = 0.0, 0, False
-    while data := await reader.read(65536):
-        if first_at_s == 0.0 and b"data: " in data:
-            first_at_s = time.perf_counter()
-        num_events += data.count(b"data: ")
-        ended = ended or b"[DONE]" in data
-    writer.close()
+    try:
+        sent_at_s = time.perf_counter()
+        writer.write(request)
+        first_at_s, num_events, ended = 0.0, 0, False
+        decoder = SseDecoder()
+        async for data in body_parts(reader):
+            for event in decoder.feed(data):
+                first_at_s = first_at_s or time.perf_counter()
+                ended = ended or event == b"[DONE]"
+                num_events += event != b"[DONE]"
+    finally:
+        writer.close()
     if not ended or num_events < num_tokens:
         raise SystemExit(f"a stream ended after {num_events} events of {num_tokens}")
     return first_at_s - sent_at_s
 
 
+async def body_parts(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
+    """The pieces of a response in chunked transfer encoding, whatever reads they arrive in.
+
+    Raises: SystemExit for another response, IncompleteReadError when the connection ends before it.
+    """
+    head = await reader.readuntil(b"\r\n\r\n")
+    if b" 200 " not in head.split(b"\r\n", 1)[0] or b"transfer-encoding: chunked" not in head.lower():
+        rest = await reader.read(2000)
+        raise SystemExit(f"not a stream: {(head + rest).decode(errors='replace')}")
+    while size := int((await reader.readuntil(b"\r\n")).split(b";")[0], 16):
+        yield (await reader.readexactly(size + 2))[:-2]
+
+
 def ttft_totals(port: int) -> tuple[float, float]:
     """Sum and count of the server's time-to-first-token histogram."""
-    text = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics").read().decode()
+    text = get(port, "/metrics")
     prefix = 'backfill:time_to_first_token_seconds_{}{{class="online"'
     totals = []
     for part in ("sum", "count"):

@@ -20,12 +20,11 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from served import served
+from served import get, served
 
 from backfill.models.resolve import resolve_model
 
@@ -58,12 +57,13 @@ def main() -> None:
         "backfill": lambda url: run_backfill(args, url)
     }
     if args.vllm is not None:
-        generators["vllm"] = lambda url: run_vllm(args, url, folder)
+        generators["vllm"] = lambda url: run_vllm(args, url, folder, served_name)
     if args.guidellm is not None:
         generators["guidellm"] = lambda url: run_guidellm(args, url, folder)
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in generators}
     with served(args.model) as port:
         url = f"http://127.0.0.1:{port}"
+        served_name = json.loads(get(port, "/v1/models"))["data"][0]["id"]
         run_backfill(args, url)  # warm-up
         for round_number in range(args.rounds):
             for name, run in generators.items():
@@ -88,12 +88,14 @@ def main() -> None:
             ratio = figures[figure] / medians["backfill"][figure]
             cells.append(f"{figures[figure]:.3f} ({ratio:.3f} x, spread {100 * spread:.0f} %)")
         print(f"| {name} | {' | '.join(cells)} |")
-    print(json.dumps({"benchmark": "load_generators", "generators": medians, "runs": runs}))
+    print(
+        json.dumps({"benchmark": "load_generators", "model": args.model, "generators": medians, "runs": runs})
+    )
 
 
 def server_totals(port: int) -> dict[str, float]:
     """Sums and counts of the server's histograms of TTFT and inter-token latency, in seconds."""
-    text = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics").read().decode()
+    text = get(port, "/metrics")
     found = re.findall(
         r'^backfill:(time_to_first_token|inter_token_latency)_seconds_(sum|count)\{class="online".* (\S+)$',
         text,
@@ -124,14 +126,15 @@ def run_backfill(args: argparse.Namespace, url: str) -> dict[str, float]:
     return from_vllm_keys(found)
 
 
-def run_vllm(args: argparse.Namespace, url: str, folder: Path) -> dict[str, float]:
+def run_vllm(args: argparse.Namespace, url: str, folder: Path, served_name: str) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as results:
         options = (
-            f"--backend openai --base-url {url} --model smollm2-135m-instruct --tokenizer {folder} "
-            f"--dataset-name random --burstiness 1e9 --disable-tqdm --percentile-metrics ttft,tpot,itl,e2el "
-            f"--save-result --result-dir {results} --result-filename result.json"
+            f"--backend openai --base-url {url} --dataset-name random --burstiness 1e9 --disable-tqdm "
+            f"--percentile-metrics ttft,tpot,itl,e2el --save-result --result-filename result.json"
         )
-        run([str(args.vllm), "-c", VLLM_BENCH_SERVE, *options.split(), *work(args)])
+        # Not in the text that is split: they may hold spaces.
+        places = ["--model", served_name, "--tokenizer", str(folder), "--result-dir", results]
+        run([str(args.vllm), "-c", VLLM_BENCH_SERVE, *options.split(), *places, *work(args)])
         return from_vllm_keys(json.loads((Path(results) / "result.json").read_text()))
 
 

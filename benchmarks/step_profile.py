@@ -1,8 +1,16 @@
 """Where a decode step's time goes, by operator, beside what the machine's limits allow.
 
-Runs a batch of requests past their prefill, then times every operator of the following steps from
-outside (the wrappers add about 0.2 us a call). Floors: weights and KV bytes at the memory's measured
-read rate, or FLOPs at the measured bf16 rate, whichever is longer.
+Runs a batch of requests past their prefill and times the following steps, twice over the same contexts:
+
+- whole: only ``Engine.step`` and the executor's forward pass in it (embedding to logits) are timed. What is
+  outside the model is the one less the other, step by step. On top of that a served step costs its report's
+  way to the serving process: the state in it, encoding, ZeroMQ, decoding. These are measured on their own
+  with the last step's report (``ipc.py``); in service ZeroMQ and decoding overlap with the next step, so
+  the sum is the most that they can add.
+- by part: every operator is timed from outside (the wrappers add about 0.2 us a call).
+
+Floors: weights and KV bytes at the memory's measured read rate, or FLOPs at the measured bf16 rate,
+whichever is longer.
 
 Usage: step_profile.py [--seqs 64] [--context 256] [--steps 96]. The last line is a JSON object.
 """
@@ -19,6 +27,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
+from ipc import measure_ipc
 from peers import measure_limits
 
 from backfill.core.clock import WallClock
@@ -27,6 +36,7 @@ from backfill.core.request import Request, RequestId
 from backfill.core.sampling import SamplingParams
 from backfill.engine.engine import Engine
 from backfill.engine.environment import engine_environment
+from backfill.engine.messages import StepReport
 from backfill.execution.create import create_torch_executor
 from backfill.execution.torch_executor import TorchExecutor
 from backfill.models.config import ModelConfig
@@ -47,67 +57,118 @@ def main() -> None:
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **settings})
     folder = resolve_model("smollm2-135m-instruct")
     executor = create_torch_executor(EngineConfig(model_dir=str(folder), kv_bytes=1 << 30))
-    times, num_steps, step_s = profile(executor, args.seqs, args.context, args.steps)
+    whole = profile_whole(executor, args.seqs, args.context, args.steps)
+    parts, step_s = profile_parts(executor, args.seqs, args.context, args.steps)
     limits = measure_limits()
     mean_context = args.context + args.steps / 2
     floors = floors_ms(ModelConfig.from_folder(folder), args.seqs, mean_context, limits)
-    rows = {name: 1e3 * seconds / num_steps for name, seconds in times.items()}
+    rows = {name: 1e3 * seconds for name, seconds in parts.items()}
     rows["other Python"] = 1e3 * step_s - sum(rows.values())
-    print(f"{args.seqs} requests of {mean_context:.0f} tokens on average: {1e3 * step_s:.2f} ms a step")
+    print(f"{args.seqs} requests of {mean_context:.0f} tokens on average, {args.steps} steps")
     print(f"limits: {limits['bf16_gflop_s']:.0f} bf16 GFLOP/s, {limits['read_gb_s']:.1f} GB/s read\n")
-    print("| part of a step | ms | floor, ms |\n| --- | --- | --- |")
+    print_whole(whole)
+    print(f"\n| part of a step of {1e3 * step_s:.2f} ms | ms | floor, ms |\n| --- | --- | --- |")
     for name, value in sorted(rows.items(), key=lambda row: -row[1]):
         floor = f"{floors[name]:.2f}" if name in floors else ""
         print(f"| {name} | {value:.2f} | {floor} |")
     result = {"seqs": args.seqs, "mean_context": mean_context, "step_ms": 1e3 * step_s, **limits}
-    print(json.dumps({"benchmark": "step_profile", **result, "parts_ms": rows, "floors_ms": floors}))
+    print(
+        json.dumps(
+            {"benchmark": "step_profile", **result, "whole": whole, "parts_ms": rows, "floors_ms": floors}
+        )
+    )
 
 
-def profile(
-    executor: TorchExecutor, num_seqs: int, context: int, num_steps: int
-) -> tuple[dict[str, float], int, float]:
-    """Seconds of each part over all timed steps, their number, and the mean seconds of a step."""
+def profile_whole(executor: TorchExecutor, num_seqs: int, context: int, num_steps: int) -> dict[str, float]:
+    """Means of a step and of the model's part of it, and what its report costs: seconds, but ``num_bytes``."""
+    engine = started_engine(executor, num_seqs, context, num_steps)
     times: dict[str, float] = defaultdict(float)
-    engine = Engine(SchedulerConfig(max_num_seqs=num_seqs), executor, WallClock())
-    for index in range(num_seqs):
-        prompt = [random.randrange(1000, 40000) for _ in range(context)]
-        sampling = SamplingParams(max_tokens=num_steps + 8, temperature=0.0, ignore_eos=True)
-        engine.add(Request(request_id=RequestId(str(index)), prompt_token_ids=prompt, sampling=sampling))
-    num_started = 0
-    while num_started < num_seqs:  # until each has its first token, that is, has left its prefill
-        num_started += len({output.request_id for output in engine.step() if output.first_scheduled_at_s})
+    forward = executor._forward
+    executor._forward = timed(times, "model", forward)  # type: ignore[method-assign]
+    step, stats = timed(times, "step", engine.step), timed(times, "stats", engine.stats)
+    try:
+        for _ in range(num_steps):
+            report = StepReport(step(), stats())
+    finally:
+        executor._forward = forward  # type: ignore[method-assign]
+    assert len(report.outputs) == num_seqs, f"{len(report.outputs)} outputs of {num_seqs} requests"
+    means = {f"{name}_s": seconds / num_steps for name, seconds in times.items()}
+    return {**means, "outside_s": means["step_s"] - means["model_s"], **measure_ipc(report)}
+
+
+def print_whole(whole: dict[str, float]) -> None:
+    outside_s, step_s = whole["outside_s"], whole["step_s"]
+    ipc_s = whole["stats_s"] + whole["encode_s"] + whole["decode_s"] + whole["round_trip_s"] / 2
+    print("| a step, measured whole | ms | of the step |\n| --- | --- | --- |")
+    for name, seconds in (
+        ("Engine.step", step_s),
+        ("the model, embedding to logits", whole["model_s"]),
+        ("outside the model", outside_s),
+        ("its report: state", whole["stats_s"]),
+        (f"encoding {whole['num_bytes']:.0f} bytes", whole["encode_s"]),
+        ("ZeroMQ, half of a round trip", whole["round_trip_s"] / 2),
+        ("decoding", whole["decode_s"]),
+        ("outside the model, report included", outside_s + ipc_s),
+    ):
+        print(f"| {name} | {1e3 * seconds:.3f} | {100 * seconds / step_s:.1f} % |")
+
+
+def profile_parts(
+    executor: TorchExecutor, num_seqs: int, context: int, num_steps: int
+) -> tuple[dict[str, float], float]:
+    """Mean seconds of a step that each part takes, and those of the step."""
+    times: dict[str, float] = defaultdict(float)
+    engine = started_engine(executor, num_seqs, context, num_steps)
     install_timers(executor, engine, times)
     started_at_s = time.perf_counter()
     for _ in range(num_steps):
         engine.step()
-    return times, num_steps, (time.perf_counter() - started_at_s) / num_steps
+    step_s = (time.perf_counter() - started_at_s) / num_steps
+    return {name: seconds / num_steps for name, seconds in times.items()}, step_s
+
+
+def started_engine(executor: TorchExecutor, num_seqs: int, context: int, num_steps: int) -> Engine:
+    """An engine whose requests have all left their prefill and have ``num_steps`` to go, and a few."""
+    engine = Engine(SchedulerConfig(max_num_seqs=num_seqs), executor, WallClock())
+    for index in range(num_seqs):
+        prompt = [random.randrange(1000, 40000) for _ in range(context)]
+        # The first to start goes on while the others prefill, at most a step for each of them.
+        sampling = SamplingParams(max_tokens=num_steps + num_seqs + 8, temperature=0.0, ignore_eos=True)
+        engine.add(Request(request_id=RequestId(str(index)), prompt_token_ids=prompt, sampling=sampling))
+    num_started = 0
+    while num_started < num_seqs:  # until each has its first token, that is, has left its prefill
+        num_started += len({output.request_id for output in engine.step() if output.first_scheduled_at_s})
+    return engine
+
+
+def timed(times: dict[str, float], name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    """``call``, whose seconds are added to ``times[name]``."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        started_at_s = time.perf_counter()
+        result = call(*args, **kwargs)
+        times[name] += time.perf_counter() - started_at_s
+        return result
+
+    return run
 
 
 def install_timers(executor: TorchExecutor, engine: Engine, times: dict[str, float]) -> None:
     model: Any = executor._model
 
-    def timed(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            started_at_s = time.perf_counter()
-            result = call(*args, **kwargs)
-            times[name] += time.perf_counter() - started_at_s
-            return result
-
-        return run
-
     for name in OPERATORS:
-        setattr(model.kernels, name, timed(name, getattr(model.kernels, name)))
+        setattr(model.kernels, name, timed(times, name, getattr(model.kernels, name)))
     for layer in model._layers:
         for name in PROJECTIONS:
-            setattr(layer, name, timed(f"linear {name}", getattr(layer, name)))
-    model._lm_head = timed("lm_head", model._lm_head)
+            setattr(layer, name, timed(times, f"linear {name}", getattr(layer, name)))
+    model._lm_head = timed(times, "lm_head", model._lm_head)
     for owner, name, label in (
         (executor, "_batch_of", "build batch"),
         (executor._sampler, "sample", "sample"),
         (engine.scheduler, "plan_step", "plan"),
         (engine.scheduler, "commit", "commit"),
     ):
-        setattr(owner, name, timed(label, getattr(owner, name)))
+        setattr(owner, name, timed(times, label, getattr(owner, name)))
 
 
 def floors_ms(config: ModelConfig, seqs: int, context: float, limits: dict[str, float]) -> dict[str, float]:

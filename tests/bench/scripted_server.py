@@ -49,7 +49,7 @@ def refusal(status: int, body: Any) -> Script:
 
 
 class ScriptedServer:
-    """Answers the n-th POST as ``answer(n, body)`` says and keeps the requests' bodies and headers."""
+    """Answers the n-th request as ``answer(n, body)`` says and keeps the requests' bodies and headers."""
 
     def __init__(self, answer: Callable[[int, dict[str, Any]], Script]) -> None:
         self._answer = answer
@@ -74,11 +74,14 @@ class ScriptedServer:
         try:
             head = (await reader.readuntil(b"\r\n\r\n")).decode()
             length = next(
-                int(line.split(":")[1])
-                for line in head.splitlines()
-                if line.lower().startswith("content-length")
+                (
+                    int(line.split(":")[1])
+                    for line in head.splitlines()
+                    if line.lower().startswith("content-length")
+                ),
+                0,  # a GET has none
             )
-            body = json.loads(await reader.readexactly(length))
+            body = json.loads(await reader.readexactly(length) or b"{}")
             self.heads.append(head)
             self.bodies.append(body)
             self.num_running += 1

@@ -129,6 +129,49 @@ def test_failures_are_recorded(script: Script, error: str, chunks: int) -> None:
     assert len(record.chunk_after_s) == chunks
 
 
+@pytest.mark.parametrize(
+    "chunk",
+    [
+        {"choices": [None]},
+        {"choices": {"a": 1}},
+        {"choices": 5},
+        {"choices": [{"text": 5}]},
+        {"choices": [{"delta": "x"}]},
+        {"choices": [{"delta": {"content": ["x"]}}]},
+        {"choices": [], "usage": [1]},
+        {"usage": {"completion_tokens": "7"}},
+        {"usage": {"completion_tokens": -1}},
+        [{"choices": []}],
+        "text",
+    ],
+    ids=str,
+)
+def test_a_malformed_chunk_fails_its_request_and_counts_for_nothing(chunk: Any) -> None:
+    record, _ = send(streamed(token("a"), 0.02, event(chunk), token(finish="stop"), DONE))
+    assert record.outcome is Outcome.FAILED
+    assert record.error.startswith("unexpected event: Expected ")
+    assert (record.text, record.output_tokens, len(record.chunk_after_s)) == ("a", 1, 1)
+
+
+@pytest.mark.parametrize("nested", [b"[" * 100_000, b'{"id":' * 100_000], ids=["list", "unread field"])
+def test_a_bottomless_chunk_fails_its_request(nested: bytes) -> None:
+    record, _ = send(streamed(b"data: " + nested + b"\n\n", DONE))
+    assert record.outcome is Outcome.FAILED and record.error
+
+
+@pytest.mark.parametrize("answer", [{"data": 5}, {"data": [5, {"id": "m"}]}, [], 5, {"data": None}], ids=str)
+def test_a_malformed_list_of_models_is_no_list(answer: Any) -> None:
+    expected = [{"id": "m"}] if answer == {"data": [5, {"id": "m"}]} else []
+    script = refusal(200, answer)
+
+    async def look_up() -> list[dict[str, Any]]:
+        scripted = ScriptedServer(lambda index, body: script).running()
+        async with scripted as server, BenchClient(Endpoint(server.url, "", "m")) as client:
+            return await client.get_models()
+
+    assert asyncio.run(look_up()) == expected
+
+
 def test_no_server() -> None:
     record, _ = send([], base_url="http://127.0.0.1:1")
     assert record.outcome is Outcome.FAILED

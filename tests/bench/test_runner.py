@@ -11,7 +11,7 @@ from backfill.bench.metrics import compute_metrics
 from backfill.bench.progress import describe_run
 from backfill.bench.record import BenchRequest, Outcome
 from backfill.bench.runner import Run, send_load, warm_up
-from tests.bench.scripted_server import DONE, Script, ScriptedServer, refusal, streamed, token, usage
+from tests.bench.scripted_server import DONE, Script, ScriptedServer, event, refusal, streamed, token, usage
 
 # How much later than scripted something may happen on a busy machine.
 LATE_S = 0.5
@@ -50,6 +50,12 @@ def run_load(
 
 def outcomes(run: Run) -> list[Outcome]:
     return [record.outcome for record in run.records]
+
+
+def test_malformed_chunks_fail_their_requests_and_not_the_run() -> None:
+    malformed = streamed(event({"choices": [None]}), DONE)
+    run, _ = run_load([0.0, 0.05, 0.1], lambda index, body: ANSWER if index == 1 else malformed)
+    assert outcomes(run) == [Outcome.FAILED, Outcome.COMPLETED, Outcome.FAILED]
 
 
 def test_requests_leave_when_they_are_due() -> None:

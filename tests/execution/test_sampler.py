@@ -54,6 +54,11 @@ def test_greedy_takes_the_first_of_equals(vocab: int) -> None:
     assert sample_ids(logits, *states) == expected
 
 
+@pytest.mark.parametrize("vocab", [7, 3000, 49152])
+def test_no_rows_give_no_tokens(vocab: int) -> None:
+    assert Sampler([END]).sample(torch.empty(0, vocab), []) == []
+
+
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 @pytest.mark.parametrize("filters", [{}, {"top_k": 50}, {"top_p": 0.9}, {"min_p": 0.05}])
 def test_draws_follow_the_tempered_distribution(temperature: float, filters: dict[str, Any]) -> None:

@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import aiohttp
 import msgspec
@@ -113,7 +113,9 @@ class BenchClient:
         except (aiohttp.ClientError, ValueError):
             return []
         entries = answer.get("data") if isinstance(answer, dict) else None
-        return [entry for entry in entries or () if isinstance(entry, dict) and "id" in entry]
+        if not isinstance(entries, list):
+            return []
+        return [entry for entry in entries if isinstance(entry, dict) and "id" in entry]
 
     def _body(self, request: BenchRequest) -> dict[str, Any]:
         body: dict[str, Any] = {"model": self._endpoint.model}
@@ -153,6 +155,35 @@ class BenchClient:
             record.output_tokens = len(record.chunk_after_s)
 
 
+_Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    text: str | None = None
+    delta: _Delta | None = None
+    finish_reason: Any = None
+
+
+class _Usage(msgspec.Struct):
+    completion_tokens: _Count | None = None
+    prompt_tokens: _Count | None = None
+
+
+class _Chunk(msgspec.Struct):
+    """What the client reads of an event; other fields may be anything."""
+
+    choices: list[_Choice] | None = None
+    usage: _Usage | None = None
+    error: Any = None
+
+
+_decoder = msgspec.json.Decoder(_Chunk)
+
+
 class _ChunkReader:
     """Takes the events of one response into its record."""
 
@@ -161,23 +192,26 @@ class _ChunkReader:
         self._is_ended = False
 
     def read(self, event: bytes, after_s: float) -> None:
-        """Raises: StreamError for an error the server sent, ValueError for what is not JSON."""
+        """Raises: StreamError for an error the server sent or an event of another shape, ValueError for
+        what is not JSON. A refused event leaves no trace in the record.
+        """
         if event == _DONE:
             self._is_ended = True
             return
-        chunk = msgspec.json.decode(event)
-        if not isinstance(chunk, dict):
-            raise StreamError(f"unexpected event {event[:100]!r}")
-        if chunk.get("error"):
-            raise StreamError(f"error in the stream: {_message(chunk)}")
-        if choices := chunk.get("choices"):
+        try:
+            chunk = _decoder.decode(event)
+        except (msgspec.ValidationError, RecursionError) as error:
+            raise StreamError(f"unexpected event: {error}") from error
+        if chunk.error:
+            raise StreamError(f"error in the stream: {_message({'error': chunk.error})}")
+        if chunk.choices:
             self._record.chunk_after_s.append(after_s)
-            choice = choices[0]
-            self._record.text += choice.get("text") or (choice.get("delta") or {}).get("content") or ""
-            self._is_ended |= choice.get("finish_reason") is not None
-        if usage := chunk.get("usage"):
-            self._record.output_tokens = usage.get("completion_tokens") or self._record.output_tokens
-            self._record.input_tokens = usage.get("prompt_tokens") or self._record.input_tokens
+            choice = chunk.choices[0]
+            self._record.text += choice.text or (choice.delta.content if choice.delta else None) or ""
+            self._is_ended |= choice.finish_reason is not None
+        if chunk.usage:
+            self._record.output_tokens = chunk.usage.completion_tokens or self._record.output_tokens
+            self._record.input_tokens = chunk.usage.prompt_tokens or self._record.input_tokens
 
     def check_complete(self) -> None:
         """Raises: StreamError when the response ended without a chunk, or without saying that it is over."""
@@ -205,7 +239,7 @@ def describe(error: BaseException) -> str:
 def _refusal(status: int, body: bytes) -> str:
     try:
         return f"HTTP {status}: {_message(msgspec.json.decode(body))}"
-    except ValueError:
+    except (ValueError, RecursionError):
         text = " ".join(body[:200].decode(errors="replace").split())
         return f"HTTP {status}: {text}" if text else f"HTTP {status}"
 

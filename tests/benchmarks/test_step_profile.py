@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import ipc
+import pytest
+import step_profile
+
+from backfill.core.request import RequestId
+from backfill.engine.messages import ClassStats, EngineStats, StepReport, StepStats, TokenOutput
+from backfill.models.config import ModelConfig
+from tests.models.tiny import save_tiny_model
+
+
+def test_floors_are_the_longer_of_bytes_and_products(tmp_path: Path) -> None:
+    save_tiny_model("llama", tmp_path)
+    config = ModelConfig.from_folder(tmp_path)
+    lm_head = config.hidden_size * config.vocab_size
+    even = {"read_gb_s": 1e-3, "bf16_gflop_s": 1e-2}  # a weight is read in 2 us and takes 0.2 us of products
+    floors = step_profile.floors_ms(config, 5, 10.0, even)
+    assert floors["lm_head"] == pytest.approx(2e-3 * lm_head)
+    assert step_profile.floors_ms(config, 40, 10.0, even)["lm_head"] == pytest.approx(40 * 0.2e-3 * lm_head)
+    assert floors["attention"] == pytest.approx(5 * 10 * config.kv_bytes_per_token(2) / 1e6 * 1e3)
+    decoder = sum(value for name, value in floors.items() if name.startswith("linear "))
+    norms = config.hidden_size * (2 * config.num_layers + 1)
+    tables = lm_head * (1 if config.tie_word_embeddings else 2)
+    assert decoder == pytest.approx(2e-3 * (config.num_parameters - tables - norms))
+
+
+def test_a_report_goes_to_another_process_and_back() -> None:
+    state = ClassStats(*[0 for _ in ClassStats.__struct_fields__])
+    step = StepStats("online", 2, 0.01, 0.0)
+    fields = {"online": state, "offline": state, "kv_usage_frac": 0.5, "num_free_blocks": 7, "step": step}
+    stats = EngineStats(**{name: fields.get(name, 0) for name in EngineStats.__struct_fields__})
+    report = StepReport([TokenOutput(RequestId(str(index)), 1000 + index) for index in range(64)], stats)
+    figures = ipc.measure_ipc(report, repeats=20)
+    assert figures["num_bytes"] > 64 * 4
+    assert all(0 < figures[name] < 1 for name in ("encode_s", "decode_s", "round_trip_s"))
