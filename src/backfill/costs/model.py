@@ -10,7 +10,6 @@ differs between the phases, attention, has a linear term for each (docs/coservin
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from backfill.costs.load import StepLoad
@@ -102,7 +101,9 @@ class CostModel:
             return max(high, 0)
         low = 0  # fits or is 0; high does not fit
         while high - low > 1:
-            middle = (low + high) // 2
+            # Rounded up: one token behind cached ones is a decode and may cost more than two, so it is
+            # tried only where two do not fit.
+            middle = (low + high + 1) // 2
             if fits(middle):
                 low = middle
             else:
@@ -123,7 +124,7 @@ class CostModel:
 
         Larger steps buy at most ``1 - fraction`` of throughput and make every arrival wait longer.
         """
-        candidates: Sequence[float] = [x for x in self.rows_s.x if x <= at_most] or [self.rows_s.x[0]]
-        cost = {x: self.rows_s(x) / x for x in (*candidates, at_most)}
+        candidates = [*(x for x in self.rows_s.x if 1 <= x <= at_most), at_most]
+        cost = {x: self.rows_s(x) / x for x in candidates}
         least = min(cost.values())
         return int(min(x for x, each in cost.items() if each <= least / fraction))

@@ -1,0 +1,257 @@
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from backfill.core.block import pack_block_ref
+from backfill.core.plan import ScheduledSlice, StepPlan
+from backfill.core.request import RequestId
+from backfill.costs.load import StepLoad
+from backfill.costs.model import CostModel, PiecewiseLinear
+
+Slice = tuple[int, int, bool]
+
+# Whole numbers, so that sums are exact and a limit between two of them decides without rounding.
+MODEL = CostModel(
+    rows_s=PiecewiseLinear((1.0, 5.0, 9.0, 21.0), (7.0, 7.0, 11.0, 47.0)),
+    sampled_s=PiecewiseLinear((0.0, 1.0, 4.0), (0.0, 3.0, 6.0)),
+    request_s=2.0,
+    prefill_pair_s=0.125,
+    prefill_context_s=0.5,
+    decode_context_s=0.25,
+)
+
+slices = st.lists(st.tuples(st.integers(0, 50), st.integers(1, 40), st.booleans()), max_size=12)
+
+
+@given(before=slices, piece=st.tuples(st.integers(0, 50), st.integers(1, 40), st.booleans()))
+def test_take_undoes_put(before: list[Slice], piece: Slice) -> None:
+    load = StepLoad.of(before)
+    load.put(*piece)
+    assert load != StepLoad.of(before)
+    load.take(*piece)
+    assert load == StepLoad.of(before)
+
+
+@given(before=slices)
+def test_slices_can_be_taken_in_any_order_until_the_step_is_empty(before: list[Slice]) -> None:
+    load = StepLoad.of(before)
+    for piece in sorted(before):
+        load.take(*piece)
+    assert load == StepLoad()
+
+
+def test_of_sums_prefills_and_decodes_apart() -> None:
+    load = StepLoad.of([(0, 3, False), (4, 2, True), (9, 1, True), (10, 1, False), (0, 1, True)])
+    assert load == StepLoad(
+        num_tokens=8,
+        num_sampled=3,
+        num_requests=5,
+        prefill_pairs=(1 + 2 + 3) + (5 + 6) + 1,  # a first token alone is a prompt, not a decode
+        prefill_context_tokens=4,
+        decode_context_tokens=9 + 10,
+    )
+
+
+@given(before=slices)
+def test_pairs_are_the_tokens_each_new_token_attends_to(before: list[Slice]) -> None:
+    attended = [
+        position + 1
+        for start, count, _ in before
+        if count > 1 or start == 0
+        for position in range(start, start + count)
+    ]
+    assert StepLoad.of(before).prefill_pairs == sum(attended)
+
+
+def test_load_of_a_plan_and_of_a_copy() -> None:
+    pieces = [(0, 6, True), (5, 1, True), (3, 4, False)]
+    scheduled = tuple(
+        ScheduledSlice(RequestId(f"r{i}"), start, count, (pack_block_ref(i),), samples)
+        for i, (start, count, samples) in enumerate(pieces)
+    )
+    load = StepLoad.of_plan(StepPlan(step=0, admitted=(), slices=scheduled, released=()))
+    assert load == StepLoad.of(pieces)
+    other = load.copy()
+    other.put(0, 5, True)
+    assert load == StepLoad.of(pieces)
+    assert other == StepLoad.of([*pieces, (0, 5, True)])
+
+
+@pytest.mark.parametrize(
+    ("at", "expected"),
+    [
+        (-3, 2.0),  # flat on the left
+        (0.5, 2.0),
+        (1, 2.0),
+        (2, 3.0),
+        (3, 4.0),
+        (5, 4.0),  # a flat piece
+        (7, 4.0),
+        (8, 6.0),
+        (9, 8.0),
+        (12, 14.0),  # the last piece goes on
+    ],
+)
+def test_piecewise_linear(at: float, expected: float) -> None:
+    assert PiecewiseLinear((1.0, 3.0, 7.0, 9.0), (2.0, 4.0, 4.0, 8.0))(at) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "message"),
+    [
+        ((1.0,), (1.0,), "two or more points"),
+        ((), (), "two or more points"),
+        ((1.0, 2.0), (1.0,), "2 x and 1 y"),
+        ((2.0, 1.0), (1.0, 2.0), "x must ascend"),
+        ((1.0, 1.0), (1.0, 2.0), "x must ascend"),
+        ((1.0, 2.0, 3.0), (1.0, 3.0, 2.0), "y must not be negative or descend"),
+        ((1.0, 2.0), (-1.0, 2.0), "y must not be negative or descend"),
+    ],
+)
+def test_piecewise_linear_refuses(x: tuple[float, ...], y: tuple[float, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PiecewiseLinear(x, y)
+
+
+def plain_time_s(model: CostModel, pieces: list[Slice]) -> float:
+    """As the documentation of the terms has it, slice by slice."""
+    if not pieces:
+        return 0.0
+    num_sampled = sum(samples for _, _, samples in pieces)
+    seconds = model.rows_s(sum(count for _, count, _ in pieces))
+    seconds += model.sampled_s(num_sampled) if num_sampled else 0.0
+    for start, count, _ in pieces:
+        seconds += model.request_s
+        if count == 1 and start > 0:
+            seconds += model.decode_context_s * start
+        else:
+            pairs = sum(position + 1 for position in range(start, start + count))
+            seconds += model.prefill_pair_s * pairs + model.prefill_context_s * start
+    return seconds
+
+
+def test_step_time_is_the_sum_of_its_terms() -> None:
+    rng = random.Random(0)
+    for _ in range(200):
+        pieces = [
+            (rng.choice((0, rng.randint(1, 60))), rng.choice((1, 1, rng.randint(1, 30))), rng.random() < 0.5)
+            for _ in range(rng.randint(0, 8))
+        ]
+        assert MODEL.step_time_s(StepLoad.of(pieces)) == pytest.approx(plain_time_s(MODEL, pieces))
+
+
+def test_rows_that_are_not_sampled_cost_no_sampling() -> None:
+    from_the_first = replace(MODEL, sampled_s=PiecewiseLinear((1.0, 2.0), (5.0, 6.0)))
+    unsampled, sampled = StepLoad.of([(0, 4, False)]), StepLoad.of([(0, 4, True)])
+    difference = from_the_first.step_time_s(sampled) - from_the_first.step_time_s(unsampled)
+    assert difference == pytest.approx(5.0)
+    assert from_the_first.step_time_s(StepLoad()) == 0.0
+
+
+@given(before=slices, piece=st.tuples(st.integers(0, 50), st.integers(1, 40), st.booleans()))
+def test_time_with_leaves_the_load_as_it_was(before: list[Slice], piece: Slice) -> None:
+    load = StepLoad.of(before)
+    assert MODEL.time_with_s(load, *piece) == MODEL.step_time_s(StepLoad.of([*before, piece]))
+    assert load == StepLoad.of(before)
+
+
+@st.composite
+def models(draw: st.DrawFn) -> CostModel:
+    whole = st.integers(0, 4).map(float)
+    knots = sorted(draw(st.sets(st.integers(1, 30), min_size=2, max_size=4)))
+    values = sorted(draw(st.lists(st.integers(0, 40), min_size=len(knots), max_size=len(knots))))
+    return CostModel(
+        PiecewiseLinear(tuple(map(float, knots)), tuple(map(float, values))),
+        PiecewiseLinear((0.0, 1.0), (0.0, draw(whole))),
+        draw(whole),
+        draw(whole),
+        draw(whole),
+        draw(whole),
+    )
+
+
+DEAR_DECODES = replace(MODEL, decode_context_s=4.0)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    model=models(),
+    before=slices,
+    start=st.integers(0, 20),
+    num_pending=st.integers(0, 30),
+    limit_of=st.integers(1, 30),
+    beyond_s=st.sampled_from((-0.013, 0.013)),  # off the times themselves, which may differ by a rounding
+    at_most=st.one_of(st.none(), st.integers(0, 35)),
+)
+# A decode reads its context dearly; two tokens are a prefill, which does not.
+@example(DEAR_DECODES, [], 20, 3, 2, 0.013, None)
+@example(DEAR_DECODES, [], 20, 30, 2, 0.013, 3)
+def test_max_tokens_is_the_most_that_fits(
+    model: CostModel,
+    before: list[Slice],
+    start: int,
+    num_pending: int,
+    limit_of: int,
+    beyond_s: float,
+    at_most: int | None,
+) -> None:
+    load = StepLoad.of(before)
+    limit_s = model.time_with_s(load, start, limit_of, limit_of == num_pending) + beyond_s
+    found = model.max_tokens(load, start, num_pending, limit_s, at_most)
+    high = num_pending if at_most is None else min(at_most, num_pending)
+    fitting = [
+        count
+        for count in range(1, high + 1)
+        if model.step_time_s(StepLoad.of([*before, (start, count, count == num_pending)])) <= limit_s
+    ]
+    assert found == max(fitting, default=0)
+    assert load == StepLoad.of(before)
+
+
+def test_a_prompt_is_computed_in_chunks_the_last_of_which_samples() -> None:
+    chunks = [(0, 8, False), (8, 8, False), (16, 4, True)]
+    assert MODEL.prefill_time_s(20, 8) == pytest.approx(sum(plain_time_s(MODEL, [chunk]) for chunk in chunks))
+    assert MODEL.prefill_time_s(20, 20) == pytest.approx(plain_time_s(MODEL, [(0, 20, True)]))
+    assert MODEL.prefill_time_s(20, 500) == MODEL.prefill_time_s(20, 20)
+    assert MODEL.prefill_time_s(0, 8) == 0.0
+
+
+# Flat up to 64 rows, as where the weights' bytes bound a product, then 1 ms a row.
+KNEE = replace(MODEL, rows_s=PiecewiseLinear((1.0, 64.0, 128.0, 512.0), (0.064, 0.064, 0.128, 0.512)))
+
+
+def test_efficient_steps_end_at_the_knee() -> None:
+    assert KNEE.efficient_step_tokens(0.9, 512) == 64
+    assert KNEE.efficient_step_tokens(1.0, 512) == 64
+
+
+def test_less_efficiency_asked_for_needs_no_more_tokens() -> None:
+    gradual = replace(MODEL, rows_s=PiecewiseLinear((1.0, 10.0, 40.0, 100.0), (11.0, 20.0, 50.0, 110.0)))
+    # 11, 2, 1.25 and 1.1 a row
+    assert [gradual.efficient_step_tokens(each, 100) for each in (1.0, 0.95, 0.88, 0.6, 0.5)] == [
+        100,
+        100,
+        40,
+        40,
+        10,
+    ]
+
+
+@pytest.mark.parametrize("at_most", [1, 2, 32, 64, 100, 300, 4096])
+def test_efficient_steps_keep_within_the_limit(at_most: int) -> None:
+    assert KNEE.efficient_step_tokens(0.9, at_most) == min(64, at_most)
+
+
+def test_efficient_steps_where_no_knot_is_within_the_limit() -> None:
+    coarse = replace(MODEL, rows_s=PiecewiseLinear((16.0, 64.0), (1.0, 4.0)))
+    assert coarse.efficient_step_tokens(0.9, 8) == 8
+
+
+def test_efficient_steps_of_a_curve_that_starts_at_no_rows() -> None:
+    from_zero = replace(MODEL, rows_s=PiecewiseLinear((0.0, 10.0, 100.0), (5.0, 6.0, 60.0)))
+    assert from_zero.efficient_step_tokens(0.9, 100) == 10
