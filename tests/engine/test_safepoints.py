@@ -24,7 +24,7 @@ from tests.builders import linear_cost, make_profile, make_request
 from tests.models.tiny import save_tiny_model
 
 NUM_LAYERS = 8
-NUM_BLOCKS = 44
+NUM_BLOCKS = 36
 _BLOCK_BYTES = NUM_LAYERS * 2 * 2 * 8 * 8 * 4  # K and V of 2 heads of 8 float32, 8 tokens
 PROFILE = make_profile(linear_cost(token_s=0.002, step_s=0.02))
 

@@ -19,6 +19,7 @@ from backfill.core.errors import ConfigError
 _DONE = b"[DONE]"
 # uvicorn closes idle connections after 5 s; sending on one as it closes would be a failure of our making.
 _KEEP_ALIVE_S = 4.0
+_CALL_TIMEOUT_S = 60.0
 
 
 class StreamError(Exception):
@@ -33,6 +34,7 @@ class Endpoint:
         base_url: scheme, host and port, without ``/v1``.
         path: such as ``/v1/completions``.
         is_chat: prompts are sent as a user message.
+        is_streaming: without it the answer comes whole and counts as one chunk.
         body: fields of every request, over the client's own.
         timeout_s: of one request, from send to end.
     """
@@ -41,6 +43,7 @@ class Endpoint:
     path: str
     model: str
     is_chat: bool = False
+    is_streaming: bool = True
     ignore_eos: bool = False
     body: Mapping[str, Any] = field(default_factory=dict)
     headers: Mapping[str, str] = field(default_factory=dict)
@@ -83,7 +86,8 @@ class BenchClient:
         sent_at = time.perf_counter()
         record.sent_at_s = sent_at - run_started_at
         try:
-            await self._stream(body, record, sent_at)
+            receive = self._stream if self._endpoint.is_streaming else self._read_whole
+            await receive(body, record, sent_at)
             record.outcome = Outcome.COMPLETED
         except asyncio.CancelledError:
             record.outcome, record.error = Outcome.INTERRUPTED, "interrupted"
@@ -125,8 +129,9 @@ class BenchClient:
         else:
             body["prompt"] = request.prompt
             body["max_tokens"] = request.output_tokens
-        body["stream"] = True
-        body["stream_options"] = {"include_usage": True}
+        if self._endpoint.is_streaming:
+            body["stream"] = True
+            body["stream_options"] = {"include_usage": True}
         if self._endpoint.ignore_eos:
             body["ignore_eos"] = True
         return {**body, **self._endpoint.body}
@@ -145,6 +150,16 @@ class BenchClient:
             for event in decoder.finish():
                 reader.read(event, time.perf_counter() - sent_at)
             reader.check_complete()
+
+    async def _read_whole(self, body: bytes, record: RequestRecord, sent_at: float) -> None:
+        url = self._endpoint.base_url + self._endpoint.path
+        async with self._session.post(url, data=body, headers=self._headers) as response:
+            answer = await response.read()
+            if response.status != 200:
+                raise StreamError(_refusal(response.status, answer))
+        reader = _ChunkReader(record)
+        reader.read(answer, time.perf_counter() - sent_at)
+        reader.check_complete()
 
     def _count_output(self, record: RequestRecord) -> None:
         if record.output_tokens or not record.chunk_after_s:
@@ -182,6 +197,66 @@ class _Chunk(msgspec.Struct):
 
 
 _decoder = msgspec.json.Decoder(_Chunk)
+
+
+class ServerApi:
+    """What a load needs of a server beside completions. Use as an async context manager.
+
+    Args:
+        base_url: scheme, host and port, without ``/v1``.
+        timeout_s: of one call.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        headers: Mapping[str, str],
+        *,
+        verifies_tls: bool = True,
+        timeout_s: float = _CALL_TIMEOUT_S,
+    ) -> None:
+        self._base_url = base_url
+        self._headers = dict(headers)
+        self._verifies_tls = verifies_tls
+        self._timeout_s = timeout_s
+
+    async def __aenter__(self) -> ServerApi:
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(keepalive_timeout=_KEEP_ALIVE_S, ssl=self._verifies_tls),
+            timeout=aiohttp.ClientTimeout(total=self._timeout_s),
+        )
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self._session.close()
+
+    async def get_text(self, path: str) -> str | None:
+        """The body of an answer with status 200, None for another status.
+
+        Raises: aiohttp.ClientError or TimeoutError when the server cannot be asked.
+        """
+        async with self._session.get(self._base_url + path, headers=self._headers) as response:
+            body = await response.read()
+            return body.decode(errors="replace") if response.status == 200 else None
+
+    async def call(self, method: str, path: str, body: Any = None) -> dict[str, Any]:
+        """Send a JSON body, or a form, and return the JSON object of the answer.
+
+        Raises: StreamError for a refusal or an answer of another shape; aiohttp.ClientError, TimeoutError.
+        """
+        payload = {"data": body} if isinstance(body, aiohttp.FormData) else {"json": body}
+        url = self._base_url + path
+        async with self._session.request(method, url, headers=self._headers, **payload) as response:
+            content = await response.read()
+            if response.status != 200:
+                raise StreamError(_refusal(response.status, content))
+        try:
+            answer = msgspec.json.decode(content)
+        except ValueError as error:
+            raise StreamError(f"{path} did not answer with JSON") from error
+        if not isinstance(answer, dict):
+            raise StreamError(f"{path} did not answer with a JSON object")
+        return answer
 
 
 class _ChunkReader:

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
 import json
 import math
 import os
 import signal
-import sys
 import time
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
+from backfill.cli.bench_options import authorization, check_at_least, check_extra, note, server_url
+from backfill.cli.engine_options import run_in_loop
 from backfill.core.errors import BackfillError, ConfigError
 
 if TYPE_CHECKING:
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from backfill.bench.runner import Run
     from backfill.generation.tokenizer import Tokenizer
 
-_T = TypeVar("_T")
 _MANY = ("--goodput", "--header", "--metadata")
 _SUFFIX_OF_BACKEND = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
 _BACKENDS = {"openai": "openai", "vllm": "openai", "openai-chat": "openai-chat"}
@@ -181,13 +180,13 @@ def serve(
     if a request completed, 1 if none did, 130 after Ctrl-C.
     """
     try:
-        _check_extra(needs_plot=plot is not None)
+        check_extra(needs_plot=plot is not None)
         from backfill.bench.client import Endpoint
         from backfill.bench.metrics import parse_objectives
 
-        _check_at_least(("--max-concurrency", max_concurrency, 1), ("--num-warmups", num_warmups, 0))
-        _check_at_least(("--probe-request-rate", probe_request_rate, 0))
-        _check_at_least(("--ready-check-timeout-sec", ready_check_timeout_sec, 0))
+        check_at_least(("--max-concurrency", max_concurrency, 1), ("--num-warmups", num_warmups, 0))
+        check_at_least(("--probe-request-rate", probe_request_rate, 0))
+        check_at_least(("--ready-check-timeout-sec", ready_check_timeout_sec, 0))
         if not request_timeout_sec > 0:
             raise ConfigError(f"--request-timeout-sec must be above 0, got {request_timeout_sec:g}.")
         kind = _of("--backend", backend, _BACKENDS)
@@ -199,7 +198,7 @@ def serve(
             is_chat=kind == "openai-chat",
             ignore_eos=ignore_eos,
             body=body if temperature is None else {"temperature": temperature, **body},
-            headers=_authorization() | _pairs("--header", header),
+            headers=authorization() | _pairs("--header", header),
             timeout_s=request_timeout_sec,
             verifies_tls=not insecure,
         )
@@ -253,7 +252,7 @@ def serve(
             metadata=_pairs("--metadata", metadata),
         )
         output.check_writable()
-        run, settings = _run_in_loop(plan.execute())
+        run, settings = run_in_loop(plan.execute())
         num_completed = output.write(run, settings)
     except BackfillError as error:
         typer.echo(f"backfill: {error}", err=True)
@@ -372,11 +371,9 @@ class _Plan:
         if isinstance(limit, int):
             too_long = sum(r.input_tokens + r.output_tokens > limit for r in requests)
             if too_long:
-                _note(
-                    f"{too_long} of {len(requests)} requests exceed the server's context of {limit} tokens."
-                )
+                note(f"{too_long} of {len(requests)} requests exceed the server's context of {limit} tokens.")
         if len(requests) < self.dataset.num_prompts:
-            _note(f"the trace has only {len(requests)} requests to send.")
+            note(f"the trace has only {len(requests)} requests to send.")
         return requests
 
     def _settings(self, model: str, requests: Sequence[BenchRequest]) -> dict[str, Any]:
@@ -470,7 +467,7 @@ class _Output:
                 file.write(json_line(result) + "\n")
         except OSError as error:
             raise ConfigError(f"{path} cannot be written: {error.strerror or error}.") from error
-        _note(f"result saved to {path}")
+        note(f"result saved to {path}")
 
 
 def load_tokenizer(name: str) -> Tokenizer:
@@ -493,24 +490,6 @@ def load_tokenizer(name: str) -> Tokenizer:
     except Exception as error:  # the library raises many kinds
         reason = str(error).strip().split("\n")[0]
         raise ModelError(f"The tokenizer {name!r} cannot be loaded: {reason}") from error
-
-
-def _check_extra(*, needs_plot: bool) -> None:
-    """Raises: ConfigError that names the extra when a module of it is missing."""
-    for module in ("aiohttp", *(("matplotlib",) if needs_plot else ())):
-        try:
-            importlib.import_module(module)
-        except ImportError as error:
-            raise ConfigError(f"{module} is not installed; run: pip install 'backfill[bench]'.") from error
-
-
-def _run_in_loop(main: Coroutine[Any, Any, _T]) -> _T:
-    """Run to the end, in the faster event loop where there is one."""
-    try:
-        import uvloop
-    except ImportError:
-        return asyncio.run(main)
-    return uvloop.run(main)
 
 
 def _dataset(
@@ -609,14 +588,7 @@ def _repeat_option(arguments: Iterable[str]) -> list[str]:
 def _base_url(base_url: str | None, host: str, port: int) -> str:
     if base_url is None:
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-    if not base_url.startswith(("http://", "https://")):
-        raise ConfigError(f"--base-url must begin with http:// or https://, got {base_url!r}.")
-    return base_url.rstrip("/").removesuffix("/v1")
-
-
-def _authorization() -> dict[str, str]:
-    key = os.environ.get("OPENAI_API_KEY")
-    return {"Authorization": f"Bearer {key}"} if key else {}
+    return server_url(base_url)
 
 
 def _pairs(option: str, texts: Iterable[str] | None) -> dict[str, str]:
@@ -664,13 +636,3 @@ def _of(option: str, value: str, allowed: dict[str, str]) -> str:
     if value not in allowed:
         raise ConfigError(f"{option} must be one of {', '.join(allowed)}, got {value!r}.")
     return allowed[value]
-
-
-def _check_at_least(*checks: tuple[str, float | None, float]) -> None:
-    for option, value, least in checks:
-        if value is not None and not value >= least:
-            raise ConfigError(f"{option} must be at least {least:g}, got {value:g}.")
-
-
-def _note(text: str) -> None:
-    print(f"backfill: {text}", file=sys.stderr)

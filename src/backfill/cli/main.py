@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from typing import Annotated
 
@@ -48,5 +49,6 @@ def main() -> None:
 def _with_hyphens(argument: str) -> str:
     if not argument.startswith("--"):
         return argument
-    name, equals, value = argument.partition("=")
-    return name.replace("_", "-") + equals + value
+    # Up to a "=" or a space: `--server-option "--profile my_profile.json"` is an argument too.
+    name = re.split(r"[=\s]", argument, maxsplit=1)[0]
+    return name.replace("_", "-") + argument[len(name) :]

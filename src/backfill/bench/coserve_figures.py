@@ -1,0 +1,265 @@
+"""What runs of online and offline load say: figures of a policy, their medians, and their course."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+import numpy as np
+
+from backfill.bench.coserve import CoserveRun, Status
+from backfill.bench.coserve_load import OfflineMode
+from backfill.bench.record import Outcome, RequestRecord
+from backfill.bench.scrape import aborted_share, gained, recomputed_share, tokens_at
+
+WINDOW_S = 5.0
+# Summed over rounds: a failure must not vanish in a median.
+_COUNTS = (
+    "num_online",
+    "failed",
+    "unfinished",
+    "offline_completed",
+    "offline_failed",
+    "step_aborts",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class CoserveFigures:
+    """One policy's figures; None where there was nothing to measure or the server does not say.
+
+    Attributes:
+        ttft_p50_s, ttft_p99_s: over the online requests due in the measurement. One whose first token had
+            not come when the run ended counts with what it had waited by then, a lower bound.
+        itl_p50_s, itl_p99_s: over all gaps between chunks of those requests.
+        tpot_p99_s: over requests, (last - first chunk) / (tokens - 1).
+        ttft_attainment: part of these requests whose first token came in time; failed ones missed it.
+        itl_attainment: part of the gaps within their objective.
+        total_tok_s, online_tok_s, offline_tok_s: tokens of prompts and outputs per second of the measurement.
+        tokens_from: "server" where its counters tell the offline tokens, "client" where only completed
+            offline requests were counted.
+        recomputed_token_share, aborted_token_share: of all tokens computed.
+        failed, unfinished: online requests that failed, or had not ended when the run did.
+    """
+
+    ttft_p50_s: float | None = None
+    ttft_p99_s: float | None = None
+    itl_p50_s: float | None = None
+    itl_p99_s: float | None = None
+    tpot_p99_s: float | None = None
+    ttft_attainment: float | None = None
+    itl_attainment: float | None = None
+    total_tok_s: float | None = None
+    online_tok_s: float | None = None
+    offline_tok_s: float | None = None
+    tokens_from: str | None = None
+    recomputed_token_share: float | None = None
+    aborted_token_share: float | None = None
+    step_aborts: int | None = None
+    num_online: int = 0
+    failed: int = 0
+    unfinished: int = 0
+    offline_completed: int = 0
+    offline_failed: int = 0
+    measured_s: float = 0.0
+    status: str = str(Status.COMPLETE)
+    errors: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """How a run went, in seconds from its start, the warm-up included.
+
+    Attributes:
+        ttfts: instant of sending and TTFT of every online request.
+        itl_p99s: end of each window of ``WINDOW_S`` and the P99 of the gaps that ended in it.
+        rates: end of each window, and online and offline tokens per second in it; offline None where unknown.
+    """
+
+    ttfts: list[tuple[float, float]]
+    itl_p99s: list[tuple[float, float]]
+    rates: list[tuple[float, float, float | None]]
+
+
+def figures_of(run: CoserveRun) -> CoserveFigures:
+    """The figures of the measurement, or of what there is of it."""
+    load = run.load
+    records = [r for r in run.online.records if load.warmup_s <= r.due_at_s <= run.ended_at_s]
+    waits = [wait for record in records if (wait := _ttft_s(record, run)) is not None]
+    gaps = [gap for record in records for gap in record.itls_s]
+    tpots = [r.tpot_s for r in records if r.outcome is Outcome.COMPLETED and r.tpot_s is not None]
+    # A partial run's broken off requests have neither met nor missed anything.
+    judged = [r for r in records if r.chunk_after_s or _is_judged(r, run)]
+    in_time = sum(bool(r.chunk_after_s) and r.ttft_s <= load.ttft_slo_s for r in judged)
+    samples = [s for s in run.samples if s.at_s >= load.warmup_s and _is_measured(s.at_s, run)]
+    aborts = gained(samples, "backfill:step_aborts_total")
+    return CoserveFigures(
+        ttft_p50_s=_percentile(waits, 50),
+        ttft_p99_s=_percentile(waits, 99),
+        itl_p50_s=_percentile(gaps, 50),
+        itl_p99_s=_percentile(gaps, 99),
+        tpot_p99_s=_percentile(tpots, 99),
+        ttft_attainment=in_time / len(judged) if judged else None,
+        itl_attainment=sum(gap <= load.tpot_slo_s for gap in gaps) / len(gaps) if gaps else None,
+        **_rates(run),
+        recomputed_token_share=recomputed_share(samples),
+        aborted_token_share=aborted_share(samples),
+        step_aborts=None if aborts is None else round(aborts),
+        num_online=len(records),
+        failed=sum(record.outcome is Outcome.FAILED for record in records),
+        unfinished=sum(record.outcome is Outcome.INTERRUPTED for record in records),
+        offline_completed=run.offline.num_completed,
+        offline_failed=run.offline.num_failed,
+        measured_s=max(run.ended_at_s - load.warmup_s, 0.0),
+        status=str(run.status),
+        errors=_errors(records, run),
+    )
+
+
+def median_figures(rounds: Sequence[CoserveFigures]) -> CoserveFigures:
+    """Medians over rounds; counts are summed, and a partial round marks the whole."""
+    merged: dict[str, Any] = {}
+    for name in (each.name for each in fields(CoserveFigures)):
+        values = [value for each in rounds if (value := getattr(each, name)) is not None]
+        if name in _COUNTS:
+            merged[name] = sum(values) if values else None
+        elif name == "errors":
+            merged[name] = _summed(values)
+        elif name == "status":
+            merged[name] = next((value for value in values if value != Status.COMPLETE), values[0])
+        elif name == "tokens_from":
+            merged[name] = "client" if "client" in values else next(iter(values), None)
+        else:
+            merged[name] = statistics.median(values) if values else None
+    return CoserveFigures(**merged)
+
+
+def policy_json(rounds: Sequence[CoserveFigures], baselines: Mapping[str, CoserveFigures]) -> dict[str, Any]:
+    """One policy's entry of the result.
+
+    Args:
+        baselines: figures by policy, of which the ratios' are taken where they are there.
+    """
+    figures = median_figures(rounds)
+    entry = {
+        **asdict(figures),
+        "ttft_p99_over_online_only": ratio(figures, baselines.get("online-only"), "ttft_p99_s"),
+        "total_tok_s_over_fcfs": ratio(figures, baselines.get("fcfs"), "total_tok_s"),
+    }
+    if len(rounds) > 1:
+        entry["rounds"] = [asdict(each) for each in rounds]
+    return entry
+
+
+def ratio(figures: CoserveFigures, baseline: CoserveFigures | None, name: str) -> float | None:
+    """Of a figure to the baseline's; None where one of them is missing."""
+    ours = getattr(figures, name)
+    theirs = None if baseline is None else getattr(baseline, name)
+    return ours / theirs if ours is not None and theirs else None
+
+
+def timeline_of(run: CoserveRun) -> Timeline:
+    """The run in windows, up to the end of what was measured."""
+    records = run.online.records
+    gaps = [each for record in records for each in _gaps(record)]
+    edges = np.arange(0.0, run.ended_at_s + 1e-6, WINDOW_S).tolist()
+    online = _online_tokens(records, edges)
+    itl_p99s, rates = [], []
+    for index, (start_s, end_s) in enumerate(itertools.pairwise(edges)):
+        worst = _percentile([gap for at_s, gap in gaps if start_s <= at_s < end_s], 99)
+        if worst is not None:
+            itl_p99s.append((end_s, worst))
+        offline = _offline_tokens(run, start_s, end_s, online[index])[0]
+        rates.append((end_s, online[index] / WINDOW_S, None if offline is None else offline / WINDOW_S))
+    ttfts = [(record.sent_at_s or 0.0, record.ttft_s) for record in records if record.chunk_after_s]
+    return Timeline(ttfts, itl_p99s, rates)
+
+
+def _rates(run: CoserveRun) -> dict[str, Any]:
+    """Tokens per second of the measurement; empty when there was none."""
+    start_s, end_s = run.load.warmup_s, run.ended_at_s
+    if end_s <= start_s:
+        return {}
+    online = _online_tokens(run.online.records, [start_s, end_s])[0]
+    offline, source = _offline_tokens(run, start_s, end_s, online)
+    seconds = end_s - start_s
+    return {
+        "online_tok_s": online / seconds,
+        "offline_tok_s": None if offline is None else offline / seconds,
+        "total_tok_s": None if offline is None else (online + offline) / seconds,
+        "tokens_from": source,
+    }
+
+
+def _offline_tokens(
+    run: CoserveRun, start_s: float, end_s: float, online_tokens: float
+) -> tuple[float | None, str | None]:
+    """Offline tokens within [start_s, end_s] and who counted them."""
+    if run.load.offline_mode is OfflineMode.NONE:
+        return 0.0, None
+    totals = tokens_at(run.samples, [start_s, end_s])
+    if totals is not None:
+        # The server counts an online prompt's parts as they are computed, the client all of it with the
+        # first token, so a short window may come out below 0.
+        return max(totals[1] - totals[0] - online_tokens, 0.0), "server"
+    return run.offline.tokens_between(start_s, end_s), "client"
+
+
+def _online_tokens(records: Sequence[RequestRecord], edges_s: Sequence[float]) -> list[float]:
+    """Tokens in each window between edges: a prompt with its first chunk, an output by its chunks."""
+    instants: list[float] = []
+    weights: list[float] = []
+    for record in records:
+        if record.chunk_after_s and record.sent_at_s is not None:
+            share = record.output_tokens / len(record.chunk_after_s)
+            instants += [record.sent_at_s + after for after in record.chunk_after_s]
+            weights += [record.input_tokens + share] + [share] * (len(record.chunk_after_s) - 1)
+    counts: list[float] = np.histogram(instants, bins=list(edges_s), weights=weights)[0].tolist()
+    return counts
+
+
+def _ttft_s(record: RequestRecord, run: CoserveRun) -> float | None:
+    if record.chunk_after_s:
+        return record.ttft_s
+    return record.ended_after_s if _is_judged(record, run) and record.outcome is not Outcome.FAILED else None
+
+
+def _is_judged(record: RequestRecord, run: CoserveRun) -> bool:
+    """Whether a request without a first token has missed its objective, or was only broken off."""
+    if record.outcome is Outcome.FAILED:
+        return True
+    has_ended = record.outcome is Outcome.INTERRUPTED and record.sent_at_s is not None
+    return has_ended and (run.status is Status.COMPLETE or record.ended_after_s > run.load.ttft_slo_s)
+
+
+def _is_measured(at_s: float, run: CoserveRun) -> bool:
+    # The sample at the end is asked for at the end and comes a little later.
+    return at_s <= run.ended_at_s + 1.0
+
+
+def _gaps(record: RequestRecord) -> Iterator[tuple[float, float]]:
+    """End and length of every gap, in seconds of the run."""
+    for after, gap in zip(record.chunk_after_s[1:], record.itls_s, strict=True):
+        yield (record.sent_at_s or 0.0) + after, gap
+
+
+def _errors(records: Sequence[RequestRecord], run: CoserveRun) -> dict[str, int]:
+    """How often each error occurred, in both classes, the most frequent ten."""
+    online = [{record.error: 1} for record in records if record.outcome is Outcome.FAILED]
+    counts = _summed([*online, run.offline.errors])
+    return dict(sorted(counts.items(), key=lambda each: -each[1])[:10])
+
+
+def _summed(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    total: dict[str, int] = {}
+    for each in counts:
+        for key, count in each.items():
+            total[key] = total.get(key, 0) + count
+    return total
+
+
+def _percentile(values: Sequence[float], percent: float) -> float | None:
+    return float(np.percentile(values, percent)) if values else None

@@ -1,0 +1,270 @@
+"""Offline load: completions kept in flight, or a batch of lines, until told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import itertools
+import time
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import aiohttp
+import msgspec
+import numpy as np
+
+from backfill.bench.client import BenchClient, Endpoint, ServerApi, StreamError, describe
+from backfill.bench.coserve_load import CoserveLoad, OfflineMode
+from backfill.bench.record import BenchRequest, Outcome, RequestRecord
+from backfill.bench.runner import Run
+from backfill.core.errors import ConfigError
+
+# A server that refuses is not to be asked as fast as it can answer.
+_RETRY_S = 0.5
+_POLL_S = 1.0
+# What a batch's results may take to be complete after it was cancelled.
+_CANCEL_TIMEOUT_S = 30.0
+_FINAL = ("completed", "failed", "expired", "cancelled")
+
+
+class OfflineLoad(Protocol):
+    """Work beside the online requests. Counts are as the client knows them."""
+
+    errors: dict[str, int]
+
+    @property
+    def num_completed(self) -> int: ...
+
+    @property
+    def num_failed(self) -> int: ...
+
+    async def prepare(self) -> None:
+        """What has to be done before the run. Raises: ConfigError when the server refuses it."""
+
+    async def run(self, run: Run) -> None:
+        """Load the server until cancelled; instants count from the start of ``run``."""
+
+    async def finish(self) -> None:
+        """Tidy up after the run."""
+
+    def tokens_between(self, start_s: float, end_s: float) -> float | None:
+        """Tokens of prompts and outputs of what completed within [start_s, end_s]; None where unknown."""
+
+
+def offline_load(load: CoserveLoad, endpoint: Endpoint) -> OfflineLoad:
+    """The load of ``load.offline_mode``. Args: endpoint: that of the online requests."""
+    if load.offline_mode is OfflineMode.NONE:
+        return NoLoad()
+    if load.offline_mode is OfflineMode.BATCH:
+        return BatchLoad(load, endpoint)
+    return Flood(load, endpoint)
+
+
+class NoLoad:
+    """No offline work."""
+
+    num_completed = num_failed = 0
+
+    def __init__(self) -> None:
+        self.errors: dict[str, int] = {}
+
+    async def prepare(self) -> None:
+        pass
+
+    async def run(self, run: Run) -> None:
+        await asyncio.Event().wait()
+
+    async def finish(self) -> None:
+        pass
+
+    def tokens_between(self, start_s: float, end_s: float) -> float | None:
+        return 0.0
+
+
+class Flood:
+    """A fixed number of completions at the server; as one ends the next is sent."""
+
+    def __init__(self, load: CoserveLoad, endpoint: Endpoint) -> None:
+        self._requests: Iterator[BenchRequest] = load.offline_requests()
+        self._concurrency = load.offline_concurrency
+        self._endpoint = dataclasses.replace(endpoint, is_streaming=False, body=load.offline_fields())
+        self._completed: list[RequestRecord] = []
+        self._indices = itertools.count()
+        self.errors: dict[str, int] = {}
+
+    @property
+    def num_completed(self) -> int:
+        return len(self._completed)
+
+    @property
+    def num_failed(self) -> int:
+        return sum(self.errors.values())
+
+    async def prepare(self) -> None:
+        pass
+
+    async def run(self, run: Run) -> None:
+        async with BenchClient(self._endpoint) as client, asyncio.TaskGroup() as workers:
+            for _ in range(self._concurrency):
+                workers.create_task(self._work(client, run))
+
+    async def finish(self) -> None:
+        pass
+
+    def tokens_between(self, start_s: float, end_s: float) -> float | None:
+        return float(
+            sum(
+                record.input_tokens + record.output_tokens
+                for record in self._completed
+                if start_s <= (record.sent_at_s or 0.0) + record.ended_after_s <= end_s
+            )
+        )
+
+    async def _work(self, client: BenchClient, run: Run) -> None:
+        while True:
+            request = next(self._requests)
+            at_s = time.perf_counter() - run.started_at
+            record = RequestRecord(next(self._indices), at_s, at_s, request.input_tokens)
+            await client.send(request, record, run.started_at)
+            record.text = ""  # thousands of answers nobody reads
+            if record.outcome is Outcome.COMPLETED:
+                self._completed.append(record)
+            else:
+                self.errors[record.error] = self.errors.get(record.error, 0) + 1
+                await asyncio.sleep(_RETRY_S)
+
+
+class BatchLoad:
+    """A batch of lines; submitted again should all of them end before the run does.
+
+    How many lines run at once is the server's choice.
+    """
+
+    def __init__(self, load: CoserveLoad, endpoint: Endpoint) -> None:
+        self._load = load
+        self._endpoint = endpoint
+        self._file_id = ""
+        self._batches: dict[str, dict[str, Any]] = {}
+        # Instants of the run and lines completed by then, over all batches.
+        self._progress: list[tuple[float, int]] = []
+        self.errors: dict[str, int] = {}
+
+    @property
+    def num_completed(self) -> int:
+        return sum(_count(batch, "completed") for batch in self._batches.values())
+
+    @property
+    def num_failed(self) -> int:
+        """Lines that failed while they ran; those a cancellation ended are not among them."""
+        return sum(
+            _count(batch, "failed") for batch in self._batches.values() if batch["status"] != "cancelled"
+        )
+
+    async def prepare(self) -> None:
+        form = aiohttp.FormData()
+        form.add_field("purpose", "batch")
+        form.add_field("file", self._lines(), filename="coserve.jsonl", content_type="application/jsonl")
+        async with self._api() as api:
+            try:
+                self._file_id = str((await api.call("POST", "/v1/files", form))["id"])
+            except (StreamError, aiohttp.ClientError, TimeoutError, KeyError) as error:
+                raise ConfigError(f"The server takes no batch file: {_reason(error)}.") from error
+
+    async def run(self, run: Run) -> None:
+        """Raises: ConfigError when the server refuses the batch."""
+        async with self._api() as api:
+            while True:
+                batch_id = await self._create(api)
+                while self._batches[batch_id]["status"] not in _FINAL:
+                    await asyncio.sleep(_POLL_S)
+                    with contextlib.suppress(StreamError, aiohttp.ClientError, TimeoutError):
+                        await self._poll(api, batch_id)
+                    self._progress.append((time.perf_counter() - run.started_at, self.num_completed))
+                self._check_ran(batch_id)
+
+    async def finish(self) -> None:
+        """Cancel what runs, wait for its counts, and take the file back."""
+        async with self._api() as api:
+            with contextlib.suppress(StreamError, aiohttp.ClientError, TimeoutError):
+                await asyncio.wait_for(self._cancel(api), _CANCEL_TIMEOUT_S)
+            if self._file_id:
+                with contextlib.suppress(StreamError, aiohttp.ClientError, TimeoutError):
+                    await api.call("DELETE", f"/v1/files/{self._file_id}")
+
+    def tokens_between(self, start_s: float, end_s: float) -> float | None:
+        """Lines completed meanwhile times the mean tokens of a completed line."""
+        used = [_tokens(batch) for batch in self._batches.values()]
+        if not self._progress or not self.num_completed or None in used:
+            return None
+        at_s, completed = zip(*self._progress, strict=True)
+        first, last = np.interp([start_s, end_s], at_s, completed)
+        mean_tokens = sum(tokens or 0 for tokens in used) / self.num_completed
+        return float((last - first) * mean_tokens)
+
+    def _api(self) -> ServerApi:
+        return ServerApi(
+            self._endpoint.base_url, self._endpoint.headers, verifies_tls=self._endpoint.verifies_tls
+        )
+
+    def _lines(self) -> bytes:
+        requests = itertools.islice(self._load.offline_requests(), self._load.offline_lines)
+        return b"\n".join(self._line(number, request) for number, request in enumerate(requests))
+
+    def _line(self, number: int, request: BenchRequest) -> bytes:
+        body = {
+            "model": self._endpoint.model,
+            "prompt": request.prompt,
+            "max_tokens": request.output_tokens,
+            "ignore_eos": True,
+            **self._load.offline_fields(),
+        }
+        line = {"custom_id": f"line-{number}", "method": "POST", "url": "/v1/completions", "body": body}
+        return msgspec.json.encode(line)
+
+    async def _create(self, api: ServerApi) -> str:
+        body = {
+            "input_file_id": self._file_id,
+            "endpoint": "/v1/completions",
+            "completion_window": "24h",
+        }
+        try:
+            batch = await api.call("POST", "/v1/batches", body)
+            batch_id = str(batch["id"])
+        except (StreamError, aiohttp.ClientError, TimeoutError, KeyError) as error:
+            raise ConfigError(f"The server takes no batch: {_reason(error)}.") from error
+        self._batches[batch_id] = {"status": "validating", **batch}
+        return batch_id
+
+    async def _poll(self, api: ServerApi, batch_id: str) -> None:
+        self._batches[batch_id] |= await api.call("GET", f"/v1/batches/{batch_id}")
+
+    def _check_ran(self, batch_id: str) -> None:
+        batch = self._batches[batch_id]
+        if batch["status"] == "completed" and _count(batch, "completed"):
+            return
+        listed = (batch.get("errors") or {}).get("data") or [{}]
+        reason = listed[0].get("message", "no line completed")
+        raise ConfigError(f"The batch ended as {batch['status']}: {reason}")
+
+    async def _cancel(self, api: ServerApi) -> None:
+        for batch_id, batch in self._batches.items():
+            if batch["status"] not in _FINAL:
+                with contextlib.suppress(StreamError):  # it may have ended just now
+                    await api.call("POST", f"/v1/batches/{batch_id}/cancel")
+                while self._batches[batch_id]["status"] not in _FINAL:
+                    await asyncio.sleep(_POLL_S / 4)
+                    await self._poll(api, batch_id)
+
+
+def _count(batch: dict[str, Any], kind: str) -> int:
+    return int((batch.get("request_counts") or {}).get(kind) or 0)
+
+
+def _tokens(batch: dict[str, Any]) -> int | None:
+    usage = batch.get("usage")
+    return int(usage["total_tokens"]) if isinstance(usage, dict) and "total_tokens" in usage else None
+
+
+def _reason(error: BaseException) -> str:
+    return describe(error).rstrip(".")

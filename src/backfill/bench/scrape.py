@@ -1,0 +1,110 @@
+"""Totals that a server exposes at ``/metrics``, read again and again during a run."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+_LINE = re.compile(r"^([A-Za-z_:][A-Za-z0-9_:]*)(?:\{.*\})? (\S+)(?: \d+)?$")
+
+# Prompt and output tokens served so far, as a signed sum of counters; the first must be there. Ours counts
+# what steps compute, where recomputation is not service, and the last token of a request is never computed:
+# adding one for each first token counts every token of prompt and output once.
+_TOKENS: tuple[tuple[tuple[str, int], ...], ...] = (
+    (
+        ("backfill:iteration_tokens_total_sum", 1),
+        ("backfill:recomputed_tokens_total", -1),
+        ("backfill:time_to_first_token_seconds_count", 1),
+    ),
+    (("vllm:prompt_tokens_total", 1), ("vllm:generation_tokens_total", 1)),
+)
+_COMPUTED = "backfill:iteration_tokens_total_sum"
+_RECOMPUTED = "backfill:recomputed_tokens_total"
+_ABORTED = "backfill:aborted_tokens_total"
+_PRESENT = (
+    ("backfill:num_requests_running", "backfill:num_requests_waiting"),
+    ("vllm:num_requests_running", "vllm:num_requests_waiting"),
+)
+
+
+class Sample(NamedTuple):
+    """The totals at an instant of the run, in seconds from its start; labels are summed over."""
+
+    at_s: float
+    totals: Mapping[str, float]
+
+
+def parse_totals(text: str) -> dict[str, float]:
+    """Sums of the samples of each name in Prometheus text, histograms' buckets left out."""
+    totals: dict[str, float] = {}
+    for line in text.splitlines():
+        match = _LINE.match(line)
+        if match is None or match[1].endswith("_bucket"):
+            continue
+        try:
+            value = float(match[2])
+        except ValueError:
+            continue
+        totals[match[1]] = totals.get(match[1], 0.0) + value
+    return totals
+
+
+def num_present(totals: Mapping[str, float]) -> float | None:
+    """Requests that run or wait; None where the server does not say."""
+    for names in _PRESENT:
+        if names[0] in totals:
+            return sum(totals.get(name, 0.0) for name in names)
+    return None
+
+
+def total_tokens(totals: Mapping[str, float]) -> float | None:
+    """Tokens of prompts and outputs served so far, of both classes; None where the server does not say."""
+    for terms in _TOKENS:
+        if terms[0][0] in totals:
+            return sum(sign * totals.get(name, 0.0) for name, sign in terms)
+    return None
+
+
+def gained(samples: Sequence[Sample], name: str) -> float | None:
+    """What a counter gained from the first sample to the last.
+
+    None where it is missing at the end or fell: an engine that was started again begins at 0.
+    """
+    if len(samples) < 2 or name not in samples[-1].totals:
+        return None
+    gain = samples[-1].totals[name] - samples[0].totals.get(name, 0.0)
+    return gain if gain >= 0 else None
+
+
+def recomputed_share(samples: Sequence[Sample]) -> float | None:
+    """Tokens computed again after a preemption, of all computed."""
+    return _share(gained(samples, _RECOMPUTED), gained(samples, _COMPUTED))
+
+
+def aborted_share(samples: Sequence[Sample]) -> float | None:
+    """Tokens of stopped steps, of those and all computed."""
+    aborted, computed = gained(samples, _ABORTED), gained(samples, _COMPUTED)
+    return _share(aborted, None if aborted is None or computed is None else aborted + computed)
+
+
+def tokens_at(samples: Sequence[Sample], instants_s: Sequence[float]) -> list[float] | None:
+    """Tokens served up to each instant, between samples by a straight line.
+
+    None without two samples that say, or where the count fell.
+    """
+    counted = [(at_s, tokens) for at_s, totals in samples if (tokens := total_tokens(totals)) is not None]
+    if len(counted) < 2 or any(after < before for (_, before), (_, after) in itertools.pairwise(counted)):
+        return None
+    at_s, served = zip(*counted, strict=True)
+    found: list[float] = np.interp(instants_s, at_s, served).tolist()
+    return found
+
+
+def _share(part: float | None, whole: float | None) -> float | None:
+    if part is None or whole is None:
+        return None
+    return part / whole if whole > 0 else 0.0

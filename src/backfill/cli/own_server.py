@@ -1,0 +1,104 @@
+"""A ``backfill serve`` of a command's own, started and ended by it."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from backfill.core.errors import BackfillError
+
+_POLL_S = 0.1
+_END_TIMEOUT_S = 20.0
+# Straight to this machine, whatever proxies the environment names.
+_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+class ServerFailed(BackfillError):
+    """A server of our own did not start, or ended by itself."""
+
+
+class OwnServer:
+    """A running server.
+
+    Args:
+        url: scheme, host and port.
+        log: file with all it printed.
+    """
+
+    def __init__(self, process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+        self._process = process
+        self.url = url
+        self.log = log
+
+    @property
+    def exit_status(self) -> int | None:
+        """None while it runs."""
+        return self._process.poll()
+
+    def last_lines(self, count: int) -> list[str]:
+        return self.log.read_text(errors="replace").splitlines()[-count:]
+
+    def wait_until_ready(self, timeout_s: float) -> None:
+        """Raises: ServerFailed when it ends first, or takes longer."""
+        deadline_at = time.monotonic() + timeout_s
+        while not self._answers():
+            if self.exit_status is not None:
+                reason = next(iter(self.last_lines(1)), "it printed nothing").removeprefix("backfill: ")
+                raise ServerFailed(f"The server ended with status {self.exit_status}: {reason}")
+            if time.monotonic() > deadline_at:
+                raise ServerFailed(f"The server was not ready within {timeout_s:g} s.")
+            time.sleep(_POLL_S)
+
+    def end(self) -> None:
+        """End the process, by force if it does not end in time."""
+        self._process.terminate()
+        try:
+            self._process.wait(_END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _answers(self) -> bool:
+        try:
+            with _OPENER.open(f"{self.url}/health", timeout=5.0):
+                return True
+        except (urllib.error.URLError, ConnectionError, TimeoutError):
+            return False
+
+
+@contextlib.contextmanager
+def own_server(model: str, options: Sequence[str], log: Path) -> Iterator[OwnServer]:
+    """A server on a free port with a data folder of its own; it has ended when the context has.
+
+    It may not be ready yet.
+    """
+    port = _free_port()
+    with tempfile.TemporaryDirectory(prefix="backfill-data-") as data_dir, log.open("wb") as output:
+        command = [sys.executable, "-m", "backfill", "serve", model, "--port", str(port)]
+        process = subprocess.Popen(
+            [*command, "--data-dir", data_dir, *options],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C is for the command, which ends its server itself
+        )
+        server = OwnServer(process, f"http://127.0.0.1:{port}", log)
+        try:
+            yield server
+        finally:
+            server.end()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
