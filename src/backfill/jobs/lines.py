@@ -16,7 +16,7 @@ MAX_CUSTOM_ID_BYTES = 512
 _UNRUN_MESSAGES = {
     "batch_expired": "This request could not be executed before the completion window expired.",
     "batch_cancelled": "This request was cancelled with its batch before it was executed.",
-    "engine_error": "The engine ended several times while it ran this request.",
+    "engine_error": "The engine ended several times while it ran this request alone.",
     "internal_error": "The server had an error while it ran this request.",
 }
 
@@ -39,7 +39,10 @@ _encoder = msgspec.json.Encoder()
 
 @dataclass(slots=True)
 class BatchLine:
-    """One request. ``number`` counts lines of the file from 1, blank ones included."""
+    """One request. ``number`` counts lines of the file from 1, blank ones included.
+
+    Of the engines that died with the line in flight, in ``num_lone_deaths`` no other was.
+    """
 
     number: int
     custom_id: str
@@ -47,6 +50,7 @@ class BatchLine:
     url: str
     body: bytes
     num_engine_deaths: int = 0
+    num_lone_deaths: int = 0
 
 
 @dataclass(frozen=True, slots=True)

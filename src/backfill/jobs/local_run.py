@@ -21,8 +21,9 @@ from backfill.engine.messages import Ready
 from backfill.engine.supervisor import EngineSupervisor
 from backfill.generation.generator import RequestRecord, TextGenerator
 from backfill.generation.tokenizer import Tokenizer
-from backfill.jobs.feeder import Feed, Feeder, in_thread
-from backfill.jobs.lines import BatchLine, LineResult, parse_line, read_lines
+from backfill.jobs.feeder import Feed, Feeder
+from backfill.jobs.lines import BadLine, BatchLine, LineResult, parse_line, read_lines
+from backfill.jobs.patience import in_thread
 from backfill.jobs.records import LineError, RequestCounts, TokenUsage
 from backfill.jobs.results import ForeignResults, ResultLog
 from backfill.jobs.runner import ServiceRunner
@@ -190,7 +191,8 @@ class LocalRun:
     async def _feed(self, file: BinaryIO, engine: asyncio.Task[None], stopping: asyncio.Task[bool]) -> None:
         """Run lines until all have results, a stop is asked for, or the engine cannot go on."""
         assert self._log is not None
-        feed = Feed(self._input_path.name, self._unfinished_lines(file), self._log, _ignore)
+        lines = self._unfinished_lines(file)
+        feed = Feed(self._input_path.name, lines, self._num_unfinished(), self._log, _ignore)
         self._feeder.add(feed)
         try:
             ends: set[asyncio.Future[Any]] = {feed.finished, engine, stopping}
@@ -198,7 +200,13 @@ class LocalRun:
         finally:
             # A result that waits for the disk is not waited for: a full disk would hold the stop for ever.
             await self._feeder.remove(feed, keep_results=False)
-        if engine.done():
+        if feed.finished.done():
+            try:
+                feed.finished.result()
+            except BadLine as bad:
+                message = f"{self._input_path} was changed while it ran: line {bad.error.line}: {bad}"
+                raise ConfigError(message) from None
+        elif engine.done():
             engine.result()
 
     def _unfinished_lines(self, file: BinaryIO) -> Iterator[BatchLine]:
