@@ -120,7 +120,9 @@ async def test_a_line_that_kills_the_engine_is_found_and_costs_no_other(
     assert engine.most_in_flight[1] == CAPACITY // 8
     assert engine.most_in_flight[2 : 1 + MAX_LONE_DEATHS] == [1] * (MAX_LONE_DEATHS - 1)
     assert max(engine.most_in_flight[-1:]) == CAPACITY, "once it is found, all places are used again"
-    assert len(caplog.records) == engine.num_deaths + 1, "one line of the log for each death, one for the line"
+    assert len(caplog.records) == engine.num_deaths + 1, (
+        "one line of the log for each death, one for the line"
+    )
 
 
 async def test_several_fatal_lines_of_several_batches() -> None:
