@@ -201,9 +201,9 @@ async def test_many_open_batches_take_few_descriptors(
     assert late.status is BatchStatus.EXPIRED
     runner.let_go()
     for batch in batches[:-1]:
-        batch = await ended(manager, batch.id)
-        assert batch.status is BatchStatus.COMPLETED
-        await check_accounts(manager, batch, 4)
+        last = await ended(manager, batch.id)
+        assert last.status is BatchStatus.COMPLETED
+        await check_accounts(manager, last, 4)
     await manager.stop()
 
 

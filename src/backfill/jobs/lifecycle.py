@@ -125,39 +125,31 @@ class BatchDriver:
         name = job.batch.id
         num_unexpected = 0
         verdict: LineError | None = None
-        is_given_up = False
         for delay_s in retry_delays_s():
+            found = None
             try:
                 if verdict is None:
                     await self._advance(job)
                 else:
                     await self._fail(job, verdict)
                 return
-            except _InputMissing:
-                verdict = LineError("file_not_found", f"The input file {job.batch.input_file_id} is missing.")
-            except InputChanged as error:
-                verdict = LineError("file_changed", str(error))
-            except BadLine as bad:
-                message = f"The input file was changed after it was checked: {bad}"
-                verdict = LineError("file_changed", message, bad.error.line)
-            except (ResultsLost, ForeignResults) as error:
-                verdict = LineError("results_lost", str(error))
-            except OSError as error:
-                # Such as too many open files: it may pass.
-                reason = error.strerror or error
-                logger.error("%s: cannot go on (%s); trying again in %g s", name, reason, delay_s)
-            except Exception:
-                logger.exception("%s: cannot go on; trying again in %g s", name, delay_s)
-                num_unexpected += 1
-                if num_unexpected == MAX_UNEXPECTED:
-                    verdict = LineError("internal_error", "The server had an error that did not pass.")
+            except Exception as error:
+                found = _verdict_on(error, job.batch)
+                if isinstance(error, OSError):  # such as too many open files: it may pass
+                    reason = error.strerror or error
+                    logger.error("%s: cannot go on (%s); trying again in %g s", name, reason, delay_s)
+                elif found is None:
+                    logger.exception("%s: cannot go on; trying again in %g s", name, delay_s)
+                    num_unexpected += 1
+                    if num_unexpected == MAX_UNEXPECTED:
+                        found = LineError("internal_error", "The server had an error that did not pass.")
             finally:
                 job.log.close()
-            if verdict is None or is_given_up:
-                await asyncio.sleep(delay_s)
-            else:
+            if verdict is None and found is not None:
+                verdict = found
                 logger.error("%s: given up: %s", name, verdict.message)
-                is_given_up = True
+            else:
+                await asyncio.sleep(delay_s)
 
     async def _advance(self, job: OpenBatch) -> None:
         if job.batch.status is BatchStatus.VALIDATING:
@@ -366,6 +358,22 @@ class BatchDriver:
         stamps = {name: value for name, value in changes.items() if name.endswith("_at")}
         job.batch = dataclasses.replace(job.batch, status=status, **stamps)
         return True
+
+
+def _verdict_on(error: Exception, batch: BatchRecord) -> LineError | None:
+    """Why the batch cannot go on, where trying again would not help."""
+    match error:
+        case _InputMissing():
+            return LineError("file_not_found", f"The input file {batch.input_file_id} is missing.")
+        case InputChanged():
+            return LineError("file_changed", str(error))
+        case BadLine():
+            message = f"The input file was changed after it was checked: {error}"
+            return LineError("file_changed", message, error.error.line)
+        case ResultsLost() | ForeignResults():
+            return LineError("results_lost", str(error))
+        case _:
+            return None
 
 
 def num_unfinished(counts: RequestCounts) -> int:
