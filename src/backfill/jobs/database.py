@@ -12,7 +12,6 @@ from sqlalchemy import (
     BigInteger,
     Column,
     Engine,
-    ForeignKey,
     Index,
     Integer,
     MetaData,
@@ -55,7 +54,7 @@ batches = Table(
     Column("id", String(64), nullable=False, unique=True),
     Column("owner", String(64), nullable=False),
     Column("endpoint", String(64), nullable=False),
-    # Not a foreign key: the input may be deleted, or expire, once its batch has ended.
+    # No foreign keys: files may be deleted, or expire, once their batch has ended, and it still names them.
     Column("input_file_id", String(64), nullable=False),
     Column("completion_window", String(32), nullable=False),
     Column("status", String(16), nullable=False, index=True),
@@ -63,8 +62,8 @@ batches = Table(
     Column("errors", JSON, nullable=False),
     Column("output_blob", String(64), nullable=False),
     Column("error_blob", String(64), nullable=False),
-    Column("output_file_id", String(64), ForeignKey("files.id", ondelete="SET NULL")),
-    Column("error_file_id", String(64), ForeignKey("files.id", ondelete="SET NULL")),
+    Column("output_file_id", String(64)),
+    Column("error_file_id", String(64)),
     Column("output_retention_s", BigInteger, nullable=False),
     Column("created_at", BigInteger, nullable=False),
     Column("expires_at", BigInteger, nullable=False),

@@ -128,6 +128,11 @@ class LocalRun:
         another input's, BackfillError when the engine cannot run.
         """
         started_at_s = time.monotonic()
+        for option, path in (("-i", self._input_path), ("-o", self._result_paths[0])):
+            if str(path) == "-":
+                raise ConfigError(
+                    f"{option} - is no file: a run that is interrupted needs files to go on with."
+                )
         try:
             name = await self._check_input()
             with contextlib.ExitStack() as stack:
@@ -151,6 +156,10 @@ class LocalRun:
             model_names=self._model.names,
             max_lines=sys.maxsize,
             max_line_bytes=_MAX_LINE_BYTES,
+            model_hint=(
+                f"Lines may call this run's {' or '.join(self._model.names)}, or name no model; "
+                "--served-model-name gives it other names."
+            ),
         )
         with contextlib.closing(check):
             while not self._stop_asked.is_set() and not await in_thread(check.advance):
@@ -161,6 +170,13 @@ class LocalRun:
         return await in_thread(_digest, self._input_path)
 
     def _open_results(self, name: str, stack: contextlib.ExitStack) -> None:
+        try:
+            self._read_results(name, stack)
+        except ForeignResults as error:
+            message = f"{error} The file is left as it is; give another -o, or delete it to begin anew."
+            raise ForeignResults(message) from None
+
+    def _read_results(self, name: str, stack: contextlib.ExitStack) -> None:
         for path in dict.fromkeys(self._result_paths):
             if path.exists() and path.samefile(self._input_path):
                 raise ConfigError(f"{path} is the input file.")
@@ -247,8 +263,18 @@ def _ignore(results: Sequence[LineResult]) -> None:
 
 
 def _digest(path: Path) -> str:
+    """Of the contents up to the last line that is not blank."""
+    digest = hashlib.sha256()
+    blank = b""
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()[:32]
+        while block := file.read(_SLICE_BYTES):
+            content = block.rstrip()
+            if content:
+                digest.update(blank)
+                digest.update(content)
+                blank = b""
+            blank += block[len(content) :]
+    return digest.hexdigest()[:32]
 
 
 @contextlib.contextmanager
