@@ -14,8 +14,7 @@ from tests.api.batch_inputs import as_jsonl, check_accounts, completion_line, su
 from tests.api.servers import MODEL, RunningServer, launch, wait_until
 
 NUM_LINES = 300
-# The engine, the server, and the server while it resumes. One server outlives at most one engine, since
-# it gives up an engine that keeps dying.
+# The engine, the server, and the server while it resumes.
 VICTIMS = ("engine", "server", "engine", "starting server") * 5
 # Two lines at a time and a few steps each, so that the batch lasts.
 OPTIONS = ("--kv-gib", "0.1", "--max-model-len", "512", "--max-num-seqs", "2")

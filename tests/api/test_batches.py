@@ -78,6 +78,15 @@ def test_a_batch_from_upload_to_results(server: RunningServer, client: OpenAI) -
     assert any(batch.id in line for line in server.output), "the log names the batch"
 
 
+def test_a_batch_names_its_results_also_once_they_are_deleted(client: OpenAI) -> None:
+    batch = wait_ended(client, submit(client, as_jsonl([chat_line("a")])).id)
+    assert batch.output_file_id is not None
+    client.files.delete(batch.output_file_id)
+    assert client.batches.retrieve(batch.id).output_file_id == batch.output_file_id
+    with pytest.raises(openai.NotFoundError):
+        client.files.content(batch.output_file_id)
+
+
 def test_answers_are_those_of_the_online_api(server: RunningServer, client: OpenAI) -> None:
     content = as_jsonl([chat_line("a", "What is gravity?", max_tokens=8), chat_line("b", "Hi", max_tokens=8)])
     output, _ = result_lines(client, wait_ended(client, submit(client, content).id))

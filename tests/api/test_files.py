@@ -177,6 +177,7 @@ def test_expiry_out_of_range_is_refused(server: RunningServer, expiry: dict[str,
         ("limit=many", "limit"),
         ("limit=" + "9" * 5000, "limit"),
         ("order=up", "order"),
+        ("purpose=bogus", "purpose"),
     ],
 )
 def test_a_bad_query_is_refused(server: RunningServer, query: str, param: str) -> None:
@@ -191,6 +192,22 @@ def test_ids_that_do_not_exist(server: RunningServer, file_id: str) -> None:
         response = server.http.get(path)
         assert response.status_code == 404
         assert response.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_a_file_whose_bytes_vanished_is_said_to_be_gone(server: RunningServer, client: OpenAI) -> None:
+    file_id = upload(client, CONTENT)
+    (server.data_dir / "files" / file_id).unlink()
+    num_logged = len(server.output)
+    with httpx.Client(base_url=server.url, limits=httpx.Limits(max_connections=1)) as http:
+        ports = set()
+        for _ in range(2):
+            response = http.get(f"/v1/files/{file_id}/content")
+            assert_refused(response, 404, None, file_id)
+            ports.add(response.extensions["network_stream"].get_extra_info("client_addr"))
+        assert len(ports) == 1, "the connection is kept"
+    logged = "".join(server.output[num_logged:])
+    assert logged.count("\n") == logged.count(file_id) == 2
+    client.files.delete(file_id)
 
 
 def test_files_over_the_limit_are_refused_and_leave_nothing(server: RunningServer, client: OpenAI) -> None:

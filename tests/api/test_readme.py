@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,10 +19,44 @@ SNIPPETS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     ("snippet", "printed"), [(SNIPPETS[0], ""), (SNIPPETS[1], r"(?s)sky .*sea |sea .*sky ")]
 )
 def test_snippets_run(
-    server: RunningServer, capsys: pytest.CaptureFixture[str], snippet: str, printed: str
+    server: RunningServer,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    snippet: str,
+    printed: str,
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     assert "http://127.0.0.1:8000" in snippet
     exec(compile(snippet.replace("http://127.0.0.1:8000", server.url), "README.md", "exec"), {})
     output = capsys.readouterr().out
     assert len(output) > 20
     assert re.search(printed, output)
+
+
+def test_the_command_after_the_batch_runs_on_the_file_it_left(
+    server: RunningServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    exec(compile(SNIPPETS[1].replace("http://127.0.0.1:8000", server.url), "README.md", "exec"), {})
+    (command,) = re.findall(r"^\.venv/bin/backfill (run-batch .*)$", README, re.MULTILINE)
+    small = ("--kv-gib", "0.1", "--max-model-len", "512")
+    subprocess.run([sys.executable, "-m", "backfill", *command.split(), *small], check=True, timeout=100)
+    assert (tmp_path / "answers.jsonl").read_bytes().count(b"\n") == 2
+
+
+def test_a_batch_without_answers_is_printed_too(
+    server: RunningServer, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    snippet = SNIPPETS[1].replace("http://127.0.0.1:8000", server.url)
+    for harm, shown in (('"max_tokens": 40', "invalid_request_error"), ('"POST"', "invalid_value")):
+        assert harm in snippet
+        changed = snippet.replace(harm, harm.replace("40", "-1").replace("POST", "GET"))
+        exec(compile(changed, "README.md", "exec"), {})
+        assert shown in capsys.readouterr().out
+
+
+def test_the_server_prints_the_line_that_is_shown(server: RunningServer) -> None:
+    (shown,) = re.findall(r"^curl .*\n  -d .*$", README, re.MULTILINE)
+    assert shown.replace("http://127.0.0.1:8000", server.url) in "".join(server.output)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import random
@@ -11,12 +12,16 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rich.console import Console
 
+from backfill.cli.run_batch import _LiveProgress
 from backfill.core.errors import ConfigError
 from backfill.jobs.local_run import _check_tail, _held
+from backfill.jobs.records import RequestCounts
 from backfill.jobs.results import ForeignResults
 from tests.api.batch_inputs import as_jsonl, chat_line, completion_line, parse_jsonl
 from tests.api.servers import wait_until
@@ -75,6 +80,7 @@ def test_every_line_is_answered_and_a_second_run_has_nothing_to_do(folder: Folde
         line["response"]["body"]["usage"]["completion_tokens"] for line in output.values()
     )
     before = folder.output.read_bytes()
+    folder.input.write_bytes(folder.input.read_bytes() + b"\n  \n")
     again = folder.run("--json")
     assert again.returncode == 0
     assert folder.output.read_bytes() == before
@@ -106,6 +112,7 @@ def test_an_output_that_is_no_result_of_this_input_is_left_alone(folder: Folder,
     result = folder.run()
     assert result.returncode == 1
     assert "out.jsonl" in result.stderr
+    assert "another -o, or delete it" in result.stderr
     assert "Traceback" not in result.stderr
     assert folder.output.read_text() == content
 
@@ -119,6 +126,9 @@ def test_an_output_that_is_no_result_of_this_input_is_left_alone(folder: Folder,
         (("--kv-gib", "-1"), "--kv-gib"),
         (("--kv-gib", "100000"), "Not enough memory"),
         (("--model", "no-such-model"), "no-such-model"),
+        (("--served-model-name", "gpt-4o"), "--served-model-name"),
+        (("-i", "-"), "-i - is no file"),
+        (("-o", "-"), "-o - is no file"),
     ],
 )
 def test_a_run_that_cannot_be_says_why_in_a_line(folder: Folder, options: tuple[str, ...], part: str) -> None:
@@ -213,3 +223,17 @@ def test_a_held_file_is_refused_until_it_is_let_go(tmp_path: Path) -> None:
         pass
     with _held(path):
         pass
+
+
+async def use_progress(tmp_path: Path) -> None:
+    run: Any = SimpleNamespace(
+        counts=RequestCounts(), phase="checking the input", feeding_since_s=None, num_resumed=0
+    )
+    console = Console(file=(tmp_path / "screen").open("w"), force_terminal=True)
+    async with _LiveProgress(run, console):
+        raise ConfigError("no such file")
+
+
+def test_a_run_that_ends_before_anything_is_drawn_says_why(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such file"):
+        asyncio.run(use_progress(tmp_path))

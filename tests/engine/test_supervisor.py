@@ -65,16 +65,59 @@ def test_a_dead_engine_is_started_again() -> None:
 
 
 def test_an_engine_that_keeps_dying_soon_is_given_up() -> None:
-    watched = Watched(1.0, 2.0, 3.0, 100.0)
-    with pytest.raises(EngineDead, match="died 3 times"):
+    watched = Watched(*[1.0] * 10, 100.0)
+    with pytest.raises(EngineDead, match="10 times"):
         asyncio.run(watched.supervisor.run())
-    assert watched.told == ["ready", "lost"] * 3, "the last loss is told too"
+    assert watched.told == ["ready", "lost"] * 10, "the last loss is told too"
 
 
 def test_a_long_life_forgives_quick_deaths() -> None:
-    watched = Watched(1.0, 2.0, 100.0, 1.0, 2.0)
+    watched = Watched(*[1.0] * 9, 100.0, *[1.0] * 9)
     asyncio.run(run_for_a_while(watched))
-    assert watched.engine.num_starts == 6
+    assert watched.engine.num_starts == 20
+
+
+def test_an_engine_that_cannot_be_started_again_at_once_is_tried_again() -> None:
+    class Hesitant(MortalEngine):
+        async def start(self) -> Ready:
+            if self.num_starts in (1, 2, 3):
+                self.num_starts += 1
+                raise BackfillError("not enough memory")
+            return await super().start()
+
+    watched = Watched()
+    watched.engine = Hesitant([100.0])
+    supervisor = EngineSupervisor(
+        watched.engine,
+        on_ready=watched._on_ready,
+        on_lost=lambda: None,
+        clock=watched.engine.clock,
+        restart_delay_s=0.0,
+    )
+    with pytest.raises(TimeoutError):
+        asyncio.run(asyncio.wait_for(supervisor.run(), 0.05))
+    assert watched.told == ["ready", "ready"]
+
+
+def test_an_engine_that_can_never_be_started_again_is_given_up_with_its_reason() -> None:
+    class Once(MortalEngine):
+        async def start(self) -> Ready:
+            if self.num_starts:
+                raise BackfillError("not enough memory")
+            return await super().start()
+
+    engine = Once([100.0])
+    watched = Watched()
+    supervisor = EngineSupervisor(
+        engine, on_ready=watched._on_ready, on_lost=lambda: None, clock=engine.clock, restart_delay_s=0.0
+    )
+    with pytest.raises(EngineDead, match="not enough memory"):
+        asyncio.run(supervisor.run())
+
+
+def test_restarts_wait_ever_longer() -> None:
+    supervisor = EngineSupervisor(MortalEngine([]), on_ready=Watched()._on_ready, on_lost=lambda: None)
+    assert [supervisor._delay_s(count) for count in (0, 1, 2, 3, 9)] == [1, 1, 2, 4, 30]
 
 
 def test_an_expected_end_is_final_and_no_failure() -> None:

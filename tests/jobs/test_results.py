@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from backfill.jobs.lines import BatchLine, LineResult, completed, unrun
-from backfill.jobs.results import ForeignResults, ResultLog
+from backfill.jobs.results import ForeignResults, ResultLog, ResultsLost
 
 
 def result(number: int, *, fails: bool = False) -> LineResult:
@@ -127,3 +127,55 @@ def test_a_line_written_twice_is_refused(log: ResultLog, paths: tuple[Path, Path
     paths[1].write_bytes(paths[0].read_bytes())
     with pytest.raises(ForeignResults, match="twice"):
         reopened(paths)
+
+
+def test_zeros_that_a_power_failure_left_are_cut_off(log: ResultLog, paths: tuple[Path, Path]) -> None:
+    log.append([result(1)])
+    kept = paths[0].read_bytes()
+    log.append([result(2), result(3)])
+    hole = paths[0].read_bytes()[len(kept) :]
+    paths[0].write_bytes(kept + bytes(100) + hole[100:])
+    again = reopened(paths)
+    assert paths[0].read_bytes() == kept
+    assert (again.is_done(1), again.is_done(2), again.is_done(3)) == (True, False, False)
+
+
+def test_what_a_refused_write_left_is_cut_off_before_the_next(
+    log: ResultLog, paths: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log.append([result(1)])
+    real_write = os.write
+
+    def write_some(file: int, data: Any) -> int:
+        real_write(file, bytes(data[:9]))
+        raise OSError(errno.EIO, "Input/output error")
+
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", write_some)
+        patch.setattr(os, "ftruncate", refuse)
+        with pytest.raises(OSError, match="Input/output"):
+            log.append([result(2)])
+    log.append([result(2)])
+    assert reopened(paths).num_completed == 2
+
+
+def test_cached_tokens_are_read_back(log: ResultLog, paths: tuple[Path, Path]) -> None:
+    usage = {"prompt_tokens": 9, "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": 4}}
+    log.append([completed(result(1).line, {"usage": usage}, "req")])
+    assert reopened(paths).usage == log.usage
+    assert log.usage.cached_tokens == 4
+
+
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_a_file_that_is_gone_is_noticed_before_more_is_written(
+    log: ResultLog, paths: tuple[Path, Path], is_replaced: bool
+) -> None:
+    log.append([result(1)])
+    paths[0].unlink()
+    if is_replaced:
+        paths[0].write_bytes(b"")
+    with pytest.raises(ResultsLost, match=paths[0].name):
+        log.append([result(2)])

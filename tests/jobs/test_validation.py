@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from backfill.jobs.lines import parse_line
 from backfill.jobs.validation import MAX_REPORTED_ERRORS, InputCheck
 from tests.jobs.doubles import URL, input_line, input_of
 
@@ -36,7 +37,12 @@ def test_blank_lines_are_neither_lines_nor_errors(tmp_path: Path) -> None:
         (b"[1]\n", "invalid_value", None),
         (b'{"custom_id": "a"}\n', "missing_required_parameter", "method"),
         (input_line(1, custom_id=""), "invalid_value", "custom_id"),
-        (input_line(1, custom_id=7), "invalid_value", None),
+        (input_line(1, custom_id=7), "invalid_value", "custom_id"),
+        (
+            rb'{"custom_id": "half \ud800", "method": "POST", "url": "u", "body": {}}',
+            "invalid_json_line",
+            None,
+        ),
         (input_line(1, custom_id="x" * 513), "invalid_value", "custom_id"),
         (input_line(0), "duplicate_custom_id", "custom_id"),
         (input_line(1, method="GET"), "invalid_value", "method"),
@@ -78,3 +84,31 @@ def test_a_long_line_hides_no_other(tmp_path: Path) -> None:
     content = json.dumps({"x": "y" * 5000}).encode() + b"\n" + input_line(1)
     check = checked(tmp_path, content)
     assert (check.total, [error.line for error in check.errors]) == (2, [1])
+
+
+@pytest.mark.parametrize(
+    ("line", "part"),
+    [
+        (b'{"body": {"temperature": NaN}}', "NaN is no number in JSON (byte 25)"),
+        (b'{"body": {"temperature": -Infinity}}', "Infinity is no number in JSON"),
+        (b'{"body": {"a": 1,}}', "trailing comma in object (byte 17)"),
+        (b'{"bo', "ends too early"),
+        ("{}".encode("utf-16"), "UTF-16"),
+    ],
+)
+def test_a_line_that_is_no_json_says_where_and_why(tmp_path: Path, line: bytes, part: str) -> None:
+    (error,) = checked(tmp_path, line).errors
+    assert (error.code, error.line) == ("invalid_json_line", 1)
+    assert part in error.message
+
+
+def test_a_mark_of_the_byte_order_is_no_part_of_the_first_line(tmp_path: Path) -> None:
+    check = checked(tmp_path, b"\xef\xbb\xbf" + input_of(2))
+    assert (check.total, check.errors) == (2, [])
+
+
+def test_half_a_surrogate_pair_in_a_body_is_replaced(tmp_path: Path) -> None:
+    text = rb'{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "%s"}}'
+    assert checked(tmp_path, text % rb"cut \ud83d").errors == []
+    body = parse_line(1, text % rb"\ud83d \\ud800 \ud83d\ude00 \uDE00", 1000).body
+    assert json.loads(body)["prompt"] == "\ufffd \\ud800 \U0001f600 \ufffd"

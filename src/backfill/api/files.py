@@ -15,6 +15,7 @@ from backfill.jobs.manager import JobManager, Upload
 from backfill.jobs.records import FileRecord
 from backfill.protocol.batches import (
     DEFAULT_EXPIRY_ANCHOR,
+    FILE_PURPOSES,
     check_expiry_s,
     check_purpose,
     clean_filename,
@@ -45,9 +46,14 @@ def build_files_router(state: ServerState) -> APIRouter:
         order = query.get("order", "desc")
         if order not in ("asc", "desc"):
             raise RequestError(f"order must be asc or desc, got {order[:40]!r}.", param="order")
+        purpose = query.get("purpose")
+        if purpose is not None and purpose not in FILE_PURPOSES:
+            raise RequestError(
+                f"purpose must be one of {', '.join(FILE_PURPOSES)}, got {purpose[:40]!r}.", param="purpose"
+            )
         page = await state.ready_jobs().list_files(
             owner_of(request),
-            purpose=query.get("purpose"),
+            purpose=purpose,
             order=order,
             limit=query_limit(request, default=_MAX_PAGE, most=_MAX_PAGE),
             after=query.get("after"),

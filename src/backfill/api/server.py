@@ -126,10 +126,13 @@ class Server:
                 task.cancel()
             failures = await asyncio.gather(engine_task, self._tokenizer, return_exceptions=True)
             if self.state.jobs is not None:
-                await self.state.jobs.stop()
+                await self.state.jobs.pause()
             await self._client.stop()
             http.should_exit = True
             await http_task
+            if self.state.jobs is not None:
+                # Only now: the next server on the data folder clears away uploads that have no end.
+                await self.state.jobs.stop()
         if isinstance(failures[0], Exception):
             raise failures[0]
 
@@ -185,7 +188,7 @@ class Server:
             logger.info("shutting down: %d open requests have %g s to end", self.state.num_open, timeout_s)
         reason = EngineDead("The server is shutting down.")
         if self.state.jobs is not None:
-            await self.state.jobs.stop()
+            await self.state.jobs.pause()
         self._client.interrupt(ServiceClass.OFFLINE, reason)
         deadline_at_s = time.monotonic() + timeout_s
         while self.state.num_open > 0 and time.monotonic() < deadline_at_s:

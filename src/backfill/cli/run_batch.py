@@ -149,6 +149,7 @@ class _LiveProgress:
             console=console,
             auto_refresh=False,
         )
+        self._task = self._progress.add_task("", total=None)
 
     async def __aenter__(self) -> _LiveProgress:
         self._drawing = asyncio.create_task(self._draw())
@@ -166,7 +167,6 @@ class _LiveProgress:
     async def _draw(self) -> None:
         if not self._is_enabled:
             return
-        self._task = self._progress.add_task("", total=None)
         self._progress.start()
         while True:
             self._show()

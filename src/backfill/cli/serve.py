@@ -203,15 +203,15 @@ def _run(
 def _print_banner(ready: Any, name: str, url: str, took_s: float) -> None:
     info = ready.info
     messages = [{"role": "user", "content": "What is gravity?"}]
-    body = json.dumps({"model": name, "messages": messages, "temperature": 0.2})
+    body = json.dumps({"messages": messages, "temperature": 0.2})
     lines = [
         "",
         f"Backfill serves {name} on {url}  (ready in {took_s:.1f} s)",
         f"  {info.device}, {info.dtype}, context of {info.max_model_len} tokens, "
         f"KV pool of {info.num_blocks * info.block_size} tokens",
         "Try:",
-        f"  curl {url}/v1/chat/completions \\",
-        f"    -H 'Content-Type: application/json' -d '{body}'",
+        f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\",
+        f"  -d '{body}'",
         "",
     ]
     print("\n".join(lines), flush=True)

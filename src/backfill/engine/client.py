@@ -181,7 +181,7 @@ class EngineClient:
         Raises: EngineDead if the engine ends first or is not running.
         """
         if self._commands is None or self.info is None:
-            raise EngineDead("The engine is not running.")
+            raise EngineDead("The engine is not running; it is being started. Please retry.")
         assert request_id not in self._streams, f"{request_id} is in flight already"
         stream = self._streams[request_id] = _Stream(service_class)
         is_over = False

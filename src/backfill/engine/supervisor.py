@@ -8,13 +8,15 @@ from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 from backfill.core.clock import Clock, WallClock
-from backfill.core.errors import EngineDead
+from backfill.core.errors import BackfillError, EngineDead
 from backfill.engine.messages import Ready
 
 logger = logging.getLogger(__name__)
 
 _RESTART_DELAY_S = 1.0
-_MAX_QUICK_DEATHS = 3
+_LONGEST_RESTART_DELAY_S = 30.0
+# Enough that a batch line over which the engine dies is found (jobs/feeder.py) before this is reached.
+_MAX_QUICK_DEATHS = 10
 _QUICK_DEATH_S = 30.0
 
 
@@ -26,7 +28,10 @@ class Startable(Protocol):
 
 
 class EngineSupervisor:
-    """Starts an engine, and again whenever it dies, unless it dies soon and repeatedly.
+    """Starts an engine, and again whenever it dies.
+
+    An engine that ends soon after it was ready, or cannot be started again, is waited for ever longer, and
+    given up after the tenth time in a row. The first start must succeed.
 
     Args:
         on_ready: awaited each time the model is loaded; an exception it raises ends ``run``.
@@ -59,8 +64,9 @@ class EngineSupervisor:
         Raises: BackfillError with the engine's reason when it cannot start, EngineDead when it keeps dying.
         """
         num_quick_deaths = 0
-        while not self._expects_end:
-            await self._on_ready(await self._engine.start())
+        ready = await self._engine.start()
+        while True:
+            await self._on_ready(ready)
             ready_at_s = self._clock.now_s()
             await self._engine.wait_dead()
             if self._expects_end:
@@ -68,7 +74,24 @@ class EngineSupervisor:
             self._on_lost()
             is_quick = self._clock.now_s() - ready_at_s < _QUICK_DEATH_S
             num_quick_deaths = num_quick_deaths + 1 if is_quick else 0
-            if num_quick_deaths >= _MAX_QUICK_DEATHS:
-                raise EngineDead(f"The engine died {num_quick_deaths} times soon after it was started.")
-            logger.error("the engine died; starting it again")
-            await asyncio.sleep(self._restart_delay_s)
+            reason = "it died"
+            while True:
+                if num_quick_deaths >= _MAX_QUICK_DEATHS:
+                    message = f"The engine ended {num_quick_deaths} times soon after it was started"
+                    raise EngineDead(f"{message}; the last time {reason}.")
+                delay_s = self._delay_s(num_quick_deaths)
+                logger.error("the engine is started again in %g s: %s", delay_s, reason)
+                await asyncio.sleep(delay_s)
+                if self._expects_end:
+                    return
+                try:
+                    ready = await self._engine.start()
+                    break
+                except BackfillError as error:
+                    # Such as memory that the last engine has not given back yet.
+                    reason = f"it could not start ({error})"
+                    num_quick_deaths += 1
+
+    def _delay_s(self, num_quick_deaths: int) -> float:
+        doublings = max(0, num_quick_deaths - 1)
+        return min(_LONGEST_RESTART_DELAY_S, self._restart_delay_s * 2.0**doublings)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -39,13 +40,17 @@ class BlobStore:
 
     def num_bytes(self) -> int:
         """Bytes of everything stored, unfinished results included."""
-        return sum(entry.stat().st_size for entry in os.scandir(self._folder))
+        num_bytes = 0
+        for entry in os.scandir(self._folder):
+            with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
+                num_bytes += entry.stat().st_size
+        return num_bytes
 
     def sweep(self, known: Iterable[str]) -> None:
         """Delete what a crash left: unfinished uploads, and blobs nobody knows."""
         kept = set(known)
         for entry in list(os.scandir(self._folder)):
-            if entry.name not in kept:
+            if entry.name not in kept and entry.is_file(follow_symlinks=False):
                 os.unlink(entry.path)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,6 @@ from sqlalchemy import (
     BigInteger,
     Column,
     Engine,
-    ForeignKey,
     Index,
     Integer,
     MetaData,
@@ -18,7 +19,10 @@ from sqlalchemy import (
     Table,
     create_engine,
     event,
+    insert,
+    inspect,
     make_url,
+    select,
 )
 from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
 
@@ -50,7 +54,7 @@ batches = Table(
     Column("id", String(64), nullable=False, unique=True),
     Column("owner", String(64), nullable=False),
     Column("endpoint", String(64), nullable=False),
-    # Not a foreign key: the input may be deleted, or expire, once its batch has ended.
+    # No foreign keys: files may be deleted, or expire, once their batch has ended, and it still names them.
     Column("input_file_id", String(64), nullable=False),
     Column("completion_window", String(32), nullable=False),
     Column("status", String(16), nullable=False, index=True),
@@ -58,8 +62,8 @@ batches = Table(
     Column("errors", JSON, nullable=False),
     Column("output_blob", String(64), nullable=False),
     Column("error_blob", String(64), nullable=False),
-    Column("output_file_id", String(64), ForeignKey("files.id", ondelete="SET NULL")),
-    Column("error_file_id", String(64), ForeignKey("files.id", ondelete="SET NULL")),
+    Column("output_file_id", String(64)),
+    Column("error_file_id", String(64)),
     Column("output_retention_s", BigInteger, nullable=False),
     Column("created_at", BigInteger, nullable=False),
     Column("expires_at", BigInteger, nullable=False),
@@ -81,6 +85,10 @@ batches = Table(
 )
 
 
+# One row: which data folder the records are of.
+folders = Table("data_folder", metadata, Column("id", String(64), primary_key=True))
+
+
 def open_database(url: str | None, data_dir: Path) -> Engine:
     """Connect and create missing tables. Raises: ConfigError naming the option, never the URL's password."""
     try:
@@ -88,7 +96,8 @@ def open_database(url: str | None, data_dir: Path) -> Engine:
         if engine.dialect.name == "sqlite":
             event.listen(engine, "connect", _configure_sqlite)
         metadata.create_all(engine)
-    except (ArgumentError, NoSuchModuleError, ImportError) as error:
+        _check_columns(engine)
+    except (ArgumentError, NoSuchModuleError, ImportError, ValueError) as error:
         raise ConfigError(f"--batch-database-url is no database URL that can be used: {error}.") from error
     except SQLAlchemyError as error:
         shown = make_url(url).render_as_string(hide_password=True) if url else data_dir / "jobs.db"
@@ -97,6 +106,54 @@ def open_database(url: str | None, data_dir: Path) -> Engine:
             f"--batch-database-url: the database {shown} cannot be opened: {reason}."
         ) from error
     return engine
+
+
+def tie_to_folder(engine: Engine, data_dir: Path) -> None:
+    """Make database and folder each other's for good: with another's, files would be taken for garbage.
+
+    Raises: ConfigError when either is another's already.
+    """
+    path = data_dir / "store.id"
+    try:
+        folder_id = path.read_text().strip()
+    except FileNotFoundError:
+        folder_id = ""
+    with engine.begin() as connection:
+        database_id = connection.execute(select(folders.c.id)).scalar()
+        if database_id is None and folder_id and _holds_files(data_dir):
+            raise ConfigError(
+                f"--data-dir {data_dir} holds files of another database than the one of --batch-database-url "
+                f"(by default {data_dir / 'jobs.db'}), which is new. Give this server the database the files "
+                f"belong to; or, to give the files up, delete {data_dir / 'files'} and {path}."
+            )
+        if database_id is not None and database_id != folder_id:
+            raise ConfigError(
+                f"--batch-database-url: the database belongs to another data folder than {data_dir}. "
+                "Each server needs a database and a data folder of its own."
+            )
+        if database_id is None:
+            database_id = folder_id or uuid.uuid4().hex
+            connection.execute(insert(folders), {"id": database_id})
+            # Before the transaction ends: an id without records is taken up again, not the other way round.
+            path.write_text(f"{database_id}\n")
+
+
+def _holds_files(data_dir: Path) -> bool:
+    folder = data_dir / "files"
+    return folder.is_dir() and any(entry.is_file() for entry in os.scandir(folder))
+
+
+def _check_columns(engine: Engine) -> None:
+    """Raise ConfigError where tables of these names were made by another version, or another program."""
+    inspector = inspect(engine)
+    for table in metadata.sorted_tables:
+        found = {column["name"] for column in inspector.get_columns(table.name)}
+        missing = sorted(column.name for column in table.columns if column.name not in found)
+        if missing:
+            raise ConfigError(
+                f"--batch-database-url: the table {table.name} lacks {', '.join(missing)}; "
+                "another version of Backfill made it."
+            )
 
 
 def _configure_sqlite(connection: Any, _: object) -> None:

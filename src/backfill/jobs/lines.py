@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import codecs
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
@@ -16,7 +18,7 @@ MAX_CUSTOM_ID_BYTES = 512
 _UNRUN_MESSAGES = {
     "batch_expired": "This request could not be executed before the completion window expired.",
     "batch_cancelled": "This request was cancelled with its batch before it was executed.",
-    "engine_error": "The engine ended several times while it ran this request.",
+    "engine_error": "The engine ended several times while it ran this request alone.",
     "internal_error": "The server had an error while it ran this request.",
 }
 
@@ -32,6 +34,14 @@ class _ModelOf(msgspec.Struct):
     model: str | None = None
 
 
+# Escapes in JSON strings; the group matches halves of surrogate pairs without their other half.
+_ESCAPES = re.compile(
+    rb"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(\\u[dD][89a-fA-F][0-9a-fA-F]{2})|\\."
+)
+_NO_NUMBERS = re.compile(rb"NaN|-?Infinity")
+_POSITION = re.compile(r"byte (\d+)")
+_WRONG_FIELD = re.compile(r"at `\$\.(\w+)`$")
+
 _line_decoder = msgspec.json.Decoder(_Line)
 _model_decoder = msgspec.json.Decoder(_ModelOf)
 _encoder = msgspec.json.Encoder()
@@ -39,10 +49,10 @@ _encoder = msgspec.json.Encoder()
 
 @dataclass(slots=True)
 class BatchLine:
-    """One request.
+    """One request. ``number`` counts lines of the file from 1, blank ones included.
 
-    ``number`` counts lines of the file from 1, blank ones included. ``complete_by_s`` is the end of its
-    batch's completion window, on the monotonic clock; None where there is no window.
+    ``complete_by_s`` is the end of its batch's completion window, on the monotonic clock; None where there is
+    no window. Of the engines that died with the line in flight, in ``num_lone_deaths`` no other was.
     """
 
     number: int
@@ -52,6 +62,7 @@ class BatchLine:
     body: bytes
     num_engine_deaths: int = 0
     complete_by_s: float | None = None
+    num_lone_deaths: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +98,8 @@ def read_lines(file: BinaryIO, max_line_bytes: int) -> Iterator[tuple[int, bytes
     number = 0
     while data := file.readline(max_line_bytes + 1):
         number += 1
+        if number == 1:  # what some programs put at the start of a text file
+            data = data.removeprefix(codecs.BOM_UTF8)
         rest = data
         while not rest.endswith(b"\n") and len(rest) > max_line_bytes:
             rest = file.readline(max_line_bytes + 1)
@@ -99,15 +112,18 @@ def parse_line(number: int, data: bytes, max_line_bytes: int) -> BatchLine:
     if len(data) > max_line_bytes:
         raise BadLine("invalid_value", f"This line is longer than {max_line_bytes} bytes.", number)
     try:
-        line = _line_decoder.decode(data)
+        line = _decode(data)
     except msgspec.ValidationError as error:
         missing = _missing_field(str(error))
         if missing is not None:
             message = f"Missing required parameter: '{missing}'."
             raise BadLine("missing_required_parameter", message, number, missing) from None
-        raise BadLine("invalid_value", f"This line is no batch request: {error}.", number) from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        raise BadLine("invalid_json_line", "This line is not parseable as valid JSON.", number) from None
+        wrong = _WRONG_FIELD.search(str(error))
+        message = f"This line is no batch request: {error}."
+        raise BadLine("invalid_value", message, number, wrong and wrong[1]) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        message = f"This line is not parseable as valid JSON: {_why_no_json(data, error)}."
+        raise BadLine("invalid_json_line", message, number) from None
     if not line.custom_id or len(line.custom_id.encode(errors="replace")) > MAX_CUSTOM_ID_BYTES:
         message = f"custom_id must be a string of 1 to {MAX_CUSTOM_ID_BYTES} bytes."
         raise BadLine("invalid_value", message, number, "custom_id")
@@ -163,6 +179,37 @@ def refused(line: BatchLine, status: int, body: dict[str, Any], request_id: str)
 def unrun(line: BatchLine, code: str, outcome: LineOutcome = LineOutcome.FAILED) -> LineResult:
     """A line that has no answer, and why."""
     return LineResult(line, outcome, None, {"code": code, "message": _UNRUN_MESSAGES[code]})
+
+
+def _decode(data: bytes) -> _Line:
+    """The line; in its body, a half of a surrogate pair becomes the replacement character.
+
+    Programs that cut text within a pair write such halves as escapes. No text holds them, so no model
+    could be given them.
+    """
+    try:
+        return _line_decoder.decode(data)
+    except msgspec.DecodeError:
+        repaired = _ESCAPES.sub(lambda found: b"\\ufffd" if found[1] else found[0], data)
+        if repaired == data:
+            raise
+        line = _line_decoder.decode(repaired)
+        if "\ufffd" in line.custom_id:  # it would not be found again by its name
+            raise
+        return line
+
+
+def _why_no_json(data: bytes, error: Exception) -> str:
+    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return "it is UTF-16, where UTF-8 is needed"
+    reason = str(error).removeprefix("JSON is malformed: ")
+    position = _POSITION.search(reason)
+    if position is not None:
+        at = int(position[1])
+        word = _NO_NUMBERS.search(data, max(0, at - 2), at + 9)
+        if word is not None:
+            return f"{word[0].decode()} is no number in JSON ({position[0]})"
+    return "it ends too early" if reason == "Input data was truncated" else reason
 
 
 def _missing_field(message: str) -> str | None:

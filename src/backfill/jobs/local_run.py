@@ -22,8 +22,9 @@ from backfill.engine.messages import Ready
 from backfill.engine.supervisor import EngineSupervisor
 from backfill.generation.generator import RequestRecord, TextGenerator
 from backfill.generation.tokenizer import Tokenizer
-from backfill.jobs.feeder import Feed, Feeder, in_thread
-from backfill.jobs.lines import BatchLine, LineResult, parse_line, read_lines
+from backfill.jobs.feeder import Feed, Feeder
+from backfill.jobs.lines import BadLine, BatchLine, LineResult, parse_line, read_lines
+from backfill.jobs.patience import in_thread
 from backfill.jobs.records import LineError, RequestCounts, TokenUsage
 from backfill.jobs.results import ForeignResults, ResultLog
 from backfill.jobs.runner import ServiceRunner
@@ -128,6 +129,11 @@ class LocalRun:
         another input's, BackfillError when the engine cannot run.
         """
         started_at_s = time.monotonic()
+        for option, path in (("-i", self._input_path), ("-o", self._result_paths[0])):
+            if str(path) == "-":
+                raise ConfigError(
+                    f"{option} - is no file: a run that is interrupted needs files to go on with."
+                )
         try:
             name = await self._check_input()
             with contextlib.ExitStack() as stack:
@@ -151,6 +157,10 @@ class LocalRun:
             model_names=self._model.names,
             max_lines=sys.maxsize,
             max_line_bytes=_MAX_LINE_BYTES,
+            model_hint=(
+                f"Lines may call this run's {' or '.join(self._model.names)}, or name no model; "
+                "--served-model-name gives it other names."
+            ),
         )
         with contextlib.closing(check):
             while not self._stop_asked.is_set() and not await in_thread(check.advance):
@@ -161,6 +171,13 @@ class LocalRun:
         return await in_thread(_digest, self._input_path)
 
     def _open_results(self, name: str, stack: contextlib.ExitStack) -> None:
+        try:
+            self._read_results(name, stack)
+        except ForeignResults as error:
+            message = f"{error} The file is left as it is; give another -o, or delete it to begin anew."
+            raise ForeignResults(message) from None
+
+    def _read_results(self, name: str, stack: contextlib.ExitStack) -> None:
         for path in dict.fromkeys(self._result_paths):
             if path.exists() and path.samefile(self._input_path):
                 raise ConfigError(f"{path} is the input file.")
@@ -191,7 +208,8 @@ class LocalRun:
     async def _feed(self, file: BinaryIO, engine: asyncio.Task[None], stopping: asyncio.Task[bool]) -> None:
         """Run lines until all have results, a stop is asked for, or the engine cannot go on."""
         assert self._log is not None
-        feed = Feed(self._input_path.name, self._unfinished_lines(file), self._log, _ignore)
+        lines = self._unfinished_lines(file)
+        feed = Feed(self._input_path.name, lines, self._num_unfinished(), self._log, _ignore)
         self._feeder.add(feed)
         try:
             ends: set[asyncio.Future[Any]] = {feed.finished, engine, stopping}
@@ -199,7 +217,13 @@ class LocalRun:
         finally:
             # A result that waits for the disk is not waited for: a full disk would hold the stop for ever.
             await self._feeder.remove(feed, keep_results=False)
-        if engine.done():
+        if feed.finished.done():
+            try:
+                feed.finished.result()
+            except BadLine as bad:
+                message = f"{self._input_path} was changed while it ran: line {bad.error.line}: {bad}"
+                raise ConfigError(message) from None
+        elif engine.done():
             engine.result()
 
     def _unfinished_lines(self, file: BinaryIO) -> Iterator[BatchLine]:
@@ -240,8 +264,18 @@ def _ignore(results: Sequence[LineResult]) -> None:
 
 
 def _digest(path: Path) -> str:
+    """Of the contents up to the last line that is not blank."""
+    digest = hashlib.sha256()
+    blank = b""
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()[:32]
+        while block := file.read(_SLICE_BYTES):
+            content = block.rstrip()
+            if content:
+                digest.update(blank)
+                digest.update(content)
+                blank = b""
+            blank += block[len(content) :]
+    return digest.hexdigest()[:32]
 
 
 @contextlib.contextmanager

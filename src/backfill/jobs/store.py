@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from sqlalchemy import Connection, Engine, RowMapping, Table, delete, insert, select, update
 
-from backfill.jobs.database import batches, files
+from backfill.jobs.database import batches, files, tie_to_folder
 from backfill.jobs.errors import Conflict, NotFound
 from backfill.jobs.records import (
     FINAL_STATUSES,
@@ -32,6 +34,12 @@ class JobStore:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        # A batch is not made of a file that is being deleted. One process owns the records.
+        self._reference = threading.Lock()
+
+    def tie_to_folder(self, data_dir: Path) -> None:
+        """Raises: ConfigError when the folder or the database is another's."""
+        tie_to_folder(self._engine, data_dir)
 
     def close(self) -> None:
         self._engine.dispose()
@@ -65,9 +73,8 @@ class JobStore:
     def delete_file(self, owner: str, file_id: str) -> None:
         """Raises: NotFound, Conflict while a batch that has not ended reads it."""
         self.get_file(owner, file_id)
-        # One statement, so that no batch can begin to use the file in between.
         statement = delete(files).where(files.c.id == file_id, files.c.id.not_in(_inputs_in_use()))
-        with self._engine.begin() as connection:
+        with self._reference, self._engine.begin() as connection:
             is_deleted = connection.execute(statement).rowcount == 1
         if not is_deleted:
             raise Conflict(f"The file {file_id} is the input of a batch that has not ended.")
@@ -75,7 +82,7 @@ class JobStore:
     def delete_expired_files(self, now: int) -> list[str]:
         """Ids of the files that are past their time and were removed from the database."""
         expired = (files.c.expires_at <= now, files.c.id.not_in(_inputs_in_use()))
-        with self._engine.begin() as connection:
+        with self._reference, self._engine.begin() as connection:
             ids = list(connection.execute(select(files.c.id).where(*expired)).scalars())
             for file_id in ids:
                 connection.execute(delete(files).where(files.c.id == file_id, *expired))
@@ -94,7 +101,7 @@ class JobStore:
 
     def add_batch(self, batch: BatchRecord) -> None:
         """Raises: NotFound when the input file is gone."""
-        with self._engine.begin() as connection:
+        with self._reference, self._engine.begin() as connection:
             found = connection.execute(
                 select(files.c.id).where(files.c.id == batch.input_file_id, files.c.owner == batch.owner)
             ).first()
@@ -134,14 +141,18 @@ class JobStore:
     ) -> bool:
         """Apply ``changes`` (column values) and add files, if the batch is in one of the statuses.
 
-        False, and nothing has changed, if it is not: of two that race, one wins.
+        False, and nothing has changed, if it is not: of two that race, one wins. True also where the batch
+        has the new status already: an earlier attempt's answer may have been lost after it was committed.
         """
+        current = select(batches.c.status).where(batches.c.id == batch_id)
         statement = (
             update(batches)
             .where(batches.c.id == batch_id, batches.c.status.in_([status.value for status in only_from]))
             .values(**changes)
         )
         with self._engine.begin() as connection:
+            if connection.execute(current).scalar() == changes["status"]:
+                return True
             for record in new_files:
                 connection.execute(insert(files), dataclasses.asdict(record))
             if connection.execute(statement).rowcount == 1:

@@ -22,6 +22,7 @@ class InputCheck:
     Args:
         endpoint: what every line's url must be; None allows any endpoint there is.
         model_names: what lines may call the model.
+        model_hint: told of a line that calls it otherwise.
     """
 
     def __init__(
@@ -32,11 +33,13 @@ class InputCheck:
         model_names: Sequence[str],
         max_lines: int,
         max_line_bytes: int,
+        model_hint: str = "",
     ) -> None:
         self._file = path.open("rb")
         self._lines = read_lines(self._file, max_line_bytes)
         self._endpoint = endpoint
         self._model_names = frozenset(model_names)
+        self._model_hint = model_hint or f"This server has: {', '.join(sorted(model_names))}."
         self._max_lines = max_lines
         self._max_line_bytes = max_line_bytes
         self._seen: set[bytes] = set()
@@ -82,8 +85,7 @@ class InputCheck:
         if name is None:
             return
         if name not in self._model_names:
-            known = ", ".join(sorted(self._model_names))
-            message = f"The model {name[:80]!r} does not exist. This server has: {known}."
+            message = f"The model {name[:80]!r} does not exist. {self._model_hint}"
             raise BadLine("model_not_found", message, number, "model")
         if self.model is not None and name != self.model:
             message = f"All lines must name one model: {self.model!r} before, {name[:80]!r} here."

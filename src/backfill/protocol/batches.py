@@ -12,6 +12,7 @@ from backfill.protocol.requests import StrictModel
 
 BATCH_ENDPOINTS = ("/v1/chat/completions", "/v1/completions")
 UPLOAD_PURPOSES = ("assistants", "batch", "evals", "fine-tune", "user_data", "vision")
+FILE_PURPOSES = (*UPLOAD_PURPOSES, "batch_output")
 DEFAULT_EXPIRY_ANCHOR = "created_at"
 
 MIN_EXPIRY_S = 3600

@@ -1,0 +1,100 @@
+"""Waiting for disks and databases that refuse for a while, and for threads."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ParamSpec, Protocol, TypeVar
+
+from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError, SQLAlchemyError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
+
+from backfill.jobs.errors import Busy
+from backfill.jobs.lines import LineResult
+
+Args = ParamSpec("Args")
+Result = TypeVar("Result")
+
+logger = logging.getLogger(__name__)
+
+FIRST_RETRY_S = 0.1
+LONGEST_RETRY_S = 10.0
+
+
+class ResultSink(Protocol):
+    def append(self, results: Sequence[LineResult]) -> None:
+        """Make results durable, all or none; blocking. Raises: OSError, which may pass, and others."""
+        ...
+
+
+def retry_delays_s() -> Iterator[float]:
+    """Ever longer, without end."""
+    delay_s = FIRST_RETRY_S
+    while True:
+        yield delay_s
+        delay_s = min(LONGEST_RETRY_S, 2 * delay_s)
+
+
+async def until_durable(sink: ResultSink, results: Sequence[LineResult], name: str) -> None:
+    """Append, and while the disk refuses try again, ever less often."""
+    for delay_s in retry_delays_s():
+        try:
+            return await in_thread(sink.append, results)
+        except OSError as error:
+            reason = error.strerror or error
+            logger.error("%s: results cannot be written (%s); trying again in %g s", name, reason, delay_s)
+        await asyncio.sleep(delay_s)
+
+
+async def persist(work: Callable[[], Result]) -> Result:
+    """Ask the database until it answers. Raises: SQLAlchemyError where asking again cannot help."""
+    for delay_s in retry_delays_s():
+        try:
+            return await in_thread(work)
+        except SQLAlchemyError as error:
+            if not _may_pass(error):
+                raise
+            logger.error(
+                "the batch database does not answer (%s); trying again in %g s", reason_of(error), delay_s
+            )
+        await asyncio.sleep(delay_s)
+    raise AssertionError("delays have no end")
+
+
+async def ask(work: Callable[Args, Result], *args: Args.args, **kwargs: Args.kwargs) -> Result:
+    """Ask the database once, for a caller who waits. Raises: Busy."""
+    try:
+        return await in_thread(work, *args, **kwargs)
+    except SQLAlchemyError as error:
+        logger.error("the batch database does not answer: %s", reason_of(error))
+        raise Busy("The database of files and batches does not answer. Please retry.") from error
+
+
+async def in_thread(work: Callable[Args, Result], *args: Args.args, **kwargs: Args.kwargs) -> Result:
+    """``asyncio.to_thread`` that ends only when the thread has, also when cancelled: files may close then."""
+    task = asyncio.ensure_future(asyncio.to_thread(work, *args, **kwargs))
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await until_done(task)
+        raise
+
+
+async def until_done(task: asyncio.Future[Any]) -> None:
+    """Wait, however often the wait is cancelled."""
+    while not task.done():
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.wait([task])
+
+
+def reason_of(error: SQLAlchemyError) -> str:
+    return str(getattr(error, "orig", None) or error).splitlines()[0]
+
+
+def _may_pass(error: SQLAlchemyError) -> bool:
+    """Whether it is the connection's or a lock's fault rather than the statement's."""
+    if isinstance(error, OperationalError | InterfaceError | PoolTimeout):
+        return True
+    return isinstance(error, DBAPIError) and error.connection_invalidated

@@ -1,0 +1,339 @@
+"""What goes wrong around a batch ends it honestly, or passes; and its store is its own."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import sqlite3
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy.exc import OperationalError
+
+from backfill.core.errors import ConfigError
+from backfill.jobs import lifecycle
+from backfill.jobs.database import open_database
+from backfill.jobs.errors import TooLarge
+from backfill.jobs.lifecycle import BatchDriver
+from backfill.jobs.manager import JobManager
+from backfill.jobs.records import BatchRecord, BatchStatus
+from backfill.jobs.results import ResultLog
+from tests.jobs.doubles import (
+    OWNER,
+    InstantRunner,
+    check_accounts,
+    ended,
+    in_status,
+    input_of,
+    make_manager,
+    ready,
+    results_of,
+    store_input,
+    submit,
+)
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture(autouse=True)
+def short_delays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("backfill.jobs.patience.FIRST_RETRY_S", 0.001)
+
+
+async def half_done(manager: JobManager, runner: InstantRunner) -> BatchRecord:
+    """A batch of 20 lines of which some have results, and the rest are held."""
+    batch = await submit(manager, input_of(20))
+    ready(manager)
+    async with asyncio.timeout(5):
+        while sum(runner.runs.values()) < 6:
+            await asyncio.sleep(0)
+        runner.hold()
+        while (await manager.get_batch(OWNER, batch.id)).request_counts.completed < 6:
+            await asyncio.sleep(0.001)
+    return await manager.get_batch(OWNER, batch.id)
+
+
+def remove(path: Path) -> None:
+    path.unlink()
+
+
+def move_away(path: Path) -> None:
+    path.rename(path.with_suffix(".bak"))
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+@pytest.mark.parametrize("harm", [remove, move_away, cut])
+async def test_results_that_vanish_while_their_batch_runs_fail_it(
+    tmp_path: Path, harm: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    runner = InstantRunner()
+    manager = make_manager(tmp_path, runner)
+    await manager.start()
+    batch = await half_done(manager, runner)
+    harm(tmp_path / "files" / batch.output_blob)
+    runner.let_go()
+    with caplog.at_level(logging.ERROR):
+        batch = await ended(manager, batch.id)
+    assert batch.status is BatchStatus.FAILED
+    (error,) = batch.errors
+    assert error.code == "results_lost"
+    assert batch.output_blob in error.message
+    assert any(batch.id in text and batch.output_blob in text for text in caplog.messages)
+    output, _ = await results_of(manager, batch)
+    assert len(output) == batch.request_counts.completed, "what is left can be read, and is what is counted"
+    await manager.stop()
+
+
+async def test_results_that_vanish_once_every_line_has_one_fail_their_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = make_manager(tmp_path, InstantRunner())
+    await manager.start()
+    run_lines = BatchDriver._run_lines
+
+    async def and_remove(driver: BatchDriver, job: Any) -> None:
+        await run_lines(driver, job)
+        (tmp_path / "files" / job.batch.output_blob).unlink()
+
+    monkeypatch.setattr(BatchDriver, "_run_lines", and_remove)
+    ready(manager)
+    batch = await ended(manager, (await submit(manager, input_of(5))).id)
+    assert (batch.status, batch.request_counts.completed) == (BatchStatus.FAILED, 0)
+    assert [error.code for error in batch.errors] == ["results_lost"]
+    await manager.stop()
+
+
+async def test_a_trouble_that_passes_only_delays_a_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = make_manager(tmp_path, InstantRunner())
+    await manager.start()
+    real_open, num_failures = ResultLog.open, 0
+
+    def refuse(log: ResultLog) -> None:
+        nonlocal num_failures
+        if num_failures < 8:
+            num_failures += 1
+            raise OSError(errno.EMFILE, "Too many open files")
+        real_open(log)
+
+    monkeypatch.setattr(ResultLog, "open", refuse)
+    ready(manager)
+    batch = await ended(manager, (await submit(manager, input_of(9))).id)
+    assert num_failures == 8
+    assert batch.status is BatchStatus.COMPLETED
+    await check_accounts(manager, batch, 9)
+    await manager.stop()
+
+
+async def test_a_trouble_that_does_not_pass_fails_a_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = make_manager(tmp_path, InstantRunner())
+    await manager.start()
+
+    async def stumble(driver: BatchDriver, job: Any) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(BatchDriver, "_run_lines", stumble)
+    ready(manager)
+    batch = await ended(manager, (await submit(manager, input_of(9))).id)
+    assert batch.status is BatchStatus.FAILED
+    assert [error.code for error in batch.errors] == ["internal_error"]
+    await manager.delete_file(OWNER, batch.input_file_id)
+    await manager.stop()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "code"),
+    [
+        ("output_blob", b"no result\n", "results_lost"),
+        ("input_file_id", input_of(3), "file_changed"),
+        ("input_file_id", input_of(19) + b"{\n", "file_changed"),
+    ],
+)
+async def test_files_that_were_changed_between_starts_fail_their_batch(
+    tmp_path: Path, name: str, content: bytes, code: str
+) -> None:
+    runner = InstantRunner()
+    manager = make_manager(tmp_path, runner)
+    await manager.start()
+    batch = await half_done(manager, runner)
+    await manager.stop()
+    (tmp_path / "files" / getattr(batch, name)).write_bytes(content)
+    manager = make_manager(tmp_path, InstantRunner())
+    await manager.start()
+    other = await submit(manager, input_of(50))
+    ready(manager)
+    batch = await ended(manager, batch.id)
+    assert (batch.status, [error.code for error in batch.errors]) == (BatchStatus.FAILED, [code])
+    assert (await ended(manager, other.id)).status is BatchStatus.COMPLETED, "others are not touched"
+    await manager.stop()
+
+
+async def test_many_open_batches_take_few_descriptors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lifecycle, "MAX_FED_AT_ONCE", 3)
+    runner = InstantRunner()
+    runner.hold()
+    manager = make_manager(tmp_path, runner, num_in_flight=40)
+    await manager.start()
+    ready(manager)
+    before = len(os.listdir("/proc/self/fd"))
+    batches = [await submit(manager, input_of(4)) for _ in range(30)]
+    for batch in batches:
+        await in_status(manager, batch.id, BatchStatus.IN_PROGRESS)
+    await asyncio.sleep(0.05)
+    assert len(os.listdir("/proc/self/fd")) - before <= 3 * 3 + 8
+    await manager.cancel_batch(OWNER, batches[-1].id)
+    cancelled = await ended(manager, batches[-1].id)
+    assert cancelled.status is BatchStatus.CANCELLED, "though others are fed before it"
+    await check_accounts(manager, cancelled, 4)
+    late = await ended(manager, (await submit(manager, input_of(4), window_s=0)).id)
+    assert late.status is BatchStatus.EXPIRED
+    runner.let_go()
+    for batch in batches[:-1]:
+        last = await ended(manager, batch.id)
+        assert last.status is BatchStatus.COMPLETED
+        await check_accounts(manager, last, 4)
+    await manager.stop()
+
+
+@pytest.mark.parametrize("status", ["in_progress", "finalizing", "completed"])
+async def test_a_commit_whose_answer_is_lost_counts_once(tmp_path: Path, status: str) -> None:
+    manager = make_manager(tmp_path, InstantRunner())
+    await manager.start()
+    real_change, num_lost = manager._store.change_batch, 0
+
+    def change(batch_id: str, row: Any, **options: Any) -> bool:
+        nonlocal num_lost
+        is_changed = real_change(batch_id, row, **options)
+        if row["status"] == status and num_lost == 0:
+            num_lost += 1
+            raise OperationalError("COMMIT", {}, Exception("the connection was closed"))
+        return is_changed
+
+    manager._store.change_batch = change  # type: ignore[method-assign]
+    ready(manager)
+    batch = await ended(manager, (await submit(manager, input_of(5))).id)
+    assert num_lost == 1
+    assert batch.status is BatchStatus.COMPLETED
+    await check_accounts(manager, batch, 5)
+    await manager.stop()
+
+
+async def test_a_database_serves_one_data_folder(tmp_path: Path) -> None:
+    def manager_of(folder: str) -> JobManager:
+        manager = make_manager(tmp_path / folder, InstantRunner())
+        object.__setattr__(manager.config, "database_url", f"sqlite:///{tmp_path / 'shared.db'}")
+        return manager
+
+    first = manager_of("first")
+    await first.start()
+    with pytest.raises(ConfigError, match="another data folder"):
+        await manager_of("second").start()
+    await first.stop()
+    again = manager_of("first")
+    await again.start()
+    await again.stop()
+
+
+async def test_files_are_not_swept_away_for_an_empty_database(tmp_path: Path) -> None:
+    manager = make_manager(tmp_path, InstantRunner())
+    await manager.start()
+    file_id = await store_input(manager, input_of(3))
+    await manager.stop()
+    for path in tmp_path.glob("jobs.db*"):
+        path.unlink()
+    with pytest.raises(ConfigError, match="another database"):
+        await make_manager(tmp_path, InstantRunner()).start()
+    assert (tmp_path / "files" / file_id).exists()
+
+
+async def test_a_database_of_another_version_is_refused(tmp_path: Path) -> None:
+    manager = make_manager(tmp_path, InstantRunner())
+    await manager.start()
+    await manager.stop()
+    with sqlite3.connect(tmp_path / "jobs.db") as database:
+        database.execute("ALTER TABLE batches DROP COLUMN cached_tokens")
+    database.close()
+    with pytest.raises(ConfigError, match="cached_tokens"):
+        await asyncio.wait_for(make_manager(tmp_path, InstantRunner()).start(), 5)
+
+
+def test_a_database_url_with_a_bad_port_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--batch-database-url"):
+        open_database("postgresql://host:port/name", tmp_path)
+
+
+async def test_a_folder_among_the_files_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "files" / "lost+found").mkdir(parents=True)
+    manager = make_manager(tmp_path, InstantRunner())
+    await manager.start()
+    await manager.stop()
+    assert (tmp_path / "files" / "lost+found").is_dir()
+
+
+async def test_uploads_at_one_time_share_the_room_there_is(tmp_path: Path) -> None:
+    manager = make_manager(tmp_path, InstantRunner())
+    object.__setattr__(manager.config, "max_stored_bytes", 100)
+    await manager.start()
+    uploads = [await manager.begin_upload(OWNER) for _ in range(3)]
+    await uploads[0].write(b"x" * 60)
+    with pytest.raises(TooLarge, match="storage is full"):
+        await uploads[1].write(b"x" * 60)
+    await uploads[1].abort()
+    await uploads[2].write(b"x" * 40)
+    for upload in (uploads[0], uploads[2]):
+        await upload.finish(filename="a", purpose="user_data", expires_after_s=None)
+    await manager.stop()
+
+
+async def test_paused_it_answers_and_leaves_batches_to_the_next_start(tmp_path: Path) -> None:
+    runner = InstantRunner()
+    manager = make_manager(tmp_path, runner)
+    await manager.start()
+    ready(manager)
+    upload = await manager.begin_upload(OWNER)
+    await upload.write(input_of(3))
+    await manager.pause()
+    with pytest.raises(ConfigError, match="in use"):
+        await make_manager(tmp_path, InstantRunner()).start()
+    await upload.finish(filename="in.jsonl", purpose="batch", expires_after_s=None)
+    batch = await submit(manager, input_of(5))
+    ready(manager)  # an engine that was loading meanwhile
+    await asyncio.sleep(0.02)
+    assert not runner.runs
+    await manager.stop()
+    manager = make_manager(tmp_path, runner)
+    await manager.start()
+    ready(manager)
+    assert (await ended(manager, batch.id)).status is BatchStatus.COMPLETED
+    await manager.stop()
+
+
+async def test_lines_that_never_ran_are_named_without_their_bodies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_bytes: list[int] = []
+    real_append = ResultLog.append
+
+    def append(log: ResultLog, results: Sequence[Any]) -> None:
+        num_bytes.append(sum(len(result.line.body) for result in results))
+        real_append(log, results)
+
+    monkeypatch.setattr(ResultLog, "append", append)
+    manager = make_manager(tmp_path, InstantRunner())
+    await manager.start()
+    batch = await ended(manager, (await submit(manager, input_of(2500), window_s=0)).id)
+    await check_accounts(manager, batch, 2500)
+    assert sum(num_bytes) == 0
+    await manager.stop()
