@@ -367,7 +367,7 @@ def floor_of(
 ) -> dict[str, float]:
     """What the machine's limits allow: products at the bf16 rate, weights and KV read once a step.
 
-    The prefill gives each output's first token, so n tokens take n - 1 decode steps. Attention's own FLOPs are
+    The prefill gives an output's first token, so n tokens take n - 1 decode steps. Attention's own FLOPs are
     left out (under 3 % of these prompts' work), and so is everything between the large products: no engine
     reaches this.
     """

@@ -30,8 +30,8 @@ def measure(
 ) -> dict[str, float | list[float]]:
     """Run the batch and the stream once after a short warm-up, then ``first_token_samples`` prompts.
 
-    Returns: ``start_s`` (loading), ``total_tok_s``, ``output_tok_s``, ``stream_tok_s``, ``first_token_s``, the
-    median of ``first_token_samples_s``, which are in order of measurement.
+    Returns: ``start_s`` (loading), ``total_tok_s``, ``output_tok_s``, ``stream_tok_s``, ``first_token_s``,
+    the median of ``first_token_samples_s``, which are in order of measurement.
     Raises: ConfigError when a request would not fit the model's context.
     """
     started_at_s = time.perf_counter()
