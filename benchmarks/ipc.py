@@ -22,7 +22,7 @@ _TIMEOUT_MS = 30_000
 
 
 def measure_ipc(report: StepReport, repeats: int = 2000) -> dict[str, float]:
-    """Medians: ``encode_s``, ``decode_s``, ``round_trip_s`` there and back; and ``num_bytes``."""
+    """Medians over ``repeats`` of ``encode_s``, ``decode_s`` and ``round_trip_s``; and ``num_bytes``."""
     encoder, decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(FromEngine)
     message = encoder.encode(report)
     assert decoder.decode(message) == report

@@ -367,9 +367,9 @@ def floor_of(
 ) -> dict[str, float]:
     """What the machine's limits allow: products at the bf16 rate, weights and KV read once a step.
 
-    The prefill gives each output's first token, so n tokens take n - 1 decode steps. Attention's own FLOPs
-    are left out (under 3 % of these prompts' work), and so is everything between the large products: no
-    engine reaches this.
+    The prefill gives an output's first token, so n tokens take n - 1 decode steps. Attention's own FLOPs are
+    left out (under 3 % of these prompts' work), and so is everything between the large products: no engine
+    reaches this.
     """
     rate, read = machine["bf16_gflop_s"] * 1e9, machine["read_gb_s"] * 1e9
     embedding = config.vocab_size * (config.word_embed_proj_dim or config.hidden_size)

@@ -80,7 +80,7 @@ def main() -> None:
 
 
 def profile_whole(executor: TorchExecutor, num_seqs: int, context: int, num_steps: int) -> dict[str, float]:
-    """Mean seconds of a step and of the model's part of it, and what its report costs."""
+    """Means of a step and of the model's part, and what the report costs: seconds, but ``num_bytes``."""
     engine = started_engine(executor, num_seqs, context, num_steps)
     times: dict[str, float] = defaultdict(float)
     forward = executor._forward
