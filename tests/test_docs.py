@@ -9,6 +9,7 @@ from typing import Any
 import typer.main
 
 from backfill.api.metrics import JobMetrics, Metrics
+from backfill.bench.coserve_figures import CoserveFigures, policy_json
 from backfill.bench.metrics import compute_metrics
 from backfill.bench.report import result_json
 from backfill.bench.runner import Run
@@ -80,6 +81,15 @@ def test_every_option_of_the_load_generator_is_documented() -> None:
     text = (ROOT / "docs" / "benchmarking.md").read_text()
     for option in options("bench serve") - {"--help"}:
         assert f"`{option}`" in text, option
+
+
+def test_every_option_and_figure_of_coserving_is_documented() -> None:
+    text = (ROOT / "docs" / "benchmarking.md").read_text()
+    section = text[text.index("## Online beside offline") : text.index("## Agreement")]
+    for option in options("bench coserve") - {"--help"}:
+        assert f"`{option}`" in section, option
+    for figure in policy_json([CoserveFigures()] * 2, {}):
+        assert f"`{figure}`" in section, figure
 
 
 def test_every_key_of_a_result_is_documented() -> None:

@@ -43,7 +43,8 @@ class LiveProgress:
     ) -> None:
         self._drawing.cancel()
         await asyncio.gather(self._drawing, return_exceptions=True)
-        self._progress.stop()
+        if self._is_enabled:
+            self._progress.stop()  # without a start it would print an empty line
 
     async def _draw(self) -> None:
         if not self._is_enabled:

@@ -182,7 +182,9 @@ def coserve(
             verifies_tls=not insecure,
             shows_progress=not no_progress,
         )
-        outcome = _Outcome(load, model or ("" if base_url else DEFAULT_MODEL), _read_results(compare or ()))
+        outcome = _Outcome(load, model or ("the server's model" if base_url else DEFAULT_MODEL))
+        for path in compare or ():
+            outcome.add_earlier(path)
         for path in (plot, result):
             _check_writable(path)
     except BackfillError as error:
@@ -204,11 +206,12 @@ class _Outcome:
 
     Args:
         earlier: entries of ``policies`` in earlier results.
+        timelines: of the first round of each policy, earlier results' too.
     """
 
     load: CoserveLoad
     model: str
-    earlier: dict[str, dict[str, Any]]
+    earlier: dict[str, dict[str, Any]] = field(default_factory=dict)
     rounds: dict[str, list[CoserveFigures]] = field(default_factory=dict)
     timelines: dict[str, Timeline] = field(default_factory=dict)
 
@@ -217,8 +220,25 @@ class _Outcome:
 
         figures = figures_of(run)
         self.rounds.setdefault(name, []).append(figures)
-        self.timelines.setdefault(name, timeline_of(run))  # of the first round
+        if len(self.rounds[name]) == 1:
+            self.timelines[name] = timeline_of(run)
         return figures
+
+    def add_earlier(self, path: Path) -> None:
+        """Raises: ConfigError for a file that is no result of this command."""
+        from backfill.bench.coserve_figures import Timeline
+
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            if content["scenario"] != "coserve":
+                raise KeyError("scenario")
+            timelines = {name: Timeline(**each) for name, each in content.get("timelines", {}).items()}
+            self.earlier |= content["policies"]
+            self.timelines |= timelines
+        except OSError as error:
+            raise ConfigError(f"--compare {path} cannot be read: {error.strerror or error}.") from error
+        except (ValueError, TypeError, KeyError) as error:
+            raise ConfigError(f"--compare {path} is no result of bench coserve --result.") from error
 
     def as_json(self) -> dict[str, Any]:
         from backfill.bench.coserve_figures import CoserveFigures, median_figures, policy_json
@@ -411,20 +431,6 @@ def _server_options(texts: Any, load: CoserveLoad) -> tuple[str, ...]:
         except ValueError as error:
             raise ConfigError(f"--server-option {text!r}: {error}.") from error
     return tuple(options)
-
-
-def _read_results(paths: Any) -> dict[str, dict[str, Any]]:
-    """The policies of earlier results. Raises: ConfigError for a file that is none."""
-    policies: dict[str, dict[str, Any]] = {}
-    for path in paths:
-        try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"--compare {path} cannot be read: {error}.") from error
-        if not isinstance(content, dict) or content.get("scenario") != "coserve":
-            raise ConfigError(f"--compare {path} is no result of bench coserve.")
-        policies |= content["policies"]
-    return policies
 
 
 def _check_writable(path: Path | None) -> None:

@@ -1,0 +1,169 @@
+"""Online and offline load on a server at once."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from backfill.bench.client import Endpoint
+from backfill.bench.coserve import CoserveRun, Status, run_coserve
+from backfill.bench.coserve_figures import figures_of, timeline_of
+from backfill.bench.coserve_load import CoserveLoad, LengthRange, OfflineMode
+from backfill.core.errors import ConfigError
+from tests.bench.fake_server import FakeServer
+
+LOAD = CoserveLoad(
+    duration_s=1.5,
+    warmup_s=0.5,
+    rate_per_s=8.0,
+    input_len=LengthRange(4, 4),
+    output_len=LengthRange(3, 3),
+    offline_input_len=LengthRange(20, 30),
+    offline_output_len=LengthRange(5, 9),
+    offline_concurrency=4,
+    offline_lines=5,
+    drain_s=1.0,
+)
+
+
+def coserve(
+    server: FakeServer,
+    load: CoserveLoad = LOAD,
+    meanwhile: Callable[[asyncio.Event], Coroutine[Any, Any, None]] | None = None,
+) -> CoserveRun:
+    async def run() -> CoserveRun:
+        stop = asyncio.Event()
+        async with server.running():
+            endpoint = Endpoint(server.url, "/v1/completions", "", ignore_eos=True)
+            task = None if meanwhile is None else asyncio.create_task(meanwhile(stop))
+            try:
+                return await run_coserve(endpoint, load, stop=stop)
+            finally:
+                if task is not None:
+                    await task
+
+    return asyncio.run(run())
+
+
+def with_mode(mode: OfflineMode) -> CoserveLoad:
+    return dataclasses.replace(LOAD, offline_mode=mode)
+
+
+def test_both_classes_are_sent_and_counted() -> None:
+    server = FakeServer()
+    run = coserve(server)
+    online = [body for body in server.bodies if body.get("stream") and body["max_tokens"] == 3]
+    offline = [body for body in server.bodies if not body.get("stream")]
+    assert run.status is Status.COMPLETE
+    assert len(online) == 16 and all(body["ignore_eos"] for body in online + offline)
+    assert {body["service_tier"] for body in offline} == {"flex"}
+    assert not any("priority" in body or "service_tier" in body for body in online)
+    assert server.most_offline == 4
+    figures = figures_of(run)
+    assert figures.num_online == sum(r.due_at_s >= 0.5 for r in LOAD.online_requests())
+    assert (figures.failed, figures.unfinished, figures.offline_failed) == (0, 0, 0)
+    assert figures.tokens_from == "server" and figures.errors == {}
+    assert figures.offline_tok_s == pytest.approx(4 * 32 / 0.05, rel=0.4)
+    # What the client alone knows of completed requests agrees with the server's counters.
+    alone = run.offline.tokens_between(0.5, run.ended_at_s)
+    assert alone == pytest.approx((figures.offline_tok_s or 0.0) * figures.measured_s, rel=0.15)
+    assert figures.online_tok_s == pytest.approx(8 * 7, rel=0.35)
+    assert figures.total_tok_s == pytest.approx((figures.online_tok_s or 0) + (figures.offline_tok_s or 0))
+    assert figures.recomputed_token_share == 0.0 and figures.aborted_token_share is None
+    assert len(timeline_of(run).ttfts) == 16
+
+
+def test_no_offline_load_at_all() -> None:
+    server = FakeServer()
+    figures = figures_of(coserve(server, with_mode(OfflineMode.NONE)))
+    assert all(body.get("stream") for body in server.bodies)
+    assert figures.offline_tok_s == 0.0 and figures.total_tok_s == figures.online_tok_s
+
+
+def test_priorities_as_vllm_reads_them_and_no_metrics() -> None:
+    server = FakeServer(has_metrics=False)
+    figures = figures_of(coserve(server, with_mode(OfflineMode.PRIORITY)))
+    priorities = {(bool(body.get("stream")), body["priority"]) for body in server.bodies}
+    assert priorities == {(True, 0), (False, 1)}
+    assert figures.tokens_from == "client" and figures.recomputed_token_share is None
+    assert figures.offline_tok_s == pytest.approx(4 * 32 / 0.05, rel=0.4)
+
+
+def test_a_batch_is_submitted_again_until_the_run_ends() -> None:
+    server = FakeServer(has_metrics=False, batch_lines=3)
+    load = dataclasses.replace(with_mode(OfflineMode.BATCH), duration_s=4.0)
+    run = coserve(server, load)
+    assert len(server.lines) == 5 and len(server.batches) >= 2
+    assert server.lines[0]["body"]["max_tokens"] in range(5, 10)
+    assert {batch["status"] for batch in server.batches.values()} <= {"completed", "cancelled"}
+    assert server.deleted == ["file-1"]
+    figures = figures_of(run)
+    assert figures.offline_completed > 5 and figures.tokens_from == "client"
+    assert 0 < (figures.offline_tok_s or 0) < 10 * figures.offline_completed
+
+
+def test_a_server_that_is_gone_leaves_what_was_measured() -> None:
+    server = FakeServer()
+
+    async def die(_: asyncio.Event) -> None:
+        await asyncio.sleep(1.7)
+        await server.die()
+
+    run = coserve(server, dataclasses.replace(LOAD, duration_s=30.0), die)
+    figures = figures_of(run)
+    assert run.status is Status.SERVER_LOST and figures.status == "server lost"
+    assert figures.num_online < 8 * 30 and run.online.duration_s < 15
+
+
+def test_stopping_leaves_what_was_measured() -> None:
+    async def soon(stop: asyncio.Event) -> None:
+        await asyncio.sleep(1.5)
+        stop.set()
+
+    figures = figures_of(coserve(FakeServer(), dataclasses.replace(LOAD, duration_s=30.0), soon))
+    assert figures.status == "interrupted"
+    assert 0.5 < figures.measured_s < 3 and figures.num_online > 0
+    assert figures.ttft_attainment == 1.0
+
+
+def test_requests_without_a_token_count_with_what_they_waited() -> None:
+    load = dataclasses.replace(LOAD, drain_s=0.5, ttft_slo_s=0.2, offline_mode=OfflineMode.NONE)
+    figures = figures_of(coserve(_Silent(), load))
+    assert figures.unfinished == figures.num_online and figures.ttft_attainment == 0.0
+    assert 0.5 < (figures.ttft_p50_s or 0.0) < 3 and figures.itl_p99_s is None
+
+
+class _Silent(FakeServer):
+    """Answers only the request that asks whether it is ready."""
+
+    async def _complete(self, request: Any) -> Any:
+        if (await request.json())["max_tokens"] != 2:
+            await asyncio.sleep(60)
+        return await super()._complete(request)
+
+
+@pytest.mark.parametrize(
+    ("mode", "message"), [(OfflineMode.BATCH, "The server takes no batch: HTTP 404: no batches here.")]
+)
+def test_a_refused_batch_ends_the_run(mode: OfflineMode, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        coserve(FakeServer(refuses=404), with_mode(mode))
+
+
+def test_refused_offline_requests_are_counted_and_not_hammered() -> None:
+    figures = figures_of(coserve(FakeServer(refuses=429)))
+    assert 4 <= figures.offline_failed <= 4 * 8
+    assert figures.errors == {"HTTP 429: no": figures.offline_failed}
+    assert figures.failed == 0
+
+
+def test_requests_beyond_the_context_are_refused_before_they_are_sent() -> None:
+    server = FakeServer()
+    load = dataclasses.replace(LOAD, offline_input_len=LengthRange(4000, 4095))
+    with pytest.raises(ConfigError, match="up to 4104 tokens, more than the server's context of 4096"):
+        coserve(server, load)
+    assert server.bodies == []

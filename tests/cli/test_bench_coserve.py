@@ -1,0 +1,190 @@
+"""``backfill bench coserve`` from the command line to the result."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from backfill.bench.scrape import parse_totals, total_tokens
+from backfill.cli.main import app
+from tests.api.servers import RunningServer, running_server
+
+SHORT = (
+    *("--duration", "4", "--warmup", "1", "--rate", "3", "--input-len", "20", "--output-len", "8"),
+    *("--offline-input-len", "16:32", "--offline-output-len", "4:8", "--offline-concurrency", "4"),
+)
+SMALL = ("--kv-gib", "0.25", "--max-model-len", "512")
+
+
+def coserve(*arguments: str) -> Any:
+    return CliRunner().invoke(app, ["bench", "coserve", "--no-progress", *arguments])
+
+
+@pytest.fixture(scope="module")
+def server(default_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    with running_server(*SMALL, data_dir=tmp_path_factory.mktemp("data")) as server:
+        yield server
+
+
+def test_policies_one_after_another(default_model: Path, tmp_path: Path) -> None:
+    files = ("--plot", str(tmp_path / "a.png"), "--result", str(tmp_path / "a.json"))
+    logs = ("--log-dir", str(tmp_path / "logs"))
+    options = ("--server-option", "--kv-gib 0.25 --max-model-len 512")
+    result = coserve("--policies", "online-only,fcfs", *SHORT, *options, *files, *logs, "--json")
+    assert result.exit_code == 0, result.output
+    content = json.loads(result.stdout.splitlines()[-1])
+    assert content["scenario"] == "coserve" and list(content["policies"]) == ["online-only", "fcfs"]
+    for name, figures in content["policies"].items():
+        assert (figures["status"], figures["failed"], figures["unfinished"]) == ("complete", 0, 0), name
+        assert 0 < figures["ttft_p50_s"] <= figures["ttft_p99_s"]
+        assert 0 < figures["itl_p50_s"] <= figures["itl_p99_s"]
+        assert figures["recomputed_token_share"] == 0.0
+    alone, flooded = content["policies"].values()
+    assert alone["num_online"] == flooded["num_online"] > 0
+    assert alone["offline_tok_s"] == 0.0 and flooded["offline_tok_s"] > 0
+    assert flooded["tokens_from"] == "server" and flooded["total_tok_s_over_fcfs"] == 1.0
+    assert flooded["ttft_p99_over_online_only"] == flooded["ttft_p99_s"] / alone["ttft_p99_s"]
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    saved = json.loads((tmp_path / "a.json").read_text())
+    assert saved["policies"] == content["policies"] and saved["timelines"]["fcfs"]["ttfts"]
+    assert sorted(path.name.rsplit("-", 2)[0] for path in (tmp_path / "logs").iterdir()) == [
+        "fcfs",
+        "online-only",
+    ]
+
+
+def test_a_batch_on_a_running_server_beside_an_earlier_result(server: RunningServer, tmp_path: Path) -> None:
+    earlier = tmp_path / "earlier.json"
+    result = coserve("--base-url", server.url, "--label", "alone", *SHORT, "--duration", "2",
+                     "--offline-mode", "none", "--result", str(earlier))  # fmt: skip
+    assert result.exit_code == 0, result.output
+    result = coserve("--base-url", server.url, "--label", "ours", *SHORT, "--offline-mode", "batch",
+                     "--offline-lines", "40", "--compare", str(earlier), "--json")  # fmt: skip
+    assert result.exit_code == 0, result.output
+    content = json.loads(result.stdout.splitlines()[-1])
+    ours, alone = content["policies"]["ours"], content["policies"]["alone"]
+    assert ours["failed"] == 0 and ours["offline_completed"] > 0 and ours["offline_tok_s"] > 0
+    assert alone["offline_tok_s"] == 0.0
+    # Nothing is left behind.
+    assert server.http.get("/v1/files").json()["data"] == []
+    assert server.metric("backfill:batch_jobs") == 0
+
+
+def test_the_servers_counters_give_every_token_once(server: RunningServer) -> None:
+    def served() -> float:
+        return total_tokens(parse_totals(server.http.get("/metrics").text)) or 0.0
+
+    before = served()
+    body = {"model": "smollm2-135m-instruct", "max_tokens": 5, "ignore_eos": True}
+    for tier in ("default", "flex"):
+        prompt = list(range(1000, 1030))
+        answer = server.http.post("/v1/completions", json={**body, "prompt": prompt, "service_tier": tier})
+        assert answer.json()["usage"]["total_tokens"] == 35
+    assert served() - before == 70
+
+
+def test_a_server_that_dies_midway(default_model: Path, tmp_path: Path) -> None:
+    def kill_it() -> None:
+        """Once its measurement is about two seconds old."""
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            if pid := _pid_of_server(tmp_path):
+                break
+            time.sleep(0.1)
+        time.sleep(3.5)
+        os.kill(pid, signal.SIGKILL)
+
+    killer = threading.Thread(target=kill_it)
+    killer.start()
+    options = ("--server-option", f"--kv-gib 0.25 --data-dir {tmp_path / 'data'}", "--log-dir", str(tmp_path))
+    result = coserve("--policies", "priority", *SHORT, "--duration", "60", *options, "--json")
+    killer.join()
+    assert result.exit_code == 1
+    assert "The server of priority ended with status -9. Its whole log is" in result.stderr
+    figures = json.loads(result.stdout.splitlines()[-1])["policies"]["priority"]
+    assert figures["status"] == "server lost" and 0 < figures["measured_s"] < 30
+    assert figures["num_online"] > 0 and "priority (partial)" in result.stdout
+
+
+def _pid_of_server(folder: Path) -> int:
+    """The one that has written its configuration, 0 before it has."""
+    path = folder / "data" / "config.json"
+    return int(json.loads(path.read_text())["pid"]) if path.exists() else 0
+
+
+def test_interrupt_keeps_and_marks_what_was_measured(server: RunningServer) -> None:
+    command = [sys.executable, "-m", "backfill", "bench", "coserve", "--base-url", server.url, "--json"]
+    command += [*SHORT, "--duration", "60"]
+    before = server.metric("backfill:request_success_total", **{"class": "online"})
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 30
+    while server.metric("backfill:request_success_total", **{"class": "online"}) < before + 9:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=30)
+    assert process.returncode == 130, stderr
+    figures = json.loads(stdout.splitlines()[-1])["policies"]["server"]
+    assert figures["status"] == "interrupted" and figures["num_online"] > 0
+    assert "partial results" in stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--policies", "slo,best"], "--policies: there is no policy 'best'; there are slo, "),
+        (["--policies", ","], "--policies names none"),
+        (["--input-len", "512:256"], "--input-len takes tokens as N or LOW:HIGH"),
+        (["--offline-output-len", "0"], "--offline-output-len takes tokens"),
+        (["--offline-mode", "bulk"], "--offline-mode must be one of none, flex, priority, batch"),
+        (["--rate", "0"], "--rate must be a number above 0"),
+        (["--duration", "nan"], "--duration must be a number above 0"),
+        (["--rounds", "0"], "--rounds must be at least 1"),
+        (["--ttft-slo", "0"], "--ttft-slo must be a number above 0"),
+        (["--base-url", "localhost:1"], "--base-url must begin with http:// or https://"),
+        (["--base-url", "http://127.0.0.1:1", "--policies", "slo"], "--policies and --server-option start"),
+        (["--base-url", "http://127.0.0.1:1", "--server-option", "--x"], "--policies and --server-option"),
+        (["--server-option", "'"], '--server-option "\'": No closing quotation.'),
+        (["--start-timeout", "0"], "--start-timeout must be above 0"),
+        (["--plot", "/no/such/folder/a.png"], "cannot be written to"),
+        (["--compare", "/no/such/file.json"], "--compare /no/such/file.json cannot be read"),
+        (["--compare", __file__], "is no result of bench coserve --result."),
+    ],
+)
+def test_bad_input_is_one_line(arguments: list[str], message: str) -> None:
+    result = coserve(*arguments)
+    assert result.exit_code == 1
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1 and result.stdout == ""
+
+
+def test_nobody_answers() -> None:
+    result = coserve("--base-url", "http://127.0.0.1:1", "--json")
+    assert result.exit_code == 1
+    assert "backfill: No server answers at http://127.0.0.1:1: Connection refused.\n" in result.stderr
+    assert json.loads(result.stdout)["policies"] == {}
+
+
+def test_requests_beyond_the_context(server: RunningServer) -> None:
+    result = coserve("--base-url", server.url)
+    assert result.exit_code == 1
+    assert "ask for up to 640 tokens, more than the server's context of 512." in result.stderr
+
+
+def test_a_server_that_does_not_start_shows_its_log(tmp_path: Path) -> None:
+    result = coserve("--server-option", "--block-size 0", "--log-dir", str(tmp_path))
+    assert result.exit_code == 1
+    assert "backfill: Policy online-only: The server ended with status 1: " in result.stderr
+    assert "Its whole log is" in result.stderr
+    assert len(list(tmp_path.iterdir())) == 1
