@@ -32,16 +32,17 @@ def fit_cost_model(
         sampled_knots: likewise for sampled rows, above 0.
     Raises: ValueError when there are fewer steps than terms.
     """
+    num_rows, num_sampled = len(row_knots), len(sampled_knots)
+    num_terms = num_rows + num_sampled + 4
+    if len(steps) < num_terms:
+        raise ValueError(f"{len(steps)} steps cannot fit {num_terms} terms")
     terms = np.array([_terms(step.load, row_knots, sampled_knots) for step in steps])
     seconds = np.array([step.seconds for step in steps])
-    if len(steps) < terms.shape[1]:
-        raise ValueError(f"{len(steps)} steps cannot fit {terms.shape[1]} terms")
     # Columns are scaled to a like size: contexts run to millions, rows to fractions.
     relative = terms / seconds[:, None]
     scale = np.maximum(np.abs(relative).max(axis=0), 1e-30)
     weights, _ = nnls(relative / scale, np.ones(len(steps)))
     weights = weights / scale
-    num_rows, num_sampled = len(row_knots), len(sampled_knots)
     rows, sampled, rest = np.split(weights, [num_rows, num_rows + num_sampled])
     return CostModel(
         PiecewiseLinear(tuple(map(float, row_knots)), tuple(np.cumsum(rows).tolist())),

@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from backfill.costs.fit import TimedStep, fit_cost_model, fit_error
+from backfill.costs.load import StepLoad
+from backfill.costs.model import CostModel, PiecewiseLinear
+
+ROW_KNOTS = (1, 16, 64, 256, 1024)
+SAMPLED_KNOTS = (1, 16, 64)
+# The shape of a small model on a CPU: a knee at 16 rows, then nearly linear.
+TRUTH = CostModel(
+    rows_s=PiecewiseLinear(tuple(map(float, ROW_KNOTS)), (0.020, 0.024, 0.060, 0.200, 0.790)),
+    sampled_s=PiecewiseLinear((0.0, 1.0, 16.0, 64.0), (0.0, 0.004, 0.006, 0.020)),
+    request_s=2e-5,
+    prefill_pair_s=1.5e-7,
+    prefill_context_s=4e-7,
+    decode_context_s=9e-7,
+)
+
+
+def random_load(rng: random.Random) -> StepLoad:
+    decodes = [(rng.randint(16, 2000), 1, True)] * rng.choice((0, 1, 4, 8, 20, 40))
+    chunks = [
+        (rng.choice((0, rng.randint(1, 2000))), round(2 ** rng.uniform(0, 9)), rng.random() < 0.5)
+        for _ in range(rng.choice((0, 1, 2)) if decodes else 1)
+    ]
+    return StepLoad.of([*decodes, *chunks])
+
+
+def timed(count: int, seed: int, noise: float = 0.0) -> list[TimedStep]:
+    rng = random.Random(seed)
+    loads = [random_load(rng) for _ in range(count)]
+    return [TimedStep(load, TRUTH.step_time_s(load) * (1 + rng.gauss(0, noise))) for load in loads]
+
+
+def errors(model: CostModel, steps: list[TimedStep]) -> list[float]:
+    return sorted(abs(model.step_time_s(step.load) / step.seconds - 1) for step in steps)
+
+
+def test_a_known_model_is_found_again_from_exact_times() -> None:
+    model = fit_cost_model(timed(200, seed=0), ROW_KNOTS, SAMPLED_KNOTS)
+    assert errors(model, timed(200, seed=1))[-1] < 0.01
+    assert model.rows_s.x == tuple(map(float, ROW_KNOTS))
+    assert model.sampled_s.x == (0.0, *map(float, SAMPLED_KNOTS))
+    assert model.prefill_pair_s == pytest.approx(TRUTH.prefill_pair_s, rel=0.05)
+    assert model.decode_context_s == pytest.approx(TRUTH.decode_context_s, rel=0.05)
+
+
+def test_noise_of_five_percent_is_averaged_out() -> None:
+    model = fit_cost_model(timed(300, seed=2, noise=0.05), ROW_KNOTS, SAMPLED_KNOTS)
+    unseen = errors(model, timed(200, seed=3))
+    assert unseen[len(unseen) // 2] < 0.03
+    assert unseen[-1] > 0.0001, "the noise was not there"
+
+
+def test_errors_are_relative_so_that_long_steps_do_not_outweigh_short_ones() -> None:
+    """No line goes through all of these; the least squares of seconds would follow the long ones."""
+    short = [TimedStep(StepLoad.of([(0, count, False)]), 0.01) for count in range(1, 7)]
+    long = [TimedStep(StepLoad.of([(0, count, False)]), 0.8 + count / 5000) for count in range(512, 1025, 32)]
+    model = fit_cost_model([*short, *long], (1, 1024), (1,))
+    assert errors(model, short)[-1] < 1.0
+
+
+@pytest.mark.parametrize("count", [0, 1, 11])
+def test_fewer_steps_than_terms_are_refused(count: int) -> None:
+    with pytest.raises(ValueError, match=f"{count} steps cannot fit 12 terms"):
+        fit_cost_model(timed(count, seed=0), ROW_KNOTS, SAMPLED_KNOTS)
+
+
+def test_terms_that_no_step_has_cost_nothing() -> None:
+    """Prefills alone say nothing of decodes, and that is not an error."""
+    loads = [StepLoad.of([(0, count, False)]) for count in range(1, 40)]
+    steps = [TimedStep(load, TRUTH.step_time_s(load)) for load in loads]
+    model = fit_cost_model(steps, (1, 16, 64), (1, 16))
+    assert model.decode_context_s == 0.0
+    assert model.sampled_s(8) == 0.0
+    assert errors(model, steps)[-1] < 0.01
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.05, 0.3])
+def test_predictions_never_fall_with_more_tokens_nor_beyond_the_last_knot(noise: float) -> None:
+    model = fit_cost_model(timed(100, seed=5, noise=noise), ROW_KNOTS, SAMPLED_KNOTS)
+    for curve in (model.rows_s, model.sampled_s):
+        values = [curve(at) for at in (*range(0, 1100, 7), 2000, 10_000, 100_000)]
+        assert all(low <= high for low, high in itertools.pairwise(values))
+    assert min(model.request_s, model.prefill_pair_s, model.prefill_context_s, model.decode_context_s) >= 0.0
+    beyond = [model.step_time_s(StepLoad.of([(0, count, True)])) for count in (1024, 2048, 8192)]
+    assert beyond[0] < beyond[1] < beyond[2]
+
+
+def test_the_last_piece_goes_on_with_its_slope() -> None:
+    model = fit_cost_model(timed(200, seed=6), ROW_KNOTS, SAMPLED_KNOTS)
+    assert model.rows_s(4096) == pytest.approx(TRUTH.rows_s(4096), rel=0.05)
+
+
+def test_fit_error_is_relative_to_what_was_measured() -> None:
+    load = StepLoad.of([(0, 16, False)])
+    seconds = TRUTH.step_time_s(load)
+    steps = [TimedStep(load, seconds * factor) for factor in (1.0, 1.0, 2.0, 0.5, 0.8)]
+    error = fit_error(TRUTH, steps)
+    assert error.num_steps == 5
+    assert error.median == pytest.approx(0.25)  # of 0, 0, 1/2, 1 and 1/4
+    assert error.p95 == pytest.approx(0.9)
