@@ -1,8 +1,11 @@
 // y [rows, out] = x [rows, in] * weight^T + bias in AMX tiles, for a weight packed into panels.
 //
-// A panel holds 32 outputs: [in / 2][32][2], pairs of inputs side by side as tdpbf16ps reads them. With few
-// rows the product is as fast as memory delivers the weight; the hardware's own prefetching reaches two
-// thirds of that (measured), so each panel is asked for ahead while its first rows are multiplied.
+// A panel holds 32 outputs: [in / 32][2][16][16][2], for every 32 inputs two tiles of 16 outputs, pairs of
+// inputs side by side as tdpbf16ps reads them.
+// With few rows the product is as fast as memory delivers the weight; the hardware's own prefetching reaches
+// two thirds of that (measured), so each panel is asked for ahead while its first rows are multiplied.
+// With many, what counts is that tiles come from the caches and that results are written while others are
+// computed.
 // A row's result depends on neither the number of rows nor its place among them: the order of its sums is
 // fixed.
 #pragma once
@@ -15,14 +18,20 @@
 
 #include <algorithm>
 
+#include "scratch.h"
 #include "tile_product.h"
 
 namespace backfill::BACKFILL_VARIANT {
 
-constexpr int64_t kPanel = 32;         // outputs of a panel; also the rows multiplied at once
-constexpr int64_t kUnroll = 32;        // inputs consumed by one round of tile products
-constexpr int64_t kStreamedBytes = 1 << 20;
-constexpr int64_t kGroupBytes = 600 << 10;  // of panels that stay in L2 while the rows pass
+constexpr int64_t kPanel = 32;   // outputs of a panel; also the rows multiplied at once
+constexpr int64_t kUnroll = 32;  // inputs consumed by one round of tile products
+constexpr int64_t kTile = 16 * kUnroll;
+constexpr int64_t kFewRows = 64;
+constexpr int64_t kPackedSize = 256 << 10;  // numbers of packed rows: half a MiB, to stay in L2
+constexpr int64_t kMaxChunk = 1536;         // inputs multiplied before the next row or panel comes
+constexpr int64_t kSumsSize = 512 << 10;    // sums that wait for the next chunk
+// Packing 32 rows, and reading a panel first, in products of 32 rows and a panel.
+constexpr int64_t kPackCost = 8, kReadCost = 2;
 
 // Tiles 0 to 3: sums of (upper rows, lower rows) x (left, right half of the panel); 4, 5: rows of x; 6, 7: the
 // panel's halves. `upper` and `lower` rows, at most 16 each, are in use.
@@ -75,101 +84,244 @@ class Prefetcher {
   int64_t lines_;
 };
 
-template <bool Lower>
-BACKFILL_INLINE void multiply_panel(const bf16* panel, const bf16* x, int64_t x_stride, int64_t depth,
-                                    Prefetcher& prefetcher, float* sums) {
-  constexpr int64_t kSumsStride = kPanel * sizeof(float), kPanelStride = kPanel * 2 * sizeof(bf16);
-  const int64_t x_bytes = x_stride * (int64_t)sizeof(bf16);
-  const bf16* x_lower = x + 16 * x_stride;
-  _tile_zero(0);
-  _tile_zero(1);
-  if constexpr (Lower) {
-    _tile_zero(2);
-    _tile_zero(3);
+// Adds the bias to a block's sums and writes them while the next block is multiplied; done at once, the tiles
+// would stand still for it (a third of the time at 576 inputs).
+class SumsWriter {
+ public:
+  void begin(const float* sums, const bf16* bias, bf16* y, int64_t y_stride, int64_t rows, int64_t columns) {
+    finish();
+    sums_ = sums;
+    y_ = y;
+    y_stride_ = y_stride;
+    rows_ = rows;
+    columns_ = columns;
+    left_bias_ = bias == nullptr ? Floats{} : load(bias, columns);
+    right_bias_ = bias == nullptr ? Floats{} : load(bias + kLanes, std::max<int64_t>(columns - kLanes, 0));
   }
-  for (int64_t k = 0; k < depth; k += kUnroll, panel += kUnroll * kPanel) {
-    prefetcher.ask(panel);
-    _tile_loadd(4, x + k, x_bytes);
-    _tile_loadd(6, panel, kPanelStride);
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_loadd(7, panel + 32, kPanelStride);
-    _tile_dpbf16ps(1, 4, 7);
+
+  BACKFILL_INLINE void write_row() {
+    if (rows_ == 0) return;
+    const Floats a = load(sums_) + left_bias_, b = load(sums_ + kLanes) + right_bias_;
+    if (columns_ == kPanel) {
+      _mm512_storeu_si512(y_, (__m512i)_mm512_cvtne2ps_pbh((__m512)b, (__m512)a));
+    } else {
+      store(y_, a, columns_);
+      store(y_ + kLanes, b, std::max<int64_t>(columns_ - kLanes, 0));
+    }
+    sums_ += kPanel;
+    y_ += y_stride_;
+    rows_--;
+  }
+
+  void finish() {
+    while (rows_ > 0) write_row();
+  }
+
+ private:
+  const float* sums_ = nullptr;
+  bf16* y_ = nullptr;
+  int64_t y_stride_ = 0, rows_ = 0, columns_ = 0;
+  Floats left_bias_{}, right_bias_{};
+};
+
+// Rows as tiles one after another: [depth / 32][upper, lower][16][32]. Asks for
+// the rows after them.
+BACKFILL_INLINE void pack_rows(const bf16* x, int64_t x_stride, int64_t rows, int64_t next_rows,
+                               int64_t depth, bf16* packed) {
+  constexpr int64_t kAtOnce = 4 * kUnroll;
+  for (int64_t first = 0; first < depth; first += kAtOnce) {
+    const int64_t last = std::min(first + kAtOnce, depth);
+    for (int64_t row = 0; row < rows; row++)
+      for (int64_t k = first; k < last; k += kUnroll)
+        _mm512_store_si512(packed + k * kPanel + row * kUnroll, _mm512_loadu_si512(x + row * x_stride + k));
+  }
+  const bf16* next = x + rows * x_stride;
+  for (int64_t row = 0; row < next_rows; row++, next += x_stride)
+    for (int64_t k = 0; k < depth; k += kUnroll) _mm_prefetch(next + k, _MM_HINT_T1);
+  publish(packed);
+}
+
+// 32 rows as the tiles see them: of 32 inputs each, `step` apart.
+struct RowTiles {
+  const bf16 *upper, *lower;
+  int64_t stride, step;
+};
+
+// sums [32, 32] = (continues ? sums : 0) + rows * panel^T
+template <bool Lower>
+BACKFILL_INLINE void multiply_panel(const bf16* panel, RowTiles rows, int64_t depth, bool continues,
+                                    Prefetcher& prefetcher, SumsWriter& writer, float* sums) {
+  constexpr int64_t kSumsStride = kPanel * sizeof(float), kTileStride = kUnroll * sizeof(bf16);
+  const int64_t row_bytes = rows.stride * (int64_t)sizeof(bf16);
+  const int64_t writes = (kPanel * kUnroll + depth - 1) / depth;
+  float* lower_sums = sums + 16 * kPanel;
+  if (continues) {
+    _tile_loadd(0, sums, kSumsStride);
+    _tile_loadd(1, sums + 16, kSumsStride);
     if constexpr (Lower) {
-      _tile_loadd(5, x_lower + k, x_bytes);
+      _tile_loadd(2, lower_sums, kSumsStride);
+      _tile_loadd(3, lower_sums + 16, kSumsStride);
+    }
+  } else {
+    _tile_zero(0);
+    _tile_zero(1);
+    if constexpr (Lower) {
+      _tile_zero(2);
+      _tile_zero(3);
+    }
+  }
+  for (int64_t k = 0; k < depth; k += kUnroll, panel += 2 * kTile) {
+    prefetcher.ask(panel);
+    for (int64_t i = 0; i < writes; i++) writer.write_row();
+    _tile_loadd(4, rows.upper, row_bytes);
+    _tile_loadd(6, panel, kTileStride);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_loadd(7, panel + kTile, kTileStride);
+    _tile_dpbf16ps(1, 4, 7);
+    rows.upper += rows.step;
+    if constexpr (Lower) {
+      _tile_loadd(5, rows.lower, row_bytes);
       _tile_dpbf16ps(2, 5, 6);
       _tile_dpbf16ps(3, 5, 7);
+      rows.lower += rows.step;
     }
   }
   _tile_stored(0, sums, kSumsStride);
   _tile_stored(1, sums + 16, kSumsStride);
   if constexpr (Lower) {
-    _tile_stored(2, sums + 16 * kPanel, kSumsStride);
-    _tile_stored(3, sums + 16 * kPanel + 16, kSumsStride);
+    _tile_stored(2, lower_sums, kSumsStride);
+    _tile_stored(3, lower_sums + 16, kSumsStride);
   }
   publish(sums);
 }
 
-BACKFILL_INLINE void store_sums(const float* sums, const bf16* bias, bf16* y, int64_t y_stride, int64_t rows,
-                                int64_t columns, bool streams) {
-  const int64_t left = std::min<int64_t>(columns, kLanes), right = columns - left;
-  const Floats left_bias = bias == nullptr ? Floats{} : load(bias, left);
-  const Floats right_bias = bias == nullptr ? Floats{} : load(bias + kLanes, right);
-  for (int64_t row = 0; row < rows; row++, sums += kPanel, y += y_stride) {
-    const Floats a = load(sums) + left_bias, b = load(sums + kLanes) + right_bias;
-    if (columns == kPanel) {
-      const auto both = (__m512i)_mm512_cvtne2ps_pbh((__m512)b, (__m512)a);
-      if (streams)
-        _mm512_stream_si512((__m512i*)y, both);
-      else
-        _mm512_storeu_si512(y, both);
-    } else {
-      store(y, a, left);
-      store(y + kLanes, b, right);
+BACKFILL_INLINE void multiply_panel(const bf16* panel, int64_t num_rows, const RowTiles& rows, int64_t depth,
+                                    bool continues, Prefetcher& prefetcher, SumsWriter& writer, float* sums) {
+  if (num_rows > 16)
+    multiply_panel<true>(panel, rows, depth, continues, prefetcher, writer, sums);
+  else
+    multiply_panel<false>(panel, rows, depth, continues, prefetcher, writer, sums);
+}
+
+// Some rows times some panels: what one thread does.
+struct LinearPart {
+  int64_t first_row, last_row, first_panel, last_panel;
+};
+
+BACKFILL_INLINE void begin_writing(SumsWriter& writer, const LinearArgs& args, const float* sums, int64_t row,
+                                   int64_t rows, int64_t panel) {
+  const auto* bias = static_cast<const bf16*>(args.bias);
+  const int64_t column = panel * kPanel;
+  writer.begin(sums, bias == nullptr ? nullptr : bias + column,
+               static_cast<bf16*>(args.out) + row * args.out_features + column, args.out_features, rows,
+               std::min(kPanel, args.out_features - column));
+}
+
+// Each panel comes from memory and is multiplied with all rows, which are read where they lie.
+inline void multiply_few_rows(const LinearArgs& args, const LinearPart& part) {
+  const auto* x = static_cast<const bf16*>(args.x);
+  const int64_t panel_size = args.in_features * kPanel, x_stride = args.x_stride;
+  const auto* weight = static_cast<const bf16*>(args.weight);
+  alignas(64) float sums[2][kPanel * kPanel];
+  PanelTiles tiles;
+  SumsWriter writer;
+  Prefetcher prefetcher(weight + part.last_panel * panel_size, (args.rows + kPanel - 1) / kPanel);
+  int turn = 0;
+  for (int64_t index = part.first_panel; index < part.last_panel; index++) {
+    for (int64_t row = part.first_row; row < part.last_row; row += kPanel, turn ^= 1) {
+      const int64_t rows = std::min(kPanel, part.last_row - row), upper = std::min<int64_t>(rows, 16);
+      tiles.configure(upper, rows - upper);
+      const bf16* x_rows = x + row * x_stride;
+      multiply_panel(weight + index * panel_size, rows, {x_rows, x_rows + 16 * x_stride, x_stride, kUnroll},
+                     args.in_features, false, prefetcher, writer, sums[turn]);
+      begin_writing(writer, args, sums[turn], row, rows, index);
     }
   }
+  writer.finish();
+}
+
+// Rows are packed into tiles that stay in L2 while all panels pass. Deep layers go in chunks of their depth,
+// between which the sums wait in memory, exact.
+inline void multiply_many_rows(const LinearArgs& args, const LinearPart& part) {
+  const auto* x = static_cast<const bf16*>(args.x);
+  const auto* weight = static_cast<const bf16*>(args.weight);
+  const int64_t depth = args.in_features, num_chunks = (depth + kMaxChunk - 1) / kMaxChunk;
+  const int64_t chunk = round_up((depth + num_chunks - 1) / num_chunks, kUnroll);
+  const int64_t block = std::min(round_up(part.last_row - part.first_row, kPanel),
+                                 std::max(kPanel, kPackedSize / chunk / kPanel * kPanel));
+  const bool sums_wait = num_chunks > 1;
+  const int64_t panel_sums = block * kPanel, num_panels = part.last_panel - part.first_panel;
+  const int64_t group =
+      sums_wait ? std::min(num_panels, std::max<int64_t>(1, kSumsSize / panel_sums)) : num_panels;
+  const int64_t packed_bytes = block * chunk * (int64_t)sizeof(bf16);
+  const int64_t num_sums = sums_wait ? group * panel_sums : 2 * kPanel * kPanel;
+  auto* packed = static_cast<bf16*>(scratch(kWork, packed_bytes + num_sums * sizeof(float)));
+  auto* all_sums = reinterpret_cast<float*>(packed + block * chunk);
+  PanelTiles tiles;
+  tiles.configure(16, 16);
+  SumsWriter writer;
+  int64_t turn = 0;
+
+  // No function of its own: the writer would leave its registers, a tenth of the time.
+  for (int64_t first_row = part.first_row; first_row < part.last_row; first_row += block) {
+    const int64_t last_row = std::min(first_row + block, part.last_row);
+    for (int64_t first = part.first_panel; first < part.last_panel; first += group) {
+      const int64_t last = std::min(first + group, part.last_panel);
+      for (int64_t k = 0; k < depth; k += chunk) {
+        const int64_t length = std::min(chunk, depth - k);
+        Prefetcher prefetcher(weight + last * depth * kPanel, (last_row - first_row + kPanel - 1) / kPanel);
+        for (int64_t index = first; index < last; index++) {
+          for (int64_t row = first_row; row < last_row; row += kPanel, turn ^= 1) {
+            const int64_t rows = std::min(kPanel, last_row - row), offset = row - first_row;
+            bf16* tiles_of_rows = packed + offset * chunk;
+            if (index == first)
+              pack_rows(x + row * args.x_stride + k, args.x_stride, rows,
+                        std::min(kPanel, part.last_row - row - rows), length, tiles_of_rows);
+            float* sums = all_sums + (sums_wait ? (index - first) * panel_sums + offset * kPanel
+                                                : turn * kPanel * kPanel);
+            multiply_panel(weight + (index * depth + k) * kPanel, rows,
+                           {tiles_of_rows, tiles_of_rows + kTile, kUnroll, 2 * kTile}, length, k > 0,
+                           prefetcher, writer, sums);
+            if (k + length == depth) begin_writing(writer, args, sums, row, rows, index);
+          }
+        }
+      }
+      if (sums_wait) writer.finish();  // before the next group's sums take their place
+    }
+  }
+  writer.finish();
+}
+
+// The thread's part, in the grid of threads that takes least time.
+BACKFILL_INLINE LinearPart part_of(int64_t thread, int64_t num_threads, int64_t rows, int64_t num_panels) {
+  const int64_t num_blocks = (rows + kPanel - 1) / kPanel;
+  int64_t best_cost = INT64_MAX, across = 1;
+  for (int64_t rows_parts = 1; rows_parts <= num_threads; rows_parts++) {
+    const int64_t blocks = (num_blocks + rows_parts - 1) / rows_parts;
+    const int64_t panel_parts = num_threads / rows_parts, panels = (num_panels + panel_parts - 1) / panel_parts;
+    const int64_t cost = blocks * panels + kPackCost * blocks + kReadCost * panels;
+    if (cost < best_cost) best_cost = cost, across = rows_parts;
+  }
+  const int64_t down = num_threads / across;
+  if (thread >= across * down) return {0, 0, 0, 0};
+  const int64_t i = thread / down, j = thread % down;
+  return {num_blocks * i / across * kPanel, std::min(rows, num_blocks * (i + 1) / across * kPanel),
+          num_panels * j / down, num_panels * (j + 1) / down};
 }
 
 inline void linear(const LinearArgs& args) {
   if (args.rows == 0) return;
-  const auto* x = static_cast<const bf16*>(args.x);
-  const auto* weight = static_cast<const bf16*>(args.weight);
-  const auto* bias = static_cast<const bf16*>(args.bias);
-  auto* y = static_cast<bf16*>(args.out);
   const int64_t num_panels = (args.out_features + kPanel - 1) / kPanel;
-  // Past the caches by non-temporal stores, where the output would not stay there: rows far apart fall into
-  // few cache sets, and each line would be read before it is written.
-  const bool streams = args.rows * args.out_features * (int64_t)sizeof(bf16) > kStreamedBytes &&
-                       args.out_features % kPanel == 0 && (uintptr_t)y % 64 == 0;
-  const int64_t panel_bytes = args.in_features * kPanel * (int64_t)sizeof(bf16);
 #pragma omp parallel
   {
-    alignas(64) float sums[kPanel * kPanel];
-    PanelTiles tiles;
     const int64_t num_threads = omp_get_num_threads(), thread = omp_get_thread_num();
-    const int64_t end = num_panels * (thread + 1) / num_threads;
-    const int64_t num_row_blocks = (args.rows + kPanel - 1) / kPanel;
-    const int64_t group = std::max<int64_t>(1, std::min(num_row_blocks, kGroupBytes / panel_bytes));
-    Prefetcher prefetcher(weight + end * args.in_features * kPanel, num_row_blocks);
-    for (int64_t first = num_panels * thread / num_threads; first < end; first += group) {
-      const int64_t last = std::min(first + group, end);
-      for (int64_t row = 0; row < args.rows; row += kPanel) {
-        const int64_t rows = std::min(kPanel, args.rows - row);
-        const int64_t upper = std::min<int64_t>(rows, 16), lower = rows - upper;
-        const bf16* x_rows = x + row * args.x_stride;
-        tiles.configure(upper, lower);
-        for (int64_t index = first; index < last; index++) {
-          const bf16* panel = weight + index * args.in_features * kPanel;
-          const int64_t column = index * kPanel;
-          if (lower > 0)
-            multiply_panel<true>(panel, x_rows, args.x_stride, args.in_features, prefetcher, sums);
-          else
-            multiply_panel<false>(panel, x_rows, args.x_stride, args.in_features, prefetcher, sums);
-          store_sums(sums, bias == nullptr ? nullptr : bias + column, y + row * args.out_features + column,
-                     args.out_features, rows, std::min(kPanel, args.out_features - column), streams);
-        }
-      }
+    if (args.rows <= kFewRows) {
+      const int64_t first = num_panels * thread / num_threads, last = num_panels * (thread + 1) / num_threads;
+      multiply_few_rows(args, {0, args.rows, first, last});
+    } else {
+      const LinearPart part = part_of(thread, num_threads, args.rows, num_panels);
+      if (part.first_row < part.last_row && part.first_panel < part.last_panel) multiply_many_rows(args, part);
     }
-    if (streams) _mm_sfence();  // the barrier does not order non-temporal stores
   }
 }
 

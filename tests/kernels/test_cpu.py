@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -11,11 +12,16 @@ from torch import Tensor
 
 from backfill.core.block import KVLayout
 from backfill.kernels.base import AttentionBatch
-from backfill.kernels.cpu import ISA_VARIABLE, CpuKernels, available_isas
+from backfill.kernels.cpu import ISA_VARIABLE, CpuKernels, TiledLinear, available_isas
 from backfill.kernels.reference import ReferenceKernels
 from tests.kernels.batches import make_batch, make_pool
 
 REFERENCE = ReferenceKernels()
+TILED_ISAS = [
+    isa
+    for isa in available_isas()
+    if isinstance(CpuKernels(isa).linear(torch.zeros(32, 32, dtype=torch.bfloat16)), TiledLinear)
+]
 DTYPES = [torch.float32, torch.bfloat16]
 EPS = 1e-5
 
@@ -244,23 +250,66 @@ def test_linear(
     assert_close(linear(x), expected)
 
 
-def test_an_output_past_the_caches_is_whole(kernels: CpuKernels) -> None:
-    generator = seeded("large")
-    weight = random_rows(generator, 4096, 64, dtype=torch.bfloat16) / 8
-    x = random_rows(generator, 300, 64, dtype=torch.bfloat16)
-    assert_close(kernels.linear(weight)(x), REFERENCE.linear(weight)(x))
+# Around the row count from which rows are packed, and over several blocks of packed rows.
+@pytest.mark.parametrize("isa", TILED_ISAS)
+@pytest.mark.parametrize("rows", [64, 65, 81, 97, 257, 515, 1023, 2048])
+@pytest.mark.parametrize(("out_size", "in_size"), [(96, 576), (1000, 64)])
+def test_linear_of_many_rows(isa: str, out_size: int, in_size: int, rows: int) -> None:
+    generator = seeded("many rows", out_size, in_size, rows)
+    weight = random_rows(generator, out_size, in_size, dtype=torch.bfloat16) / in_size**0.5
+    x = random_rows(generator, rows, in_size, dtype=torch.bfloat16)
+    bias = random_rows(generator, out_size, dtype=torch.bfloat16)
+    expected = torch.nn.functional.linear(x.float(), weight.float(), bias.float())
+    assert_close(CpuKernels(isa).linear(weight, bias)(x), expected.bfloat16())
 
 
-@pytest.mark.parametrize("isa", [isa for isa in available_isas() if CpuKernels(isa).multiplies_in_tiles])
-def test_a_row_of_a_tiled_product_does_not_depend_on_the_others(isa: str) -> None:
-    generator = seeded("invariance")
-    linear = CpuKernels(isa).linear(random_rows(generator, 96, 320, dtype=torch.bfloat16))
-    x = random_rows(generator, 100, 320, dtype=torch.bfloat16)
+@pytest.mark.parametrize("isa", TILED_ISAS)
+@pytest.mark.parametrize("rows", [3, 70, 215])
+@pytest.mark.parametrize(
+    ("out_size", "in_size"), [(96, 1568), (70, 4096), (40, 9632), (4096, 9632), (33, 14336)]
+)
+def test_linear_of_many_inputs(isa: str, out_size: int, in_size: int, rows: int) -> None:
+    generator = seeded("deep", out_size, in_size, rows)
+    weight = random_rows(generator, out_size, in_size, dtype=torch.bfloat16) / in_size**0.5
+    x = random_rows(generator, rows, in_size, dtype=torch.bfloat16)
+    bias = random_rows(generator, out_size, dtype=torch.bfloat16)
+    expected = torch.nn.functional.linear(x.float(), weight.float(), bias.float())
+    assert_close(CpuKernels(isa).linear(weight, bias)(x), expected.bfloat16())
+
+
+@pytest.mark.parametrize("isa", TILED_ISAS)
+def test_linear_called_from_two_threads_at_once(isa: str) -> None:
+    generator = seeded("threads")
+    linear = CpuKernels(isa).linear(random_rows(generator, 320, 1600, dtype=torch.bfloat16) / 40)
+    inputs = [random_rows(generator, rows, 1600, dtype=torch.bfloat16) for rows in (7, 65, 130, 300)]
+    expected = [linear(x) for x in inputs]
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(5):
+            for result, known in zip(pool.map(linear, inputs), expected, strict=True):
+                assert torch.equal(result, known)
+
+
+@pytest.mark.parametrize("isa", TILED_ISAS)
+@pytest.mark.parametrize("in_size", [320, 3200])
+def test_a_row_of_a_tiled_product_does_not_depend_on_the_others(isa: str, in_size: int) -> None:
+    generator = seeded("invariance", in_size)
+    linear = CpuKernels(isa).linear(random_rows(generator, 96, in_size, dtype=torch.bfloat16))
+    x = random_rows(generator, 600, in_size, dtype=torch.bfloat16)
     whole = linear(x)
-    for first, last in [(0, 1), (5, 22), (31, 33), (60, 100)]:
+    for first, last in [(0, 1), (5, 22), (31, 33), (60, 100), (63, 128), (7, 300), (599, 600)]:
         assert torch.equal(linear(x[first:last]), whole[first:last])
     with pytest.raises(ValueError, match=r"^x:"):
         linear(x[:, 32:])
+
+
+def test_linear_refuses_what_it_cannot_read(kernels: CpuKernels) -> None:
+    weight = torch.zeros(4, 32, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"^weight:"):
+        kernels.linear(weight.to("meta"))
+    with pytest.raises(ValueError, match=r"^bias:"):
+        kernels.linear(weight, torch.zeros(4, dtype=torch.bfloat16, device="meta"))
+    with pytest.raises(ValueError, match=r"^weight:"):
+        kernels.linear(weight[:, :0])
 
 
 def test_the_environment_chooses_the_isa(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,13 +66,13 @@ class PackedLinear:
 class TiledLinear:
     """A bf16 weight in panels of 32 outputs for the AMX product of ``csrc/linear.h``.
 
-    One to 64 rows take 0.45 to 0.95 of oneDNN's time on 2 cores, long prefills about the same.
+    Its time beside oneDNN's, by shape and rows, is in ``docs/performance.md``.
+    A row's result depends on no other row.
     """
 
     def __init__(self, cpp: _kernels.KernelSet, weight: Tensor, bias: Tensor | None) -> None:
         self.out_features, self.in_features = weight.shape
-        padded = F.pad(weight.detach(), (0, 0, 0, -self.out_features % _PANEL))
-        self._weight = padded.view(-1, _PANEL, self.in_features // 2, 2).transpose(1, 2).contiguous()
+        self._weight = _panels(weight.detach())
         self._bias = None if bias is None else bias.detach().clone()
         self._weight_address, self._bias_address = self._weight.data_ptr(), _address(self._bias)
         self._multiply = cpp.linear
@@ -93,6 +93,15 @@ class TiledLinear:
             stride,
         )
         return out
+
+
+def _panels(weight: Tensor) -> Tensor:
+    """``[out, in]`` as ``csrc/linear.h`` reads it: ``[out / 32, in / 32, 2, 16, 16, 2]``, that is for each
+    panel and 32 inputs two tiles, one for each half of its outputs, of 16 pairs of inputs by 16 outputs."""
+    missing = -weight.shape[0] % _PANEL
+    padded = F.pad(weight, (0, 0, 0, missing)) if missing else weight
+    tiles = padded.view(-1, 2, 16, weight.shape[1] // _TILE_DEPTH, 16, 2)
+    return tiles.permute(0, 3, 1, 4, 2, 5).contiguous()
 
 
 class _Pool(NamedTuple):
@@ -142,18 +151,15 @@ class CpuKernels:
     def isa(self) -> str:
         return str(self._cpp.isa)
 
-    @property
-    def multiplies_in_tiles(self) -> bool:
-        """Whether bf16 linear layers are ``csrc/linear.h``'s: a row's result then depends on no other row."""
-        return bool(self._cpp.has_linear)
-
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         if weight.dim() != 2:
             raise ValueError(f"weight: expected [out, in], got {list(weight.shape)}")
+        if not weight.is_cpu or weight.shape[1] == 0:
+            raise ValueError(f"weight: expected at least one input, on cpu, got {_describe(weight)}")
         if bias is not None:
             _check_vector("bias", bias, weight.shape[0], weight.dtype)
         if weight.dtype == torch.bfloat16:
-            if self.multiplies_in_tiles and weight.shape[1] % _TILE_DEPTH == 0:
+            if self._cpp.has_linear and weight.shape[1] % _TILE_DEPTH == 0:
                 return TiledLinear(self._cpp, weight, bias)
             if self._packs_bfloat16:
                 return PackedLinear(weight, bias)
@@ -315,8 +321,8 @@ def _matrix(name: str, x: Tensor) -> tuple[int, int, int, int]:
 
 
 def _check_vector(name: str, x: Tensor, size: int, dtype: torch.dtype) -> None:
-    if x.dtype != dtype or x.dim() != 1 or x.shape[0] != size or not x.is_contiguous():
-        raise ValueError(f"{name}: expected contiguous {dtype} [{size}], got {_describe(x)}")
+    if x.dtype != dtype or x.dim() != 1 or x.shape[0] != size or not x.is_contiguous() or not x.is_cpu:
+        raise ValueError(f"{name}: expected contiguous {dtype} [{size}] on cpu, got {_describe(x)}")
 
 
 def _check_indices(name: str, x: Tensor, size: int, dtype: torch.dtype) -> None:
