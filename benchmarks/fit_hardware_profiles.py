@@ -1,10 +1,9 @@
-"""Fits the hardware profiles that simulations use to measured operator times.
+"""Hardware profiles to simulate with, fitted to published A100 operator times.
 
-    python benchmarks/fit_hardware_profiles.py --profiles FOLDER
-
-FOLDER holds microsoft/vidur's profiling data (MIT): the times of every operator but attention of one decoder
-layer on an A100, over 1 to 4,096 tokens and more, and of all-reduces. Attention, the output projection and
-what a step costs beside operators are modelled here; docs/simulation.md says how and what rests on it.
+Reads the operator and all-reduce times that microsoft/vidur published (MIT), adds a model of what they leave
+out, builds timed steps from the sums and fits a cost model to them. What is measured and what is modelled is
+said in each profile's provenance and in docs/hardware-profiles.md. Prints the error on token counts that were
+not fitted on, and a table of steps to hold against published figures.
 """
 
 from __future__ import annotations
@@ -12,220 +11,384 @@ from __future__ import annotations
 import argparse
 import csv
 import json
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 
 from backfill.costs.fit import TimedStep, fit_cost_model, fit_error
 from backfill.costs.load import StepLoad
-from backfill.costs.profile import FORMAT_VERSION, CostProfile, ProfileKey
+from backfill.costs.model import CostModel
+from backfill.costs.profile import FORMAT_VERSION, CostProfile, FitError, ProfileKey
 
-_OUT = Path(__file__).parents[1] / "src/backfill/costs/hardware_profiles"
-_LAYER_OPERATORS = (
-    "input_layernorm",
-    "attn_pre_proj",
-    "attn_rope",
-    "attn_post_proj",
-    "post_attention_layernorm",
-    "mlp_up_proj",
-    "mlp_act",
-    "mlp_down_proj",
-    "add",
-    "add",
-)
-_FLOPS = 312e12  # A100, dense bf16 or fp16
-_PREFILL_EFFICIENCY = 0.55  # of the peak, for attention's products and the output projection
-_READ_EFFICIENCY = 0.8  # of the memory's bandwidth, for reading KV and the output projection
-_MEMORY_SHARE = 0.9  # of the device that the server takes
-_ACTIVATION_BYTES = 1.5 * 2**30
-_COPY_BYTES_PER_S = 25e9  # PCIe 4.0 x16 carries 32 GB/s by its name, about 25 in practice
-_FP16 = 2
-_FEWEST_TOKENS_A_KNOT = 16
+VALUE_BYTES = 2  # fp16
+GIB = 2**30
+PEAK_FLOPS = 312e12  # fp16 tensor cores, NVIDIA A100 datasheet
+FLOPS_FRAC = 0.55
+BANDWIDTH_FRAC = 0.8
+KERNEL_GAP_S = 1e-6
+SAMPLER_PASSES = 4  # over a row of fp32 logits
+ACTIVATIONS_BYTES = 1.5 * GIB
+MEMORY_FRAC = 0.9
+
+# A decoder layer's measured operators as often as they occur in it; its attention is not among them.
+LAYER_OPERATORS = {
+    "input_layernorm": 1,
+    "attn_pre_proj": 1,
+    "attn_rope": 1,
+    "attn_post_proj": 1,
+    "post_attention_layernorm": 1,
+    "mlp_up_proj": 1,
+    "mlp_act": 1,
+    "mlp_down_proj": 1,
+    "add": 2,
+}
+LAYER_KERNELS = sum(LAYER_OPERATORS.values()) + 2  # and the KV write and attention
+
+# Products are computed in tiles of 64 or 128 rows, so time jumps behind their multiples. There the tables go
+# up in steps of 8.
+JUMPS = (64, *range(128, 1024, 128))
+ROW_KNOTS = (1, 16, *(at for jump in JUMPS for at in (jump, jump + 8)), 1024, 1280, 1536, 2048, 3072, 4096)
+ROW_KNOTS += (8192, 16384, 32768)
+SAMPLED_KNOTS = (1, 64, 104, 136, 256, 512)
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class ModelShape:
     name: str
+    table: str
     num_layers: int
     hidden: int
+    num_heads: int
     num_kv_heads: int
-    head_dim: int
+    intermediate: int
     vocab: int
-    num_parameters: float
-    max_len: int
+    max_model_len: int
 
+    @property
+    def kv_width(self) -> int:
+        return self.hidden // self.num_heads * self.num_kv_heads
+
+    @property
     def kv_bytes_per_token(self) -> int:
-        return self.num_layers * 2 * self.num_kv_heads * self.head_dim * _FP16
+        return self.num_layers * 2 * self.kv_width * VALUE_BYTES
+
+    @property
+    def weight_bytes(self) -> int:
+        attention = self.hidden * (2 * self.hidden + 2 * self.kv_width)
+        layer = attention + 3 * self.hidden * self.intermediate + 2 * self.hidden
+        return VALUE_BYTES * (self.num_layers * layer + 2 * self.vocab * self.hidden + self.hidden)
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
+    """One accelerator.
+
+    Attributes:
+        memory_bytes: as CUDA reports it, somewhat below the nominal size.
+        bandwidth: of its memory, nominal bytes a second.
+    """
+
     name: str
     memory_bytes: float
-    read_bytes_per_s: float
+    bandwidth: float
 
 
-_LLAMA_2_7B = Model("llama-2-7b", 32, 4096, 32, 128, 32_000, 6.74e9, 4096)
-_LLAMA_3_8B = Model("llama-3-8b", 32, 4096, 8, 128, 128_256, 8.03e9, 8192)
-_LLAMA_3_70B = Model("llama-3-70b", 80, 8192, 8, 128, 128_256, 70.6e9, 8192)
-_A100_40G = Device("a100-40g", 40 * 2**30, 1.555e12)
-_A100_80G = Device("a100-80g", 80 * 2**30, 2.039e12)
-_TARGETS = (
-    (_A100_40G, _LLAMA_2_7B, 1),
-    (_A100_40G, _LLAMA_3_8B, 1),
-    (_A100_80G, _LLAMA_2_7B, 1),
-    (_A100_80G, _LLAMA_3_8B, 1),
-    (_A100_80G, _LLAMA_3_70B, 8),
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A model on one or more devices."""
+
+    shape: ModelShape
+    device: Device
+    num_devices: int
+    copy_bytes_per_s: float
+
+    @property
+    def parallel(self) -> str:
+        return f"-tp{self.num_devices}" if self.num_devices > 1 else ""
+
+    @property
+    def name(self) -> str:
+        return f"{self.device.name}-{self.shape.name}{self.parallel}"
+
+    @property
+    def kv_tokens(self) -> int:
+        usable = self.device.memory_bytes * MEMORY_FRAC - ACTIVATIONS_BYTES
+        return int((self.num_devices * usable - self.shape.weight_bytes) / self.shape.kv_bytes_per_token)
+
+
+LLAMA_2_7B = ModelShape("llama-2-7b", "a100_llama-2-7b_mlp.csv", 32, 4096, 32, 32, 11008, 32000, 4096)
+LLAMA_3_8B = ModelShape("llama-3-8b", "a100_llama-3-8b_mlp.csv", 32, 4096, 32, 8, 14336, 128256, 8192)
+LLAMA_3_70B = ModelShape("llama-3-70b", "a100_llama-3-70b_mlp.csv", 80, 8192, 64, 8, 28672, 128256, 8192)
+A100_40G = Device("a100-40g", 39.4 * GIB, 1.555e12)
+A100_80G = Device("a100-80g", 79.2 * GIB, 2.039e12)
+MEASURED_DEVICE = A100_80G
+PCIE_BYTES_PER_S = 25e9  # PCIe 4.0 x16: 32 GB/s nominal (ConServe, section 4.4), about 25 reached
+TARGETS = (
+    Target(LLAMA_2_7B, A100_40G, 1, PCIE_BYTES_PER_S),
+    Target(LLAMA_3_8B, A100_40G, 1, PCIE_BYTES_PER_S),
+    Target(LLAMA_2_7B, A100_80G, 1, PCIE_BYTES_PER_S),
+    Target(LLAMA_3_8B, A100_80G, 1, PCIE_BYTES_PER_S),
+    # In a DGX A100 two GPUs share a switch's x16 link to the host.
+    Target(LLAMA_3_70B, A100_80G, 8, 4 * PCIE_BYTES_PER_S),
 )
 
 
-class StepTimes:
-    """Seconds of a step: the measured operators, summed, and the modelled rest."""
-
-    def __init__(self, device: Device, model: Model, num_workers: int, folder: Path) -> None:
-        self._device, self._model, self._num_workers = device, model, num_workers
-        self.rows = _layer_times(folder / f"a100_{model.name}_mlp.csv", num_workers)
-        self.tokens = sorted(self.rows)
-        self._all_reduces = _all_reduce_times(folder / "a100_dgx_all_reduce.csv", num_workers)
-
-    def seconds(self, load: StepLoad) -> float:
-        model = self._model
-        reduced = 0.0
-        if self._num_workers > 1:
-            sizes, times = self._all_reduces
-            reduced = 2 * float(np.interp(load.num_tokens * model.hidden * _FP16, sizes, times))
-        return model.num_layers * (self.rows[load.num_tokens] + reduced) + self._rest(load)
-
-    def _rest(self, load: StepLoad) -> float:
-        model, workers = self._model, self._num_workers
-        flops = _FLOPS * _PREFILL_EFFICIENCY * workers
-        bandwidth = self._device.read_bytes_per_s * _READ_EFFICIENCY * workers
-        read_kv = load.decode_context_tokens + load.prefill_context_tokens
-        pairs = load.prefill_pairs * 4 * model.hidden * model.num_layers
-        output = model.vocab * model.hidden
-        projection = max(output * _FP16 / bandwidth, 2 * load.num_sampled * output / flops)
-        return (
-            read_kv * model.kv_bytes_per_token() / bandwidth
-            + pairs / flops
-            + (projection if load.num_sampled else 0.0)
-        )
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--profiles", type=Path, required=True, help="folder of the operator times")
+    parser.add_argument("--out", type=Path, default=Path("src/backfill/costs/hardware_profiles"))
+    args = parser.parse_args()
+    all_reduce = read_all_reduce(args.profiles / "a100_dgx_all_reduce.csv")
+    print(HEADINGS)
+    args.out.mkdir(parents=True, exist_ok=True)
+    for target in TARGETS:
+        operators = read_operators(args.profiles / target.shape.table, target.num_devices)
+        content = fit_target(target, operators, all_reduce)
+        path = args.out / f"{target.name}.json"
+        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        profile = CostProfile.parse(content["costs"], str(path))
+        print_row(target, profile, rows_error(profile.cost, target, operators, all_reduce))
 
 
-def fit(device: Device, model: Model, num_workers: int, folder: Path) -> dict[str, object]:
-    """A HardwareProfile as JSON."""
-    times = StepTimes(device, model, num_workers, folder)
-    fitted_on, held_out = _split(times.tokens)
-    knots = _knots(fitted_on)
-    costs = fit_cost_model(_steps(times, fitted_on, seed=0), knots, sampled_knots=(1, 64, 256, 1024))
-    parallel = "" if num_workers == 1 else f"-tp{num_workers}"
-    weights = model.num_parameters * _FP16
-    kv_bytes = device.memory_bytes * _MEMORY_SHARE * num_workers - weights - _ACTIVATION_BYTES * num_workers
-    profile = CostProfile(
-        key=ProfileKey(model.name, f"{device.name}{parallel}", "float16"),
-        num_layers=model.num_layers,
-        cost=costs,
-        error=fit_error(costs, _steps(times, held_out, seed=1)),
-        provenance=(
-            "Operators of a layer: medians of microsoft/vidur's profiling data for the A100 (MIT)"
-            + (" and its all-reduce times for 8 workers." if num_workers > 1 else ".")
-            + " Modelled: KV read at 80 % of the memory's bandwidth, attention products and the output"
-            " projection at 55 % of 312 TFLOP/s. Made by benchmarks/fit_hardware_profiles.py."
-        ),
-    )
+def read_operators(path: Path, num_devices: int) -> dict[int, dict[str, float]]:
+    """Median seconds of each operator by number of tokens; the mean of them where a count is there twice."""
+    found: dict[int, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    with path.open(newline="") as file:
+        for row in csv.DictReader(file):
+            if int(row["num_tensor_parallel_workers"]) == num_devices:
+                for operator in ("emb", *LAYER_OPERATORS):
+                    median_ms = float(row[f"time_stats.{operator}.median"])
+                    found[int(row["num_tokens"])][operator].append(median_ms / 1000)
     return {
-        "name": f"{device.name}-{model.name}{parallel}",
-        "costs": {"format": FORMAT_VERSION, **asdict(profile)},
-        "kv_tokens": int(kv_bytes // model.kv_bytes_per_token()),
-        "kv_bytes_per_token": model.kv_bytes_per_token(),
-        "copy_bytes_per_s": _COPY_BYTES_PER_S * num_workers,
-        "max_model_len": model.max_len,
+        num_tokens: {operator: fmean(times) for operator, times in found[num_tokens].items()}
+        for num_tokens in sorted(found)
     }
 
 
-def _steps(times: StepTimes, tokens: Sequence[int], seed: int) -> list[TimedStep]:
-    """For each token count: one prefill, one behind a context, decodes, and decodes beside a prefill."""
-    rng = np.random.default_rng(seed)
-    steps = []
-    for count in tokens:
-        context = int(rng.integers(64, 4096))
-        decodes = [(int(start), 1, True) for start in rng.integers(64, 4096, min(count, 256))]
-        mixed = decodes[: max(1, count // 8)]
-        chunk = count - len(mixed)
-        batches = [[(0, count, True)], [(context, count, False)], [(0, count, False)]]
-        if count <= len(decodes):
-            batches.append(decodes)
-        if chunk:
-            batches.append([*mixed, (context, chunk, False)])
-        for batch in batches:
-            load = StepLoad.of(batch)
-            steps.append(TimedStep(load, times.seconds(load)))
-    return steps
+def read_all_reduce(path: Path) -> tuple[list[float], list[float]]:
+    """Sizes in bytes, ascending, and the seconds of an all-reduce among 8 devices of one machine.
 
-
-def _split(tokens: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Every second token count is held out, the first and the last are not."""
-    inner = tokens[1:-1]
-    return [tokens[0], *inner[1::2], tokens[-1]], list(inner[::2])
-
-
-def _knots(tokens: Sequence[int]) -> list[int]:
-    """Token counts spaced by about an eighth: tile effects bend the curve between powers of two."""
-    knots = [tokens[0]]
-    for count in tokens:
-        if count >= max(knots[-1] * 1.125, knots[-1] + _FEWEST_TOKENS_A_KNOT):
-            knots.append(count)
-    if knots[-1] != tokens[-1]:
-        knots.append(tokens[-1])
-    return knots
-
-
-def _layer_times(path: Path, num_workers: int) -> dict[int, float]:
-    """Seconds of one layer by number of tokens; several rows of a count are averaged."""
-    found: dict[int, list[float]] = {}
-    with path.open(newline="") as lines:
-        for row in csv.DictReader(lines):
-            if int(row["num_tensor_parallel_workers"]) == num_workers:
-                total_ms = sum(float(row[f"time_stats.{name}.median"]) for name in _LAYER_OPERATORS)
-                found.setdefault(int(row["num_tokens"]), []).append(total_ms / 1000)
-    return {count: float(np.mean(values)) for count, values in found.items()}
-
-
-def _all_reduce_times(path: Path, num_workers: int) -> tuple[list[int], list[float]]:
-    """Sizes in bytes and seconds, of workers in one machine."""
-    found: dict[int, list[float]] = {}
-    with path.open(newline="") as lines:
-        for row in csv.DictReader(lines):
-            if int(row["num_workers"]) == num_workers and int(row["devices_per_node"]) == num_workers:
-                found.setdefault(int(row["size"]), []).append(
-                    float(row["time_stats.all_reduce.median"]) / 1000
-                )
-    sizes = sorted(found)
-    return sizes, [float(np.mean(found[size])) for size in sizes]
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
-    parser.add_argument("--profiles", type=Path, required=True, help="folder with the operator times")
-    parser.add_argument("--out", type=Path, default=_OUT)
-    options = parser.parse_args()
-    options.out.mkdir(parents=True, exist_ok=True)
-    print(
-        "profile                     KV tokens  decode 1  32 x 1024  prefill 1024  2048   error (median, P95)"
-    )
-    for device, model, num_workers in _TARGETS:
-        content = fit(device, model, num_workers, options.profiles)
-        path = options.out / f"{content['name']}.json"
-        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        profile = CostProfile.parse(content["costs"], str(path))
-        shapes = ([(512, 1, True)], [(1024, 1, True)] * 32, [(0, 1024, True)], [(0, 2048, True)])
-        milliseconds = [profile.cost.step_time_s(StepLoad.of(shape)) * 1000 for shape in shapes]
-        print(
-            f"{content['name']:28s} {content['kv_tokens']:8d}",
-            *(f"{value:9.1f}" for value in milliseconds),
-            f"  {profile.error.median:.2%} {profile.error.p95:.2%}",
+    Medians of up to 300 kB come out at either some 35 or some 60 us, both for neighbouring sizes, perhaps as
+    the devices did not start together. So each is lowered to the least of any larger size: then they ascend.
+    """
+    with path.open(newline="") as file:
+        found = sorted(
+            (float(row["size"]), float(row["time_stats.all_reduce.median"]) / 1000)
+            for row in csv.DictReader(file)
+            if row["num_workers"] == "8" and row["devices_per_node"] == "8"
         )
+    lowest = np.minimum.accumulate([seconds for _, seconds in reversed(found)])[::-1]
+    return [size for size, _ in found], lowest.tolist()
+
+
+def fit_target(
+    target: Target, operators: Mapping[int, dict[str, float]], all_reduce: tuple[list[float], list[float]]
+) -> dict[str, object]:
+    """The profile as it is stored, with numbers rounded to six digits."""
+    row_knots = [knot for knot in ROW_KNOTS if knot <= max(operators)]
+    rows_s = {
+        num_tokens: rows_time_s(target, num_tokens, times, all_reduce)
+        for num_tokens, times in operators.items()
+    }
+    held_out = held_out_tokens(operators)
+    steps = [step for n in operators if n not in held_out for step in timed_steps(target, n, rows_s[n])]
+    unseen = [step for n in held_out for step in timed_steps(target, n, rows_s[n])]
+    cost = fit_cost_model(steps, row_knots, SAMPLED_KNOTS)
+    costs = CostProfile(
+        ProfileKey(target.shape.name, target.device.name + target.parallel, "float16"),
+        target.shape.num_layers,
+        cost,
+        fit_error(cost, unseen),
+        provenance(target),
+    )
+    content = {
+        "costs": {"format": FORMAT_VERSION, **asdict(costs)},
+        "kv_tokens": target.kv_tokens,
+        "kv_bytes_per_token": target.shape.kv_bytes_per_token,
+        "copy_bytes_per_s": target.copy_bytes_per_s,
+        "max_model_len": target.shape.max_model_len,
+    }
+    rounded: dict[str, object] = json.loads(
+        json.dumps(content), parse_float=lambda text: float(f"{float(text):.6g}")
+    )
+    return rounded
+
+
+def held_out_tokens(operators: Iterable[int]) -> set[int]:
+    """Every other measured token count that is no knot."""
+    return set([num_tokens for num_tokens in operators if num_tokens not in ROW_KNOTS][::2])
+
+
+def rows_time_s(
+    target: Target,
+    num_tokens: int,
+    measured_s: Mapping[str, float],
+    all_reduce: tuple[list[float], list[float]],
+) -> float:
+    """Seconds of a step but for attention and output: all measured except KV writes and gaps of kernels."""
+    shape, tp = target.shape, target.num_devices
+    operator_bytes = bytes_moved(shape, num_tokens)
+    seconds = {
+        name: on_device(target.device, operator_bytes[name], measured_s[name]) for name in operator_bytes
+    }
+    layer = sum(seconds[name] * count for name, count in LAYER_OPERATORS.items())
+    layer += LAYER_KERNELS * KERNEL_GAP_S
+    kv_write_bytes = 2 * num_tokens * shape.kv_bytes_per_token / shape.num_layers / tp  # read, then written
+    layer += kv_write_bytes / memory_rate(target.device)
+    if tp > 1:
+        layer += 2 * (interpolate(num_tokens * shape.hidden * VALUE_BYTES, *all_reduce) + KERNEL_GAP_S)
+    return seconds["emb"] + shape.num_layers * layer
+
+
+def bytes_moved(shape: ModelShape, num_tokens: int) -> dict[str, float]:
+    """Bytes each operator reads and writes on one device that holds the whole model."""
+    n, h, kv, ffn = num_tokens, shape.hidden, shape.kv_width, shape.intermediate
+
+    def product(inner: int, outer: int) -> int:
+        return inner * outer + n * (inner + outer)
+
+    values = {
+        "emb": 2 * n * h,
+        "input_layernorm": 2 * n * h,
+        "attn_pre_proj": product(h, h + 2 * kv),
+        "attn_rope": 2 * n * (h + kv),
+        "attn_post_proj": product(h, h),
+        "post_attention_layernorm": 2 * n * h,
+        "mlp_up_proj": product(h, 2 * ffn),
+        "mlp_act": 3 * n * ffn,
+        "mlp_down_proj": product(ffn, h),
+        "add": 3 * n * h,
+    }
+    return {name: float(VALUE_BYTES * count) for name, count in values.items()}
+
+
+def on_device(device: Device, num_bytes: float, measured_s: float) -> float:
+    """Seconds of an operator on a device of another bandwidth and the same arithmetic.
+
+    An operator takes as long as where it was measured, unless moving its bytes takes longer here; and it
+    slows by the ratio of bandwidths at most, however much of its bytes came from a cache.
+    """
+    at_most = measured_s * MEASURED_DEVICE.bandwidth / device.bandwidth
+    return max(measured_s, min(at_most, num_bytes / memory_rate(device)))
+
+
+def memory_rate(device: Device) -> float:
+    """Bytes a second that kernels bound by memory reach."""
+    return device.bandwidth * BANDWIDTH_FRAC
+
+
+def interpolate(at: float, x: list[float], y: list[float]) -> float:
+    """Linear; beyond the largest ``x`` the slope over the upper half goes on: links bound an all-reduce."""
+    if at <= x[-1]:
+        return float(np.interp(at, x, y))
+    middle = len(x) // 2
+    return y[-1] + (at - x[-1]) * (y[-1] - y[middle]) / (x[-1] - x[middle])
+
+
+def timed_steps(target: Target, num_tokens: int, rows_s: float) -> list[TimedStep]:
+    """Steps of as many tokens: prefills, chunks behind a context, decodes, and mixtures of them."""
+    longest = target.shape.max_model_len
+    contexts = [context for context in (0, 512, 2048, longest // 2) if num_tokens + context <= longest]
+    steps = [[(context, num_tokens, sampled)] for context in contexts for sampled in (True, False)]
+    if not steps:  # more than a sequence may have: as many sequences as that takes
+        whole, rest = divmod(num_tokens, longest)
+        steps.append([(0, longest, True)] * whole + ([(0, rest, True)] if rest else []))
+    if num_tokens <= max(SAMPLED_KNOTS):
+        steps += [[(context, 1, True)] * num_tokens for context in (128, 1024, longest - 1)]
+    num_decodes = min(num_tokens // 2, 64)
+    if num_decodes and num_tokens - num_decodes <= longest // 2:
+        chunk = num_tokens - num_decodes
+        steps += [[(1024, 1, True)] * num_decodes + [(start, chunk, False)] for start in (0, longest // 2)]
+    loads = [StepLoad.of(slices) for slices in steps]
+    return [TimedStep(load, rows_s + modelled_time_s(target, load)) for load in loads]
+
+
+def modelled_time_s(target: Target, load: StepLoad) -> float:
+    """Seconds of attention, the output projection and sampling, from their bytes and FLOPs.
+
+    Prefill attention is paid for its arithmetic and for reading its context, one after the other: kernels
+    overlap them in part, so this is the slow side.
+    """
+    shape, tp = target.shape, target.num_devices
+    rate, flops = memory_rate(target.device) * tp, PEAK_FLOPS * FLOPS_FRAC * tp
+    pair_s = 4 * shape.hidden * shape.num_layers / flops
+    context_s = shape.kv_bytes_per_token / rate
+    attention = load.prefill_pairs * pair_s
+    attention += (load.prefill_context_tokens + load.decode_context_tokens) * context_s
+    if not load.num_sampled:
+        return attention
+    weights = shape.vocab * shape.hidden
+    output = max(weights * VALUE_BYTES / rate, 2 * weights * load.num_sampled / flops)
+    logits_bytes = SAMPLER_PASSES * 4 * shape.vocab * load.num_sampled
+    return attention + output + logits_bytes / memory_rate(target.device)
+
+
+def provenance(target: Target) -> str:
+    shape = target.shape
+    parts = [
+        f"Measured (microsoft/vidur profiling data, MIT; {shape.table}): median kernel times of the "
+        f"operators of a {shape.name} layer but attention, at {target.num_devices} device(s) a model, on an "
+        "A100 that the data does not name further; its weight reads reach 1.6 TB/s, more than an A100-40G "
+        "can, so the 80 GB SXM (2.039 TB/s) is assumed."
+    ]
+    if target.num_devices > 1:
+        parts.append(
+            "Measured too (a100_dgx_all_reduce.csv): two all-reduces a layer among 8 devices of a DGX A100, "
+            "each lowered to the least median of any larger size, extrapolated beyond 64 MiB."
+        )
+    if target.device is not MEASURED_DEVICE:
+        parts.append(
+            "Scaled: operators bound by moving their bytes at 80% of 1.555 TB/s were slowed to that, by "
+            "2.039/1.555 at most."
+        )
+    parts.append(
+        "Modelled: attention, KV writes and the output projection with sampling, from bytes at "
+        f"{BANDWIDTH_FRAC:.0%} of the memory's bandwidth and FLOPs at {FLOPS_FRAC:.0%} of 312 TFLOP/s; gaps "
+        f"of {KERNEL_GAP_S * 1e6:g} us between kernels, as the times are of kernels without their launch. No "
+        f"host time is in it. KV memory: {MEMORY_FRAC:.0%} of what CUDA reports less fp16 weights and "
+        f"{ACTIVATIONS_BYTES / GIB:g} GiB a device. Error: on token counts of the table that were not fitted "
+        "on; attention is modelled in both. Made by benchmarks/fit_hardware_profiles.py."
+    )
+    return " ".join(parts)
+
+
+def rows_error(
+    cost: CostModel,
+    target: Target,
+    operators: Mapping[int, dict[str, float]],
+    all_reduce: tuple[list[float], list[float]],
+) -> FitError:
+    """Of the row-wise part at the token counts held out: without the attention that both sides share."""
+    errors = []
+    for num_tokens in held_out_tokens(operators):
+        rows_s = rows_time_s(target, num_tokens, operators[num_tokens], all_reduce)
+        errors.append(abs(cost.rows_s(num_tokens) - rows_s) / rows_s)
+    return FitError(float(np.median(errors)), float(np.percentile(errors, 95)), len(errors))
+
+
+HEADINGS = (
+    f"{'':26} {'steps held out':>20}  {'rows alone':>20}    decode"
+    f"  prefill 512   1024   2048  tokens/s    decode  KV tokens\n"
+    f"{'':26} {'median, P95 (number)':>20}  {'median, P95 (number)':>20}    1 (ms)"
+    f"  {'(ms)':>11} {'(ms)':>6} {'(ms)':>6}   at 2048  32 x 1024"
+)
+
+
+def print_row(target: Target, profile: CostProfile, rows: FitError) -> None:
+    def milliseconds(slices: list[tuple[int, int, bool]]) -> float:
+        return 1000 * profile.cost.step_time_s(StepLoad.of(slices))
+
+    prefill = [milliseconds([(0, num_tokens, True)]) for num_tokens in (512, 1024, 2048)]
+    errors = [f"{each.median:.1%} {each.p95:.1%} ({each.num_steps})" for each in (profile.error, rows)]
+    print(
+        f"{target.name:26} {errors[0]:>20}  {errors[1]:>20}  {milliseconds([(512, 1, True)]):8.1f}"
+        f"  {prefill[0]:11.1f} {prefill[1]:6.1f} {prefill[2]:6.1f}  {2048 / prefill[2] * 1000:8.0f}"
+        f"  {milliseconds([(1024, 1, True)] * 32):8.1f}  {target.kv_tokens:9}"
+    )
 
 
 if __name__ == "__main__":

@@ -89,7 +89,7 @@ class CostProfile:
                 ),
                 provenance=_text(content, "provenance"),
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ConfigError(f"The profile {name} is damaged ({error}): {_REMEDY}") from error
 
     def check_key(self, key: ProfileKey, name: str) -> None:
