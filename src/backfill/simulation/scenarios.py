@@ -203,28 +203,6 @@ def _fig7(inputs: Inputs) -> Scenario:
 # found by running it: in steps of 0.2 requests/s for the trace, of 0.5 for each of three seeds of figure 6.
 _FIG5_RATE_PER_S = 1.0
 _FIG6_RATE_PER_S = 4.0
-_FIG7_DURATION_S, _REQUEST, offline=offline, seed=_SEED),
-        )
-        for rate, cv in settings
-    )
-    return Scenario(
-        name="conserve-fig7",
-        title="ConServe, figure 7: growing burstiness and growing rates beside document summaries",
-        points=points,
-        policies=("online-only", "priority", "slo"),
-        paper={
-            "slo": {"ttft_p99_over_online_only_at_most": 1.25, "offline_tok_s_over_priority": [1.04, 1.12]},
-            "priority": {"ttft_p99_s_at_least": 4.98},
-        },
-        hardware=hardware,
-        slo=_SLO,
-    )
-
-
-# The most at which online-only meets the objectives (the paper's choice of R, section 6.1), found by running
-# it: in steps of 0.2 requests/s for the trace, in steps of 0.5 for each of three seeds.
-_FIG5_RATE_PER_S = 1.2
-_FIG6_RATE_PER_S = 4.5
 _FIG7_DURATION_S = 600.0
 
 _SCENARIOS: dict[str, Callable[[Inputs], Scenario]] = {
