@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 
 from tests.api.batch_inputs import as_jsonl, check_accounts, completion_line, submit, wait_ended
-from tests.api.servers import MODEL, RunningServer, launch, wait_until
+from tests.api.servers import MODEL, RunningServer, launch, running_server, wait_until
 
 NUM_LINES = 300
 # The engine, the server, and the server while it resumes.
@@ -55,6 +55,30 @@ def test_no_line_is_lost_or_answered_twice(default_model: Path, tmp_path: Path) 
         server.http.close()
         server.process.kill()
         server.process.wait()
+
+
+def test_an_engine_that_is_killed_again_and_again_costs_no_line(default_model: Path, tmp_path: Path) -> None:
+    custom_ids = [f"line-{number}" for number in range(NUM_LINES)]
+    content = as_jsonl(
+        completion_line(custom_id, [5, 6, 7 + number], max_tokens=20, ignore_eos=True)
+        for number, custom_id in enumerate(custom_ids)
+    )
+    # All lines are in the engine at once, most of them waiting.
+    options = ("--kv-gib", "0.1", "--max-model-len", "512", "--max-num-seqs", "150")
+    with running_server(*options, data_dir=tmp_path) as server:
+        batch_id = submit(server.client(), content, "/v1/completions").id
+        for num_kills in range(1, 4):
+            server.wait_ready()
+            os.kill(server.engine_pid(), signal.SIGKILL)
+            wait_until(lambda at=num_kills: num_engine_ends(server) == at, 30, "the death to be noticed")
+        batch = wait_ended(server.client(), batch_id)
+        assert batch.request_counts is not None
+        assert (batch.status, batch.request_counts.failed) == ("completed", 0)
+        check_accounts(server.client(), batch, custom_ids)
+
+
+def num_engine_ends(server: RunningServer) -> int:
+    return sum("the engine is started again" in line for line in server.output)
 
 
 def wait_progress(server: RunningServer, batch_id: str, least: int) -> None:
