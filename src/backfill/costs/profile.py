@@ -69,7 +69,7 @@ class CostProfile:
             content = json.loads(path.read_text(encoding="utf-8"))
         except OSError as error:
             raise ConfigError(f"The profile {path} cannot be read: {error.strerror or error}.") from error
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        except (ValueError, RecursionError) as error:  # no UTF-8, no JSON, or JSON no one wrote
             raise ConfigError(f"The profile {path} is not JSON: {_REMEDY}") from error
         return cls.parse(content, str(path))
 
@@ -89,7 +89,7 @@ class CostProfile:
                 ),
                 provenance=_text(content, "provenance"),
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ConfigError(f"The profile {name} is damaged ({error}): {_REMEDY}") from error
 
     def check_key(self, key: ProfileKey, name: str) -> None:
