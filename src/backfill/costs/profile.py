@@ -69,7 +69,7 @@ class CostProfile:
             content = json.loads(path.read_text(encoding="utf-8"))
         except OSError as error:
             raise ConfigError(f"The profile {path} cannot be read: {error.strerror or error}.") from error
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        except (ValueError, RecursionError) as error:  # no UTF-8, no JSON, or JSON no one wrote
             raise ConfigError(f"The profile {path} is not JSON: {_REMEDY}") from error
         return cls.parse(content, str(path))
 

@@ -1,0 +1,155 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from backfill.core.errors import ConfigError
+from backfill.costs.profile import CostProfile, ProfileKey
+from tests.builders import make_profile
+
+PROFILE = make_profile(model="llama-3x48", device="a processor, 4 threads", dtype="bfloat16")
+
+
+def saved(folder: Path) -> tuple[Path, dict[str, Any]]:
+    """A profile on the disk and what its file holds."""
+    path = folder / "profile.json"
+    PROFILE.save(path)
+    return path, json.loads(path.read_text())
+
+
+def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
+    path = tmp_path / "not" / "yet" / "there.json"
+    PROFILE.save(path)
+    assert CostProfile.load(path) == PROFILE
+    assert [each.name for each in path.parent.iterdir()] == ["there.json"]
+
+
+def test_saving_again_replaces_the_file(tmp_path: Path) -> None:
+    path, _ = saved(tmp_path)
+    other = replace(PROFILE, provenance="measured anew, über Nacht")
+    other.save(path)
+    assert CostProfile.load(path) == other
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b'{"format": 1', b"not JSON", b"\xff\xfe\x00", b"\0" * 100, b"[" * 100_000, b"9" * 5000],
+    ids=["empty", "brace", "torn", "text", "no-unicode", "zeros", "nested", "number"],
+)
+def test_what_is_no_json_is_refused(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "profile.json"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match="is not JSON: run `backfill profile`") as caught:
+        CostProfile.load(path)
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("content", ["[]", "null", "7", "{}", '{"format": 2}', '{"format": "1"}'])
+def test_other_formats_are_refused(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text(content)
+    with pytest.raises(ConfigError, match="is not of format 1: run `backfill profile`") as caught:
+        CostProfile.load(path)
+    assert str(path) in str(caught.value)
+
+
+def assign(*where: str | int, value: Any) -> Callable[[dict[str, Any]], None]:
+    def change(content: Any) -> None:
+        for part in where[:-1]:
+            content = content[part]
+        content[where[-1]] = value
+
+    return change
+
+
+def drop(*where: str) -> Callable[[dict[str, Any]], None]:
+    def change(content: dict[str, Any]) -> None:
+        for part in where[:-1]:
+            content = content[part]
+        del content[where[-1]]
+
+    return change
+
+
+ROWS = ("cost", "rows_s")
+
+
+@pytest.mark.parametrize(
+    ("change", "part"),
+    [
+        (drop("key"), "key"),
+        (drop("key", "dtype"), "dtype"),
+        (drop("cost", "request_s"), "request_s"),
+        (drop("cost", "sampled_s", "y"), "y"),
+        (drop("error", "p95"), "p95"),
+        (drop("num_layers"), "num_layers"),
+        (drop("provenance"), "provenance"),
+        (assign("key", value=None), "NoneType"),
+        (assign("key", "model", value=7), "model must be text"),
+        (assign("provenance", value=["text"]), "provenance must be text"),
+        (assign("cost", value=[]), "list"),
+        (assign("num_layers", value=0), "num_layers must be a number of at least 1"),
+        (assign("num_layers", value="32"), "num_layers must be a number"),
+        (assign("num_layers", value=True), "num_layers must be a number"),
+        (assign("cost", "request_s", value=-1e-9), "request_s must be a number of at least 0"),
+        (assign("cost", "request_s", value=float("nan")), "request_s must be a number"),
+        (assign("cost", "prefill_pair_s", value=float("inf")), "prefill_pair_s must be a number"),
+        (assign("cost", "prefill_context_s", value=10**400), "too large"),
+        (assign("cost", "decode_context_s", value=None), "decode_context_s must be a number"),
+        (assign("error", "median", value=float("-inf")), "median must be a number"),
+        (assign(*ROWS, "y", 2, value=float("nan")), "y must be a number"),
+        (assign(*ROWS, "x", 0, value=-1), "x must be a number"),
+        (assign(*ROWS, "x", value=7), "int"),
+        (assign(*ROWS, "x", 1, value=0.5), "x must ascend"),
+        (assign(*ROWS, "y", 1, value=1e9), "y must not be negative or descend"),
+        (assign(*ROWS, "x", value=[1.0, 2.0]), "2 x and 8 y"),
+        (assign("cost", "sampled_s", value={"x": [], "y": []}), "two or more points"),
+    ],
+)
+def test_a_damaged_profile_is_refused(
+    tmp_path: Path, change: Callable[[dict[str, Any]], None], part: str
+) -> None:
+    path, content = saved(tmp_path)
+    change(content)
+    path.write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match=r"is damaged \(.*: run `backfill profile`") as caught:
+        CostProfile.load(path)
+    assert str(path) in str(caught.value)
+    assert part in str(caught.value)
+
+
+def test_whole_numbers_and_unknown_fields_are_accepted(tmp_path: Path) -> None:
+    path, content = saved(tmp_path)
+    content["cost"]["request_s"] = 1
+    content["of a later release"] = {"a": 1}
+    path.write_text(json.dumps(content))
+    assert CostProfile.load(path).cost.request_s == 1.0
+
+
+@pytest.mark.parametrize("name", ["missing.json", "folder", "file/below"])
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, name: str) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"cannot be read: [A-Z][a-z ]+") as caught:
+        CostProfile.load(tmp_path / name)
+    assert str(tmp_path / name) in str(caught.value)
+
+
+@pytest.mark.parametrize("field", ["model", "device", "dtype"])
+def test_a_profile_of_something_else_is_refused_with_what_differs(field: str) -> None:
+    PROFILE.check_key(replace(PROFILE.key), "a.json")
+    here = replace(PROFILE.key, **{field: "what is here"})
+    with pytest.raises(ConfigError) as caught:
+        PROFILE.check_key(here, "a.json")
+    message = str(caught.value)
+    assert message.startswith(f"The profile a.json is of another {field}: ")
+    assert repr(getattr(PROFILE.key, field)) in message
+    assert "'what is here'" in message
+    assert "`backfill profile`" in message
+    for other in set(ProfileKey.__slots__) - {field}:
+        assert f"another {other}" not in message
