@@ -1,0 +1,132 @@
+"""What safepoints cost a step, and how soon a stop takes effect.
+
+    python benchmarks/safepoints.py
+
+Steps with and without armed safepoints run in turn on the real model: a step of 64 decodes and a chunk of a
+prompt. Then steps are stopped at random instants by another thread, as an arrival does, and go on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import sys
+import threading
+import time
+from dataclasses import replace
+
+import numpy as np
+
+from backfill.core.block import pack_block_ref
+from backfill.core.config import EngineConfig
+from backfill.core.plan import AdmittedRequest, Safepoints, ScheduledSlice, StepPlan
+from backfill.core.request import RequestId
+from backfill.core.sampling import SamplingParams
+from backfill.engine.environment import engine_environment
+from backfill.execution.create import create_torch_executor
+from backfill.execution.torch_executor import TorchExecutor
+from backfill.models.resolve import resolve_model
+
+_NUM_DECODES, _CONTEXT, _CHUNK = 64, 256, 256
+_MAX_STOP_S = 0.005
+
+
+def make_plan(executor: TorchExecutor) -> StepPlan:
+    """Offline decodes and a chunk of a prompt; none samples, so the same plan can run any number of times."""
+    blocks_each = -(-(_CONTEXT + 1) // executor.info.block_size)
+    shapes = [(_CONTEXT, 1)] * _NUM_DECODES + [(0, _CHUNK)]
+    slices = tuple(
+        ScheduledSlice(
+            RequestId(f"r{index}"),
+            start,
+            count,
+            tuple(pack_block_ref(index * blocks_each + block) for block in range(blocks_each)),
+            samples=False,
+            yields=True,
+        )
+        for index, (start, count) in enumerate(shapes)
+    )
+    admitted = tuple(
+        AdmittedRequest(
+            piece.request_id, (5,) * (piece.start + piece.num_tokens), SamplingParams(max_tokens=1)
+        )
+        for piece in slices
+    )
+    executor.fill_kv_pool()
+    executor.run(StepPlan(step=0, admitted=admitted, slices=(), released=()))
+    return StepPlan(step=0, admitted=(), slices=slices, released=())
+
+
+def seconds(executor: TorchExecutor, plan: StepPlan) -> float:
+    began = time.perf_counter()
+    executor.run(plan)
+    return time.perf_counter() - began
+
+
+def overhead(executor: TorchExecutor, plan: StepPlan, rounds: int) -> tuple[float, float]:
+    """Median step without safepoints, and the median of each round's time with them over that without."""
+    armed = replace(plan, safepoints=Safepoints(1, suspends=True))
+    plain_s, ratios = [], []
+    for number in range(rounds):
+        first, second = (plan, armed) if number % 2 else (armed, plan)
+        one, two = seconds(executor, first), seconds(executor, second)
+        plain, with_points = (one, two) if number % 2 else (two, one)
+        plain_s.append(plain)
+        ratios.append(with_points / plain)
+    return statistics.median(plain_s), statistics.median(ratios)
+
+
+def stop_latencies(
+    executor: TorchExecutor, plan: StepPlan, step_s: float, rounds: int
+) -> tuple[int, list[float]]:
+    """Layers between safepoints, and seconds from each request to its safepoint."""
+    apart = max(1, int(_MAX_STOP_S / (step_s / executor.info.num_layers)))
+    rng, latencies = random.Random(0), []
+    for number in range(1, rounds + 1):
+        asked: list[float] = []
+
+        def ask(step: int = 2 * number, asked: list[float] = asked) -> None:
+            time.sleep(rng.uniform(0.0, 0.8) * step_s)
+            asked.append(time.monotonic())
+            executor.request_stop(step)
+
+        points = Safepoints(apart, suspends=True)
+        thread = threading.Thread(target=ask)
+        thread.start()
+        outcome = executor.run(replace(plan, step=2 * number, safepoints=points))
+        thread.join()
+        if outcome.stopped_at_s is not None:
+            latencies.append(outcome.stopped_at_s - asked[0])
+            executor.run(replace(plan, step=2 * number + 1, resumes=True))
+    return apart, latencies
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
+    parser.add_argument("--model", default="smollm2-135m-instruct")
+    parser.add_argument("--rounds", type=int, default=100)
+    options = parser.parse_args()
+    missing = engine_environment(os.environ)
+    if missing:
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **missing})
+    executor = create_torch_executor(EngineConfig(model_dir=str(resolve_model(options.model))))
+    plan = make_plan(executor)
+    step_s, ratio = overhead(executor, plan, options.rounds)
+    apart, latencies = stop_latencies(executor, plan, step_s, options.rounds)
+    group_s = apart * step_s / executor.info.num_layers
+    p50, p99 = np.percentile(latencies, [50, 99])
+    print(f"step of {_NUM_DECODES} decodes and {_CHUNK} prompt tokens: {step_s * 1000:.1f} ms")
+    print(f"with a safepoint before every layer: {ratio - 1:+.2%} (goal: under 1 %)")
+    print(f"stop: P50 {p50 * 1000:.2f} ms, P99 {p99 * 1000:.2f} ms of {len(latencies)}; "
+          f"{apart} layers apart, {group_s * 1000:.2f} ms")  # fmt: skip
+    print(json.dumps({
+        "benchmark": "safepoints", "step_s": step_s, "armed_over_plain": ratio, "layers_apart": apart,
+        "layer_group_s": group_s, "stop_p50_s": p50, "stop_p99_s": p99, "num_stops": len(latencies),
+    }))  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
