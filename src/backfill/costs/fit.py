@@ -22,6 +22,11 @@ class TimedStep:
     seconds: float
 
 
+def num_terms(row_knots: Sequence[int], sampled_knots: Sequence[int]) -> int:
+    """Coefficients that a fit with these knots has."""
+    return len(row_knots) + len(sampled_knots) + 4
+
+
 def fit_cost_model(
     steps: Sequence[TimedStep], row_knots: Sequence[int], sampled_knots: Sequence[int]
 ) -> CostModel:
@@ -32,10 +37,8 @@ def fit_cost_model(
         sampled_knots: likewise for sampled rows, above 0.
     Raises: ValueError when there are fewer steps than terms.
     """
-    num_rows, num_sampled = len(row_knots), len(sampled_knots)
-    num_terms = num_rows + num_sampled + 4
-    if len(steps) < num_terms:
-        raise ValueError(f"{len(steps)} steps cannot fit {num_terms} terms")
+    if len(steps) < num_terms(row_knots, sampled_knots):
+        raise ValueError(f"{len(steps)} steps cannot fit {num_terms(row_knots, sampled_knots)} terms")
     terms = np.array([_terms(step.load, row_knots, sampled_knots) for step in steps])
     seconds = np.array([step.seconds for step in steps])
     # Columns are scaled to a like size: contexts run to millions, rows to fractions.
@@ -43,6 +46,7 @@ def fit_cost_model(
     scale = np.maximum(np.abs(relative).max(axis=0), 1e-30)
     weights, _ = nnls(relative / scale, np.ones(len(steps)))
     weights = weights / scale
+    num_rows, num_sampled = len(row_knots), len(sampled_knots)
     rows, sampled, rest = np.split(weights, [num_rows, num_rows + num_sampled])
     return CostModel(
         PiecewiseLinear(tuple(map(float, row_knots)), tuple(np.cumsum(rows).tolist())),

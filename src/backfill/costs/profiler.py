@@ -11,10 +11,11 @@ from typing import Protocol
 
 from backfill.core.block import BlockRef, pack_block_ref
 from backfill.core.clock import Clock
+from backfill.core.errors import ConfigError
 from backfill.core.plan import AdmittedRequest, ScheduledSlice, StepOutcome, StepPlan
 from backfill.core.request import RequestId
 from backfill.core.sampling import SamplingParams
-from backfill.costs.fit import TimedStep, fit_cost_model, fit_error
+from backfill.costs.fit import TimedStep, fit_cost_model, fit_error, num_terms
 from backfill.costs.load import StepLoad
 from backfill.costs.profile import CostProfile, ProfileKey
 
@@ -144,19 +145,25 @@ def profile_executor(
 
     Args:
         on_step: called with (steps run, steps in all).
+    Raises: ConfigError when not even a step of one token is within the capacity.
     """
     fitted_on, held_out = grid.shapes(capacity), grid.held_out(capacity)
+    if not fitted_on:
+        raise ConfigError(
+            f"There is no step to time within a context of {capacity.max_model_len} tokens and a KV pool of "
+            f"{capacity.kv_tokens}; raise --max-model-len or --kv-gib."
+        )
     times = _time_steps(executor, clock, capacity, [*fitted_on, *held_out], grid.rounds, on_step)
     timed = [
         TimedStep(StepLoad.of(shape), seconds)
         for shape, seconds in zip([*fitted_on, *held_out], times, strict=True)
     ]
     steps, unseen = timed[: len(fitted_on)], timed[len(fitted_on) :]
-    cost = fit_cost_model(
-        steps,
-        _within(grid.row_knots, max(step.load.num_tokens for step in steps)),
-        _within(grid.sampled_knots, max(step.load.num_sampled for step in steps)),
-    )
+    row_knots = _within(grid.row_knots, max(step.load.num_tokens for step in steps))
+    sampled_knots = _within(grid.sampled_knots, max(step.load.num_sampled for step in steps))
+    # Small limits leave few shapes. Repeated they have the same best fits, of which any will do.
+    repeats = -(-num_terms(row_knots, sampled_knots) // len(steps))
+    cost = fit_cost_model(steps * repeats, row_knots, sampled_knots)
     return CostProfile(
         key=key,
         num_layers=num_layers,

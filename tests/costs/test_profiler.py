@@ -1,0 +1,233 @@
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from backfill.core.block import block_index, is_reversed
+from backfill.core.clock import VirtualClock
+from backfill.core.errors import ConfigError
+from backfill.core.plan import SampledToken, StepOutcome, StepPlan
+from backfill.core.request import RequestId
+from backfill.costs.load import StepLoad
+from backfill.costs.model import CostModel, PiecewiseLinear
+from backfill.costs.profile import CostProfile, ProfileKey
+from backfill.costs.profiler import FULL, QUICK, Capacity, Grid, profile_executor
+
+# A small model on a CPU; its bends are not at knots of the grids.
+TRUTH = CostModel(
+    rows_s=PiecewiseLinear((1.0, 12.0, 64.0, 2048.0, 8192.0), (0.020, 0.022, 0.050, 1.45, 5.8)),
+    sampled_s=PiecewiseLinear((0.0, 1.0, 16.0, 256.0), (0.0, 0.004, 0.006, 0.050)),
+    request_s=2e-5,
+    prefill_pair_s=1.5e-7,
+    prefill_context_s=4e-7,
+    decode_context_s=9e-7,
+)
+CAPACITY = Capacity(
+    kv_tokens=50_000, block_size=16, max_model_len=4096, max_num_seqs=256, max_num_batched_tokens=2048
+)
+KEY = ProfileKey("model", "device", "dtype")
+
+
+class TimedExecutor:
+    """Takes the time of a known model for each plan, and checks each as a real executor would rely on it."""
+
+    def __init__(self, capacity: Capacity, noise: float = 0.0) -> None:
+        self.capacity = capacity
+        self.clock = VirtualClock()
+        self.num_tokens: dict[RequestId, int] = {}
+        self.loads: list[StepLoad] = []
+        self._seen: set[RequestId] = set()
+        self._noise = noise
+        self._rng = random.Random(1)
+
+    def run(self, plan: StepPlan) -> StepOutcome:
+        for request_id in plan.released:
+            del self.num_tokens[request_id]
+        for admitted in plan.admitted:
+            assert admitted.request_id not in self._seen, "a request's id is used anew"
+            self._seen.add(admitted.request_id)
+            self.num_tokens[admitted.request_id] = len(admitted.prompt_token_ids)
+        if plan.slices:
+            self._check(plan)
+            self.loads.append(StepLoad.of_plan(plan))
+        # What is not the step itself must not be timed with it.
+        self.clock.advance(0.5 * len(plan.admitted) + 0.25 * len(plan.released))
+        factor = 1 + self._rng.gauss(0, self._noise) if self._noise else 1.0
+        self.clock.advance(TRUTH.step_time_s(StepLoad.of_plan(plan)) * factor)
+        return StepOutcome(tuple(SampledToken(piece.request_id, 7) for piece in plan.slices if piece.samples))
+
+    def _check(self, plan: StepPlan) -> None:
+        capacity = self.capacity
+        assert len(plan.slices) <= capacity.max_num_seqs
+        assert plan.num_tokens <= capacity.max_num_batched_tokens
+        assert {piece.request_id for piece in plan.slices} == self.num_tokens.keys()
+        blocks = [block_index(ref) for piece in plan.slices for ref in piece.blocks]
+        assert len(blocks) == len(set(blocks)), "a block is in two slices' tables"
+        assert min(blocks) >= 0 and (max(blocks) + 1) * capacity.block_size <= capacity.kv_tokens
+        assert not any(is_reversed(ref) for piece in plan.slices for ref in piece.blocks)
+        for piece in plan.slices:
+            end = piece.start + piece.num_tokens
+            assert piece.num_tokens > 0
+            assert end <= len(piece.blocks) * capacity.block_size
+            assert end <= self.num_tokens[piece.request_id] <= capacity.max_model_len
+            assert piece.samples == (end == self.num_tokens[piece.request_id])
+
+
+def profiled(
+    capacity: Capacity = CAPACITY, grid: Grid = FULL, noise: float = 0.0
+) -> tuple[CostProfile, TimedExecutor]:
+    executor = TimedExecutor(capacity, noise)
+    profile = profile_executor(executor, executor.clock, capacity, grid, key=KEY, num_layers=30)
+    assert executor.num_tokens == {}, "requests were left in the executor"
+    return profile, executor
+
+
+def random_mixes(capacity: Capacity, count: int = 200) -> list[StepLoad]:
+    """Not those of the grid: other numbers of decodes behind other contexts, with and without chunks."""
+    rng = random.Random(7)
+    found: list[StepLoad] = []
+    while len(found) < count:
+        shape = [(rng.randint(1, 2500), 1, True) for _ in range(rng.choice((0, 0, 1, 2, 5, 20, 50, 90)))]
+        shape += [
+            (rng.choice((0, rng.randint(1, 2000))), rng.randint(1, 1200), rng.random() < 0.5)
+            for _ in range(rng.choice((0, 1, 2)))
+        ]
+        if shape and capacity.holds(tuple(shape)):
+            found.append(StepLoad.of(shape))
+    return found
+
+
+def relative_errors(profile: CostProfile, loads: list[StepLoad]) -> list[float]:
+    return sorted(abs(profile.cost.step_time_s(load) / TRUTH.step_time_s(load) - 1) for load in loads)
+
+
+def test_the_times_of_random_mixes_are_recovered() -> None:
+    profile, _ = profiled()
+    errors = relative_errors(profile, random_mixes(CAPACITY))
+    assert errors[-1] < 0.03
+    assert (profile.key, profile.num_layers) == (KEY, 30)
+    assert profile.error.num_steps == FULL.num_held_out
+    assert profile.error.p95 < 0.03
+    assert f"medians of {FULL.rounds}; {FULL.num_held_out} others held out" in profile.provenance
+
+
+def test_noise_of_three_percent_stays_within_three_percent_for_most_mixes() -> None:
+    profile, _ = profiled(noise=0.03)
+    errors = relative_errors(profile, random_mixes(CAPACITY))
+    assert errors[len(errors) // 2] < 0.015
+    assert errors[int(0.95 * len(errors))] < 0.03
+    assert 0.005 < profile.error.median < 0.04, "what is reported has the noise of the held-out steps in it"
+
+
+def test_each_step_is_timed_in_every_round_and_held_out_steps_are_not_fitted() -> None:
+    grid = replace(QUICK, rounds=3)
+    _, executor = profiled(grid=grid)
+    shapes = [*grid.shapes(CAPACITY), *grid.held_out(CAPACITY)]
+    num_shapes = len(shapes)
+    assert len(executor.loads) == 4 * num_shapes, "three rounds and one that warms up"
+    rounds = [executor.loads[i : i + num_shapes] for i in range(0, len(executor.loads), num_shapes)]
+    expected = sorted(map(repr, map(StepLoad.of, shapes)))
+    assert all(sorted(map(repr, each)) == expected for each in rounds)
+    assert rounds[0] != rounds[1] != rounds[2], "in an order that is shuffled anew"
+    assert not set(grid.shapes(CAPACITY)) & set(grid.held_out(CAPACITY))
+
+
+def test_the_first_round_only_warms_up() -> None:
+    class ColdExecutor(TimedExecutor):
+        def run(self, plan: StepPlan) -> StepOutcome:
+            if plan.slices and len(self.loads) < num_shapes:
+                self.clock.advance(10.0)
+            return super().run(plan)
+
+    grid = replace(QUICK, rounds=1)  # a median of more would hide it
+    num_shapes = len(grid.shapes(CAPACITY)) + len(grid.held_out(CAPACITY))
+    executor = ColdExecutor(CAPACITY)
+    profile = profile_executor(executor, executor.clock, CAPACITY, grid, key=KEY, num_layers=1)
+    warm, _ = profiled(grid=grid)
+    for load in executor.loads:
+        assert profile.cost.step_time_s(load) == pytest.approx(warm.cost.step_time_s(load), rel=1e-6)
+
+
+def test_profiling_is_repeatable() -> None:
+    assert profiled(grid=QUICK, noise=0.05)[0] == profiled(grid=QUICK, noise=0.05)[0]
+
+
+def test_progress_reaches_its_total() -> None:
+    seen: list[tuple[int, int]] = []
+    executor = TimedExecutor(CAPACITY)
+    profile_executor(
+        executor,
+        executor.clock,
+        CAPACITY,
+        QUICK,
+        key=KEY,
+        num_layers=1,
+        on_step=lambda *each: seen.append(each),
+    )
+    total = len(executor.loads)
+    assert seen == [(done, total) for done in range(1, total + 1)]
+
+
+def test_the_quick_grid_is_small_and_right_within_what_it_covers() -> None:
+    profile, executor = profiled(grid=QUICK)
+    assert len(executor.loads) < 100
+    prompts = [StepLoad.of([(0, count, True)]) for count in (1, 10, 40, 100, 200, 256, 512)]
+    decodes = [StepLoad.of([(300, 1, True)] * count) for count in (1, 4, 16, 32)]
+    errors = relative_errors(profile, [*prompts, *decodes])
+    assert errors[-1] < 0.25
+    assert errors[len(errors) // 2] < 0.06
+
+
+SMALL = [
+    {"kv_tokens": 1024},
+    {"kv_tokens": 64},
+    {"kv_tokens": 16},
+    {"max_model_len": 2048},
+    {"max_model_len": 256},
+    {"max_model_len": 32},
+    {"max_model_len": 17},
+    {"max_model_len": 2},
+    {"max_num_seqs": 1},
+    {"max_num_seqs": 3},
+    {"max_num_seqs": 8, "max_num_batched_tokens": 8},
+    {"max_num_seqs": 1, "max_num_batched_tokens": 1},
+    {"max_num_seqs": 1, "max_num_batched_tokens": 64, "max_model_len": 64, "kv_tokens": 64},
+    {"block_size": 64, "kv_tokens": 640},
+]
+
+
+@pytest.mark.parametrize("grid", [QUICK, FULL], ids=["quick", "full"])
+@pytest.mark.parametrize("limits", SMALL, ids=str)
+def test_small_limits_are_kept_and_the_rest_still_fits(limits: dict[str, int], grid: Grid) -> None:
+    capacity = replace(CAPACITY, **limits)
+    profile, executor = profiled(capacity, grid)  # the executor checks each plan
+    assert relative_errors(profile, executor.loads)[-1] < (0.25 if grid is QUICK else 0.05)
+    # Nothing within the limits is predicted to be free.
+    for shape in (((0, 1, True),), ((0, 1, False),), ((1, 1, True),)):
+        load = StepLoad.of(shape)
+        if capacity.holds(shape):
+            assert profile.cost.step_time_s(load) == pytest.approx(TRUTH.step_time_s(load), rel=0.15)
+
+
+@pytest.mark.parametrize(
+    "limits", [{"max_model_len": 1}, {"kv_tokens": 15}, {"max_num_seqs": 0}], ids=["context", "pool", "seqs"]
+)
+def test_where_no_step_fits_at_all_that_is_said(limits: dict[str, int]) -> None:
+    executor = TimedExecutor(CAPACITY)
+    with pytest.raises(ConfigError, match="no step to time"):
+        profile_executor(executor, executor.clock, replace(CAPACITY, **limits), QUICK, key=KEY, num_layers=1)
+
+
+def test_capacity_counts_whole_blocks_and_leaves_a_token_of_room() -> None:
+    capacity = Capacity(
+        kv_tokens=48, block_size=16, max_model_len=40, max_num_seqs=3, max_num_batched_tokens=39
+    )
+    assert capacity.holds(((0, 39, False),))
+    assert not capacity.holds(((0, 40, False),)), "one token more would not fit the context"
+    assert capacity.holds(((0, 17, True), (0, 16, True)))
+    assert not capacity.holds(((0, 17, True), (0, 17, True))), "they take two blocks each"
+    assert capacity.holds(((0, 1, True),) * 3)
+    assert not capacity.holds(((0, 1, True),) * 4)
+    assert not replace(capacity, kv_tokens=480).holds(((0, 20, True),) * 2), "40 tokens in a step of 39"
