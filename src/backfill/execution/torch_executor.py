@@ -131,6 +131,8 @@ class TorchExecutor:
     def _sample(self, running: _Pass) -> tuple[SampledToken, ...]:
         sampling = [piece.request_id for piece in running.slices if piece.samples]
         if not sampling:
+            if self._kv_pool.is_cuda:  # nothing was read from the device, which may still be at work
+                torch.cuda.synchronize(self._kv_pool.device)
             return ()
         logits = self._model.logits(running.state, running.batch.sampled_rows)
         states = [self._states[request_id] for request_id in sampling]
