@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from backfill.core.clock import VirtualClock, WallClock
 from backfill.core.config import EngineConfig, PreemptionMode, SchedulerConfig
+from backfill.core.plan import StepPlan
 from backfill.core.request import FinishReason, Request, RequestId, ServiceClass
 from backfill.costs.profile import CostProfile
 from backfill.engine.engine import Engine
@@ -264,6 +265,26 @@ def test_a_request_arriving_twice_stops_a_step_once(executor: TorchExecutor) -> 
     assert engine.num_stopped_steps == 1
     drain(engine, executor)
     assert engine.num_stopped_steps == 1
+
+
+def test_a_request_that_arrives_while_the_step_is_planned_stops_it(executor: TorchExecutor) -> None:
+    engine = make_engine(executor)
+    for request in requests(ServiceClass.OFFLINE, OFFLINE_SHAPES):
+        engine.add(request)
+    (online,) = requests(ServiceClass.ONLINE, [(13, 5)])
+    plan_step = engine.scheduler.plan_step
+
+    def plan_while_one_arrives(now_s: float) -> StepPlan:
+        plan = plan_step(now_s)
+        if plan.step == 1:
+            engine.arrive(online)
+        return plan
+
+    engine.scheduler.plan_step = plan_while_one_arrives  # type: ignore[method-assign]
+    engine.step()
+    engine.step()
+    assert engine.num_stopped_steps == 1
+    drain(engine, executor)
 
 
 def test_the_engine_hears_an_arrival_from_another_thread_while_a_step_runs(executor: TorchExecutor) -> None:

@@ -93,6 +93,10 @@ class Engine:
         planned. A request stops one step at most: the one it arrives in.
         """
         self._arrived.append(request)
+        self._stop_if_it_pays()
+
+    def _stop_if_it_pays(self) -> None:
+        """Stop the running step's offline part where that is worth it to the requests that have arrived."""
         plan, policy, cost = self._running_plan, self.scheduler.policy, self.scheduler.cost
         if plan is None or plan.safepoints is None or self._stop_requested_at_s is not None:
             return
@@ -127,6 +131,8 @@ class Engine:
         started_at_s = self._step_started_at_s = self._clock.now_s()
         self._stop_requested_at_s = None
         self._running_plan = plan
+        if self._arrived:  # while the plan was made, which does not hold them
+            self._stop_if_it_pays()
         running_at = time.perf_counter()
         try:
             outcome = self.executor.run(plan)

@@ -205,7 +205,7 @@ class Scheduler:
         )
 
     def commit(self, plan: StepPlan, outcome: StepOutcome, now_s: float) -> list[CommittedToken]:
-        """Enter the outcome of ``plan`` into the requests. An aborted one leaves no trace."""
+        """Enter the outcome of ``plan`` into the requests. What was stopped in it is as it was before."""
         stopped = set(outcome.stopped)
         if plan.resumes:
             self._suspended = None
