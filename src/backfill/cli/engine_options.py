@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args
 import jinja2
 import typer
 
-from backfill.core.config import GIB, EngineConfig, PolicyName, SchedulerConfig
+from backfill.core.config import GIB, EngineConfig, PolicyName, PreemptionMode, SchedulerConfig
 from backfill.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -77,6 +77,12 @@ Profile = Annotated[
     Path | None,
     typer.Option(help="Cost profile to predict steps with. Default: the one of this model and device."),
 ]
+Preemption = Annotated[
+    str,
+    typer.Option(
+        help="Offline work that an arrival stops inside a step: suspend it, or discard and redo it."
+    ),
+]
 PromoteBefore = Annotated[
     float,
     typer.Option(
@@ -111,6 +117,7 @@ def build_engine_config(
     tpot_slo_s: float | None = None,
     profile: Path | None = None,
     promote_before_s: float = LIMITS.promote_before_s,
+    preemption: str = LIMITS.preemption,
 ) -> EngineConfig:
     """The options as one valid configuration, but for the model's folder. Raises: ConfigError."""
     config = EngineConfig(
@@ -132,6 +139,7 @@ def build_engine_config(
             ttft_slo_s=ttft_slo_s,
             tpot_slo_s=tpot_slo_s,
             promote_before_s=promote_before_s,
+            preemption=one_of("--preemption", preemption, get_args(PreemptionMode)),
         ),
     )
     config.validate()

@@ -49,6 +49,7 @@ def serve(
     ttft_slo: engine.TtftSlo = None,
     tpot_slo: engine.TpotSlo = None,
     profile: engine.Profile = None,
+    preemption: engine.Preemption = LIMITS.preemption,
     promote_before: engine.PromoteBefore = LIMITS.promote_before_s,
     max_queued_requests: Annotated[
         int, typer.Option(help="Requests accepted beyond --max-num-seqs; more get HTTP 429.")
@@ -129,6 +130,7 @@ def serve(
             tpot_slo_s=tpot_slo,
             profile=profile,
             promote_before_s=promote_before,
+            preemption=preemption,
         )
         jobs_config = JobsConfig(
             data_dir=data_dir.expanduser(),
