@@ -39,7 +39,7 @@ def run_of(
         for at in (0.0, 5.0, 10.0, 15.0)
         if tokens_per_s
     ]
-    return CoserveRun(LOAD, online, NoLoad(), samples, status, ended_at_s=15.0)
+    return CoserveRun(LOAD, "m", online, NoLoad(), samples, status, ended_at_s=15.0)
 
 
 def test_only_what_is_due_in_the_measurement_counts() -> None:

@@ -13,15 +13,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from typer.testing import CliRunner
 
 from backfill.bench.scrape import parse_totals, total_tokens
 from backfill.cli.main import app
 from tests.api.servers import RunningServer, running_server
+from tests.cli.running import run_cli
 
 SHORT = (
-    *("--duration", "4", "--warmup", "1", "--rate", "3", "--input-len", "20", "--output-len", "8"),
+    *("--duration", "3", "--warmup", "1", "--rate", "3", "--input-len", "20", "--output-len", "8"),
     *("--offline-input-len", "16:32", "--offline-output-len", "4:8", "--offline-concurrency", "4"),
 )
 SMALL = ("--kv-gib", "0.25", "--max-model-len", "512")
@@ -75,7 +77,8 @@ def test_a_batch_on_a_running_server_beside_an_earlier_result(server: RunningSer
     content = json.loads(result.stdout.splitlines()[-1])
     ours, alone = content["policies"]["ours"], content["policies"]["alone"]
     assert ours["failed"] == 0 and ours["offline_completed"] > 0 and ours["offline_tok_s"] > 0
-    assert alone["offline_tok_s"] == 0.0
+    assert alone["offline_tok_s"] == 0.0 and content["model"] == "smollm2-135m-instruct"
+    assert f"--compare {earlier} is of another load: duration_s differ." in result.stderr
     # Nothing is left behind.
     assert server.http.get("/v1/files").json()["data"] == []
     assert server.metric("backfill:batch_jobs") == 0
@@ -96,14 +99,13 @@ def test_the_servers_counters_give_every_token_once(server: RunningServer) -> No
 
 def test_a_server_that_dies_midway(default_model: Path, tmp_path: Path) -> None:
     def kill_it() -> None:
-        """Once its measurement is about two seconds old."""
+        """Some seconds into its measurement."""
         deadline = time.monotonic() + 60
-        while time.monotonic() < deadline:
-            if pid := _pid_of_server(tmp_path):
-                break
+        while (config := _ready_server(tmp_path)) is None and time.monotonic() < deadline:
             time.sleep(0.1)
-        time.sleep(3.5)
-        os.kill(pid, signal.SIGKILL)
+        assert config is not None
+        time.sleep(6)
+        os.kill(config["pid"], signal.SIGKILL)
 
     killer = threading.Thread(target=kill_it)
     killer.start()
@@ -117,10 +119,14 @@ def test_a_server_that_dies_midway(default_model: Path, tmp_path: Path) -> None:
     assert figures["num_online"] > 0 and "priority (partial)" in result.stdout
 
 
-def _pid_of_server(folder: Path) -> int:
-    """The one that has written its configuration, 0 before it has."""
-    path = folder / "data" / "config.json"
-    return int(json.loads(path.read_text())["pid"]) if path.exists() else 0
+def _ready_server(folder: Path) -> Any:
+    """The configuration of the server that keeps its data there, None before it is ready."""
+    try:
+        config = json.loads((folder / "data" / "config.json").read_text())
+        httpx.get(f"http://127.0.0.1:{config['server']['port']}/health").raise_for_status()
+    except (OSError, ValueError, httpx.HTTPError):
+        return None
+    return config
 
 
 def test_interrupt_keeps_and_marks_what_was_measured(server: RunningServer) -> None:
@@ -183,8 +189,12 @@ def test_requests_beyond_the_context(server: RunningServer) -> None:
 
 
 def test_a_server_that_does_not_start_shows_its_log(tmp_path: Path) -> None:
-    result = coserve("--server-option", "--block-size 0", "--log-dir", str(tmp_path))
-    assert result.exit_code == 1
-    assert "backfill: Policy online-only: The server ended with status 1: " in result.stderr
+    options = ("--server-option", "--chat-template /no/such_file", "--log-dir", str(tmp_path))
+    result = run_cli("bench", "coserve", *options)
+    assert result.returncode == 1
+    assert (
+        "backfill: Policy online-only: The server ended with status 1: "
+        "--chat-template /no/such_file cannot be read"
+    ) in result.stderr
     assert "Its whole log is" in result.stderr
     assert len(list(tmp_path.iterdir())) == 1

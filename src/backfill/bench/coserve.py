@@ -43,12 +43,14 @@ class CoserveRun:
     """One run under one policy.
 
     Args:
+        model: the name it has at the server.
         online: every online request's record, those of the warm-up too.
         samples: the server's totals, in order of time; empty where it exposes none.
         ended_at_s: end of what can be measured: that of the load, or when the run broke off.
     """
 
     load: CoserveLoad
+    model: str
     online: Run
     offline: OfflineLoad
     samples: list[Sample] = field(default_factory=list)
@@ -80,7 +82,7 @@ async def run_coserve(
         await wait_until_ready(client, load.ready_request(), _READY_TIMEOUT_S)
         await _wait_until_idle(api)
         await offline.prepare()
-        run = CoserveRun(load, new_run(len(requests)), offline)
+        run = CoserveRun(load, endpoint.model, new_run(len(requests)), offline)
         ending = asyncio.Event()
         sending = asyncio.create_task(send_load(client, requests, stop=ending, run=run.online))
         await asyncio.sleep(0)  # its first turn sets the start from which all instants count

@@ -184,13 +184,18 @@ class BatchLoad:
                 self._check_ran(batch_id)
 
     async def finish(self) -> None:
-        """Cancel what runs, wait for its counts, and take the file back."""
+        """Cancel what runs, wait for its counts, and delete the lines and their results."""
         async with self._api() as api:
             with contextlib.suppress(StreamError, aiohttp.ClientError, TimeoutError):
                 await asyncio.wait_for(self._cancel(api), _CANCEL_TIMEOUT_S)
-            if self._file_id:
+            results = [
+                batch.get(kind)
+                for batch in self._batches.values()
+                for kind in ("output_file_id", "error_file_id")
+            ]
+            for file_id in filter(None, (*results, self._file_id)):
                 with contextlib.suppress(StreamError, aiohttp.ClientError, TimeoutError):
-                    await api.call("DELETE", f"/v1/files/{self._file_id}")
+                    await api.call("DELETE", f"/v1/files/{file_id}")
 
     def tokens_between(self, start_s: float, end_s: float) -> float | None:
         """Lines completed meanwhile times the mean tokens of a completed line."""

@@ -182,11 +182,11 @@ def coserve(
             verifies_tls=not insecure,
             shows_progress=not no_progress,
         )
-        outcome = _Outcome(load, model or ("the server's model" if base_url else DEFAULT_MODEL))
+        outcome = _Outcome(load, model or "")
         for path in compare or ():
             outcome.add_earlier(path)
-        for path in (plot, result):
-            _check_writable(path)
+        for written in (plot, result):
+            _check_writable(written)
     except BackfillError as error:
         typer.echo(f"backfill: {error}", err=True)
         raise typer.Exit(1) from None
@@ -219,6 +219,7 @@ class _Outcome:
         from backfill.bench.coserve_figures import figures_of, timeline_of
 
         figures = figures_of(run)
+        self.model = run.model
         self.rounds.setdefault(name, []).append(figures)
         if len(self.rounds[name]) == 1:
             self.timelines[name] = timeline_of(run)
@@ -233,12 +234,19 @@ class _Outcome:
             if content["scenario"] != "coserve":
                 raise KeyError("scenario")
             timelines = {name: Timeline(**each) for name, each in content.get("timelines", {}).items()}
+            self._check_equal_load(path, content["load"])
             self.earlier |= content["policies"]
             self.timelines |= timelines
         except OSError as error:
             raise ConfigError(f"--compare {path} cannot be read: {error.strerror or error}.") from error
         except (ValueError, TypeError, KeyError) as error:
             raise ConfigError(f"--compare {path} is no result of bench coserve --result.") from error
+
+    def _check_equal_load(self, path: Path, theirs: Mapping[str, Any]) -> None:
+        ours = self.load.as_json()
+        differing = [key for key in ours if theirs.get(key) != ours[key] and key != "offline_mode"]
+        if differing:
+            note(f"--compare {path} is of another load: {', '.join(differing)} differ.")
 
     def as_json(self) -> dict[str, Any]:
         from backfill.bench.coserve_figures import CoserveFigures, median_figures, policy_json
