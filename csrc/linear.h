@@ -85,7 +85,7 @@ class Prefetcher {
 };
 
 // Adds the bias to a block's sums and writes them while the next block is multiplied; done at once, the tiles
-// would stand still for it (a third of the time at 576 inputs).
+// would stand still for it (without any writing, 2,048 rows of 576 inputs took a third less).
 class SumsWriter {
  public:
   void begin(const float* sums, const bf16* bias, bf16* y, int64_t y_stride, int64_t rows, int64_t columns) {
@@ -262,7 +262,7 @@ inline void multiply_many_rows(const LinearArgs& args, const LinearPart& part) {
   SumsWriter writer;
   int64_t turn = 0;
 
-  // No function of its own: the writer would leave its registers, a tenth of the time.
+  // Not in a function of its own: as a lambda that was not inlined it took up to a tenth longer.
   for (int64_t first_row = part.first_row; first_row < part.last_row; first_row += block) {
     const int64_t last_row = std::min(first_row + block, part.last_row);
     for (int64_t first = part.first_panel; first < part.last_panel; first += group) {
