@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -83,8 +85,19 @@ def running_server(*options: str, data_dir: Path, model: str = MODEL) -> Iterato
         server.process.wait()
 
 
+@functools.cache
+def quick_profile() -> str:
+    """A profile of the default model, measured once a run: every server would else measure its own."""
+    path = Path(tempfile.mkdtemp(prefix="backfill-tests-")) / "profile.json"
+    command = [sys.executable, "-m", "backfill", "profile", MODEL, "--quick", "--out", str(path)]
+    subprocess.run(command, check=True, capture_output=True, timeout=START_TIMEOUT_S)
+    return str(path)
+
+
 def launch(model: str, *options: str, data_dir: Path) -> RunningServer:
     port = free_port()
+    if model == MODEL and not {"--policy", "--profile", "--dtype", "--threads"} & set(options):
+        options += ("--profile", quick_profile())
     process = subprocess.Popen(
         serve_command(model, "--port", str(port), "--data-dir", str(data_dir), *options),
         stdout=subprocess.PIPE,

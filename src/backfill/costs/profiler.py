@@ -118,12 +118,12 @@ FULL = Grid(
     sampled_knots=(1, 8, 16, 32, 64, 128, 256),
 )
 QUICK = Grid(
-    chunks=(1, 16, 64, 256),
+    chunks=(1, 16, 128),
     contexts=(16, 256),
     batches=(1, 8, 32),
     rounds=2,
     num_held_out=4,
-    row_knots=(1, 16, 64, 256),
+    row_knots=(1, 16, 128),
     sampled_knots=(1, 32),
 )
 

@@ -74,7 +74,9 @@ def measure_profile(
 
 
 def load_or_measure_profile(config: EngineConfig, executor: TorchExecutor) -> CostProfile:
-    """The profile named by the configuration, else the saved one, else one measured quickly and saved.
+    """The profile named by the configuration, else the saved one, else one measured quickly, for this run only.
+
+    A quick profile is not kept: one bad moment of the machine would serve every later start.
 
     Raises: ConfigError when the named one cannot be read or is of another model, device or dtype.
     """
@@ -94,13 +96,9 @@ def load_or_measure_profile(config: EngineConfig, executor: TorchExecutor) -> Co
     began_s = time.monotonic()
     profile = measure_profile(config, executor, QUICK)
     logger.info(
-        "measured what steps cost in %.1f s, coarsely; `backfill profile` measures them well",
+        "measured what steps cost in %.1f s, coarsely; `backfill profile` measures them well, once",
         time.monotonic() - began_s,
     )
-    try:
-        profile.save(path)
-    except OSError as error:
-        logger.warning("the cost profile cannot be kept in %s: %s", path, error.strerror or error)
     return profile
 
 
