@@ -74,7 +74,7 @@ def measure_profile(
 
 
 def load_or_measure_profile(config: EngineConfig, executor: TorchExecutor) -> CostProfile:
-    """The profile named by the configuration, else the saved one, else one measured quickly, for this run only.
+    """The profile named by the configuration, else the saved one, else a quick one for this run only.
 
     A quick profile is not kept: one bad moment of the machine would serve every later start.
 
