@@ -41,7 +41,7 @@ def time_decisions(num_running: int, num_queued: int) -> float:
         BlockManager(
             num_running * (_PROMPT_TOKENS + _STEPS + _WARM_UP + _BLOCK_SIZE) // _BLOCK_SIZE, _BLOCK_SIZE
         ),
-        create_policy(config, cost, can_abort=True),
+        create_policy(config, cost, can_stop=True),
         cost=cost,
     )
     for index in range(num_running + num_queued):

@@ -36,7 +36,7 @@ class SloPolicyConfig:
     """
 
     default_slo: SLO
-    margin: float = 0.05
+    margin: float = 0.1
     step_efficiency: float = 0.8
     unsafe_ttft_share: float = 0.25
     promote_before_s: float = 3600.0
