@@ -77,7 +77,7 @@ def make_engine(executor: TorchExecutor, preemption: PreemptionMode = "suspend",
         tpot_slo_s=0.3,
         **limits,
     )
-    executor.request_stop(-1)  # the engine of the test before counted its steps from 0 too
+    executor._step_to_stop = -1  # the engine of the test before counted its steps from 0 too
     return Engine(config, executor, VirtualClock(), PROFILE)
 
 
@@ -258,6 +258,33 @@ def test_blocks_of_suspended_requests_can_be_taken(
         assert request.output_token_ids == expected[request.request_id]
 
 
+def test_suspended_work_of_which_no_layer_fits_is_dropped_so_that_offline_work_goes_on(
+    executor: TorchExecutor, expected: dict[str, list[int]]
+) -> None:
+    engine = make_engine(executor)
+    stop_the_second_step(executor, engine)
+    offline = [engine.scheduler._requests[RequestId(f"offline-{index}")] for index in range(4)]
+    resume_s = engine.scheduler.policy.resume_s
+    engine.scheduler.policy.resume_s = lambda view: min(resume_s(view), 1e-6)  # type: ignore[method-assign]
+    drain(engine, executor)
+    assert engine.scheduler.counters[ServiceClass.OFFLINE].num_aborted_tokens > 0
+    for request in offline:
+        assert request.output_token_ids == expected[request.request_id]
+
+
+def test_a_stop_meant_for_the_step_before_stops_nothing(executor: TorchExecutor) -> None:
+    engine = make_engine(executor)
+    for request in requests(ServiceClass.OFFLINE, OFFLINE_SHAPES):
+        engine.add(request)
+    engine.step()
+    executor.request_stop(0)
+    engine._stop_request = (0, 0.0)
+    engine.step()
+    assert engine.num_stopped_steps == 0
+    assert executor._suspended is None
+    drain(engine, executor)
+
+
 def test_a_request_arriving_twice_stops_a_step_once(executor: TorchExecutor) -> None:
     engine = make_engine(executor)
     stop_the_second_step(executor, engine)
@@ -288,6 +315,7 @@ def test_a_request_that_arrives_while_the_step_is_planned_stops_it(executor: Tor
 
 
 def test_the_engine_hears_an_arrival_from_another_thread_while_a_step_runs(executor: TorchExecutor) -> None:
+    executor._step_to_stop = -1
     profile: CostProfile = make_profile(linear_cost(token_s=0.01, step_s=0.1))
     config = SchedulerConfig(policy="slo", max_stop_s=1e-9, ttft_slo_s=5.0, tpot_slo_s=3.0)
     engine = Engine(config, executor, WallClock(), profile)

@@ -350,3 +350,32 @@ def test_offline_slices_never_take_a_step_past_the_tightest_objective(
         placed = {piece.request_id for piece in plan.slices}
         if placed & (is_offline - promoted) and tightest < math.inf and not placed & promoted:
             assert bench.clock.now_s() - before_s <= tightest
+
+
+def test_requests_that_ended_do_not_stay_for_their_promotion() -> None:
+    bench = Bench()
+    for index in range(400):
+        bench.add(offline(1, 1, request_id=f"job{index}", complete_by_s=1e6))
+        bench.step()
+    assert len(bench.scheduler._to_promote) < 100
+
+
+def test_an_online_prompt_is_cut_to_the_slack_of_the_decodes_beside_it() -> None:
+    bench = Bench()
+    bench.add(make_request(4, 50, request_id="chat"))
+    bench.step()
+    bench.clock.advance(0.06)  # of the 100 ms that its next token may take
+    bench.add(make_request(90, 2, request_id="prompt"))
+    plan = bench.step()
+    assert sizes(plan)["chat"] == 1
+    assert plan.predicted_s <= 0.04
+
+
+def test_without_online_requests_promoted_ones_take_the_blocks_of_other_offline_work() -> None:
+    bench = Bench(num_blocks=20)
+    bench.add(offline(60, 8, request_id="job"))
+    bench.step()
+    starving = offline(16, 4, request_id="starving", complete_by_s=1.0)
+    bench.add(starving)
+    bench.clock.advance(0.9)
+    assert "starving" in sizes(bench.step())

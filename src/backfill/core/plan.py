@@ -64,7 +64,7 @@ class StepPlan:
         safepoints: None where they are not armed.
         resumes: the slices go on where they were suspended; they are all or some of the suspended ones, and
             the others are dropped.
-        max_layers: of a step that resumes: it is suspended again after so many layers; None for no limit.
+        max_layers: of a step that resumes: it runs so many layers, and is suspended again if more are left.
         keeps_suspended: what is suspended stays so; else the executor may forget it.
     """
 

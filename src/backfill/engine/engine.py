@@ -64,7 +64,7 @@ class Engine:
         self._arrived: deque[Request] = deque()
         self._running_plan: StepPlan | None = None
         self._step_started_at_s = 0.0
-        self._stop_requested_at_s: float | None = None
+        self._stop_request: tuple[int, float] | None = None  # the step it is meant for, and when
         self._last_step = _NO_STEP
 
     @property
@@ -98,7 +98,7 @@ class Engine:
     def _stop_if_it_pays(self) -> None:
         """Stop the running step's offline part where that is worth it to the requests that have arrived."""
         plan, policy, cost = self._running_plan, self.scheduler.policy, self.scheduler.cost
-        if plan is None or plan.safepoints is None or self._stop_requested_at_s is not None:
+        if plan is None or plan.safepoints is None or self._stop_requested_at_s(plan) is not None:
             return
         assert cost is not None
         assert isinstance(policy, SloPolicy), "only this policy arms safepoints"
@@ -109,7 +109,7 @@ class Engine:
         ]
         now_s = self._clock.now_s()
         if must_stop(self._as_running(plan, plan.safepoints, cost), waiting, now_s, cost):
-            self._stop_requested_at_s = now_s
+            self._stop_request = plan.step, now_s
             cast(StoppableExecutor, self.executor).request_stop(plan.step)
 
     def admit_arrived(self) -> list[TokenOutput]:
@@ -129,7 +129,6 @@ class Engine:
         plan = self.scheduler.plan_step(self._clock.now_s())
         self._is_stalled = not plan.slices
         started_at_s = self._step_started_at_s = self._clock.now_s()
-        self._stop_requested_at_s = None
         self._running_plan = plan
         if self._arrived:  # while the plan was made, which does not hold them
             self._stop_if_it_pays()
@@ -145,7 +144,7 @@ class Engine:
         self.num_failed_steps_in_a_row = 0
         ended_at, now_s = time.perf_counter(), self._clock.now_s()
         outputs += [_token_output(token) for token in self.scheduler.commit(plan, outcome, now_s)]
-        if outcome.stopped and self._stop_requested_at_s is not None:
+        if outcome.stopped and self._stop_requested_at_s(plan) is not None:
             self.num_stopped_steps += 1
         if plan.slices and not outcome.stopped and not plan.resumes:
             self.scheduler.policy.observe(plan.predicted_s, now_s - started_at_s)
@@ -155,7 +154,7 @@ class Engine:
             now_s - started_at_s,
             plan.predicted_s,
             bool(outcome.stopped),
-            self._stop_latency_s(outcome),
+            self._stop_latency_s(plan, outcome),
         )
         self.scheduling_s += (running_at - planning_at) + (time.perf_counter() - ended_at)
         return outputs
@@ -186,19 +185,25 @@ class Engine:
             step=step,
         )
 
-    def _stop_latency_s(self, outcome: StepOutcome) -> float | None:
-        if self._stop_requested_at_s is None or outcome.stopped_at_s is None:
+    def _stop_requested_at_s(self, plan: StepPlan) -> float | None:
+        request = self._stop_request
+        return request[1] if request is not None and request[0] == plan.step else None
+
+    def _stop_latency_s(self, plan: StepPlan, outcome: StepOutcome) -> float | None:
+        requested_at_s = self._stop_requested_at_s(plan)
+        if requested_at_s is None or outcome.stopped_at_s is None:
             return None
-        return outcome.stopped_at_s - self._stop_requested_at_s
+        return outcome.stopped_at_s - requested_at_s
 
     def _as_running(self, plan: StepPlan, points: Safepoints, cost: CostModel) -> RunningStep:
         staying = StepLoad.of((p.start, p.num_tokens, p.samples) for p in plan.slices if not p.yields)
         num_layers = plan.max_layers or self.executor.info.num_layers
+        scale = self.scheduler.policy.time_scale
         return RunningStep(
             started_at_s=self._step_started_at_s,
-            predicted_s=plan.predicted_s,
-            staying_s=cost.step_time_s(staying),
-            stop_s=points.layers_apart * plan.predicted_s / num_layers,
+            predicted_s=scale * plan.predicted_s,
+            staying_s=scale * cost.step_time_s(staying),
+            stop_s=scale * points.layers_apart * plan.predicted_s / num_layers,
             suspends=points.suspends,
         )
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from backfill import __version__
 from backfill.core.clock import WallClock
 from backfill.core.config import EngineConfig
 from backfill.core.errors import ConfigError
@@ -41,7 +42,8 @@ def profile_key(config: EngineConfig, executor: TorchExecutor) -> ProfileKey:
 
 def profile_path(key: ProfileKey) -> Path:
     """Where the profile of a key is kept, whether or not there is one."""
-    digest = hashlib.sha256(repr(astuple(key)).encode()).hexdigest()[:12]
+    # A release may be faster than the one that was measured.
+    digest = hashlib.sha256(repr((astuple(key), __version__)).encode()).hexdigest()[:12]
     return cache_root() / "profiles" / f"{key.model}-{key.dtype}-{digest}.json"
 
 

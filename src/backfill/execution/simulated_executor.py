@@ -52,7 +52,7 @@ class SimulatedExecutor:
         self._suspended_at = 0  # layers that the suspended step has behind it
 
     def request_stop(self, step: int) -> None:
-        self._step_to_stop = step
+        self._step_to_stop = max(self._step_to_stop, step)
 
     def run(self, plan: StepPlan) -> StepOutcome:
         for request_id in plan.released:

@@ -53,7 +53,7 @@ class TorchExecutor:
         self._kv_pool.zero_()
 
     def request_stop(self, step: int) -> None:
-        self._step_to_stop = step
+        self._step_to_stop = max(self._step_to_stop, step)  # a late word for the step before must not undo it
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepOutcome:
@@ -83,11 +83,14 @@ class TorchExecutor:
         first = running.layers_done
         stopped: _Pass | None = None
         stopped_at_s: float | None = None
+        queued: torch.cuda.Event | None = None
         last = model.num_layers if plan.max_layers is None else min(model.num_layers, first + plan.max_layers)
         while running.slices and running.layers_done < model.num_layers:
             layer = running.layers_done
             if points is not None and stopped is None and layer > first:
                 at_safepoint = (layer - first) % points.layers_apart == 0
+                if at_safepoint:
+                    queued = self._wait_for_device(queued)
                 if layer == last or (at_safepoint and self._step_to_stop == plan.step):
                     stopped_at_s = self._clock.now_s()
                     stopped = self._take_out(running, suspends=points.suspends)
@@ -95,6 +98,20 @@ class TorchExecutor:
             running.state = model.run_layer(layer, running.state, self._kv_pool, running.batch.attention)
             running.layers_done += 1
         return stopped, stopped_at_s
+
+    def _wait_for_device(self, queued: torch.cuda.Event | None) -> torch.cuda.Event | None:
+        """Let no more than one group of layers be queued: what is queued on a GPU cannot be stopped any more.
+
+        Args:
+            queued: what the safepoint before returned.
+        """
+        if not self._kv_pool.is_cuda:
+            return None
+        if queued is not None:
+            queued.synchronize()
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        return event
 
     def _take_out(self, running: _Pass, *, suspends: bool) -> _Pass:
         """Split what yields off the pass and return it, kept for later where it is suspended."""

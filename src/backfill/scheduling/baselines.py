@@ -21,6 +21,10 @@ class _Baseline:
     name: str
     stops_steps = False
 
+    @property
+    def time_scale(self) -> float:
+        return 1.0
+
     def resume_s(self, view: StepView) -> float:
         return math.inf
 

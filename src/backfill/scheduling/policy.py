@@ -63,6 +63,11 @@ class Policy(Protocol):
     name: str
     stops_steps: bool  # offline slices may be taken out of a running step when an online request arrives
 
+    @property
+    def time_scale(self) -> float:
+        """Observed over predicted step times, lately."""
+        ...
+
     def lanes(self, view: StepView) -> Sequence[Lane]:
         """Lanes of the next step, in the order in which they are placed. Called once a step."""
         ...

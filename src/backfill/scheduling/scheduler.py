@@ -62,7 +62,13 @@ class _SuspendedStep:
 
     slices: dict[RequestId, ScheduledSlice]
     layers_done: int
+    num_refusals: int = 0  # plans in a row in which there was time, but not for one layer
 
+
+# A suspended step of which not one layer fits beside the online requests is dropped after so many plans:
+# smaller offline steps may fit, and none starts before it.
+_MAX_REFUSALS = 16
+_MIN_PROMOTIONS = 64  # the heap is not worth clearing below
 
 _ORDER_KEY = operator.attrgetter("order_key")
 
@@ -154,6 +160,11 @@ class Scheduler:
         self._waiting[request.rank].push(request)
         promote_at_s = self.policy.promote_at_s(request)
         if promote_at_s < math.inf and request.rank is Rank.OFFLINE:
+            if len(self._to_promote) > 2 * len(self._requests) + _MIN_PROMOTIONS:
+                self._to_promote = [
+                    entry for entry in self._to_promote if entry[2].status is not RequestStatus.FINISHED
+                ]
+                heapq.heapify(self._to_promote)
             heapq.heappush(self._to_promote, (promote_at_s, self._num_added, request))
 
     def finish(self, request_id: RequestId, reason: FinishReason) -> Request | None:
@@ -272,13 +283,17 @@ class Scheduler:
         layer_s = view.suspended_s / left
         num_layers = left if allowed_s >= view.suspended_s else int(allowed_s / layer_s)
         if num_layers == 0:
+            suspended.num_refusals += allowed_s > 0
+            if suspended.num_refusals >= _MAX_REFUSALS:
+                for request_id in list(suspended.slices):
+                    self._forget_suspended(request_id)
             return None
         return self._next_plan(
             slices=tuple(suspended.slices.values()),
             predicted_s=layer_s * num_layers,
             safepoints=Safepoints(self._layers_apart(layer_s), suspends=True),
             resumes=True,
-            max_layers=num_layers if num_layers < left else None,
+            max_layers=num_layers,
         )
 
     def _safepoints(self, batch: _Batch, predicted_s: float) -> Safepoints | None:
@@ -292,7 +307,7 @@ class Scheduler:
         )
 
     def _layers_apart(self, layer_s: float) -> int:
-        return max(1, int(self.config.max_stop_s / layer_s))
+        return max(1, int(self.config.max_stop_s / (layer_s * self.policy.time_scale)))
 
     def _next_plan(self, *, slices: tuple[ScheduledSlice, ...], **fields: Any) -> StepPlan:
         plan = StepPlan(
@@ -321,7 +336,7 @@ class Scheduler:
         counters.num_aborted_tokens += piece.num_tokens * layers_done / self._num_layers
 
     def _forget_suspended(self, request_id: RequestId) -> None:
-        """Drop a request's part of the suspended step: its blocks are being taken."""
+        """Drop a request's part of the suspended step, if it has one."""
         if self._suspended is not None and request_id in self._suspended.slices:
             self._count_lost(self._suspended.slices.pop(request_id), self._suspended.layers_done)
             if not self._suspended.slices:

@@ -72,6 +72,10 @@ class SloPolicy:
         self._online_peak = 0.0
         self._seen_at_s: float | None = None
 
+    @property
+    def time_scale(self) -> float:
+        return self.correction.mean
+
     def slo_of(self, request: Request) -> SLO:
         return request.slo or self.config.default_slo
 
@@ -91,7 +95,7 @@ class SloPolicy:
         return (
             Lane(
                 ranks=frozenset({Rank.ONLINE}),
-                limit_s=tightest * usable,
+                limit_s=min(tightest, slack) * usable,
                 protected=True,
                 displaces=True,
             ),
@@ -142,9 +146,9 @@ class SloPolicy:
         limit = math.inf
         if not self._can_stop:
             limit = self.config.default_slo.ttft_s * self.config.unsafe_ttft_share / self.correction.upper
-        return tuple(
-            Lane(ranks=frozenset({rank}), limit_s=limit, reserved_blocks=reserved)
-            for rank in (Rank.PROMOTED, Rank.OFFLINE)
+        return (
+            Lane(ranks=frozenset({Rank.PROMOTED}), limit_s=limit, displaces=True),
+            Lane(ranks=frozenset({Rank.OFFLINE}), limit_s=limit, reserved_blocks=reserved),
         )
 
     def _tpot(self, online: Sequence[Request], now_s: float) -> tuple[float, float]:
