@@ -286,7 +286,8 @@ class _Outcome:
 
                 save_plot(plot, self.timelines, self.load, self._title())
         except OSError as error:
-            raise ConfigError(f"{result} cannot be written: {error.strerror or error}.") from error
+            path = error.filename or result or plot
+            raise ConfigError(f"{path} cannot be written: {error.strerror or error}.") from error
         finally:
             if prints_json:
                 typer.echo(json.dumps(content, allow_nan=False))
