@@ -22,7 +22,7 @@ class SchedulerConfig:
     """Limits of one step.
 
     Attributes:
-        max_num_seqs: requests that hold blocks at once.
+        max_num_seqs: requests in one step, and requests that hold blocks where none may displace another.
         max_num_batched_tokens: tokens computed in one step, prefill and decode together.
         max_prefill_chunk_tokens: tokens of one prompt computed in one step; bounds how long a long
             prompt delays the decodes it shares a step with.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ class ProfileKey:
     """What a profile holds for. A profile of anything else is refused.
 
     Attributes:
-        model: fingerprint of the model's shape, as ``model_fingerprint`` makes it.
+        model: its shape, in words and a digest of its dimensions.
         device: kind of device and, on CPU, the processor, its kernels and the number of threads.
         dtype: of weights and KV.
     """
@@ -58,7 +59,7 @@ class CostProfile:
     def save(self, path: Path) -> None:
         content = {"format": FORMAT_VERSION, **asdict(self)}
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(".partial")
+        partial = path.with_suffix(f".{os.getpid()}.partial")
         partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         partial.replace(path)
 

@@ -93,7 +93,10 @@ class Engine:
         planned. A request stops one step at most: the one it arrives in.
         """
         self._arrived.append(request)
-        self._stop_if_it_pays()
+        try:
+            self._stop_if_it_pays()
+        except Exception:  # the request waits for the step's end then; the engine goes on
+            logger.exception("whether to stop the running step could not be decided")
 
     def _stop_if_it_pays(self) -> None:
         """Stop the running step's offline part where that is worth it to the requests that have arrived."""
@@ -144,7 +147,8 @@ class Engine:
         self.num_failed_steps_in_a_row = 0
         ended_at, now_s = time.perf_counter(), self._clock.now_s()
         outputs += [_token_output(token) for token in self.scheduler.commit(plan, outcome, now_s)]
-        if outcome.stopped and self._stop_requested_at_s(plan) is not None:
+        stop_latency_s = self._stop_latency_s(plan, outcome)
+        if stop_latency_s is not None:
             self.num_stopped_steps += 1
         if plan.slices and not outcome.stopped and not plan.resumes:
             self.scheduler.policy.observe(plan.predicted_s, now_s - started_at_s)
@@ -154,7 +158,7 @@ class Engine:
             now_s - started_at_s,
             plan.predicted_s,
             bool(outcome.stopped),
-            self._stop_latency_s(plan, outcome),
+            stop_latency_s,
         )
         self.scheduling_s += (running_at - planning_at) + (time.perf_counter() - ended_at)
         return outputs
@@ -190,10 +194,11 @@ class Engine:
         return request[1] if request is not None and request[0] == plan.step else None
 
     def _stop_latency_s(self, plan: StepPlan, outcome: StepOutcome) -> float | None:
-        requested_at_s = self._stop_requested_at_s(plan)
-        if requested_at_s is None or outcome.stopped_at_s is None:
+        """From the request to its safepoint; None where nothing was stopped, or not for a request."""
+        requested_at_s, stopped_at_s = self._stop_requested_at_s(plan), outcome.stopped_at_s
+        if requested_at_s is None or stopped_at_s is None or stopped_at_s < requested_at_s:
             return None
-        return outcome.stopped_at_s - requested_at_s
+        return stopped_at_s - requested_at_s
 
     def _as_running(self, plan: StepPlan, points: Safepoints, cost: CostModel) -> RunningStep:
         staying = StepLoad.of((p.start, p.num_tokens, p.samples) for p in plan.slices if not p.yields)

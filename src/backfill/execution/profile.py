@@ -88,7 +88,7 @@ def load_or_measure_profile(config: EngineConfig, executor: TorchExecutor) -> Co
         profile.check_key(key, config.profile_path)
         return profile
     path = profile_path(key)
-    if path.exists():
+    if os.path.exists(path):  # unlike Path.exists, False also where it may not be asked
         try:
             profile = CostProfile.load(path)
             profile.check_key(key, str(path))
