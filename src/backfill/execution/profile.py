@@ -84,7 +84,7 @@ def load_or_measure_profile(config: EngineConfig, executor: TorchExecutor) -> Co
         profile.check_key(key, config.profile_path)
         return profile
     path = profile_path(key)
-    if path.exists():
+    if os.path.exists(path):  # a folder that may not be entered holds none: Path.exists would raise
         try:
             profile = CostProfile.load(path)
             profile.check_key(key, str(path))
