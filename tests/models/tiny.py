@@ -66,3 +66,16 @@ def save_tiny_model(kind: str, folder: Path, seed: int = 0, **changed: Any) -> t
             torch.nn.init.normal_(parameter, std=0.2)
     model.save_pretrained(folder)
     return model
+
+
+def save_tiny_llama_config(folder: Path, **changes: Any) -> None:
+    """A folder without weights, to be loaded with dummy ones."""
+    _, values = CONFIGS["llama"]
+    config = {
+        **values,
+        "architectures": ["LlamaForCausalLM"],
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        **changes,
+    }
+    transformers.LlamaConfig(**config).save_pretrained(folder)

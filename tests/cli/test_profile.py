@@ -1,0 +1,85 @@
+"""``backfill profile`` as a process, with a tiny model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from backfill.costs.load import StepLoad
+from backfill.costs.profile import CostProfile
+from tests.cli.running import run_cli
+from tests.models.tiny import save_tiny_llama_config
+
+SMALL = ("--load-format", "dummy", "--device", "cpu", "--dtype", "float32", "--kv-gib", "0.01")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("BACKFILL_CACHE_ROOT", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    save_tiny_llama_config(tmp_path / "model")
+    return str(tmp_path / "model")
+
+
+def test_a_profile_is_measured_written_and_printed(model: str, cache: Path, tmp_path: Path) -> None:
+    out = tmp_path / "folder" / "profile.json"
+    done = run_cli("profile", model, *SMALL, "--quick", "--json", "--out", str(out), "--threads", "1")
+    assert done.returncode == 0, done.stderr
+    content = json.loads(done.stdout.splitlines()[-1])
+    assert content["path"] == str(out)
+    assert content["key"]["dtype"] == "float32"
+    assert content["key"]["device"].endswith(", 1 threads")
+    assert content["num_layers"] == 3
+    assert content["error"]["num_steps"] > 0
+    assert content["error"]["median"] >= 0
+    assert {"rows_s", "sampled_s", "request_s", "prefill_pair_s"} <= set(content["cost"])
+    profile = CostProfile.load(out)
+    assert list(profile.cost.rows_s.y) == content["cost"]["rows_s"]["y"]
+    assert profile.cost.step_time_s(StepLoad.of([(0, 64, True)])) > 0
+    assert "prompt of 256 tokens" in done.stdout
+    assert not (cache / "profiles").exists(), "--out is written instead"
+
+
+def test_without_a_file_it_goes_where_serve_looks(model: str, cache: Path) -> None:
+    done = run_cli("profile", model, *SMALL, "--quick")
+    assert done.returncode == 0, done.stderr
+    (path,) = (cache / "profiles").iterdir()
+    assert CostProfile.load(path).key.model.startswith("llama-3x48-")
+    assert path.name in done.stdout.replace("\n", "")
+    assert not done.stdout.rstrip().endswith("}"), "JSON only where it is asked for"
+
+
+@pytest.mark.parametrize(
+    ("options", "part"),
+    [
+        (("--dtype", "int8"), "--dtype"),
+        (("--device", "tpu"), "--device"),
+        (("--kv-gib", "-1"), "--kv-gib"),
+        (("--threads", "0"), "--threads must be at least 1"),
+        (("--block-size", "7"), "--block-size must be 8"),
+        (("--max-num-seqs", "512", "--max-num-batched-tokens", "8"), "--max-num-batched-tokens (8)"),
+        (("--max-model-len", "100000"), "--max-model-len 100000"),
+        (("--max-model-len", "1"), "no step to time"),
+        (("--quick", "--out", "/dev/null/profile.json"), "/dev/null/profile.json cannot be written"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_what_cannot_be_is_said_in_one_line(model: str, options: tuple[str, ...], part: str) -> None:
+    done = run_cli("profile", model, *SMALL, *options)
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("backfill: ")
+    assert part in line
+
+
+def test_an_unknown_model_is_said_in_one_line() -> None:
+    done = run_cli("profile", "no-such-model", *SMALL)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert "no-such-model" in done.stderr.splitlines()[-1]

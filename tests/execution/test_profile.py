@@ -1,0 +1,223 @@
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from backfill.core.config import EngineConfig, SchedulerConfig
+from backfill.core.errors import ConfigError
+from backfill.costs.load import StepLoad
+from backfill.costs.profile import CostProfile, ProfileKey
+from backfill.execution import profile as execution_profile
+from backfill.execution.create import create_torch_executor
+from backfill.execution.profile import load_or_measure_profile, measure_profile, profile_key, profile_path
+from backfill.execution.torch_executor import TorchExecutor
+from tests.builders import make_profile
+from tests.models.tiny import save_tiny_llama_config
+
+
+def make_config(folder: Path, **model: Any) -> EngineConfig:
+    """A model of a few thousand random weights, on one thread."""
+    save_tiny_llama_config(folder, **model)
+    return EngineConfig(
+        model_dir=str(folder),
+        device="cpu",
+        dtype="float32",
+        load_format="dummy",
+        kv_bytes=1 << 20,
+        num_threads=1,
+        scheduler=SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=256),
+    )
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> tuple[EngineConfig, TorchExecutor]:
+    config = make_config(tmp_path_factory.mktemp("model"))
+    return config, create_torch_executor(config)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("BACKFILL_CACHE_ROOT", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[CostProfile]:
+    """Instead of timing steps, gives a made-up profile and notes it here."""
+    profiles: list[CostProfile] = []
+
+    def fake(config: EngineConfig, executor: TorchExecutor, *_: object) -> CostProfile:
+        key = profile_key(config, executor)
+        profiles.append(replace(make_profile(), key=key, provenance=f"measured {len(profiles)}"))
+        return profiles[-1]
+
+    monkeypatch.setattr(execution_profile, "measure_profile", fake)
+    return profiles
+
+
+def test_the_key_says_model_processor_threads_and_dtype(
+    running: tuple[EngineConfig, TorchExecutor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = profile_key(*running)
+    assert key.model.startswith("llama-3x48-")
+    assert key.dtype == "float32"
+    assert key.device.endswith(", 1 threads")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    other = profile_key(*running)
+    assert other.device.endswith(", 3 threads")
+    assert (other.model, other.dtype) == (key.model, key.dtype)
+
+
+def test_the_key_is_of_the_model_and_not_of_its_folder(
+    running: tuple[EngineConfig, TorchExecutor], tmp_path: Path
+) -> None:
+    config, executor = running
+    key = profile_key(config, executor)
+    copied = make_config(tmp_path / "copy")
+    assert profile_key(copied, executor) == key
+    wider = make_config(tmp_path / "wider", intermediate_size=96)
+    assert profile_key(wider, executor).model != key.model
+    bfloat16 = create_torch_executor(replace(config, dtype="bfloat16"))
+    assert profile_key(replace(config, dtype="bfloat16"), bfloat16) == replace(key, dtype="bfloat16")
+
+
+def test_each_key_has_its_own_file_in_the_cache(cache: Path) -> None:
+    key = ProfileKey("llama-3x48-abc", "a processor, 4 threads", "float32")
+    others = [
+        replace(key, model="llama-3x64-abc"),
+        replace(key, device="a processor, 8 threads"),
+        replace(key, dtype="bfloat16"),
+    ]
+    paths = [profile_path(each) for each in (key, *others)]
+    assert len(set(paths)) == 4
+    assert profile_path(key) == paths[0]
+    assert all(path.parent == cache / "profiles" and path.suffix == ".json" for path in paths)
+
+
+def test_a_real_executor_is_measured_where_nothing_is_saved_and_not_where_it_is(
+    running: tuple[EngineConfig, TorchExecutor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, executor = running
+    profile = load_or_measure_profile(config, executor)
+    assert profile.key == profile_key(config, executor)
+    assert profile.num_layers == 3
+    assert 0 < profile.cost.step_time_s(StepLoad.of([(0, 64, True)])) < 5
+    assert not executor._states, "requests of the profiler were left"
+    assert not profile_path(profile.key).exists(), "a quick one is not kept"
+    profile.save(profile_path(profile.key))
+
+    def fail(*_: object) -> None:
+        pytest.fail("it was measured although it is saved")
+
+    monkeypatch.setattr(execution_profile, "measure_profile", fail)
+    assert load_or_measure_profile(config, executor) == profile
+
+
+def test_measuring_keeps_within_the_limits_of_the_configuration(
+    running: tuple[EngineConfig, TorchExecutor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, executor = running
+    loads: list[StepLoad] = []
+    run = executor.run
+
+    def noted(plan: Any) -> Any:
+        loads.append(StepLoad.of_plan(plan))
+        return run(plan)
+
+    monkeypatch.setattr(executor, "run", noted)
+    few = replace(config, scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=16))
+    measure_profile(few, executor, execution_profile.QUICK)
+    assert max(load.num_requests for load in loads) == 8
+    assert max(load.num_tokens for load in loads) == 16
+
+
+def test_the_profile_that_is_named_is_used(
+    running: tuple[EngineConfig, TorchExecutor], measured: list[CostProfile], tmp_path: Path
+) -> None:
+    config, executor = running
+    key = profile_key(config, executor)
+    replace(make_profile(), key=key, provenance="saved").save(profile_path(key))
+    named = replace(make_profile(), key=key, provenance="named")
+    named.save(tmp_path / "named.json")
+    config = replace(config, profile_path=str(tmp_path / "named.json"))
+    assert load_or_measure_profile(config, executor) == named
+    assert not measured
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("of another model", "another model"),
+        ("not a profile", "is not JSON"),
+        (None, "cannot be read: No such file"),
+    ],
+)
+def test_the_profile_that_is_named_must_be_a_good_one(
+    running: tuple[EngineConfig, TorchExecutor],
+    measured: list[CostProfile],
+    tmp_path: Path,
+    content: str | None,
+    message: str,
+) -> None:
+    config, executor = running
+    path = tmp_path / "named.json"
+    if content == "of another model":
+        replace(make_profile(), key=replace(profile_key(config, executor), model="other")).save(path)
+    elif content is not None:
+        path.write_text(content)
+    with pytest.raises(ConfigError, match=message) as caught:
+        load_or_measure_profile(replace(config, profile_path=str(path)), executor)
+    assert str(path) in str(caught.value)
+    assert not measured, "what the user named is not replaced by something else"
+
+
+@pytest.mark.parametrize("damage", ["torn", "other key"])
+def test_a_saved_profile_that_is_no_good_is_measured_again(
+    running: tuple[EngineConfig, TorchExecutor],
+    measured: list[CostProfile],
+    caplog: pytest.LogCaptureFixture,
+    damage: str,
+) -> None:
+    config, executor = running
+    path = profile_path(profile_key(config, executor))
+    make_profile().save(path)
+    if damage == "torn":
+        path.write_bytes(path.read_bytes()[:100])
+    with caplog.at_level(logging.WARNING):
+        profile = load_or_measure_profile(config, executor)
+    assert measured == [profile]
+    (warning,) = caplog.records
+    assert str(path) in warning.getMessage()
+    assert "It is measured quickly instead." in warning.getMessage()
+
+
+def test_a_cache_that_cannot_be_entered_holds_no_profile(
+    running: tuple[EngineConfig, TorchExecutor],
+    measured: list[CostProfile],
+    cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Simulated, since a test may run as root, whom no permissions stop."""
+    stat = os.stat
+
+    def no_stat(path: Any, *arguments: Any, **keywords: Any) -> os.stat_result:
+        if isinstance(path, str | os.PathLike) and str(path).startswith(str(cache)):
+            raise PermissionError(13, "Permission denied", str(path))
+        return stat(path, *arguments, **keywords)
+
+    monkeypatch.setattr(os, "stat", no_stat)
+    assert measured == [load_or_measure_profile(*running)]
