@@ -91,7 +91,7 @@ def test_an_output_without_a_token_missed_its_objective_unless_its_client_left_b
 def test_a_stopped_step_computed_nothing() -> None:
     metrics = make_metrics()
     metrics.engine.on_report(report(StepStats("mixed", 40, 0.2, 0.1)))
-    metrics.engine.on_report(report(StepStats("offline", 90, 0.05, 0.4, aborted=True), 1, 90))
+    metrics.engine.on_report(report(StepStats("offline", 90, 0.05, 0.4, stopped=True), 1, 90))
     metrics.engine.on_report(report(StepStats("none", 0, 0.0, 0.0), 1, 90))
     metrics.engine.on_report(report(StepStats("online", 3, 0.01, 0.0), 1, 90))
     registry = metrics.registry

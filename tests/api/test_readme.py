@@ -58,5 +58,5 @@ def test_a_batch_without_answers_is_printed_too(
 
 
 def test_the_server_prints_the_line_that_is_shown(server: RunningServer) -> None:
-    (shown,) = re.findall(r"^curl .*\n  -d .*$", README, re.MULTILINE)
+    (shown,) = re.findall(r"^curl .*/chat/completions .*\n  -d .*$", README, re.MULTILINE)
     assert shown.replace("http://127.0.0.1:8000", server.url) in "".join(server.output)

@@ -8,18 +8,13 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+import triton
 from torch import Tensor
 
 from backfill.kernels.base import AttentionBatch
 from backfill.kernels.reference import ReferenceKernels
-from tests.kernels.batches import make_batch
-
-if not torch.cuda.is_available():
-    # Triton decides at its first import whether its kernels are compiled or interpreted.
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-import triton
-
 from backfill.kernels.triton_ops import TritonKernels
+from tests.kernels.batches import make_batch
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 # Where there is a GPU, Triton compiles, and the interpreter's cases do not exist.
