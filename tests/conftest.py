@@ -11,7 +11,7 @@ from backfill.engine.environment import engine_environment
 os.environ.update(engine_environment(os.environ))
 # Tests use whatever model folders they are given; nothing may be looked up on a hub.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-import torch  # noqa: E402
+import torch
 
 if not torch.cuda.is_available():
     # Triton decides whether its kernels are interpreted when it is first imported, by whatever library.

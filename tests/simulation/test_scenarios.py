@@ -80,6 +80,8 @@ def test_simulate_ends_with_one_json_object_and_writes_a_plot(tmp_path: Path) ->
         (["conserve-fig5", "--policies", "lifo"], "there is no policy 'lifo'"),
         (["conserve-fig5", "--policies", ","], "--policies names none"),
         (["conserve-fig5", "--online-trace", "missing.csv"], "missing.csv cannot be read"),
+        (["conserve-fig6", "--online-trace", "missing.csv"], "--online-trace is for conserve-fig5"),
+        (["conserve-fig5", "--plot", "/no/such/folder/x.png"], "there is no folder /no/such/folder"),
     ],
 )
 def test_bad_input_is_one_line(arguments: list[str], message: str) -> None:

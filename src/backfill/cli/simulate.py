@@ -52,6 +52,13 @@ def simulate(
     """
     console = Console(width=150)
     try:
+        path = plot or Path(f"{scenario}.png")
+        if not path.absolute().parent.is_dir():
+            raise ConfigError(f"--plot {path} cannot be written: there is no folder {path.parent}.")
+        if online_trace is not None and scenario != "conserve-fig5":
+            raise ConfigError(
+                "--online-trace is for conserve-fig5; the requests of the others have one length."
+            )
         built = build_scenario(scenario, Inputs(online_trace, offline_lengths))
         chosen = built.policies if policies is None else _parse_policies(policies)
         console.print(f"[bold]{built.title}[/bold]")
@@ -67,7 +74,6 @@ def simulate(
         result = run_scenario(built, chosen, on_done)
         for table in _tables(result):
             console.print(table)
-        path = plot or Path(f"{scenario}.png")
         _save_plot(path, result)
         console.print(f"wrote {path}")
     except BackfillError as error:
