@@ -22,7 +22,7 @@ import numpy as np
 from backfill.costs.fit import TimedStep, fit_cost_model, fit_error
 from backfill.costs.load import StepLoad
 from backfill.costs.model import CostModel
-from backfill.costs.profile import FORMAT_VERSION, CostProfile, FitError, ProfileKey
+from backfill.costs.profile import FORMAT_VERSION, CopySpeed, CostProfile, FitError, ProfileKey
 
 VALUE_BYTES = 2  # fp16
 GIB = 2**30
@@ -203,13 +203,13 @@ def fit_target(
         target.shape.num_layers,
         cost,
         fit_error(cost, unseen),
+        CopySpeed(target.copy_bytes_per_s, target.copy_bytes_per_s),
         provenance(target),
     )
     content = {
         "costs": {"format": FORMAT_VERSION, **asdict(costs)},
         "kv_tokens": target.kv_tokens,
         "kv_bytes_per_token": target.shape.kv_bytes_per_token,
-        "copy_bytes_per_s": target.copy_bytes_per_s,
         "max_model_len": target.shape.max_model_len,
     }
     rounded: dict[str, object] = json.loads(

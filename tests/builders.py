@@ -10,7 +10,7 @@ from backfill.core.request import Request, RequestId, ServiceClass
 from backfill.core.sampling import SamplingParams
 from backfill.core.slo import SLO
 from backfill.costs.model import CostModel, PiecewiseLinear
-from backfill.costs.profile import CostProfile, FitError, ProfileKey
+from backfill.costs.profile import CopySpeed, CostProfile, FitError, ProfileKey
 from backfill.execution.executor import ExecutorInfo
 
 _ids = itertools.count()
@@ -120,5 +120,6 @@ def make_profile(cost: CostModel | None = None, **key: str) -> CostProfile:
         num_layers=32,
         cost=cost or linear_cost(token_s=1e-4, step_s=5e-3, context_s=1e-6),
         error=FitError(0.01, 0.02, 3),
+        copies=CopySpeed(1e10, 2e10),
         provenance="made up for tests",
     )

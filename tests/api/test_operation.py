@@ -268,7 +268,7 @@ def test_a_client_that_leaves_within_its_body_makes_no_noise(default_model: Path
         (("--tpot-slo", "inf"), "--tpot-slo"),
         (("--promote-before", "-1"), "--promote-before"),
         (("--promote-before", "nan"), "--promote-before"),
-        (("--preemption", "pause"), "--preemption must be suspend or discard"),
+        (("--preemption", "pause"), "--preemption must be"),
         (("--profile", "/no/such/profile"), "/no/such/profile cannot be read"),
         (("--profile", "{folder}/corrupt.json"), "corrupt.json is not JSON"),
         (("--profile", "{folder}/profile.json"), "is of another model"),

@@ -38,7 +38,7 @@ def test_saving_again_replaces_the_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"{", b'{"format": 1', b"not JSON", b"\xff\xfe\x00", b"\0" * 100, b"[" * 100_000, b"9" * 5000],
+    [b"", b"{", b'{"format": 2', b"not JSON", b"\xff\xfe\x00", b"\0" * 100, b"[" * 100_000, b"9" * 5000],
     ids=["empty", "brace", "torn", "text", "no-unicode", "zeros", "nested", "number"],
 )
 def test_what_is_no_json_is_refused(tmp_path: Path, content: bytes) -> None:
@@ -49,11 +49,11 @@ def test_what_is_no_json_is_refused(tmp_path: Path, content: bytes) -> None:
     assert str(path) in str(caught.value)
 
 
-@pytest.mark.parametrize("content", ["[]", "null", "7", "{}", '{"format": 2}', '{"format": "1"}'])
+@pytest.mark.parametrize("content", ["[]", "null", "7", "{}", '{"format": 1}', '{"format": "1"}'])
 def test_other_formats_are_refused(tmp_path: Path, content: str) -> None:
     path = tmp_path / "profile.json"
     path.write_text(content)
-    with pytest.raises(ConfigError, match="is not of format 1: run `backfill profile`") as caught:
+    with pytest.raises(ConfigError, match="is not of format 2: run `backfill profile`") as caught:
         CostProfile.load(path)
     assert str(path) in str(caught.value)
 

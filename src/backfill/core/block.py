@@ -9,7 +9,7 @@ A request fills a block from slot 0 up, or, where its reference is *reversed*, f
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NewType
+from typing import NamedTuple, NewType
 
 BlockRef = NewType("BlockRef", int)
 """A physical block and the direction in which its owner fills it, packed as ``index << 1 | reverse``.
@@ -33,6 +33,13 @@ def is_reversed(ref: BlockRef) -> bool:
 def slot_in_block(offset: int, block_size: int, reverse: bool) -> int:
     """Slot of the token at ``offset`` in ``[0, block_size)`` of its block."""
     return block_size - 1 - offset if reverse else offset
+
+
+class BlockCopy(NamedTuple):
+    """A block of device memory and the block of host memory that its contents are copied to or from."""
+
+    device: int
+    host: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,9 @@ DType = Literal["auto", "bfloat16", "float32", "float16"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 DeviceKind = Literal["auto", "cpu", "cuda"]
 PreemptionMode = Literal["suspend", "discard"]
+CheckpointingName = Literal["adaptive", "eager", "swap", "none"]
+RestoreMode = Literal["background", "blocking"]
+VictimOrder = Literal["least-lost", "latest"]
 PolicyName = Literal["slo", "online-only", "fcfs", "priority", "round-robin"]
 
 GIB = 1 << 30
@@ -32,6 +35,11 @@ class SchedulerConfig:
         max_stop_s: an arrival waits no longer for a running step to reach a safepoint, as predicted.
         promote_before_s: an offline request is served above its class when its completion window ends
             within this; 0 never promotes.
+        checkpointing: when KV is copied to host memory: as memory fills (``adaptive``), as soon as a block is
+            full (``eager``), only at a preemption, which waits for it (``swap``), or never, so that
+            preempted requests are recomputed (``none``).
+        restore: how a preempted request's KV comes back: while other requests run, or while all wait.
+        victims: which offline request is preempted first: that which loses least work, or the latest.
     """
 
     max_num_seqs: int = 256
@@ -43,6 +51,9 @@ class SchedulerConfig:
     promote_before_s: float = 3600.0
     preemption: PreemptionMode = "suspend"
     max_stop_s: float = 0.005
+    checkpointing: CheckpointingName = "none"
+    restore: RestoreMode = "background"
+    victims: VictimOrder = "least-lost"
 
     def validate(self) -> None:
         if self.policy not in get_args(PolicyName):
@@ -52,9 +63,14 @@ class SchedulerConfig:
         for option, value in (("--ttft-slo", self.ttft_slo_s), ("--tpot-slo", self.tpot_slo_s)):
             if value is not None and not (math.isfinite(value) and value > 0):
                 raise ConfigError(f"{option} must be a number of seconds above 0, got {value:g}.")
-        if self.preemption not in get_args(PreemptionMode):
-            allowed = " or ".join(get_args(PreemptionMode))
-            raise ConfigError(f"--preemption must be {allowed}, got {self.preemption!r}.")
+        for option, name, allowed in (
+            ("--preemption", self.preemption, get_args(PreemptionMode)),
+            ("--checkpointing", self.checkpointing, get_args(CheckpointingName)),
+            ("--kv-restore", self.restore, get_args(RestoreMode)),
+            ("--victims", self.victims, get_args(VictimOrder)),
+        ):
+            if name not in allowed:
+                raise ConfigError(f"{option} must be one of {', '.join(allowed)}, got {name!r}.")
         if not (math.isfinite(self.promote_before_s) and self.promote_before_s >= 0):
             raise ConfigError(
                 f"--promote-before must be a number of seconds of at least 0, got {self.promote_before_s:g}."
@@ -78,6 +94,7 @@ class EngineConfig:
         max_model_len: tokens of prompt and output together; None takes what the model and the KV
             pool allow.
         kv_bytes: size of the KV pool; None takes the device's default.
+        host_kv_bytes: size of the second KV pool, in host memory; None takes a default, 0 has none.
         profile_path: cost profile to use; None takes the one saved for this model and device.
         num_threads: threads of the CPU kernels; None takes the processors this process may use.
     """
@@ -88,6 +105,7 @@ class EngineConfig:
     load_format: LoadFormat = "auto"
     block_size: int = 16
     kv_bytes: int | None = None
+    host_kv_bytes: int | None = None
     gpu_memory_utilization: float = 0.9
     max_model_len: int | None = None
     num_threads: int | None = None
@@ -101,6 +119,8 @@ class EngineConfig:
             raise ConfigError(f"--block-size must be 8, 16, 32 or 64, got {self.block_size}.")
         if self.kv_bytes is not None:
             _at_least("--kv-gib", self.kv_bytes, 1)
+        if self.host_kv_bytes is not None:
+            _at_least("--host-kv-gib", self.host_kv_bytes, 0)
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ConfigError(
                 f"--gpu-memory-utilization must be above 0 and at most 1, got {self.gpu_memory_utilization}."

@@ -7,8 +7,9 @@ process or a simulation.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Flag
 
-from backfill.core.block import BlockRef
+from backfill.core.block import BlockCopy, BlockRef
 from backfill.core.request import RequestId
 from backfill.core.sampling import SamplingParams
 
@@ -51,6 +52,14 @@ class Safepoints:
     suspends: bool
 
 
+class CopyKinds(Flag):
+    """Of the copies between device and host: none, those of one direction, or all."""
+
+    NONE = 0
+    CHECKPOINT = 1
+    RESTORE = 2
+
+
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """One forward pass over a batch.
@@ -66,6 +75,11 @@ class StepPlan:
             the others are dropped.
         max_layers: of a step that resumes: it runs so many layers, and is suspended again if more are left.
         keeps_suspended: what is suspended stays so; else the executor may forget it.
+        checkpoint: copies from the device to the host that begin now.
+        restore: copies from the host to the device that begin now, after those of ``checkpoint``.
+        waits_for: copies that are complete before a slice is computed, and are not reported; all others go on
+            beside the step and those after it. No slice of this step reads or writes their blocks.
+        awaits_copy: there are no slices; the executor waits until a copy that is under way is complete.
     """
 
     step: int
@@ -77,6 +91,10 @@ class StepPlan:
     resumes: bool = False
     max_layers: int | None = None
     keeps_suspended: bool = False
+    checkpoint: tuple[BlockCopy, ...] = ()
+    restore: tuple[BlockCopy, ...] = ()
+    waits_for: CopyKinds = CopyKinds.NONE
+    awaits_copy: bool = False
 
     @property
     def has_online(self) -> bool:
@@ -119,9 +137,12 @@ class StepOutcome:
             counted as computed.
         layers_done: layers that the stopped slices have behind them, those of earlier steps included.
         stopped_at_s: when they were taken out, on the executor's clock; None where nothing was.
+        copied: copies, of this plan or of earlier ones, that have completed since the outcome before, in any
+            order.
     """
 
     sampled: tuple[SampledToken, ...]
     stopped: tuple[RequestId, ...] = ()
     layers_done: int = 0
     stopped_at_s: float | None = None
+    copied: tuple[BlockCopy, ...] = ()

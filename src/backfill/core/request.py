@@ -36,14 +36,20 @@ class Rank(Enum):
 class RequestStatus(Enum):
     WAITING = "waiting"  # admitted to no batch yet
     RUNNING = "running"  # holds blocks and takes part in steps
-    PREEMPTED = "preempted"  # its blocks were taken back; its tokens are kept and will be recomputed
+    PREEMPTED = "preempted"  # its blocks were taken back; what of its KV is not in host memory is recomputed
+    RESTORING = "restoring"  # holds blocks that its KV is being copied back to; takes no part in steps yet
     FINISHED = "finished"
 
 
 _LEGAL_MOVES: dict[RequestStatus, frozenset[RequestStatus]] = {
     RequestStatus.WAITING: frozenset({RequestStatus.RUNNING, RequestStatus.FINISHED}),
     RequestStatus.RUNNING: frozenset({RequestStatus.PREEMPTED, RequestStatus.FINISHED}),
-    RequestStatus.PREEMPTED: frozenset({RequestStatus.RUNNING, RequestStatus.FINISHED}),
+    RequestStatus.PREEMPTED: frozenset(
+        {RequestStatus.RUNNING, RequestStatus.RESTORING, RequestStatus.FINISHED}
+    ),
+    RequestStatus.RESTORING: frozenset(
+        {RequestStatus.RUNNING, RequestStatus.PREEMPTED, RequestStatus.FINISHED}
+    ),
     RequestStatus.FINISHED: frozenset(),
 }
 
@@ -64,7 +70,7 @@ class Request:
     The law of progress: ``0 <= num_computed_tokens <= num_tokens``. The tokens in
     ``[num_computed_tokens, num_tokens)`` are known but their KV is not computed; computing the last
     of them yields the next output token. Prefill, chunks of it, decode and recomputation are all
-    this one difference.
+    this one difference. While the request is off the device they are those kept in host memory.
     """
 
     request_id: RequestId

@@ -19,7 +19,6 @@ class HardwareProfile:
         costs: fitted to measured operator times; ``costs.provenance`` says which, and what was modelled.
         kv_tokens: tokens of KV that fit beside the weights.
         kv_bytes_per_token: over all layers, of all devices together.
-        copy_bytes_per_s: between device and host, each way.
         max_model_len: the model's context, in tokens.
     """
 
@@ -27,7 +26,6 @@ class HardwareProfile:
     costs: CostProfile
     kv_tokens: int
     kv_bytes_per_token: int
-    copy_bytes_per_s: float
     max_model_len: int
 
 
@@ -52,6 +50,5 @@ def load_hardware_profile(name: str) -> HardwareProfile:
         costs=CostProfile.parse(content["costs"], name),
         kv_tokens=content["kv_tokens"],
         kv_bytes_per_token=content["kv_bytes_per_token"],
-        copy_bytes_per_s=content["copy_bytes_per_s"],
         max_model_len=content["max_model_len"],
     )

@@ -13,7 +13,7 @@ from typing import Any
 from backfill.core.errors import ConfigError
 from backfill.costs.model import CostModel, PiecewiseLinear
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +41,25 @@ class FitError:
 
 
 @dataclass(frozen=True, slots=True)
+class CopySpeed:
+    """Of KV blocks between device and host memory, one after another, beside nothing else."""
+
+    to_host_bytes_per_s: float
+    to_device_bytes_per_s: float
+
+    def seconds(self, num_bytes: int) -> float:
+        """Of a copy in the slower direction."""
+        return num_bytes / min(self.to_host_bytes_per_s, self.to_device_bytes_per_s)
+
+
+@dataclass(frozen=True, slots=True)
 class CostProfile:
     """A fitted cost model, what it was fitted on and how well.
 
     Attributes:
         num_layers: decoder layers the step's time is spread over.
         error: on steps that were not fitted on.
+        copies: None where it was not measured.
         provenance: in words: how and from what the figures were made.
     """
 
@@ -54,7 +67,12 @@ class CostProfile:
     num_layers: int
     cost: CostModel
     error: FitError
+    copies: CopySpeed | None
     provenance: str
+
+    def block_copy_s(self, block_bytes: int) -> float | None:
+        """Seconds of the copy of one KV block; None if not known."""
+        return None if self.copies is None else self.copies.seconds(block_bytes)
 
     def save(self, path: Path) -> None:
         content = {"format": FORMAT_VERSION, **asdict(self)}
@@ -88,6 +106,7 @@ class CostProfile:
                     _number(content["error"], "p95"),
                     int(_number(content["error"], "num_steps")),
                 ),
+                copies=None if content["copies"] is None else _copies(content["copies"]),
                 provenance=_text(content, "provenance"),
             )
         except (KeyError, TypeError, ValueError, OverflowError) as error:
@@ -105,6 +124,13 @@ class CostProfile:
 
 
 _REMEDY = "run `backfill profile` for the model to measure it anew."
+
+
+def _copies(content: Mapping[str, Any]) -> CopySpeed:
+    speeds = [_number(content, name) for name in CopySpeed.__slots__]
+    if min(speeds) <= 0:
+        raise ValueError(f"speeds of copies must be above 0, got {speeds}")
+    return CopySpeed(*speeds)
 
 
 def _cost(content: Mapping[str, Any]) -> CostModel:

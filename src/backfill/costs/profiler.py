@@ -6,24 +6,27 @@ import itertools
 import random
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
-from backfill.core.block import BlockRef, pack_block_ref
+from backfill.core.block import BlockCopy, BlockRef, pack_block_ref
 from backfill.core.clock import Clock
 from backfill.core.errors import ConfigError
-from backfill.core.plan import AdmittedRequest, ScheduledSlice, StepOutcome, StepPlan
+from backfill.core.plan import AdmittedRequest, CopyKinds, ScheduledSlice, StepOutcome, StepPlan
 from backfill.core.request import RequestId
 from backfill.core.sampling import SamplingParams
 from backfill.costs.fit import TimedStep, fit_cost_model, fit_error, num_terms
 from backfill.costs.load import StepLoad
-from backfill.costs.profile import CostProfile, ProfileKey
+from backfill.costs.profile import CopySpeed, CostProfile, ProfileKey
 
 Slice = tuple[int, int, bool]  # start, number of tokens, samples
 Shape = tuple[Slice, ...]
 
 _PROMPT_TOKEN = 5
 _SEED = 0
+_COPIED_BLOCKS = 64
+_COPY_ROUNDS = 6
+_SHORTEST_S = 1e-9
 
 
 class RunsPlans(Protocol):
@@ -38,6 +41,8 @@ class Capacity:
 
     Attributes:
         kv_tokens: tokens of the KV pool.
+        num_host_blocks: blocks of the pool in host memory.
+        block_bytes: of a block of either pool.
     """
 
     kv_tokens: int
@@ -45,6 +50,8 @@ class Capacity:
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
+    num_host_blocks: int = 0
+    block_bytes: int = 1
 
     def holds(self, shape: Shape) -> bool:
         blocks = sum(-(-(start + count) // self.block_size) for start, count, _ in shape)
@@ -169,6 +176,7 @@ def profile_executor(
         num_layers=num_layers,
         cost=cost,
         error=fit_error(cost, unseen or steps),
+        copies=_time_copies(executor, clock, capacity),
         provenance=f"{len(steps)} steps timed here, medians of {grid.rounds}; {len(unseen)} others held out.",
     )
 
@@ -225,6 +233,30 @@ def _time_step(
     seconds = clock.now_s() - began_s
     executor.run(StepPlan(step=0, admitted=(), slices=(), released=tuple(request_ids)))
     return seconds
+
+
+def _time_copies(executor: RunsPlans, clock: Clock, capacity: Capacity) -> CopySpeed | None:
+    """Bytes a second of copies each way; None without a pool in host memory."""
+    count = min(capacity.num_host_blocks, capacity.kv_tokens // capacity.block_size, _COPIED_BLOCKS)
+    if not count:
+        return None
+    copies = tuple(BlockCopy(index, index) for index in range(count))
+    empty = StepPlan(step=0, admitted=(), slices=(), released=())
+    plans = (
+        replace(empty, checkpoint=copies, waits_for=CopyKinds.CHECKPOINT),
+        replace(empty, restore=copies, waits_for=CopyKinds.RESTORE),
+    )
+    speeds = []
+    for plan in plans:
+        samples = []
+        for _ in range(_COPY_ROUNDS):
+            began_s = clock.now_s()
+            executor.run(plan)
+            samples.append(clock.now_s() - began_s)
+        # The first one meets memory that was never touched; a clock that did not move has no speed.
+        seconds = max(statistics.median(samples[1:]), _SHORTEST_S)
+        speeds.append(count * capacity.block_bytes / seconds)
+    return CopySpeed(*speeds)
 
 
 def _tables(shape: Shape, block_size: int) -> list[tuple[BlockRef, ...]]:

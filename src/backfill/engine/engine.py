@@ -19,6 +19,7 @@ from backfill.costs.profile import CostProfile
 from backfill.engine.messages import ClassStats, EngineStats, StepKind, StepStats, TokenOutput
 from backfill.execution.executor import Executor, StoppableExecutor
 from backfill.kvcache.block_manager import BlockManager
+from backfill.kvcache.host_tier import blocking_copies
 from backfill.scheduling.arrival import RunningStep, WaitingPrompt, must_stop
 from backfill.scheduling.create import create_policy
 from backfill.scheduling.objectives import server_slo
@@ -50,9 +51,12 @@ class Engine:
         self.default_slo = server_slo(config, cost)
         self.scheduler = Scheduler(
             config,
-            BlockManager(info.num_blocks, info.block_size),
+            BlockManager(
+                info.num_blocks, info.block_size, info.num_host_blocks, blocking=blocking_copies(config)
+            ),
             create_policy(config, cost, can_stop=info.can_stop),
             cost=cost,
+            block_copy_s=None if profile is None else profile.block_copy_s(info.block_bytes),
             num_layers=info.num_layers if info.can_stop else None,
             end_token_ids=info.end_token_ids,
         )
@@ -130,7 +134,7 @@ class Engine:
         outputs = self.admit_arrived()
         planning_at = time.perf_counter()
         plan = self.scheduler.plan_step(self._clock.now_s())
-        self._is_stalled = not plan.slices
+        self._is_stalled = not plan.slices and not plan.awaits_copy
         started_at_s = self._step_started_at_s = self._clock.now_s()
         self._running_plan = plan
         if self._arrived:  # while the plan was made, which does not hold them

@@ -23,6 +23,8 @@ class ExecutorInfo:
         device, dtype: in words, for logs and metrics.
         num_layers: decoder layers of the model; safepoints lie between them.
         can_stop: the executor is a ``StoppableExecutor``.
+        num_host_blocks: blocks in the KV pool in host memory.
+        block_bytes: of one KV block, over all layers.
     """
 
     num_blocks: int
@@ -34,6 +36,8 @@ class ExecutorInfo:
     dtype: str
     num_layers: int = 1
     can_stop: bool = False
+    num_host_blocks: int = 0
+    block_bytes: int = 1
 
     def check_prompt(self, prompt_token_ids: Sequence[int]) -> None:
         """Raise RequestError if the prompt is empty or has a token outside the vocabulary."""
@@ -65,10 +69,10 @@ class Executor(Protocol):
     info: ExecutorInfo
 
     def run(self, plan: StepPlan) -> StepOutcome:
-        """Compute the plan's slices and sample. Blocks until done.
+        """Begin the plan's copies, then compute its slices and sample. Blocks until the slices are done.
 
         If it raises, no token was sampled; the KV of the plan's slices is undefined, all other KV
-        and all request state are as before.
+        and all request state are as before. Its copies have begun and are reported once complete.
         """
         ...
 

@@ -63,6 +63,8 @@ def measure_profile(
         max_model_len=info.max_model_len,
         max_num_seqs=config.scheduler.max_num_seqs,
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+        num_host_blocks=info.num_host_blocks,
+        block_bytes=info.block_bytes,
     )
     return profile_executor(
         executor,

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import heapq
 import math
+from collections.abc import Sequence
 from typing import Protocol
 
+from backfill.core.block import BlockCopy
 from backfill.core.clock import VirtualClock
-from backfill.core.plan import SampledToken, ScheduledSlice, StepOutcome, StepPlan
+from backfill.core.plan import CopyKinds, SampledToken, ScheduledSlice, StepOutcome, StepPlan
 from backfill.core.request import RequestId
 from backfill.costs.load import StepLoad
 from backfill.costs.model import CostModel
+from backfill.costs.profile import CopySpeed
 from backfill.execution.executor import ExecutorInfo
 
 _SAMPLED_TOKEN = 5  # any id that ends no output; lengths come from each request's max_tokens
@@ -39,10 +43,16 @@ class SimulatedExecutor:
     """See ``StoppableExecutor``. Runs a plan by advancing the clock by its predicted time.
 
     A step's time is spread evenly over the layers. Events that fall into a step with safepoints are delivered
-    at their instants, and may call ``request_stop``; those of other steps wait for the step's end.
+    at their instants, and may call ``request_stop``; those of other steps wait for the step's end. Copies of
+    one direction run one after another, beside the steps and beside those of the other direction.
+
+    Args:
+        copies: None where there is no host pool.
     """
 
-    def __init__(self, info: ExecutorInfo, cost: CostModel, clock: VirtualClock) -> None:
+    def __init__(
+        self, info: ExecutorInfo, cost: CostModel, clock: VirtualClock, copies: CopySpeed | None = None
+    ) -> None:
         self.info = info
         self.events: StepEvents = NoEvents()
         self._cost = cost
@@ -50,6 +60,14 @@ class SimulatedExecutor:
         self._step_to_stop = -1
         self._num_tokens: dict[RequestId, int] = {}
         self._suspended_at = 0  # layers that the suspended step has behind it
+        self._links: dict[CopyKinds, _Link] = {}
+        if copies is not None:
+            for kind, speed in (
+                (CopyKinds.CHECKPOINT, copies.to_host_bytes_per_s),
+                (CopyKinds.RESTORE, copies.to_device_bytes_per_s),
+            ):
+                self._links[kind] = _Link(info.block_bytes / speed)
+        self._copies: list[tuple[float, BlockCopy]] = []  # a heap by the instant of completion
 
     def request_stop(self, step: int) -> None:
         self._step_to_stop = max(self._step_to_stop, step)
@@ -59,19 +77,40 @@ class SimulatedExecutor:
             self._num_tokens.pop(request_id, None)
         for admitted in plan.admitted:
             self._num_tokens[admitted.request_id] = len(admitted.prompt_token_ids)
+        self._begin_copies(plan)
         if not plan.slices:
-            return StepOutcome(())
+            if plan.awaits_copy:
+                self._wait(self._copies[0][0] - self._clock.now_s())
+            return StepOutcome((), copied=self._take_copied())
         first = self._suspended_at if plan.resumes else 0
         stopped_at = self._pass_layers(plan, first)
         if stopped_at is None:
-            return StepOutcome(self._sample(plan.slices))
+            return StepOutcome(self._sample(plan.slices), copied=self._take_copied())
         stopped_at_s = self._clock.now_s()
         if plan.safepoints is not None and plan.safepoints.suspends:
             self._suspended_at = stopped_at
         stopped = tuple(piece.request_id for piece in plan.slices if piece.yields)
         staying = tuple(piece for piece in plan.slices if not piece.yields)
         self._wait(self._seconds(staying) * (self.info.num_layers - stopped_at) / self.info.num_layers)
-        return StepOutcome(self._sample(staying), stopped, stopped_at, stopped_at_s)
+        return StepOutcome(self._sample(staying), stopped, stopped_at, stopped_at_s, self._take_copied())
+
+    def _begin_copies(self, plan: StepPlan) -> None:
+        """Queue the plan's copies; those it waits for take their time here."""
+        for kind, copies in ((CopyKinds.CHECKPOINT, plan.checkpoint), (CopyKinds.RESTORE, plan.restore)):
+            if not copies:
+                continue
+            ends_at_s = self._links[kind].begin(len(copies), self._clock.now_s())
+            if kind in plan.waits_for:
+                self._wait(ends_at_s[-1] - self._clock.now_s())
+            else:
+                for entry in zip(ends_at_s, copies, strict=True):
+                    heapq.heappush(self._copies, entry)
+
+    def _take_copied(self) -> tuple[BlockCopy, ...]:
+        copied = []
+        while self._copies and self._copies[0][0] <= self._clock.now_s():
+            copied.append(heapq.heappop(self._copies)[1])
+        return tuple(copied)
 
     def _pass_layers(self, plan: StepPlan, first: int) -> int | None:
         """Move the clock through the layers; the layer before which the yielding slices were stopped."""
@@ -108,3 +147,18 @@ class SimulatedExecutor:
 
     def _wait(self, seconds: float) -> None:
         self._clock.advance(max(0.0, seconds))
+
+
+class _Link:
+    """One direction between device and host: copies one block after another."""
+
+    def __init__(self, block_s: float) -> None:
+        self._block_s = block_s
+        self._busy_until_s = 0.0
+
+    def begin(self, num_blocks: int, now_s: float) -> Sequence[float]:
+        """Instants at which the copies of so many blocks complete."""
+        began_s = max(self._busy_until_s, now_s)
+        ends_at_s = [began_s + (index + 1) * self._block_s for index in range(num_blocks)]
+        self._busy_until_s = ends_at_s[-1]
+        return ends_at_s

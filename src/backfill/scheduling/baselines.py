@@ -13,6 +13,7 @@ from backfill.scheduling.policy import Lane, StepView
 _ONLINE = Lane(ranks=frozenset({Rank.ONLINE}))
 _OFFLINE = Lane(ranks=frozenset({Rank.PROMOTED, Rank.OFFLINE}))
 _ALL = Lane(ranks=frozenset(Rank))
+_COPY_S = 0.1  # about one step
 
 
 class _Baseline:
@@ -28,8 +29,11 @@ class _Baseline:
     def resume_s(self, view: StepView) -> float:
         return math.inf
 
-    def victim_key(self, request: Request) -> Any:
+    def victim_key(self, request: Request, lost_tokens: int) -> Any:
         return (request.rank is not Rank.ONLINE, request.order_key)
+
+    def copy_s(self, view: StepView) -> float:
+        return _COPY_S
 
     def promote_at_s(self, request: Request) -> float:
         return math.inf
@@ -55,7 +59,7 @@ class FcfsPolicy(_Baseline):
     def lanes(self, view: StepView) -> Sequence[Lane]:
         return (_ALL,)
 
-    def victim_key(self, request: Request) -> Any:
+    def victim_key(self, request: Request, lost_tokens: int) -> Any:
         return request.order_key
 
 

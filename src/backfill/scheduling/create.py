@@ -23,7 +23,11 @@ def create_policy(config: SchedulerConfig, cost: CostModel | None, *, can_stop: 
         if cost is None:
             raise ConfigError("--policy slo needs a cost profile of the model: run `backfill profile`.")
         return SloPolicy(
-            SloPolicyConfig(default_slo=server_slo(config, cost), promote_before_s=config.promote_before_s),
+            SloPolicyConfig(
+                default_slo=server_slo(config, cost),
+                promote_before_s=config.promote_before_s,
+                victims=config.victims,
+            ),
             cost,
             max_step_tokens=config.max_num_batched_tokens,
             can_stop=can_stop,

@@ -47,6 +47,7 @@ class StepView:
         num_waiting: by rank.
         online_blocks: blocks that running online requests hold.
         suspended_s: predicted seconds that the suspended step still takes; 0 where nothing is suspended.
+        checkpointed_blocks: device blocks that have a host copy; taking them from a request loses nothing.
     """
 
     now_s: float
@@ -55,6 +56,7 @@ class StepView:
     num_blocks: int
     online_blocks: int
     suspended_s: float = 0.0
+    checkpointed_blocks: int = 0
 
 
 class Policy(Protocol):
@@ -79,8 +81,16 @@ class Policy(Protocol):
         """
         ...
 
-    def victim_key(self, request: Request) -> Any:
-        """The running request with the greatest key is preempted first."""
+    def victim_key(self, request: Request, lost_tokens: int) -> Any:
+        """The request with the greatest key is preempted first.
+
+        Args:
+            lost_tokens: computed tokens that would have to be computed again.
+        """
+        ...
+
+    def copy_s(self, view: StepView) -> float:
+        """Seconds of copying between device and host that may be under way at once."""
         ...
 
     def promote_at_s(self, request: Request) -> float:

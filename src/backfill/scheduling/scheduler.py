@@ -7,10 +7,11 @@ import math
 import operator
 from collections import Counter
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from backfill.core.config import SchedulerConfig
+from backfill.core.counters import ClassCounters
 from backfill.core.plan import (
     AdmittedRequest,
     Safepoints,
@@ -23,6 +24,9 @@ from backfill.core.request import FinishReason, Rank, Request, RequestId, Reques
 from backfill.costs.load import StepLoad
 from backfill.costs.model import CostModel
 from backfill.kvcache.block_manager import BlockManager
+from backfill.kvcache.checkpointing import create_checkpoint_policy
+from backfill.kvcache.host_tier import HostTier, blocking_copies
+from backfill.scheduling.batch import Batch
 from backfill.scheduling.policy import Lane, Policy, StepView
 from backfill.scheduling.queue import RequestQueue
 
@@ -34,26 +38,6 @@ class CommittedToken:
     request: Request
     sampled: SampledToken
     stop_token_id: int | None  # the requested stop token that ended the output, if one did
-
-
-@dataclass(slots=True)
-class ClassCounters:
-    """Totals since the start, of one service class.
-
-    Attributes:
-        num_computed_tokens: in steps that were committed, recomputation included.
-        num_recomputed_tokens: of these, tokens that had been computed before a preemption.
-        num_aborted_tokens: computed in steps that were stopped, for nothing; a token counts by the part of
-            the layers it had passed.
-    """
-
-    num_preemptions: int = 0
-    num_computed_tokens: int = 0
-    num_recomputed_tokens: int = 0
-    num_aborted_tokens: float = 0.0
-
-    def copy(self) -> ClassCounters:
-        return replace(self)
 
 
 @dataclass(slots=True)
@@ -69,6 +53,7 @@ class _SuspendedStep:
 # smaller offline steps may fit, and none starts before it.
 _MAX_REFUSALS = 16
 _MIN_PROMOTIONS = 64  # the heap is not worth clearing below
+_MOST_UNTIMED_COPIES = 64  # copies under way at once where it is not known how long they take
 
 _ORDER_KEY = operator.attrgetter("order_key")
 
@@ -79,7 +64,8 @@ class Scheduler:
     Within a lane, running requests come first, those that decode before those that prefill: a decode costs
     one token of the step and its user is reading. Then waiting requests join in order of urgency while the
     step's tokens and time, the batch's places and the pool's blocks last. When a running request lacks a
-    block, the policy's victim is preempted: its blocks are freed and its tokens recomputed later.
+    block, the policy's victim is preempted: its blocks are freed; what of its KV is in host memory is copied
+    back later, while others run, and the rest recomputed.
 
     A request whose step has no time or place left for it keeps its blocks and waits. ``add`` admits only
     requests that fit the pool alone, and the first slice of a step is never held to a time, so every step
@@ -88,6 +74,7 @@ class Scheduler:
     Args:
         end_token_ids: tokens that end any output unless it ignores them.
         cost: predicts steps for policies that bound their time; None for policies that do not.
+        block_copy_s: seconds that a copy of one block between device and host takes; None if not known.
         num_layers: of the model; None where the executor cannot stop a step.
     """
 
@@ -98,6 +85,7 @@ class Scheduler:
         policy: Policy,
         *,
         cost: CostModel | None = None,
+        block_copy_s: float | None = None,
         num_layers: int | None = None,
         end_token_ids: Collection[int] = (),
     ) -> None:
@@ -108,6 +96,11 @@ class Scheduler:
         self._num_layers = num_layers if policy.stops_steps else None
         self._suspended: _SuspendedStep | None = None
         self.counters = {service_class: ClassCounters() for service_class in ServiceClass}
+        self._block_copy_s = block_copy_s
+        self._blocking = blocking_copies(config)
+        self._host = HostTier(
+            blocks, create_checkpoint_policy(config.checkpointing), self._blocking, self.counters
+        )
         self._end_token_ids = frozenset(end_token_ids)
         self._requests: dict[RequestId, Request] = {}
         self._waiting = {rank: RequestQueue() for rank in Rank}
@@ -132,8 +125,8 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """A step is due: requests are unfinished, or the executor still holds some that have ended."""
-        return bool(self._requests or self._to_release)
+        """A step is due: for requests that are unfinished, or to clear up after some that have ended."""
+        return bool(self._requests or self._to_release or self.blocks.num_copies_under_way)
 
     def count_by_class(self) -> dict[ServiceClass, tuple[int, int]]:
         """(running, waiting) of each class."""
@@ -171,7 +164,7 @@ class Scheduler:
         """End a request from outside (abort, error). None if it has ended already or never existed."""
         request = self._requests.get(request_id)
         if request is not None:
-            if request.status is not RequestStatus.RUNNING:
+            if request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
                 self._waiting[request.rank].remove(request)
             self._end(request, reason)
         return request
@@ -182,18 +175,22 @@ class Scheduler:
         Called once for each step, after the outcome of the step before was committed.
         """
         self._promote(now_s)
+        for restored in self._host.take_restored():
+            restored.move_to(RequestStatus.RUNNING)
+            self._running[restored.request_id] = restored
         by_rank: dict[Rank, list[Request]] = {rank: [] for rank in Rank}
         held = {} if self._suspended is None else self._suspended.slices
         for each in self._running.values():
             if each.request_id not in held:
                 by_rank[each.rank].append(each)
         view = self._view(by_rank, now_s)
+        self._host.allow_copies(self._most_copies(view))
         if self._suspended is not None:
             resumed = self._plan_resumed(self._suspended, view)
             if resumed is not None:
                 return resumed
         lanes = self.policy.lanes(view)
-        batch = _Batch(self.config.max_num_seqs, self.config.max_num_batched_tokens)
+        batch = Batch(self.config.max_num_seqs, self.config.max_num_batched_tokens)
         admitted: list[AdmittedRequest] = []
         preempted_any = False
         for index, lane in enumerate(lanes):
@@ -217,6 +214,7 @@ class Scheduler:
 
     def commit(self, plan: StepPlan, outcome: StepOutcome, now_s: float) -> list[CommittedToken]:
         """Enter the outcome of ``plan`` into the requests. What was stopped in it is as it was before."""
+        self.blocks.complete(outcome.copied)
         stopped = set(outcome.stopped)
         if plan.resumes:
             self._suspended = None
@@ -229,6 +227,8 @@ class Scheduler:
             counters = self.counters[request.service_class]
             counters.num_computed_tokens += piece.num_tokens
             end = request.num_computed_tokens = piece.start + piece.num_tokens
+            if end // self.blocks.block_size > piece.start // self.blocks.block_size:
+                self._host.checkpoint(request)
             known = request.num_ever_computed_tokens
             if piece.start < known:
                 counters.num_recomputed_tokens += min(known, end) - piece.start
@@ -248,17 +248,24 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Raise AssertionError if blocks, queues and requests disagree."""
         self.blocks.check_integrity()
-        assert len(self._running) + self.num_waiting == len(self._requests)
+        restoring = {request.request_id for request in self._host.restoring}
+        assert len(self._running) + len(restoring) + self.num_waiting == len(self._requests)
         for request in self._requests.values():
-            held = self.blocks.num_held_blocks(request.request_id)
-            is_running = request.status is RequestStatus.RUNNING
-            assert is_running == (request.request_id in self._running), f"{request.request_id} is misplaced"
-            assert is_running or held == 0, f"{request.request_id} waits and holds {held} blocks"
+            request_id, status = request.request_id, request.status
+            held = self.blocks.num_held_blocks(request_id)
+            is_running, is_restoring = request_id in self._running, request_id in restoring
+            assert (status is RequestStatus.RUNNING) == is_running, f"{request_id} is misplaced"
+            assert (status is RequestStatus.RESTORING) == is_restoring, f"{request_id} is misplaced"
+            is_on_device = status in (RequestStatus.RUNNING, RequestStatus.RESTORING)
+            assert is_on_device or held == 0, f"{request_id} waits and holds {held} blocks"
             assert 0 <= request.num_computed_tokens <= request.num_tokens
+            if status is not RequestStatus.RUNNING:
+                held = self.blocks.num_host_blocks_of(request_id)
+                assert bool(held) == (self._host.holds(request) or request_id in restoring)
             assert held * self.blocks.block_size >= request.num_computed_tokens
         suspended = () if self._suspended is None else self._suspended.slices
         assert all(request_id in self._running for request_id in suspended), "a suspended slice has no blocks"
-        held_in_all = self.blocks.num_blocks - self.blocks.num_free_blocks
+        held_in_all = self.blocks.num_blocks - self.blocks.num_free_blocks - self.blocks.num_ownerless_blocks
         held_by_known = sum(self.blocks.num_held_blocks(request_id) for request_id in self._requests)
         assert held_in_all == held_by_known, f"{held_in_all - held_by_known} blocks belong to no request"
 
@@ -268,7 +275,7 @@ class Scheduler:
             request = heapq.heappop(self._to_promote)[2]
             if request.status is RequestStatus.FINISHED:
                 continue
-            is_waiting = request.status is not RequestStatus.RUNNING
+            is_waiting = request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
             if is_waiting:
                 self._waiting[request.rank].remove(request)
             request.rank = Rank.PROMOTED
@@ -296,7 +303,7 @@ class Scheduler:
             max_layers=num_layers,
         )
 
-    def _safepoints(self, batch: _Batch, predicted_s: float) -> Safepoints | None:
+    def _safepoints(self, batch: Batch, predicted_s: float) -> Safepoints | None:
         """Armed where an arrival may stop a part of the step; one step at a time is suspended."""
         if self._num_layers is None or predicted_s == 0.0 or self._suspended is not None:
             return None
@@ -310,10 +317,17 @@ class Scheduler:
         return max(1, int(self.config.max_stop_s / (layer_s * self.policy.time_scale)))
 
     def _next_plan(self, *, slices: tuple[ScheduledSlice, ...], **fields: Any) -> StepPlan:
+        self._host.continue_restores()
+        self._host.blocks_to_checkpoint()
+        checkpoint, restore = self.blocks.take_copies()
         plan = StepPlan(
             step=self._num_plans,
             slices=slices,
             released=tuple(self._to_release),
+            checkpoint=checkpoint,
+            restore=restore,
+            waits_for=self._blocking,
+            awaits_copy=not slices and self.blocks.num_copies_under_way > 0,
             **{"admitted": (), **fields},
         )
         self._to_release.clear()
@@ -350,7 +364,14 @@ class Scheduler:
             num_blocks=self.blocks.num_blocks,
             online_blocks=sum(self.blocks.num_held_blocks(r.request_id) for r in by_rank[Rank.ONLINE]),
             suspended_s=self._suspended_s(),
+            checkpointed_blocks=self.blocks.num_checkpointed_blocks,
         )
+
+    def _most_copies(self, view: StepView) -> int:
+        """Copies that may be under way at once: what the policy has time for."""
+        if self._block_copy_s is None:
+            return _MOST_UNTIMED_COPIES
+        return max(1, int(self.policy.copy_s(view) / self._block_copy_s))
 
     def _suspended_s(self) -> float:
         """Predicted seconds of the layers that the suspended step still has before it."""
@@ -360,7 +381,7 @@ class Scheduler:
         load = StepLoad.of((p.start, p.num_tokens, p.samples) for p in self._suspended.slices.values())
         return self.cost.step_time_s(load) * (1.0 - self._suspended.layers_done / self._num_layers)
 
-    def _place_running(self, lane: Lane, running: list[Request], batch: _Batch) -> bool:
+    def _place_running(self, lane: Lane, running: list[Request], batch: Batch) -> bool:
         """Give the lane's running requests their tokens, preempting for blocks; True if any was preempted."""
         running.sort(key=_ORDER_KEY)
         preempted_any = False
@@ -377,22 +398,24 @@ class Scheduler:
                     preempted_any |= self._grow(request, num_tokens, batch)
         return preempted_any
 
-    def _trim(self, lane: Lane, decodes: list[Request], batch: _Batch) -> None:
+    def _trim(self, lane: Lane, decodes: list[Request], batch: Batch) -> None:
         """Take the lane's least urgent decodes out again while the step is over its time."""
         if lane.limit_s < math.inf and not lane.protected:
             assert self.cost is not None
             while decodes and len(batch.members) > 1 and self.cost.step_time_s(batch.load) > lane.limit_s:
                 batch.drop(decodes.pop())
 
-    def _grow(self, request: Request, num_tokens: int, batch: _Batch) -> bool:
+    def _grow(self, request: Request, num_tokens: int, batch: Batch) -> bool:
         """Put the request in with the blocks it needs, preempting for them; True if any was preempted."""
         needed = request.num_computed_tokens + num_tokens
         missing = self.blocks.num_missing_blocks(request.request_id, needed)
         preempted_any = False
         while missing > self.blocks.num_free_blocks:
-            victim = max(self._running.values(), key=self.policy.victim_key)
+            victim = max((*self._running.values(), *self._host.restoring), key=self._victim_key)
+            if victim is request and self.blocks.num_ownerless_blocks:
+                return preempted_any  # copies are about to free some: the request waits for them
             batch.drop(victim)
-            self._preempt(victim)
+            self._preempt(victim, missing - self.blocks.num_free_blocks)
             preempted_any = True
             if victim is request:
                 return True
@@ -401,7 +424,7 @@ class Scheduler:
         batch.put(request, num_tokens)
         return preempted_any
 
-    def _admit(self, lane: Lane, later: set[Rank], batch: _Batch, now_s: float) -> list[AdmittedRequest]:
+    def _admit(self, lane: Lane, later: set[Rank], batch: Batch, now_s: float) -> list[AdmittedRequest]:
         """Start the lane's waiting requests while their known tokens fit beside what running ones need next.
 
         That is the blocks for the rest of their prompts and one block each to grow into, so that an
@@ -415,7 +438,8 @@ class Scheduler:
         yielding = later if lane.displaces else set()
         if not yielding and all(self._is_too_large(queue) for queue in queues):
             return admitted  # the common case where memory is full, before anything is summed
-        kept = [request for request in self._running.values() if request.rank not in yielding]
+        holders = (*self._running.values(), *self._host.restoring)
+        kept = [request for request in holders if request.rank not in yielding]
         promised = sum(map(self._blocks_needed_next, kept))
         num_kept = len(kept)
         while num_kept < self.config.max_num_seqs:
@@ -423,17 +447,24 @@ class Scheduler:
             request = None if queue is None else queue.peek()
             if queue is None or request is None:
                 break
+            is_away = self._host.holds(request)
+            if is_away and not self._host.can_begin_restore(request):
+                break
             num_tokens = self._prefill_tokens(request, lane, batch)
             reserved = promised + (lane.reserved_blocks if self._running else 0)
             needed = self.blocks.blocks_for(request.num_tokens)
-            if num_tokens == 0 or not self._free_up(needed + reserved, yielding, batch):
+            if (num_tokens == 0 and not is_away) or not self._free_up(needed + reserved, yielding, batch):
                 break
             queue.pop()
+            num_kept += 1
+            if is_away and not self._host.begin_restore(request):
+                request.move_to(RequestStatus.RESTORING)
+                promised += self._blocks_needed_next(request)
+                continue
             request.move_to(RequestStatus.RUNNING)
             if request.first_scheduled_at_s is None:
                 request.first_scheduled_at_s = now_s
             self._running[request.request_id] = request
-            num_kept += 1
             self.blocks.grow(request.request_id, request.num_computed_tokens + num_tokens)
             promised += self._blocks_needed_next(request)
             batch.put(request, num_tokens)
@@ -448,25 +479,31 @@ class Scheduler:
         head = queue.peek()
         return head is not None and self.blocks.blocks_for(head.num_tokens) > self.blocks.num_free_blocks
 
-    def _free_up(self, num_blocks: int, yielding: set[Rank], batch: _Batch) -> bool:
+    def _free_up(self, num_blocks: int, yielding: set[Rank], batch: Batch) -> bool:
         """Whether so many blocks are free, preempting requests of the ranks that yield if that is enough."""
         if num_blocks <= self.blocks.num_free_blocks:
             return True
-        victims = [request for request in self._running.values() if request.rank in yielding]
+        holders = (*self._running.values(), *self._host.restoring)
+        victims = [request for request in holders if request.rank in yielding]
         held = sum(self.blocks.num_held_blocks(request.request_id) for request in victims)
-        if num_blocks > self.blocks.num_free_blocks + held:
+        # A block that is being copied is not free before the copy is complete.
+        if num_blocks > self.blocks.num_free_blocks + held - self.blocks.num_copies_under_way:
             return False
-        victims.sort(key=self.policy.victim_key)
-        while num_blocks > self.blocks.num_free_blocks:
+        victims.sort(key=self._victim_key)
+        while victims and num_blocks > self.blocks.num_free_blocks:
             victim = victims.pop()
             batch.drop(victim)
-            self._preempt(victim)
-        return True
+            self._preempt(victim, num_blocks - self.blocks.num_free_blocks)
+        return num_blocks <= self.blocks.num_free_blocks
+
+    def _victim_key(self, request: Request) -> Any:
+        lost = self._host.lost_tokens(request) if request.status is RequestStatus.RUNNING else 0
+        return self.policy.victim_key(request, lost)
 
     def _blocks_needed_next(self, request: Request) -> int:
         return 1 + self.blocks.num_missing_blocks(request.request_id, request.num_tokens)
 
-    def _prefill_tokens(self, request: Request, lane: Lane, batch: _Batch) -> int:
+    def _prefill_tokens(self, request: Request, lane: Lane, batch: Batch) -> int:
         """Tokens of a prompt, or of what is recomputed of a request, that the step has room and time for."""
         if not batch.has_room:
             return 0
@@ -493,21 +530,23 @@ class Scheduler:
             yields=request.rank is not Rank.ONLINE,
         )
 
-    def _preempt(self, request: Request) -> None:
-        """Free the request's blocks and queue it again; its tokens are kept, their KV recomputed."""
-        self.counters[request.service_class].num_preemptions += 1
-        self._forget_suspended(request.request_id)
-        self.blocks.release(request.request_id)
-        del self._running[request.request_id]
+    def _preempt(self, request: Request, needed: int) -> None:
+        """Take the request's blocks, ``needed`` of them at once, and queue it again; its tokens are kept."""
+        if request.status is RequestStatus.RESTORING:
+            self._host.cancel_restore(request)
+        else:
+            self.counters[request.service_class].num_preemptions += 1
+            request.num_preemptions += 1
+            self._forget_suspended(request.request_id)
+            del self._running[request.request_id]
+            self._host.reclaim(request, needed, self._running.values())
         request.move_to(RequestStatus.PREEMPTED)
-        request.num_computed_tokens = 0
-        request.num_preemptions += 1
         self._waiting[request.rank].push(request)
 
     def _end(self, request: Request, reason: FinishReason) -> None:
         request_id = request.request_id
         self._forget_suspended(request_id)
-        self.blocks.release(request_id)
+        self._host.forget(request_id)
         self._running.pop(request_id, None)
         del self._requests[request_id]
         if request_id in self._known_to_executor:
@@ -525,35 +564,3 @@ class Scheduler:
         if len(request.output_token_ids) >= sampling.max_tokens:
             return FinishReason.LENGTH, None
         return None, None
-
-
-class _Batch:
-    """The members of the step being planned, its load, and the tokens and places left to give out."""
-
-    def __init__(self, max_num_seqs: int, max_num_tokens: int) -> None:
-        self.members: dict[RequestId, tuple[Request, int]] = {}
-        self.load = StepLoad()
-        self.num_prefill_tokens = 0
-        self.num_tokens_left = max_num_tokens
-        self._max_num_seqs = max_num_seqs
-
-    @property
-    def has_room(self) -> bool:
-        return self.num_tokens_left > 0 and len(self.members) < self._max_num_seqs
-
-    def put(self, request: Request, num_tokens: int) -> None:
-        self.members[request.request_id] = (request, num_tokens)
-        self.num_tokens_left -= num_tokens
-        pending = request.num_tokens - request.num_computed_tokens
-        if pending > 1:
-            self.num_prefill_tokens += num_tokens
-        self.load.put(request.num_computed_tokens, num_tokens, num_tokens == pending)
-
-    def drop(self, request: Request) -> None:
-        member = self.members.pop(request.request_id, None)
-        if member is not None:
-            num_tokens, pending = member[1], request.num_pending_tokens
-            self.num_tokens_left += num_tokens
-            if pending > 1:
-                self.num_prefill_tokens -= num_tokens
-            self.load.take(request.num_computed_tokens, num_tokens, num_tokens == pending)

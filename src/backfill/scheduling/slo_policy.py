@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from backfill.core.config import VictimOrder
 from backfill.core.request import Rank, Request
 from backfill.core.slo import SLO
 from backfill.costs.correction import BiasCorrection
@@ -33,6 +34,7 @@ class SloPolicyConfig:
         promote_before_s: an offline request is promoted when its completion window ends within this, or
             when half of the window it arrived in is over if that is later.
         reserve_decay_s: time constant with which the memory of online's largest use of blocks fades.
+        victims: of one rank, that which loses least work yields first, or the latest.
     """
 
     default_slo: SLO
@@ -41,6 +43,7 @@ class SloPolicyConfig:
     unsafe_ttft_share: float = 0.25
     promote_before_s: float = 3600.0
     reserve_decay_s: float = 60.0
+    victims: VictimOrder = "least-lost"
 
 
 class SloPolicy:
@@ -126,12 +129,15 @@ class SloPolicy:
         usable_s = slack * (1.0 - self.config.margin) / self.correction.upper
         return max(0.0, usable_s - self._cost.step_time_s(decode))
 
-    def victim_key(self, request: Request) -> Any:
-        """Offline before online; of the offline ones that which loses least work, by tokens computed."""
-        rank = request.rank
-        if rank is Rank.ONLINE:
-            return (0, 0, request.order_key)
-        return (2 if rank is Rank.OFFLINE else 1, -request.num_computed_tokens, request.order_key)
+    def victim_key(self, request: Request, lost_tokens: int) -> Any:
+        """Offline before online; of these that which loses least work, then the least urgent."""
+        urgency = {Rank.OFFLINE: 2, Rank.PROMOTED: 1, Rank.ONLINE: 0}[request.rank]
+        return (urgency, -lost_tokens if self.config.victims == "least-lost" else 0, request.order_key)
+
+    def copy_s(self, view: StepView) -> float:
+        """A step's worth: the tightest TPOT objective (section 4.5)."""
+        tightest, _ = self._tpot(view.running[Rank.ONLINE], view.now_s)
+        return min(tightest, self.config.default_slo.tpot_s)
 
     def promote_at_s(self, request: Request) -> float:
         if request.complete_by_s is None:
@@ -171,9 +177,13 @@ class SloPolicy:
         return min((slack for slack in slacks if slack > 0), default=math.inf)
 
     def _reserve(self, view: StepView) -> int:
-        """Blocks to keep free for online requests: what they lately held at most and do not hold now."""
+        """Blocks to keep free for online requests: what they lately held at most and do not hold now.
+
+        Checkpointed blocks count as free: they are theirs for a change of a table.
+        """
         elapsed = 0.0 if self._seen_at_s is None else view.now_s - self._seen_at_s
         self._seen_at_s = view.now_s
         faded = self._online_peak * math.exp(-elapsed / self.config.reserve_decay_s)
         self._online_peak = max(faded, float(view.online_blocks))
-        return min(int(self._online_peak) - view.online_blocks, view.num_blocks // 2)
+        wanted = min(int(self._online_peak) - view.online_blocks, view.num_blocks // 2)
+        return max(0, wanted - view.checkpointed_blocks)

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from backfill.core.clock import Clock, VirtualClock
+from backfill.core.counters import ClassCounters
 from backfill.core.request import Request, RequestId, ServiceClass
 from backfill.core.sampling import SamplingParams
 from backfill.engine.engine import Engine
 from backfill.engine.messages import TokenOutput
-from backfill.scheduling.scheduler import ClassCounters
 
 # Prompts carry no meaning here; any id that every model has.
 _PROMPT_TOKEN = 5

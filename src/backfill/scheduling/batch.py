@@ -1,0 +1,38 @@
+"""The step that is being planned."""
+
+from __future__ import annotations
+
+from backfill.core.request import Request, RequestId
+from backfill.costs.load import StepLoad
+
+
+class Batch:
+    """The members of the step being planned, its load, and the tokens and places left to give out."""
+
+    def __init__(self, max_num_seqs: int, max_num_tokens: int) -> None:
+        self.members: dict[RequestId, tuple[Request, int]] = {}
+        self.load = StepLoad()
+        self.num_prefill_tokens = 0
+        self.num_tokens_left = max_num_tokens
+        self._max_num_seqs = max_num_seqs
+
+    @property
+    def has_room(self) -> bool:
+        return self.num_tokens_left > 0 and len(self.members) < self._max_num_seqs
+
+    def put(self, request: Request, num_tokens: int) -> None:
+        self.members[request.request_id] = (request, num_tokens)
+        self.num_tokens_left -= num_tokens
+        pending = request.num_tokens - request.num_computed_tokens
+        if pending > 1:
+            self.num_prefill_tokens += num_tokens
+        self.load.put(request.num_computed_tokens, num_tokens, num_tokens == pending)
+
+    def drop(self, request: Request) -> None:
+        member = self.members.pop(request.request_id, None)
+        if member is not None:
+            num_tokens, pending = member[1], request.num_pending_tokens
+            self.num_tokens_left += num_tokens
+            if pending > 1:
+                self.num_prefill_tokens -= num_tokens
+            self.load.take(request.num_computed_tokens, num_tokens, num_tokens == pending)
