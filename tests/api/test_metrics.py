@@ -7,6 +7,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from backfill.api.metrics import Metrics
+from backfill.core.counters import ClassCounters
 from backfill.core.request import FinishReason, ServiceClass
 from backfill.core.slo import SLO
 from backfill.engine.messages import ClassStats, EngineStats, StepReport, StepStats
@@ -51,8 +52,8 @@ def ended(**changes: Any) -> RequestRecord:
 
 
 def report(step: StepStats, num_stopped_steps: int = 0, num_aborted_tokens: int = 0) -> StepReport:
-    idle = ClassStats(0, 0, 0, 0, num_aborted_tokens)
-    return StepReport([], EngineStats(idle, idle, 0.0, 16, num_stopped_steps, step))
+    idle = ClassStats(0, 0, ClassCounters(num_aborted_tokens=num_aborted_tokens))
+    return StepReport([], EngineStats(idle, idle, 0.0, 16, 0, 0.0, num_stopped_steps, step))
 
 
 def test_every_first_token_and_every_gap_is_held_to_its_objective() -> None:

@@ -6,6 +6,7 @@ import ipc
 import pytest
 import step_profile
 
+from backfill.core.counters import ClassCounters
 from backfill.core.request import RequestId
 from backfill.engine.messages import ClassStats, EngineStats, StepReport, StepStats, TokenOutput
 from backfill.models.config import ModelConfig
@@ -28,7 +29,7 @@ def test_floors_are_the_longer_of_bytes_and_products(tmp_path: Path) -> None:
 
 
 def test_a_report_goes_to_another_process_and_back() -> None:
-    state = ClassStats(*[0 for _ in ClassStats.__struct_fields__])
+    state = ClassStats(0, 0, ClassCounters())
     step = StepStats("online", 2, 0.01, 0.0)
     fields = {"online": state, "offline": state, "kv_usage_frac": 0.5, "num_free_blocks": 7, "step": step}
     stats = EngineStats(**{name: fields.get(name, 0) for name in EngineStats.__struct_fields__})

@@ -226,14 +226,14 @@ KNEE = replace(MODEL, rows_s=PiecewiseLinear((1.0, 64.0, 128.0, 512.0), (0.064, 
 
 
 def test_efficient_steps_end_at_the_knee() -> None:
-    assert KNEE.efficient_step_tokens(0.9, 512) == 64
-    assert KNEE.efficient_step_tokens(1.0, 512) == 64
+    assert KNEE.efficient_step_sizes(0.9, 512) == (64, 128, 512)
+    assert KNEE.efficient_step_sizes(1.0, 512) == (64, 128, 512)
 
 
 def test_less_efficiency_asked_for_needs_no_more_tokens() -> None:
     gradual = replace(MODEL, rows_s=PiecewiseLinear((1.0, 10.0, 40.0, 100.0), (11.0, 20.0, 50.0, 110.0)))
     # 11, 2, 1.25 and 1.1 a row
-    assert [gradual.efficient_step_tokens(each, 100) for each in (1.0, 0.95, 0.88, 0.6, 0.5)] == [
+    assert [gradual.efficient_step_sizes(each, 100)[0] for each in (1.0, 0.95, 0.88, 0.6, 0.5)] == [
         100,
         100,
         40,
@@ -244,14 +244,19 @@ def test_less_efficiency_asked_for_needs_no_more_tokens() -> None:
 
 @pytest.mark.parametrize("at_most", [1, 2, 32, 64, 100, 300, 4096])
 def test_efficient_steps_keep_within_the_limit(at_most: int) -> None:
-    assert KNEE.efficient_step_tokens(0.9, at_most) == min(64, at_most)
+    assert KNEE.efficient_step_sizes(0.9, at_most)[0] == min(64, at_most)
 
 
 def test_efficient_steps_where_no_knot_is_within_the_limit() -> None:
     coarse = replace(MODEL, rows_s=PiecewiseLinear((16.0, 64.0), (1.0, 4.0)))
-    assert coarse.efficient_step_tokens(0.9, 8) == 8
+    assert coarse.efficient_step_sizes(0.9, 8) == (8,)
 
 
 def test_efficient_steps_of_a_curve_that_starts_at_no_rows() -> None:
     from_zero = replace(MODEL, rows_s=PiecewiseLinear((0.0, 10.0, 100.0), (5.0, 6.0, 60.0)))
-    assert from_zero.efficient_step_tokens(0.9, 100) == 10
+    assert from_zero.efficient_step_sizes(0.9, 100) == (10, 100)
+
+
+def test_sizes_behind_a_tile_are_left_out() -> None:
+    tiled = replace(MODEL, rows_s=PiecewiseLinear((1.0, 64.0, 65.0, 128.0), (1.0, 1.0, 2.0, 2.0)))
+    assert tiled.efficient_step_sizes(0.8, 128) == (64, 128)

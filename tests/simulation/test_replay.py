@@ -1,10 +1,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from backfill.core.config import PreemptionMode
+from backfill.core.config import SchedulerConfig
 from backfill.core.request import ServiceClass
 from backfill.core.slo import SLO
 from backfill.simulation.metrics import metrics_of
@@ -27,18 +28,26 @@ def run(
     policy: str,
     load: Workload,
     slo: SLO = LOOSE,
+    *,
     kv_tokens: int = 8000,
-    preemption: PreemptionMode = "suspend",
+    host_kv_tokens: int = 0,
+    kv_bytes_per_token: int = 1000,
+    **settings: Any,
 ) -> ReplayResult:
+    config = SchedulerConfig(
+        policy=policy,  # type: ignore[arg-type]
+        ttft_slo_s=slo.ttft_s,
+        tpot_slo_s=slo.tpot_s,
+        **settings,
+    )
     return simulate(
-        policy,  # type: ignore[arg-type]
+        config,
         load,
         profile=PROFILE,
         kv_tokens=kv_tokens,
         max_model_len=4000,
-        slo=slo,
-        max_num_batched_tokens=2048,
-        preemption=preemption,
+        host_kv_tokens=host_kv_tokens,
+        kv_bytes_per_token=kv_bytes_per_token,
     )
 
 
@@ -99,3 +108,35 @@ def test_what_a_full_pool_makes_compute_twice_is_counted_once() -> None:
     assert figures.total_tok_s * result.duration_s == pytest.approx(
         computed * (1 - figures.recomputed_token_share)
     )
+
+
+@pytest.mark.parametrize("checkpointing", ["adaptive", "eager"])
+def test_checkpoints_save_what_preemptions_would_lose(checkpointing: str) -> None:
+    load = workload(rate_per_s=4.0)
+    lost = metrics_of(run("slo", load, kv_tokens=2000), LOOSE)
+    result = run("slo", load, kv_tokens=2000, host_kv_tokens=8000, checkpointing=checkpointing)
+    saved = metrics_of(result, LOOSE)
+    assert lost.recomputed_token_share > 0.01
+    assert saved.recomputed_token_share < 0.1 * lost.recomputed_token_share
+    assert saved.offline_tok_s > lost.offline_tok_s
+    assert saved.restored_token_share > 0
+    offline = result.counters[ServiceClass.OFFLINE]
+    assert offline.num_reclaimed_tokens >= offline.num_restored_tokens
+
+
+def test_nothing_is_copied_while_half_the_pool_is_free() -> None:
+    pools = {"kv_tokens": 2_000_000, "host_kv_tokens": 8000}
+    result = run("slo", workload(rate_per_s=4.0), checkpointing="adaptive", **pools)
+    assert metrics_of(result, LOOSE).checkpointed_token_share == 0
+
+
+def test_steps_that_wait_for_copies_take_longer() -> None:
+    """Swapping 10 MB a block at 10 GB/s: what is kept is the same, what it costs is not."""
+    settings = {"kv_tokens": 2000, "host_kv_tokens": 8000, "kv_bytes_per_token": 625_000}
+    load = workload(rate_per_s=4.0)
+    swapped = metrics_of(run("slo", load, checkpointing="swap", restore="blocking", **settings), LOOSE)
+    hidden = metrics_of(run("slo", load, checkpointing="adaptive", **settings), LOOSE)
+    assert swapped.num_preemptions > 0
+    assert swapped.recomputed_token_share == 0
+    assert hidden.itl_p99_s < swapped.itl_p99_s
+    assert hidden.offline_tok_s > swapped.offline_tok_s

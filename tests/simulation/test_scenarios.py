@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 
 from backfill.core.errors import ConfigError
+from backfill.simulation.plot import _COLOURS
 from backfill.simulation.scenarios import Inputs, build_scenario, scenario_names
+from backfill.simulation.variants import variant_names
 from backfill.simulation.workloads import Lengths, conversation_workload, summarization_lengths
 from backfill.workloads.arrivals import Phase, reshaped
 from tests.cli.running import run_cli
@@ -97,3 +99,20 @@ def test_a_trace_without_times_is_refused(tmp_path: Path) -> None:
     done = run_cli("simulate", "conserve-fig5", "--online-trace", str(path))
     assert done.returncode == 1
     assert "has no arrival times" in done.stderr
+
+
+def test_every_variant_has_a_colour() -> None:
+    assert set(_COLOURS) == set(variant_names())
+
+
+def test_figure_8_has_an_entry_for_each_step_and_all_on_reaches_the_paper(tmp_path: Path) -> None:
+    done = run_cli("simulate", "conserve-fig8", "--json", "--plot", str(tmp_path / "fig8.png"))
+    assert done.returncode == 0, done.stderr
+    content = json.loads(done.stdout.splitlines()[-1])
+    policies = content["policies"]
+    assert list(policies) == ["online-only", "priority", "slo-swap", "slo-checkpoint", "slo"]
+    offline = [policies[name]["offline_tok_s"] for name in ("slo-swap", "slo-checkpoint", "slo")]
+    assert offline == sorted(offline), "each step adds to the one before"
+    assert offline[-1] >= 1.04 * policies["priority"]["offline_tok_s"]
+    assert policies["slo"]["ttft_p99_s"] <= (1 - 0.76) * policies["priority"]["ttft_p99_s"]
+    assert policies["slo"]["recomputed_token_share"] < 0.01

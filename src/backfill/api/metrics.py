@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter as Tally
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 
 from backfill.core.request import FinishReason, ServiceClass
 from backfill.core.slo import SLO
-from backfill.engine.messages import ClassStats, EngineStats, StepKind, StepReport
+from backfill.engine.messages import EngineStats, StepKind, StepReport
 from backfill.execution.executor import ExecutorInfo
 from backfill.generation.generator import RequestRecord
 from backfill.jobs.manager import JobsSnapshot
@@ -220,7 +220,9 @@ class EngineMetrics:
     def __init__(
         self, registry: CollectorRegistry, labels: dict[str, str], info: ExecutorInfo, *, vllm_names: bool
     ) -> None:
-        self._state = _EngineState(labels, vllm_names=vllm_names)
+        self._state = _EngineState(
+            labels, token_bytes=info.block_bytes / info.block_size, vllm_names=vllm_names
+        )
         registry.register(self._state)
         self._step_tokens = Histogram(
             "backfill:iteration_tokens_total",
@@ -299,12 +301,24 @@ class HttpMetrics:
         self._seconds.labels(method, handler).observe(duration_s)
 
 
+# Totals by class, without "_total", each of that attribute of ClassCounters with "num_" before it.
+_TOTALS = {
+    "preemptions": "Preemptions",
+    "recomputed_tokens": "Tokens computed again after a preemption had dropped their KV",
+    "aborted_tokens": "Tokens computed for nothing in stopped steps",
+    "checkpointed_tokens": "Tokens whose KV was copied to host memory",
+    "reclaimed_tokens": "Tokens of preempted requests whose KV was kept in host memory",
+    "restored_tokens": "Tokens whose KV was copied back to the device",
+}
+
+
 class _EngineState(Collector):
     """Gauges and totals the engine reports, read when scraped."""
 
-    def __init__(self, constant: dict[str, str], *, vllm_names: bool) -> None:
+    def __init__(self, constant: dict[str, str], *, token_bytes: float, vllm_names: bool) -> None:
         self.stats: EngineStats | None = None
         self._constant = constant
+        self._token_bytes = token_bytes
         self._vllm_names = vllm_names
 
     def collect(self) -> Iterable[Metric]:
@@ -312,43 +326,44 @@ class _EngineState(Collector):
         if stats is None:
             return
         by_class = {"online": stats.online, "offline": stats.offline}
-        yield self._gauge("num_requests_running", "Requests in the batch", by_class, "num_running")
-        yield self._gauge("num_requests_waiting", "Requests that wait", by_class, "num_waiting")
-        yield self._gauge("num_preemptions_total", "Preemptions", by_class, "num_preemptions")
-        yield self._gauge(
-            "recomputed_tokens_total",
-            "Tokens computed again after a preemption had dropped their KV",
-            by_class,
-            "num_recomputed_tokens",
+        yield self._by_class("num_requests_running", "Requests in the batch", by_class, "num_running")
+        yield self._by_class("num_requests_waiting", "Requests that wait", by_class, "num_waiting")
+        totals = {which: stats.totals for which, stats in by_class.items()}
+        for name, text in _TOTALS.items():
+            exposed = "num_preemptions" if name == "preemptions" else name  # vLLM's name
+            yield self._by_class(f"{exposed}_total", text, totals, f"num_{name}")
+        for name, text, attribute in (
+            ("checkpointed_bytes", "Bytes of KV copied to host memory", "num_checkpointed_tokens"),
+            ("restored_bytes", "Bytes of KV copied back", "num_restored_tokens"),
+        ):
+            copied = sum(getattr(each, attribute) for each in totals.values())
+            yield self._counter(name, text, copied * self._token_bytes)
+        yield self._counter(
+            "step_aborts", "Steps whose offline part was stopped for an arrival", stats.num_stopped_steps
         )
-        yield self._gauge(
-            "aborted_tokens_total",
-            "Tokens computed for nothing in stopped steps",
-            by_class,
-            "num_aborted_tokens",
-        )
-        aborts = CounterMetricFamily(
-            "backfill:step_aborts",
-            "Steps whose offline part was stopped for an arrival",
-            labels=list(self._constant),
-        )
-        aborts.add_metric(list(self._constant.values()), stats.num_stopped_steps)
-        yield aborts
-        usage = GaugeMetricFamily(
-            "backfill:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1", labels=list(self._constant)
-        )
-        usage.add_metric(list(self._constant.values()), stats.kv_usage_frac)
-        yield usage
+        for name, text, value in (
+            ("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1", stats.kv_usage_frac),
+            ("host_kv_cache_usage_perc", "Likewise of those in host memory", stats.host_kv_usage_frac),
+            ("kv_blocks_checkpointed", "Blocks with a copy in host memory", stats.num_checkpointed_blocks),
+        ):
+            gauge = GaugeMetricFamily(f"backfill:{name}", text, labels=list(self._constant))
+            gauge.add_metric(list(self._constant.values()), value)
+            yield gauge
         if self._vllm_names:
             yield from self._under_vllm_names(stats)
 
-    def _gauge(self, name: str, text: str, by_class: dict[str, ClassStats], attribute: str) -> Metric:
+    def _by_class(self, name: str, text: str, by_class: Mapping[str, object], attribute: str) -> Metric:
         kind = "counter" if name.endswith("_total") else "gauge"
         family = Metric(f"backfill:{name.removesuffix('_total')}", text, kind)
-        for which, stats in by_class.items():
+        for which, values in by_class.items():
             family.add_sample(
-                f"backfill:{name}", {**self._constant, "class": which}, float(getattr(stats, attribute))
+                f"backfill:{name}", {**self._constant, "class": which}, float(getattr(values, attribute))
             )
+        return family
+
+    def _counter(self, name: str, text: str, value: float) -> Metric:
+        family = CounterMetricFamily(f"backfill:{name}", text, labels=list(self._constant))
+        family.add_metric(list(self._constant.values()), value)
         return family
 
     def _under_vllm_names(self, stats: EngineStats) -> Iterable[Metric]:

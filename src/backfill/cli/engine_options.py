@@ -14,7 +14,16 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args
 import jinja2
 import typer
 
-from backfill.core.config import GIB, EngineConfig, PolicyName, PreemptionMode, SchedulerConfig
+from backfill.core.config import (
+    GIB,
+    CheckpointingName,
+    EngineConfig,
+    PolicyName,
+    PreemptionMode,
+    RestoreMode,
+    SchedulerConfig,
+    VictimOrder,
+)
 from backfill.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -50,6 +59,31 @@ KvGib = Annotated[
         help="Size of the KV pool in GiB. Default: 1 on CPU, what is free on CUDA.",
         envvar="BACKFILL_CPU_KVCACHE_SPACE",
     ),
+]
+HostKvGib = Annotated[
+    float | None,
+    typer.Option(
+        help="Size in GiB of a second KV pool in host memory, where preempted requests' KV waits; 0: none. "
+        "Default: as large as the KV pool on CPU, 4 on CUDA, at most a quarter of the memory available."
+    ),
+]
+Checkpointing = Annotated[
+    str | None,
+    typer.Option(
+        help="When KV is copied to host memory: adaptive as the pool fills, eager as soon as a block is "
+        "full, swap at a preemption, which waits for it, or none: what is preempted is computed again. "
+        "Default: adaptive with --policy slo or --host-kv-gib, else none."
+    ),
+]
+KvRestore = Annotated[
+    str,
+    typer.Option(
+        help="How the KV of preempted requests comes back: background, while others run, or blocking."
+    ),
+]
+Victims = Annotated[
+    str,
+    typer.Option(help="Offline request to preempt first with --policy slo: least-lost work, or the latest."),
 ]
 GpuMemoryUtilization = Annotated[float, typer.Option(help="Share of the GPU's memory to use.")]
 Threads = Annotated[
@@ -110,6 +144,7 @@ def build_engine_config(
     max_prefill_chunk_tokens: int,
     block_size: int,
     kv_gib: float | None,
+    host_kv_gib: float | None = None,
     gpu_memory_utilization: float,
     threads: int | None,
     policy: str = LIMITS.policy,
@@ -118,15 +153,23 @@ def build_engine_config(
     profile: Path | None = None,
     promote_before_s: float = LIMITS.promote_before_s,
     preemption: str = LIMITS.preemption,
+    checkpointing: str | None = None,
+    restore: str = LIMITS.restore,
+    victims: str = LIMITS.victims,
 ) -> EngineConfig:
     """The options as one valid configuration, but for the model's folder. Raises: ConfigError."""
+    if checkpointing is None:
+        checkpointing = "adaptive" if policy == "slo" or host_kv_gib else "none"
+    if checkpointing == "none" and host_kv_gib:
+        raise ConfigError(f"--host-kv-gib {host_kv_gib:g} is of no use with --checkpointing none.")
     config = EngineConfig(
         model_dir="",  # known once the model is resolved
         device=one_of("--device", device, ("auto", "cpu", "cuda")),
         dtype=one_of("--dtype", dtype, ("auto", "bfloat16", "float16", "float32")),
         load_format=one_of("--load-format", load_format, ("auto", "safetensors", "dummy")),
         block_size=block_size,
-        kv_bytes=_parse_gib(kv_gib),
+        kv_bytes=_parse_gib("--kv-gib", kv_gib),
+        host_kv_bytes=0 if host_kv_gib == 0 else _parse_gib("--host-kv-gib", host_kv_gib),
         gpu_memory_utilization=gpu_memory_utilization,
         max_model_len=_parse_tokens(max_model_len),
         num_threads=threads,
@@ -140,6 +183,9 @@ def build_engine_config(
             tpot_slo_s=tpot_slo_s,
             promote_before_s=promote_before_s,
             preemption=one_of("--preemption", preemption, get_args(PreemptionMode)),
+            checkpointing=one_of("--checkpointing", checkpointing, get_args(CheckpointingName)),
+            restore=one_of("--kv-restore", restore, get_args(RestoreMode)),
+            victims=one_of("--victims", victims, get_args(VictimOrder)),
         ),
     )
     config.validate()
@@ -222,11 +268,11 @@ def _parse_tokens(text: str | None) -> int | None:
     return int(digits) * factor
 
 
-def _parse_gib(gib: float | None) -> int | None:
+def _parse_gib(option: str, gib: float | None) -> int | None:
     if gib is None:
         return None
     if not (math.isfinite(gib) and gib > 0):
-        raise ConfigError(f"--kv-gib must be above 0, got {gib:g}.")
+        raise ConfigError(f"{option} must be above 0, got {gib:g}.")
     return int(gib * GIB)
 
 

@@ -56,6 +56,7 @@ def profile(
             max_prefill_chunk_tokens=max_num_batched_tokens,
             block_size=block_size,
             kv_gib=kv_gib,
+            checkpointing="adaptive",  # for a pool in host memory, whose copies are timed too
             gpu_memory_utilization=gpu_memory_utilization,
             threads=threads,
         )

@@ -49,6 +49,7 @@ def run_batch(
     max_prefill_chunk_tokens: engine.MaxPrefillChunkTokens = LIMITS.max_prefill_chunk_tokens,
     block_size: engine.BlockSize = ENGINE_DEFAULTS.block_size,
     kv_gib: engine.KvGib = None,
+    host_kv_gib: engine.HostKvGib = None,
     gpu_memory_utilization: engine.GpuMemoryUtilization = ENGINE_DEFAULTS.gpu_memory_utilization,
     threads: engine.Threads = None,
     chat_template: engine.ChatTemplate = None,
@@ -76,6 +77,8 @@ def run_batch(
             max_prefill_chunk_tokens=max_prefill_chunk_tokens,
             block_size=block_size,
             kv_gib=kv_gib,
+            host_kv_gib=host_kv_gib,
+            checkpointing="none" if host_kv_gib == 0 else "adaptive",
             gpu_memory_utilization=gpu_memory_utilization,
             threads=threads,
         )

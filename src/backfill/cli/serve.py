@@ -50,6 +50,10 @@ def serve(
     tpot_slo: engine.TpotSlo = None,
     profile: engine.Profile = None,
     preemption: engine.Preemption = LIMITS.preemption,
+    host_kv_gib: engine.HostKvGib = None,
+    checkpointing: engine.Checkpointing = None,
+    kv_restore: engine.KvRestore = LIMITS.restore,
+    victims: engine.Victims = LIMITS.victims,
     promote_before: engine.PromoteBefore = LIMITS.promote_before_s,
     max_queued_requests: Annotated[
         int, typer.Option(help="Requests accepted beyond --max-num-seqs; more get HTTP 429.")
@@ -131,6 +135,10 @@ def serve(
             profile=profile,
             promote_before_s=promote_before,
             preemption=preemption,
+            host_kv_gib=host_kv_gib,
+            checkpointing=checkpointing,
+            restore=kv_restore,
+            victims=victims,
         )
         jobs_config = JobsConfig(
             data_dir=data_dir.expanduser(),

@@ -119,12 +119,14 @@ class CostModel:
             start += chunk
         return total
 
-    def efficient_step_tokens(self, fraction: float, at_most: int) -> int:
-        """Fewest tokens of a step whose rows cost at most ``1 / fraction`` times the least cost a token.
+    def efficient_step_sizes(self, fraction: float, at_most: int) -> tuple[int, ...]:
+        """Tokens of steps whose rows cost at most ``1 / fraction`` times the least cost a token, ascending.
 
-        Larger steps buy at most ``1 - fraction`` of throughput and make every arrival wait longer.
+        The first is the smallest such step. Larger ones buy at most ``1 - fraction`` of throughput and make
+        every arrival wait longer. They are the ends of the function's pieces: on GPUs its steps, at multiples
+        of a matrix product's tile, behind which the next token costs as much as a whole tile.
         """
-        candidates = [*(x for x in self.rows_s.x if 1 <= x <= at_most), at_most]
-        cost = {x: self.rows_s(x) / x for x in candidates}
+        candidates = {*(x for x in self.rows_s.x if 1 <= x <= at_most), at_most}
+        cost = {int(x): self.rows_s(x) / x for x in candidates}
         least = min(cost.values())
-        return int(min(x for x, each in cost.items() if each <= least / fraction))
+        return tuple(sorted(x for x, each in cost.items() if each <= least / fraction))

@@ -24,7 +24,6 @@ from backfill.scheduling.arrival import RunningStep, WaitingPrompt, must_stop
 from backfill.scheduling.create import create_policy
 from backfill.scheduling.objectives import server_slo
 from backfill.scheduling.scheduler import CommittedToken, Scheduler
-from backfill.scheduling.slo_policy import SloPolicy
 
 logger = logging.getLogger(__name__)
 
@@ -108,9 +107,8 @@ class Engine:
         if plan is None or plan.safepoints is None or self._stop_requested_at_s(plan) is not None:
             return
         assert cost is not None
-        assert isinstance(policy, SloPolicy), "only this policy arms safepoints"
         waiting = [
-            WaitingPrompt(each.num_pending_tokens, each.arrived_at_s + policy.slo_of(each).ttft_s)
+            WaitingPrompt(each.num_pending_tokens, policy.first_token_by_s(each))
             for each in tuple(self._arrived)
             if each.service_class is ServiceClass.ONLINE
         ]
@@ -173,15 +171,7 @@ class Engine:
         counts = scheduler.count_by_class()
 
         def of_class(service_class: ServiceClass) -> ClassStats:
-            counters = scheduler.counters[service_class]
-            running, waiting = counts[service_class]
-            return ClassStats(
-                running,
-                waiting,
-                counters.num_preemptions,
-                counters.num_recomputed_tokens,
-                counters.num_aborted_tokens,
-            )
+            return ClassStats(*counts[service_class], scheduler.counters[service_class].copy())
 
         step, self._last_step = self._last_step, _NO_STEP
         return EngineStats(
@@ -189,6 +179,8 @@ class Engine:
             offline=of_class(ServiceClass.OFFLINE),
             kv_usage_frac=scheduler.blocks.usage_frac,
             num_free_blocks=scheduler.blocks.num_free_blocks,
+            num_checkpointed_blocks=scheduler.blocks.num_checkpointed_blocks,
+            host_kv_usage_frac=scheduler.blocks.host_usage_frac,
             num_stopped_steps=self.num_stopped_steps,
             step=step,
         )

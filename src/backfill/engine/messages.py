@@ -6,6 +6,7 @@ from typing import Literal
 
 import msgspec
 
+from backfill.core.counters import ClassCounters
 from backfill.core.plan import TokenLogprobs
 from backfill.core.request import FinishReason, RequestId, ServiceClass
 from backfill.core.sampling import SamplingParams
@@ -85,9 +86,7 @@ class ClassStats(msgspec.Struct, frozen=True, array_like=True):
 
     num_running: int
     num_waiting: int
-    num_preemptions: int
-    num_recomputed_tokens: int
-    num_aborted_tokens: float
+    totals: ClassCounters
 
 
 StepKind = Literal["none", "online", "mixed", "offline"]
@@ -109,12 +108,19 @@ class StepStats(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EngineStats(msgspec.Struct, frozen=True, array_like=True):
-    """State, totals since start, and the step since the report before (of kind none where there was none)."""
+    """State, totals since start, and the step since the report before (of kind none where there was none).
+
+    Attributes:
+        num_checkpointed_blocks: device blocks that have a copy in host memory.
+        host_kv_usage_frac: share of the host's blocks in use; 0 without any.
+    """
 
     online: ClassStats
     offline: ClassStats
     kv_usage_frac: float
     num_free_blocks: int
+    num_checkpointed_blocks: int
+    host_kv_usage_frac: float
     num_stopped_steps: int
     step: StepStats
 

@@ -159,6 +159,10 @@ class BlockManager:
         return len(self._free_host)
 
     @property
+    def host_usage_frac(self) -> float:
+        return 1.0 - len(self._free_host) / self.num_host_blocks if self.num_host_blocks else 0.0
+
+    @property
     def num_checkpointed_blocks(self) -> int:
         """Full device blocks that have a host copy, complete or under way."""
         return len(self._copy_of)
@@ -224,7 +228,9 @@ class BlockManager:
         self._let_go(refs[:num_copied])
         self._let_go(refs[num_written:])
         uncopied = refs[num_copied:num_written]
-        num_dropped = min(len(uncopied), max(0, needed - (len(self._free) - free_before)))
+        num_dropped = 0
+        if not self._saves_at_once:
+            num_dropped = min(len(uncopied), max(0, needed - (len(self._free) - free_before)))
         num_saves = min(len(uncopied) - num_dropped, may_save, len(self._free_host))
         for ref in uncopied[:num_saves]:
             saved = self._begin_save(ref)

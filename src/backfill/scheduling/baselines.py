@@ -35,6 +35,9 @@ class _Baseline:
     def copy_s(self, view: StepView) -> float:
         return _COPY_S
 
+    def first_token_by_s(self, request: Request) -> float:
+        return math.inf
+
     def promote_at_s(self, request: Request) -> float:
         return math.inf
 

@@ -19,7 +19,8 @@ class Lane:
         limit_s: the step may take this long, predicted, once a slice of this lane is put into it. The first
             slice of a step is put in whatever it takes.
         beside_prefill: whether the lane is placed into a step in which a lane before it computes a prompt.
-        max_prefill_tokens: a prefill of this lane may not bring the step's prefill tokens above this.
+        step_sizes: tokens, ascending. Prefills of this lane fill the step up to the first of these that
+            leaves room for half the smallest of them beside the decodes. Without any, all there is room for.
         protected: decodes are placed even past ``limit_s``, and one prefill gets ``least_tokens``.
         least_tokens: the smallest prefill chunk that is worth a place past the limit.
         displaces: waiting requests may take the blocks of running ones of later lanes.
@@ -30,7 +31,7 @@ class Lane:
     ranks: frozenset[Rank]
     limit_s: float = math.inf
     beside_prefill: bool = True
-    max_prefill_tokens: int | None = None
+    step_sizes: Sequence[int] = ()
     protected: bool = False
     least_tokens: int = 16
     displaces: bool = False
@@ -91,6 +92,10 @@ class Policy(Protocol):
 
     def copy_s(self, view: StepView) -> float:
         """Seconds of copying between device and host that may be under way at once."""
+        ...
+
+    def first_token_by_s(self, request: Request) -> float:
+        """Deadline of an online request's first token; inf without an objective."""
         ...
 
     def promote_at_s(self, request: Request) -> float:

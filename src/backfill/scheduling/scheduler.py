@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 import operator
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -510,8 +511,10 @@ class Scheduler:
         pending = request.num_pending_tokens
         most = min(pending, self.config.max_prefill_chunk_tokens, batch.num_tokens_left)
         least = min(most, lane.least_tokens)
-        if lane.max_prefill_tokens is not None:
-            most = min(most, max(0, lane.max_prefill_tokens - batch.num_prefill_tokens))
+        if lane.step_sizes:
+            least_size = batch.load.num_tokens - batch.num_prefill_tokens + lane.step_sizes[0] // 2
+            index = min(bisect_left(lane.step_sizes, least_size), len(lane.step_sizes) - 1)
+            most = min(most, max(0, lane.step_sizes[index] - batch.load.num_tokens))
         if lane.limit_s < math.inf:
             assert self.cost is not None
             most = self.cost.max_tokens(batch.load, request.num_computed_tokens, pending, lane.limit_s, most)

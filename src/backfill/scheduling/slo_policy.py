@@ -26,7 +26,7 @@ class SloPolicyConfig:
         default_slo: of online requests that bring none.
         margin: part of an objective kept for what the cost model does not see: planning, sampling's tail,
             the way to the client.
-        step_efficiency: beside online requests offline prompts are computed in chunks no larger than where
+        step_efficiency: beside online requests offline prompts are computed in steps no larger than where
             the cost a token is at most the least divided by this: larger ones make arrivals wait and buy
             little.
         unsafe_ttft_share: part of the TTFT objective that a purely offline step may take where the executor
@@ -71,7 +71,7 @@ class SloPolicy:
         self.correction = BiasCorrection()
         self._cost = cost
         self._can_stop = can_stop
-        self._efficient_tokens = cost.efficient_step_tokens(config.step_efficiency, max_step_tokens)
+        self._step_sizes = cost.efficient_step_sizes(config.step_efficiency, max_step_tokens)
         self._online_peak = 0.0
         self._seen_at_s: float | None = None
 
@@ -105,14 +105,14 @@ class SloPolicy:
             Lane(
                 ranks=frozenset({Rank.PROMOTED}),
                 limit_s=min(tightest, self.config.default_slo.tpot_s) * usable,
-                max_prefill_tokens=self._efficient_tokens,
+                step_sizes=self._step_sizes,
                 displaces=True,
             ),
             Lane(
                 ranks=frozenset({Rank.OFFLINE}),
                 limit_s=bound,
                 beside_prefill=False,
-                max_prefill_tokens=self._efficient_tokens,
+                step_sizes=self._step_sizes,
                 reserved_blocks=reserved,
             ),
         )
@@ -130,14 +130,19 @@ class SloPolicy:
         return max(0.0, usable_s - self._cost.step_time_s(decode))
 
     def victim_key(self, request: Request, lost_tokens: int) -> Any:
-        """Offline before online; of these that which loses least work, then the least urgent."""
+        """Offline before online; of these that which loses least work, then that with least to restore."""
         urgency = {Rank.OFFLINE: 2, Rank.PROMOTED: 1, Rank.ONLINE: 0}[request.rank]
-        return (urgency, -lost_tokens if self.config.victims == "least-lost" else 0, request.order_key)
+        if self.config.victims == "latest":
+            return (urgency, request.order_key)
+        return (urgency, -lost_tokens, -request.num_computed_tokens, request.order_key)
 
     def copy_s(self, view: StepView) -> float:
         """A step's worth: the tightest TPOT objective (section 4.5)."""
         tightest, _ = self._tpot(view.running[Rank.ONLINE], view.now_s)
         return min(tightest, self.config.default_slo.tpot_s)
+
+    def first_token_by_s(self, request: Request) -> float:
+        return request.arrived_at_s + self.slo_of(request).ttft_s
 
     def promote_at_s(self, request: Request) -> float:
         if request.complete_by_s is None:
@@ -170,9 +175,7 @@ class SloPolicy:
     def _ttft_slack(self, online: Sequence[Request], now_s: float) -> float:
         """Least time left to a first token, of the requests that can still meet it."""
         slacks = (
-            request.arrived_at_s + self.slo_of(request).ttft_s - now_s
-            for request in online
-            if request.last_token_at_s is None
+            self.first_token_by_s(request) - now_s for request in online if request.last_token_at_s is None
         )
         return min((slack for slack in slacks if slack > 0), default=math.inf)
 

@@ -22,6 +22,8 @@ class PolicyMetrics:
         total_tok_s: tokens computed, prompt and output, each counted once however often it was recomputed.
         recomputed_token_share: of all tokens computed.
         aborted_token_share: tokens of stopped steps, of all tokens computed.
+        checkpointed_token_share, restored_token_share: tokens whose KV was copied to the host, and back, over
+            all tokens computed.
         scheduling_time_share: processor time of planning and committing over the workload's duration.
     """
 
@@ -36,6 +38,9 @@ class PolicyMetrics:
     offline_tok_s: float
     recomputed_token_share: float
     aborted_token_share: float
+    checkpointed_token_share: float
+    restored_token_share: float
+    num_preemptions: int
     scheduling_time_share: float
     num_online: int
     num_steps: int
@@ -51,6 +56,8 @@ def metrics_of(result: ReplayResult, slo: SLO) -> PolicyMetrics:
     computed = online.num_computed_tokens + offline.num_computed_tokens
     recomputed = online.num_recomputed_tokens + offline.num_recomputed_tokens
     aborted = online.num_aborted_tokens + offline.num_aborted_tokens
+    checkpointed = online.num_checkpointed_tokens + offline.num_checkpointed_tokens
+    restored = online.num_restored_tokens + offline.num_restored_tokens
     return PolicyMetrics(
         ttft_p50_s=percentile(ttfts, 50),
         ttft_p99_s=percentile(ttfts, 99),
@@ -63,6 +70,9 @@ def metrics_of(result: ReplayResult, slo: SLO) -> PolicyMetrics:
         offline_tok_s=useful[1] / result.duration_s,
         recomputed_token_share=recomputed / max(computed, 1),
         aborted_token_share=aborted / max(computed + aborted, 1),
+        checkpointed_token_share=checkpointed / max(computed, 1),
+        restored_token_share=restored / max(computed, 1),
+        num_preemptions=online.num_preemptions + offline.num_preemptions,
         scheduling_time_share=result.scheduling_s / result.duration_s,
         num_online=len(ttfts),
         num_steps=result.num_steps,

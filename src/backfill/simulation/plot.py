@@ -15,10 +15,16 @@ from backfill.simulation.scenarios import PointResult, ScenarioResult
 
 _COLOURS = {
     "online-only": "#2166ac",
-    "priority": "#e08214",
     "fcfs": "#b2182b",
     "round-robin": "#762a83",
+    "priority": "#e08214",
+    "priority-recompute": "#fdb863",
+    "slo-recompute-latest": "#d9f0d3",
+    "slo-recompute": "#a6dba0",
+    "slo-swap": "#c7eae5",
+    "slo-checkpoint": "#5aae61",
     "slo": "#1b7837",
+    "slo-eager": "#01665e",
 }
 _WINDOW_S = 20.0
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from backfill.core.clock import VirtualClock
-from backfill.core.config import PolicyName, PreemptionMode, SchedulerConfig
+from backfill.core.config import SchedulerConfig
 from backfill.core.slo import SLO
 from backfill.costs.hardware import HardwareProfile
 from backfill.costs.profile import CostProfile
@@ -11,28 +11,28 @@ from backfill.engine.engine import Engine
 from backfill.execution.executor import ExecutorInfo
 from backfill.execution.simulated_executor import SimulatedExecutor
 from backfill.simulation.replay import Replay, ReplayResult
+from backfill.simulation.variants import Variant
 from backfill.simulation.workloads import Workload
 
 BLOCK_SIZE = 16
+_HOST_POOL_RATIO = 4
 
 
 def simulate(
-    policy: PolicyName,
+    config: SchedulerConfig,
     workload: Workload,
     *,
     profile: CostProfile,
     kv_tokens: int,
     max_model_len: int,
-    slo: SLO,
-    max_num_batched_tokens: int,
-    max_num_seqs: int = 256,
-    preemption: PreemptionMode = "suspend",
+    host_kv_tokens: int = 0,
+    kv_bytes_per_token: int = 1,
 ) -> ReplayResult:
     """Replay a workload on the virtual clock.
 
     Args:
-        kv_tokens: of the device's KV pool.
-        slo: objectives of every online request.
+        config: with the objectives of every online request.
+        kv_tokens, host_kv_tokens: of the KV pools on the device and in host memory.
     """
     clock = VirtualClock()
     cost = profile.cost
@@ -46,23 +46,16 @@ def simulate(
         dtype=profile.key.dtype,
         num_layers=profile.num_layers,
         can_stop=True,
+        num_host_blocks=host_kv_tokens // BLOCK_SIZE if profile.copies is not None else 0,
+        block_bytes=kv_bytes_per_token * BLOCK_SIZE,
     )
-    executor = SimulatedExecutor(info, cost, clock)
-    config = SchedulerConfig(
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        max_prefill_chunk_tokens=max_num_batched_tokens,
-        policy=policy,
-        preemption=preemption,
-        ttft_slo_s=slo.ttft_s,
-        tpot_slo_s=slo.tpot_s,
-    )
+    executor = SimulatedExecutor(info, cost, clock, profile.copies)
     engine = Engine(config, executor, clock, profile)
     replay = Replay(
         engine,
         clock,
         workload.online,
-        None if policy == "online-only" else workload.offline_flood(),
+        None if config.policy == "online-only" else workload.offline_flood(),
         duration_s=workload.duration_s,
     )
     executor.events = replay
@@ -70,14 +63,25 @@ def simulate(
 
 
 def simulate_on(
-    hardware: HardwareProfile, policy: PolicyName, workload: Workload, slo: SLO, max_num_batched_tokens: int
+    hardware: HardwareProfile, variant: Variant, workload: Workload, slo: SLO, max_num_batched_tokens: int
 ) -> ReplayResult:
+    """Replay a workload on a device that comes with the package, with a host pool of four times its own."""
+    config = SchedulerConfig(
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_prefill_chunk_tokens=max_num_batched_tokens,
+        ttft_slo_s=slo.ttft_s,
+        tpot_slo_s=slo.tpot_s,
+        policy=variant.policy,
+        checkpointing=variant.checkpointing,
+        restore=variant.restore,
+        victims=variant.victims,
+    )
     return simulate(
-        policy,
+        config,
         workload,
         profile=hardware.costs,
         kv_tokens=hardware.kv_tokens,
         max_model_len=hardware.max_model_len,
-        slo=slo,
-        max_num_batched_tokens=max_num_batched_tokens,
+        host_kv_tokens=_HOST_POOL_RATIO * hardware.kv_tokens,
+        kv_bytes_per_token=hardware.kv_bytes_per_token,
     )
