@@ -5,14 +5,15 @@ import pytest
 from backfill.bench.scrape import (
     Sample,
     aborted_share,
+    computed_share,
     gained,
     num_present,
     parse_totals,
-    recomputed_share,
     tokens_at,
     total_tokens,
 )
 
+RECOMPUTED = "backfill:recomputed_tokens_total"
 OURS = """
 # HELP backfill:iteration_tokens_total Tokens computed in a step
 # TYPE backfill:iteration_tokens_total histogram
@@ -62,10 +63,10 @@ def test_a_counter_that_fell_says_nothing() -> None:
 
 def test_shares() -> None:
     samples = [sample(0, 100, 10, 5), sample(1, 300, 30, 55)]
-    assert recomputed_share(samples) == pytest.approx(20 / 200)
+    assert computed_share(samples, RECOMPUTED) == pytest.approx(20 / 200)
     assert aborted_share(samples) == pytest.approx(50 / 250)
-    assert recomputed_share(samples[:1]) is None
-    assert recomputed_share([sample(0, 5), sample(1, 5)]) == 0.0
+    assert computed_share(samples[:1], RECOMPUTED) is None
+    assert computed_share([sample(0, 5), sample(1, 5)], RECOMPUTED) == 0.0
 
 
 def test_tokens_between_samples_lie_on_a_line() -> None:

@@ -13,7 +13,7 @@ import numpy as np
 from backfill.bench.coserve import CoserveRun, Status
 from backfill.bench.coserve_load import OfflineMode
 from backfill.bench.record import Outcome, RequestRecord
-from backfill.bench.scrape import aborted_share, gained, recomputed_share, tokens_at
+from backfill.bench.scrape import aborted_share, computed_share, gained, tokens_at
 
 WINDOW_S = 5.0
 # Summed over rounds: a failure must not vanish in a median.
@@ -24,6 +24,7 @@ _COUNTS = (
     "offline_completed",
     "offline_failed",
     "step_aborts",
+    "preemptions",
 )
 
 
@@ -42,6 +43,8 @@ class CoserveFigures:
         tokens_from: "server" where its counters tell the offline tokens, "client" where only completed
             offline requests were counted.
         recomputed_token_share, aborted_token_share: of all tokens computed.
+        checkpointed_token_share, restored_token_share: tokens whose KV was copied to host memory, and back,
+            over all computed.
         failed, unfinished: online requests that failed, or had not ended when the run did.
     """
 
@@ -58,6 +61,9 @@ class CoserveFigures:
     tokens_from: str | None = None
     recomputed_token_share: float | None = None
     aborted_token_share: float | None = None
+    checkpointed_token_share: float | None = None
+    restored_token_share: float | None = None
+    preemptions: int | None = None
     step_aborts: int | None = None
     num_online: int = 0
     failed: int = 0
@@ -96,6 +102,7 @@ def figures_of(run: CoserveRun) -> CoserveFigures:
     in_time = sum(bool(r.chunk_after_s) and r.ttft_s <= load.ttft_slo_s for r in judged)
     samples = [s for s in run.samples if s.at_s >= load.warmup_s and _is_measured(s.at_s, run)]
     aborts = gained(samples, "backfill:step_aborts_total")
+    preemptions = gained(samples, "backfill:num_preemptions_total")
     return CoserveFigures(
         ttft_p50_s=_percentile(waits, 50),
         ttft_p99_s=_percentile(waits, 99),
@@ -105,8 +112,11 @@ def figures_of(run: CoserveRun) -> CoserveFigures:
         ttft_attainment=in_time / len(judged) if judged else None,
         itl_attainment=sum(gap <= load.tpot_slo_s for gap in gaps) / len(gaps) if gaps else None,
         **_rates(run),
-        recomputed_token_share=recomputed_share(samples),
+        recomputed_token_share=computed_share(samples, "backfill:recomputed_tokens_total"),
         aborted_token_share=aborted_share(samples),
+        checkpointed_token_share=computed_share(samples, "backfill:checkpointed_tokens_total"),
+        restored_token_share=computed_share(samples, "backfill:restored_tokens_total"),
+        preemptions=None if preemptions is None else round(preemptions),
         step_aborts=None if aborts is None else round(aborts),
         num_online=len(records),
         failed=sum(record.outcome is Outcome.FAILED for record in records),

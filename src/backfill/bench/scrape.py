@@ -23,7 +23,6 @@ _TOKENS: tuple[tuple[tuple[str, int], ...], ...] = (
     (("vllm:prompt_tokens_total", 1), ("vllm:generation_tokens_total", 1)),
 )
 _COMPUTED = "backfill:iteration_tokens_total_sum"
-_RECOMPUTED = "backfill:recomputed_tokens_total"
 _ABORTED = "backfill:aborted_tokens_total"
 _PRESENT = (
     ("backfill:num_requests_running", "backfill:num_requests_waiting"),
@@ -80,9 +79,9 @@ def gained(samples: Sequence[Sample], name: str) -> float | None:
     return gain if gain >= 0 else None
 
 
-def recomputed_share(samples: Sequence[Sample]) -> float | None:
-    """Tokens computed again after a preemption, of all computed."""
-    return _share(gained(samples, _RECOMPUTED), gained(samples, _COMPUTED))
+def computed_share(samples: Sequence[Sample], name: str) -> float | None:
+    """What a counter of tokens gained over all tokens computed."""
+    return _share(gained(samples, name), gained(samples, _COMPUTED))
 
 
 def aborted_share(samples: Sequence[Sample]) -> float | None:

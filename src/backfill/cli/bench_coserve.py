@@ -47,7 +47,8 @@ _COLUMNS = (
     ("/ fcfs", "total_tok_s_over_fcfs", ".2f"),
     ("online", "online_tok_s", ".0f"),
     ("offline", "offline_tok_s", ".0f"),
-    ("recomputed", "recomputed_token_share", ".1%"),
+    ("recomputed", "recomputed_token_share", ".2%"),
+    ("restored", "restored_token_share", ".1%"),
     ("aborted", "aborted_token_share", ".1%"),
     ("failed", "failed", "d"),
     ("unfinished", "unfinished", "d"),
@@ -58,8 +59,8 @@ def coserve(
     policies: Annotated[
         str | None,
         typer.Option(
-            help="Policies to start a server for, one after another, separated by commas. "
-            f"Default: {_DEFAULT_POLICIES}."
+            help="Policies to start a server for, one after another, separated by commas, each with options "
+            f'of its own if need be: "slo,slo --checkpointing none". Default: {_DEFAULT_POLICIES}.'
         ),
     ] = None,
     base_url: Annotated[
@@ -349,7 +350,7 @@ class _Plan:
 
         if self.base_url is not None:
             return self._load(self.base_url, load, where)
-        if name == "online-only":
+        if name.partition(" ")[0] == "online-only":
             load = dataclasses.replace(load, offline_mode=OfflineMode.NONE)
         with self._server(name) as server:
             note(f"{where}: starting a server")
@@ -360,7 +361,7 @@ class _Plan:
             return run
 
     @contextlib.contextmanager
-    def _server(self, policy: str) -> Iterator[OwnServer]:
+    def _server(self, name: str) -> Iterator[OwnServer]:
         """A server whose log is shown when it does not start."""
         from backfill.cli.own_server import ServerFailed, own_server
 
@@ -369,16 +370,17 @@ class _Plan:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"--log-dir {folder}: {error.strerror or error}.") from error
+        policy, *own_options = shlex.split(name)
         log = folder / f"{policy}-{time.strftime('%Y%m%d-%H%M%S')}.log"
         is_kept = self.log_dir is not None
-        options = ("--policy", policy, *self.options)
+        options = ("--policy", policy, *self.options, *own_options)
         with own_server(self.model or DEFAULT_MODEL, options, log) as server:
             try:
                 yield server
             except ServerFailed as error:
                 is_kept = True
                 _show_log(server, "")
-                raise ConfigError(f"Policy {policy}: {error}") from error
+                raise ConfigError(f"Policy {name}: {error}") from error
             finally:
                 is_kept = is_kept or server.exit_status is not None
         if not is_kept:
@@ -423,8 +425,12 @@ def _policies(text: str) -> tuple[str, ...]:
     names = [name.strip() for name in text.split(",") if name.strip()]
     known = get_args(PolicyName)
     for name in names:
-        if name not in known:
-            raise ConfigError(f"--policies: there is no policy {name!r}; there are {', '.join(known)}.")
+        try:
+            policy = shlex.split(name)[0]
+        except ValueError as error:
+            raise ConfigError(f"--policies {name!r}: {error}.") from error
+        if policy not in known:
+            raise ConfigError(f"--policies: there is no policy {policy!r}; there are {', '.join(known)}.")
     if not names:
         raise ConfigError(f"--policies names none; there are {', '.join(known)}.")
     return tuple(dict.fromkeys(names))
