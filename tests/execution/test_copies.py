@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import random
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -152,6 +154,22 @@ def test_what_is_waited_for_is_complete_and_not_reported(device: str, waits_for:
     copier.close()
 
 
+@pytest.mark.gpu
+def test_copies_wait_for_what_is_queued_on_the_device() -> None:
+    pool = make_pool("cuda")
+    copier, host_pool = make_copier(pool)
+    torch.cuda._sleep(100_000_000)  # cycles: tens of milliseconds
+    pool[3].fill_(5.0)
+    began_s = time.monotonic()
+    copier.begin(copies([(3, 0)]), (), CopyKinds.NONE)
+    assert copier.take_completed() == ()
+    assert time.monotonic() - began_s < 0.01
+    assert wait_for(copier, 1) == list(copies([(3, 0)]))
+    assert (host_pool[0] == 5.0).all()
+    copier.close()
+    assert not host_pool.is_pinned()
+
+
 def test_completions_are_reported_once_as_they_come_and_nothing_blocks(gate: Gate) -> None:
     copier, _ = make_copier(make_pool(), blocks_per_piece=2)
     pairs = copies([(index, index) for index in range(5)])
@@ -193,6 +211,24 @@ def test_the_thread_ends_with_its_copier_and_leaves_the_pool() -> None:
     thread.join(30.0)
     assert not thread.is_alive()
     assert gone() is None
+
+
+def test_a_process_may_end_while_blocks_are_copied() -> None:
+    """The interpreter must not be gone when the thread comes back to it."""
+    script = """if True:
+        import torch
+        from backfill.core.block import BlockCopy
+        from backfill.core.plan import CopyKinds
+        from backfill.execution.copies import create_copier
+        copier = create_copier(torch.ones(64, 1 << 18), 64)
+        copier.begin([BlockCopy(block, block) for block in range(64)] * 50, (), CopyKinds.NONE)
+        copier.wait(30.0)
+        print("ends")
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "ends\n", "")
 
 
 def test_blocks_that_pools_do_not_have_are_refused() -> None:

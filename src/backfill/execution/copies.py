@@ -15,8 +15,9 @@ from torch import Tensor
 from backfill.core.block import BlockCopy
 from backfill.core.plan import CopyKinds
 
-# Copied by the thread in one go: well under a millisecond, and long beside what taking the GIL costs.
-_CHUNK_BYTES = 4 << 20
+# Copied by the thread in one go: under a millisecond, and long beside what handing over costs (11.0 GB/s at
+# 4 MiB, 12.1 at 16, where the copying alone gives 12.1).
+_CHUNK_BYTES = 8 << 20
 # Copies under one CUDA event: an event for each costs more than it tells.
 _BLOCKS_PER_EVENT = 16
 _POLL_S = 50e-6
@@ -104,9 +105,9 @@ class ThreadBlockCopier:
     ) -> None:
         pieces = list(_pieces(checkpoint, restore, waits_for, self._blocks_per_piece))
         self._queue.put(pieces)
-        if not all(piece.is_reported for piece in pieces):
-            last = max(index for index, piece in enumerate(pieces) if not piece.is_reported)
-            self._queue.wait_until_left(len(pieces) - 1 - last)
+        awaited = [index for index, piece in enumerate(pieces) if not piece.is_reported]
+        if awaited:
+            self._queue.wait_until_left(len(pieces) - 1 - awaited[-1])
 
     def take_completed(self) -> tuple[BlockCopy, ...]:
         return self._queue.take_completed()
@@ -119,7 +120,10 @@ class ThreadBlockCopier:
 
 
 class _CopyQueue:
-    """What the copy thread has to do and has done; every method may be called from any thread."""
+    """What the copy thread has to do and has done.
+
+    A step that has nothing to begin or to take takes no lock.
+    """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -129,11 +133,12 @@ class _CopyQueue:
         self._is_closed = False
 
     def put(self, pieces: Sequence[_Piece]) -> None:
+        self._raise_if_failed()
+        if not pieces:
+            return
         with self._changed:
-            self._raise_if_failed()
-            if pieces:
-                self._pieces.extend(pieces)
-                self._changed.notify_all()
+            self._pieces.extend(pieces)
+            self._changed.notify_all()
 
     def first(self) -> _Piece | None:
         """Block until there is something to copy; None once closed."""
@@ -159,8 +164,10 @@ class _CopyQueue:
             self._changed.notify_all()
 
     def take_completed(self) -> tuple[BlockCopy, ...]:
+        self._raise_if_failed()
+        if not self._completed:
+            return ()
         with self._changed:
-            self._raise_if_failed()
             completed, self._completed = tuple(self._completed), []
             return completed
 

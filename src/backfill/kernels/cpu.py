@@ -114,8 +114,10 @@ def copy_blocks(
 ) -> None:
     """Copy block ``source_blocks[i]`` of one KV pool to ``destination_blocks[i]`` of the other, in order.
 
-    The GIL is released meanwhile. Pools are ``[num_blocks, ...]``, of one type and block shape, and do not
-    overlap. Raises: ValueError if they are not, and for a block that a pool does not have.
+    The GIL is released meanwhile, and the caches are passed by. Pools are ``[num_blocks, ...]``, of one type
+    and block shape, and do not overlap.
+
+    Raises: ValueError if they are not, and for a block that a pool does not have.
     """
     for name, pool, blocks in (
         ("destination", destination, destination_blocks),
