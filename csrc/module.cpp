@@ -11,6 +11,7 @@
 
 #include <stdexcept>
 
+#include "copies.h"
 #include "isa.h"
 
 namespace nb = nanobind;
@@ -133,6 +134,13 @@ bool keep_freed_memory() {
 #endif
 }
 
+void copy_blocks_at(uintptr_t destination, uintptr_t source, int64_t block_bytes,
+                    const std::vector<int64_t>& destination_blocks,
+                    const std::vector<int64_t>& source_blocks) {
+  copy_blocks(address<void>(destination), address<void>(source), block_bytes, destination_blocks,
+              source_blocks);
+}
+
 }  // namespace
 
 }  // namespace backfill
@@ -146,6 +154,8 @@ NB_MODULE(_kernels, m) {
   m.def("keep_freed_memory", &backfill::keep_freed_memory,
         "Tell malloc to keep freed memory in the process. False where the C library has no such setting.");
   const auto nogil = nb::call_guard<nb::gil_scoped_release>();
+  m.def("copy_blocks", &backfill::copy_blocks_at, nogil,
+        "Copy whole blocks from one pool to another; neither is touched elsewhere.");
   using Address = uintptr_t;
   nb::class_<backfill::KvPool>(m, "KvPool")
       .def(nb::init<int, Address, int64_t, int64_t, int64_t, int64_t>(), "type"_a, "data"_a, "num_layers"_a,

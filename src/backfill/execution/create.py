@@ -14,8 +14,14 @@ from backfill.core.errors import ConfigError, InsufficientMemory
 from backfill.core.plan import AdmittedRequest, ScheduledSlice, StepPlan
 from backfill.core.request import RequestId
 from backfill.core.sampling import SamplingParams
+from backfill.execution.copies import BlockCopier, create_copier
 from backfill.execution.executor import ExecutorInfo
-from backfill.execution.machine import available_host_bytes, available_processors, check_fits
+from backfill.execution.machine import (
+    available_host_bytes,
+    available_processors,
+    check_fits,
+    check_host_pool_fits,
+)
 from backfill.execution.torch_executor import TorchExecutor
 from backfill.kernels import create_kernels
 from backfill.models.build import build_model
@@ -26,6 +32,8 @@ from backfill.models.weights import Checkpoint
 logger = logging.getLogger(__name__)
 
 _DEFAULT_CPU_KV_BYTES = 1 * GIB
+_DEFAULT_CUDA_HOST_KV_BYTES = 4 * GIB
+_DEFAULT_HOST_KV_FRAC = 0.25  # of the host memory that is left, at most
 _TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -52,6 +60,8 @@ def create_torch_executor(config: EngineConfig) -> TorchExecutor:
     kv_bytes = _choose_kv_bytes(config, model_config, device, dtype)
     num_blocks = kv_bytes // layout.block_bytes
     max_model_len = _choose_max_model_len(config, model_config, num_blocks, layout)
+    taken_bytes = model_config.weight_bytes(dtype.itemsize) + kv_bytes if device.type == "cpu" else 0
+    num_host_blocks = _choose_num_host_blocks(config, layout, device, kv_bytes, taken_bytes)
     checkpoint = Checkpoint.open(
         config.model_dir, dtype=dtype, load_format=config.load_format, seed=config.seed
     )
@@ -67,8 +77,12 @@ def create_torch_executor(config: EngineConfig) -> TorchExecutor:
         dtype=str(dtype).removeprefix("torch."),
         num_layers=model_config.num_layers,
         can_stop=True,
+        num_host_blocks=num_host_blocks,
+        block_bytes=layout.block_bytes,
     )
-    executor = TorchExecutor(model, _allocate_pool(layout, num_blocks, dtype, device), info)
+    kv_pool = _allocate_pool(layout, num_blocks, dtype, device)
+    copier = _create_copier(kv_pool, layout, num_host_blocks) if num_host_blocks else None
+    executor = TorchExecutor(model, kv_pool, info, copier=copier)
     _warm_up(executor)
     return executor
 
@@ -116,6 +130,32 @@ def _available_cuda_bytes(device: torch.device, utilization: float) -> int:
     return max(0, int(total * utilization) - (total - free))
 
 
+def _choose_num_host_blocks(
+    config: EngineConfig, layout: KVLayout, device: torch.device, kv_bytes: int, taken_bytes: int
+) -> int:
+    """Blocks of the pool in host memory; 0 has none.
+
+    Args:
+        taken_bytes: host memory that the weights and the device's pool will take.
+    """
+    if config.scheduler.checkpointing == "none" or config.host_kv_bytes == 0:
+        return 0
+    available = available_host_bytes()
+    left = None if available is None else available - taken_bytes
+    if config.host_kv_bytes is None:
+        host_kv_bytes = kv_bytes if device.type == "cpu" else _DEFAULT_CUDA_HOST_KV_BYTES
+        if left is not None:
+            host_kv_bytes = min(host_kv_bytes, max(0, int(left * _DEFAULT_HOST_KV_FRAC)))
+        return host_kv_bytes // layout.block_bytes
+    check_host_pool_fits(host_kv_bytes=config.host_kv_bytes, left_bytes=left)
+    if config.host_kv_bytes < layout.block_bytes:
+        raise InsufficientMemory(
+            f"The KV pool in host memory holds no block: one takes {layout.block_bytes / GIB:.4f} GiB; raise "
+            "--host-kv-gib, or use 0 to have none."
+        )
+    return config.host_kv_bytes // layout.block_bytes
+
+
 def _choose_max_model_len(
     config: EngineConfig, model_config: ModelConfig, num_blocks: int, layout: KVLayout
 ) -> int:
@@ -159,6 +199,18 @@ def _allocate_pool(
         raise InsufficientMemory(
             f"A KV pool of {pool_gib:.2f} GiB could not be allocated on {device}; lower --kv-gib."
         ) from error
+
+
+def _create_copier(kv_pool: torch.Tensor, layout: KVLayout, num_host_blocks: int) -> BlockCopier:
+    pool_gib = num_host_blocks * layout.block_bytes / GIB
+    try:
+        copier = create_copier(kv_pool, num_host_blocks)
+    except (RuntimeError, MemoryError) as error:
+        raise InsufficientMemory(
+            f"A KV pool of {pool_gib:.2f} GiB could not be allocated in host memory; lower --host-kv-gib."
+        ) from error
+    logger.info("KV pool in host memory: %d blocks, %.2f GiB", num_host_blocks, pool_gib)
+    return copier
 
 
 def _warm_up(executor: TorchExecutor) -> None:

@@ -25,16 +25,35 @@ def check_fits(*, weights_bytes: int, kv_bytes: int, available_bytes: int | None
     """Raise InsufficientMemory, saying what would fit, if weights and KV pool exceed what is available."""
     if available_bytes is None or weights_bytes + kv_bytes <= available_bytes:
         return
-    most_kv_gib = (available_bytes - weights_bytes) / GIB
     advice = (
-        f"use --kv-gib {int(most_kv_gib * 100) / 100:g} or less"
-        if most_kv_gib >= 0.01
-        else "the weights alone do not fit; use a smaller model"
+        _at_most("--kv-gib", available_bytes - weights_bytes)
+        or "the weights alone do not fit; use a smaller model"
     )
     raise InsufficientMemory(
         f"Not enough memory on {device}: the weights need {weights_bytes / GIB:.2f} GiB and the KV pool "
         f"{kv_bytes / GIB:.2f} GiB, and {available_bytes / GIB:.2f} GiB are available; {advice}."
     )
+
+
+def check_host_pool_fits(*, host_kv_bytes: int, left_bytes: int | None) -> None:
+    """Raise InsufficientMemory, saying what would fit, if the host's KV pool exceeds what is left for it.
+
+    Args:
+        left_bytes: host memory beside all that is taken before the pool; None where it is not known.
+    """
+    if left_bytes is None or host_kv_bytes <= left_bytes:
+        return
+    advice = _at_most("--host-kv-gib", left_bytes) or "use --host-kv-gib 0"
+    raise InsufficientMemory(
+        f"Not enough host memory: the KV pool of --host-kv-gib needs {host_kv_bytes / GIB:.2f} GiB, and "
+        f"{max(0, left_bytes) / GIB:.2f} GiB are left for it; {advice}."
+    )
+
+
+def _at_most(option: str, num_bytes: int) -> str | None:
+    """Advice; None where it is too little to name."""
+    gib = num_bytes / GIB
+    return f"use {option} {int(gib * 100) / 100:g} or less" if gib >= 0.01 else None
 
 
 def available_processors() -> int:

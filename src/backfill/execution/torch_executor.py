@@ -8,14 +8,19 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from backfill.core.block import BlockCopy
 from backfill.core.clock import Clock, WallClock
 from backfill.core.plan import SampledToken, ScheduledSlice, StepOutcome, StepPlan
 from backfill.core.request import RequestId
 from backfill.execution.batch import FlatBatch, build_batch
+from backfill.execution.copies import BlockCopier
 from backfill.execution.executor import ExecutorInfo
 from backfill.execution.request_state import RequestState
 from backfill.execution.sampler import Sampler
 from backfill.models.decoder import DecoderModel, HiddenState
+
+# An arrival may come while nothing but copies is to be waited for, and is not seen before the wait ends.
+_LONGEST_WAIT_S = 0.05
 
 
 @dataclass(slots=True)
@@ -34,15 +39,22 @@ class TorchExecutor:
     Args:
         kv_pool: ``[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]``; may be uninitialised.
         clock: the engine's; the wall's by default.
+        copier: to and from the host pool; None where there is none.
     """
 
     def __init__(
-        self, model: DecoderModel, kv_pool: Tensor, info: ExecutorInfo, clock: Clock | None = None
+        self,
+        model: DecoderModel,
+        kv_pool: Tensor,
+        info: ExecutorInfo,
+        clock: Clock | None = None,
+        copier: BlockCopier | None = None,
     ) -> None:
         self.info = info
         self._clock = clock or WallClock()
         self._model = model
         self._kv_pool = kv_pool
+        self._copier = copier
         self._sampler = Sampler(info.end_token_ids)
         self._states: dict[RequestId, RequestState] = {}
         self._suspended: _Pass | None = None
@@ -59,12 +71,19 @@ class TorchExecutor:
     def run(self, plan: StepPlan) -> StepOutcome:
         for request_id in plan.released:
             self._states.pop(request_id, None)
+        if self._copier is not None:
+            # Before anything that may fail: a failed step's copies have begun.
+            self._copier.begin(plan.checkpoint, plan.restore, plan.waits_for)
+        else:
+            assert not (plan.checkpoint or plan.restore), "there is no host pool to copy to and from"
         for admitted in plan.admitted:
             self._states[admitted.request_id] = RequestState(admitted)
         if not (plan.keeps_suspended or plan.resumes):
             self._suspended = None
         if not plan.slices:
-            return StepOutcome(sampled=())
+            if plan.awaits_copy and self._copier is not None:
+                self._copier.wait(_LONGEST_WAIT_S)
+            return StepOutcome(sampled=(), copied=self._take_copied())
         if plan.resumes:
             running = self._resumed(plan.slices)
         else:
@@ -72,10 +91,16 @@ class TorchExecutor:
             state = self._model.embed(batch.token_ids, batch.attention)
             running = _Pass(plan.slices, batch, state, layers_done=0)
         stopped, stopped_at_s = self._run_layers(running, plan)
+        sampled = self._sample(running)
+        # Last: what is taken must reach the outcome.
+        copied = self._take_copied()
         if stopped is None:
-            return StepOutcome(self._sample(running))
+            return StepOutcome(sampled, copied=copied)
         ids = tuple(piece.request_id for piece in stopped.slices)
-        return StepOutcome(self._sample(running), ids, stopped.layers_done, stopped_at_s)
+        return StepOutcome(sampled, ids, stopped.layers_done, stopped_at_s, copied)
+
+    def _take_copied(self) -> tuple[BlockCopy, ...]:
+        return () if self._copier is None else self._copier.take_completed()
 
     def _run_layers(self, running: _Pass, plan: StepPlan) -> tuple[_Pass | None, float | None]:
         """Take the pass to its end; what was stopped on the way, and when."""

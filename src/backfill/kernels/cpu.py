@@ -7,7 +7,9 @@ read once for all layers. The values of a batch (slots, block references) are th
 
 from __future__ import annotations
 
+import math
 import os
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -102,6 +104,37 @@ def _panels(weight: Tensor) -> Tensor:
     padded = F.pad(weight, (0, 0, 0, missing)) if missing else weight
     tiles = padded.view(-1, 2, 16, weight.shape[1] // _TILE_DEPTH, 16, 2)
     return tiles.permute(0, 3, 1, 4, 2, 5).contiguous()
+
+
+def copy_blocks(
+    destination: Tensor,
+    destination_blocks: Sequence[int],
+    source: Tensor,
+    source_blocks: Sequence[int],
+) -> None:
+    """Copy block ``source_blocks[i]`` of one KV pool to ``destination_blocks[i]`` of the other, in order.
+
+    The GIL is released meanwhile, and the caches are passed by. Pools are ``[num_blocks, ...]``, of one type
+    and block shape, and do not overlap.
+
+    Raises: ValueError if they are not, and for a block that a pool does not have.
+    """
+    for name, pool, blocks in (
+        ("destination", destination, destination_blocks),
+        ("source", source, source_blocks),
+    ):
+        if not pool.is_cpu or not pool.is_contiguous():
+            raise ValueError(f"{name}: expected a contiguous pool on cpu, got {_describe(pool)}")
+        if blocks and not (min(blocks) >= 0 and max(blocks) < pool.shape[0]):
+            raise ValueError(f"{name}: expected blocks 0 to {pool.shape[0] - 1}, got {list(blocks)}")
+    if destination.shape[1:] != source.shape[1:] or destination.dtype != source.dtype:
+        raise ValueError(f"source: expected blocks of {_describe(destination)}, got {_describe(source)}")
+    if len(destination_blocks) != len(source_blocks):
+        raise ValueError(f"source: expected {len(destination_blocks)} blocks, got {len(source_blocks)}")
+    block_bytes = math.prod(source.shape[1:]) * source.itemsize
+    _kernels.copy_blocks(
+        destination.data_ptr(), source.data_ptr(), block_bytes, destination_blocks, source_blocks
+    )
 
 
 class _Pool(NamedTuple):

@@ -1,0 +1,218 @@
+"""How fast KV blocks are copied between the two pools, and what that costs the steps beside it.
+
+    python benchmarks/kv_copies.py
+
+Copies alone are timed in both directions, into memory never touched before and into memory that was, beside
+one thread's memcpy of the same blocks. Then steps of 64 decodes of the real model run in turn with copies of
+0, 1, 4, 16 and 64 blocks that begin with the step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from backfill.core.block import BlockCopy, pack_block_ref
+from backfill.core.config import GIB, EngineConfig, SchedulerConfig
+from backfill.core.plan import AdmittedRequest, CopyKinds, ScheduledSlice, StepPlan
+from backfill.core.request import RequestId
+from backfill.core.sampling import SamplingParams
+from backfill.engine.environment import engine_environment
+from backfill.execution.copies import BlockCopier, create_copier
+from backfill.execution.create import create_torch_executor
+from backfill.execution.torch_executor import TorchExecutor
+from backfill.models.resolve import resolve_model
+
+_NUM_DECODES, _CONTEXT = 64, 256
+_COPIES_PER_STEP = (0, 1, 4, 16, 64)
+_COPIED_ALONE = 1024
+
+
+class TimedCopier:
+    """A copier that keeps how long the step's own thread was in it, in seconds."""
+
+    def __init__(self, copier: BlockCopier) -> None:
+        self._copier = copier
+        self.spent_s = 0.0
+
+    def begin(
+        self, checkpoint: Sequence[BlockCopy], restore: Sequence[BlockCopy], waits_for: CopyKinds
+    ) -> None:
+        began = time.perf_counter()
+        self._copier.begin(checkpoint, restore, waits_for)
+        self.spent_s += time.perf_counter() - began
+
+    def take_completed(self) -> tuple[BlockCopy, ...]:
+        began = time.perf_counter()
+        completed = self._copier.take_completed()
+        self.spent_s += time.perf_counter() - began
+        return completed
+
+    def wait(self, timeout_s: float) -> None:
+        self._copier.wait(timeout_s)
+
+    def close(self) -> None:
+        self._copier.close()
+
+
+def seconds(call: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
+
+
+def memcpy_bytes_per_s(num_bytes: int, block_bytes: int, rounds: int) -> float:
+    """One thread's, of blocks in random order, by the C library's own routine."""
+    source, target = (torch.full((num_bytes // block_bytes, block_bytes), 1, dtype=torch.uint8).numpy()
+                      for _ in range(2))  # fmt: skip
+    order = list(range(len(source)))
+    samples = []
+    for _ in range(rounds):
+        random.shuffle(order)
+        pairs = [(memoryview(target[a]), memoryview(source[b])) for a, b in enumerate(order)]
+
+        def copy_all(pairs: list[tuple[memoryview, memoryview]] = pairs) -> None:
+            for to, of in pairs:
+                to[:] = of
+
+        samples.append(len(order) * block_bytes / seconds(copy_all))
+    return statistics.median(samples)
+
+
+def alone(executor: TorchExecutor, rounds: int) -> dict[str, float]:
+    """Bytes per second of each direction, nothing running beside it."""
+    info = executor.info
+    count = min(_COPIED_ALONE, info.num_blocks, info.num_host_blocks)
+    fresh = create_copier(executor._kv_pool, info.num_host_blocks)
+    pairs = tuple(map(BlockCopy, random.sample(range(info.num_blocks), count),
+                      random.sample(range(info.num_host_blocks), count)))  # fmt: skip
+    volume = count * info.block_bytes
+    first = volume / seconds(lambda: fresh.begin(pairs, (), CopyKinds.CHECKPOINT))
+    speeds = {"to_host_untouched": first}
+    for name, begin in (
+        ("to_host", lambda: fresh.begin(pairs, (), CopyKinds.CHECKPOINT)),
+        ("to_device", lambda: fresh.begin((), pairs, CopyKinds.RESTORE)),
+    ):
+        speeds[name] = statistics.median(volume / seconds(begin) for _ in range(rounds))
+    fresh.close()
+    return speeds
+
+
+def decode_step(executor: TorchExecutor) -> StepPlan:
+    """A plan that samples nothing, so that it can run any number of times, of the pool's first blocks."""
+    blocks_each = -(-(_CONTEXT + 1) // executor.info.block_size)
+    slices = tuple(
+        ScheduledSlice(
+            RequestId(f"r{index}"),
+            _CONTEXT,
+            1,
+            tuple(pack_block_ref(index * blocks_each + block) for block in range(blocks_each)),
+            samples=False,
+        )
+        for index in range(_NUM_DECODES)
+    )
+    tokens, sampling = (5,) * (_CONTEXT + 1), SamplingParams(max_tokens=1)
+    admitted = tuple(AdmittedRequest(piece.request_id, tokens, sampling) for piece in slices)
+    executor.run(StepPlan(step=0, admitted=admitted, slices=(), released=()))
+    return StepPlan(step=0, admitted=(), slices=slices, released=())
+
+
+def drain(executor: TorchExecutor, under_way: int) -> None:
+    idle = StepPlan(step=0, admitted=(), slices=(), released=(), awaits_copy=True)
+    while under_way:
+        under_way -= len(executor.run(idle).copied)
+
+
+def beside_steps(executor: TorchExecutor, copier: TimedCopier, rounds: int) -> list[dict[str, object]]:
+    """Of each direction and number of copies: the step's time over that of the same round's without any."""
+    info, plan = executor.info, decode_step(executor)
+    first_unused = _NUM_DECODES * len(plan.slices[0].blocks)
+    unused = range(first_unused, info.num_blocks)
+    cases = [("none", 0)]
+    cases += [(name, count) for name in ("checkpoint", "restore") for count in _COPIES_PER_STEP]
+    ratios: dict[tuple[str, int], list[float]] = {case: [] for case in cases}
+    own_s: dict[tuple[str, int], list[float]] = {case: [] for case in cases}
+    left: dict[tuple[str, int], list[int]] = {case: [] for case in cases}
+    plain_s = []
+    for _ in range(rounds):
+        random.shuffle(cases)
+        times = {}
+        for case in cases:
+            name, count = case
+            copies = tuple(map(BlockCopy, random.sample(unused, count),
+                               random.sample(range(info.num_host_blocks), count)))  # fmt: skip
+            saves, restores = (copies, ()) if name == "checkpoint" else ((), copies)
+            with_copies = StepPlan(
+                step=0, admitted=(), slices=plan.slices, released=(), checkpoint=saves, restore=restores
+            )
+            copier.spent_s = 0.0
+            began = time.perf_counter()
+            outcome = executor.run(with_copies)
+            times[case] = time.perf_counter() - began
+            own_s[case].append(copier.spent_s)
+            left[case].append(count - len(outcome.copied))
+            drain(executor, left[case][-1])
+        plain_s.append(times["none", 0])
+        for case in cases:
+            ratios[case].append(times[case] / times["none", 0])
+    step_s = statistics.median(plain_s)
+    return [
+        {
+            "kind": case[0], "blocks": case[1], "over_plain": statistics.median(ratios[case]),
+            "begin_and_take_us": 1e6 * statistics.median(own_s[case]),
+            "left_at_step_end": statistics.median(left[case]), "plain_step_s": step_s,
+        }
+        for case in sorted(ratios)
+    ]  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
+    parser.add_argument("--model", default="smollm2-135m-instruct")
+    parser.add_argument("--rounds", type=int, default=60)
+    options = parser.parse_args()
+    missing = engine_environment(os.environ)
+    if missing:
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **missing})
+    random.seed(0)
+    executor = create_torch_executor(
+        EngineConfig(
+            model_dir=str(resolve_model(options.model)),
+            host_kv_bytes=GIB,
+            scheduler=SchedulerConfig(checkpointing="adaptive"),
+        )
+    )
+    executor.fill_kv_pool()
+    info = executor.info
+    volume = _COPIED_ALONE * info.block_bytes
+    limit = memcpy_bytes_per_s(volume, info.block_bytes, rounds=8) if info.device == "cpu" else None
+    speeds = alone(executor, rounds=8)
+    assert executor._copier is not None
+    # Touch the whole host pool: the first copy into a page is slower, once.
+    everything = tuple(BlockCopy(index % info.num_blocks, index) for index in range(info.num_host_blocks))
+    executor._copier.begin(everything, (), CopyKinds.CHECKPOINT)
+    copier = TimedCopier(executor._copier)
+    executor._copier = copier
+    steps = beside_steps(executor, copier, options.rounds)
+    print(f"block {info.block_bytes / 2**20:.2f} MiB; GB/s: " + ", ".join(
+        f"{name} {speed / 1e9:.1f}" for name, speed in speeds.items())
+        + ("" if limit is None else f", memcpy {limit / 1e9:.1f}"))  # fmt: skip
+    for case in steps:
+        print(f"{case['kind']:>10} {case['blocks']:3} blocks: step {case['over_plain']:.3f}, own thread "
+              f"{case['begin_and_take_us']:.0f} us, left {case['left_at_step_end']:.0f}")  # fmt: skip
+    print(json.dumps({
+        "benchmark": "kv_copies", "block_bytes": info.block_bytes, "bytes_per_s": speeds,
+        "memcpy_bytes_per_s": limit, "beside_steps": steps,
+    }))  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

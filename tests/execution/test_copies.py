@@ -1,0 +1,428 @@
+"""Copies between the KV pools: the bytes, their order, what is reported and when, and a request's tokens."""
+
+from __future__ import annotations
+
+import gc
+import random
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from backfill.core.block import BlockCopy, pack_block_ref
+from backfill.core.config import EngineConfig, SchedulerConfig
+from backfill.core.errors import InsufficientMemory
+from backfill.core.plan import AdmittedRequest, CopyKinds, ScheduledSlice, StepOutcome, StepPlan
+from backfill.core.request import RequestId
+from backfill.core.sampling import SamplingParams
+from backfill.execution import create
+from backfill.execution.copies import BlockCopier, CudaBlockCopier, ThreadBlockCopier
+from backfill.execution.create import create_torch_executor
+from backfill.execution.machine import check_host_pool_fits
+from backfill.execution.torch_executor import TorchExecutor
+from backfill.kernels import cpu
+from tests.models.tiny import save_tiny_model
+
+GIB = 1 << 30
+BOTH = CopyKinds.CHECKPOINT | CopyKinds.RESTORE
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+NUM_BLOCKS, NUM_HOST_BLOCKS = 40, 30
+SHAPE = (3, 2, 2, 8, 8)  # layers, K and V, heads, tokens, head size
+
+
+class Gate:
+    """Holds the copy thread before each of its chunks until it is opened."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._may_go = threading.Semaphore(0)
+        copy_blocks = cpu.copy_blocks
+
+        def held(*arguments: object) -> None:
+            assert self._may_go.acquire(timeout=30.0)
+            copy_blocks(*arguments)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(cpu, "copy_blocks", held)
+
+    def let(self, num_chunks: int) -> None:
+        self._may_go.release(num_chunks)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    gate = Gate(monkeypatch)
+    yield gate
+    gate.let(1000)
+
+
+def make_pool(device: str = "cpu", dtype: torch.dtype = torch.float32) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn((NUM_BLOCKS, *SHAPE), generator=generator).to(dtype).to(device)
+
+
+def make_copier(pool: Tensor, blocks_per_piece: int | None = None) -> tuple[BlockCopier, Tensor]:
+    host_pool = torch.empty((NUM_HOST_BLOCKS, *SHAPE), dtype=pool.dtype)
+    if pool.is_cuda:
+        return CudaBlockCopier(pool, host_pool), host_pool
+    copier = ThreadBlockCopier(pool, host_pool)
+    if blocks_per_piece is not None:
+        copier._blocks_per_piece = blocks_per_piece
+    return copier, host_pool
+
+
+def copies(pairs: Sequence[tuple[int, int]]) -> tuple[BlockCopy, ...]:
+    return tuple(BlockCopy(device, host) for device, host in pairs)
+
+
+def wait_for(copier: BlockCopier, count: int) -> list[BlockCopy]:
+    """Take completed copies until there are so many."""
+    taken: list[BlockCopy] = []
+    until_s = time.monotonic() + 30.0
+    while len(taken) < count:
+        assert time.monotonic() < until_s
+        copier.wait(10.0)
+        taken += copier.take_completed()
+    return taken
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bytes_arrive_both_ways(device: str, dtype: torch.dtype) -> None:
+    pool = make_pool(device, dtype)
+    original = pool.cpu().clone()
+    rng = random.Random(0)
+    copier, host_pool = make_copier(pool, blocks_per_piece=7)
+    pairs = copies(
+        list(zip(rng.sample(range(NUM_BLOCKS), 25), rng.sample(range(NUM_HOST_BLOCKS), 25), strict=True))
+    )
+    copier.begin(pairs, (), CopyKinds.NONE)
+    assert sorted(wait_for(copier, 25)) == sorted(pairs)
+    for copied in pairs:
+        assert torch.equal(host_pool[copied.host], original[copied.device])
+    pool.zero_()
+    back = copies(list(zip(rng.sample(range(NUM_BLOCKS), 25), (pair.host for pair in pairs), strict=True)))
+    copier.begin((), back, CopyKinds.NONE)
+    assert sorted(wait_for(copier, 25)) == sorted(back)
+    expected = torch.zeros_like(original)
+    for (came_from, _), (device_block, _) in zip(pairs, back, strict=True):
+        expected[device_block] = original[came_from]
+    assert torch.equal(pool.cpu(), expected)
+    copier.close()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("blocks_per_piece", [1, 2, 100])
+def test_a_block_is_saved_before_another_is_restored_into_it(device: str, blocks_per_piece: int) -> None:
+    pool = make_pool(device)
+    original = pool.cpu().clone()
+    copier, host_pool = make_copier(pool, blocks_per_piece)
+    copier.begin(copies([(1, 4), (2, 5), (3, 6)]), (), BOTH)
+    copier.begin(copies([(7, 0), (8, 1), (9, 2)]), copies([(7, 4), (8, 0), (9, 6)]), BOTH)
+    assert copier.take_completed() == ()
+    for device_block, host in ((1, 4), (2, 5), (3, 6), (7, 0), (8, 1), (9, 2)):
+        assert torch.equal(host_pool[host], original[device_block])
+    for device_block, came_from in ((7, 1), (8, 7), (9, 3)):
+        assert torch.equal(pool[device_block].cpu(), original[came_from])
+    copier.wait(30.0)  # nothing is under way
+    copier.close()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("waits_for", [CopyKinds.CHECKPOINT, CopyKinds.RESTORE])
+def test_what_is_waited_for_is_complete_and_not_reported(device: str, waits_for: CopyKinds) -> None:
+    pool = make_pool(device)
+    copier, host_pool = make_copier(pool, blocks_per_piece=1)
+    copier.begin(copies([(0, 0), (1, 1)]), (), BOTH)
+    saves, restores = copies([(2, 2), (3, 3)]), copies([(4, 0), (5, 1)])
+    copier.begin(saves, restores, waits_for)
+    if waits_for is CopyKinds.CHECKPOINT:
+        assert torch.equal(host_pool[2:4], pool[2:4].cpu())
+        reported = restores
+    else:
+        assert torch.equal(pool[4:6], pool[0:2])
+        reported = saves
+    assert wait_for(copier, 2) == list(reported)
+    copier.wait(30.0)
+    assert copier.take_completed() == ()
+    copier.close()
+
+
+@pytest.mark.gpu
+def test_copies_wait_for_what_is_queued_on_the_device() -> None:
+    pool = make_pool("cuda")
+    copier, host_pool = make_copier(pool)
+    torch.cuda._sleep(100_000_000)  # cycles: tens of milliseconds
+    pool[3].fill_(5.0)
+    began_s = time.monotonic()
+    copier.begin(copies([(3, 0)]), (), CopyKinds.NONE)
+    assert copier.take_completed() == ()
+    assert time.monotonic() - began_s < 0.01
+    assert wait_for(copier, 1) == list(copies([(3, 0)]))
+    assert (host_pool[0] == 5.0).all()
+    copier.close()
+    assert not host_pool.is_pinned()
+
+
+def test_completions_are_reported_once_as_they_come_and_nothing_blocks(gate: Gate) -> None:
+    copier, _ = make_copier(make_pool(), blocks_per_piece=2)
+    pairs = copies([(index, index) for index in range(5)])
+    copier.begin(pairs[:4], (), CopyKinds.NONE)
+    copier.begin((), pairs[4:], CopyKinds.NONE)
+    assert copier.take_completed() == ()
+    copier.wait(0.0)  # the timeout ends it: the thread is held
+    assert copier.take_completed() == ()
+    gate.let(1)
+    copier.wait(30.0)
+    assert copier.take_completed() == pairs[:2]
+    assert copier.take_completed() == ()
+    gate.let(2)
+    assert wait_for(copier, 3) == list(pairs[2:])
+    copier.wait(30.0)
+    assert copier.take_completed() == ()
+
+
+@pytest.mark.parametrize("waits_for", [CopyKinds.NONE, BOTH])
+def test_a_copy_that_fails_is_raised_by_every_call_after_it(waits_for: CopyKinds) -> None:
+    copier, _ = make_copier(make_pool())
+    with pytest.raises(RuntimeError, match="between device and host memory failed") as raised:  # noqa: PT012
+        copier.begin(copies([(0, NUM_HOST_BLOCKS)]), (), waits_for)
+        copier.wait(30.0)
+    assert isinstance(raised.value.__cause__, ValueError)
+    for call in (lambda: copier.begin((), (), BOTH), copier.take_completed, lambda: copier.wait(30.0)):
+        with pytest.raises(RuntimeError, match="failed"):
+            call()
+    copier.close()
+
+
+def test_the_thread_ends_with_its_copier_and_leaves_the_pool() -> None:
+    others = set(threading.enumerate())
+    copier, host_pool = make_copier(make_pool())
+    (thread,) = set(threading.enumerate()) - others
+    gone = weakref.ref(host_pool)
+    del copier, host_pool
+    gc.collect()
+    thread.join(30.0)
+    assert not thread.is_alive()
+    assert gone() is None
+
+
+def test_a_process_may_end_while_blocks_are_copied() -> None:
+    """The interpreter must not be gone when the thread comes back to it."""
+    script = """if True:
+        import torch
+        from backfill.core.block import BlockCopy
+        from backfill.core.plan import CopyKinds
+        from backfill.execution.copies import create_copier
+        copier = create_copier(torch.ones(64, 1 << 18), 64)
+        copier.begin([BlockCopy(block, block) for block in range(64)] * 50, (), CopyKinds.NONE)
+        copier.wait(30.0)
+        print("ends")
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "ends\n", "")
+
+
+def test_blocks_that_pools_do_not_have_are_refused() -> None:
+    pool, other = make_pool(), make_pool()
+    for blocks, others, name in (
+        ([NUM_BLOCKS], [0], "destination"),
+        ([-1], [0], "destination"),
+        ([0], [NUM_BLOCKS], "source"),
+        ([0, 1], [0], "source"),
+    ):
+        with pytest.raises(ValueError, match=name):
+            cpu.copy_blocks(pool, blocks, other, others)
+    with pytest.raises(ValueError, match="source: expected blocks of"):
+        cpu.copy_blocks(pool, [0], other.bfloat16(), [0])
+    with pytest.raises(ValueError, match="destination: expected a contiguous pool"):
+        cpu.copy_blocks(pool.transpose(1, 2), [0], other, [0])
+    cpu.copy_blocks(pool, [], other, [])
+
+
+@pytest.mark.parametrize("size", [8, 24, 64, 72, 136, 4096 + 8])
+@pytest.mark.parametrize("offset", [0, 1, 2])
+def test_blocks_of_any_size_and_place_are_copied(size: int, offset: int) -> None:
+    """Sizes and addresses in float32, so some of neither are whole cache lines or vectors."""
+    source = torch.arange(5 * size + offset, dtype=torch.float32)[offset:].view(5, size)
+    destination = torch.full((4 * size + offset + 1,), -1.0)
+    cpu.copy_blocks(destination[offset:-1].view(4, size), [3, 0], source, [1, 4])
+    expected = torch.full((4, size), -1.0)
+    expected[3], expected[0] = source[1], source[4]
+    assert torch.equal(destination[offset:-1].view(4, size), expected)
+    assert (destination[:offset] == -1.0).all() and destination[-1] == -1.0
+
+
+# A request's KV leaves the device and comes back.
+
+BLOCK_BYTES = 3 * 2 * 2 * 8 * 8 * 4  # 3 layers, K and V of 2 heads of 8 float32, 8 tokens
+NEW_TOKENS = 20
+PROMPT = torch.randint(3, 90, (29,), generator=torch.Generator().manual_seed(1)).tolist()
+REQUEST = RequestId("request")
+EMPTY = StepPlan(step=0, admitted=(), slices=(), released=())
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder: Path = tmp_path_factory.mktemp("model")
+    save_tiny_model("llama", folder)
+    return folder
+
+
+def make_config(model_dir: Path, host_kv_bytes: int | None = 12 * BLOCK_BYTES) -> EngineConfig:
+    return EngineConfig(
+        model_dir=str(model_dir),
+        dtype="float32",
+        block_size=8,
+        device="cpu",
+        kv_bytes=24 * BLOCK_BYTES,
+        host_kv_bytes=host_kv_bytes,
+        scheduler=SchedulerConfig(checkpointing="adaptive"),
+    )
+
+
+@pytest.fixture(scope="module")
+def executor(model_dir: Path) -> TorchExecutor:
+    return create_torch_executor(make_config(model_dir))
+
+
+def admission() -> StepPlan:
+    sampling = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0)
+    return replace(EMPTY, admitted=(AdmittedRequest(REQUEST, tuple(PROMPT), sampling),))
+
+
+def compute(
+    executor: TorchExecutor, blocks: Sequence[int], start: int, count: int, plan: StepPlan = EMPTY
+) -> tuple[int, StepOutcome]:
+    refs = tuple(pack_block_ref(block) for block in blocks)
+    piece = ScheduledSlice(REQUEST, start, count, refs, samples=True)
+    outcome = executor.run(replace(plan, slices=(piece,)))
+    return outcome.sampled[0].token_id, outcome
+
+
+def generate(executor: TorchExecutor, blocks: Sequence[int], start: int, num_tokens: int) -> list[int]:
+    return [compute(executor, blocks, start + index, 1)[0] for index in range(num_tokens)]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(executor: TorchExecutor) -> list[int]:
+    blocks = range(7)
+    first, _ = compute(executor, blocks, 0, len(PROMPT), admission())
+    tokens = [first, *generate(executor, blocks, len(PROMPT), NEW_TOKENS - 1)]
+    executor.run(replace(EMPTY, released=(REQUEST,)))
+    assert len(set(tokens)) > 3
+    return tokens
+
+
+def await_copies(executor: TorchExecutor, outcome: StepOutcome, count: int) -> list[BlockCopy]:
+    """Copies reported until there are ``count``: the outcome's, then those of steps that wait for more."""
+    copied = list(outcome.copied)
+    until_s = time.monotonic() + 30.0
+    while len(copied) < count:
+        assert time.monotonic() < until_s
+        copied += executor.run(replace(EMPTY, awaits_copy=True)).copied
+    return copied
+
+
+@pytest.mark.parametrize("waits_for", [CopyKinds.NONE, BOTH])
+def test_a_request_goes_on_where_its_kv_was_restored(
+    executor: TorchExecutor, undisturbed: list[int], waits_for: CopyKinds
+) -> None:
+    pool = executor._kv_pool
+    pool.fill_(7.0)
+    blocks, others, hosts = (3, 4, 5, 6, 7), (17, 2, 4, 20, 9), (11, 0, 5, 2, 7)
+    first, outcome = compute(executor, blocks, 0, len(PROMPT), admission())
+    # The three full blocks are copied beside the decodes, the partly filled ones at the end.
+    saves = copies(list(zip(blocks, hosts, strict=True)))
+    second, outcome = compute(
+        executor, blocks, 29, 1, replace(EMPTY, checkpoint=saves[:3], waits_for=waits_for)
+    )
+    tokens = [first, second, *generate(executor, blocks, 30, 6)]
+    if waits_for:
+        assert outcome.copied == ()
+    assert executor.run(replace(EMPTY, checkpoint=saves[3:], waits_for=BOTH)).copied == () or not waits_for
+    pool.fill_(float("nan"))
+    restores = copies(list(zip(others, hosts, strict=True)))
+    outcome = executor.run(replace(EMPTY, restore=restores, waits_for=waits_for))
+    if waits_for:
+        assert outcome.copied == ()
+    else:
+        reported = await_copies(executor, outcome, len(restores))
+        assert set(restores) <= set(reported)
+    tokens += generate(executor, (*others, 12, 13), 36, NEW_TOKENS - 8)
+    assert tokens == undisturbed
+    executor.run(replace(EMPTY, released=(REQUEST,)))
+
+
+def test_every_outcome_reports_and_a_failed_step_has_begun_its_copies(executor: TorchExecutor) -> None:
+    saves = copies([(0, 0), (1, 1), (2, 2)])
+    unknown = ScheduledSlice(RequestId("unknown"), 0, 1, (pack_block_ref(8),), samples=True)
+    with pytest.raises(KeyError):
+        executor.run(replace(EMPTY, slices=(unknown,), checkpoint=saves))
+    assert await_copies(executor, executor.run(EMPTY), 3) == list(saves)
+    assert executor.run(replace(EMPTY, awaits_copy=True)).copied == ()
+
+
+def test_an_executor_that_awaits_a_copy_waits_a_bounded_time(executor: TorchExecutor, gate: Gate) -> None:
+    saves = copies([(0, 0)])
+    assert executor.run(replace(EMPTY, checkpoint=saves, awaits_copy=True)).copied == ()
+    gate.let(1)
+    assert await_copies(executor, executor.run(EMPTY), 1) == list(saves)
+
+
+# The size of the host pool.
+
+
+def available(monkeypatch: pytest.MonkeyPatch, num_bytes: int | None) -> None:
+    monkeypatch.setattr(create, "available_host_bytes", lambda: num_bytes)
+
+
+def test_the_pool_in_host_memory_is_as_large_as_asked_for(executor: TorchExecutor) -> None:
+    assert executor.info.num_host_blocks == 12
+    assert executor.info.block_bytes == BLOCK_BYTES
+
+
+def test_without_checkpointing_or_with_a_size_of_0_there_is_none(model_dir: Path) -> None:
+    for config in (
+        make_config(model_dir, host_kv_bytes=0),
+        replace(make_config(model_dir), scheduler=SchedulerConfig()),
+    ):
+        executor = create_torch_executor(config)
+        assert executor.info.num_host_blocks == 0
+        assert executor.run(EMPTY).copied == ()
+
+
+def test_by_default_it_is_as_large_as_the_pool_or_a_quarter_of_what_is_left(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = make_config(model_dir, host_kv_bytes=None)
+    for num_bytes in (None, GIB):
+        available(monkeypatch, num_bytes)
+        with caplog.at_level("INFO"):
+            assert create_torch_executor(config).info.num_host_blocks == 24
+        assert "KV pool in host memory: 24 blocks" in caplog.text
+    weights_bytes = create.ModelConfig.from_folder(model_dir).weight_bytes(4)
+    available(monkeypatch, weights_bytes + 24 * BLOCK_BYTES + 4 * 5 * BLOCK_BYTES + 3)
+    assert create_torch_executor(config).info.num_host_blocks == 5
+
+
+def test_a_size_that_does_not_fit_or_holds_no_block_is_refused(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(InsufficientMemory, match=r"holds no block.*--host-kv-gib"):
+        create_torch_executor(make_config(model_dir, BLOCK_BYTES - 1))
+    available(monkeypatch, GIB)
+    with pytest.raises(InsufficientMemory, match=r"use --host-kv-gib 0\.99 or less"):
+        create_torch_executor(make_config(model_dir, GIB))
+    with pytest.raises(InsufficientMemory, match=r"0\.00 GiB are left for it; use --host-kv-gib 0\."):
+        check_host_pool_fits(host_kv_bytes=1, left_bytes=-1)
+    check_host_pool_fits(host_kv_bytes=GIB, left_bytes=None)
+    check_host_pool_fits(host_kv_bytes=GIB, left_bytes=GIB)
