@@ -29,6 +29,7 @@ from backfill.execution.create import create_torch_executor
 from backfill.execution.machine import check_host_pool_fits
 from backfill.execution.torch_executor import TorchExecutor
 from backfill.kernels import cpu
+from backfill.models.config import ModelConfig
 from tests.models.tiny import save_tiny_model
 
 GIB = 1 << 30
@@ -158,7 +159,7 @@ def test_what_is_waited_for_is_complete_and_not_reported(device: str, waits_for:
 def test_copies_wait_for_what_is_queued_on_the_device() -> None:
     pool = make_pool("cuda")
     copier, host_pool = make_copier(pool)
-    torch.cuda._sleep(100_000_000)  # cycles: tens of milliseconds
+    torch.cuda._sleep(100_000_000)  # type: ignore[no-untyped-call]  # cycles: tens of milliseconds
     pool[3].fill_(5.0)
     began_s = time.monotonic()
     copier.begin(copies([(3, 0)]), (), CopyKinds.NONE)
@@ -409,7 +410,7 @@ def test_by_default_it_is_as_large_as_the_pool_or_a_quarter_of_what_is_left(
         with caplog.at_level("INFO"):
             assert create_torch_executor(config).info.num_host_blocks == 24
         assert "KV pool in host memory: 24 blocks" in caplog.text
-    weights_bytes = create.ModelConfig.from_folder(model_dir).weight_bytes(4)
+    weights_bytes = ModelConfig.from_folder(model_dir).weight_bytes(4)
     available(monkeypatch, weights_bytes + 24 * BLOCK_BYTES + 4 * 5 * BLOCK_BYTES + 3)
     assert create_torch_executor(config).info.num_host_blocks == 5
 

@@ -1,0 +1,119 @@
+"""Requests that leave the device and come back from host memory: their tokens are as if they had stayed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from backfill.core.clock import VirtualClock
+from backfill.core.config import CheckpointingName, EngineConfig, RestoreMode, SchedulerConfig
+from backfill.core.request import Request, ServiceClass
+from backfill.engine.engine import Engine
+from backfill.execution.create import create_torch_executor
+from backfill.execution.torch_executor import TorchExecutor
+from tests.builders import make_request
+from tests.models.tiny import save_tiny_model
+
+BLOCK_BYTES = 3 * 2 * 2 * 8 * 8 * 4  # 3 layers, K and V of 2 heads of 8 float32, 8 tokens
+ENOUGH, TOO_FEW, HOST = 200, 22, 64
+OFFLINE_SHAPES = [(40, 60), (31, 50), (52, 70), (20, 60)]
+ONLINE_SHAPES = [(60, 30), (50, 30), (40, 20)]
+STEPS_BETWEEN_ARRIVALS = 25
+
+MakeExecutor = Callable[[int, SchedulerConfig], TorchExecutor]
+
+
+@pytest.fixture(scope="module")
+def make_executor(tmp_path_factory: pytest.TempPathFactory) -> MakeExecutor:
+    folder: Path = tmp_path_factory.mktemp("model")
+    save_tiny_model("llama", folder)
+
+    def make(num_blocks: int, scheduler: SchedulerConfig) -> TorchExecutor:
+        config = EngineConfig(
+            model_dir=str(folder),
+            device="cpu",
+            dtype="float32",
+            block_size=8,
+            kv_bytes=num_blocks * BLOCK_BYTES,
+            host_kv_bytes=HOST * BLOCK_BYTES,
+            scheduler=scheduler,
+        )
+        return create_torch_executor(config)
+
+    return make
+
+
+def requests(service_class: ServiceClass, shapes: list[tuple[int, int]]) -> list[Request]:
+    generator = torch.Generator().manual_seed(len(service_class.value))
+    return [
+        make_request(
+            prompt_token_ids=torch.randint(3, 90, (length,), generator=generator).tolist(),
+            max_tokens=max_tokens,
+            request_id=f"{service_class.value}-{index}",
+            service_class=service_class,
+            ignore_eos=True,
+        )
+        for index, (length, max_tokens) in enumerate(shapes)
+    ]
+
+
+def serve(executor: TorchExecutor, config: SchedulerConfig) -> tuple[Engine, list[list[int]]]:
+    """Offline requests fill the device; online ones take their memory away, one after another."""
+    engine = Engine(config, executor, VirtualClock())
+    offline = requests(ServiceClass.OFFLINE, OFFLINE_SHAPES)
+    online = requests(ServiceClass.ONLINE, ONLINE_SHAPES)
+    for request in offline:
+        engine.add(request)
+    num_steps = 0
+    while engine.has_unfinished or num_steps < STEPS_BETWEEN_ARRIVALS * len(online):
+        number, since = divmod(num_steps, STEPS_BETWEEN_ARRIVALS)
+        if since == 10 and number < len(online):
+            engine.add(online[number])
+        engine.step()
+        engine.scheduler.check_integrity()
+        num_steps += 1
+    return engine, [request.output_token_ids for request in [*offline, *online]]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(make_executor: MakeExecutor) -> list[list[int]]:
+    config = SchedulerConfig()
+    engine, tokens = serve(make_executor(ENOUGH, config), config)
+    assert engine.scheduler.counters[ServiceClass.OFFLINE].num_preemptions == 0
+    return tokens
+
+
+@pytest.mark.parametrize(
+    ("checkpointing", "restore"),
+    [
+        ("adaptive", "background"),
+        pytest.param(
+            "adaptive",
+            "blocking",
+            marks=pytest.mark.xfail(
+                strict=True,
+                reason="a plan restores from a host block after a checkpoint of that plan overwrote it",
+            ),
+        ),
+        ("eager", "background"),
+        ("eager", "blocking"),
+        ("swap", "background"),
+        ("swap", "blocking"),
+    ],
+)
+def test_preempted_requests_continue_with_the_same_tokens(
+    make_executor: MakeExecutor,
+    undisturbed: list[list[int]],
+    checkpointing: CheckpointingName,
+    restore: RestoreMode,
+) -> None:
+    config = SchedulerConfig(checkpointing=checkpointing, restore=restore)
+    executor = make_executor(TOO_FEW, config)
+    engine, tokens = serve(executor, config)
+    counters = engine.scheduler.counters[ServiceClass.OFFLINE]
+    assert tokens == undisturbed
+    assert counters.num_preemptions > 0
+    assert counters.num_recomputed_tokens < 8 * len(OFFLINE_SHAPES)  # a block each; 200 without copies
