@@ -249,7 +249,7 @@ class BlockManager:
         Returns: tokens it then has in host memory if it is off the device, else 0.
         """
         table = self._tables[request_id]
-        assert not table.num_restored, f"{request_id} is being restored"
+        assert not (table.host and table.refs), f"{request_id} is being restored"
         if table.host:
             keep = max(0, len(table.host) - at_most)
             self._let_go_host(table.host[keep:])
@@ -346,7 +346,7 @@ class BlockManager:
         for device, host in copies:
             ref = pack_block_ref(device)
             under_way = self._saving if ref in self._saving else self._restoring
-            assert under_way.pop(ref) == host, f"no copy of block {device} and host block {host} is under way"
+            assert under_way.pop(ref, None) == host, f"no copy of {device} and host block {host} is under way"
             self._unwritten.discard(host)
             left = self._num_copies_on.pop(host) - 1
             if left:
