@@ -83,7 +83,7 @@ class BlockManager:
         self._unwritten: set[int] = set()  # host blocks that are not whole yet
         self._ownerless: set[BlockRef] = set()  # freed when the copy on them completes
         self._ownerless_host: set[int] = set()
-        self._checkpoint: list[BlockCopy] = []  # begun since the last plan
+        self._checkpoint: dict[int, BlockCopy] = {}  # begun since the last plan, by host block
         self._restore: list[BlockCopy] = []
 
     # Device blocks.
@@ -169,7 +169,8 @@ class BlockManager:
 
     @property
     def num_copies_under_way(self) -> int:
-        return len(self._saving) + len(self._restoring)
+        at_once = len(self._restore) if self._restores_at_once else 0
+        return len(self._saving) + len(self._restoring) - at_once
 
     def num_saved_blocks(self, request_id: RequestId) -> int:
         """Leading device blocks of the request whose host copy is complete."""
@@ -254,7 +255,7 @@ class BlockManager:
         Returns: tokens it then has in host memory if it is off the device, else 0.
         """
         table = self._tables[request_id]
-        assert not table.num_restored, f"{request_id} is being restored"
+        assert not (table.host and table.refs), f"{request_id} is being restored"
         if table.host:
             keep = max(0, len(table.host) - at_most)
             self._let_go_host(table.host[keep:])
@@ -293,9 +294,8 @@ class BlockManager:
             if host in self._unwritten:
                 break
             self._restore.append(BlockCopy(block_index(ref), host))
-            if not self._restores_at_once:
-                self._restoring[ref] = host
-                self._num_copies_on[host] = self._num_copies_on.get(host, 0) + 1
+            self._restoring[ref] = host
+            self._num_copies_on[host] = self._num_copies_on.get(host, 0) + 1
             table.num_restored += 1
             begun += 1
         return begun
@@ -307,7 +307,9 @@ class BlockManager:
     def is_restored(self, request_id: RequestId) -> bool:
         """All its blocks are back."""
         table = self._tables[request_id]
-        return table.num_restored == len(table.host) and self._restoring.keys().isdisjoint(table.refs)
+        if table.num_restored < len(table.host):
+            return False
+        return self._restores_at_once or self._restoring.keys().isdisjoint(table.refs)
 
     def end_restore(self, request_id: RequestId) -> int:
         """Put a request that is restored on the device; returns its tokens there.
@@ -333,18 +335,24 @@ class BlockManager:
     # Copies.
 
     def take_copies(self) -> tuple[tuple[BlockCopy, ...], tuple[BlockCopy, ...]]:
-        """Copies begun since this was last called, to the host and to the device, for the next plan."""
-        begun = tuple(self._checkpoint), tuple(self._restore)
+        """Copies begun since this was last called, to the host and to the device, for the next plan.
+
+        A plan's copies to the host begin before those to the device. So a host block that is read at once may
+        not be written on before the plan is made, though its copy will be complete when the step computes.
+        """
+        checkpoint, restore = tuple(self._checkpoint.values()), tuple(self._restore)
         self._checkpoint.clear()
         self._restore.clear()
-        return begun
+        if self._restores_at_once:
+            self.complete(restore)
+        return checkpoint, restore
 
     def complete(self, copies: Iterable[BlockCopy]) -> None:
         """Copies of earlier plans are complete."""
         for device, host in copies:
             ref = pack_block_ref(device)
             under_way = self._saving if ref in self._saving else self._restoring
-            assert under_way.pop(ref) == host, f"no copy of block {device} and host block {host} is under way"
+            assert under_way.pop(ref, None) == host, f"no copy of {device} and host block {host} is under way"
             self._unwritten.discard(host)
             left = self._num_copies_on.pop(host) - 1
             if left:
@@ -384,6 +392,7 @@ class BlockManager:
             elif host in self._num_copies_on:
                 self._ownerless_host.add(host)
             else:
+                self._checkpoint.pop(host, None)  # saved at once for an owner that did not last to the plan
                 self._free_host.append(host)
 
     def _add_host_owner(self, host: int) -> None:
@@ -416,8 +425,9 @@ class BlockManager:
         return num_copied
 
     def _begin_save(self, ref: BlockRef) -> int:
+        assert ref not in self._restoring, f"block {block_index(ref)} is not restored before the next plan"
         host = self._free_host.pop()
-        self._checkpoint.append(BlockCopy(block_index(ref), host))
+        self._checkpoint[host] = BlockCopy(block_index(ref), host)
         if not self._saves_at_once:
             self._saving[ref] = host
             self._num_copies_on[host] = 1
