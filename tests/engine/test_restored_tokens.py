@@ -90,14 +90,7 @@ def undisturbed(make_executor: MakeExecutor) -> list[list[int]]:
     ("checkpointing", "restore"),
     [
         ("adaptive", "background"),
-        pytest.param(
-            "adaptive",
-            "blocking",
-            marks=pytest.mark.xfail(
-                strict=True,
-                reason="a plan restores from a host block after a checkpoint of that plan overwrote it",
-            ),
-        ),
+        ("adaptive", "blocking"),
         ("eager", "background"),
         ("eager", "blocking"),
         ("swap", "background"),
