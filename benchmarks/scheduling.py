@@ -1,9 +1,11 @@
-"""Times one scheduling decision of the ``slo`` policy: plan and commit, without a model.
+"""Times one scheduling decision of the ``slo`` policy, plan and commit, and reclaiming, without a model.
 
     python benchmarks/scheduling.py
 
 A decision may take 1 ms with 256 running and 10,000 offline requests queued, and must grow no faster than
-the batch. Queues hold the offline requests of one job; a quarter of the running requests are online.
+the batch. Queues hold the offline requests of one job; a quarter of the running requests are online. With a
+host pool the device's pool is full, so that every new block is checkpointed. Taking 1,000 checkpointed blocks
+from a request may take 100 us.
 """
 
 from __future__ import annotations
@@ -29,18 +31,22 @@ _STEPS = 200
 _WARM_UP = 600
 
 
-def time_decisions(num_running: int, num_queued: int) -> float:
+def time_decisions(num_running: int, num_queued: int, *, has_host_pool: bool) -> float:
     """Median seconds of planning and committing a step while ``num_running`` requests decode."""
     cost = load_hardware_profile("a100-80g-llama-3-8b").costs.cost
     config = SchedulerConfig(
-        max_num_seqs=num_running, max_num_batched_tokens=8192, policy="slo", ttft_slo_s=1.5, tpot_slo_s=0.11
+        max_num_seqs=num_running,
+        max_num_batched_tokens=8192,
+        policy="slo",
+        ttft_slo_s=1.5,
+        tpot_slo_s=0.11,
+        checkpointing="adaptive",
     )
     clock = VirtualClock()
+    num_blocks = num_running * (_PROMPT_TOKENS + _STEPS + _WARM_UP + _BLOCK_SIZE) // _BLOCK_SIZE
     scheduler = Scheduler(
         config,
-        BlockManager(
-            num_running * (_PROMPT_TOKENS + _STEPS + _WARM_UP + _BLOCK_SIZE) // _BLOCK_SIZE, _BLOCK_SIZE
-        ),
+        BlockManager(num_blocks, _BLOCK_SIZE, num_blocks if has_host_pool else 0),
         create_policy(config, cost, can_stop=True),
         cost=cost,
     )
@@ -53,12 +59,33 @@ def time_decisions(num_running: int, num_queued: int) -> float:
     return statistics.median(_step(scheduler, clock) for _ in range(_STEPS))
 
 
+def time_reclaim(num_blocks: int) -> float:
+    """Median seconds of taking all its checkpointed blocks from a request, beside another's copies."""
+    request_id, other = RequestId("victim"), RequestId("other")
+    times = []
+    for _ in range(_STEPS):
+        blocks = BlockManager(num_blocks + 8, _BLOCK_SIZE, 2 * num_blocks)
+        blocks.grow(request_id, num_blocks * _BLOCK_SIZE)
+        blocks.checkpoint(request_id, num_blocks * _BLOCK_SIZE, num_blocks)
+        blocks.complete(blocks.take_copies()[0])
+        blocks.grow(other, 8 * _BLOCK_SIZE)
+        blocks.checkpoint(other, 8 * _BLOCK_SIZE, 8)
+        began = time.perf_counter()
+        kept = blocks.reclaim(request_id, num_blocks * _BLOCK_SIZE)
+        times.append(time.perf_counter() - began)
+        assert kept == num_blocks * _BLOCK_SIZE and blocks.num_free_blocks == num_blocks
+    return statistics.median(times)
+
+
 def _step(scheduler: Scheduler, clock: VirtualClock) -> float:
     began = time.perf_counter()
     plan = scheduler.plan_step(clock.now_s())
     planned_s = time.perf_counter() - began
     clock.advance(plan.predicted_s)
-    outcome = StepOutcome(tuple(SampledToken(piece.request_id, 5) for piece in plan.slices if piece.samples))
+    outcome = StepOutcome(
+        tuple(SampledToken(piece.request_id, 5) for piece in plan.slices if piece.samples),
+        copied=plan.checkpoint + plan.restore,
+    )
     began = time.perf_counter()
     scheduler.commit(plan, outcome, clock.now_s())
     return planned_s + time.perf_counter() - began
@@ -76,12 +103,25 @@ def _request(index: int, service_class: ServiceClass) -> Request:
 def main() -> None:
     argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0]).parse_args()
     figures = {}
-    print("running   queued   decision, ms (median)   us a running request")
-    for num_running, num_queued in ((32, 10_000), (64, 10_000), (128, 10_000), (256, 10_000), (256, 0)):
-        seconds = time_decisions(num_running, num_queued)
-        figures[f"{num_running}_{num_queued}"] = seconds
-        print(f"{num_running:7d} {num_queued:8d} {seconds * 1e3:14.3f} {seconds / num_running * 1e6:21.2f}")
-    print(json.dumps({"benchmark": "scheduling", "decision_s": figures}))
+    print("running   queued   host pool   decision, ms (median)   us a running request")
+    for num_running, num_queued, has_host_pool in (
+        (32, 10_000, False),
+        (64, 10_000, False),
+        (128, 10_000, False),
+        (256, 10_000, False),
+        (256, 0, False),
+        (256, 10_000, True),
+    ):
+        seconds = time_decisions(num_running, num_queued, has_host_pool=has_host_pool)
+        figures[f"{num_running}_{num_queued}{'_host' if has_host_pool else ''}"] = seconds
+        print(
+            f"{num_running:7d} {num_queued:8d} {'yes' if has_host_pool else 'no':>11s} "
+            f"{seconds * 1e3:14.3f} {seconds / num_running * 1e6:21.2f}"
+        )
+    reclaim_s = {num_blocks: time_reclaim(num_blocks) for num_blocks in (100, 1000)}
+    for num_blocks, seconds in reclaim_s.items():
+        print(f"reclaiming {num_blocks} checkpointed blocks: {seconds * 1e6:.0f} us")
+    print(json.dumps({"benchmark": "scheduling", "decision_s": figures, "reclaim_s": reclaim_s}))
 
 
 if __name__ == "__main__":
