@@ -209,7 +209,8 @@ class BlockManager:
         """Take the request's device blocks back, and keep of its KV what is, or can be, in host memory.
 
         Checkpointed blocks are free at once. Of the others so many are dropped, from the last one back, that
-        ``needed`` are free; of what is left up to ``may_save`` are copied first and free after that.
+        ``needed`` are free; of what is left up to ``may_save`` are copied first and free after that. Where
+        the step waits for these copies they are free at once too, and none is dropped.
 
         Args:
             num_tokens: tokens of the request whose KV is computed.
@@ -225,7 +226,9 @@ class BlockManager:
         self._let_go(refs[:num_copied])
         self._let_go(refs[num_written:])
         uncopied = refs[num_copied:num_written]
-        num_dropped = min(len(uncopied), max(0, needed - (len(self._free) - free_before)))
+        num_dropped = 0
+        if not self._saves_at_once:
+            num_dropped = min(len(uncopied), max(0, needed - (len(self._free) - free_before)))
         num_saves = min(len(uncopied) - num_dropped, may_save, len(self._free_host))
         for ref in uncopied[:num_saves]:
             saved = self._begin_save(ref)
