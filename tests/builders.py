@@ -59,6 +59,7 @@ def make_info(
     block_size: int = 4,
     max_model_len: int | None = None,
     end_token_ids: Sequence[int] = (2,),
+    num_host_blocks: int = 0,
 ) -> ExecutorInfo:
     return ExecutorInfo(
         num_blocks=num_blocks,
@@ -68,6 +69,7 @@ def make_info(
         end_token_ids=tuple(end_token_ids),
         device="none",
         dtype="none",
+        num_host_blocks=num_host_blocks,
     )
 
 
