@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import random
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 
-from backfill.core.plan import SampledToken, StepOutcome, StepPlan
+from backfill.core.block import BlockCopy
+from backfill.core.plan import CopyKinds, SampledToken, ScheduledSlice, StepOutcome, StepPlan
 from backfill.core.request import Request, RequestId, ServiceClass
 from backfill.core.sampling import SamplingParams
 from backfill.core.slo import SLO
@@ -59,6 +62,9 @@ def make_info(
     block_size: int = 4,
     max_model_len: int | None = None,
     end_token_ids: Sequence[int] = (2,),
+    num_host_blocks: int = 0,
+    num_layers: int = 1,
+    can_stop: bool = False,
 ) -> ExecutorInfo:
     return ExecutorInfo(
         num_blocks=num_blocks,
@@ -68,6 +74,9 @@ def make_info(
         end_token_ids=tuple(end_token_ids),
         device="none",
         dtype="none",
+        num_layers=num_layers,
+        can_stop=can_stop,
+        num_host_blocks=num_host_blocks,
     )
 
 
@@ -112,6 +121,140 @@ class ScriptedExecutor:
                 self.num_tokens[piece.request_id] += 1
                 sampled.append(SampledToken(piece.request_id, self.next_token))
         return StepOutcome(tuple(sampled))
+
+
+@dataclass
+class _Copy:
+    copy: BlockCopy
+    to_host: bool
+    is_moved: bool
+
+
+class TwoTierExecutor(ScriptedExecutor):
+    """A ScriptedExecutor with contents: every slot of both tiers holds the (request, position) it was given.
+
+    Copies move their block when they begin or when they complete, at random, and what they write is
+    undefined in between. They complete after random delays, in random order; some steps are stopped, where
+    they may be. A slice whose earlier tokens are not in its blocks, or that touches a block in a copy, fails.
+
+    Args:
+        fails: the share of steps that raise, after their copies have begun.
+        stops: the share of the steps with safepoints that are stopped at one.
+    """
+
+    def __init__(
+        self,
+        info: ExecutorInfo,
+        rng: random.Random,
+        *,
+        next_token: int = 7,
+        completes: float = 0.4,
+        fails: float = 0.0,
+        stops: float = 0.0,
+    ) -> None:
+        super().__init__(info, next_token)
+        self.under_way: list[_Copy] = []
+        self.num_copies = {"checkpoint": 0, "restore": 0}
+        self._rng = rng
+        self._completes, self._fails, self._stops = completes, fails, stops
+        self._device = self._undefined(info.num_blocks)
+        self._host = self._undefined(info.num_host_blocks)
+        self._layers_done = 0
+        self._suspended: dict[RequestId, ScheduledSlice] = {}
+
+    def run(self, plan: StepPlan) -> StepOutcome:
+        self._begin(plan)
+        assert plan.awaits_copy == (not plan.slices and bool(self.under_way))
+        reading = {each.copy.device for each in self.under_way if each.to_host}
+        writing = {each.copy.device for each in self.under_way if not each.to_host}
+        for piece in plan.slices:
+            self._check(piece, reading, writing)
+        if not plan.keeps_suspended and not plan.resumes:
+            self._suspended = {}
+        stopped, layers_done = self._stopped(plan)
+        if plan.slices and self._rng.random() < self._fails:
+            self.fail_at_step = plan.step
+        for piece in plan.slices:
+            is_undefined = piece.request_id in stopped or self.fail_at_step == plan.step
+            self._write(piece, None if is_undefined else piece.request_id)
+        outcome = self._sample(plan, stopped)
+        copied = self._complete(plan.awaits_copy)
+        return StepOutcome(outcome.sampled, tuple(stopped), layers_done, None, copied)
+
+    def _sample(self, plan: StepPlan, stopped: Collection[RequestId]) -> StepOutcome:
+        slices = tuple(piece for piece in plan.slices if piece.request_id not in stopped)
+        return super().run(replace(plan, slices=slices))
+
+    def _begin(self, plan: StepPlan) -> None:
+        assert len({copy.host for copy in plan.checkpoint}) == len(plan.checkpoint)
+        assert len({copy.device for copy in plan.restore}) == len(plan.restore)
+        self.num_copies["checkpoint"] += len(plan.checkpoint)
+        self.num_copies["restore"] += len(plan.restore)
+        for to_host, copies in ((True, plan.checkpoint), (False, plan.restore)):
+            waits = (CopyKinds.CHECKPOINT if to_host else CopyKinds.RESTORE) in plan.waits_for
+            for copy in copies:
+                for other in self.under_way:
+                    assert copy.device != other.copy.device, "a block is in two copies"
+                    if to_host or other.to_host:
+                        assert copy.host != other.copy.host, "a host block is written in one and in another"
+                begun = _Copy(copy, to_host, is_moved=waits or self._rng.random() < 0.5)
+                if begun.is_moved:
+                    self._move(begun)
+                else:
+                    memory, index = (self._host, copy.host) if to_host else (self._device, copy.device)
+                    memory[index] = [None] * self.info.block_size
+                if not waits:
+                    self.under_way.append(begun)
+
+    def _move(self, each: _Copy) -> None:
+        if each.to_host:
+            self._host[each.copy.host] = list(self._device[each.copy.device])
+        else:
+            self._device[each.copy.device] = list(self._host[each.copy.host])
+
+    def _complete(self, must: bool) -> tuple[BlockCopy, ...]:
+        self._rng.shuffle(self.under_way)
+        done = [each for each in self.under_way if self._rng.random() < self._completes]
+        if must and not done:
+            done = self.under_way[:1]
+        for each in done:
+            if not each.is_moved:
+                self._move(each)
+            self.under_way.remove(each)
+        return tuple(each.copy for each in done)
+
+    def _check(self, piece: ScheduledSlice, reading: Collection[int], writing: Collection[int]) -> None:
+        size, blocks = self.info.block_size, [ref >> 1 for ref in piece.blocks]
+        for position in range(piece.start):
+            found = self._device[blocks[position // size]][position % size]
+            assert found == (piece.request_id, position), f"{piece.request_id} at {position}: {found}"
+        assert not set(writing).intersection(blocks), "a slice uses a block that is being copied to"
+        written = blocks[piece.start // size : -(-(piece.start + piece.num_tokens) // size)]
+        assert not set(reading).intersection(written), "a slice writes a block that is being copied"
+
+    def _write(self, piece: ScheduledSlice, request_id: RequestId | None) -> None:
+        size = self.info.block_size
+        for position in range(piece.start, piece.start + piece.num_tokens):
+            tag = None if request_id is None else (request_id, position)
+            self._device[piece.blocks[position // size] >> 1][position % size] = tag
+
+    def _stopped(self, plan: StepPlan) -> tuple[Sequence[RequestId], int]:
+        """What is stopped in this step, and the layers behind it."""
+        num_layers = self.info.num_layers
+        first = self._layers_done if plan.resumes else 0
+        if plan.resumes:
+            assert all(self._suspended[piece.request_id] == piece for piece in plan.slices)
+        last = num_layers if plan.max_layers is None else min(num_layers, first + plan.max_layers)
+        if plan.safepoints is not None and last - first > 1 and self._rng.random() < self._stops:
+            last = self._rng.randint(first + 1, last - 1)
+        stopped = [piece for piece in plan.slices if piece.yields and last < num_layers]
+        if stopped and plan.safepoints is not None and plan.safepoints.suspends:
+            self._suspended = {piece.request_id: piece for piece in stopped}
+            self._layers_done = last
+        return [piece.request_id for piece in stopped], last
+
+    def _undefined(self, num_blocks: int) -> list[list[tuple[RequestId, int] | None]]:
+        return [[None] * self.info.block_size for _ in range(num_blocks)]
 
 
 def make_profile(cost: CostModel | None = None, **key: str) -> CostProfile:

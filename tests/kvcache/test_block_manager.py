@@ -169,7 +169,7 @@ def test_only_as_many_blocks_are_saved_as_may_be_and_there_is_room_for() -> None
 def test_blocks_that_a_step_waits_to_save_are_free_at_once() -> None:
     blocks = two_tiers(blocking=CopyKinds.CHECKPOINT)
     blocks.grow(A, 10)
-    assert blocks.reclaim(A, 10, may_save=8) == 10
+    assert blocks.reclaim(A, 10, needed=3, may_save=8) == 10, "none is dropped to be free at once"
     assert blocks.num_free_blocks == 8
     assert blocks.is_saved(A)
     assert len(blocks.take_copies()[0]) == 3

@@ -213,7 +213,8 @@ class BlockManager:
         """Take the request's device blocks back, and keep of its KV what is, or can be, in host memory.
 
         Checkpointed blocks are free at once. Of the others so many are dropped, from the last one back, that
-        ``needed`` are free; of what is left up to ``may_save`` are copied first and free after that.
+        ``needed`` are free; of what is left up to ``may_save`` are copied first and free after that. Where
+        the step waits for these copies they are free at once too, and none is dropped.
 
         Args:
             num_tokens: tokens of the request whose KV is computed.

@@ -15,6 +15,7 @@ from backfill.core.config import SchedulerConfig
 from backfill.core.counters import ClassCounters
 from backfill.core.plan import (
     AdmittedRequest,
+    CopyKinds,
     Safepoints,
     SampledToken,
     ScheduledSlice,
@@ -454,7 +455,8 @@ class Scheduler:
             num_tokens = self._prefill_tokens(request, lane, batch)
             reserved = promised + (lane.reserved_blocks if self._running else 0)
             needed = self.blocks.blocks_for(request.num_tokens)
-            if (num_tokens == 0 and not is_away) or not self._free_up(needed + reserved, yielding, batch):
+            takes_part = not is_away or CopyKinds.RESTORE in self._blocking
+            if (num_tokens == 0 and takes_part) or not self._free_up(needed + reserved, yielding, batch):
                 break
             queue.pop()
             num_kept += 1

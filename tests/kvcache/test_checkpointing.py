@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+import math
+from typing import get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from backfill.core.config import CheckpointingName
+from backfill.core.request import Rank, Request, ServiceClass
+from backfill.kvcache.checkpointing import AdaptiveCheckpoints, PoolView, create_checkpoint_policy
+from tests.builders import make_request
+
+NAMES = get_args(CheckpointingName)
+
+
+@st.composite
+def views(draw: st.DrawFn) -> PoolView:
+    num_blocks = draw(st.integers(1, 2000))
+    num_free = draw(st.integers(0, num_blocks))
+    return PoolView(num_blocks, num_free, draw(st.integers(0, num_blocks - num_free)))
+
+
+@given(name=st.sampled_from(NAMES), view=views())
+def test_no_policy_wants_fewer_copies_than_none(name: CheckpointingName, view: PoolView) -> None:
+    assert 0 <= create_checkpoint_policy(name).num_blocks(view) <= view.num_blocks
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_policies_are_known_by_their_names(name: CheckpointingName) -> None:
+    assert create_checkpoint_policy(name).name == name
+
+
+@given(view=views())
+def test_only_eager_and_adaptive_checkpoint_before_a_preemption(view: PoolView) -> None:
+    for name in ("none", "swap"):
+        assert create_checkpoint_policy(name).num_blocks(view) == 0
+    assert create_checkpoint_policy("eager").num_blocks(view) >= view.num_blocks - view.num_free
+    saving = {name for name in NAMES if create_checkpoint_policy(name).saves_at_preemption}
+    assert saving == {"adaptive", "eager", "swap"}
+
+
+@given(num_blocks=st.integers(1, 2000), data=st.data())
+def test_adaptive_copies_nothing_while_half_the_pool_is_free(num_blocks: int, data: st.DataObject) -> None:
+    num_free = data.draw(st.integers(-(-num_blocks // 2), num_blocks))
+    assert AdaptiveCheckpoints().num_blocks(PoolView(num_blocks, num_free, 0)) == 0
+
+
+@given(num_blocks=st.integers(1, 500), num_checkpointed=st.integers(0, 500))
+def test_adaptive_copies_no_less_as_use_grows(num_blocks: int, num_checkpointed: int) -> None:
+    wanted = [
+        AdaptiveCheckpoints().num_blocks(PoolView(num_blocks, num_free, num_checkpointed))
+        for num_free in range(num_blocks, -1, -1)
+    ]
+    assert wanted == sorted(wanted)
+
+
+@given(view=views(), begins_at=st.floats(0.0, 0.8), width=st.floats(0.05, 0.2))
+def test_adaptive_wants_everything_copied_from_complete_at(
+    view: PoolView, begins_at: float, width: float
+) -> None:
+    policy, used = AdaptiveCheckpoints(begins_at, begins_at + width), view.num_blocks - view.num_free
+    wanted = policy.num_blocks(view)
+    if used / view.num_blocks > begins_at + width + 1e-9:
+        assert wanted == used - view.num_checkpointed
+    elif used:
+        assert wanted <= used - view.num_checkpointed
+
+
+@given(num_used=st.integers(505, 1000), num_filled=st.integers(1, 100))
+def test_adaptive_copies_as_fast_as_blocks_are_filled_while_use_stays(num_used: int, num_filled: int) -> None:
+    policy, share = AdaptiveCheckpoints(), min(1.0, (num_used / 1000 - 0.5) / 0.4)
+    num_checkpointed = policy.num_blocks(PoolView(1000, 1000 - num_used, 0))
+    assert num_checkpointed == pytest.approx(share * num_used, abs=1)
+    assert policy.num_blocks(PoolView(1000, 1000 - num_used, num_checkpointed)) == 0, "it holds the share"
+    # As many blocks are freed as are filled; the share of them that has a copy is that of all.
+    num_left = math.floor(share * num_filled)
+    copied = policy.num_blocks(PoolView(1000, 1000 - num_used, num_checkpointed - num_left))
+    assert copied == num_left
+
+
+@given(num_used=st.integers(600, 850), num_filled=st.integers(1, 50))
+def test_adaptive_copies_more_than_that_while_use_grows(num_used: int, num_filled: int) -> None:
+    policy = AdaptiveCheckpoints()
+    held = policy.num_blocks(PoolView(1000, 1000 - num_used, 0))
+    share = (num_used / 1000 - 0.5) / 0.4
+    copied = policy.num_blocks(PoolView(1000, 1000 - num_used - num_filled, held))
+    assert copied >= share * num_filled - 1
+
+
+def ranked(rank: Rank, **fields: float) -> Request:
+    request = make_request(service_class=ServiceClass.ONLINE if rank is Rank.ONLINE else ServiceClass.OFFLINE)
+    request.rank = rank
+    request.order_key = (int(fields.get("priority", 0)), fields.get("arrived_at_s", 0.0), 0)
+    return request
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_least_urgent_is_copied_first(name: CheckpointingName) -> None:
+    expected = [
+        ranked(Rank.OFFLINE, priority=1),
+        ranked(Rank.OFFLINE, arrived_at_s=2.0),
+        ranked(Rank.OFFLINE, arrived_at_s=1.0),
+        ranked(Rank.PROMOTED, arrived_at_s=2.0),
+        ranked(Rank.ONLINE, arrived_at_s=3.0),
+        ranked(Rank.ONLINE),
+    ]
+    mixed = expected[::-1]
+    mixed.sort(key=create_checkpoint_policy(name).order_key)
+    assert mixed == expected
+
+
+def test_copies_of_what_is_on_the_device_give_way_first_and_there_the_most_urgent_ones() -> None:
+    key = create_checkpoint_policy("adaptive").drop_key
+    order = [(rank, True) for rank in (Rank.ONLINE, Rank.PROMOTED, Rank.OFFLINE)]
+    order += [(rank, False) for rank in (Rank.OFFLINE, Rank.PROMOTED, Rank.ONLINE)]
+    keys = [key(ranked(rank), on_device=on_device) for rank, on_device in order]
+    assert keys == sorted(keys, reverse=True)
+    assert len(set(keys)) == 6

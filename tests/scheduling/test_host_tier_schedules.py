@@ -1,0 +1,280 @@
+"""Whole schedules with two tiers, against an executor that knows what is in every slot of both."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import get_args
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from backfill.core.clock import VirtualClock
+from backfill.core.config import CheckpointingName, PolicyName, PreemptionMode, RestoreMode, SchedulerConfig
+from backfill.core.plan import StepPlan
+from backfill.core.request import FinishReason, Request, RequestStatus, ServiceClass
+from backfill.core.slo import SLO
+from backfill.engine.engine import Engine
+from backfill.kvcache.block_manager import BlockManager
+from backfill.kvcache.host_tier import blocking_copies
+from backfill.scheduling.create import create_policy
+from backfill.scheduling.scheduler import Scheduler
+from tests.builders import TwoTierExecutor, linear_cost, make_info, make_profile, make_request
+
+BLOCK_SIZE = 4
+MOST_STEPS = 3000
+OFFLINE = ServiceClass.OFFLINE
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What one schedule runs with."""
+
+    checkpointing: CheckpointingName = "eager"
+    restore: RestoreMode = "background"
+    policy: PolicyName = "priority"
+    preemption: PreemptionMode = "suspend"
+    num_blocks: int = 12
+    num_host_blocks: int = 12
+    max_num_seqs: int = 4
+    max_num_batched_tokens: int = 32
+    can_stop: bool = False
+    block_copy_s: float | None = None
+    completes: float = 0.4
+    fails: float = 0.0
+
+    def config(self) -> SchedulerConfig:
+        return SchedulerConfig(
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_prefill_chunk_tokens=self.max_num_batched_tokens,
+            policy=self.policy,
+            checkpointing=self.checkpointing,
+            restore=self.restore,
+            preemption=self.preemption,
+            ttft_slo_s=1.0,
+            tpot_slo_s=0.05,
+        )
+
+    def executor(self, seed: int) -> TwoTierExecutor:
+        info = make_info(
+            self.num_blocks,
+            BLOCK_SIZE,
+            num_host_blocks=self.num_host_blocks,
+            num_layers=4 if self.can_stop else 1,
+            can_stop=self.can_stop,
+        )
+        return TwoTierExecutor(
+            info, random.Random(seed), completes=self.completes, fails=self.fails, stops=0.4
+        )
+
+
+@dataclass(frozen=True)
+class Arrival:
+    at_step: int
+    request: Request
+    aborted_at_step: int | None = None
+
+
+@dataclass
+class Run:
+    """A scheduler and its executor, on a clock that steps take their predicted time of."""
+
+    setting: Setting
+    seed: int = 0
+    plans: list[StepPlan] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        config, cost = self.setting.config(), linear_cost(step_s=0.001)
+        self.clock = VirtualClock()
+        self.executor = self.setting.executor(self.seed)
+        blocks = BlockManager(
+            self.setting.num_blocks, BLOCK_SIZE, self.setting.num_host_blocks, blocking_copies(config)
+        )
+        self.scheduler = Scheduler(
+            config,
+            blocks,
+            create_policy(config, cost, can_stop=self.setting.can_stop),
+            cost=cost,
+            block_copy_s=self.setting.block_copy_s,
+            num_layers=self.executor.info.num_layers if self.setting.can_stop else None,
+        )
+
+    def step(self) -> StepPlan:
+        before = len(self.executor.under_way)
+        plan = self.scheduler.plan_step(self.clock.now_s())
+        begun = self.scheduler.blocks.num_copies_under_way - before
+        assert 0 <= begun <= max(0, self.scheduler._host._most_under_way - before)
+        self.clock.advance(plan.predicted_s or 0.001)
+        self.scheduler.commit(plan, self.executor.run(plan), self.clock.now_s())
+        self.scheduler.check_integrity()
+        self.plans.append(plan)
+        return plan
+
+    def run(self, arrivals: list[Arrival]) -> None:
+        """All arrivals to their end, and what is left to clear up after them."""
+        last = max((arrival.at_step for arrival in arrivals), default=0)
+        while len(self.plans) <= last or self.scheduler.has_work:
+            for arrival in arrivals:
+                if arrival.at_step == len(self.plans):
+                    self.scheduler.add(arrival.request)
+                elif arrival.aborted_at_step == len(self.plans):
+                    self.scheduler.finish(arrival.request.request_id, FinishReason.ABORT)
+            self.scheduler.check_integrity()
+            self.step()
+            assert len(self.plans) < MOST_STEPS, "it hangs"
+        assert_whole(self.scheduler.blocks)
+        assert not self.executor.num_tokens, "the executor was told to forget all"
+
+
+def assert_whole(blocks: BlockManager) -> None:
+    blocks.check_integrity()
+    assert blocks.num_free_blocks == blocks.num_blocks
+    assert blocks.num_free_host_blocks == blocks.num_host_blocks
+    assert blocks.num_copies_under_way == 0
+
+
+@st.composite
+def all_settings(draw: st.DrawFn) -> Setting:
+    policy = draw(st.sampled_from(("slo", "priority", "fcfs", "round-robin")))
+    return Setting(
+        checkpointing=draw(st.sampled_from(get_args(CheckpointingName))),
+        restore=draw(st.sampled_from(get_args(RestoreMode))),
+        policy=policy,
+        preemption=draw(st.sampled_from(get_args(PreemptionMode))),
+        num_host_blocks=draw(st.sampled_from((0, 1, 3, 8, 20))),
+        max_num_seqs=draw(st.integers(1, 5)),
+        max_num_batched_tokens=draw(st.sampled_from((5, 12, 32))),
+        can_stop=policy == "slo" and draw(st.booleans()),
+        block_copy_s=draw(st.sampled_from((None, 1.0, 0.02, 0.005))),
+        completes=draw(st.sampled_from((0.05, 0.4, 1.0))),
+    )
+
+
+@st.composite
+def workloads(draw: st.DrawFn) -> list[Arrival]:
+    """Requests that each fit a pool of 12 blocks alone."""
+    arrivals = []
+    for index in range(draw(st.integers(1, 8))):
+        prompt_tokens = draw(st.integers(1, 36))
+        at_step = draw(st.integers(0, 15))
+        request = make_request(
+            prompt_tokens,
+            draw(st.integers(1, 48 - prompt_tokens)),
+            request_id=f"r{index}",
+            service_class=draw(st.sampled_from(ServiceClass)),
+            arrived_at_s=float(draw(st.integers(0, 3))),
+            slo=draw(st.sampled_from((None, SLO(0.05, 0.01)))),
+            complete_by_s=draw(st.sampled_from((None, None, 0.1))),
+        )
+        lives = draw(st.sampled_from((None, None, None, 1, 5, 20)))
+        arrivals.append(Arrival(at_step, request, None if lives is None else at_step + lives))
+    return arrivals
+
+
+@settings(max_examples=250, deadline=None)
+@given(setting=all_settings(), arrivals=workloads(), seed=st.integers(0, 2**32))
+def test_every_token_is_computed_from_its_own_context_and_nothing_is_lost(
+    setting: Setting, arrivals: list[Arrival], seed: int
+) -> None:
+    Run(setting, seed).run(arrivals)
+    for arrival in arrivals:
+        request = arrival.request
+        assert request.status is RequestStatus.FINISHED
+        if request.finish_reason is not FinishReason.ABORT:
+            assert len(request.output_token_ids) == request.sampling.max_tokens
+        else:
+            assert arrival.aborted_at_step is not None
+
+
+def crowd(rng: random.Random) -> list[Arrival]:
+    """More requests at once than the pool holds, of both classes, until all have come."""
+    arrivals = []
+    for index in range(rng.randint(6, 16)):
+        prompt_tokens, at_step = rng.randint(1, 36), rng.randint(0, 40)
+        request = make_request(
+            prompt_tokens,
+            rng.randint(1, 48 - prompt_tokens),
+            request_id=f"r{index}",
+            service_class=rng.choice((ServiceClass.ONLINE, OFFLINE, OFFLINE)),
+            arrived_at_s=rng.random(),
+            complete_by_s=rng.choice((None, None, 0.2)),
+        )
+        arrivals.append(
+            Arrival(at_step, request, rng.choice((None, None, None, at_step + rng.randint(1, 40))))
+        )
+    return arrivals
+
+
+@settings(max_examples=150, deadline=None)
+@given(setting=all_settings(), seed=st.integers(0, 2**32))
+def test_crowded_schedules_too(setting: Setting, seed: int) -> None:
+    """What small examples seldom reach: many preemptions and restores in one schedule."""
+    Run(setting, seed).run(crowd(random.Random(seed)))
+
+
+def contention() -> list[Arrival]:
+    """Offline requests that fill the pool, and online ones that take half of it, again and again."""
+    offline = [
+        Arrival(0, make_request(12, 24, service_class=OFFLINE, arrived_at_s=float(index)))
+        for index in range(4)
+    ]
+    return offline + [Arrival(6 + 9 * index, make_request(20, 6)) for index in range(6)]
+
+
+@pytest.mark.parametrize("restore", get_args(RestoreMode))
+@pytest.mark.parametrize("checkpointing", ["adaptive", "eager", "swap"])
+@pytest.mark.parametrize("policy", ["slo", "priority"])
+def test_preempted_requests_come_back_from_host_memory(
+    policy: PolicyName, checkpointing: CheckpointingName, restore: RestoreMode
+) -> None:
+    setting = Setting(policy=policy, checkpointing=checkpointing, restore=restore)
+    run = Run(setting)
+    run.run(contention())
+    counters = run.scheduler.counters[OFFLINE]
+    assert run.executor.num_copies["checkpoint"] > 0
+    assert run.executor.num_copies["restore"] > 0
+    assert counters.num_preemptions > 0
+    assert counters.num_restored_tokens > 0
+    without = Run(Setting(policy=policy, checkpointing="none", num_host_blocks=0))
+    without.run(contention())
+    recomputed = without.scheduler.counters[OFFLINE].num_recomputed_tokens
+    assert counters.num_recomputed_tokens < recomputed
+
+
+def test_others_run_while_a_request_is_restored_unless_they_wait_for_it() -> None:
+    for restore in get_args(RestoreMode):
+        run = Run(Setting(policy="slo", restore=restore, completes=0.1))
+        run.run(contention())
+        while_restoring = [plan for plan in run.plans if plan.restore and plan.slices]
+        assert while_restoring
+        for plan in run.plans:
+            assert bool(plan.waits_for) == (restore == "blocking")
+
+
+@settings(max_examples=60, deadline=None)
+@given(setting=all_settings(), arrivals=workloads(), seed=st.integers(0, 2**32))
+def test_failing_steps_end_their_requests_and_leave_no_block_behind(
+    setting: Setting, arrivals: list[Arrival], seed: int
+) -> None:
+    executor = Setting(**{**setting.__dict__, "fails": 0.1}).executor(seed)
+    clock = VirtualClock()
+    engine = Engine(setting.config(), executor, clock, make_profile(linear_cost(step_s=0.001)))
+    failed: set[str] = set()
+    num_steps = 0
+    while num_steps <= 15 or engine.has_work:
+        for arrival in arrivals:
+            if arrival.at_step == num_steps:
+                assert engine.add(arrival.request) is None
+        outputs = engine.step()
+        failed |= {output.request_id for output in outputs if output.finish_reason is FinishReason.ERROR}
+        engine.scheduler.check_integrity()
+        clock.advance(0.005)
+        num_steps += 1
+        assert num_steps < MOST_STEPS, "it hangs"
+    assert not engine.has_unfinished
+    for arrival in arrivals:
+        is_failed = arrival.request.request_id in failed
+        assert arrival.request.finish_reason is (FinishReason.ERROR if is_failed else FinishReason.LENGTH)
+    assert_whole(engine.scheduler.blocks)
