@@ -172,10 +172,13 @@ class HostTier:
             missing = num_blocks - blocks.num_free_host_blocks
             if missing <= 0:
                 break
-            if not blocks.num_host_blocks_of(holder.request_id):
+            is_away = holder.request_id in self._away
+            if not blocks.num_host_blocks_of(holder.request_id) or (
+                is_away and not blocks.is_saved(holder.request_id)  # a copy still writes them
+            ):
                 continue
             left = blocks.drop_copies(holder.request_id, missing)
-            if holder.request_id in self._away:
+            if is_away:
                 holder.num_computed_tokens = left
                 if not left:
                     del self._away[holder.request_id]

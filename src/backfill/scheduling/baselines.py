@@ -29,7 +29,7 @@ class _Baseline:
     def resume_s(self, view: StepView) -> float:
         return math.inf
 
-    def victim_key(self, request: Request, lost_tokens: int) -> Any:
+    def victim_key(self, request: Request, lost_tokens: float) -> Any:
         return (request.rank is not Rank.ONLINE, request.order_key)
 
     def copy_s(self, view: StepView) -> float:
@@ -62,7 +62,7 @@ class FcfsPolicy(_Baseline):
     def lanes(self, view: StepView) -> Sequence[Lane]:
         return (_ALL,)
 
-    def victim_key(self, request: Request, lost_tokens: int) -> Any:
+    def victim_key(self, request: Request, lost_tokens: float) -> Any:
         return request.order_key
 
 

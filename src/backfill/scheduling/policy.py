@@ -82,11 +82,12 @@ class Policy(Protocol):
         """
         ...
 
-    def victim_key(self, request: Request, lost_tokens: int) -> Any:
+    def victim_key(self, request: Request, lost_tokens: float) -> Any:
         """The request with the greatest key is preempted first.
 
         Args:
-            lost_tokens: computed tokens that would have to be computed again.
+            lost_tokens: computed tokens that would have to be computed again; those of a suspended step count
+                by the part of the layers that they have passed.
         """
         ...
 

@@ -16,14 +16,12 @@ from backfill.core.counters import ClassCounters
 from backfill.core.plan import (
     AdmittedRequest,
     CopyKinds,
-    Safepoints,
     SampledToken,
     ScheduledSlice,
     StepOutcome,
     StepPlan,
 )
 from backfill.core.request import FinishReason, Rank, Request, RequestId, RequestStatus, ServiceClass
-from backfill.costs.load import StepLoad
 from backfill.costs.model import CostModel
 from backfill.kvcache.block_manager import BlockManager
 from backfill.kvcache.checkpointing import create_checkpoint_policy
@@ -31,6 +29,7 @@ from backfill.kvcache.host_tier import HostTier, blocking_copies
 from backfill.scheduling.batch import Batch
 from backfill.scheduling.policy import Lane, Policy, StepView
 from backfill.scheduling.queue import RequestQueue
+from backfill.scheduling.suspension import Suspension
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,18 +41,6 @@ class CommittedToken:
     stop_token_id: int | None  # the requested stop token that ended the output, if one did
 
 
-@dataclass(slots=True)
-class _SuspendedStep:
-    """Slices that were stopped inside a step and go on in a later one."""
-
-    slices: dict[RequestId, ScheduledSlice]
-    layers_done: int
-    num_refusals: int = 0  # plans in a row in which there was time, but not for one layer
-
-
-# A suspended step of which not one layer fits beside the online requests is dropped after so many plans:
-# smaller offline steps may fit, and none starts before it.
-_MAX_REFUSALS = 16
 _MIN_PROMOTIONS = 64  # the heap is not worth clearing below
 _MOST_UNTIMED_COPIES = 64  # copies under way at once where it is not known how long they take
 
@@ -95,8 +82,9 @@ class Scheduler:
         self.blocks = blocks
         self.policy = policy
         self.cost = cost
-        self._num_layers = num_layers if policy.stops_steps else None
-        self._suspended: _SuspendedStep | None = None
+        self._suspension: Suspension | None = None
+        if num_layers is not None and cost is not None and policy.stops_steps:
+            self._suspension = Suspension(config, policy, cost, num_layers, self._count_lost)
         self.counters = {service_class: ClassCounters() for service_class in ServiceClass}
         self._block_copy_s = block_copy_s
         self._blocking = blocking_copies(config)
@@ -112,6 +100,10 @@ class Scheduler:
         self._to_promote: list[tuple[float, int, Request]] = []  # a heap; may hold requests that have ended
         self._num_plans = 0
         self._num_added = 0
+
+    @property
+    def _suspended(self) -> Collection[RequestId]:
+        return () if self._suspension is None else self._suspension.requests
 
     @property
     def num_running(self) -> int:
@@ -181,16 +173,21 @@ class Scheduler:
             restored.move_to(RequestStatus.RUNNING)
             self._running[restored.request_id] = restored
         by_rank: dict[Rank, list[Request]] = {rank: [] for rank in Rank}
-        held = {} if self._suspended is None else self._suspended.slices
         for each in self._running.values():
-            if each.request_id not in held:
+            if each.request_id not in self._suspended:
                 by_rank[each.rank].append(each)
         view = self._view(by_rank, now_s)
         self._host.allow_copies(self._most_copies(view))
-        if self._suspended is not None:
-            resumed = self._plan_resumed(self._suspended, view)
-            if resumed is not None:
-                return resumed
+        if self._suspension is not None and self._suspended:
+            resumption = self._suspension.resume(self.policy.resume_s(view))
+            if resumption is not None:
+                return self._next_plan(
+                    slices=resumption.slices,
+                    predicted_s=resumption.predicted_s,
+                    safepoints=resumption.safepoints,
+                    resumes=True,
+                    max_layers=resumption.num_layers,
+                )
         lanes = self.policy.lanes(view)
         batch = Batch(self.config.max_num_seqs, self.config.max_num_batched_tokens)
         admitted: list[AdmittedRequest] = []
@@ -210,18 +207,16 @@ class Scheduler:
             admitted=tuple(admitted),
             slices=tuple(self._slice_of(request, n) for request, n in batch.members.values()),
             predicted_s=predicted_s,
-            safepoints=self._safepoints(batch, predicted_s),
-            keeps_suspended=self._suspended is not None,
+            safepoints=None if self._suspension is None else self._suspension.safepoints(batch, predicted_s),
+            keeps_suspended=bool(self._suspended),
         )
 
     def commit(self, plan: StepPlan, outcome: StepOutcome, now_s: float) -> list[CommittedToken]:
         """Enter the outcome of ``plan`` into the requests. What was stopped in it is as it was before."""
         self.blocks.complete(outcome.copied)
         stopped = set(outcome.stopped)
-        if plan.resumes:
-            self._suspended = None
-        if stopped:
-            self._commit_stopped(plan, stopped, outcome.layers_done)
+        if self._suspension is not None:
+            self._suspension.commit(plan, stopped, outcome.layers_done)
         for piece in plan.slices:
             if piece.request_id in stopped:
                 continue
@@ -265,8 +260,7 @@ class Scheduler:
                 held = self.blocks.num_host_blocks_of(request_id)
                 assert bool(held) == (self._host.holds(request) or request_id in restoring)
             assert held * self.blocks.block_size >= request.num_computed_tokens
-        suspended = () if self._suspended is None else self._suspended.slices
-        assert all(request_id in self._running for request_id in suspended), "a suspended slice has no blocks"
+        assert all(each in self._running for each in self._suspended), "a suspended slice has no blocks"
         held_in_all = self.blocks.num_blocks - self.blocks.num_free_blocks - self.blocks.num_ownerless_blocks
         held_by_known = sum(self.blocks.num_held_blocks(request_id) for request_id in self._requests)
         assert held_in_all == held_by_known, f"{held_in_all - held_by_known} blocks belong to no request"
@@ -283,40 +277,6 @@ class Scheduler:
             request.rank = Rank.PROMOTED
             if is_waiting:
                 self._waiting[request.rank].push(request)
-
-    def _plan_resumed(self, suspended: _SuspendedStep, view: StepView) -> StepPlan | None:
-        """The suspended step as the next one, as far as the policy lets it go on; None for not now."""
-        assert self.cost is not None and self._num_layers is not None
-        allowed_s = self.policy.resume_s(view)
-        left = self._num_layers - suspended.layers_done
-        layer_s = view.suspended_s / left
-        num_layers = left if allowed_s >= view.suspended_s else int(allowed_s / layer_s)
-        if num_layers == 0:
-            suspended.num_refusals += allowed_s > 0
-            if suspended.num_refusals >= _MAX_REFUSALS:
-                for request_id in list(suspended.slices):
-                    self._forget_suspended(request_id)
-            return None
-        return self._next_plan(
-            slices=tuple(suspended.slices.values()),
-            predicted_s=layer_s * num_layers,
-            safepoints=Safepoints(self._layers_apart(layer_s), suspends=True),
-            resumes=True,
-            max_layers=num_layers,
-        )
-
-    def _safepoints(self, batch: Batch, predicted_s: float) -> Safepoints | None:
-        """Armed where an arrival may stop a part of the step; one step at a time is suspended."""
-        if self._num_layers is None or predicted_s == 0.0 or self._suspended is not None:
-            return None
-        if all(request.rank is Rank.ONLINE for request, _ in batch.members.values()):
-            return None
-        return Safepoints(
-            self._layers_apart(predicted_s / self._num_layers), suspends=self.config.preemption == "suspend"
-        )
-
-    def _layers_apart(self, layer_s: float) -> int:
-        return max(1, int(self.config.max_stop_s / (layer_s * self.policy.time_scale)))
 
     def _next_plan(self, *, slices: tuple[ScheduledSlice, ...], **fields: Any) -> StepPlan:
         self._host.continue_restores()
@@ -336,27 +296,12 @@ class Scheduler:
         self._num_plans += 1
         return plan
 
-    def _commit_stopped(self, plan: StepPlan, stopped: set[RequestId], layers_done: int) -> None:
-        slices = {piece.request_id: piece for piece in plan.slices if piece.request_id in stopped}
-        assert plan.safepoints is not None, "a step without safepoints was stopped"
-        if plan.safepoints.suspends:
-            self._suspended = _SuspendedStep(slices, layers_done)
-            return
-        for piece in slices.values():
-            self._count_lost(piece, layers_done)
+    def _drop_suspended(self, request_id: RequestId) -> None:
+        if self._suspension is not None:
+            self._suspension.drop(request_id)
 
-    def _count_lost(self, piece: ScheduledSlice, layers_done: int) -> None:
-        """Work on a slice that will be done again, in tokens taken through all layers."""
-        assert self._num_layers is not None
-        counters = self.counters[self._requests[piece.request_id].service_class]
-        counters.num_aborted_tokens += piece.num_tokens * layers_done / self._num_layers
-
-    def _forget_suspended(self, request_id: RequestId) -> None:
-        """Drop a request's part of the suspended step, if it has one."""
-        if self._suspended is not None and request_id in self._suspended.slices:
-            self._count_lost(self._suspended.slices.pop(request_id), self._suspended.layers_done)
-            if not self._suspended.slices:
-                self._suspended = None
+    def _count_lost(self, request_id: RequestId, num_tokens: float) -> None:
+        self.counters[self._requests[request_id].service_class].num_aborted_tokens += num_tokens
 
     def _view(self, by_rank: dict[Rank, list[Request]], now_s: float) -> StepView:
         return StepView(
@@ -365,7 +310,7 @@ class Scheduler:
             num_waiting={rank: len(queue) for rank, queue in self._waiting.items()},
             num_blocks=self.blocks.num_blocks,
             online_blocks=sum(self.blocks.num_held_blocks(r.request_id) for r in by_rank[Rank.ONLINE]),
-            suspended_s=self._suspended_s(),
+            suspended_s=0.0 if self._suspension is None else self._suspension.left_s(),
             checkpointed_blocks=self.blocks.num_checkpointed_blocks,
         )
 
@@ -374,14 +319,6 @@ class Scheduler:
         if self._block_copy_s is None:
             return _MOST_UNTIMED_COPIES
         return max(1, int(self.policy.copy_s(view) / self._block_copy_s))
-
-    def _suspended_s(self) -> float:
-        """Predicted seconds of the layers that the suspended step still has before it."""
-        if self._suspended is None:
-            return 0.0
-        assert self.cost is not None and self._num_layers is not None
-        load = StepLoad.of((p.start, p.num_tokens, p.samples) for p in self._suspended.slices.values())
-        return self.cost.step_time_s(load) * (1.0 - self._suspended.layers_done / self._num_layers)
 
     def _place_running(self, lane: Lane, running: list[Request], batch: Batch) -> bool:
         """Give the lane's running requests their tokens, preempting for blocks; True if any was preempted."""
@@ -500,7 +437,11 @@ class Scheduler:
         return num_blocks <= self.blocks.num_free_blocks
 
     def _victim_key(self, request: Request) -> Any:
-        lost = self._host.lost_tokens(request) if request.status is RequestStatus.RUNNING else 0
+        lost = 0.0
+        if request.status is RequestStatus.RUNNING:
+            lost += self._host.lost_tokens(request)
+            if self._suspension is not None:
+                lost += self._suspension.lost_tokens(request.request_id)
         return self.policy.victim_key(request, lost)
 
     def _blocks_needed_next(self, request: Request) -> int:
@@ -542,7 +483,7 @@ class Scheduler:
         else:
             self.counters[request.service_class].num_preemptions += 1
             request.num_preemptions += 1
-            self._forget_suspended(request.request_id)
+            self._drop_suspended(request.request_id)
             del self._running[request.request_id]
             self._host.reclaim(request, needed, self._running.values())
         request.move_to(RequestStatus.PREEMPTED)
@@ -550,7 +491,7 @@ class Scheduler:
 
     def _end(self, request: Request, reason: FinishReason) -> None:
         request_id = request.request_id
-        self._forget_suspended(request_id)
+        self._drop_suspended(request_id)
         self._host.forget(request_id)
         self._running.pop(request_id, None)
         del self._requests[request_id]

@@ -17,6 +17,8 @@ from backfill.scheduling.policy import Lane, StepView
 
 # Part of the window left at its arrival that a request may spend promoted.
 _LONGEST_PROMOTION = 0.5
+# Offline work is curbed where online requests leave it less than 1 / this of the pool.
+_ROOM = 1.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,8 +92,8 @@ class SloPolicy:
         tightest, slack = self._tpot(online, view.now_s)
         usable = (1.0 - self.config.margin) / self.correction.upper
         # Longer steps keep online requests, and so their blocks, longer: as these fill the pool, offline
-        # work has less to gain and more to spoil. The square was found by simulation (docs/coserving.md).
-        room = (1.0 - view.online_blocks / view.num_blocks) ** 2
+        # work has less to gain and more to spoil. The shape was found by simulation (docs/coserving.md).
+        room = min(1.0, _ROOM * (1.0 - view.online_blocks / view.num_blocks)) ** 2
         bound = min(tightest * room, slack, self._ttft_slack(online, view.now_s)) * usable
         if view.suspended_s:
             bound = 0.0  # what was stopped goes on first
@@ -129,7 +131,7 @@ class SloPolicy:
         usable_s = slack * (1.0 - self.config.margin) / self.correction.upper
         return max(0.0, usable_s - self._cost.step_time_s(decode))
 
-    def victim_key(self, request: Request, lost_tokens: int) -> Any:
+    def victim_key(self, request: Request, lost_tokens: float) -> Any:
         """Offline before online; of these that which loses least work, then that with least to restore."""
         urgency = {Rank.OFFLINE: 2, Rank.PROMOTED: 1, Rank.ONLINE: 0}[request.rank]
         if self.config.victims == "latest":
