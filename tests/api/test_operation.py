@@ -269,6 +269,14 @@ def test_a_client_that_leaves_within_its_body_makes_no_noise(default_model: Path
         (("--promote-before", "-1"), "--promote-before"),
         (("--promote-before", "nan"), "--promote-before"),
         (("--preemption", "pause"), "--preemption must be"),
+        (("--checkpointing", "lazy"), "--checkpointing must be"),
+        (("--kv-restore", "never"), "--kv-restore must be"),
+        (("--victims", "first"), "--victims must be"),
+        (("--host-kv-gib", "-1"), "--host-kv-gib must be"),
+        (("--host-kv-gib", "nan"), "--host-kv-gib must be"),
+        (("--host-kv-gib", "1e-7"), "--host-kv-gib"),
+        (("--host-kv-gib", "100000"), "--host-kv-gib"),
+        (("--host-kv-gib", "1", "--checkpointing", "none"), "--host-kv-gib 1 is of no use"),
         (("--profile", "/no/such/profile"), "/no/such/profile cannot be read"),
         (("--profile", "{folder}/corrupt.json"), "corrupt.json is not JSON"),
         (("--profile", "{folder}/profile.json"), "is of another model"),
@@ -280,7 +288,7 @@ def test_a_server_that_cannot_start_says_why_in_a_line(
     default_model: Path, tmp_path: Path, arguments: tuple[str, ...], part: str
 ) -> None:
     make_profile().save(tmp_path / "profile.json")
-    (tmp_path / "corrupt.json").write_text('{"format": 1, ')
+    (tmp_path / "corrupt.json").write_text('{"format": 2, ')
     options = [argument.format(folder=tmp_path) for argument in arguments]
     result = subprocess.run(
         serve_command("--port", "0", *options, "--data-dir", str(tmp_path)),

@@ -353,7 +353,8 @@ class BlockManager:
         for device, host in copies:
             ref = pack_block_ref(device)
             under_way = self._saving if ref in self._saving else self._restoring
-            assert under_way.pop(ref, None) == host, f"no copy of {device} and host block {host} is under way"
+            known_host = under_way.pop(ref, None)
+            assert known_host == host, f"no copy of {device} and host block {host} is under way"
             self._unwritten.discard(host)
             left = self._num_copies_on.pop(host) - 1
             if left:

@@ -48,14 +48,8 @@ class CheckpointPolicy(Protocol):
         ...
 
 
-class NoCheckpoints:
-    """Preempted requests are recomputed."""
-
-    name: CheckpointingName = "none"
-    saves_at_preemption = False
-
-    def num_blocks(self, view: PoolView) -> int:
-        return 0
+class _ByUrgency:
+    """What the policies share: whose blocks come first, and whose go."""
 
     def order_key(self, request: Request) -> Any:
         """The least urgent first: they are preempted first."""
@@ -69,14 +63,27 @@ class NoCheckpoints:
         return (on_device, _URGENCY[request.rank] * (1 if on_device else -1))
 
 
-class SwapAtPreemption(NoCheckpoints):
+class NoCheckpoints(_ByUrgency):
+    """Preempted requests are recomputed."""
+
+    name: CheckpointingName = "none"
+    saves_at_preemption = False
+
+    def num_blocks(self, view: PoolView) -> int:
+        return 0
+
+
+class SwapAtPreemption(_ByUrgency):
     """Everything is copied when a request is preempted, and the step waits: what swapping engines do."""
 
     name: CheckpointingName = "swap"
     saves_at_preemption = True
 
+    def num_blocks(self, view: PoolView) -> int:
+        return 0
 
-class EagerCheckpoints(NoCheckpoints):
+
+class EagerCheckpoints(_ByUrgency):
     """Every block as soon as it is full."""
 
     name: CheckpointingName = "eager"
@@ -86,7 +93,7 @@ class EagerCheckpoints(NoCheckpoints):
         return view.num_blocks
 
 
-class AdaptiveCheckpoints(NoCheckpoints):
+class AdaptiveCheckpoints(_ByUrgency):
     """Nothing while more than half the pool is free, then a share of the blocks in use that grows with use.
 
     The share is 0 at ``begins_at`` and 1 at ``complete_at``, linear in between (random early detection's

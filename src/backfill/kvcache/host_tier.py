@@ -54,13 +54,17 @@ class HostTier:
         return request.request_id in self._away
 
     def lost_tokens(self, request: Request) -> int:
-        """Tokens that preempting the request would lose, but for those of a last block that is not full."""
+        """Tokens that preempting the request might lose, but for those of a last block that is not full.
+
+        A copy under way counts as none: its block is not free before it is complete.
+        """
         if not self._policy.saves_at_preemption or not self._blocks.num_host_blocks:
             return request.num_computed_tokens
         if CopyKinds.CHECKPOINT in self._blocking:
             return 0
-        uncopied = self._blocks.num_uncopied_blocks(request.request_id, request.num_computed_tokens)
-        return uncopied * self._blocks.block_size
+        saved = self._blocks.num_saved_blocks(request.request_id)
+        num_full = request.num_computed_tokens // self._blocks.block_size
+        return (num_full - saved) * self._blocks.block_size
 
     def checkpoint(self, request: Request) -> None:
         """The request has full blocks that it had not before the step: candidates for copying."""

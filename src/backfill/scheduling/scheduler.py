@@ -123,8 +123,9 @@ class Scheduler:
         return bool(self._requests or self._to_release or self.blocks.num_copies_under_way)
 
     def count_by_class(self) -> dict[ServiceClass, tuple[int, int]]:
-        """(running, waiting) of each class."""
-        running = Counter(request.service_class for request in self._running.values())
+        """(running, waiting) of each class; those that are restored hold blocks and count as running."""
+        holders = (*self._running.values(), *self._host.restoring)
+        running = Counter(request.service_class for request in holders)
         waiting = {rank: len(queue) for rank, queue in self._waiting.items()}
         return {
             ServiceClass.ONLINE: (running[ServiceClass.ONLINE], waiting[Rank.ONLINE]),

@@ -1,0 +1,52 @@
+"""A KV pool too small for its load: offline requests leave the device and come back, and nobody can tell."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.api.servers import RunningServer, running_server
+
+# 30 blocks of the default model in float32: 480 tokens, where the requests below come to 1,100.
+POOL = ("--dtype", "float32", "--kv-gib", "0.0207", "--host-kv-gib", "0.1")
+OFFLINE = [list(range(100 + 7 * index, 200 + 9 * index)) for index in range(6)]
+ONLINE = [list(range(5000 + 11 * index, 5060 + 11 * index)) for index in range(8)]
+
+
+def complete(server: RunningServer, prompt: list[int], max_tokens: int, **fields: Any) -> list[int]:
+    body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+    answer = server.http.post("/v1/completions", json={**body, "return_token_ids": True, **fields})
+    assert answer.status_code == 200, answer.text
+    token_ids: list[int] = answer.json()["choices"][0]["token_ids"]
+    return token_ids
+
+
+@pytest.mark.parametrize("policy", ["slo", "priority"])
+def test_tokens_under_preemption_are_those_of_requests_alone(
+    default_model: Path, tmp_path: Path, policy: str
+) -> None:
+    options = (*POOL, "--policy", policy, "--max-model-len", "400")
+    with running_server(*options, data_dir=tmp_path) as server:
+        alone = [complete(server, prompt, 80) for prompt in OFFLINE]
+        alone += [complete(server, prompt, 20) for prompt in ONLINE]
+        assert server.metric("backfill:num_preemptions_total") == 0
+
+        with ThreadPoolExecutor(16) as pool:
+            offline = [pool.submit(complete, server, p, 80, service_tier="flex") for p in OFFLINE]
+            # One after another, so that there is always one to make room for.
+            online = [complete(server, prompt, 20) for prompt in ONLINE]
+            together = [each.result() for each in offline] + online
+
+        assert together == alone
+        assert server.metric("backfill:num_preemptions_total", **{"class": "offline"}) > 0
+        checkpointed = server.metric("backfill:checkpointed_tokens_total")
+        restored = server.metric("backfill:restored_tokens_total", **{"class": "offline"})
+        assert 0 < restored <= server.metric("backfill:reclaimed_tokens_total")
+        assert server.metric("backfill:checkpointed_bytes_total") == checkpointed * 46080
+        computed = server.metric("backfill:iteration_tokens_total_sum")
+        assert server.metric("backfill:recomputed_tokens_total") < 0.05 * computed
+        for name in ("kv_cache_usage_perc", "host_kv_cache_usage_perc", "kv_blocks_checkpointed"):
+            assert server.metric(f"backfill:{name}") == 0, "all is given back"
