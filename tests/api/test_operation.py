@@ -277,6 +277,7 @@ def test_a_client_that_leaves_within_its_body_makes_no_noise(default_model: Path
         (("--host-kv-gib", "1e-7"), "--host-kv-gib"),
         (("--host-kv-gib", "100000"), "--host-kv-gib"),
         (("--host-kv-gib", "1", "--checkpointing", "none"), "--host-kv-gib 1 is of no use"),
+        (("--host-kv-gib", "0", "--checkpointing", "eager"), "--checkpointing eager needs a pool"),
         (("--profile", "/no/such/profile"), "/no/such/profile cannot be read"),
         (("--profile", "{folder}/corrupt.json"), "corrupt.json is not JSON"),
         (("--profile", "{folder}/profile.json"), "is of another model"),

@@ -31,7 +31,7 @@ class Tier:
     ) -> None:
         self.blocks = BlockManager(num_blocks, BLOCK_SIZE, num_host_blocks, blocking)
         self.counters = {service_class: ClassCounters() for service_class in ServiceClass}
-        self.host = HostTier(self.blocks, create_checkpoint_policy(policy), blocking, self.counters)
+        self.host = HostTier(self.blocks, create_checkpoint_policy(policy), self.counters)
         self.host.allow_copies(may_copy)
         self.on_device: list[Request] = []
 
@@ -271,3 +271,14 @@ def test_a_request_that_ends_leaves_nothing_in_either_pool(state: str) -> None:
     assert tier.host.blocks_to_checkpoint() == 0
     assert not tier.host.restoring
     tier.blocks.check_integrity()
+
+
+def test_copies_of_others_do_not_give_way_to_blocks_that_are_dropped() -> None:
+    tier = Tier(num_host_blocks=2)
+    saved = tier.run(8, Rank.ONLINE)
+    tier.host.blocks_to_checkpoint()
+    tier.blocks.complete(tier.blocks.take_copies()[0])
+    victim = tier.run(8)
+    tier.host.reclaim(victim, 2, tier.on_device)
+    assert victim.num_computed_tokens == 0, "both its blocks were needed at once"
+    assert tier.blocks.num_host_blocks_of(saved.request_id) == 2

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -17,7 +18,7 @@ from backfill.kvcache.block_manager import BlockManager
 from backfill.scheduling.baselines import FcfsPolicy, OnlineOnlyPolicy, PriorityPolicy, RoundRobinPolicy
 from backfill.scheduling.create import create_policy
 from backfill.scheduling.objectives import achievable_slo
-from backfill.scheduling.policy import Policy
+from backfill.scheduling.policy import Policy, StepView
 from backfill.scheduling.scheduler import Scheduler
 from backfill.scheduling.slo_policy import SloPolicy, SloPolicyConfig
 from tests.builders import ScriptedExecutor, linear_cost, make_info, make_request
@@ -379,3 +380,26 @@ def test_without_online_requests_promoted_ones_take_the_blocks_of_other_offline_
     bench.add(starving)
     bench.clock.advance(0.9)
     assert "starving" in sizes(bench.step())
+
+
+def test_an_online_request_that_is_being_restored_bounds_the_steps() -> None:
+    policy = SloPolicy(
+        SloPolicyConfig(default_slo=SLO_100_MS), linear_cost(), max_step_tokens=1000, can_stop=True
+    )
+    chat = make_request(4, 8, arrived_at_s=0.0)
+    chat.last_token_at_s = 5.0
+    empty = {rank: [] for rank in Rank}
+    view = StepView(
+        now_s=5.01,
+        running=empty,
+        num_waiting=dict.fromkeys(Rank, 0),
+        num_blocks=100,
+        online_blocks=2,
+        suspended_s=1.0,
+        restoring=[chat],
+    )
+    assert policy.resume_s(view) < SLO_100_MS.tpot_s
+    assert all(lane.limit_s < SLO_100_MS.tpot_s for lane in policy.lanes(view))
+    alone = replace(view, restoring=())
+    assert policy.resume_s(alone) == math.inf
+    assert any(lane.limit_s == math.inf for lane in policy.lanes(alone))

@@ -64,7 +64,7 @@ HostKvGib = Annotated[
     float | None,
     typer.Option(
         help="Size in GiB of a second KV pool in host memory, where preempted requests' KV waits; 0: none. "
-        "Default: as large as the KV pool on CPU, 4 on CUDA, at most a quarter of the memory available."
+        "Default: as large as the KV pool, at most a quarter of the memory available."
     ),
 ]
 Checkpointing = Annotated[
@@ -158,9 +158,13 @@ def build_engine_config(
     victims: str = LIMITS.victims,
 ) -> EngineConfig:
     """The options as one valid configuration, but for the model's folder. Raises: ConfigError."""
-    if checkpointing is None:
+    if host_kv_gib == 0:
+        if checkpointing not in (None, "none"):
+            raise ConfigError(f"--checkpointing {checkpointing} needs a pool, and --host-kv-gib is 0.")
+        checkpointing = "none"
+    elif checkpointing is None:
         checkpointing = "adaptive" if policy == "slo" or host_kv_gib else "none"
-    if checkpointing == "none" and host_kv_gib:
+    elif checkpointing == "none" and host_kv_gib:
         raise ConfigError(f"--host-kv-gib {host_kv_gib:g} is of no use with --checkpointing none.")
     config = EngineConfig(
         model_dir="",  # known once the model is resolved

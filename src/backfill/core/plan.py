@@ -97,6 +97,14 @@ class StepPlan:
     awaits_copy: bool = False
 
     @property
+    def stalls(self) -> bool:
+        """The slices wait for copies."""
+        return bool(
+            (CopyKinds.CHECKPOINT in self.waits_for and self.checkpoint)
+            or (CopyKinds.RESTORE in self.waits_for and self.restore)
+        )
+
+    @property
     def has_online(self) -> bool:
         return any(not piece.yields for piece in self.slices)
 

@@ -152,7 +152,7 @@ class Engine:
         stop_latency_s = self._stop_latency_s(plan, outcome)
         if stop_latency_s is not None:
             self.num_stopped_steps += 1
-        if plan.slices and not outcome.stopped and not plan.resumes:
+        if plan.slices and not (outcome.stopped or plan.resumes or plan.stalls):
             self.scheduler.policy.observe(plan.predicted_s, now_s - started_at_s)
         self._last_step = StepStats(
             _kind(plan),

@@ -227,8 +227,19 @@ class CudaBlockCopier:
         self._finalizer = weakref.finalize(self, _unpin, host_pool, self._stream)
         self._finalizer.atexit = False  # the process's end does it, and CUDA may be gone before
         self._under_way: deque[tuple[torch.cuda.Event, _Piece]] = deque()
+        self._error: Exception | None = None
 
     def begin(
+        self, checkpoint: Sequence[BlockCopy], restore: Sequence[BlockCopy], waits_for: CopyKinds
+    ) -> None:
+        self._raise_if_failed()
+        try:
+            self._begin(checkpoint, restore, waits_for)
+        except Exception as error:
+            self._error = error
+            raise
+
+    def _begin(
         self, checkpoint: Sequence[BlockCopy], restore: Sequence[BlockCopy], waits_for: CopyKinds
     ) -> None:
         awaited: torch.cuda.Event | None = None
@@ -245,12 +256,14 @@ class CudaBlockCopier:
             awaited.synchronize()
 
     def take_completed(self) -> tuple[BlockCopy, ...]:
+        self._raise_if_failed()
         completed: list[BlockCopy] = []
         while self._under_way and _is_complete(self._under_way[0][0]):
             completed += self._under_way.popleft()[1].copies
         return tuple(completed)
 
     def wait(self, timeout_s: float) -> None:
+        self._raise_if_failed()
         until_s = time.monotonic() + timeout_s
         # CUDA has no wait with a timeout.
         while self._under_way and not _is_complete(self._under_way[0][0]) and time.monotonic() < until_s:
@@ -258,6 +271,10 @@ class CudaBlockCopier:
 
     def close(self) -> None:
         self._finalizer()
+
+    def _raise_if_failed(self) -> None:
+        if self._error is not None:
+            raise RuntimeError("a copy between device and host memory failed") from self._error
 
     def _queue(self, piece: _Piece) -> torch.cuda.Event:
         device_pool, host_pool = self._kv_pool, self._host_pool

@@ -32,7 +32,6 @@ from backfill.models.weights import Checkpoint
 logger = logging.getLogger(__name__)
 
 _DEFAULT_CPU_KV_BYTES = 1 * GIB
-_DEFAULT_CUDA_HOST_KV_BYTES = 4 * GIB
 _DEFAULT_HOST_KV_FRAC = 0.25  # of the host memory that is left, at most
 _TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -143,7 +142,7 @@ def _choose_num_host_blocks(
     available = available_host_bytes()
     left = None if available is None else available - taken_bytes
     if config.host_kv_bytes is None:
-        host_kv_bytes = kv_bytes if device.type == "cpu" else _DEFAULT_CUDA_HOST_KV_BYTES
+        host_kv_bytes = kv_bytes
         if left is not None:
             host_kv_bytes = min(host_kv_bytes, max(0, int(left * _DEFAULT_HOST_KV_FRAC)))
         return host_kv_bytes // layout.block_bytes

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import heapq
 import math
-from collections.abc import Sequence
+from collections import deque
 from typing import Protocol
 
 from backfill.core.block import BlockCopy
@@ -43,8 +42,8 @@ class SimulatedExecutor:
     """See ``StoppableExecutor``. Runs a plan by advancing the clock by its predicted time.
 
     A step's time is spread evenly over the layers. Events that fall into a step with safepoints are delivered
-    at their instants, and may call ``request_stop``; those of other steps wait for the step's end. Copies of
-    one direction run one after another, beside the steps and beside those of the other direction.
+    at their instants, and may call ``request_stop``; those of other steps wait for the step's end. Copies run
+    one after another, in both directions over one link, beside the steps.
 
     Args:
         copies: None where there is no host pool.
@@ -60,14 +59,9 @@ class SimulatedExecutor:
         self._step_to_stop = -1
         self._num_tokens: dict[RequestId, int] = {}
         self._suspended_at = 0  # layers that the suspended step has behind it
-        self._links: dict[CopyKinds, _Link] = {}
-        if copies is not None:
-            for kind, speed in (
-                (CopyKinds.CHECKPOINT, copies.to_host_bytes_per_s),
-                (CopyKinds.RESTORE, copies.to_device_bytes_per_s),
-            ):
-                self._links[kind] = _Link(info.block_bytes / speed)
-        self._copies: list[tuple[float, BlockCopy]] = []  # a heap by the instant of completion
+        self._copy_speed = copies
+        self._copying_until_s = 0.0
+        self._copies: deque[tuple[float, BlockCopy]] = deque()  # under way, and when they complete
 
     def request_stop(self, step: int) -> None:
         self._step_to_stop = max(self._step_to_stop, step)
@@ -97,19 +91,24 @@ class SimulatedExecutor:
     def _begin_copies(self, plan: StepPlan) -> None:
         """Queue the plan's copies; those it waits for take their time here."""
         for kind, copies in ((CopyKinds.CHECKPOINT, plan.checkpoint), (CopyKinds.RESTORE, plan.restore)):
-            if not copies:
-                continue
-            ends_at_s = self._links[kind].begin(len(copies), self._clock.now_s())
-            if kind in plan.waits_for:
-                self._wait(ends_at_s[-1] - self._clock.now_s())
-            else:
-                for entry in zip(ends_at_s, copies, strict=True):
-                    heapq.heappush(self._copies, entry)
+            for copy in copies:
+                began_s = max(self._copying_until_s, self._clock.now_s())
+                self._copying_until_s = began_s + self._copy_s(kind)
+                if kind not in plan.waits_for:
+                    self._copies.append((self._copying_until_s, copy))
+            if copies and kind in plan.waits_for:
+                self._wait(self._copying_until_s - self._clock.now_s())
+
+    def _copy_s(self, kind: CopyKinds) -> float:
+        assert self._copy_speed is not None, "there is no host pool to copy to and from"
+        speed = self._copy_speed
+        to_host = kind is CopyKinds.CHECKPOINT
+        return self.info.block_bytes / (speed.to_host_bytes_per_s if to_host else speed.to_device_bytes_per_s)
 
     def _take_copied(self) -> tuple[BlockCopy, ...]:
         copied = []
         while self._copies and self._copies[0][0] <= self._clock.now_s():
-            copied.append(heapq.heappop(self._copies)[1])
+            copied.append(self._copies.popleft()[1])
         return tuple(copied)
 
     def _pass_layers(self, plan: StepPlan, first: int) -> int | None:
@@ -147,18 +146,3 @@ class SimulatedExecutor:
 
     def _wait(self, seconds: float) -> None:
         self._clock.advance(max(0.0, seconds))
-
-
-class _Link:
-    """One direction between device and host: copies one block after another."""
-
-    def __init__(self, block_s: float) -> None:
-        self._block_s = block_s
-        self._busy_until_s = 0.0
-
-    def begin(self, num_blocks: int, now_s: float) -> Sequence[float]:
-        """Instants at which the copies of so many blocks complete."""
-        began_s = max(self._busy_until_s, now_s)
-        ends_at_s = [began_s + (index + 1) * self._block_s for index in range(num_blocks)]
-        self._busy_until_s = ends_at_s[-1]
-        return ends_at_s

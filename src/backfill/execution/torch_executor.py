@@ -174,7 +174,7 @@ class TorchExecutor:
         sampling = [piece.request_id for piece in running.slices if piece.samples]
         if not sampling:
             if self._kv_pool.is_cuda:  # nothing was read from the device, which may still be at work
-                torch.cuda.synchronize(self._kv_pool.device)
+                torch.cuda.current_stream(self._kv_pool.device).synchronize()
             return ()
         logits = self._model.logits(running.state, running.batch.sampled_rows)
         states = [self._states[request_id] for request_id in sampling]

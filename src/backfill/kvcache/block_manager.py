@@ -66,6 +66,7 @@ class BlockManager:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.num_host_blocks = num_host_blocks
+        self.blocking = blocking
         self._saves_at_once = CopyKinds.CHECKPOINT in blocking
         self._restores_at_once = CopyKinds.RESTORE in blocking
         self._free: list[BlockRef] = [pack_block_ref(index) for index in range(num_blocks - 1, -1, -1)]
@@ -108,6 +109,14 @@ class BlockManager:
     def num_held_blocks(self, request_id: RequestId) -> int:
         table = self._tables.get(request_id)
         return 0 if table is None else len(table.refs)
+
+    def num_idle_blocks(self, request_id: RequestId) -> int:
+        """Blocks the request holds that no copy reads or writes: preempting it frees them at once."""
+        refs = self._tables[request_id].refs if request_id in self._tables else ()
+        saving, restoring = self._saving, self._restoring
+        if not (saving or restoring):
+            return len(refs)
+        return sum(ref not in saving and ref not in restoring for ref in refs)
 
     def num_missing_blocks(self, request_id: RequestId, num_tokens: int) -> int:
         """Blocks the request must still be given to hold its first ``num_tokens`` tokens."""

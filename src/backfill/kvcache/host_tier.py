@@ -20,7 +20,6 @@ class HostTier:
     here and come back here, a part before each step, so that a long one never holds up what runs.
 
     Args:
-        blocking: of these directions the step waits for the copies.
         counters: what is checkpointed, reclaimed and restored is added to them.
     """
 
@@ -28,12 +27,11 @@ class HostTier:
         self,
         blocks: BlockManager,
         policy: CheckpointPolicy,
-        blocking: CopyKinds,
         counters: Mapping[ServiceClass, ClassCounters],
     ) -> None:
         self._blocks = blocks
         self._policy = policy
-        self._blocking = blocking
+        self._blocking = blocks.blocking
         self._counters = counters
         self._candidates: dict[RequestId, Request] = {}
         self._away: dict[RequestId, Request] = {}  # preempted, with KV in host memory
@@ -71,11 +69,11 @@ class HostTier:
         if self._blocks.num_host_blocks:
             self._candidates[request.request_id] = request
 
-    def blocks_to_checkpoint(self) -> int:
-        """Begin the copies that the policy wants and the limits allow; returns how many."""
+    def blocks_to_checkpoint(self) -> None:
+        """Begin the copies that the policy wants and the limits allow."""
         blocks = self._blocks
         if not self._candidates:
-            return 0
+            return
         view = PoolView(blocks.num_blocks, blocks.num_free_blocks, blocks.num_checkpointed_blocks)
         left = min(self._policy.num_blocks(view), self._num_allowed, blocks.num_free_host_blocks)
         begun = 0
@@ -87,7 +85,6 @@ class HostTier:
                 del self._candidates[request.request_id]
             if begun == left:
                 break
-        return begun
 
     def reclaim(self, request: Request, needed: int, others: Iterable[Request]) -> None:
         """Take the request's device blocks; afterwards its computed tokens are those kept in host memory.
@@ -100,8 +97,9 @@ class HostTier:
         may_save = 0
         if self._policy.saves_at_preemption and blocks.num_host_blocks:
             may_save = blocks.num_blocks if CopyKinds.CHECKPOINT in self._blocking else self._num_allowed
-            written = blocks.blocks_for(request.num_computed_tokens)
-            wanted = min(may_save, written - blocks.num_host_blocks_of(request_id))
+            uncopied = blocks.blocks_for(request.num_computed_tokens) - blocks.num_host_blocks_of(request_id)
+            dropped = max(0, needed - (blocks.num_held_blocks(request_id) - uncopied))
+            wanted = min(may_save, uncopied - dropped)
             if wanted > blocks.num_free_host_blocks:
                 self._make_room(wanted, request, others)
         self._candidates.pop(request_id, None)

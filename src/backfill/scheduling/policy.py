@@ -48,7 +48,9 @@ class StepView:
         num_waiting: by rank.
         online_blocks: blocks that running online requests hold.
         suspended_s: predicted seconds that the suspended step still takes; 0 where nothing is suspended.
-        checkpointed_blocks: device blocks that have a host copy; taking them from a request loses nothing.
+        restoring: requests that hold blocks and take no part in steps before their KV is back.
+        reclaimable_blocks: of requests that yield to online ones, with a whole host copy: taking them loses
+            nothing and takes no time.
     """
 
     now_s: float
@@ -57,7 +59,8 @@ class StepView:
     num_blocks: int
     online_blocks: int
     suspended_s: float = 0.0
-    checkpointed_blocks: int = 0
+    restoring: Sequence[Request] = ()
+    reclaimable_blocks: int = 0
 
 
 class Policy(Protocol):

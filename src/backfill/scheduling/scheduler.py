@@ -25,7 +25,7 @@ from backfill.core.request import FinishReason, Rank, Request, RequestId, Reques
 from backfill.costs.model import CostModel
 from backfill.kvcache.block_manager import BlockManager
 from backfill.kvcache.checkpointing import create_checkpoint_policy
-from backfill.kvcache.host_tier import HostTier, blocking_copies
+from backfill.kvcache.host_tier import HostTier
 from backfill.scheduling.batch import Batch
 from backfill.scheduling.policy import Lane, Policy, StepView
 from backfill.scheduling.queue import RequestQueue
@@ -87,10 +87,7 @@ class Scheduler:
             self._suspension = Suspension(config, policy, cost, num_layers, self._count_lost)
         self.counters = {service_class: ClassCounters() for service_class in ServiceClass}
         self._block_copy_s = block_copy_s
-        self._blocking = blocking_copies(config)
-        self._host = HostTier(
-            blocks, create_checkpoint_policy(config.checkpointing), self._blocking, self.counters
-        )
+        self._host = HostTier(blocks, create_checkpoint_policy(config.checkpointing), self.counters)
         self._end_token_ids = frozenset(end_token_ids)
         self._requests: dict[RequestId, Request] = {}
         self._waiting = {rank: RequestQueue() for rank in Rank}
@@ -289,7 +286,7 @@ class Scheduler:
             released=tuple(self._to_release),
             checkpoint=checkpoint,
             restore=restore,
-            waits_for=self._blocking,
+            waits_for=self.blocks.blocking,
             awaits_copy=not slices and self.blocks.num_copies_under_way > 0,
             **{"admitted": (), **fields},
         )
@@ -305,15 +302,25 @@ class Scheduler:
         self.counters[self._requests[request_id].service_class].num_aborted_tokens += num_tokens
 
     def _view(self, by_rank: dict[Rank, list[Request]], now_s: float) -> StepView:
+        restoring = tuple(self._host.restoring)
+        online = [*by_rank[Rank.ONLINE], *(each for each in restoring if each.rank is Rank.ONLINE)]
         return StepView(
             now_s=now_s,
             running=by_rank,
             num_waiting={rank: len(queue) for rank, queue in self._waiting.items()},
             num_blocks=self.blocks.num_blocks,
-            online_blocks=sum(self.blocks.num_held_blocks(r.request_id) for r in by_rank[Rank.ONLINE]),
+            online_blocks=sum(self.blocks.num_held_blocks(each.request_id) for each in online),
             suspended_s=0.0 if self._suspension is None else self._suspension.left_s(),
-            checkpointed_blocks=self.blocks.num_checkpointed_blocks,
+            restoring=restoring,
+            reclaimable_blocks=self._num_reclaimable(online),
         )
+
+    def _num_reclaimable(self, online: list[Request]) -> int:
+        blocks = self.blocks
+        if not blocks.num_checkpointed_blocks:
+            return 0
+        of_online = sum(blocks.num_host_blocks_of(request.request_id) for request in online)
+        return max(0, blocks.num_checkpointed_blocks - blocks.num_copies_under_way - of_online)
 
     def _most_copies(self, view: StepView) -> int:
         """Copies that may be under way at once: what the policy has time for."""
@@ -352,8 +359,9 @@ class Scheduler:
         preempted_any = False
         while missing > self.blocks.num_free_blocks:
             victim = max((*self._running.values(), *self._host.restoring), key=self._victim_key)
-            if victim is request and self.blocks.num_ownerless_blocks:
-                return preempted_any  # copies are about to free some: the request waits for them
+            soon_free = self.blocks.num_free_blocks + self.blocks.num_ownerless_blocks
+            if missing <= soon_free and (request.rank is not Rank.ONLINE or victim.rank is Rank.ONLINE):
+                return preempted_any  # copies are about to free enough: the request waits for them
             batch.drop(victim)
             self._preempt(victim, missing - self.blocks.num_free_blocks)
             preempted_any = True
@@ -393,7 +401,7 @@ class Scheduler:
             num_tokens = self._prefill_tokens(request, lane, batch)
             reserved = promised + (lane.reserved_blocks if self._running else 0)
             needed = self.blocks.blocks_for(request.num_tokens)
-            takes_part = not is_away or CopyKinds.RESTORE in self._blocking
+            takes_part = not is_away or CopyKinds.RESTORE in self.blocks.blocking
             if (num_tokens == 0 and takes_part) or not self._free_up(needed + reserved, yielding, batch):
                 break
             queue.pop()
@@ -426,9 +434,8 @@ class Scheduler:
             return True
         holders = (*self._running.values(), *self._host.restoring)
         victims = [request for request in holders if request.rank in yielding]
-        held = sum(self.blocks.num_held_blocks(request.request_id) for request in victims)
-        # A block that is being copied is not free before the copy is complete.
-        if num_blocks > self.blocks.num_free_blocks + held - self.blocks.num_copies_under_way:
+        at_once = sum(self.blocks.num_idle_blocks(request.request_id) for request in victims)
+        if num_blocks > self.blocks.num_free_blocks + at_once:
             return False
         victims.sort(key=self._victim_key)
         while victims and num_blocks > self.blocks.num_free_blocks:

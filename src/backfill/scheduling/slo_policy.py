@@ -86,7 +86,7 @@ class SloPolicy:
 
     def lanes(self, view: StepView) -> Sequence[Lane]:
         reserved = self._reserve(view)
-        online = view.running[Rank.ONLINE]
+        online = _present(view)
         if not online and not view.num_waiting[Rank.ONLINE]:
             return self._offline_batching(reserved)
         tightest, slack = self._tpot(online, view.now_s)
@@ -121,7 +121,7 @@ class SloPolicy:
 
     def resume_s(self, view: StepView) -> float:
         """What the slack of online decodes leaves after a step of their own; nothing beside a prompt."""
-        online = view.running[Rank.ONLINE]
+        online = _present(view)
         if view.num_waiting[Rank.ONLINE] or any(request.last_token_at_s is None for request in online):
             return 0.0
         if not online:
@@ -140,7 +140,7 @@ class SloPolicy:
 
     def copy_s(self, view: StepView) -> float:
         """A step's worth: the tightest TPOT objective (section 4.5)."""
-        tightest, _ = self._tpot(view.running[Rank.ONLINE], view.now_s)
+        tightest, _ = self._tpot(_present(view), view.now_s)
         return min(tightest, self.config.default_slo.tpot_s)
 
     def first_token_by_s(self, request: Request) -> float:
@@ -184,11 +184,18 @@ class SloPolicy:
     def _reserve(self, view: StepView) -> int:
         """Blocks to keep free for online requests: what they lately held at most and do not hold now.
 
-        Checkpointed blocks count as free: they are theirs for a change of a table.
+        Blocks that they can have for a change of a table count as free.
         """
         elapsed = 0.0 if self._seen_at_s is None else view.now_s - self._seen_at_s
         self._seen_at_s = view.now_s
         faded = self._online_peak * math.exp(-elapsed / self.config.reserve_decay_s)
         self._online_peak = max(faded, float(view.online_blocks))
         wanted = min(int(self._online_peak) - view.online_blocks, view.num_blocks // 2)
-        return max(0, wanted - view.checkpointed_blocks)
+        return max(0, wanted - view.reclaimable_blocks)
+
+
+def _present(view: StepView) -> Sequence[Request]:
+    """Online requests that run or are being restored: these wait for their next token too."""
+    online = view.running[Rank.ONLINE]
+    back_soon = [request for request in view.restoring if request.rank is Rank.ONLINE]
+    return [*online, *back_soon] if back_soon else online
