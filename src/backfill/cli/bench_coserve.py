@@ -371,7 +371,8 @@ class _Plan:
         except OSError as error:
             raise ConfigError(f"--log-dir {folder}: {error.strerror or error}.") from error
         policy, *own_options = shlex.split(name)
-        log = folder / f"{policy}-{time.strftime('%Y%m%d-%H%M%S')}.log"
+        slug = "-".join(word.lstrip("-") for word in (policy, *own_options)).replace("/", "_")
+        log = folder / f"{slug}-{time.strftime('%Y%m%d-%H%M%S')}.log"
         is_kept = self.log_dir is not None
         options = ("--policy", policy, *self.options, *own_options)
         with own_server(self.model or DEFAULT_MODEL, options, log) as server:

@@ -132,9 +132,12 @@ class SloPolicy:
         return max(0.0, usable_s - self._cost.step_time_s(decode))
 
     def victim_key(self, request: Request, lost_tokens: float) -> Any:
-        """Offline before online; of these that which loses least work, then that with least to restore."""
+        """Offline before online; of these that which loses least work, then that with least to restore.
+
+        Online requests yield to those that came before them, whatever that costs.
+        """
         urgency = {Rank.OFFLINE: 2, Rank.PROMOTED: 1, Rank.ONLINE: 0}[request.rank]
-        if self.config.victims == "latest":
+        if request.rank is Rank.ONLINE or self.config.victims == "latest":
             return (urgency, request.order_key)
         return (urgency, -lost_tokens, -request.num_computed_tokens, request.order_key)
 
