@@ -65,6 +65,12 @@ class Tier:
         self.host.blocks_to_checkpoint()
         self.complete()
 
+    def begin_copies(self) -> int:
+        """How many the tier begins now."""
+        before = self.blocks.num_checkpointed_blocks
+        self.host.blocks_to_checkpoint()
+        return self.blocks.num_checkpointed_blocks - before
+
     def complete(self) -> Sequence[BlockCopy]:
         copies = [copy for kind in self.blocks.take_copies() for copy in kind]
         self.blocks.complete(copies)
@@ -85,7 +91,7 @@ def test_candidates_are_copied_least_urgent_first_and_whole_before_the_next() ->
         tier.host.blocks_to_checkpoint()
         tier.complete()
         assert tier.num_copied(*requests) == expected
-    assert tier.host.blocks_to_checkpoint() == 0
+    assert tier.begin_copies() == 0
     assert tier.counters[ServiceClass.OFFLINE].num_checkpointed_tokens == 7 * BLOCK_SIZE
     assert tier.counters[ServiceClass.ONLINE].num_checkpointed_tokens == 2 * BLOCK_SIZE
 
@@ -93,13 +99,13 @@ def test_candidates_are_copied_least_urgent_first_and_whole_before_the_next() ->
 def test_copies_under_way_never_exceed_what_is_allowed() -> None:
     tier = Tier(may_copy=3)
     request = tier.run(40)
-    assert tier.host.blocks_to_checkpoint() == 3
-    assert tier.host.blocks_to_checkpoint() == 0
+    assert tier.begin_copies() == 3
+    assert tier.begin_copies() == 0
     first, *_ = tier.blocks.take_copies()[0]
     tier.blocks.complete([first])
-    assert tier.host.blocks_to_checkpoint() == 1
+    assert tier.begin_copies() == 1
     tier.host.allow_copies(1)
-    assert tier.host.blocks_to_checkpoint() == 0
+    assert tier.begin_copies() == 0
     tier.host.allow_copies(5)
     tier.preempt(request)
     assert tier.blocks.num_copies_under_way == 5
@@ -268,7 +274,7 @@ def test_a_request_that_ends_leaves_nothing_in_either_pool(state: str) -> None:
     tier.host.forget(request.request_id)
     tier.complete()
     assert (tier.blocks.num_free_blocks, tier.blocks.num_free_host_blocks) == (32, 32)
-    assert tier.host.blocks_to_checkpoint() == 0
+    assert tier.begin_copies() == 0
     assert not tier.host.restoring
     tier.blocks.check_integrity()
 
