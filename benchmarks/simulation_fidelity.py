@@ -75,7 +75,7 @@ def main() -> None:
         options.rate, 1.0, options.duration, Lengths(256, 64), offline=offline_lengths(4000, 1), seed=0
     )
     virtual = VirtualClock()
-    simulated: Executor = SimulatedExecutor(replace(executor.info), profile.cost, virtual)
+    simulated: Executor = SimulatedExecutor(replace(executor.info), profile.cost, virtual, profile.copies)
     figures: dict[str, PolicyMetrics] = {}
     for name, runs, clock in (("simulated", simulated, virtual), ("real", executor, WallClock())):
         result = replay(Engine(config.scheduler, runs, clock, profile), clock, workload).run()
