@@ -14,7 +14,7 @@ from backfill.core.request import Request, ServiceClass
 from backfill.engine.engine import Engine
 from backfill.execution.create import create_torch_executor
 from backfill.execution.torch_executor import TorchExecutor
-from tests.builders import make_request
+from tests.builders import make_profile, make_request
 from tests.models.tiny import save_tiny_model
 
 BLOCK_BYTES = 3 * 2 * 2 * 8 * 8 * 4  # 3 layers, K and V of 2 heads of 8 float32, 8 tokens
@@ -60,28 +60,38 @@ def requests(service_class: ServiceClass, shapes: list[tuple[int, int]]) -> list
     ]
 
 
-def serve(executor: TorchExecutor, config: SchedulerConfig) -> tuple[Engine, list[list[int]]]:
-    """Offline requests fill the device; online ones take their memory away, one after another."""
-    engine = Engine(config, executor, VirtualClock())
+def serve(
+    executor: TorchExecutor, config: SchedulerConfig, *, stops_every: int = 0
+) -> tuple[Engine, list[list[int]], int]:
+    """Offline requests fill the device; online ones take their memory away, one after another.
+
+    Args:
+        stops_every: the offline part of every so-manieth step is stopped where it can be; 0 never.
+    Returns: the engine, all outputs, and the number of steps that were stopped.
+    """
+    engine = Engine(config, executor, VirtualClock(), make_profile())
     offline = requests(ServiceClass.OFFLINE, OFFLINE_SHAPES)
     online = requests(ServiceClass.ONLINE, ONLINE_SHAPES)
     for request in offline:
         engine.add(request)
-    num_steps = 0
+    num_steps = num_stopped = 0
     while engine.has_unfinished or num_steps < STEPS_BETWEEN_ARRIVALS * len(online):
         number, since = divmod(num_steps, STEPS_BETWEEN_ARRIVALS)
         if since == 10 and number < len(online):
             engine.add(online[number])
+        if stops_every and num_steps % stops_every == 0:
+            executor.request_stop(num_steps)  # plans are numbered from 0, one a step
         engine.step()
+        num_stopped += engine.stats().step.stopped
         engine.scheduler.check_integrity()
         num_steps += 1
-    return engine, [request.output_token_ids for request in [*offline, *online]]
+    return engine, [request.output_token_ids for request in [*offline, *online]], num_stopped
 
 
 @pytest.fixture(scope="module")
 def undisturbed(make_executor: MakeExecutor) -> list[list[int]]:
     config = SchedulerConfig()
-    engine, tokens = serve(make_executor(ENOUGH, config), config)
+    engine, tokens, _ = serve(make_executor(ENOUGH, config), config)
     assert engine.scheduler.counters[ServiceClass.OFFLINE].num_preemptions == 0
     return tokens
 
@@ -105,8 +115,21 @@ def test_preempted_requests_continue_with_the_same_tokens(
 ) -> None:
     config = SchedulerConfig(checkpointing=checkpointing, restore=restore)
     executor = make_executor(TOO_FEW, config)
-    engine, tokens = serve(executor, config)
+    engine, tokens, _ = serve(executor, config)
     counters = engine.scheduler.counters[ServiceClass.OFFLINE]
     assert tokens == undisturbed
     assert counters.num_preemptions > 0
     assert counters.num_recomputed_tokens < 8 * len(OFFLINE_SHAPES)  # a block each; 200 without copies
+
+
+@pytest.mark.parametrize("stops_every", [1, 2, 3])
+def test_suspended_steps_beside_reclaimed_and_restored_blocks(
+    make_executor: MakeExecutor, undisturbed: list[list[int]], stops_every: int
+) -> None:
+    config = SchedulerConfig(policy="slo", checkpointing="adaptive")
+    engine, tokens, num_stopped = serve(make_executor(TOO_FEW, config), config, stops_every=stops_every)
+    counters = engine.scheduler.counters[ServiceClass.OFFLINE]
+    assert tokens == undisturbed
+    assert counters.num_preemptions > 0
+    assert counters.num_restored_tokens > 0
+    assert num_stopped > 1
