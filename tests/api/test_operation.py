@@ -273,7 +273,7 @@ def test_a_client_that_leaves_within_its_body_makes_no_noise(default_model: Path
         (("--kv-restore", "never"), "--kv-restore must be"),
         (("--victims", "first"), "--victims must be"),
         (("--host-kv-gib", "-1"), "--host-kv-gib must be"),
-        (("--host-kv-gib", "nan"), "--host-kv-gib must be"),
+        (("--host-kv-gib", "inf"), "--host-kv-gib must be a finite number of at least 0, got inf"),
         (("--host-kv-gib", "1e-7"), "--host-kv-gib"),
         (("--host-kv-gib", "100000"), "--host-kv-gib"),
         (("--host-kv-gib", "1", "--checkpointing", "none"), "--host-kv-gib 1 is of no use"),

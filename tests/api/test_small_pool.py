@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.api.servers import RunningServer, running_server
+from tests.api.servers import RunningServer, running_server, wait_until
 
 # 30 blocks of the default model in float32: 480 tokens, where the requests below come to 1,100.
 POOL = ("--dtype", "float32", "--kv-gib", "0.0207", "--host-kv-gib", "0.1")
@@ -30,6 +30,7 @@ def test_tokens_under_preemption_are_those_of_requests_alone(
 ) -> None:
     options = (*POOL, "--policy", policy, "--max-model-len", "400")
     with running_server(*options, data_dir=tmp_path) as server:
+        wait_until(lambda: "backfill:host_kv_cache" in server.http.get("/metrics").text, 10, "its gauges")
         alone = [complete(server, prompt, 80) for prompt in OFFLINE]
         alone += [complete(server, prompt, 20) for prompt in ONLINE]
         assert server.metric("backfill:num_preemptions_total") == 0

@@ -173,7 +173,7 @@ def build_engine_config(
         load_format=one_of("--load-format", load_format, ("auto", "safetensors", "dummy")),
         block_size=block_size,
         kv_bytes=_parse_gib("--kv-gib", kv_gib),
-        host_kv_bytes=0 if host_kv_gib == 0 else _parse_gib("--host-kv-gib", host_kv_gib, "0, or above it"),
+        host_kv_bytes=_parse_gib("--host-kv-gib", host_kv_gib, may_be_0=True),
         gpu_memory_utilization=gpu_memory_utilization,
         max_model_len=_parse_tokens(max_model_len),
         num_threads=threads,
@@ -272,11 +272,12 @@ def _parse_tokens(text: str | None) -> int | None:
     return int(digits) * factor
 
 
-def _parse_gib(option: str, gib: float | None, allowed: str = "above 0") -> int | None:
+def _parse_gib(option: str, gib: float | None, *, may_be_0: bool = False) -> int | None:
     if gib is None:
         return None
-    if not (math.isfinite(gib) and gib > 0):
-        raise ConfigError(f"{option} must be {allowed}, got {gib:g}.")
+    if not math.isfinite(gib) or gib < 0 or (gib == 0 and not may_be_0):
+        allowed = "of at least 0" if may_be_0 else "above 0"
+        raise ConfigError(f"{option} must be a finite number {allowed}, got {gib:g}.")
     return int(gib * GIB)
 
 

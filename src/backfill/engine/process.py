@@ -139,6 +139,7 @@ class EngineLoop:
 
     def _step_until_stopped(self) -> None:
         engine = self._engine
+        self._channel.send(StepReport([], engine.stats()))  # what an engine without work looks like
         while engine.num_failed_steps_in_a_row < _MAX_FAILED_STEPS:
             self._has_news.clear()
             # Commands first: a request they name has then arrived, and is among those admitted next.
