@@ -1,6 +1,8 @@
 # make serve, make test: everything from a fresh clone, with Python 3.11, make and a C++ compiler.
 # ARGS passes options on: make serve ARGS="--port 9000", make test ARGS="-k scheduler".
 PYTHON ?= python3.11
+# Tests run in so many processes at once; 0 runs them in one, as plain pytest does.
+WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 # An editable install remembers where each module was, so a changed list of files needs a new one.
@@ -8,9 +10,15 @@ MODULES := $(shell find src -name '*.py' | LC_ALL=C sort | cksum | cut -d' ' -f1
 SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*)
 RUNNABLE := $(VENV)/.runnable-$(MODULES)
 TESTABLE := $(VENV)/.testable-$(MODULES)
+# A file stays on one worker, with the fixtures that its tests share; in the order of collection, the slow files first.
+IN_PARALLEL := --dist loadfile --no-loadscope-reorder
 PIP := $(BIN)/pip install --disable-pip-version-check -c constraints.txt
 
-.PHONY: install install-dev serve test lint bench clean
+# What depends on the kernels, and which of their variants to run it with; by default all that this machine has.
+NUMERIC_TESTS := $(addprefix tests/,kernels models execution engine api cli bench/test_throughput.py)
+VARIANTS = $(shell $(BIN)/python -c 'from backfill.kernels.cpu import available_isas; print(*available_isas())')
+
+.PHONY: install install-dev serve test test-variants lint bench clean
 
 install: $(RUNNABLE)
 
@@ -32,7 +40,16 @@ serve: $(RUNNABLE)
 	@exec $(BIN)/backfill serve $(ARGS)
 
 test: $(TESTABLE)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) $(IN_PARALLEL) $(ARGS)
+
+# As other machines run them: BACKFILL_CPU_ISA limits our kernels and the libraries beside them.
+test-variants: $(TESTABLE)
+	@failed=; for isa in $(VARIANTS); do \
+	  echo "== BACKFILL_CPU_ISA=$$isa"; \
+	  BACKFILL_CPU_ISA=$$isa $(BIN)/python -m pytest -n $(WORKERS) $(IN_PARALLEL) $(NUMERIC_TESTS) $(ARGS) \
+	    || failed="$$failed $$isa"; \
+	done; \
+	echo "Ran with: $(VARIANTS). Failed with:$${failed:- none}."; test -z "$$failed"
 
 lint: $(TESTABLE)
 	$(BIN)/ruff check src tests benchmarks

@@ -5,6 +5,7 @@
 
 #include "decode_tiles.h"
 #include "prefill.h"
+#include "region_fault.h"
 
 namespace backfill::BACKFILL_VARIANT {
 
@@ -180,13 +181,21 @@ void attention(const AttentionArgs& args) {
   Plan plan = empty_plan(args, totals, most_keys, threads);
   plan_prefill(args, totals, threads, plan);
   plan_decode(args, most_keys, plan);
+  RegionFault fault;
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
 #pragma omp for schedule(dynamic, 1)
-    for (int64_t i = 0; i < plan.num_items; i++) run_item<T>(args, plan, plan.items[i]);
+    for (int64_t i = 0; i < plan.num_items; i++) {
+      try {
+        run_item<T>(args, plan, plan.items[i]);
+      } catch (...) {
+        fault.keep();
+      }
+    }
 #pragma omp for schedule(static)
     for (int64_t i = 0; i < plan.num_splits; i++) merge_split<T>(args, plan, plan.splits[i]);
   }
+  fault.rethrow();
 }
 
 }  // namespace backfill::BACKFILL_VARIANT

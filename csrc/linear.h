@@ -18,6 +18,7 @@
 
 #include <algorithm>
 
+#include "region_fault.h"
 #include "scratch.h"
 #include "tile_product.h"
 
@@ -312,6 +313,7 @@ BACKFILL_INLINE LinearPart part_of(int64_t thread, int64_t num_threads, int64_t 
 inline void linear(const LinearArgs& args) {
   if (args.rows == 0) return;
   const int64_t num_panels = (args.out_features + kPanel - 1) / kPanel;
+  RegionFault fault;
 #pragma omp parallel
   {
     const int64_t num_threads = omp_get_num_threads(), thread = omp_get_thread_num();
@@ -320,9 +322,16 @@ inline void linear(const LinearArgs& args) {
       multiply_few_rows(args, {0, args.rows, first, last});
     } else {
       const LinearPart part = part_of(thread, num_threads, args.rows, num_panels);
-      if (part.first_row < part.last_row && part.first_panel < part.last_panel) multiply_many_rows(args, part);
+      if (part.first_row < part.last_row && part.first_panel < part.last_panel) {
+        try {
+          multiply_many_rows(args, part);
+        } catch (...) {
+          fault.keep();
+        }
+      }
     }
   }
+  fault.rethrow();
 }
 
 }  // namespace backfill::BACKFILL_VARIANT

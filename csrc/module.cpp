@@ -13,6 +13,7 @@
 
 #include "copies.h"
 #include "isa.h"
+#include "scratch.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -153,6 +154,8 @@ NB_MODULE(_kernels, m) {
   m.def("supported_isas", &backfill::isa_names, "ISA variants this machine runs, the fastest last.");
   m.def("keep_freed_memory", &backfill::keep_freed_memory,
         "Tell malloc to keep freed memory in the process. False where the C library has no such setting.");
+  m.def("limit_scratch", &backfill::limit_scratch,
+        "Let kernels that need more working memory than this raise MemoryError: for tests.");
   const auto nogil = nb::call_guard<nb::gil_scoped_release>();
   m.def("copy_blocks", &backfill::copy_blocks_at, nogil,
         "Copy whole blocks from one pool to another; neither is touched elsewhere.");

@@ -1,11 +1,15 @@
 #include "scratch.h"
 
+#include <atomic>
+#include <cstdint>
 #include <cstdlib>
 #include <new>
 
 namespace backfill {
 
 namespace {
+
+std::atomic<std::size_t> most_bytes{SIZE_MAX};
 
 struct Buffer {
   void* data = nullptr;
@@ -29,8 +33,11 @@ struct Buffer {
 }  // namespace
 
 void* scratch(ScratchUse use, std::size_t bytes) {
+  if (bytes > most_bytes.load(std::memory_order_relaxed)) throw std::bad_alloc();
   thread_local Buffer buffers[kNumScratchUses];
   return buffers[use].grow(bytes);
 }
+
+void limit_scratch(std::size_t bytes) { most_bytes.store(bytes, std::memory_order_relaxed); }
 
 }  // namespace backfill

@@ -202,6 +202,21 @@ def test_a_copy_that_fails_is_raised_by_every_call_after_it(waits_for: CopyKinds
     copier.close()
 
 
+def test_copies_that_cannot_be_begun_end_the_copier_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    copier, _ = make_copier(make_pool())
+
+    def no_memory(*arguments: object) -> None:
+        raise MemoryError("none left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("backfill.execution.copies._pieces", no_memory)
+        with pytest.raises(MemoryError):
+            copier.begin(copies([(0, 0)]), (), CopyKinds.NONE)
+    with pytest.raises(RuntimeError, match="failed"):
+        copier.take_completed()
+    copier.close()
+
+
 def test_the_thread_ends_with_its_copier_and_leaves_the_pool() -> None:
     others = set(threading.enumerate())
     copier, host_pool = make_copier(make_pool())

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from torch import Tensor
 
+from backfill import _kernels  # type: ignore[attr-defined]
 from backfill.core.block import KVLayout
+from backfill.core.errors import ConfigError
 from backfill.kernels.base import AttentionBatch
-from backfill.kernels.cpu import ISA_VARIABLE, CpuKernels, TiledLinear, available_isas
+from backfill.kernels.cpu import CpuKernels, TiledLinear, available_isas
+from backfill.kernels.isa import ISA_VARIABLE
 from backfill.kernels.reference import ReferenceKernels
 from tests.kernels.batches import make_batch, make_pool
 
@@ -160,6 +163,31 @@ def test_attention_with_large_scores_stays_finite(kernels: CpuKernels, dtype: to
     torch.testing.assert_close(out, expected, rtol=2e-2, atol=0.5)
 
 
+@pytest.fixture
+def scratch_limit() -> Iterator[Callable[[int], None]]:
+    """Sets how many bytes of working memory a thread of a kernel can have."""
+    yield _kernels.limit_scratch
+    _kernels.limit_scratch(1 << 62)
+
+
+@pytest.mark.parametrize("mix", ["decode", "prompts"])
+@pytest.mark.parametrize(
+    "most_bytes", [0, 1000]
+)  # too little to plan the items; enough for that, not for one
+def test_attention_without_memory_raises_and_the_next_call_succeeds(
+    kernels: CpuKernels,
+    dtype: torch.dtype,
+    mix: str,
+    most_bytes: int,
+    scratch_limit: Callable[[int], None],
+) -> None:
+    scratch_limit(most_bytes)
+    with pytest.raises(MemoryError):
+        check_attention(kernels, (9, 3, 64, 16), MIXES[mix], dtype, seeded("no memory", mix))
+    scratch_limit(1 << 30)
+    check_attention(kernels, (9, 3, 64, 16), MIXES[mix], dtype, seeded("no memory", mix))
+
+
 def test_attention_of_an_empty_batch(kernels: CpuKernels, dtype: torch.dtype) -> None:
     pool = torch.zeros(2, 1, 2, 1, 16, 64, dtype=dtype)
     empty = torch.zeros(0, dtype=torch.int64)
@@ -278,6 +306,20 @@ def test_linear_of_many_inputs(isa: str, out_size: int, in_size: int, rows: int)
 
 
 @pytest.mark.parametrize("isa", TILED_ISAS)
+def test_linear_without_memory_raises_and_the_next_call_succeeds(
+    isa: str, scratch_limit: Callable[[int], None]
+) -> None:
+    generator = seeded("no memory")
+    weight, x = (random_rows(generator, size, 64, dtype=torch.bfloat16) for size in (96, 300))
+    linear = CpuKernels(isa).linear(weight)
+    scratch_limit(0)
+    with pytest.raises(MemoryError):
+        linear(x)
+    scratch_limit(1 << 30)
+    assert_close(linear(x), REFERENCE.linear(weight)(x))
+
+
+@pytest.mark.parametrize("isa", TILED_ISAS)
 def test_linear_called_from_two_threads_at_once(isa: str) -> None:
     generator = seeded("threads")
     linear = CpuKernels(isa).linear(random_rows(generator, 320, 1600, dtype=torch.bfloat16) / 40)
@@ -317,6 +359,9 @@ def test_the_environment_chooses_the_isa(monkeypatch: pytest.MonkeyPatch) -> Non
     assert CpuKernels().isa == "generic"
     monkeypatch.delenv(ISA_VARIABLE)
     assert CpuKernels().isa == available_isas()[-1]
+    monkeypatch.setenv(ISA_VARIABLE, "z80")
+    with pytest.raises(ConfigError, match=r"BACKFILL_CPU_ISA: this machine has generic.*, got 'z80'"):
+        CpuKernels()
     with pytest.raises(ValueError, match="isa z80"):
         CpuKernels("z80")
 

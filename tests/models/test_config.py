@@ -265,6 +265,18 @@ def test_generation_defaults(tmp_path: Path) -> None:
         GenerationDefaults.from_folder(tmp_path)
 
 
+def test_end_tokens_outside_the_vocabulary_are_left_out_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [3, 128, 9223372036854775808]}')
+    config, defaults = parse(tmp_path, eos_token_id=[2, 777]), GenerationDefaults.from_folder(tmp_path)
+    assert end_token_ids(config, defaults) == (2, 3)
+    assert "vocabulary of 128: 128, 777, 9223372036854775808;" in caplog.text
+    caplog.clear()
+    assert end_token_ids(parse(tmp_path, eos_token_id=127), GenerationDefaults()) == (127,)
+    assert caplog.text == ""
+
+
 def test_absent_token_ids_take_the_architecture_s_defaults(tmp_path: Path) -> None:
     assert parse(tmp_path, eos_token_id=...).eos_token_ids == (2,)
     assert parse(tmp_path, eos_token_id=None).eos_token_ids == ()

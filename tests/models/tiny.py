@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -79,3 +80,16 @@ def save_tiny_llama_config(folder: Path, **changes: Any) -> None:
         **changes,
     }
     transformers.LlamaConfig(**config).save_pretrained(folder)
+
+
+def save_small_model(folder: Path, tokenizer: Path) -> None:
+    """A random model that answers in milliseconds, with the vocabulary and the tokenizer files of another.
+
+    A token takes 1 KiB of KV in float32: 4 layers, K and V of 2 heads of 16.
+    """
+    save_tiny_model(
+        "llama", folder, vocab_size=49152, hidden_size=64, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=32768,
+    )  # fmt: skip
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tokenizer / name, folder)

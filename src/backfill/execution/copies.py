@@ -26,8 +26,8 @@ _POLL_S = 50e-6
 class BlockCopier(Protocol):
     """Copies blocks in the order in which they were begun, beside whatever else runs.
 
-    A copy that fails ends the copier: every call after that raises, since what is in the pools is not known
-    any more.
+    A copy that fails, or cannot be begun, ends the copier: every call after that raises, since what is in the
+    pools is not known any more.
     """
 
     def begin(
@@ -103,8 +103,12 @@ class ThreadBlockCopier:
     def begin(
         self, checkpoint: Sequence[BlockCopy], restore: Sequence[BlockCopy], waits_for: CopyKinds
     ) -> None:
-        pieces = list(_pieces(checkpoint, restore, waits_for, self._blocks_per_piece))
-        self._queue.put(pieces)
+        try:
+            pieces = list(_pieces(checkpoint, restore, waits_for, self._blocks_per_piece))
+            self._queue.put(pieces)
+        except Exception as error:  # the control plane takes them to be under way
+            self._queue.fail(error)
+            raise
         awaited = [index for index, piece in enumerate(pieces) if not piece.is_reported]
         if awaited:
             self._queue.wait_until_left(len(pieces) - 1 - awaited[-1])
@@ -155,7 +159,7 @@ class _CopyQueue:
 
     def fail(self, error: Exception) -> None:
         with self._changed:
-            self._error = error
+            self._error = self._error or error
             self._changed.notify_all()
 
     def close(self) -> None:

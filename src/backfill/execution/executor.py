@@ -71,8 +71,9 @@ class Executor(Protocol):
     def run(self, plan: StepPlan) -> StepOutcome:
         """Begin the plan's copies, then compute its slices and sample. Blocks until the slices are done.
 
-        If it raises, no token was sampled; the KV of the plan's slices is undefined, all other KV
-        and all request state are as before. Its copies have begun and are reported once complete.
+        If it raises, no token was sampled; what is kept of the plan's requests, and the KV of its slices, is
+        undefined, all else is as before. Its copies have begun and are reported once complete. Those requests
+        are released before they are admitted again; releasing one that is not known does nothing.
         """
         ...
 

@@ -30,14 +30,12 @@ logger = logging.getLogger(__name__)
 def profile_key(config: EngineConfig, executor: TorchExecutor) -> ProfileKey:
     """What a profile of this executor holds for: the model's shape, the device and its kernels, the dtype."""
     model = ModelConfig.from_folder(config.model_dir)
-    shape = f"{model.architecture}-{model.num_layers}x{model.hidden_size}"
-    digest = hashlib.sha256(repr(astuple(model)).encode()).hexdigest()[:8]
     info = executor.info
     if info.device.startswith("cuda"):
         device = torch.cuda.get_device_name(torch.device(info.device))
     else:
         device = f"{_processor_name()}, {CpuKernels().isa}, {torch.get_num_threads()} threads"
-    return ProfileKey(f"{shape}-{digest}", device, info.dtype)
+    return ProfileKey(model.shape_key, device, info.dtype)
 
 
 def profile_path(key: ProfileKey) -> Path:

@@ -18,9 +18,9 @@ from torch import Tensor
 
 # After torch: both use the OpenMP runtime that torch brings, so that there is one pool of threads.
 from backfill import _kernels  # type: ignore[attr-defined]
+from backfill.core.errors import ConfigError
 from backfill.kernels.base import AttentionBatch, Linear
-
-ISA_VARIABLE = "BACKFILL_CPU_ISA"
+from backfill.kernels.isa import ISA_VARIABLE
 
 _TYPE_CODES = {torch.bfloat16: 0, torch.float32: 1}
 
@@ -37,6 +37,14 @@ _TILE_DEPTH = 32
 def available_isas() -> list[str]:
     """Instruction set variants this machine runs, the fastest last."""
     return list(_kernels.supported_isas())
+
+
+def _isa_of_environment() -> str:
+    """The variant that the environment names; "" for the best one."""
+    isa = os.environ.get(ISA_VARIABLE, "")
+    if isa and isa not in available_isas():
+        raise ConfigError(f"{ISA_VARIABLE}: this machine has {', '.join(available_isas())}, got {isa!r}.")
+    return isa
 
 
 class TorchLinear:
@@ -167,11 +175,12 @@ class CpuKernels:
 
     Args:
         isa: one of ``available_isas()``; by default the environment's ``BACKFILL_CPU_ISA``, else the best.
-    Raises: ValueError if the machine lacks ``isa``, and from every operator for a tensor that does not fit.
+    Raises: ValueError if the machine lacks ``isa``, ConfigError if it lacks the environment's, and ValueError
+        from every operator for a tensor that does not fit.
     """
 
     def __init__(self, isa: str | None = None) -> None:
-        self._cpp = _kernels.KernelSet(isa or os.environ.get(ISA_VARIABLE, ""))
+        self._cpp = _kernels.KernelSet(isa or _isa_of_environment())
         _kernels.keep_freed_memory()
         self._packs_bfloat16 = torch.backends.mkldnn.is_available() and bool(  # type: ignore[no-untyped-call]
             torch.ops.mkldnn._is_mkldnn_bf16_supported()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import hashlib
+from dataclasses import astuple, dataclass
 from enum import StrEnum
 from pathlib import Path
 
@@ -61,6 +62,12 @@ class ModelConfig:
     word_embed_proj_dim: int = 0  # opt: width of the embedding table; project_in/out exist if != hidden_size
     do_layer_norm_before: bool = True  # opt
     final_layer_norm: bool = True  # opt: False for opt-350m
+
+    @property
+    def shape_key(self) -> str:
+        """The shape in words and a digest of all there is to it: models with the same one cost the same."""
+        digest = hashlib.sha256(repr(astuple(self)).encode()).hexdigest()[:8]
+        return f"{self.architecture}-{self.num_layers}x{self.hidden_size}-{digest}"
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> ModelConfig:

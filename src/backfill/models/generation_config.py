@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
 from backfill.models.config import ModelConfig
 from backfill.models.fields import Fields
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +48,17 @@ def end_token_ids(
 ) -> tuple[int, ...]:
     """Every id that ends a sequence, ascending: the union of what the three files say.
 
-    They disagree in practice: chat models end a turn with a token only one of them names.
+    They disagree in practice: chat models end a turn with a token only one of them names. An id outside the
+    vocabulary, which the model can never give, is left out with a warning.
     """
     ids = {*config.eos_token_ids, *generation.eos_token_ids}
     if tokenizer_eos_id is not None:
         ids.add(tokenizer_eos_id)
-    return tuple(sorted(ids))
+    outside = sorted(token_id for token_id in ids if not 0 <= token_id < config.vocab_size)
+    if outside:
+        logger.warning(
+            "the model's files name end tokens outside its vocabulary of %d: %s; they are ignored",
+            config.vocab_size,
+            ", ".join(map(str, outside)),
+        )
+    return tuple(sorted(ids.difference(outside)))

@@ -1,6 +1,7 @@
 """Tiny GGUF files of every architecture, as llama.cpp's converter writes them."""
 
 import json
+import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -144,6 +145,28 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def header(*, num_tensors: int = 0, num_fields: int = 0) -> bytes:
+    """What a file of version 3 begins with; the counts may be lies."""
+    return struct.pack("<4sIQQ", b"GGUF", 3, num_tensors, num_fields)
+
+
+def string(text: str, num_bytes: int | None = None) -> bytes:
+    """A string of the header, which says it has ``num_bytes``."""
+    encoded = text.encode()
+    return struct.pack("<Q", len(encoded) if num_bytes is None else num_bytes) + encoded
+
+
+def array_field(kind: int, length: int) -> bytes:
+    """A metadata field up to the values: an array that says it has ``length`` of ``GGUFValueType`` kind."""
+    return string("k") + struct.pack("<IIQ", gguf.GGUFValueType.ARRAY, kind, length)
+
+
+def tensor_header(name: str, *dims: int, num_dims: int | None = None, offset: int = 0) -> bytes:
+    """A float32 tensor of ``dims``, the fastest first, which says it has ``num_dims``."""
+    number = len(dims) if num_dims is None else num_dims
+    return string(name) + struct.pack(f"<I{len(dims)}QIQ", number, *dims, Quant.F32, offset)
 
 
 def add_field(writer: gguf.GGUFWriter, key: str, value: Any) -> None:

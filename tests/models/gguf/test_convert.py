@@ -196,3 +196,9 @@ def test_existing_folder_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="cannot write"):
         convert_gguf(source, tmp_path / "out")
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
+
+
+def test_more_layers_than_tensors_are_refused(tmp_path: Path) -> None:
+    source = write_tiny(tmp_path / "m.gguf", extra={"llama.block_count": 4_000_000_000})
+    with pytest.raises(CorruptModel, match="block_count is 4000000000, but there are 11 tensors"):
+        convert_gguf(source, tmp_path / "out")

@@ -1,11 +1,14 @@
 import struct
+import tracemalloc
 from pathlib import Path
 
 import pytest
 
 from backfill.core.errors import CorruptModel, ModelNotFound, UnsupportedModel
 from backfill.models.gguf import GgufFile
-from tests.models.gguf.builders import write_tiny
+from tests.models.gguf.builders import array_field, header, string, tensor_header, write_tiny
+
+U8, U32, STRING, U64 = 0, 4, 8, 10
 
 
 def test_every_truncation_is_found(tmp_path: Path) -> None:
@@ -18,19 +21,57 @@ def test_every_truncation_is_found(tmp_path: Path) -> None:
             GgufFile(path)
 
 
-def test_lengths_beyond_the_file_are_refused_at_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (
+            header(num_tensors=1 << 60),
+            f"byte 24 begins {1 << 60} tensors, but the file can hold at most 41666",
+        ),
+        (header(num_tensors=41_667), "41667 tensors, but the file can hold at most 41666"),
+        (header(num_fields=1 << 63), f"{1 << 63} metadata fields, but the file can hold at most 76923"),
+        (header(num_fields=76_924), "76924 metadata fields, but the file can hold at most 76923"),
+        (header(num_fields=1) + array_field(U8, 1 << 60), f"{1 << 60} values of an array.* at most 1000000"),
+        (header(num_fields=1) + array_field(U32, 250_001), "250001 values of an array.* at most 250000"),
+        (header(num_fields=1) + array_field(U64, 1 << 61), f"{1 << 61} values of an array.* at most 125000"),
+        (header(num_fields=1) + array_field(STRING, 125_001), "125001 strings of an array.* at most 125000"),
+        (header(num_fields=1) + array_field(9, 1 << 60), "metadata value of type 9"),
+        (header(num_fields=1) + string("k") + struct.pack("<I", 77), "metadata value of type 77"),
+        (header(num_fields=1) + string("", 1 << 63), f"{1 << 63} bytes of a string.* at most 1000000"),
+        (header(num_tensors=1) + string("", 1_000_001), "1000001 bytes of a string.* at most 1000000"),
+        (header(num_tensors=1) + tensor_header("t", num_dims=5), "tensor 't' has 5 dimensions, more than 4"),
+        (header(num_tensors=1) + tensor_header("t", num_dims=1 << 31), "has 2147483648 dimensions"),
+        (
+            header(num_tensors=1) + tensor_header("t", 1 << 62, 1 << 62, 1 << 62, 1 << 62),
+            rf"takes {4 << 248} bytes, but the file holds 9999\d\d",
+        ),
+        (header(num_tensors=1) + tensor_header("t", 250_001), r"takes 1000004 bytes, but the file holds"),
+        (
+            header(num_tensors=1) + tensor_header("t", 1, offset=1 << 63),
+            "takes 4 bytes, but the file holds 0",
+        ),
+    ],
+)
+def test_counts_beyond_the_file_are_refused_before_memory_is_taken(
+    content: bytes, message: str, tmp_path: Path
+) -> None:
     path = tmp_path / "m.gguf"
-    preamble = struct.pack("<4sIQQ", b"GGUF", 3, 0, 1) + struct.pack("<Q1s", 1, b"k")
-    for value in (
-        struct.pack("<IIQ", 9, 0, 1 << 60),
-        struct.pack("<IIQ", 9, 8, 1 << 60),
-        struct.pack("<IQ", 8, 1 << 63),
-        struct.pack("<IIQ", 9, 9, 1 << 60),
-        struct.pack("<I", 77),
-    ):
-        path.write_bytes(preamble + value + bytes(1000))
-        with pytest.raises(CorruptModel):
+    path.write_bytes(content + bytes(1_000_000))
+    tracemalloc.start()
+    try:
+        with pytest.raises(CorruptModel, match=message):
             GgufFile(path)
+        assert tracemalloc.get_traced_memory()[1] < 500_000
+    finally:
+        tracemalloc.stop()
+
+
+def test_tensors_are_counted_again_behind_the_metadata(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    fields = string("k") + struct.pack("<I", STRING) + string("x" * 2400)
+    path.write_bytes(header(num_tensors=100, num_fields=1) + fields + bytes(240))
+    with pytest.raises(CorruptModel, match="100 tensors, but the file can hold at most 10"):
+        GgufFile(path)
 
 
 def test_other_files(tmp_path: Path) -> None:

@@ -119,7 +119,7 @@ def _hf_config(file: GgufFile) -> dict[str, Any]:
         "hidden_act": "silu",
         "hidden_size": hidden_size,
         "intermediate_size": _uniform(file, f"{arch}.feed_forward_length"),
-        "num_hidden_layers": file.need(f"{arch}.block_count", int),
+        "num_hidden_layers": _num_layers(file, arch),
         "num_attention_heads": num_heads,
         "num_key_value_heads": _uniform(file, f"{arch}.attention.head_count_kv", num_heads),
         "head_dim": head_dim,
@@ -135,6 +135,16 @@ def _hf_config(file: GgufFile) -> dict[str, Any]:
         "pad_token_id": file.get("tokenizer.ggml.padding_token_id", int),
         "torch_dtype": "bfloat16",
     }
+
+
+def _num_layers(file: GgufFile, arch: str) -> int:
+    """The model's number of layers. Raises: CorruptModel where the file has not even a tensor for each."""
+    count: int = file.need(f"{arch}.block_count", int)
+    if count > len(file.tensors):
+        raise CorruptModel(
+            f"{file.path}: {arch}.block_count is {count}, but there are {len(file.tensors)} tensors"
+        )
+    return count
 
 
 def _refuse_unmapped(file: GgufFile, arch: str) -> None:

@@ -24,6 +24,10 @@ from backfill.core.errors import CorruptModel, ModelNotFound, UnsupportedModel
 
 _MAX_DIMS = 4
 _DEFAULT_ALIGNMENT = 32  # bytes
+# The fewest bytes each takes in a header: a key or name of no characters, and the least that must follow.
+_MIN_STRING_BYTES = 8
+_MIN_FIELD_BYTES = _MIN_STRING_BYTES + 4 + 1  # type, value
+_MIN_TENSOR_BYTES = _MIN_STRING_BYTES + 4 + 4 + 8  # number of dimensions, type, offset
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +131,15 @@ class _Cursor:
         self.offset = start + size
         return start
 
+    def check_count(self, what: str, count: int, item_bytes: int) -> None:
+        """Raise CorruptModel unless ``count`` items of ``item_bytes`` or more fit into the rest."""
+        most = (len(self.data) - self.offset) // item_bytes
+        if count > most:
+            raise CorruptModel(
+                f"{self.path} is damaged or truncated: byte {self.offset} begins {count} {what}, "
+                f"but the file can hold at most {most}"
+            )
+
     def number(self, code: str) -> Any:
         """The next number, of ``code`` as in the struct module."""
         return struct.unpack_from("<" + code, self.data, self.take(struct.calcsize("<" + code)))[0]
@@ -134,6 +147,7 @@ class _Cursor:
     def text(self) -> str:
         """The next string. Raises: CorruptModel beyond the end or for bytes that are not UTF-8."""
         size = self.number("Q")
+        self.check_count("bytes of a string", size, 1)
         start = self.take(size)
         try:
             return self.data[start : start + size].decode()
@@ -150,9 +164,11 @@ class _Cursor:
 
     def _array(self, kind: int, length: int) -> list[Any]:
         if kind == GGUFValueType.STRING:
+            self.check_count("strings of an array", length, _MIN_STRING_BYTES)
             return [self.text() for _ in range(length)]
         # Scalars at once: a vocabulary has several hundred thousand.
         dtype = np.dtype("<" + self._code(kind))
+        self.check_count("values of an array", length, dtype.itemsize)
         start = self.take(length * dtype.itemsize)
         values: list[Any] = np.frombuffer(self.data, dtype, length, start).tolist()
         return values
@@ -172,11 +188,15 @@ def _read_preamble(cursor: _Cursor) -> tuple[int, int]:
     version = cursor.number("I")
     if version not in (2, 3):
         raise UnsupportedModel(f"{cursor.path}: GGUF version {version} is not supported; supported: 2, 3")
-    return cursor.number("Q"), cursor.number("Q")
+    num_tensors, num_fields = cursor.number("Q"), cursor.number("Q")
+    cursor.check_count("tensors", num_tensors, _MIN_TENSOR_BYTES)
+    cursor.check_count("metadata fields", num_fields, _MIN_FIELD_BYTES)
+    return num_tensors, num_fields
 
 
 def _read_tensors(cursor: _Cursor, count: int, fields: Mapping[str, Any]) -> Iterator[GgufTensor]:
     """The tensors whose headers come next, as views of the data behind. Raises as ``GgufFile``."""
+    cursor.check_count("tensors", count, _MIN_TENSOR_BYTES)  # again: the metadata lies before them
     headers = [_read_tensor_header(cursor) for _ in range(count)]
     alignment = fields.get("general.alignment", _DEFAULT_ALIGNMENT)
     if not isinstance(alignment, int) or alignment < 1:
@@ -190,8 +210,12 @@ def _read_tensors(cursor: _Cursor, count: int, fields: Mapping[str, Any]) -> Ite
                 f"{cursor.path}: tensor {name[:60]!r} has shape {list(shape)}, impossible in {kind.name}"
             )
         num_rows, row_bytes = math.prod(shape[:-1]), shape[-1] // block * block_bytes
-        if base + offset + num_rows * row_bytes > len(cursor.data):
-            raise CorruptModel(f"{cursor.path} is truncated: it ends within tensor {name[:60]!r}")
+        num_left = max(0, len(cursor.data) - base - offset)
+        if num_rows * row_bytes > num_left:
+            raise CorruptModel(
+                f"{cursor.path} is damaged or truncated: tensor {name[:60]!r} of shape {list(shape)} takes "
+                f"{num_rows * row_bytes} bytes, but the file holds {num_left} from where it begins"
+            )
         raw = np.frombuffer(cursor.data, np.uint8, num_rows * row_bytes, base + offset)
         yield GgufTensor(name, shape, kind, raw.reshape(num_rows, row_bytes))
 
@@ -200,7 +224,9 @@ def _read_tensor_header(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int
     """Name, shape, type and offset in bytes from where the data begins. Raises: CorruptModel."""
     name, num_dims = cursor.text(), cursor.number("I")
     if num_dims > _MAX_DIMS:
-        raise CorruptModel(f"{cursor.path} is damaged: tensor {name[:60]!r} has {num_dims} dimensions")
+        raise CorruptModel(
+            f"{cursor.path} is damaged: tensor {name[:60]!r} has {num_dims} dimensions, more than {_MAX_DIMS}"
+        )
     dims = [cursor.number("Q") for _ in range(num_dims)]
     # The file has the fastest dimension first.
     return name, tuple(reversed(dims)), cursor.number("I"), cursor.number("Q")
