@@ -91,6 +91,9 @@ class ScriptedExecutor:
 
     It keeps what it was told of each request, so a plan that names an unknown request, skips a
     token, or reuses a block of another live request fails here.
+
+    Attributes:
+        fail_at_step: this step raises, after it took in ``num_admitted_by_failure`` of its requests.
     """
 
     def __init__(self, info: ExecutorInfo, next_token: int = 7) -> None:
@@ -99,15 +102,21 @@ class ScriptedExecutor:
         self.plans: list[StepPlan] = []
         self.num_tokens: dict[RequestId, int] = {}
         self.fail_at_step: int | None = None
+        self.num_admitted_by_failure: int | None = None  # all
+        self._perhaps_known: set[RequestId] = set()
 
     def run(self, plan: StepPlan) -> StepOutcome:
         self.plans.append(plan)
+        fails = self.fail_at_step == plan.step
         for request_id in plan.released:
-            del self.num_tokens[request_id]
-        for admitted in plan.admitted:
+            assert request_id in self.num_tokens or request_id in self._perhaps_known
+            self.num_tokens.pop(request_id, None)
+            self._perhaps_known.discard(request_id)
+        for admitted in plan.admitted[: self.num_admitted_by_failure if fails else None]:
             assert admitted.request_id not in self.num_tokens
             self.num_tokens[admitted.request_id] = len(admitted.prompt_token_ids)
-        if self.fail_at_step == plan.step:
+        if fails:
+            self._perhaps_known |= {admitted.request_id for admitted in plan.admitted}
             raise RuntimeError("scripted failure")
         blocks = [ref >> 1 for piece in plan.slices for ref in piece.blocks]
         assert len(blocks) == len(set(blocks)), "a block is in two requests' tables"
@@ -174,6 +183,7 @@ class TwoTierExecutor(ScriptedExecutor):
         stopped, layers_done = self._stopped(plan)
         if plan.slices and self._rng.random() < self._fails:
             self.fail_at_step = plan.step
+            self.num_admitted_by_failure = self._rng.randint(0, len(plan.admitted))
         for piece in plan.slices:
             is_undefined = piece.request_id in stopped or self.fail_at_step == plan.step
             self._write(piece, None if is_undefined else piece.request_id)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import msgspec
+import pytest
 
 from backfill.core.clock import VirtualClock
 from backfill.core.config import SchedulerConfig
@@ -65,18 +66,75 @@ def test_what_can_never_be_served_is_refused_and_the_engine_goes_on() -> None:
     assert len(run_to_end(engine)) == 1
 
 
-def test_a_failing_step_ends_its_requests_and_no_others() -> None:
+def test_a_failing_step_ends_requests_that_have_sent_tokens_and_no_others() -> None:
     engine, executor = make_engine()
     executor.fail_at_step = 1
-    for i in range(4):
+    for i in range(3):
         engine.add(make_request(request_id=f"in{i}", max_tokens=4))
+    engine.step()
+    engine.add(make_request(request_id="new", max_tokens=4))
     waiting = make_request(request_id="waiting", max_tokens=2, arrived_at_s=1.0)
     engine.add(waiting)
     outputs = run_to_end(engine)
-    failed = {o.request_id for o in outputs if o.finish_reason is FinishReason.ERROR}
-    assert failed == {"in0", "in1", "in2", "in3"}
+    failed = {o.request_id: o.num_lost for o in outputs if o.finish_reason is FinishReason.ERROR}
+    assert failed == {"in0": 4, "in1": 4, "in2": 4}, "with how many they were in the step"
+    assert [o.token_id for o in outputs if o.request_id == "new"] == [7] * 4
     assert waiting.finish_reason is FinishReason.LENGTH
     assert engine.scheduler.blocks.usage_frac == 0.0
+
+
+@pytest.mark.parametrize("num_admitted", [0, 1, 2])
+@pytest.mark.parametrize("service_class", ServiceClass)
+def test_requests_that_have_sent_nothing_survive_a_failed_step_once(
+    service_class: ServiceClass, num_admitted: int
+) -> None:
+    engine, executor = make_engine()
+    executor.num_admitted_by_failure = num_admitted
+    for name in ("a", "b"):
+        engine.add(make_request(request_id=name, max_tokens=3, service_class=service_class))
+    executor.fail_at_step = 0
+    assert engine.step() == []
+    engine.scheduler.check_integrity()
+    outputs = run_to_end(engine)
+    for name in ("a", "b"):
+        assert [output.token_id for output in outputs if output.request_id == name] == [7, 7, 7]
+    engine.step()
+    assert executor.num_tokens == {}, "the executor was told to forget all"
+
+
+def test_a_request_is_retried_once() -> None:
+    engine, executor = make_engine()
+    engine.add(make_request(request_id="a"))
+    for step in range(2):
+        executor.fail_at_step = step
+        outputs = engine.step()
+    (output,) = outputs
+    assert (output.finish_reason, output.num_lost) == (FinishReason.ERROR, 1)
+    assert not engine.has_unfinished
+
+
+def test_a_retried_request_may_be_aborted_before_it_runs_again() -> None:
+    engine, executor = make_engine()
+    engine.add(make_request(request_id="a"))
+    executor.fail_at_step = 0
+    engine.step()
+    engine.abort([RequestId("a")])
+    engine.add(make_request(request_id="a", max_tokens=2))
+    assert [output.token_id for output in run_to_end(engine)] == [7, 7]
+
+
+def test_only_a_step_that_computes_ends_a_row_of_failures() -> None:
+    engine, executor = make_engine()
+    engine.add(make_request(request_id="a", max_tokens=3))
+    for step in range(2):
+        executor.fail_at_step = step
+        engine.step()
+    engine.step()
+    assert executor.plans[-1].released and not executor.plans[-1].slices
+    assert engine.num_failed_steps_in_a_row == 2
+    engine.add(make_request())
+    engine.step()
+    assert engine.num_failed_steps_in_a_row == 0
 
 
 def test_aborting_frees_everything_whenever_it_comes() -> None:
@@ -132,6 +190,7 @@ def test_messages_survive_the_wire() -> None:
             [
                 TokenOutput(RequestId("r"), 7, logprobs),
                 TokenOutput(RequestId("r"), 8, finish_reason=FinishReason.STOP, stop_token_id=8),
+                TokenOutput(RequestId("s"), None, finish_reason=FinishReason.ERROR, num_lost=3),
             ],
             engine.stats(),
         ),

@@ -1,4 +1,7 @@
-"""Tokens of the real default model: equal to transformers', however they are batched, cut or preempted."""
+"""Tokens of the real default model are transformers'; however they are batched, cut or preempted, the same.
+
+The latter is held with a small random model: what changes a batch's shape does not look at the weights.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +24,10 @@ from backfill.generation.tokenizer import Tokenizer
 from tests.builders import make_request
 
 NUM_NEW_TOKENS = 20
+# A step takes as long for one prompt as for many; these reach into the next block.
+NUM_TOKENS_ALONE = 10
+# Prompts in one pass through transformers' model.
+NUM_COMPARED_AT_ONCE = 9
 TOPICS = [
     "the sea", "a train", "winter", "an old clock", "bread", "the moon", "a small robot", "gravity", "chess",
     "coffee", "rivers", "glass", "volcanoes", "a lighthouse", "honey", "maps", "silence", "the number seven",
@@ -38,33 +45,22 @@ def prompts(default_model: Path) -> list[list[int]]:
     return chats + plain
 
 
-@pytest.fixture(scope="module")
-def expected(default_model: Path, prompts: list[list[int]]) -> list[list[int]]:
-    model = AutoModelForCausalLM.from_pretrained(default_model, dtype=torch.float32).eval()
-    outputs = []
-    for prompt in prompts:
-        generated = model.generate(
-            torch.tensor([prompt]),
-            attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
-            max_new_tokens=NUM_NEW_TOKENS,
-            do_sample=False,
-            pad_token_id=0,
-        )
-        outputs.append(generated[0, len(prompt) :].tolist())
-    return outputs
-
-
-@pytest.fixture(scope="module")
-def executor(default_model: Path) -> TorchExecutor:
+def create_executor(model: Path, num_threads: int | None = None) -> TorchExecutor:
     return create_torch_executor(
         EngineConfig(
-            model_dir=str(default_model),
+            model_dir=str(model),
             dtype="float32",
             block_size=8,  # small blocks, so that requests outgrow them often
             kv_bytes=256 << 20,
             max_model_len=512,
+            num_threads=num_threads,
         )
     )
+
+
+@pytest.fixture(scope="module")
+def executor(small_model: Path) -> TorchExecutor:
+    return create_executor(small_model, num_threads=1)
 
 
 class WithFewerBlocks:
@@ -76,12 +72,16 @@ class WithFewerBlocks:
 
 
 def generate(
-    executor: TorchExecutor, prompts: Sequence[list[int]], num_blocks: int | None = None, **limits: int
+    executor: TorchExecutor,
+    prompts: Sequence[list[int]],
+    num_blocks: int | None = None,
+    num_new_tokens: int = NUM_NEW_TOKENS,
+    **limits: int,
 ) -> tuple[list[list[int]], Engine]:
     """Greedy outputs of all prompts through one engine, its books checked after every step."""
     engine = Engine(SchedulerConfig(**limits), WithFewerBlocks(executor, num_blocks), WallClock())
     requests = [
-        make_request(prompt_token_ids=prompt, max_tokens=NUM_NEW_TOKENS, request_id=f"r{index}")
+        make_request(prompt_token_ids=prompt, max_tokens=num_new_tokens, request_id=f"r{index}")
         for index, prompt in enumerate(prompts)
     ]
     for request in requests:
@@ -99,20 +99,52 @@ def test_there_are_enough_prompts(prompts: list[list[int]]) -> None:
     assert len(prompts) >= 50
 
 
+@torch.inference_mode()
+def test_greedy_tokens_equal_transformers(default_model: Path, prompts: list[list[int]]) -> None:
+    executor = create_executor(default_model)
+    # Chunks of prompts beside decodes, and fewer places than prompts.
+    outputs, _ = generate(executor, prompts, max_num_seqs=32, max_prefill_chunk_tokens=16)
+    model = AutoModelForCausalLM.from_pretrained(default_model, dtype=torch.float32).eval()
+    for first in range(0, len(prompts), NUM_COMPARED_AT_ONCE):
+        compared = range(first, min(first + NUM_COMPARED_AT_ONCE, len(prompts)))
+        prefixes = [prompts[index] + outputs[index][:-1] for index in compared]
+        longest = max(map(len, prefixes))
+        # Attention is causal: what is added on the right changes nothing before it.
+        logits = model(torch.tensor([each + [0] * (longest - len(each)) for each in prefixes])).logits
+        for index, prefix, choices in zip(compared, prefixes, logits.argmax(-1).tolist(), strict=True):
+            output = outputs[index]
+            assert len(output) == NUM_NEW_TOKENS or output[-1] in executor.info.end_token_ids
+            # One pass gives its choice after every prefix: if each is ours, its greedy output is ours.
+            assert choices[len(prompts[index]) - 1 : len(prefix)] == output
+
+
+@pytest.fixture(scope="module")
+def expected(executor: TorchExecutor, prompts: list[list[int]]) -> list[list[int]]:
+    """What all prompts yield together."""
+    outputs, _ = generate(executor, prompts, max_num_seqs=64)
+    assert len({tuple(output) for output in outputs}) == len(outputs), "tokens depend on the prompt"
+    return outputs
+
+
 @pytest.mark.parametrize(
     "limits",
     [
-        pytest.param({"max_num_seqs": 64}, id="batched"),
-        pytest.param({"max_num_seqs": 1}, id="alone"),
         pytest.param({"max_num_seqs": 12, "max_num_batched_tokens": 19}, id="chunked"),
         pytest.param({"max_num_seqs": 24, "max_prefill_chunk_tokens": 7}, id="small-chunks"),
     ],
 )
-def test_greedy_tokens_equal_transformers(
+def test_tokens_do_not_depend_on_the_chunks(
     executor: TorchExecutor, prompts: list[list[int]], expected: list[list[int]], limits: dict[str, int]
 ) -> None:
     outputs, _ = generate(executor, prompts, **limits)
     assert outputs == expected
+
+
+def test_tokens_of_a_prompt_alone(
+    executor: TorchExecutor, prompts: list[list[int]], expected: list[list[int]]
+) -> None:
+    outputs, _ = generate(executor, prompts, num_new_tokens=NUM_TOKENS_ALONE, max_num_seqs=1)
+    assert outputs == [output[:NUM_TOKENS_ALONE] for output in expected]
 
 
 def test_preempted_requests_yield_the_same_tokens(
@@ -128,9 +160,9 @@ def test_sampled_tokens_do_not_depend_on_the_batch(executor: TorchExecutor, prom
         engine = Engine(SchedulerConfig(max_num_seqs=max_num_seqs), executor, WallClock())
         requests = []
         for index, prompt in enumerate(prompts[:12]):
-            request = make_request(prompt_token_ids=prompt, max_tokens=8, request_id=f"r{index}")
+            request = make_request(prompt_token_ids=prompt, max_tokens=5, request_id=f"r{index}")
             request.sampling = SamplingParams(
-                max_tokens=8, temperature=0.8, top_p=0.9, top_k=40 * (index % 2), seed=index
+                max_tokens=5, temperature=0.8, top_p=0.9, top_k=40 * (index % 2), seed=index
             )
             engine.add(request)
             requests.append(request)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any
+
+import pytest
 
 from backfill.core.clock import VirtualClock
 from backfill.core.config import SchedulerConfig
@@ -11,9 +14,17 @@ from backfill.core.request import Request, RequestId, ServiceClass
 from backfill.core.sampling import SamplingParams
 from backfill.core.slo import SLO
 from backfill.engine.engine import Engine
-from backfill.engine.messages import AbortRequests, AddRequest, FromEngine, Stop, ToEngine, TokenOutput
+from backfill.engine.messages import (
+    AbortRequests,
+    AddRequest,
+    FromEngine,
+    StepReport,
+    Stop,
+    ToEngine,
+    TokenOutput,
+)
 from backfill.engine.process import EngineLoop
-from tests.builders import ScriptedExecutor, make_info
+from tests.builders import ScriptedExecutor, make_info, make_request
 
 
 class ScriptedChannel:
@@ -70,7 +81,7 @@ def test_objectives_and_windows_reach_the_engine() -> None:
         add("a", service_class=ServiceClass.ONLINE, slo=slo),
         add("b", service_class=ServiceClass.OFFLINE, complete_by_s=77.0),
     )
-    EngineLoop(engine, channel).run()
+    EngineLoop(engine, channel, heartbeat_s=60.0).run()
     assert [(request.slo, request.complete_by_s) for request in engine.added] == [(slo, None), (None, 77.0)]
 
 
@@ -79,10 +90,45 @@ def test_each_step_is_reported_once() -> None:
     channel: Any = ScriptedChannel(
         engine, add("a", service_class=ServiceClass.ONLINE), AbortRequests([RequestId("unknown")])
     )
-    EngineLoop(engine, channel).run()
+    EngineLoop(engine, channel, heartbeat_s=60.0).run()
     executor = engine.executor
     assert isinstance(executor, ScriptedExecutor)
     reported = [message.stats.step.num_tokens for message in channel.sent]
     assert [num_tokens for num_tokens in reported if num_tokens] == [
         plan.num_tokens for plan in executor.plans if plan.slices
     ]
+
+
+class IdleChannel:
+    """Gives no command until the engine was heard so often without one."""
+
+    def __init__(self, num_reports: int) -> None:
+        self._left = threading.Semaphore(0)
+        self._num_reports = num_reports
+        self._is_told = False
+
+    def send(self, message: FromEngine) -> None:
+        assert isinstance(message, StepReport)
+        self._left.release()
+
+    def receive(self) -> ToEngine | None:
+        if self._is_told:
+            return None
+        for _ in range(self._num_reports):
+            assert self._left.acquire(timeout=30.0), "the engine has fallen silent"
+        self._is_told = True
+        return Stop()
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("has_unserved", [False, True])
+def test_an_engine_without_a_step_to_make_is_heard_all_the_same(has_unserved: bool) -> None:
+    config = SchedulerConfig(policy="online-only")
+    engine = Engine(config, ScriptedExecutor(make_info()), VirtualClock())
+    if has_unserved:
+        engine.add(make_request(service_class=ServiceClass.OFFLINE))
+    channel: Any = IdleChannel(4)
+    EngineLoop(engine, channel, heartbeat_s=0.01).run()
+    assert engine.has_unfinished == has_unserved

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import pytest
 import torch
 
 from backfill.core.clock import VirtualClock
-from backfill.core.config import CheckpointingName, EngineConfig, RestoreMode, SchedulerConfig
-from backfill.core.request import Request, ServiceClass
+from backfill.core.config import CheckpointingName, EngineConfig, PolicyName, RestoreMode, SchedulerConfig
+from backfill.core.plan import StepOutcome, StepPlan
+from backfill.core.request import FinishReason, Request, ServiceClass
 from backfill.engine.engine import Engine
 from backfill.execution.create import create_torch_executor
+from backfill.execution.executor import StoppableExecutor
 from backfill.execution.torch_executor import TorchExecutor
 from tests.builders import make_profile, make_request
 from tests.models.tiny import save_tiny_model
@@ -70,6 +72,12 @@ def serve(
     Returns: the engine, all outputs, and the number of steps that were stopped.
     """
     engine = Engine(config, executor, VirtualClock(), make_profile())
+    served, num_stopped = serve_on(engine, executor, stops_every)
+    return engine, [request.output_token_ids for request in served], num_stopped
+
+
+def serve_on(engine: Engine, executor: StoppableExecutor, stops_every: int = 0) -> tuple[list[Request], int]:
+    """As ``serve``; the requests, and the number of steps that were stopped."""
     offline = requests(ServiceClass.OFFLINE, OFFLINE_SHAPES)
     online = requests(ServiceClass.ONLINE, ONLINE_SHAPES)
     for request in offline:
@@ -85,7 +93,7 @@ def serve(
         num_stopped += engine.stats().step.stopped
         engine.scheduler.check_integrity()
         num_steps += 1
-    return engine, [request.output_token_ids for request in [*offline, *online]], num_stopped
+    return [*offline, *online], num_stopped
 
 
 @pytest.fixture(scope="module")
@@ -133,3 +141,49 @@ def test_suspended_steps_beside_reclaimed_and_restored_blocks(
     assert counters.num_preemptions > 0
     assert counters.num_restored_tokens > 0
     assert num_stopped > 1
+
+
+class Clumsy:
+    """An executor that fails at the steps given: by turns before it has begun, and within a layer."""
+
+    def __init__(self, executor: TorchExecutor, fails_at: Collection[int]) -> None:
+        self.info = executor.info
+        self._executor = executor
+        self._fails_at = fails_at
+        self._num_failures = 0
+
+    def run(self, plan: StepPlan) -> StepOutcome:
+        if plan.step not in self._fails_at:
+            return self._executor.run(plan)
+        self._num_failures += 1
+        name = "RequestState" if self._num_failures % 2 else "build_batch"
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(f"backfill.execution.torch_executor.{name}", self._fail)
+            return self._executor.run(plan)
+
+    def request_stop(self, step: int) -> None:
+        self._executor.request_stop(step)
+
+    @staticmethod
+    def _fail(*arguments: object) -> None:
+        raise MemoryError("scripted")
+
+
+@pytest.mark.parametrize("fails_at", [{0}, {60}, {0, 10, 60}], ids=str)
+@pytest.mark.parametrize("policy", ["priority", "slo"])
+def test_requests_run_again_after_failed_steps_give_the_same_tokens(
+    make_executor: MakeExecutor, undisturbed: list[list[int]], policy: PolicyName, fails_at: set[int]
+) -> None:
+    config = SchedulerConfig(policy=policy, checkpointing="adaptive")
+    executor = Clumsy(make_executor(TOO_FEW, config), fails_at)
+    engine = Engine(config, executor, VirtualClock(), make_profile())
+    served, _ = serve_on(engine, executor)
+    for request, tokens in zip(served, undisturbed, strict=True):
+        assert request.output_token_ids == tokens[: len(request.output_token_ids)]
+        is_lost = request.finish_reason is FinishReason.ERROR
+        assert (len(request.output_token_ids) < len(tokens)) == is_lost
+    lost = [request.request_id for request in served if request.finish_reason is FinishReason.ERROR]
+    assert bool(lost) == (fails_at != {0})
+    assert any(request.was_retried and request.request_id not in lost for request in served)
+    engine.step()
+    assert engine.scheduler.blocks.num_free_blocks == TOO_FEW

@@ -3,24 +3,40 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 import pytest
 
 from backfill.core.clock import VirtualClock
 from backfill.core.errors import BackfillError, EngineDead
 from backfill.engine.messages import Ready
-from backfill.engine.supervisor import EngineSupervisor
+from backfill.engine.supervisor import EngineSupervisor, restart_delay_s
 from backfill.scheduling.objectives import DEFAULT_SLO
 from tests.builders import make_info
+
+
+class CountingClock(VirtualClock):
+    """Counts how often it is asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_asked = 0
+
+    def now_s(self) -> float:
+        self.num_asked += 1
+        return super().now_s()
 
 
 class MortalEngine:
     """Lives for each of ``lifetimes_s`` in turn, then for ever."""
 
     def __init__(self, lifetimes_s: Sequence[float]) -> None:
-        self.clock = VirtualClock()
+        self.clock = CountingClock()
         self.num_starts = 0
+        self.killed = asyncio.Event()
+        self.is_settled = False
+        self.silent_s = 0.0
         self._lifetimes_s = list(lifetimes_s)
 
     async def start(self) -> Ready:
@@ -29,37 +45,60 @@ class MortalEngine:
 
     async def wait_dead(self) -> None:
         if not self._lifetimes_s:
-            await asyncio.Event().wait()
+            self.is_settled = True
+            await self.killed.wait()
+            self.killed.clear()
+            return
         await asyncio.sleep(0)
         self.clock.advance(self._lifetimes_s.pop(0))
+
+    def kill(self) -> None:
+        self.killed.set()
 
 
 class Watched:
     """A supervisor around a mortal engine, and what it told."""
 
-    def __init__(self, *lifetimes_s: float) -> None:
-        self.engine = MortalEngine(lifetimes_s)
+    def __init__(
+        self, *lifetimes_s: float, engine: MortalEngine | None = None, has_other_work: bool = False
+    ) -> None:
+        self.engine = engine or MortalEngine(lifetimes_s)
         self.told: list[str] = []
         self.supervisor = EngineSupervisor(
             self.engine,
-            on_ready=self._on_ready,
+            on_ready=self.on_ready,
             on_lost=lambda: self.told.append("lost"),
+            on_offline_suspended=self.on_offline_suspended if has_other_work else None,
             clock=self.engine.clock,
             restart_delay_s=0.0,
+            poll_s=0.001,
         )
 
-    async def _on_ready(self, ready: Ready) -> None:
+    async def on_ready(self, ready: Ready) -> None:
         self.told.append("ready")
 
+    def on_offline_suspended(self, is_suspended: bool) -> None:
+        self.told.append("suspended" if is_suspended else "resumed")
 
-async def run_for_a_while(watched: Watched) -> None:
-    with pytest.raises(TimeoutError):
-        await asyncio.wait_for(watched.supervisor.run(), 0.05)
+
+async def run_until(watched: Watched, condition: Callable[[], bool]) -> None:
+    running = asyncio.create_task(watched.supervisor.run())
+    deadline_at_s = time.monotonic() + 30.0
+    while not condition():
+        assert not running.done() and time.monotonic() < deadline_at_s
+        await asyncio.sleep(0)
+    running.cancel()
+    await asyncio.wait([running])
+
+
+async def run_until_settled(watched: Watched) -> None:
+    """Until the engine lives that lives for ever."""
+    await run_until(watched, lambda: watched.engine.is_settled)
 
 
 def test_a_dead_engine_is_started_again() -> None:
     watched = Watched(100.0, 100.0, 100.0, 100.0)
-    asyncio.run(run_for_a_while(watched))
+    asyncio.run(run_until_settled(watched))
     assert watched.engine.num_starts == 5
     assert watched.told == ["ready", "lost"] * 4 + ["ready"]
 
@@ -73,51 +112,116 @@ def test_an_engine_that_keeps_dying_soon_is_given_up() -> None:
 
 def test_a_long_life_forgives_quick_deaths() -> None:
     watched = Watched(*[1.0] * 9, 100.0, *[1.0] * 9)
-    asyncio.run(run_for_a_while(watched))
+    asyncio.run(run_until_settled(watched))
     assert watched.engine.num_starts == 20
 
 
-def test_an_engine_that_cannot_be_started_again_at_once_is_tried_again() -> None:
-    class Hesitant(MortalEngine):
-        async def start(self) -> Ready:
-            if self.num_starts in (1, 2, 3):
-                self.num_starts += 1
-                raise BackfillError("not enough memory")
-            return await super().start()
-
-    watched = Watched()
-    watched.engine = Hesitant([100.0])
-    supervisor = EngineSupervisor(
-        watched.engine,
-        on_ready=watched._on_ready,
-        on_lost=lambda: None,
-        clock=watched.engine.clock,
-        restart_delay_s=0.0,
-    )
-    with pytest.raises(TimeoutError):
-        asyncio.run(asyncio.wait_for(supervisor.run(), 0.05))
-    assert watched.told == ["ready", "ready"]
+def test_an_engine_that_hangs_soon_dies_soon_however_late_it_is_killed() -> None:
+    watched = Watched(*[61.0] * 14, has_other_work=True)
+    watched.engine.silent_s = 60.0
+    asyncio.run(run_until_settled(watched))
+    assert watched.told == ["ready", "lost"] * 10 + ["suspended"] + ["ready", "lost"] * 4 + ["ready"]
 
 
-def test_an_engine_that_can_never_be_started_again_is_given_up_with_its_reason() -> None:
-    class Once(MortalEngine):
-        async def start(self) -> Ready:
-            if self.num_starts:
-                raise BackfillError("not enough memory")
-            return await super().start()
-
-    engine = Once([100.0])
-    watched = Watched()
-    supervisor = EngineSupervisor(
-        engine, on_ready=watched._on_ready, on_lost=lambda: None, clock=engine.clock, restart_delay_s=0.0
-    )
-    with pytest.raises(EngineDead, match="not enough memory"):
-        asyncio.run(supervisor.run())
+def test_an_engine_that_hangs_after_a_long_life_does_not_die_soon() -> None:
+    watched = Watched(*[91.0] * 14, has_other_work=True)
+    watched.engine.silent_s = 60.0
+    asyncio.run(run_until_settled(watched))
+    assert watched.told == ["ready", "lost"] * 14 + ["ready"]
 
 
-def test_restarts_wait_ever_longer() -> None:
-    supervisor = EngineSupervisor(MortalEngine([]), on_ready=Watched()._on_ready, on_lost=lambda: None)
-    assert [supervisor._delay_s(count) for count in (0, 1, 2, 3, 9)] == [1, 1, 2, 4, 30]
+class Hesitant(MortalEngine):
+    """Cannot be started the second, third and fourth time, or from the second time on."""
+
+    def __init__(self, lifetimes_s: Sequence[float], error: Exception, *, for_ever: bool = False) -> None:
+        super().__init__(lifetimes_s)
+        self.error = error
+        self.for_ever = for_ever
+
+    async def start(self) -> Ready:
+        ready = await super().start()
+        if self.num_starts in (2, 3, 4) or (self.for_ever and self.num_starts > 1):
+            raise self.error
+        return ready
+
+
+@pytest.mark.parametrize("error", [BackfillError("not enough memory"), OSError("no more processes")])
+def test_an_engine_that_cannot_be_started_again_at_once_is_tried_again(error: Exception) -> None:
+    watched = Watched(engine=Hesitant([100.0], error))
+    asyncio.run(run_until_settled(watched))
+    assert watched.told == ["ready", "lost", "ready"]
+    assert watched.engine.num_starts == 5
+
+
+@pytest.mark.parametrize("error", [BackfillError("not enough memory"), OSError("no more processes")])
+def test_an_engine_that_can_never_be_started_again_is_given_up_with_its_reason(error: Exception) -> None:
+    watched = Watched(engine=Hesitant([100.0], error, for_ever=True))
+    with pytest.raises(EngineDead, match=str(error)):
+        asyncio.run(watched.supervisor.run())
+
+
+def test_an_engine_that_cannot_be_used_after_a_restart_is_ended_and_started_again() -> None:
+    class Picky(Watched):
+        async def on_ready(self, ready: Ready) -> None:
+            await super().on_ready(ready)
+            if self.told.count("ready") == 2:
+                raise OSError("too many open files")
+
+    watched = Picky(100.0)
+    asyncio.run(run_until(watched, lambda: watched.told.count("ready") == 3))
+    assert watched.told == ["ready", "lost", "ready", "lost", "ready"]
+
+
+def test_what_the_first_readiness_raises_is_raised() -> None:
+    class Picky(Watched):
+        async def on_ready(self, ready: Ready) -> None:
+            raise BackfillError("no tokenizer")
+
+    with pytest.raises(BackfillError, match="no tokenizer"):
+        asyncio.run(Picky().supervisor.run())
+
+
+def test_where_there_is_other_work_an_engine_that_keeps_dying_has_offline_work_suspended() -> None:
+    watched = Watched(*[1.0] * 14, has_other_work=True)
+    asyncio.run(run_until_settled(watched))
+    assert watched.told == ["ready", "lost"] * 10 + ["suspended"] + ["ready", "lost"] * 4 + ["ready"]
+
+
+def test_where_there_is_other_work_an_engine_that_cannot_start_is_tried_for_ever() -> None:
+    engine = Hesitant([100.0], OSError("no more processes"), for_ever=True)
+    watched = Watched(engine=engine, has_other_work=True)
+    asyncio.run(run_until(watched, lambda: engine.num_starts > 15))
+    assert watched.told == ["ready", "lost", "suspended"]
+
+
+def test_offline_work_resumes_once_an_engine_has_lived_for_five_minutes() -> None:
+    watched = Watched(*[1.0] * 10, 299.0, has_other_work=True)
+
+    async def run() -> None:
+        running = asyncio.create_task(watched.supervisor.run())
+        while watched.told[-2:] != ["lost", "ready"] or watched.engine.num_starts < 12:
+            await asyncio.sleep(0)
+        assert watched.told.count("suspended") == 1, "299 s are not enough"
+        watched.engine.clock.advance(299.0)
+        num_asked = watched.engine.clock.num_asked
+        while watched.engine.clock.num_asked < num_asked + 3:
+            await asyncio.sleep(0)
+        assert "resumed" not in watched.told
+        watched.engine.clock.advance(1.0)
+        while "resumed" not in watched.told:
+            await asyncio.sleep(0)
+        watched.engine.clock.advance(1.0)
+        watched.engine.kill()
+        while watched.told[-1] != "ready":
+            await asyncio.sleep(0)
+        assert watched.told[-3:] == ["resumed", "lost", "ready"]
+        running.cancel()
+
+    asyncio.run(asyncio.wait_for(run(), 30.0))
+
+
+def test_restarts_wait_longer_and_longer() -> None:
+    assert [restart_delay_s(count, 1.0) for count in (0, 1, 2, 3, 9)] == [1, 1, 2, 4, 30]
 
 
 def test_an_expected_end_is_final_and_no_failure() -> None:
@@ -139,7 +243,7 @@ def test_an_engine_that_cannot_start_says_why() -> None:
             raise BackfillError("not enough memory")
 
     watched = Watched()
-    supervisor = EngineSupervisor(Unstartable([]), on_ready=watched._on_ready, on_lost=lambda: None)
+    supervisor = EngineSupervisor(Unstartable([]), on_ready=watched.on_ready, on_lost=lambda: None)
     with pytest.raises(BackfillError, match="not enough memory"):
         asyncio.run(supervisor.run())
     assert watched.told == []

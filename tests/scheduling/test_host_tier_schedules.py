@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import get_args
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from backfill.core.clock import VirtualClock
 from backfill.core.config import CheckpointingName, PolicyName, PreemptionMode, RestoreMode, SchedulerConfig
-from backfill.core.plan import StepPlan
+from backfill.core.plan import StepOutcome, StepPlan
 from backfill.core.request import FinishReason, Request, RequestStatus, ServiceClass
 from backfill.core.slo import SLO
 from backfill.engine.engine import Engine
@@ -253,14 +254,39 @@ def test_others_run_while_a_request_is_restored_unless_they_wait_for_it() -> Non
             assert bool(plan.waits_for) == (restore == "blocking")
 
 
-@settings(max_examples=60, deadline=None)
+class BrokenPlan(BaseException):
+    """What an executor found wrong with a plan; no failure that an engine goes on after."""
+
+
+class Unforgiving:
+    """Lets only the scripted failures of an executor be failed steps."""
+
+    def __init__(self, executor: TwoTierExecutor) -> None:
+        self.info = executor.info
+        self.plan: StepPlan | None = None
+        self._executor = executor
+
+    def run(self, plan: StepPlan) -> StepOutcome:
+        self.plan = plan
+        try:
+            return self._executor.run(plan)
+        except (AssertionError, LookupError) as error:
+            raise BrokenPlan from error
+
+    def request_stop(self, step: int) -> None:
+        raise AssertionError("nothing arrives while a step runs")
+
+
+@settings(max_examples=150, deadline=None)
 @given(setting=all_settings(), arrivals=workloads(), seed=st.integers(0, 2**32))
-def test_failing_steps_end_their_requests_and_leave_no_block_behind(
+def test_failing_steps_cost_only_requests_with_tokens_or_a_second_failure(
     setting: Setting, arrivals: list[Arrival], seed: int
 ) -> None:
     executor = Setting(**{**setting.__dict__, "fails": 0.1}).executor(seed)
-    clock = VirtualClock()
-    engine = Engine(setting.config(), executor, clock, make_profile(linear_cost(step_s=0.001)))
+    clock, unforgiving = VirtualClock(), Unforgiving(executor)
+    engine = Engine(setting.config(), unforgiving, clock, make_profile(linear_cost(step_s=0.001)))
+    num_sent: Counter[str] = Counter()
+    num_failures: Counter[str] = Counter()  # steps that failed before the first token
     failed: set[str] = set()
     num_steps = 0
     while num_steps <= 15 or engine.has_work:
@@ -268,7 +294,18 @@ def test_failing_steps_end_their_requests_and_leave_no_block_behind(
             if arrival.at_step == num_steps:
                 assert engine.add(arrival.request) is None
         outputs = engine.step()
-        failed |= {output.request_id for output in outputs if output.finish_reason is FinishReason.ERROR}
+        plan = unforgiving.plan
+        assert plan is not None
+        in_step = {piece.request_id for piece in plan.slices}
+        if executor.fail_at_step == plan.step:
+            num_failures.update(each for each in in_step if not num_sent[each])
+            lost = {each for each in in_step if num_sent[each] or num_failures[each] == 2}
+            assert {(each.request_id, each.num_lost) for each in outputs} == {
+                (each, len(in_step)) for each in lost
+            }
+            failed |= lost
+        else:
+            num_sent.update(output.request_id for output in outputs)
         engine.scheduler.check_integrity()
         clock.advance(0.005)
         num_steps += 1
@@ -278,3 +315,4 @@ def test_failing_steps_end_their_requests_and_leave_no_block_behind(
         is_failed = arrival.request.request_id in failed
         assert arrival.request.finish_reason is (FinishReason.ERROR if is_failed else FinishReason.LENGTH)
     assert_whole(engine.scheduler.blocks)
+    assert not executor.num_tokens, "the executor was told to forget all"

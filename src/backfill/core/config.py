@@ -97,6 +97,8 @@ class EngineConfig:
         host_kv_bytes: size of the second KV pool, in host memory; None takes a default, 0 has none.
         profile_path: cost profile to use; None takes the one saved for this model and device.
         num_threads: threads of the CPU kernels; None takes the processors this process may use.
+        hang_timeout_s: seconds without a report after which a loaded engine is taken to hang and killed; 0 is
+            never, None a default (``engine/hang.py``).
     """
 
     model_dir: str
@@ -111,6 +113,7 @@ class EngineConfig:
     num_threads: int | None = None
     seed: int = 0
     profile_path: str | None = None
+    hang_timeout_s: float | None = None
     scheduler: SchedulerConfig = SchedulerConfig()
 
     def validate(self) -> None:
@@ -129,6 +132,10 @@ class EngineConfig:
             _at_least("--max-model-len", self.max_model_len, 1)
         if self.num_threads is not None:
             _at_least("--threads", self.num_threads, 1)
+        if self.hang_timeout_s is not None and not 0.0 <= self.hang_timeout_s < math.inf:
+            raise ConfigError(
+                f"--engine-hang-timeout must be a number of at least 0, got {self.hang_timeout_s:g}."
+            )
         self.scheduler.validate()
 
 

@@ -8,7 +8,10 @@ BackfillError
 │   └── CorruptModel       a file is truncated, damaged or does not fit its config
 ├── InsufficientMemory     the machine cannot hold what was asked for
 ├── RequestError           a request that can never be served as it stands
-└── EngineDead             the engine process has ended
+├── NotReady               what the request needs is not there now; it may be sent again
+└── RequestLost            the engine lost a request; it may be run again
+    ├── EngineDead         its process has ended
+    └── StepFailed         the step that computed it raised an exception
 """
 
 from __future__ import annotations
@@ -57,5 +60,29 @@ class RequestError(BackfillError):
         self.code = code
 
 
-class EngineDead(BackfillError):
+class NotReady(BackfillError):
+    """What the request needs is not there now; it may be sent again."""
+
+
+class RequestLost(BackfillError):
+    """The engine lost a request, perhaps through no fault of it; it may be run again.
+
+    Args:
+        num_lost: engine requests that were lost together, this one included; 0 where none had reached the
+            engine.
+        num_others: those of them that are not choices of the same client request. With 0, no other request
+            can be to blame.
+    """
+
+    def __init__(self, message: str, *, num_lost: int = 0, num_others: int = 0) -> None:
+        super().__init__(message)
+        self.num_lost = num_lost
+        self.num_others = num_others
+
+
+class EngineDead(RequestLost):
     """The engine process has ended; nothing more can be served until it is restarted."""
+
+
+class StepFailed(RequestLost):
+    """The step that computed the request raised an exception; the engine goes on."""

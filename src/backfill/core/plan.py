@@ -66,9 +66,9 @@ class StepPlan:
 
     Attributes:
         step: counts plans made, from 0.
-        admitted: requests that appear in ``slices`` for the first time.
+        admitted: requests that appear in ``slices`` for the first time, or again after a failed step.
         slices: at most one for each request.
-        released: requests whose state the executor drops before the step runs.
+        released: requests whose state the executor drops before it takes in those admitted.
         predicted_s: what the cost model gives for the step; 0 without one.
         safepoints: None where they are not armed.
         resumes: the slices go on where they were suspended; they are all or some of the suspended ones, and

@@ -89,6 +89,7 @@ class Request:
     last_token_at_s: float | None = None
     num_ever_computed_tokens: int = 0  # the most there were; computing below it is recomputation
     num_preemptions: int = 0
+    was_retried: bool = False  # it was in a step that failed, and runs once more
     # Kept, not computed: a step reads each of them for every request that runs.
     rank: Rank = field(init=False)
     num_tokens: int = field(init=False)  # of prompt and output

@@ -8,7 +8,8 @@ import multiprocessing
 import os
 import tempfile
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Hashable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -17,12 +18,13 @@ import zmq
 import zmq.asyncio
 
 from backfill.core.config import EngineConfig
-from backfill.core.errors import BackfillError, EngineDead
+from backfill.core.errors import BackfillError, EngineDead, RequestLost, StepFailed
 from backfill.core.request import RequestId, ServiceClass
 from backfill.core.sampling import SamplingParams
 from backfill.core.slo import SLO
 from backfill.costs.model import CostModel
 from backfill.engine.environment import added_to_environment, engine_environment
+from backfill.engine.hang import Watchdog
 from backfill.engine.messages import (
     AbortRequests,
     AddRequest,
@@ -34,23 +36,43 @@ from backfill.engine.messages import (
     ToEngine,
     TokenOutput,
 )
-from backfill.engine.process import run_engine_process
+from backfill.engine.process import DUMP_SIGNAL, EngineLoader, load_engine, run_engine_process
+from backfill.engine.tasks import TaskWatch
 from backfill.execution.executor import ExecutorInfo
 
 logger = logging.getLogger(__name__)
 
 _STOP_TIMEOUT_S = 5.0
+# What the kernel may take to end a killed process, before nobody waits for it any more: a driver can hold it.
+_KILL_TIMEOUT_S = 1.0
+# Time for a process to write its stacks.
+_DUMP_S = 0.5
 _POLL_S = 0.2
 
 
 class _Stream:
     """Where one request's outputs wait for its reader."""
 
-    __slots__ = ("queue", "service_class")
+    __slots__ = ("_on_end", "group", "queue", "service_class")
 
-    def __init__(self, service_class: ServiceClass) -> None:
+    def __init__(
+        self, service_class: ServiceClass, group: Hashable, on_end: Callable[[], None] | None
+    ) -> None:
         self.service_class = service_class
-        self.queue: asyncio.Queue[TokenOutput | EngineDead] = asyncio.Queue()
+        self.group = group
+        self.queue: asyncio.Queue[TokenOutput | RequestLost] = asyncio.Queue()
+        self._on_end = on_end
+
+    def put(self, output: TokenOutput | RequestLost) -> None:
+        self.queue.put_nowait(output)
+        if isinstance(output, RequestLost) or output.finish_reason is not None:
+            self.end()
+
+    def end(self) -> None:
+        """Say once that the engine is done with the request, whether or not its outputs were read."""
+        on_end, self._on_end = self._on_end, None
+        if on_end is not None:
+            on_end()
 
 
 class EngineClient:
@@ -65,6 +87,8 @@ class EngineClient:
 
     Args:
         on_report: called with each step's report, for metrics.
+        tasks: starts the client's own tasks.
+        load: makes the engine, in its process.
     """
 
     def __init__(
@@ -73,10 +97,16 @@ class EngineClient:
         *,
         on_report: Callable[[StepReport], None] | None = None,
         log_level: str = "INFO",
+        tasks: TaskWatch | None = None,
+        load: EngineLoader = load_engine,
     ) -> None:
         self.config = config
         self._on_report = on_report
         self._log_level = log_level
+        self._tasks = tasks or TaskWatch()
+        self._load = load
+        self._watchdog = Watchdog(0.0)
+        self._end_reason: str | None = None  # where the process did not end of itself
         self._process: BaseProcess | None = None
         self._context: zmq.asyncio.Context | None = None
         self._commands: zmq.Socket[bytes] | None = None
@@ -84,7 +114,7 @@ class EngineClient:
         self._reader: asyncio.Task[None] | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._encoder = msgspec.msgpack.Encoder()
-        self._streams: dict[RequestId, _Stream] = {}
+        self._streams: dict[RequestId, _Stream] = {}  # of the requests the engine has
         self.info: ExecutorInfo | None = None
         self.default_slo: SLO | None = None
         self.cost: CostModel | None = None
@@ -93,11 +123,28 @@ class EngineClient:
     def is_ready(self) -> bool:
         return self.info is not None
 
+    @property
+    def silent_s(self) -> float:
+        """For how long the engine has reported nothing; of one that is dead, had reported."""
+        return self._watchdog.silent_s
+
     async def start(self) -> Ready:
         """Launch the process and wait until the model is loaded.
 
-        Raises: BackfillError with the engine's reason when it cannot start.
+        Raises: BackfillError with the reason when it cannot start; nothing is left of it then.
         """
+        try:
+            return await self._start()
+        except OSError as error:
+            self._close()
+            raise BackfillError(
+                f"The engine process cannot be started: {error.strerror or error}."
+            ) from error
+        except BaseException:
+            self._close()
+            raise
+
+    async def _start(self) -> Ready:
         self._folder = tempfile.TemporaryDirectory(prefix="backfill-")
         commands_url = f"ipc://{Path(self._folder.name) / 'commands'}"
         reports_url = f"ipc://{Path(self._folder.name) / 'reports'}"
@@ -111,7 +158,7 @@ class EngineClient:
             socket.bind(url)
         self._process = multiprocessing.get_context("spawn").Process(
             target=run_engine_process,
-            args=(self.config, commands_url, reports_url, self._log_level),
+            args=(self.config, commands_url, reports_url, self._log_level, self._load),
             name="backfill-engine",
         )
         with added_to_environment(engine_environment(os.environ)):
@@ -119,11 +166,11 @@ class EngineClient:
         decoder = msgspec.msgpack.Decoder(FromEngine)
         first = await self._first_message(reports, decoder)
         if not isinstance(first, Ready):
-            reason = first.message if isinstance(first, StartFailed) else self._how_it_ended()
-            self._close()
-            raise BackfillError(reason)
+            raise BackfillError(first.message if isinstance(first, StartFailed) else self._how_it_ended())
         self.info, self.default_slo, self.cost = first.info, first.default_slo, first.cost
-        self._reader = asyncio.create_task(self._read(reports, decoder), name="engine-reports")
+        self._watchdog = Watchdog(first.hang_timeout_s)
+        self._end_reason = None
+        self._reader = self._tasks.start(self._read(reports, decoder), "engine-reports")
         return first
 
     async def wait_dead(self) -> None:
@@ -140,15 +187,17 @@ class EngineClient:
                 await asyncio.sleep(0.01)
         self.kill()
         if self._reader is not None:
+            await asyncio.wait([self._reader], timeout=_STOP_TIMEOUT_S)
+            self._reader.cancel()
             await asyncio.wait([self._reader])
             self._reader = None
         self._close()
 
     def kill(self) -> None:
-        """End the process at once."""
+        """End the process at once, and wait for that a moment."""
         if self._process is not None and self._process.is_alive():
             self._process.kill()
-            self._process.join()
+            self._process.join(_KILL_TIMEOUT_S)
 
     def abandon(self) -> None:
         """End the process and remove its files at once, for a caller that is about to exit."""
@@ -160,7 +209,7 @@ class EngineClient:
         """Abort every request of a class in flight; each gets ``error``."""
         request_ids = [rid for rid, stream in self._streams.items() if stream.service_class is service_class]
         for request_id in request_ids:
-            self._streams[request_id].queue.put_nowait(error)
+            self._streams.pop(request_id).put(error)
         if request_ids:
             self._send(AbortRequests(request_ids))
 
@@ -175,15 +224,23 @@ class EngineClient:
         arrived_at_s: float | None = None,
         slo: SLO | None = None,
         complete_by_s: float | None = None,
+        group: Hashable | None = None,
+        on_end: Callable[[], None] | None = None,
     ) -> AsyncGenerator[TokenOutput, None]:
         """Yield the request's outputs to the last. Closing the iterator early aborts the request.
 
-        Raises: EngineDead if the engine ends first or is not running.
+        Args:
+            group: equal for the choices of one client request; None for a request of its own.
+            on_end: called once, when the engine is done with the request; outputs may wait to be read still.
+        Raises: EngineDead if the engine ends first or is not running, StepFailed if the request was lost in a
+        step that failed.
         """
         if self._commands is None or self.info is None:
             raise EngineDead("The engine is not running; it is being started. Please retry.")
         assert request_id not in self._streams, f"{request_id} is in flight already"
-        stream = self._streams[request_id] = _Stream(service_class)
+        stream = self._streams[request_id] = _Stream(
+            service_class, request_id if group is None else group, on_end
+        )
         is_over = False
         try:
             is_sent = self._send(
@@ -203,13 +260,15 @@ class EngineClient:
                 raise EngineDead("The engine process has ended.")
             while not is_over:
                 output = await stream.queue.get()
-                if isinstance(output, EngineDead):
+                if isinstance(output, RequestLost):
                     is_over = True
                     raise output
                 is_over = output.finish_reason is not None
                 yield output
         finally:
-            self._streams.pop(request_id, None)
+            if self._streams.get(request_id) is stream:
+                del self._streams[request_id]
+            stream.end()
             if not is_over:
                 self._send(AbortRequests([request_id]))
 
@@ -236,43 +295,80 @@ class EngineClient:
                 return None
 
     async def _read(self, reports: zmq.asyncio.Socket, decoder: msgspec.msgpack.Decoder[FromEngine]) -> None:
-        """Hand out reports until the process ends."""
+        """Hand out reports until the process ends, of itself or because it hangs."""
         assert self._process is not None
         has_ended = asyncio.Event()
         loop, sentinel = asyncio.get_running_loop(), self._process.sentinel
         loop.add_reader(sentinel, has_ended.set)
         ending = asyncio.create_task(has_ended.wait())
+        hanging = self._tasks.start(self._end_if_it_hangs(self._process), "engine-watchdog")
         try:
             while True:
                 arrival = asyncio.ensure_future(reports.recv())
-                await asyncio.wait({arrival, ending}, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait({arrival, ending, hanging}, return_when=asyncio.FIRST_COMPLETED)
                 if not arrival.done():
                     arrival.cancel()
                     break
                 self._dispatch(decoder.decode(arrival.result()))
         except Exception:
-            logger.exception("reports of the engine cannot be read")
+            self._end_reason = "The engine's reports could not be read."
+            raise
         finally:
             loop.remove_reader(sentinel)
             ending.cancel()
+            hanging.cancel()
             self._process.join(_POLL_S)
-            error = EngineDead(self._how_it_ended())
+            if self._process.exitcode != 0:  # else it was asked to
+                logger.error(self._how_it_ended())
             self.info = None
-            for stream in self._streams.values():
-                stream.queue.put_nowait(error)
+            lost, self._streams = self._streams, {}
+            groups = Counter(stream.group for stream in lost.values())
+            for stream in lost.values():
+                num_others = len(lost) - groups[stream.group]
+                stream.put(EngineDead(self._how_it_ended(), num_lost=len(lost), num_others=num_others))
             self._close()
+
+    async def _end_if_it_hangs(self, process: BaseProcess) -> None:
+        """Return once the process hangs, has said where, and was killed."""
+        await self._watchdog.wait_silent()
+        if not process.is_alive() or process.pid is None:
+            return
+        timeout_s = self._watchdog.timeout_s
+        logger.error(
+            "the engine has reported nothing for %g s and is killed; if it still can, it says where it is:",
+            timeout_s,
+        )
+        self._end_reason = f"The engine process hung for {timeout_s:g} s and was killed."
+        os.kill(process.pid, DUMP_SIGNAL)
+        await asyncio.sleep(_DUMP_S)
+        process.kill()
+        deadline_at_s = time.monotonic() + _KILL_TIMEOUT_S
+        while process.is_alive() and time.monotonic() < deadline_at_s:
+            await asyncio.sleep(0.01)
 
     def _dispatch(self, report: FromEngine) -> None:
         assert isinstance(report, StepReport)
+        self._watchdog.on_report()
+        failed = [self._streams.get(request_id) for request_id in report.stats.step.failed_request_ids]
+        groups = Counter(stream.group for stream in failed if stream is not None)
         for output in report.outputs:
             stream = self._streams.get(output.request_id)
             if stream is not None:  # else: aborted here while the engine still worked on it
-                stream.queue.put_nowait(output)
+                if output.num_lost:
+                    num_others = output.num_lost - groups[stream.group]
+                    message = output.message or "The step failed."
+                    stream.put(StepFailed(message, num_lost=output.num_lost, num_others=num_others))
+                else:
+                    stream.put(output)
+                if output.finish_reason is not None:  # no longer in flight, whenever its reader comes
+                    del self._streams[output.request_id]
         if self._on_report is not None:
             self._on_report(report)
 
     def _how_it_ended(self) -> str:
         assert self._process is not None
+        if self._end_reason is not None:
+            return self._end_reason
         code = self._process.exitcode
         if code is not None and code < 0:
             return f"The engine process was killed by signal {-code}."

@@ -128,7 +128,7 @@ class Engine:
             self.scheduler.finish(request_id, FinishReason.ABORT)
 
     def step(self) -> list[TokenOutput]:
-        """Plan a step, run it, commit it. An executor's failure ends the step's requests, not the engine."""
+        """Plan a step, run it, commit it. An executor's failure costs the step: ``Scheduler.fail``."""
         outputs = self.admit_arrived()
         planning_at = time.perf_counter()
         plan = self.scheduler.plan_step(self._clock.now_s())
@@ -146,7 +146,8 @@ class Engine:
             return outputs + self._fail(plan, error)
         finally:
             self._running_plan = None
-        self.num_failed_steps_in_a_row = 0
+        if plan.slices:  # a step that computes nothing says nothing of the device
+            self.num_failed_steps_in_a_row = 0
         ended_at, now_s = time.perf_counter(), self._clock.now_s()
         outputs += [_token_output(token) for token in self.scheduler.commit(plan, outcome, now_s)]
         stop_latency_s = self._stop_latency_s(plan, outcome)
@@ -210,11 +211,17 @@ class Engine:
 
     def _fail(self, plan: StepPlan, error: Exception) -> list[TokenOutput]:
         message = f"The step failed: {type(error).__name__}."
-        for piece in plan.slices:
-            self.scheduler.finish(piece.request_id, FinishReason.ERROR)
+        request_ids = tuple(piece.request_id for piece in plan.slices)
+        self._last_step = StepStats("none", 0, 0.0, 0.0, failed_request_ids=request_ids)
         return [
-            TokenOutput(piece.request_id, None, finish_reason=FinishReason.ERROR, message=message)
-            for piece in plan.slices
+            TokenOutput(
+                request.request_id,
+                None,
+                finish_reason=FinishReason.ERROR,
+                message=message,
+                num_lost=len(plan.slices),
+            )
+            for request in self.scheduler.fail(plan)
         ]
 
 

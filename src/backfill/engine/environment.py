@@ -7,6 +7,8 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+from backfill.kernels.isa import library_limits
+
 
 def engine_environment(current: Mapping[str, str]) -> dict[str, str]:
     """What to add to ``current`` for a process that runs the model; what is set already stays.
@@ -17,8 +19,9 @@ def engine_environment(current: Mapping[str, str]) -> dict[str, str]:
       spinning at all.
     - malloc asks for huge pages. A step reads all weights and blocks scattered over the KV pool; with
       4 KiB pages a good part of its time goes to address translation.
+    - Where a variant of the CPU kernels is chosen, torch's libraries keep to its instruction set.
     """
-    settings = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+    settings = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1", **library_limits(current)}
     if "OMP_WAIT_POLICY" not in current:
         settings["GOMP_SPINCOUNT"] = "500"
     return {name: value for name, value in settings.items() if name not in current}

@@ -48,13 +48,15 @@ ToEngine = AddRequest | AbortRequests | Stop
 class Ready(msgspec.Struct, tag=True, frozen=True):
     """Engine to client, once: the model is loaded.
 
-    ``default_slo`` is that of online requests that bring none; ``cost`` is None without a profile.
+    ``default_slo`` is that of online requests that bring none; ``cost`` is None without a profile. After
+    ``hang_timeout_s`` without a report the engine hangs; 0 is never.
     """
 
     info: ExecutorInfo
     load_s: float
     default_slo: SLO
     cost: CostModel | None = None
+    hang_timeout_s: float = 0.0
 
 
 class StartFailed(msgspec.Struct, tag=True, frozen=True):
@@ -67,8 +69,9 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tr
     """One step's news of one request; a finished request has no further ones.
 
     ``token_id`` is None where the request ended without a token (abort, error). ``message`` says why
-    it failed. ``stop_token_id`` is the requested stop token that ended it. The last two are set on the
-    first and the last output only.
+    it failed, and ``num_lost``, where a failed step is the reason, how many requests were in that step.
+    ``stop_token_id`` is the requested stop token that ended it. ``first_scheduled_at_s`` and
+    ``num_preemptions`` are set on the first and the last output only.
     """
 
     request_id: RequestId
@@ -79,6 +82,7 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tr
     message: str | None = None
     first_scheduled_at_s: float | None = None
     num_preemptions: int = 0
+    num_lost: int = 0
 
 
 class ClassStats(msgspec.Struct, frozen=True, array_like=True):
@@ -96,7 +100,8 @@ class StepStats(msgspec.Struct, frozen=True, array_like=True):
     """One step: whose requests it served, tokens of its plan, seconds taken and predicted (0: no cost model).
 
     A step is ``stopped`` whose offline part was taken out on the way: for an arrival, ``stop_latency_s``
-    after it, or because it had no more time.
+    after it, or because it had no more time. One that failed is of kind none, with the requests that it was
+    for in ``failed_request_ids``.
     """
 
     kind: StepKind
@@ -105,6 +110,7 @@ class StepStats(msgspec.Struct, frozen=True, array_like=True):
     predicted_s: float
     stopped: bool = False
     stop_latency_s: float | None = None
+    failed_request_ids: tuple[RequestId, ...] = ()
 
 
 class EngineStats(msgspec.Struct, frozen=True, array_like=True):
@@ -126,7 +132,7 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepReport(msgspec.Struct, tag=True, frozen=True):
-    """Engine to client, after each step and whenever a request ended outside one."""
+    """Engine to client, after each step, whenever a request ended outside one, and every few seconds else."""
 
     outputs: list[TokenOutput]
     stats: EngineStats

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Hashable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Protocol
@@ -22,12 +23,13 @@ from backfill.generation.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """One prompt, one output. ``request_id`` is unique among requests in flight.
+    """One prompt, one output.
 
-    ``complete_by_s`` is the end of an offline request's completion window, on the monotonic clock.
+    Instants are on the monotonic clock: ``arrived_at_s`` when the client's request came in, from which its
+    latency counts; ``complete_by_s`` the end of an offline request's completion window. The choices of one
+    client request have the same ``group``.
     """
 
-    request_id: RequestId
     prompt_token_ids: list[int]
     sampling: SamplingParams
     stop: tuple[str, ...] = ()
@@ -37,6 +39,8 @@ class GenerationRequest:
     priority: int = 0
     slo: SLO | None = None
     complete_by_s: float | None = None
+    arrived_at_s: float
+    group: Hashable | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,13 +94,18 @@ class TextGenerator:
         self._client = client
         self._tokenizer = tokenizer
         self._observer = observer
+        self._num_requests = itertools.count()
 
-    async def stream(self, request: GenerationRequest) -> AsyncGenerator[TextDelta, None]:
+    async def stream(
+        self, request: GenerationRequest, on_engine_end: Callable[[], None] | None = None
+    ) -> AsyncGenerator[TextDelta, None]:
         """Yield one delta for each token, the last with a finish reason.
 
         Closing the iterator aborts the request.
 
-        Raises: EngineDead when the engine ends first, BackfillError when it fails the request.
+        Args:
+            on_engine_end: called once, when the engine is done with the request; deltas may be unread still.
+        Raises: RequestLost when the engine lost it, BackfillError when it refuses it.
         """
         detokenizer = IncrementalDetokenizer(
             self._tokenizer, request.prompt_token_ids, skip_special_tokens=request.skip_special_tokens
@@ -104,7 +113,7 @@ class TextGenerator:
         stops = StopStrings(request.stop, include_in_output=request.include_stop_str_in_output)
         timeline = _Timeline(request, self._observer)
         try:
-            async with aclosing(self._outputs(request, timeline)) as outputs:
+            async with aclosing(self._outputs(request, timeline, on_engine_end)) as outputs:
                 async for output in outputs:
                     delta = self._delta(request, output, detokenizer, stops, timeline)
                     if delta.finish_reason is not None:
@@ -118,10 +127,13 @@ class TextGenerator:
         finally:
             timeline.close()
 
-    def _outputs(self, request: GenerationRequest, timeline: _Timeline) -> AsyncGenerator[TokenOutput, None]:
+    def _outputs(
+        self, request: GenerationRequest, timeline: _Timeline, on_engine_end: Callable[[], None] | None
+    ) -> AsyncGenerator[TokenOutput, None]:
         return timeline.watch(
             self._client.generate(
-                request.request_id,
+                # Clients choose response ids and may repeat them; the engine's are unique and short.
+                RequestId(str(next(self._num_requests))),
                 request.prompt_token_ids,
                 request.sampling,
                 service_class=request.service_class,
@@ -129,6 +141,8 @@ class TextGenerator:
                 arrived_at_s=timeline.arrived_at_s,
                 slo=request.slo,
                 complete_by_s=request.complete_by_s,
+                group=request.group,
+                on_end=on_engine_end,
             )
         )
 
@@ -164,7 +178,7 @@ class _Timeline:
     """When a request's tokens came; reports them to the observer."""
 
     def __init__(self, request: GenerationRequest, observer: Observer) -> None:
-        self.arrived_at_s = time.monotonic()
+        self.arrived_at_s = request.arrived_at_s
         self.num_tokens = 0
         self.waited_s = 0.0  # for the last token
         self.finish_reason = FinishReason.ABORT  # until the output ends in another way
@@ -176,7 +190,7 @@ class _Timeline:
         self._last_output: TokenOutput | None = None
 
     async def watch(self, outputs: AsyncGenerator[TokenOutput, None]) -> AsyncGenerator[TokenOutput, None]:
-        """Pass outputs on, and raise those that report a failure."""
+        """Pass outputs on, and raise those that refuse the request."""
         async with aclosing(outputs):
             async for output in outputs:
                 self._last_output = output

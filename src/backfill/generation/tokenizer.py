@@ -16,6 +16,12 @@ from backfill.core.errors import CorruptModel, ModelError, RequestError
 _OTHER_TOKENIZER_FILES = ("tokenizer.model", "vocab.json", "spiece.model", "tekken.json")
 
 
+# Of a text whose tokens nothing else bounds: encoding takes 200 times a text's memory.
+MAX_CHARS = 1 << 20
+# Tokens before those that are needed, so that a cut changes none of these.
+_CUT_MARGIN_TOKENS = 64
+
+
 class Tokenizer:
     """Text to token ids and back.
 
@@ -57,13 +63,20 @@ class Tokenizer:
         return bool(self._wrapped.chat_template)
 
     def encode(
-        self, text: str, *, add_special_tokens: bool = True, most_tokens: int | None = None
+        self,
+        text: str,
+        *,
+        add_special_tokens: bool = True,
+        most_tokens: int | None = None,
+        last_tokens: int | None = None,
     ) -> list[int]:
         """Token ids of ``text``.
 
         Args:
             most_tokens: refuse, before the work, a text that must have more tokens than this.
-        Raises: RequestError for such a text.
+            last_tokens: only so many at the end are needed: of a text that must have more the start is left
+                out.
+        Raises: RequestError for such a text, and where neither is given for one over ``MAX_CHARS``.
         """
         if most_tokens is not None and len(text) > most_tokens * self._longest_token:
             raise RequestError(
@@ -72,7 +85,14 @@ class Tokenizer:
                 param="prompt",
                 code="context_length_exceeded",
             )
-        ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        if most_tokens is None and last_tokens is None and len(text) > MAX_CHARS:
+            raise RequestError(
+                f"At most {MAX_CHARS} characters are tokenized at once, got {len(text)}.", param="prompt"
+            )
+        if last_tokens is not None:
+            text = text[-(last_tokens + _CUT_MARGIN_TOKENS) * self._longest_token :]
+        # Of the library's ways to encode, this one releases the interpreter's lock all the while.
+        ids: list[int] = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
@@ -86,10 +106,14 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
+        add_special_tokens: bool = False,
         most_tokens: int | None = None,
+        last_tokens: int | None = None,
     ) -> list[int]:
         """Render the conversation with the chat template and encode it.
 
+        Args:
+            add_special_tokens: also those that templates usually write themselves, such as BOS.
         Raises: RequestError when there is no template or the template refuses the messages.
         """
         reserved = sorted(self._template_parameters.intersection(template_kwargs or {}))
@@ -116,7 +140,9 @@ class Tokenizer:
             raise RequestError(
                 f"The chat template refused the messages: {error}", param="messages"
             ) from error
-        return self.encode(text, add_special_tokens=False, most_tokens=most_tokens)
+        return self.encode(
+            text, add_special_tokens=add_special_tokens, most_tokens=most_tokens, last_tokens=last_tokens
+        )
 
     def token_text(self, token_id: int) -> str:
         """One token's text on its own; replacement characters where it is part of a character."""

@@ -240,6 +240,29 @@ class Scheduler:
             committed.append(CommittedToken(request, sampled, stop_token_id))
         return committed
 
+    def fail(self, plan: StepPlan) -> list[Request]:
+        """The executor raised in ``plan``: nothing it computed counts.
+
+        Requests of the step without output tokens are preempted to run once more; the others end with ERROR.
+        It is not known which requests the executor took in before it raised, so it is told anew of those that
+        go on. That tells it of their prompts only: hence none with output tokens, and no KV is kept.
+
+        Returns: the requests that ended.
+        """
+        for admitted in plan.admitted:
+            self._release(admitted.request_id)
+        ended = []
+        for piece in plan.slices:
+            request = self._requests[piece.request_id]
+            if request.output_token_ids or request.was_retried:
+                self._end(request, FinishReason.ERROR)
+                ended.append(request)
+            else:
+                request.was_retried = True
+                self._release(request.request_id)
+                self._preempt(request, None)
+        return ended
+
     def check_integrity(self) -> None:
         """Raise AssertionError if blocks, queues and requests disagree."""
         self.blocks.check_integrity()
@@ -484,8 +507,11 @@ class Scheduler:
             yields=request.rank is not Rank.ONLINE,
         )
 
-    def _preempt(self, request: Request, needed: int) -> None:
-        """Take the request's blocks, ``needed`` of them at once, and queue it again; its tokens are kept."""
+    def _preempt(self, request: Request, needed: int | None) -> None:
+        """Take the request's blocks, ``needed`` of them at once, and queue it again; its tokens are kept.
+
+        None needs none, and keeps nothing of its KV.
+        """
         if request.status is RequestStatus.RESTORING:
             self._host.cancel_restore(request)
         else:
@@ -493,7 +519,11 @@ class Scheduler:
             request.num_preemptions += 1
             self._drop_suspended(request.request_id)
             del self._running[request.request_id]
-            self._host.reclaim(request, needed, self._running.values())
+            if needed is None:
+                self._host.forget(request.request_id)
+                request.num_computed_tokens = 0
+            else:
+                self._host.reclaim(request, needed, self._running.values())
         request.move_to(RequestStatus.PREEMPTED)
         self._waiting[request.rank].push(request)
 
@@ -503,10 +533,14 @@ class Scheduler:
         self._host.forget(request_id)
         self._running.pop(request_id, None)
         del self._requests[request_id]
+        self._release(request_id)
+        request.finish(reason)
+
+    def _release(self, request_id: RequestId) -> None:
+        """Let the next plan tell the executor to drop the request's state, if it may have any."""
         if request_id in self._known_to_executor:
             self._known_to_executor.remove(request_id)
             self._to_release.append(request_id)
-        request.finish(reason)
 
     def _finish_reason(self, request: Request, token_id: int) -> tuple[FinishReason | None, int | None]:
         sampling = request.sampling

@@ -1,0 +1,1 @@
+"""A child process and the messages to and from it."""

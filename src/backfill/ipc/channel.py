@@ -1,0 +1,100 @@
+"""The child's end of the sockets."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Generic, TypeVar
+
+import msgspec
+import zmq
+
+Incoming = TypeVar("Incoming")
+Outgoing = TypeVar("Outgoing")
+
+_POLL_MS = 200
+
+
+class Channel(Generic[Incoming, Outgoing]):
+    """Messages instead of bytes. One thread receives; any thread sends."""
+
+    def __init__(
+        self,
+        commands: zmq.Socket[bytes],
+        reports: zmq.Socket[bytes],
+        incoming: Any,  # the type of messages to decode: a union is no type object
+    ) -> None:
+        self._commands = commands
+        self._reports = reports
+        self._decoder: msgspec.msgpack.Decoder[Incoming] = msgspec.msgpack.Decoder(incoming)
+        self._sending = threading.Lock()
+        self._is_closed = False
+
+    def send(self, message: Outgoing) -> None:
+        data = msgspec.msgpack.encode(message)
+        with self._sending:
+            self._reports.send(data)
+
+    def receive(self, between: Callable[[], None] = lambda: None) -> Incoming | None:
+        """The next message, once there is one; None after ``close``. ``between`` is called now and then."""
+        while not self._is_closed:
+            between()
+            if self._commands.poll(_POLL_MS):
+                return self._decoder.decode(self._commands.recv())
+        return None
+
+    def close(self) -> None:
+        """Let ``receive`` return."""
+        self._is_closed = True
+
+
+@contextmanager
+def open_channel(
+    name: str, incoming: Any, commands_url: str, reports_url: str
+) -> Iterator[Channel[Any, Any]]:
+    """The channel of this child process, which from here on ends with its parent.
+
+    ``name``, of at most 15 characters, is what ``ps`` and ``top`` call the process.
+
+    SIGINT and SIGTERM are ignored: both may reach the whole process group, and the parent decides what they
+    mean.
+    """
+    _name_process(name)
+    _die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    with zmq.Context() as context:
+        commands, reports = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+        for socket in (commands, reports):
+            socket.set_hwm(0)  # nothing is dropped, and nothing blocks on a slow reader
+        reports.setsockopt(zmq.LINGER, 1000)
+        commands.connect(commands_url)
+        reports.connect(reports_url)
+        try:
+            yield Channel(commands, reports, incoming)
+        finally:
+            commands.close()
+            reports.close()
+
+
+def _name_process(name: str) -> None:
+    if sys.platform.startswith("linux"):
+        set_name = 15
+        ctypes.CDLL(None).prctl(set_name, name.encode(), 0, 0, 0)
+
+
+def _die_with_parent() -> None:
+    """Ask Linux to kill this process when its parent ends, however that happens."""
+    if not sys.platform.startswith("linux"):
+        return
+    set_parent_death_signal = 1
+    ctypes.CDLL(None, use_errno=True).prctl(set_parent_death_signal, signal.SIGKILL)
+    parent = multiprocessing.parent_process()
+    if parent is not None and os.getppid() != parent.pid:  # it ended before the request took effect
+        os._exit(1)

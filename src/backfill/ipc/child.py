@@ -1,0 +1,121 @@
+"""A child process as an asyncio program sees it: bytes to it, bytes from it, and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, cast
+
+import zmq
+import zmq.asyncio
+
+_REAP_S = 2.0  # a killed process is gone in milliseconds, unless the kernel holds it
+
+
+_open_children: set[ChildProcess] = set()
+
+
+def abandon_children() -> None:
+    """End all child processes and remove their folders at once, for a caller that is about to exit."""
+    for child in _open_children:
+        child.abandon()
+
+
+class ChildProcess:
+    """A spawned process behind two sockets. One event loop owns it; it is started once.
+
+    Args:
+        target: runs in the child as ``target(*args, commands_url, reports_url)``; see ``ipc.channel``.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        target: Callable[..., None],
+        args: tuple[Any, ...],
+    ) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="backfill-")
+        urls = [f"ipc://{Path(self._folder.name) / which}" for which in ("commands", "reports")]
+        self._context = zmq.asyncio.Context()
+        # Not an asyncio socket: sending never waits, so it can neither hang nor be cancelled.
+        self._commands: zmq.Socket[bytes] = zmq.Context(self._context).socket(zmq.PUSH)
+        self._reports: zmq.asyncio.Socket = self._context.socket(zmq.PULL)
+        for socket, url in zip((self._commands, self._reports), urls, strict=True):
+            socket.set_hwm(0)
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.bind(url)
+        self._process: BaseProcess = multiprocessing.get_context("spawn").Process(
+            target=target, args=(*args, *urls), name=name
+        )
+        self._has_ended = asyncio.Event()
+        self._is_closed = False
+        _open_children.add(self)
+
+    def start(self) -> None:
+        """Raises: OSError where no process can be made."""
+        self._process.start()
+        asyncio.get_running_loop().add_reader(self._process.sentinel, self._has_ended.set)
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid
+
+    def send(self, message: bytes) -> bool:
+        """Hand a message over; False when nobody is there to take it."""
+        if self._is_closed:
+            return False
+        try:
+            self._commands.send(message, zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+    async def receive(self) -> bytes | None:
+        """The next message; None once the process has ended."""
+        ending: asyncio.Future[Any] = asyncio.ensure_future(self._has_ended.wait())
+        arrival: asyncio.Future[Any] = asyncio.ensure_future(self._reports.recv())
+        try:
+            await asyncio.wait({arrival, ending}, return_when=asyncio.FIRST_COMPLETED)
+            return cast(bytes, arrival.result()) if arrival.done() else None
+        finally:
+            for future in (ending, arrival):
+                future.cancel()
+
+    def kill(self) -> None:
+        """End the process at once, without waiting for its end."""
+        if self._process.pid is not None and self._process.is_alive():
+            self._process.kill()
+
+    def abandon(self) -> None:
+        """End the process and remove its folder, without waiting for anything."""
+        self.kill()
+        self._folder.cleanup()
+
+    async def close(self) -> None:
+        """Kill the process if it still runs, reap it, and give back sockets and folder."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._process.pid is not None:
+            self.kill()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._has_ended.wait(), _REAP_S)
+            asyncio.get_running_loop().remove_reader(self._process.sentinel)
+            self._process.join(0)
+        for socket in (self._commands, self._reports):
+            socket.close()
+        self._context.term()
+        self._folder.cleanup()
+        _open_children.discard(self)
+
+    def how_it_ended(self) -> str:
+        """In words, once it has."""
+        code = self._process.exitcode
+        if code is not None and code < 0:
+            return f"was killed by signal {-code}"
+        return f"ended with exit code {code}"

@@ -1,0 +1,255 @@
+"""The engine process as its client sees it: what its faults become."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import multiprocessing
+import os
+import signal
+import tempfile
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import pytest
+
+from backfill.core.config import EngineConfig
+from backfill.core.errors import BackfillError, EngineDead, RequestLost, StepFailed
+from backfill.core.request import RequestId, ServiceClass
+from backfill.core.sampling import SamplingParams
+from backfill.engine.client import EngineClient
+from backfill.engine.messages import StepReport
+from backfill.engine.process import EngineLoader
+from tests.engine.loaders import load_crowded, load_failing, load_hanging, load_slow
+
+LONG = 50_000
+
+
+@asynccontextmanager
+async def started(
+    load: EngineLoader,
+    hang_timeout_s: float = 0.0,
+    on_report: Callable[[StepReport], None] | None = None,
+) -> AsyncIterator[EngineClient]:
+    config = EngineConfig(model_dir="", hang_timeout_s=hang_timeout_s)
+    client = EngineClient(config, on_report=on_report, load=load)
+    await client.start()
+    try:
+        yield client
+    finally:
+        await client.stop()
+
+
+def engine_process() -> BaseProcess:
+    (process,) = (each for each in multiprocessing.active_children() if each.name == "backfill-engine")
+    return process
+
+
+async def generate(
+    client: EngineClient,
+    name: str,
+    max_tokens: int = 2,
+    begun: asyncio.Event | None = None,
+    service_class: ServiceClass = ServiceClass.ONLINE,
+    group: str | None = None,
+) -> int:
+    """The number of tokens; ``begun`` is set at the first."""
+    num_tokens = 0
+    outputs = client.generate(
+        RequestId(name),
+        [5, 6],
+        SamplingParams(max_tokens=max_tokens, ignore_eos=True),
+        service_class=service_class,
+        group=group,
+    )
+    async with aclosing(outputs):
+        async for _ in outputs:
+            num_tokens += 1
+            if begun is not None:
+                begun.set()
+    return num_tokens
+
+
+async def lose(client: EngineClient, kill: int | None = None) -> list[int | BaseException]:
+    """What three requests get that were in flight when the process was sent a signal."""
+    begun = [asyncio.Event() for _ in range(3)]
+    tasks = [
+        asyncio.create_task(generate(client, f"r{index}", LONG, event)) for index, event in enumerate(begun)
+    ]
+    if kill is not None:
+        await asyncio.wait_for(asyncio.gather(*(event.wait() for event in begun)), 60.0)
+        process = engine_process()
+        assert process.pid is not None
+        os.kill(process.pid, kill)
+    return await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60.0)
+
+
+def assert_lost(answers: list[int | BaseException], num_lost: int, message: str) -> None:
+    for answer in answers:
+        assert isinstance(answer, EngineDead)
+        assert answer.num_lost == num_lost
+        assert message in str(answer)
+
+
+def test_a_killed_engine_says_how_many_requests_it_took_with_it() -> None:
+    async def run() -> None:
+        async with started(load_slow) as client:
+            assert await generate(client, "ended") == 2
+            assert_lost(await lose(client, signal.SIGKILL), 3, "killed by signal 9")
+            await client.wait_dead()
+            with pytest.raises(EngineDead) as absent:
+                await generate(client, "late")
+            assert absent.value.num_lost == 0
+
+    asyncio.run(run())
+
+
+def test_a_request_whose_last_output_nobody_has_read_is_not_in_flight() -> None:
+    async def run() -> None:
+        async with started(load_slow) as client:
+            unread = client.generate(
+                RequestId("unread"), [5, 6], SamplingParams(max_tokens=2, ignore_eos=True)
+            )
+            async with aclosing(unread):
+                await anext(unread)
+                assert await generate(client, "after", 20) == 20
+                assert_lost(await lose(client, signal.SIGKILL), 3, "killed")
+                assert (await anext(unread)).finish_reason is not None
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("other_class", ServiceClass)  # offline: a flex request
+def test_choices_that_ended_hide_no_other_request_from_who_is_to_blame(other_class: ServiceClass) -> None:
+    async def lose_together(client: EngineClient, others: Sequence[str]) -> dict[str, EngineDead]:
+        """The errors of a line's choices and of other requests; two further choices have ended."""
+        for name in ("c1", "c2"):
+            assert await generate(client, name, service_class=ServiceClass.OFFLINE, group="line") == 2
+        kinds = dict.fromkeys(("c3", "c4"), (ServiceClass.OFFLINE, "line"))
+        kinds |= dict.fromkeys(others, (other_class, None))
+        begun = {name: asyncio.Event() for name in kinds}
+        tasks = [
+            asyncio.create_task(generate(client, name, LONG, begun[name], *kinds[name])) for name in kinds
+        ]
+        await asyncio.wait_for(asyncio.gather(*(event.wait() for event in begun.values())), 60.0)
+        engine_process().kill()
+        answers = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60.0)
+        await client.wait_dead()
+        return {
+            name: answer
+            for name, answer in zip(kinds, answers, strict=True)
+            if isinstance(answer, EngineDead)
+        }
+
+    async def run() -> None:
+        async with started(load_slow) as client:
+            errors = await lose_together(client, ["other", "another"])
+            assert {name: error.num_others for name, error in errors.items()} == {
+                "c3": 2,
+                "c4": 2,
+                "other": 3,
+                "another": 3,
+            }
+            await client.start()
+            errors = await lose_together(client, [])
+            assert {name: (error.num_lost, error.num_others) for name, error in errors.items()} == {
+                "c3": (2, 0),
+                "c4": (2, 0),
+            }
+
+    asyncio.run(run())
+
+
+def test_a_failed_step_says_how_many_of_its_requests_were_others() -> None:
+    async def run() -> None:
+        async with started(load_crowded) as client:
+            begun = [asyncio.Event() for _ in range(2)]
+            choices = [
+                asyncio.create_task(generate(client, f"c{index}", LONG, event, group="line"))
+                for index, event in enumerate(begun)
+            ]
+            await asyncio.wait_for(asyncio.gather(*(event.wait() for event in begun)), 60.0)
+            assert await asyncio.wait_for(generate(client, "other"), 60.0) == 2, "it runs once more"
+            for failure in await asyncio.gather(*choices, return_exceptions=True):
+                assert isinstance(failure, StepFailed)
+                assert (failure.num_lost, failure.num_others) == (3, 1)
+
+    asyncio.run(run())
+
+
+def test_a_step_that_fails_twice_loses_its_requests_and_the_engine_goes_on() -> None:
+    async def run() -> None:
+        async with started(load_failing) as client:
+            with pytest.raises(StepFailed, match="RuntimeError") as failure:
+                await generate(client, "a")
+            assert (failure.value.num_lost, failure.value.num_others) == (1, 0)
+            assert isinstance(failure.value, RequestLost)
+            assert await generate(client, "b") == 2
+
+    asyncio.run(run())
+
+
+def test_a_stopped_engine_is_noticed_and_ended_and_can_be_started_again() -> None:
+    async def run() -> None:
+        async with started(load_slow, hang_timeout_s=2.0) as client:
+            process = engine_process()
+            assert_lost(await lose(client, signal.SIGSTOP), 3, "hung for 2 s")
+            await asyncio.wait_for(client.wait_dead(), 60.0)
+            assert not process.is_alive()
+            assert client.silent_s >= 2.0
+            await client.start()
+            assert await generate(client, "again") == 2
+
+    asyncio.run(run())
+
+
+def test_an_engine_that_hangs_says_where(capfd: pytest.CaptureFixture[str]) -> None:
+    async def run() -> None:
+        async with started(load_hanging, hang_timeout_s=1.0) as client:
+            assert_lost(await lose(client), 3, "hung for 1 s")
+
+    asyncio.run(run())
+    stacks = capfd.readouterr().err
+    assert "in wait_for_ever" in stacks
+    assert stacks.count("Thread 0x") >= 1, "of all threads"
+
+
+def test_an_engine_that_idles_does_not_hang() -> None:
+    async def run() -> None:
+        heard, num_reports = asyncio.Event(), itertools.count(1)
+
+        def on_report(report: StepReport) -> None:
+            if next(num_reports) == 6:  # half a second apart
+                heard.set()
+
+        async with started(load_slow, 2.0, on_report) as client:
+            await asyncio.wait_for(heard.wait(), 60.0)
+            assert await generate(client, "a") == 2
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("error", [OSError(12, "Cannot allocate memory"), ValueError("unpicklable")])
+def test_a_process_that_cannot_be_made_leaves_nothing_and_may_be_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    expected = "cannot be started: Cannot allocate memory" if isinstance(error, OSError) else "unpicklable"
+
+    def refuse(process: object) -> None:
+        raise error
+
+    async def run() -> None:
+        client = EngineClient(EngineConfig(model_dir=""), load=load_slow)
+        with monkeypatch.context() as patch:
+            patch.setattr(BaseProcess, "start", refuse)
+            with pytest.raises(BackfillError if isinstance(error, OSError) else ValueError, match=expected):
+                await client.start()
+        assert list(tmp_path.iterdir()) == []
+        await client.start()
+        assert await generate(client, "a") == 2
+        await client.stop()
+
+    asyncio.run(run())
