@@ -23,8 +23,11 @@ from backfill.core.errors import RequestError
 from backfill.core.request import ServiceClass
 from backfill.core.sampling import SamplingParams
 from backfill.models.generation_config import GenerationDefaults
+from backfill.protocol.body_shape import check_num_containers
 
 MAX_CHOICES = 128
+MAX_MESSAGES = 2048  # OpenAI's
+MAX_PARTS = 2048
 MAX_STOP_STRINGS = 16
 MAX_PRIORITY = 2**31 - 1
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
@@ -60,7 +63,10 @@ _UNSUPPORTED_FIELDS = frozenset(
 MAX_LOGIT_BIASES = 300  # OpenAI's
 MAX_STOP_TOKENS = 128
 MAX_REQUEST_ID_CHARS = 128
+SERVICE_TIERS = ("auto", "default", "flex", "priority", "scale", "standard")  # all but flex are online
 SLO_HEADERS = {"ttft": "x-slo-ttft-ms", "tpot": "x-slo-tpot-ms"}  # by the field of ``slo``
+PRIORITY_HEADER = "x-vllm-priority"
+REQUEST_HEADERS = (*SLO_HEADERS.values(), PRIORITY_HEADER)
 
 T = TypeVar("T")
 
@@ -165,12 +171,14 @@ class GenerationFields(BaseModel):
         in_body = {field: Objective(seconds, f"slo.{field}") for field, seconds in fields.items()}
         return {**self._header_objectives, **in_body}
 
-    def take_slo_headers(self, headers: Mapping[str, str]) -> None:
-        """Note the objectives among the headers that the body does not bring. Raises: RequestError."""
+    def take_headers(self, headers: Mapping[str, str]) -> None:
+        """Note what the headers say and the body does not. Raises: RequestError."""
         for field, name in SLO_HEADERS.items():
             if name in headers and field not in self.objectives:
                 seconds = _milliseconds(name, headers[name]) / 1000
                 self._header_objectives[field] = Objective(seconds, name)
+        if self.priority is None and PRIORITY_HEADER in headers:
+            self.priority = _integer(PRIORITY_HEADER, headers[PRIORITY_HEADER], "priority")
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -185,6 +193,11 @@ class GenerationFields(BaseModel):
         if self.best_of not in (None, 1) and self.best_of != self.num_choices:
             raise RequestError(
                 "best_of other than 1 is not supported.", param="best_of", code="unsupported_parameter"
+            )
+        if self.service_tier is not None and self.service_tier not in SERVICE_TIERS:
+            raise RequestError(
+                f"service_tier must be one of {', '.join(SERVICE_TIERS)}, got {self.service_tier[:40]!r}.",
+                param="service_tier",
             )
         self._check_slo()
         if len(self.stop_strings) > MAX_STOP_STRINGS or "" in self.stop_strings:
@@ -273,7 +286,7 @@ class TextPart(BaseModel):
 class ChatMessage(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | FailFastList[TextPart] | None = None
+    content: str | Annotated[FailFastList[TextPart], Field(max_length=MAX_PARTS)] | None = None
 
     def as_template_input(self) -> dict[str, Any]:
         """The message as chat templates expect it: text parts joined, ``developer`` as ``system``."""
@@ -289,16 +302,20 @@ class ChatMessage(BaseModel):
         return {**(self.model_extra or {}), "role": role, "content": content or ""}
 
 
+Messages = Annotated[FailFastList[ChatMessage], Field(max_length=MAX_MESSAGES)]
+
+
 class ChatCompletionRequest(GenerationFields):
     """Body of ``POST /v1/chat/completions``."""
 
-    messages: FailFastList[ChatMessage]
+    messages: Messages
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
+    add_special_tokens: bool | None = None
 
     @property
     def asked_max_tokens(self) -> int | None:
@@ -314,11 +331,8 @@ class ChatCompletionRequest(GenerationFields):
             raise RequestError("messages must have at least one message.", param="messages")
         if self.top_logprobs is not None and not self.logprobs:
             raise RequestError("top_logprobs is only allowed when logprobs is true.", param="top_logprobs")
-        if self.continue_final_message and self.messages[-1].role != "assistant":
-            raise RequestError(
-                "continue_final_message needs a last message of role assistant.",
-                param="continue_final_message",
-            )
+        if self.continue_final_message:
+            _check_continued(self.messages)
 
 
 class CompletionRequest(GenerationFields):
@@ -369,9 +383,18 @@ class TokenizeRequest(BaseModel):
     model_config = StrictModel
     model: str | None = None
     prompt: str | None = None
-    messages: FailFastList[ChatMessage] | None = None
-    add_special_tokens: bool = True
+    messages: Messages | None = None
+    add_special_tokens: bool | None = None  # None: for a prompt, and not for messages
     add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def check(self) -> None:
+        """Raise RequestError for the first combination of fields that cannot be served."""
+        if (self.prompt is None) == (self.messages is None):
+            raise RequestError("Send either prompt or messages.", param="prompt")
+        if self.continue_final_message:
+            _check_continued(self.messages)
 
 
 class DetokenizeRequest(BaseModel):
@@ -387,6 +410,7 @@ Body = TypeVar("Body", bound=BaseModel)
 
 def parse_body(kind: type[Body], raw: bytes) -> Body:
     """Parse a JSON body, naming in a RequestError the first field that is wrong."""
+    check_num_containers(raw)
     try:
         return kind.model_validate_json(raw)
     except ValidationError as error:
@@ -394,7 +418,9 @@ def parse_body(kind: type[Body], raw: bytes) -> Body:
 
 
 def _request_error(error: ValidationError) -> RequestError:
-    first = error.errors(include_url=False, include_context=False)[0]
+    errors = error.errors(include_url=False)
+    # A list that is too long for one member of a union is also said to be no string, which helps nobody.
+    first = next((each for each in errors if each["type"] == "too_long"), errors[0])
     if first["type"] == "json_invalid":
         return RequestError(f"The body is not valid JSON: {first['msg'].removeprefix('Invalid JSON: ')}.")
     path = first["loc"]
@@ -404,6 +430,9 @@ def _request_error(error: ValidationError) -> RequestError:
         return RequestError(
             f"Missing required parameter: '{where}'.", param=name, code="missing_required_parameter"
         )
+    if first["type"] == "too_long":
+        where = ".".join(str(part) for part in path if not _names_a_type(part))
+        return RequestError(f"'{where}' may have at most {first['ctx']['max_length']} items.", param=name)
     if name is None:
         return RequestError(f"The body must be a JSON object: {first['msg']}.")
     got = json.dumps(first["input"], default=repr)[:80]
@@ -416,6 +445,13 @@ def _request_error(error: ValidationError) -> RequestError:
 def _names_a_type(part: int | str) -> bool:
     """Pydantic puts the tried member of a union into the path; users know only fields and indices."""
     return isinstance(part, str) and (part in {"str", "int"} or "[" in part)
+
+
+def _check_continued(messages: Sequence[ChatMessage] | None) -> None:
+    if not messages or messages[-1].role != "assistant":
+        raise RequestError(
+            "continue_final_message needs a last message of role assistant.", param="continue_final_message"
+        )
 
 
 def _unsupported(name: str) -> NoReturn:
@@ -445,6 +481,13 @@ def _milliseconds(name: str, text: str) -> float:
     if not (math.isfinite(value) and value > 0):
         raise RequestError(f"{name} must be a number of milliseconds above 0, got {text[:40]!r}.", param=name)
     return value
+
+
+def _integer(name: str, text: str, param: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise RequestError(f"{name} must be an integer, got {text[:40]!r}.", param=param) from None
 
 
 def _wrap_int64(value: int) -> int:

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from backfill.core.errors import BackfillError, EngineDead, RequestError
+from backfill.core.errors import BackfillError, EngineDead, NotReady, RequestError
 from backfill.core.plan import TokenLogprobs
 from backfill.core.request import FinishReason
 from backfill.core.slo import SLO
 from backfill.generation.generator import TextDelta
 from backfill.generation.tokenizer import Tokenizer
+from backfill.protocol.encoding import EncodedList
 
 Json = dict[str, Any]
 
@@ -30,7 +31,7 @@ def error_of(error: BackfillError) -> tuple[int, Json]:
     if isinstance(error, RequestError):
         status = 404 if error.code == "model_not_found" else 400
         return status, error_body(str(error), "invalid_request_error", param=error.param, code=error.code)
-    if isinstance(error, EngineDead):
+    if isinstance(error, EngineDead | NotReady):
         return 503, error_body(str(error), "service_unavailable_error", code="server_is_overloaded")
     return 500, error_body(str(error), "server_error")
 
@@ -95,7 +96,7 @@ class ChoiceState:
 
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
-    logprobs: list[Json] = field(default_factory=list)
+    logprobs: dict[str, EncodedList] = field(default_factory=dict)
     num_chars: int = 0
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
@@ -106,6 +107,11 @@ class ChoiceState:
         self.token_ids.append(delta.token_id)
         self.finish_reason = delta.finish_reason
         self.stop_reason = delta.stop_reason
+
+    def add_logprobs(self, logprobs: Json | None) -> None:
+        """Those of one delta: lists, by their name."""
+        for name, entries in (logprobs or {}).items():
+            self.logprobs.setdefault(name, EncodedList()).extend(entries)
 
 
 class ChatShape:
@@ -121,9 +127,6 @@ class ChatShape:
         if delta.logprobs is None:
             return None
         return {"content": [_chat_logprob(self._tokenizer, delta.token_id, delta.logprobs)]}
-
-    def join_logprobs(self, parts: Sequence[Json]) -> Json | None:
-        return {"content": [entry for part in parts for entry in part["content"]]} if parts else None
 
     def delta(self, text: str) -> Json:
         return {"delta": {"content": text}}
@@ -156,11 +159,6 @@ class CompletionShape:
             "top_logprobs": [top],
             "text_offset": [state.num_chars],
         }
-
-    def join_logprobs(self, parts: Sequence[Json]) -> Json | None:
-        if not parts:
-            return None
-        return {key: [entry for part in parts for entry in part[key]] for key in parts[0]}
 
     def delta(self, text: str) -> Json:
         return {"text": text}
@@ -230,13 +228,14 @@ def whole_body(
     usage: Usage,
     attainment: Attainment | None = None,
 ) -> Json:
+    """A body for ``EncodedBody``."""
     choices = []
     for index, state in enumerate(states):
         assert state.finish_reason is not None
         choice: Json = {
             "index": index,
             **shape.whole(head.echoed[index] + "".join(state.text)),
-            "logprobs": shape.join_logprobs(state.logprobs),
+            "logprobs": state.logprobs or None,
             "finish_reason": state.finish_reason.value,
             "stop_reason": state.stop_reason,
         }

@@ -1,0 +1,1 @@
+"""Request bodies and batch files to token ids, in a process of their own."""

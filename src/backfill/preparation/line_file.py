@@ -1,0 +1,86 @@
+"""Input files read on in groups, as the engine takes their lines."""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import cast
+
+from backfill.core.errors import RequestError
+from backfill.preparation.lines import BatchLine, InputLine, Refusal, parse_line, read_lines
+from backfill.preparation.messages import LineSelection, Position
+from backfill.protocol.preparer import Generation, GenerationEndpoint, RequestContext
+from backfill.protocol.responses import error_of
+
+logger = logging.getLogger(__name__)
+
+# A group ends early after so much work or so many bytes, that others get their turn.
+_GROUP_S = 0.05
+_GROUP_BYTES = 1 << 20
+
+Prepare = Callable[[GenerationEndpoint, bytes, RequestContext], Generation]
+
+
+class LineFile:
+    """The selected lines of one file, from ``position`` on. Holds no descriptor between calls.
+
+    Args:
+        prepare: makes a body a generation; raises RequestError.
+    """
+
+    def __init__(self, selection: LineSelection, position: Position, prepare: Prepare) -> None:
+        self.position = position
+        self._selection = selection
+        self._prepare = prepare
+
+    def read(self, max_lines: int) -> list[BatchLine]:
+        """The next lines, at least one unless the file has no more.
+
+        Raises: BadLine, OSError; reading goes on at the same place.
+        """
+        selection, group = self._selection, list[BatchLine]()
+        num_bytes, started_at_s = 0, time.monotonic()
+        with Path(selection.path).open("rb") as file:
+            file.seek(self.position.offset)
+            for number, data in read_lines(file, selection.max_line_bytes, after=self.position.number):
+                if not self._is_done(number):
+                    try:
+                        line = parse_line(number, data, selection.max_line_bytes)
+                    except Exception:
+                        if group:  # raised again, at the next call
+                            return group
+                        raise
+                    group.append(self._to_run(line, len(data)))
+                    num_bytes += len(data)
+                self.position = Position(number, file.tell())
+                is_late = time.monotonic() - started_at_s > _GROUP_S
+                if len(group) >= max_lines or (group and (is_late or num_bytes > _GROUP_BYTES)):
+                    break
+        return group
+
+    def _to_run(self, line: InputLine, num_bytes: int) -> BatchLine:
+        read = BatchLine(number=line.number, custom_id=line.custom_id, request_id=f"req_{uuid.uuid4().hex}")
+        if self._selection.names_only:
+            return read
+        read.num_bytes = num_bytes
+        context = RequestContext(
+            request_id=read.request_id,
+            is_batch_line=True,
+            complete_by_s=self._selection.complete_by_s,
+        )
+        try:
+            # Checked with the file: a line has one of these endpoints.
+            read.generation = self._prepare(cast(GenerationEndpoint, line.url), line.body, context)
+        except RequestError as error:
+            read.refusal = Refusal(*error_of(error))
+        except Exception:
+            logger.exception("line %d cannot be prepared", line.number)
+        return read
+
+    def _is_done(self, number: int) -> bool:
+        byte, bit = divmod(number, 8)
+        done = self._selection.done
+        return byte < len(done) and bool(done[byte] >> bit & 1)

@@ -1,0 +1,193 @@
+"""The input lines of a batch (OpenAI's Batch API format)."""
+
+from __future__ import annotations
+
+import codecs
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+import msgspec
+
+from backfill.protocol.batches import BATCH_ENDPOINTS
+from backfill.protocol.preparer import Generation
+
+MAX_CUSTOM_ID_BYTES = 512
+
+
+class _Line(msgspec.Struct):
+    custom_id: str
+    method: str
+    url: str
+    body: msgspec.Raw
+
+
+class _ModelOf(msgspec.Struct):
+    model: str | None = None
+
+
+# Escapes in JSON strings; the group matches halves of surrogate pairs without their other half.
+_ESCAPES = re.compile(
+    rb"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(\\u[dD][89a-fA-F][0-9a-fA-F]{2})|\\."
+)
+_NO_NUMBERS = re.compile(rb"NaN|-?Infinity")
+_POSITION = re.compile(r"byte (\d+)")
+_WRONG_FIELD = re.compile(r"at `\$\.(\w+)`$")
+
+_line_decoder = msgspec.json.Decoder(_Line)
+_model_decoder = msgspec.json.Decoder(_ModelOf)
+
+
+class Refusal(msgspec.Struct, frozen=True):
+    """The HTTP status and body with which the online API would refuse a line's request."""
+
+    status: int
+    body: dict[str, Any]
+
+
+class BatchLine(msgspec.Struct, kw_only=True):
+    """One request of a batch, as it goes from the file to the engine.
+
+    Attributes:
+        number: counts lines of the file from 1, blank ones included.
+        num_bytes: of the line, for bounding memory.
+        request_id: of this request, as its result names it.
+        generation, refusal: what the body came to; neither where only names were asked for.
+    """
+
+    number: int
+    custom_id: str
+    num_bytes: int = 0
+    request_id: str = ""
+    generation: Generation | None = None
+    refusal: Refusal | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LineError:
+    """Why an input file is refused; ``line`` counts from 1, None where it concerns the whole file."""
+
+    code: str
+    message: str
+    line: int | None = None
+    param: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class InputLine:
+    """A line of the file, its body still unread."""
+
+    number: int
+    custom_id: str
+    url: str
+    body: bytes
+
+
+class BadLine(Exception):
+    """A line that is no request; carries what the batch reports of it."""
+
+    def __init__(self, code: str, message: str, line: int, param: str | None = None) -> None:
+        super().__init__(message)
+        self.error = LineError(code, message, line, param)
+
+
+def read_lines(file: BinaryIO, max_line_bytes: int, *, after: int = 0) -> Iterator[tuple[int, bytes]]:
+    """Number and bytes of each line that is not blank. A longer line is cut one byte over the limit.
+
+    Args:
+        after: number of the last line before the file's position.
+    """
+    number = after
+    while data := file.readline(max_line_bytes + 1):
+        number += 1
+        if number == 1:  # what some programs put at the start of a text file
+            data = data.removeprefix(codecs.BOM_UTF8)
+        rest = data
+        while not rest.endswith(b"\n") and len(rest) > max_line_bytes:
+            rest = file.readline(max_line_bytes + 1)
+        if data.strip():
+            yield number, data
+
+
+def parse_line(number: int, data: bytes, max_line_bytes: int) -> InputLine:
+    """Raises: BadLine."""
+    if len(data) > max_line_bytes:
+        raise BadLine("invalid_value", f"This line is longer than {max_line_bytes} bytes.", number)
+    try:
+        line = _decode(data)
+    except msgspec.ValidationError as error:
+        missing = _missing_field(str(error))
+        if missing is not None:
+            message = f"Missing required parameter: '{missing}'."
+            raise BadLine("missing_required_parameter", message, number, missing) from None
+        wrong = _WRONG_FIELD.search(str(error))
+        message = f"This line is no batch request: {error}."
+        raise BadLine("invalid_value", message, number, wrong and wrong[1]) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        message = f"This line is not parseable as valid JSON: {_why_no_json(data, error)}."
+        raise BadLine("invalid_json_line", message, number) from None
+    if not line.custom_id or len(line.custom_id.encode(errors="replace")) > MAX_CUSTOM_ID_BYTES:
+        message = f"custom_id must be a string of 1 to {MAX_CUSTOM_ID_BYTES} bytes."
+        raise BadLine("invalid_value", message, number, "custom_id")
+    if line.method != "POST":
+        raise BadLine("invalid_value", "method must be POST.", number, "method")
+    body = bytes(line.body)
+    if not body.startswith(b"{"):
+        raise BadLine("invalid_value", "body must be an object.", number, "body")
+    return InputLine(number, line.custom_id, line.url, body)
+
+
+def check_target(line: InputLine, endpoint: str | None) -> None:
+    """Raise BadLine unless the line is for the batch's endpoint, or, with None, for any there is."""
+    if endpoint is None:
+        if line.url not in BATCH_ENDPOINTS:
+            message = f"url must be {' or '.join(BATCH_ENDPOINTS)}, got {line.url[:80]!r}."
+            raise BadLine("invalid_value", message, line.number, "url")
+    elif line.url != endpoint:
+        message = f"url must be the batch's endpoint {endpoint}, got {line.url[:80]!r}."
+        raise BadLine("url_mismatch", message, line.number, "url")
+
+
+def model_of(line: InputLine) -> str | None:
+    """The model the body names. Raises: BadLine."""
+    try:
+        return _model_decoder.decode(line.body).model
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        raise BadLine("invalid_value", "model must be a string.", line.number, "model") from None
+
+
+def _decode(data: bytes) -> _Line:
+    """The line; in its body, a half of a surrogate pair becomes the replacement character.
+
+    Programs that cut text within a pair write such halves as escapes. No text holds them, so no model
+    could be given them.
+    """
+    try:
+        return _line_decoder.decode(data)
+    except msgspec.DecodeError:
+        repaired = _ESCAPES.sub(lambda found: b"\\ufffd" if found[1] else found[0], data)
+        if repaired == data:
+            raise
+        line = _line_decoder.decode(repaired)
+        if "\ufffd" in line.custom_id:  # it would not be found again by its name
+            raise
+        return line
+
+
+def _why_no_json(data: bytes, error: Exception) -> str:
+    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return "it is UTF-16, where UTF-8 is needed"
+    reason = str(error).removeprefix("JSON is malformed: ")
+    position = _POSITION.search(reason)
+    if position is not None:
+        at = int(position[1])
+        word = _NO_NUMBERS.search(data, max(0, at - 2), at + 9)
+        if word is not None:
+            return f"{word[0].decode()} is no number in JSON ({position[0]})"
+    return "it ends too early" if reason == "Input data was truncated" else reason
+
+
+def _missing_field(message: str) -> str | None:
+    prefix = "Object missing required field `"
+    return message[len(prefix) :].partition("`")[0] if message.startswith(prefix) else None

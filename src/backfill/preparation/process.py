@@ -1,0 +1,173 @@
+"""The preparation process: everything that would hold up the server's event loop for long.
+
+A thread of its own for each kind of job, so that none waits for another's: bodies of online requests,
+lines of batches, checks of input files. A disk that hangs stops the last two only.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+from backfill.core.errors import BackfillError
+from backfill.core.heap import freeze_heap
+from backfill.ipc.channel import Channel, open_channel
+from backfill.preparation.line_file import LineFile
+from backfill.preparation.messages import (
+    START,
+    AnswerBody,
+    Answered,
+    Bug,
+    CancelCheck,
+    CheckInput,
+    CloseLines,
+    Configure,
+    FromPreparation,
+    InputChecked,
+    JobBegun,
+    JobDone,
+    JobFailed,
+    LinesRead,
+    Loaded,
+    OpenLines,
+    PreparationSetup,
+    PrepareBody,
+    Prepared,
+    ReadLines,
+    ToPreparation,
+    fault_of,
+)
+from backfill.preparation.validation import InputCheck
+from backfill.protocol.preparer import Generation, GenerationEndpoint, RequestContext, RequestPreparer
+
+logger = logging.getLogger(__name__)
+
+AnyJob = TypeVar("AnyJob", PrepareBody, AnswerBody, ReadLines, CheckInput)
+
+# So that a small body does not wait for a large one's end: encoding releases the interpreter's lock.
+_NUM_BODY_THREADS = 2
+# A body or a line takes seconds at the most. What takes longer hangs, and only the process's end stops it.
+_MAX_WORK_S = 60.0
+
+
+def run_preparation_process(setup: PreparationSetup, commands_url: str, reports_url: str) -> None:
+    """Entry point of the child process. Ends with its parent, or when that kills it."""
+    logging.basicConfig(level=setup.log_level, format="%(asctime)s %(levelname)s preparation: %(message)s")
+    # One text is encoded by one thread: a pool of them for a line would fight with the engine's.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    with open_channel("backfill-prep", ToPreparation, commands_url, reports_url) as channel:
+        try:
+            preparer = setup.create_preparer(setup.load_tokenizer())
+        except BackfillError as error:
+            channel.send(Loaded(str(error)))
+            return
+        except Exception as error:
+            logger.exception("the preparation process could not start")
+            channel.send(Loaded(f"The tokenizer cannot be loaded: {type(error).__name__}: {error}"))
+            return
+        freeze_heap()
+        channel.send(Loaded())
+        Preparation(channel, preparer).run()
+
+
+class Preparation:
+    """Receives jobs and answers each, in whatever order they end."""
+
+    def __init__(self, channel: Channel[ToPreparation, FromPreparation], preparer: RequestPreparer) -> None:
+        self._channel = channel
+        self._preparer = preparer
+        self._bodies = ThreadPoolExecutor(_NUM_BODY_THREADS, "bodies")
+        self._lines = ThreadPoolExecutor(1, "lines")
+        self._checks = ThreadPoolExecutor(1, "checks")
+        self._files: dict[int, LineFile] = {}
+        self._wanted_checks: set[int] = set()
+        self._working: dict[int, float] = {}  # by thread: since when it prepares one body or line
+
+    def run(self) -> None:
+        """Until the channel is closed."""
+        while (message := self._channel.receive(self._end_if_it_hangs)) is not None:
+            match message:
+                case Configure(facts):
+                    self._preparer.facts = facts
+                case OpenLines(reader_id, selection, position):
+                    self._files[reader_id] = LineFile(selection, position, self._prepare_in_time)
+                case CloseLines(reader_id):
+                    self._files.pop(reader_id, None)
+                case CancelCheck(job_id):
+                    self._wanted_checks.discard(job_id)
+                case PrepareBody():
+                    self._begin(self._bodies, message, self._prepare)
+                case AnswerBody():
+                    self._begin(self._bodies, message, self._answer)
+                case ReadLines():
+                    self._begin(self._lines, message, self._read)
+                case CheckInput():
+                    self._wanted_checks.add(message.job_id)
+                    self._begin(self._checks, message, self._check)
+
+    def _begin(self, pool: ThreadPoolExecutor, job: AnyJob, work: Callable[[AnyJob], JobDone]) -> None:
+        def run() -> None:
+            self._channel.send(JobBegun(job.job_id))
+            try:
+                self._channel.send(work(job))
+            except Exception as error:
+                fault = fault_of(error)
+                if isinstance(fault, Bug):
+                    logger.exception("a %s failed", type(job).__name__)
+                self._channel.send(JobFailed(job.job_id, fault))
+
+        pool.submit(run)
+
+    def _prepare(self, job: PrepareBody) -> Prepared:
+        return Prepared(job.job_id, self._prepare_in_time(job.endpoint, job.body, job.context))
+
+    def _answer(self, job: AnswerBody) -> Answered:
+        with self._in_time():
+            return Answered(job.job_id, self._preparer.answer(job.endpoint, job.body))
+
+    def _prepare_in_time(
+        self, endpoint: GenerationEndpoint, body: bytes, context: RequestContext
+    ) -> Generation:
+        with self._in_time():
+            return self._preparer.prepare(endpoint, body, context)
+
+    @contextmanager
+    def _in_time(self) -> Iterator[None]:
+        """The process ends where the block takes too long. Waiting for a disk is no work."""
+        thread = threading.get_ident()
+        self._working[thread] = time.monotonic()
+        try:
+            yield
+        finally:
+            del self._working[thread]
+
+    def _end_if_it_hangs(self) -> None:
+        since_s = min(self._working.copy().values(), default=math.inf)
+        if time.monotonic() - since_s > _MAX_WORK_S:
+            logger.error("a body or line takes over %.0f s; the process ends. It was at:", _MAX_WORK_S)
+            faulthandler.dump_traceback()
+            os._exit(1)
+
+    def _read(self, job: ReadLines) -> LinesRead:
+        file = self._files.get(job.reader_id)
+        if file is None:  # closed meanwhile: nobody waits for them
+            return LinesRead(job.job_id, [], START)
+        return LinesRead(job.job_id, file.read(job.max_lines), file.position)
+
+    def _check(self, job: CheckInput) -> InputChecked:
+        try:
+            with closing(InputCheck(Path(job.path), job.limits)) as check:
+                while job.job_id in self._wanted_checks and not check.advance():
+                    pass
+        finally:
+            self._wanted_checks.discard(job.job_id)
+        return InputChecked(job.job_id, check.report)

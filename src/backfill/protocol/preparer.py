@@ -1,0 +1,362 @@
+"""Bodies of requests to generations: parsed, checked, templated and tokenized. Pure: no engine, no I/O."""
+
+from __future__ import annotations
+
+import math
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, TypeVar
+
+import msgspec
+
+from backfill.core.config import SchedulerConfig
+from backfill.core.errors import RequestError
+from backfill.core.request import ServiceClass
+from backfill.core.sampling import SamplingParams
+from backfill.core.slo import SLO
+from backfill.costs.model import CostModel
+from backfill.engine.messages import Ready
+from backfill.execution.executor import ExecutorInfo
+from backfill.generation.tokenizer import Tokenizer
+from backfill.models.generation_config import GenerationDefaults
+from backfill.protocol.requests import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    GenerationFields,
+    Objective,
+    TokenizeRequest,
+    parse_body,
+)
+from backfill.protocol.response_size import MAX_RESPONSE_TOKENS, bounded_max_tokens
+from backfill.scheduling.objectives import achievable_slo
+
+GenerationEndpoint = Literal["/v1/chat/completions", "/v1/completions"]
+TextEndpoint = Literal["/tokenize", "/detokenize"]
+
+Fields = TypeVar("Fields", bound=GenerationFields)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    """The one model a service answers for.
+
+    Attributes:
+        names: what clients may call it; the first is echoed.
+        root: folder or hub id, from which clients can load the tokenizer.
+    """
+
+    names: tuple[str, ...]
+    root: str
+    folder: Path
+    created: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineFacts:
+    """What the running engine takes and promises.
+
+    Attributes:
+        default_slo: of online requests that bring no objectives.
+        cost: None where the engine has no profile; objectives are not checked then.
+    """
+
+    info: ExecutorInfo
+    default_slo: SLO
+    cost: CostModel | None
+    scheduler: SchedulerConfig
+
+    @classmethod
+    def of(cls, ready: Ready, scheduler: SchedulerConfig) -> EngineFacts:
+        return cls(info=ready.info, default_slo=ready.default_slo, cost=ready.cost, scheduler=scheduler)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestContext:
+    """What is known of a request besides its body.
+
+    Attributes:
+        headers: those of the request that a body's fields override, by lower-case name.
+        is_batch_line: it runs in the offline class, whatever the body says, and does not stream.
+        complete_by_s: end of its batch's completion window, on the monotonic clock.
+    """
+
+    request_id: str | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+    is_batch_line: bool = False
+    complete_by_s: float | None = None
+
+
+class Generation(msgspec.Struct, frozen=True, kw_only=True):
+    """A checked request, ready to run: tokenized prompts, and the sampling of every choice.
+
+    Attributes:
+        prompts: token ids, one list a prompt.
+        echoed: text that precedes the output, one a prompt.
+        samplings: one a choice; the choices of the first prompt come first.
+        service_tier: as the answer says it.
+        reported_slo: objectives whose attainment the answer says; None where the client brought none.
+    """
+
+    endpoint: GenerationEndpoint
+    response_id: str
+    created: int
+    service_tier: str
+    prompts: list[list[int]]
+    echoed: list[str]
+    samplings: list[SamplingParams]
+    stop: tuple[str, ...]
+    include_stop_str_in_output: bool
+    skip_special_tokens: bool
+    returns_token_ids: bool
+    streams: bool
+    includes_usage: bool
+    usage_on_every_chunk: bool
+    service_class: ServiceClass
+    priority: int
+    slo: SLO | None
+    reported_slo: SLO | None
+    complete_by_s: float | None
+
+    @property
+    def num_choices(self) -> int:
+        return len(self.samplings)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(map(len, self.prompts))
+
+    def prompt_of(self, choice: int) -> int:
+        """Index of the prompt that a choice continues."""
+        return choice * len(self.prompts) // len(self.samplings)
+
+
+class RequestPreparer:
+    """Turns bodies into generations.
+
+    Args:
+        max_response_tokens: choices x max_tokens x (1 + logprobs) of one request; more is refused.
+
+    Attributes:
+        facts: of the running engine; set before anything but ``check_model`` is called.
+    """
+
+    def __init__(
+        self,
+        model: ServedModel,
+        tokenizer: Tokenizer,
+        defaults: GenerationDefaults,
+        *,
+        max_response_tokens: int = MAX_RESPONSE_TOKENS,
+    ) -> None:
+        self.model = model
+        self.tokenizer = tokenizer
+        self.facts: EngineFacts | None = None
+        self._defaults = defaults
+        self._max_response_tokens = max_response_tokens
+
+    def prepare(self, endpoint: GenerationEndpoint, raw: bytes, context: RequestContext) -> Generation:
+        """Parse, check and tokenize a body. Raises: RequestError."""
+        if endpoint == "/v1/chat/completions":
+            return self._prepare_chat(parse_body(ChatCompletionRequest, raw), context)
+        return self._prepare_completion(parse_body(CompletionRequest, raw), context)
+
+    def answer(self, endpoint: TextEndpoint, raw: bytes) -> bytes:
+        """The JSON answer of ``/tokenize`` or ``/detokenize``. Raises: RequestError."""
+        if endpoint == "/tokenize":
+            return msgspec.json.encode(self._tokenize(parse_body(TokenizeRequest, raw)))
+        return msgspec.json.encode(self._detokenize(parse_body(DetokenizeRequest, raw)))
+
+    def check_model(self, name: str | None) -> None:
+        """Raise RequestError for a model that is not served here."""
+        if name is not None and name not in self.model.names:
+            raise RequestError(
+                f"The model '{name}' does not exist. This server has: {', '.join(self.model.names)}.",
+                param="model",
+                code="model_not_found",
+            )
+
+    def _prepare_chat(self, body: ChatCompletionRequest, context: RequestContext) -> Generation:
+        body = self._checked(body, context)
+        token_ids = self.tokenizer.encode_chat(
+            [message.as_template_input() for message in body.messages],
+            add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=body.continue_final_message,
+            template_kwargs=body.chat_template_kwargs,
+            add_special_tokens=bool(body.add_special_tokens),
+            most_tokens=self._most_prompt_tokens(body),
+            last_tokens=body.truncate_prompt_tokens,
+        )
+        return self._generation(
+            "/v1/chat/completions",
+            body,
+            context,
+            prompts=[body.truncated(token_ids)],
+            echoed=[""],
+            max_tokens=body.asked_max_tokens,
+            num_logprobs=body.num_logprobs,
+        )
+
+    def _prepare_completion(self, body: CompletionRequest, context: RequestContext) -> Generation:
+        body = self._checked(body, context)
+        prompts = [
+            body.truncated(
+                self.tokenizer.encode(
+                    prompt,
+                    add_special_tokens=body.add_special_tokens,
+                    most_tokens=self._most_prompt_tokens(body),
+                    last_tokens=body.truncate_prompt_tokens,
+                )
+                if isinstance(prompt, str)
+                else prompt
+            )
+            for prompt in body.prompts
+        ]
+        for prompt in prompts:
+            self.engine.info.check_prompt(prompt)
+        echoed = [
+            "" if not body.echo else prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt)
+            for prompt in body.prompts
+        ]
+        return self._generation(
+            "/v1/completions",
+            body,
+            context,
+            prompts=prompts,
+            echoed=echoed,
+            max_tokens=body.asked_max_tokens,
+            num_logprobs=body.num_logprobs,
+        )
+
+    def _tokenize(self, body: TokenizeRequest) -> dict[str, int | list[int]]:
+        self.check_model(body.model)
+        body.check()
+        if body.messages is not None:
+            tokens = self.tokenizer.encode_chat(
+                [message.as_template_input() for message in body.messages],
+                add_generation_prompt=body.add_generation_prompt,
+                continue_final_message=body.continue_final_message,
+                template_kwargs=body.chat_template_kwargs,
+                add_special_tokens=bool(body.add_special_tokens),
+            )
+        else:
+            tokens = self.tokenizer.encode(
+                body.prompt or "", add_special_tokens=body.add_special_tokens is not False
+            )
+        return {"count": len(tokens), "max_model_len": self.engine.info.max_model_len, "tokens": tokens}
+
+    def _detokenize(self, body: DetokenizeRequest) -> dict[str, str]:
+        self.check_model(body.model)
+        vocab_size = self.engine.info.vocab_size
+        if not all(0 <= token_id < vocab_size for token_id in body.tokens):
+            raise RequestError(f"tokens must be between 0 and {vocab_size - 1}.", param="tokens")
+        return {"prompt": self.tokenizer.decode(body.tokens)}
+
+    @property
+    def engine(self) -> EngineFacts:
+        """The running engine's facts, which are known."""
+        assert self.facts is not None, "set before requests are prepared"
+        return self.facts
+
+    def _checked(self, body: Fields, context: RequestContext) -> Fields:
+        """The body with what its context adds, once its fields hold together."""
+        self.check_model(body.model)
+        if context.is_batch_line:
+            if body.stream:
+                raise RequestError("stream must be false in a batch.", param="stream")
+            body = body.model_copy(update={"service_tier": "flex"})
+        body.take_headers(context.headers)
+        body.check()
+        return body
+
+    def _most_prompt_tokens(self, body: GenerationFields) -> int | None:
+        """Beyond this a prompt is refused unread; None where it will be truncated."""
+        return self.engine.info.max_model_len if body.truncate_prompt_tokens is None else None
+
+    def _generation(
+        self,
+        endpoint: GenerationEndpoint,
+        body: GenerationFields,
+        context: RequestContext,
+        *,
+        prompts: list[list[int]],
+        echoed: list[str],
+        max_tokens: int | None,
+        num_logprobs: int | None,
+    ) -> Generation:
+        info = self.engine.info
+        prefix = "chatcmpl" if endpoint == "/v1/chat/completions" else "cmpl"
+        options, objectives = body.stream_options, body.objectives
+        self._check_achievable(objectives, max(map(len, prompts)))
+        slo = self._slo(body.service_class, objectives)
+        samplings = []
+        for prompt in prompts:
+            prompt_max_tokens = bounded_max_tokens(
+                max_tokens,
+                max(1, info.max_model_len - len(prompt)),
+                num_choices=len(prompts) * body.num_choices,
+                num_logprobs=num_logprobs,
+                most=self._max_response_tokens,
+            )
+            for choice in range(body.num_choices):
+                sampling = body.sampling(
+                    self._defaults,
+                    max_tokens=prompt_max_tokens,
+                    num_logprobs=num_logprobs,
+                    choice=choice,
+                )
+                info.check_request(prompt, sampling)
+                samplings.append(sampling)
+        return Generation(
+            endpoint=endpoint,
+            response_id=f"{prefix}-{body.request_id or context.request_id or uuid.uuid4().hex}",
+            created=int(time.time()),
+            service_tier="flex" if body.service_tier == "flex" else "default",
+            prompts=prompts,
+            echoed=echoed,
+            samplings=samplings,
+            stop=body.stop_strings,
+            include_stop_str_in_output=bool(body.include_stop_str_in_output),
+            skip_special_tokens=body.skip_special_tokens is not False,
+            returns_token_ids=bool(body.return_token_ids),
+            streams=bool(body.stream),
+            includes_usage=options is not None and bool(options.include_usage),
+            usage_on_every_chunk=options is not None and bool(options.continuous_usage_stats),
+            service_class=body.service_class,
+            priority=body.priority or 0,
+            slo=slo,
+            reported_slo=slo if objectives else None,
+            complete_by_s=context.complete_by_s,
+        )
+
+    def _slo(self, service_class: ServiceClass, objectives: Mapping[str, Objective]) -> SLO | None:
+        """What the request brings, the server's own where it brings none; an offline request has none."""
+        if service_class is ServiceClass.OFFLINE:
+            return None
+        default, ttft, tpot = self.engine.default_slo, objectives.get("ttft"), objectives.get("tpot")
+        return SLO(
+            ttft_s=default.ttft_s if ttft is None else ttft.seconds,
+            tpot_s=default.tpot_s if tpot is None else tpot.seconds,
+        )
+
+    def _check_achievable(self, objectives: Mapping[str, Objective], num_prompt_tokens: int) -> None:
+        """Raise RequestError for an objective that the request could not meet even alone.
+
+        Only under the policy that works towards objectives: elsewhere they are but measured.
+        """
+        cost, config = self.engine.cost, self.engine.scheduler
+        if not objectives or cost is None or config.policy != "slo":
+            return
+        least = achievable_slo(cost, config, num_prompt_tokens)
+        for name, least_s in (("ttft", least.ttft_s), ("tpot", least.tpot_s)):
+            objective = objectives.get(name)
+            if objective is not None and objective.seconds < least_s:
+                least_ms = math.ceil(1000 * least_s)
+                raise RequestError(
+                    f"{objective.name} of {objective.seconds:g} s cannot be met: on this server the request "
+                    f"needs {least_ms / 1000:g} s ({least_ms} ms) even alone. Ask for at least that.",
+                    param=objective.name,
+                )

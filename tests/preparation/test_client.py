@@ -1,0 +1,286 @@
+"""The preparation process, with the real default model's tokenizer: what it answers, and its deaths."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import msgspec
+import pytest
+
+from backfill.core.config import SchedulerConfig
+from backfill.core.errors import BackfillError, NotReady, RequestError
+from backfill.core.request import ServiceClass
+from backfill.core.slo import SLO
+from backfill.execution.executor import ExecutorInfo
+from backfill.preparation.client import PreparationClient, PreparationDied, PreparedLines
+from backfill.preparation.line_file import LineFile
+from backfill.preparation.lines import BadLine, BatchLine
+from backfill.preparation.messages import (
+    InputLimits,
+    JobBegun,
+    LineSelection,
+    LinesRead,
+    Loaded,
+    Position,
+    PreparationSetup,
+    PrepareBody,
+    Prepared,
+    ToPreparation,
+)
+from backfill.protocol.preparer import EngineFacts, Generation, RequestContext, ServedModel
+from tests.jobs.doubles import URL, input_of
+from tests.preparation.test_line_file import generation_of
+
+pytestmark = pytest.mark.anyio
+
+FACTS = EngineFacts(
+    info=ExecutorInfo(64, 16, 512, 49152, (2,), "cpu", "float32"),
+    default_slo=SLO(1.0, 0.15),
+    cost=None,
+    scheduler=SchedulerConfig(),
+)
+CONTEXT = RequestContext(request_id="r")
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture
+async def client(default_model: Path) -> AsyncIterator[PreparationClient]:
+    model = ServedModel(names=("m",), root="m", folder=default_model, created=0)
+    client = PreparationClient(PreparationSetup(model=model))
+    client.start()
+    client.configure(FACTS)
+    yield client
+    await client.stop()
+
+
+def limits(max_lines: int = 10**6) -> InputLimits:
+    return InputLimits(endpoint=URL, model_names=("m",), max_lines=max_lines, max_line_bytes=10_000)
+
+
+def kill(client: PreparationClient) -> None:
+    assert client.pid is not None
+    os.kill(client.pid, signal.SIGKILL)
+
+
+async def test_bodies_texts_lines_and_checks(client: PreparationClient, tmp_path: Path) -> None:
+    generation = await client.prepare(
+        "/v1/completions", b'{"prompt": "Gravity is", "max_tokens": 3, "n": 2}', CONTEXT
+    )
+    assert (len(generation.prompts), generation.num_choices) == (1, 2)
+    with pytest.raises(RequestError) as refused:
+        await client.prepare("/v1/chat/completions", b'{"messages": []}', CONTEXT)
+    assert refused.value.param == "messages"
+
+    answer = json.loads(await client.answer("/tokenize", b'{"prompt": "Gravity is"}'))
+    assert answer["tokens"] == generation.prompts[0]
+    text = json.loads(await client.answer("/detokenize", json.dumps({"tokens": answer["tokens"]}).encode()))
+    assert text == {"prompt": "Gravity is"}
+
+    path = tmp_path / "in"
+    path.write_bytes(input_of(5) + b"{\n")
+    report = await client.check_input(str(path), limits())
+    assert (report.total, [error.line for error in report.errors]) == (6, [6])
+    lines = client.open_lines(LineSelection(path=str(path), max_line_bytes=10_000))
+    group = await lines.read(10)
+    assert [line.custom_id for line in group] == [f"r{index}" for index in range(5)]
+    assert all(line.generation is not None for line in group)
+    with pytest.raises(BadLine):
+        await lines.read(10)
+    lines.close()
+    with pytest.raises(FileNotFoundError):
+        await client.check_input(str(tmp_path / "none"), limits())
+
+
+async def test_a_death_loses_no_job_and_no_line(client: PreparationClient, tmp_path: Path) -> None:
+    path = tmp_path / "in"
+    path.write_bytes(input_of(40))
+    lines = client.open_lines(LineSelection(path=str(path), max_line_bytes=10_000))
+    read: list[BatchLine] = list(await lines.read(8))
+    body = asyncio.create_task(client.prepare("/v1/completions", b'{"prompt": "x"}', CONTEXT))
+    check = asyncio.create_task(client.check_input(str(path), limits()))
+    await asyncio.sleep(0)  # both are asked for
+    kill(client)
+    while group := await lines.read(8):
+        read += group
+    assert [line.number for line in read] == list(range(1, 41))
+    assert all(line.generation is not None for line in read)
+    assert (await body).prompts
+    assert (await check).total == 40
+
+
+class DyingClient:
+    """Reads lines as the process does, but ends over line 3."""
+
+    def __init__(self) -> None:
+        self.file: LineFile
+        self.num_deaths = 0
+
+    async def read_lines(self, reader_id: int, max_lines: int) -> LinesRead:
+        before = self.file.position
+        lines = self.file.read(max_lines)
+        if any(line.number == 3 for line in lines):
+            self.file.position = before
+            self.num_deaths += 1
+            raise PreparationDied("over line 3")
+        return LinesRead(0, lines, self.file.position)
+
+    def move(self, reader_id: int, lines: PreparedLines) -> None:
+        self.file.position = lines.position
+
+    def open_lines(self, selection: LineSelection, position: Position) -> PreparedLines:
+        names: Any = DyingClient()
+        names.file = LineFile(selection, position, lambda *_: generation_of(CONTEXT))
+        names.read_lines = lambda reader_id, max_lines: _read(names.file, max_lines)
+        names.close_lines = lambda reader_id: None
+        return PreparedLines(names, 1, selection, position)
+
+
+async def _read(file: LineFile, max_lines: int) -> LinesRead:
+    return LinesRead(0, file.read(max_lines), file.position)
+
+
+async def test_a_line_that_ends_the_process_costs_no_other(tmp_path: Path) -> None:
+    path = tmp_path / "in"
+    path.write_bytes(input_of(40))
+    selection = LineSelection(path=str(path), max_line_bytes=10_000)
+    client: Any = DyingClient()
+    client.file = LineFile(selection, Position(), lambda endpoint, body, context: generation_of(context))
+    lines = PreparedLines(client, 0, selection)
+    read: list[BatchLine] = []
+    while group := await lines.read(10):
+        read += group
+    assert [line.number for line in read] == list(range(1, 41))
+    assert [line.custom_id for line in read if line.generation is None] == ["r2"]
+    assert client.num_deaths == 2
+
+
+class Child:
+    """A preparation process as the client's ``ChildProcess``: it ends over what ``poison`` is true of."""
+
+    lives: ClassVar[list[list[int]]] = []  # of each process, the jobs it was given
+    poison: ClassVar[Callable[[Any], bool]] = lambda job: False
+
+    def __init__(self, *args: object) -> None:
+        self.pid = 1
+        self._reports: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self.lives.append([])
+
+    def start(self) -> None:
+        self._report(Loaded())
+
+    def send(self, data: bytes) -> bool:
+        message = msgspec.msgpack.decode(data, type=ToPreparation)
+        if isinstance(message, PrepareBody):
+            self.lives[-1].append(message.job_id)
+            self._report(JobBegun(message.job_id))
+            if Child.poison(message):
+                asyncio.get_running_loop().call_later(0.01, self._reports.put_nowait, None)
+            else:
+                answer = Prepared(message.job_id, generation_of(message.context))
+                asyncio.get_running_loop().call_later(0.02, self._report, answer)
+        return True
+
+    async def receive(self) -> bytes | None:
+        return await self._reports.get()
+
+    def how_it_ended(self) -> str:
+        return "ended"
+
+    async def close(self) -> None:
+        pass
+
+    def _report(self, message: object) -> None:
+        self._reports.put_nowait(msgspec.msgpack.encode(message))
+
+
+@pytest.fixture
+def children(monkeypatch: pytest.MonkeyPatch) -> type[Child]:
+    monkeypatch.setattr("backfill.preparation.client.ChildProcess", Child)
+    monkeypatch.setattr(Child, "lives", [])
+    return Child
+
+
+def lone_client() -> PreparationClient:
+    model = ServedModel(names=("m",), root="m", folder=Path(), created=0)
+    return PreparationClient(PreparationSetup(model=model))
+
+
+async def test_a_body_that_ends_the_process_is_found_and_costs_no_other(
+    children: type[Child], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Child, "poison", lambda job: job.body == b"poison")
+    client = lone_client()
+    client.start()
+    bodies = [b"a", b"poison", b"b", b"c"]
+    jobs = [client.prepare("/v1/completions", body, CONTEXT) for body in bodies]
+    results = await asyncio.gather(*jobs, return_exceptions=True)
+    assert isinstance(results[1], PreparationDied)
+    assert all(isinstance(result, Generation) for index, result in enumerate(results) if index != 1)
+    together, *later = children.lives
+    assert len(together) == 4
+    assert client.num_deaths == 2
+    assert later[0] == together[:2], "one by one, until the one to blame has ended it alone"
+    await client.stop()
+
+
+async def test_offline_bodies_do_not_keep_online_ones_waiting(
+    children: type[Child], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answered: list[str] = []
+    client = lone_client()
+    client.start()
+
+    async def ask(name: str, service_class: ServiceClass) -> None:
+        await client.prepare("/v1/completions", b"x", CONTEXT, service_class)
+        answered.append(name)
+
+    offline = [ask(f"offline {index}", ServiceClass.OFFLINE) for index in range(20)]
+    await asyncio.gather(*offline, ask("online", ServiceClass.ONLINE))
+    assert answered.index("online") <= 1
+    await client.stop()
+
+
+async def test_jobs_are_refused_while_no_process_can_be_started(
+    children: type[Child], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: Child) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    start = Child.start
+    monkeypatch.setattr(Child, "start", refuse)
+    client = lone_client()
+    client.start()
+    with pytest.raises(BackfillError, match="Cannot allocate memory"):
+        await client.wait_ready()
+    with pytest.raises(NotReady):  # after some more attempts
+        await client.prepare("/v1/completions", b"x", CONTEXT)
+    monkeypatch.setattr(Child, "start", start)
+    while not client.is_up:
+        await asyncio.sleep(0.01)
+    assert await client.prepare("/v1/completions", b"x", CONTEXT)
+    await client.stop()
+
+
+async def test_a_process_that_cannot_be_started_is_tried_again(default_model: Path, tmp_path: Path) -> None:
+    model = ServedModel(names=("m",), root="m", folder=tmp_path, created=0)
+    client = PreparationClient(PreparationSetup(model=model))
+    client.configure(FACTS)
+    client.start(within_s=3600)  # or when it is needed
+    job = asyncio.create_task(client.prepare("/v1/completions", b'{"prompt": "x"}', CONTEXT))
+    await asyncio.wait([job], timeout=0.5)
+    assert not job.done()
+    for file in default_model.iterdir():
+        if file.suffix == ".json":
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    assert (await job).prompts
+    await client.stop()

@@ -1,0 +1,115 @@
+"""Input files, before a line of them runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from backfill.preparation.lines import parse_line
+from backfill.preparation.messages import InputLimits, InputReport
+from backfill.preparation.validation import MAX_REPORTED_ERRORS, InputCheck
+from tests.jobs.doubles import URL, input_line, input_of
+
+
+def checked(tmp_path: Path, content: bytes, **options: Any) -> InputReport:
+    path = tmp_path / "input"
+    path.write_bytes(content)
+    limits = {"endpoint": URL, "max_lines": 10, "max_line_bytes": 1000, **options}
+    check = InputCheck(path, InputLimits(model_names=("m", "alias"), **limits))
+    while not check.advance(3):
+        pass
+    return check.report
+
+
+def test_blank_lines_are_neither_lines_nor_errors(tmp_path: Path) -> None:
+    check = checked(tmp_path, b"\n" + input_line(0) + b"  \n\n" + input_line(1, body={"model": "m"}).strip())
+    assert (check.total, check.model, check.errors) == (2, "m", [])
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "param"),
+    [
+        (b"{", "invalid_json_line", None),
+        (b"\xff\xfe\n", "invalid_json_line", None),
+        (b"[" * 100_000, "invalid_value", None),
+        (b"[1]\n", "invalid_value", None),
+        (b'{"custom_id": "a"}\n', "missing_required_parameter", "method"),
+        (input_line(1, custom_id=""), "invalid_value", "custom_id"),
+        (input_line(1, custom_id=7), "invalid_value", "custom_id"),
+        (
+            rb'{"custom_id": "half \ud800", "method": "POST", "url": "u", "body": {}}',
+            "invalid_json_line",
+            None,
+        ),
+        (input_line(1, custom_id="x" * 513), "invalid_value", "custom_id"),
+        (input_line(0), "duplicate_custom_id", "custom_id"),
+        (input_line(1, method="GET"), "invalid_value", "method"),
+        (input_line(1, url="/v1/chat/completions"), "url_mismatch", "url"),
+        (input_line(1, body=[]), "invalid_value", "body"),
+        (input_line(1, body={"model": "other"}), "model_not_found", "model"),
+        (input_line(1, body={"model": "alias"}), "model_mismatch", "model"),
+        (input_line(1, body={"model": 3}), "invalid_value", "model"),
+        (input_line(1, body={"prompt": "x" * 2000}), "invalid_value", None),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path: Path, line: bytes, code: str, param: str | None) -> None:
+    check = checked(tmp_path, input_line(0, body={"model": "m"}) + line)
+    assert [(error.code, error.line, error.param) for error in check.errors] == [(code, 2, param)]
+
+
+def test_a_file_without_lines(tmp_path: Path) -> None:
+    for content in (b"", b"\n \n"):
+        assert [error.code for error in checked(tmp_path, content).errors] == ["empty_file"]
+
+
+def test_too_many_lines(tmp_path: Path) -> None:
+    assert checked(tmp_path, input_of(10)).errors == []
+    assert [error.code for error in checked(tmp_path, input_of(11)).errors] == ["too_many_tasks"]
+
+
+def test_only_so_many_errors_are_listed(tmp_path: Path) -> None:
+    check = checked(tmp_path, b"{\n" * 500, max_lines=1000)
+    assert len(check.errors) == MAX_REPORTED_ERRORS
+
+
+def test_without_an_endpoint_each_line_says_its_own(tmp_path: Path) -> None:
+    content = input_line(0) + input_line(1, url="/v1/chat/completions") + input_line(2, url="/v1/embeddings")
+    errors = checked(tmp_path, content, endpoint=None).errors
+    assert [(error.code, error.line) for error in errors] == [("invalid_value", 3)]
+
+
+def test_a_long_line_hides_no_other(tmp_path: Path) -> None:
+    content = json.dumps({"x": "y" * 5000}).encode() + b"\n" + input_line(1)
+    check = checked(tmp_path, content)
+    assert (check.total, [error.line for error in check.errors]) == (2, [1])
+
+
+@pytest.mark.parametrize(
+    ("line", "part"),
+    [
+        (b'{"body": {"temperature": NaN}}', "NaN is no number in JSON (byte 25)"),
+        (b'{"body": {"temperature": -Infinity}}', "Infinity is no number in JSON"),
+        (b'{"body": {"a": 1,}}', "trailing comma in object (byte 17)"),
+        (b'{"bo', "ends too early"),
+        ("{}".encode("utf-16"), "UTF-16"),
+    ],
+)
+def test_a_line_that_is_no_json_says_where_and_why(tmp_path: Path, line: bytes, part: str) -> None:
+    (error,) = checked(tmp_path, line).errors
+    assert (error.code, error.line) == ("invalid_json_line", 1)
+    assert part in error.message
+
+
+def test_a_mark_of_the_byte_order_is_no_part_of_the_first_line(tmp_path: Path) -> None:
+    check = checked(tmp_path, b"\xef\xbb\xbf" + input_of(2))
+    assert (check.total, check.errors) == (2, [])
+
+
+def test_half_a_surrogate_pair_in_a_body_is_replaced(tmp_path: Path) -> None:
+    text = rb'{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "%s"}}'
+    assert checked(tmp_path, text % rb"cut \ud83d").errors == []
+    body = parse_line(1, text % rb"\ud83d \\ud800 \ud83d\ude00 \uDE00", 1000).body
+    assert json.loads(body)["prompt"] == "\ufffd \\ud800 \U0001f600 \ufffd"

@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from backfill.core.errors import RequestError
+from backfill.protocol.body_shape import MAX_CONTAINERS, check_num_containers
+from backfill.protocol.requests import ChatCompletionRequest, parse_body
+
+
+def test_brackets_within_strings_are_text() -> None:
+    check_num_containers(json.dumps({"prompt": '{[ "quoted" \\ {' * MAX_CONTAINERS}).encode())
+    check_num_containers(b'{"prompt": "' + b"[" * 100_000)
+    check_num_containers(b'{"prompt": "' + b'\\"[' * 100_000)
+    check_num_containers(b"[" * MAX_CONTAINERS)
+
+
+@pytest.mark.parametrize("item", [b"{}", b"[]", b'{"a": "["}', b'[{"b": "\\""}]'])
+def test_a_body_of_countless_items_is_refused(item: bytes) -> None:
+    with pytest.raises(RequestError, match=str(MAX_CONTAINERS)):
+        check_num_containers(b'{"x": [' + b",".join([item] * MAX_CONTAINERS) + b"]}")
+
+
+def test_messages_and_their_parts_are_counted() -> None:
+    def chat(messages: list[dict[str, object]]) -> bytes:
+        return json.dumps({"messages": messages}).encode()
+
+    message: dict[str, object] = {"role": "user", "content": "a"}
+    part = {"type": "text", "text": "a"}
+    parse_body(ChatCompletionRequest, chat([message] * 2048))
+    parse_body(ChatCompletionRequest, chat([{"role": "user", "content": [part] * 2048}]))
+    with pytest.raises(RequestError, match="'messages' may have at most 2048 items") as caught:
+        parse_body(ChatCompletionRequest, chat([message] * 2049))
+    assert caught.value.param == "messages"
+    with pytest.raises(RequestError, match=r"'messages.0.content' may have at most 2048 items"):
+        parse_body(ChatCompletionRequest, chat([{"role": "user", "content": [part] * 2049}]))
+
+
+def test_bodies_are_counted_before_they_are_parsed() -> None:
+    raw = b'{"messages": [' + b",".join([b"{}"] * 200_000) + b"]}"
+    with pytest.raises(RequestError, match="objects and arrays"):
+        parse_body(ChatCompletionRequest, raw)

@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from backfill.protocol.encoding import EncodedBody, EncodedList
+
+
+def encoded_list(entries: list[object], group: int) -> EncodedList:
+    encoded = EncodedList()
+    for start in range(0, len(entries), group):
+        encoded.extend(entries[start : start + group])
+    return encoded
+
+
+def test_a_body_with_encoded_lists_is_the_body_with_those_lists() -> None:
+    entries: list[object] = [{"token": 'a\0"\n', "bytes": [0, 34], "logprob": -0.1}, None, 1e-9, "é", [[]]]
+    plain = {
+        "id": "x\0y",
+        "choices": [{"logprobs": {"content": entries}}, {"logprobs": None}],
+        "end": [entries],
+    }
+    body = {
+        "id": "x\0y",
+        "choices": [{"logprobs": {"content": encoded_list(entries, 1)}}, {"logprobs": None}],
+        "end": [encoded_list(entries, 3)],
+    }
+    encoded = EncodedBody(body)
+    assert json.loads(bytes(encoded)) == plain
+    assert b"".join(encoded.pieces()) == bytes(encoded)
+    assert encoded.num_bytes == len(bytes(encoded))
+
+
+def test_a_body_without_lists_and_an_empty_list() -> None:
+    assert bytes(EncodedBody({"a": 1})) == b'{"a":1}'
+    assert bytes(EncodedBody({"a": EncodedList()})) == b'{"a":[]}'
+
+
+def test_a_long_body_comes_in_pieces() -> None:
+    entries: list[object] = ["x" * 1000] * 2000
+    pieces = list(EncodedBody({"a": encoded_list(entries, 1), "b": encoded_list(entries, 2)}).pieces())
+    assert max(map(len, pieces)) < 300_000
+    assert json.loads(b"".join(pieces)) == {"a": entries, "b": entries}
+
+
+def test_what_is_no_json_is_refused() -> None:
+    with pytest.raises(TypeError):
+        EncodedBody({"a": object()})

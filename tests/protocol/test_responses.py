@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import json
+from typing import cast
+
+import pytest
+
+from backfill.core.plan import TokenLogprobs
+from backfill.core.request import FinishReason
+from backfill.generation.generator import TextDelta
+from backfill.generation.tokenizer import Tokenizer
+from backfill.protocol.encoding import EncodedBody
+from backfill.protocol.responses import (
+    ChatShape,
+    ChoiceState,
+    CompletionShape,
+    ResponseHead,
+    Usage,
+    whole_body,
+)
+
+HEAD = ResponseHead(
+    response_id="r",
+    created=1,
+    model="m",
+    service_tier="default",
+    num_prompt_tokens=1,
+    returns_token_ids=False,
+    prompt_token_ids=[[1]],
+    echoed=[""],
+)
+
+
+class LetterTokenizer:
+    def token_text(self, token_id: int) -> str:
+        return chr(token_id)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return self.token_text(token_id).encode()
+
+
+TOKENIZER = cast(Tokenizer, LetterTokenizer())
+
+
+def whole(shape: ChatShape | CompletionShape, text: str, *, with_logprobs: bool) -> dict[str, object]:
+    state = ChoiceState()
+    for letter in text:
+        logprobs = TokenLogprobs(-0.5, ((ord(letter), -0.5), (0, -2.25))) if with_logprobs else None
+        delta = TextDelta(letter, ord(letter), logprobs, FinishReason.STOP)
+        state.add_logprobs(shape.logprobs(delta, state))
+        state.add(delta)
+    body = json.loads(bytes(EncodedBody(whole_body(HEAD, shape, [state], Usage(1, len(text))))))
+    (choice,) = body["choices"]
+    result: dict[str, object] = choice["logprobs"]
+    return result
+
+
+def test_a_whole_chat_body_has_the_logprobs_of_every_token() -> None:
+    def entry(letter: str, logprob: float) -> dict[str, object]:
+        return {"token": letter, "logprob": logprob, "bytes": list(letter.encode())}
+
+    content = [{**entry(c, -0.5), "top_logprobs": [entry(c, -0.5), entry("\0", -2.25)]} for c in 'a"é']
+    assert whole(ChatShape(TOKENIZER), 'a"é', with_logprobs=True) == {"content": content}
+
+
+def test_a_whole_completion_body_has_the_logprobs_of_every_token() -> None:
+    assert whole(CompletionShape(TOKENIZER), 'a"é', with_logprobs=True) == {
+        "tokens": ["a", '"', "é"],
+        "token_logprobs": [-0.5] * 3,
+        "top_logprobs": [{c: -0.5, "\0": -2.25} for c in 'a"é'],
+        "text_offset": [0, 1, 2],
+    }
+
+
+@pytest.mark.parametrize("shape", [ChatShape(TOKENIZER), CompletionShape(TOKENIZER)])
+def test_logprobs_that_nobody_asked_for_are_null(shape: ChatShape | CompletionShape) -> None:
+    assert whole(shape, "ab", with_logprobs=False) is None
