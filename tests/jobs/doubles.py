@@ -5,13 +5,22 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
+from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from backfill.jobs.config import JobsConfig
-from backfill.jobs.lines import BatchLine, LineResult, completed
+from backfill.jobs.lines import LineResult, completed
 from backfill.jobs.manager import JobManager
-from backfill.jobs.records import BatchRecord, BatchStatus
+from backfill.jobs.records import BatchRecord, BatchStatus, FileRecord
+from backfill.preparation.line_file import LineFile
+from backfill.preparation.lines import BatchLine
+from backfill.preparation.messages import InputLimits, InputReport, LineSelection, Position
+from backfill.preparation.validation import InputCheck
+from backfill.protocol.preparer import Generation
 from backfill.protocol.service import CompletionService
 
 OWNER = "owner"
@@ -39,7 +48,43 @@ class InstantRunner:
         await self._gate.wait()
         self.held.discard(line.custom_id)
         self.runs[line.custom_id] += 1
-        return completed(line, {"usage": {"prompt_tokens": 2, "completion_tokens": 1}}, "req")
+        return completed(line, {"usage": {"prompt_tokens": 2, "completion_tokens": 1}})
+
+
+class InThreadReader:
+    """Reads input files without a process of its own; bodies stay unread."""
+
+    async def check_input(self, path: str, limits: InputLimits) -> InputReport:
+        return await asyncio.to_thread(self._check, Path(path), limits)
+
+    def __init__(self) -> None:
+        self.selections: list[LineSelection] = []
+
+    def open_lines(self, selection: LineSelection) -> InThreadLines:
+        self.selections.append(selection)
+        return InThreadLines(selection)
+
+    def _check(self, path: Path, limits: InputLimits) -> InputReport:
+        with closing(InputCheck(path, limits)) as check:
+            while not check.advance():
+                pass
+            return check.report
+
+
+class InThreadLines:
+    def __init__(self, selection: LineSelection) -> None:
+        names = msgspec.structs.replace(selection, names_only=True)
+        self._file = LineFile(names, Position(), prepare=no_preparation)
+
+    async def read(self, max_lines: int) -> list[BatchLine]:
+        return await asyncio.to_thread(self._file.read, max_lines)
+
+    def close(self) -> None:
+        pass
+
+
+def no_preparation(*_: object) -> Generation:
+    raise AssertionError("bodies are not read")
 
 
 def input_line(index: int, **changes: Any) -> bytes:
@@ -51,9 +96,21 @@ def input_of(num_lines: int) -> bytes:
     return b"".join(input_line(index) for index in range(num_lines))
 
 
-def make_manager(folder: Path, runner: Any, *, num_in_flight: int = 4, **options: Any) -> JobManager:
-    config = JobsConfig(data_dir=folder, max_in_flight=num_in_flight)
-    return JobManager(config, model_names=["m", "alias"], runner=runner, **options)
+def make_manager(
+    folder: Path,
+    runner: Any,
+    *,
+    reader: InThreadReader | None = None,
+    num_in_flight: int = 4,
+    limits: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> JobManager:
+    # Whatever the disk has left: no test depends on it.
+    values = {"min_free_bytes": 0, **(limits or {})}
+    config = JobsConfig(data_dir=folder, max_in_flight=num_in_flight, **values)
+    return JobManager(
+        config, reader or InThreadReader(), model_names=["m", "alias"], runner=runner, **options
+    )
 
 
 def ready(manager: JobManager) -> None:
@@ -62,16 +119,22 @@ def ready(manager: JobManager) -> None:
     manager.engine_ready(service, max_num_seqs=1)
 
 
-async def store_input(manager: JobManager, content: bytes, purpose: str = "batch") -> str:
-    upload = await manager.begin_upload(OWNER)
-    await upload.write(content)
-    return (await upload.finish(filename="in.jsonl", purpose=purpose, expires_after_s=None)).id
+async def store_input(manager: JobManager, content: bytes, purpose: str = "batch", owner: str = OWNER) -> str:
+    upload = await manager.begin_upload(owner)
+    try:
+        await upload.write(content)
+        return (await upload.finish(filename="in.jsonl", purpose=purpose, expires_after_s=None)).id
+    except BaseException:
+        await upload.abort()
+        raise
 
 
-async def submit(manager: JobManager, content: bytes, window_s: int = 3600) -> BatchRecord:
+async def submit(
+    manager: JobManager, content: bytes, window_s: int = 3600, owner: str = OWNER
+) -> BatchRecord:
     return await manager.create_batch(
-        OWNER,
-        input_file_id=await store_input(manager, content),
+        owner,
+        input_file_id=await store_input(manager, content, owner=owner),
         endpoint=URL,
         completion_window="1h",
         completion_window_s=window_s,
@@ -80,20 +143,30 @@ async def submit(manager: JobManager, content: bytes, window_s: int = 3600) -> B
     )
 
 
-async def ended(manager: JobManager, batch_id: str) -> BatchRecord:
+async def ended(manager: JobManager, batch_id: str, owner: str = OWNER) -> BatchRecord:
     async with asyncio.timeout(20):
         while True:
-            batch = await manager.get_batch(OWNER, batch_id)
+            batch = await manager.get_batch(owner, batch_id)
             if batch.status.is_final:
                 return batch
             await asyncio.sleep(0.002)
 
 
-async def in_status(manager: JobManager, batch_id: str, status: BatchStatus) -> BatchRecord:
+async def in_status(
+    manager: JobManager, batch_id: str, status: BatchStatus, owner: str = OWNER
+) -> BatchRecord:
     async with asyncio.timeout(20):
-        while (batch := await manager.get_batch(OWNER, batch_id)).status is not status:
+        while (batch := await manager.get_batch(owner, batch_id)).status is not status:
             await asyncio.sleep(0.002)
         return batch
+
+
+async def content_of(manager: JobManager, record: FileRecord) -> bytes:
+    download = await manager.open_content(record)
+    try:
+        return b"".join([piece async for piece in download.pieces()])
+    finally:
+        await download.close()
 
 
 async def results_of(manager: JobManager, batch: BatchRecord) -> tuple[list[Any], list[Any]]:
@@ -103,7 +176,7 @@ async def results_of(manager: JobManager, batch: BatchRecord) -> tuple[list[Any]
         lines: list[Any] = []
         if file_id is not None:
             record = await manager.get_file(OWNER, file_id)
-            content = manager.content_path(record).read_bytes()
+            content = await content_of(manager, record)
             assert len(content) == record.num_bytes
             lines = [json.loads(line) for line in content.splitlines()]
         found.append(lines)

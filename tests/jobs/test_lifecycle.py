@@ -15,7 +15,6 @@ import pytest
 from sqlalchemy.exc import OperationalError
 
 from backfill.core.errors import ConfigError
-from backfill.jobs import lifecycle
 from backfill.jobs.database import open_database
 from backfill.jobs.errors import TooLarge
 from backfill.jobs.lifecycle import BatchDriver
@@ -178,10 +177,7 @@ async def test_files_that_were_changed_between_starts_fail_their_batch(
     await manager.stop()
 
 
-async def test_many_open_batches_take_few_descriptors(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(lifecycle, "MAX_FED_AT_ONCE", 3)
+async def test_open_batches_take_no_descriptors(tmp_path: Path) -> None:
     runner = InstantRunner()
     runner.hold()
     manager = make_manager(tmp_path, runner, num_in_flight=40)
@@ -191,8 +187,8 @@ async def test_many_open_batches_take_few_descriptors(
     batches = [await submit(manager, input_of(4)) for _ in range(30)]
     for batch in batches:
         await in_status(manager, batch.id, BatchStatus.IN_PROGRESS)
-    await asyncio.sleep(0.05)
-    assert len(os.listdir("/proc/self/fd")) - before <= 3 * 3 + 8
+    # The database's connections.
+    assert len(os.listdir("/proc/self/fd")) - before <= 12
     await manager.cancel_batch(OWNER, batches[-1].id)
     cancelled = await ended(manager, batches[-1].id)
     assert cancelled.status is BatchStatus.CANCELLED, "though others are fed before it"
@@ -224,7 +220,9 @@ async def test_a_commit_whose_answer_is_lost_counts_once(tmp_path: Path, status:
     manager._store.change_batch = change  # type: ignore[method-assign]
     ready(manager)
     batch = await ended(manager, (await submit(manager, input_of(5))).id)
-    assert num_lost == 1
+    async with asyncio.timeout(10):
+        while num_lost == 0:  # the record may be read before the answer is lost
+            await asyncio.sleep(0.001)
     assert batch.status is BatchStatus.COMPLETED
     await check_accounts(manager, batch, 5)
     await manager.stop()
@@ -327,7 +325,7 @@ async def test_lines_that_never_ran_are_named_without_their_bodies(
     real_append = ResultLog.append
 
     def append(log: ResultLog, results: Sequence[Any]) -> None:
-        num_bytes.append(sum(len(result.line.body) for result in results))
+        num_bytes.append(sum(result.line.num_bytes for result in results))
         real_append(log, results)
 
     monkeypatch.setattr(ResultLog, "append", append)
@@ -336,4 +334,23 @@ async def test_lines_that_never_ran_are_named_without_their_bodies(
     batch = await ended(manager, (await submit(manager, input_of(2500), window_s=0)).id)
     await check_accounts(manager, batch, 2500)
     assert sum(num_bytes) == 0
+    await manager.stop()
+
+
+async def test_a_batch_whose_task_dies_is_said_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def die(driver: BatchDriver, job: Any) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(BatchDriver, "drive", die)
+    manager = make_manager(tmp_path, InstantRunner())
+    await manager.start()
+    with caplog.at_level(logging.ERROR):
+        batch = await submit(manager, input_of(1))
+        async with asyncio.timeout(10):
+            while manager.snapshot().jobs_by_status:
+                await asyncio.sleep(0.001)
+    assert batch.id in caplog.text
+    assert "ZeroDivisionError" in caplog.text
     await manager.stop()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +12,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backfill.jobs.lines import BatchLine, LineResult, completed, unrun
+from backfill.jobs.lines import LineResult, completed, unrun
 from backfill.jobs.results import ForeignResults, ResultLog, ResultsLost
+from backfill.preparation.lines import BatchLine
 
 
 def result(number: int, *, fails: bool = False) -> LineResult:
-    line = BatchLine(number, f"r{number}", "POST", "/v1/completions", b"{}")
+    line = BatchLine(number=number, custom_id=f"r{number}", request_id="req")
     if fails:
         return unrun(line, "engine_error")
-    return completed(line, {"text": "a\nb", "usage": {"prompt_tokens": 3, "completion_tokens": 1}}, "req")
+    return completed(line, {"text": "a\nb", "usage": {"prompt_tokens": 3, "completion_tokens": 1}})
 
 
 @pytest.fixture
@@ -30,17 +30,15 @@ def paths(tmp_path: Path) -> tuple[Path, Path]:
 
 
 @pytest.fixture
-def log(paths: tuple[Path, Path]) -> Iterator[ResultLog]:
+def log(paths: tuple[Path, Path]) -> ResultLog:
     opened = ResultLog("b1", *paths)
     opened.open()
-    yield opened
-    opened.close()
+    return opened
 
 
 def reopened(paths: tuple[Path, Path], name: str = "b1") -> ResultLog:
     log = ResultLog(name, *paths)
     log.open()
-    log.close()
     return log
 
 
@@ -73,7 +71,6 @@ def test_a_crash_within_a_write_loses_only_unfinished_lines(
     numbers = iter(range(1, 100))
     for group in groups:
         log.append([result(next(numbers), fails=fails) for fails in group])
-    log.close()
     for path, cut in zip(paths, torn, strict=True):
         os.truncate(path, max(0, path.stat().st_size - cut))
     again = ResultLog("b1", *paths)
@@ -86,7 +83,6 @@ def test_a_crash_within_a_write_loses_only_unfinished_lines(
     assert len(left) == total - kept.count(b"\n")
     if left:
         again.append([result(number) for number in left])
-    again.close()
     assert reopened(paths).num_completed + reopened(paths).num_failed == total
 
 
@@ -164,7 +160,7 @@ def test_what_a_refused_write_left_is_cut_off_before_the_next(
 
 def test_cached_tokens_are_read_back(log: ResultLog, paths: tuple[Path, Path]) -> None:
     usage = {"prompt_tokens": 9, "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": 4}}
-    log.append([completed(result(1).line, {"usage": usage}, "req")])
+    log.append([completed(result(1).line, {"usage": usage})])
     assert reopened(paths).usage == log.usage
     assert log.usage.cached_tokens == 4
 

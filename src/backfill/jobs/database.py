@@ -27,6 +27,7 @@ from sqlalchemy import (
 from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
 
 from backfill.core.errors import ConfigError
+from backfill.jobs.private_files import FILE_MODE, write_durably
 
 _BUSY_TIMEOUT_MS = 5000
 
@@ -92,6 +93,8 @@ folders = Table("data_folder", metadata, Column("id", String(64), primary_key=Tr
 def open_database(url: str | None, data_dir: Path) -> Engine:
     """Connect and create missing tables. Raises: ConfigError naming the option, never the URL's password."""
     try:
+        if url is None:  # with it go the modes of the files that SQLite puts beside it
+            os.close(os.open(data_dir / "jobs.db", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, FILE_MODE))
         engine = create_engine(url or f"sqlite:///{data_dir / 'jobs.db'}")
         if engine.dialect.name == "sqlite":
             event.listen(engine, "connect", _configure_sqlite)
@@ -135,7 +138,7 @@ def tie_to_folder(engine: Engine, data_dir: Path) -> None:
             database_id = folder_id or uuid.uuid4().hex
             connection.execute(insert(folders), {"id": database_id})
             # Before the transaction ends: an id without records is taken up again, not the other way round.
-            path.write_text(f"{database_id}\n")
+            write_durably(path, f"{database_id}\n".encode())
 
 
 def _holds_files(data_dir: Path) -> bool:

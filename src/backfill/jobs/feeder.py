@@ -1,162 +1,82 @@
-"""Keeps the engine supplied with lines, evenly from all open batches."""
+"""Keeps the engine supplied with lines, fairly from all open batches."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
-from backfill.core.errors import BackfillError, EngineDead
-from backfill.jobs.lines import BatchLine, LineResult, unrun
-from backfill.jobs.patience import ResultSink, until_done, until_durable
+from backfill.core.errors import EngineDead, RequestLost, StepFailed
+from backfill.engine.tasks import TaskWatch
+from backfill.jobs.feed import Feed, RunningLine
+from backfill.jobs.lines import LineResult, unrun
+from backfill.jobs.order import FairOrder
+from backfill.jobs.patience import until_durable
+from backfill.jobs.threads import ThreadPool, until_done
+from backfill.preparation.lines import BatchLine
 
 logger = logging.getLogger(__name__)
 
-# A line is given up once the engine has died so often with no other line in flight.
-MAX_LONE_DEATHS = 3
 # Bytes of the lines read and not yet durable, above which no further line is read.
 MAX_HELD_BYTES = 64 << 20
 
+# Lines asked for at once: enough that asking costs little, few enough that other batches get their turn.
+_GROUP_LINES = 32
+# Lines started in one turn of the event loop, which streams wait for.
+_TURN_LINES = 32
 _SUSPECT_SHRINKS_BY = 8
-
-
-class InputChanged(BackfillError):
-    """The lines are not those that were checked."""
-
-
-class EngineAbsent(EngineDead):
-    """No engine was there to take the line, which therefore cannot have ended one."""
 
 
 class LineRunner(Protocol):
     async def run(self, line: BatchLine) -> LineResult:
-        """Raises: EngineDead when the engine ended over it, EngineAbsent when it never reached one."""
+        """Raises: RequestLost, whose ``num_lost`` is 0 where the line never reached an engine."""
         ...
-
-
-class Feed:
-    """One batch as the feeder sees it. Use it with ``Feeder.add`` and ``Feeder.remove``.
-
-    Attributes:
-        finished: done when every line's result is durable; fails with what reading the lines, or writing
-            their results, raised.
-
-    Args:
-        name: for log lines.
-        lines: those to run; read as the engine takes them.
-        num_lines: how many those are.
-        on_committed: told of each group once it is durable.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        lines: Iterator[BatchLine],
-        num_lines: int,
-        sink: ResultSink,
-        on_committed: Callable[[Sequence[LineResult]], None],
-    ) -> None:
-        self.name = name
-        self.sink = sink
-        self.on_committed = on_committed
-        self.finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._lines = lines
-        self._num_unread = num_lines
-        self._again: list[BatchLine] = []  # taken before, and put back; those with most deaths last
-        self.running: dict[int, tuple[BatchLine, asyncio.Task[None]]] = {}
-        self.results: list[LineResult] = []  # ended, not yet durable
-        self.num_held = 0  # lines taken that are not durable yet
-        self.num_held_bytes = 0
-        self.committer: asyncio.Task[None] | None = None
-
-    @property
-    def num_deaths_next(self) -> int:
-        """Engine deaths seen by the line that ``take`` gives next; -1 where there is none."""
-        if self.finished.done():
-            return -1
-        if self._again:
-            return self._again[-1].num_engine_deaths
-        return 0 if self._num_unread else -1
-
-    def take(self) -> BatchLine | None:
-        """The next line; None, and the feed has failed, where it cannot be read."""
-        if self._again:
-            line = self._again.pop()
-        else:
-            try:
-                line = next(self._lines)
-            except StopIteration:
-                self.fail(InputChanged("The input file has fewer lines than when it was checked."))
-                return None
-            except Exception as error:
-                # The feed's own trouble: whoever happened to have this line read must not see it.
-                self.fail(error)
-                return None
-            self._num_unread -= 1
-        self.num_held += 1
-        self.num_held_bytes += len(line.body)
-        return line
-
-    def put_back(self, line: BatchLine) -> None:
-        self._forget(line)
-        self._again.append(line)
-        self._again.sort(key=lambda line: line.num_engine_deaths)
-
-    def note_durable(self, results: Sequence[LineResult]) -> None:
-        for result in results:
-            self._forget(result.line)
-        if self.num_held == 0 and not self._again and not self._num_unread:
-            self.finish()
-
-    def finish(self) -> None:
-        if not self.finished.done():
-            self.finished.set_result(None)
-
-    def fail(self, error: Exception) -> None:
-        if not self.finished.done():
-            self.finished.set_exception(error)
-            self.finished.exception()  # whoever removes the feed need not look
-
-    def _forget(self, line: BatchLine) -> None:
-        self.num_held -= 1
-        self.num_held_bytes -= len(line.body)
 
 
 class Feeder:
     """Runs lines of all feeds, at most ``capacity`` at once; results that wait for the disk count.
 
-    The next line is of the feed with the fewest held, so open batches share evenly. One event loop owns it.
+    Whose line is next says ``FairOrder``. One event loop owns it.
 
-    An engine that dies takes all lines in flight with it, of which one at most is to blame. They are run
-    again before others, in ever smaller company: after each death a line shares the engine with an eighth as
-    many as before. Only deaths a line suffers alone are counted against it.
+    An engine that dies, or a step that fails, loses all lines in it, of which one at most is to blame. They
+    run again before others, each time with an eighth as many lines in flight as before, at last with no
+    other. Only losses of a line without company count against it (``Losses.is_to_blame``).
+
+    Args:
+        threads: for results on their way to the disk.
+        tasks: starts the feeder's own tasks.
     """
 
-    def __init__(self, runner: LineRunner) -> None:
+    def __init__(self, runner: LineRunner, threads: ThreadPool, tasks: TaskWatch | None = None) -> None:
         self._runner = runner
+        self._threads = threads
+        self._tasks = tasks or TaskWatch()
+        self._order = FairOrder[Feed]()
         self._feeds: list[Feed] = []
         self._capacity = 0
-        self._num_at_death = 0  # lines in flight when the engine died; 0 while it lives
+        self._num_running = 0
+        self._num_lost = 0  # lines since the engine died; 0 while it lives
         self._may_have_suspects = False
+        self._fills_soon = False
 
     def set_capacity(self, capacity: int) -> None:
         """0 pauses: lines that run go on, none begins."""
         self._capacity = capacity
-        if capacity > 0 and self._num_at_death > 0:
-            most = self._most_beside(max((feed.num_deaths_next for feed in self._feeds), default=0))
+        if capacity > 0 and self._num_lost > 0:
             logger.warning(
                 "the engine died with %d lines in flight; they run again, at first %d at once",
-                self._num_at_death,
-                most,
+                self._num_lost,
+                self._most_beside(max((feed.num_losses_next for feed in self._feeds), default=0)),
             )
-            self._num_at_death = 0
+            self._num_lost = 0
         self._fill()
 
     def add(self, feed: Feed) -> None:
         self._feeds.append(feed)
+        self._order.add(feed, feed.owner, feed.deadline_at_s)
         feed.note_durable([])  # it may have no line at all
+        self._note_lines(feed)
         self._fill()
 
     async def remove(self, feed: Feed, *, keep_results: bool = True) -> None:
@@ -168,103 +88,189 @@ class Feeder:
         try:
             await asyncio.shield(ending)
         except asyncio.CancelledError:
-            if feed.committer is not None:
-                feed.committer.cancel()
+            for task in (feed.committer, feed.saver):
+                if task is not None:
+                    task.cancel()
             await until_done(ending)
             raise
 
     async def _remove(self, feed: Feed, *, keep_results: bool) -> None:
         with contextlib.suppress(ValueError):
             self._feeds.remove(feed)
-        running = [task for _, task in feed.running.values()]
+        self._order.remove(feed)
+        running = [run.task for run in feed.running.values()]
+        if feed.reading is not None:
+            running.append(feed.reading)
         for task in running:
             task.cancel()
+        self._fill()  # its places are others'; they may have waited for it to be read
         await asyncio.gather(*running, return_exceptions=True)
+        self._num_running -= len(feed.running)  # those that were cancelled before they began
+        feed.running.clear()
+        self._fill()  # so are those that it had as a suspect
         if feed.committer is not None:
             if not keep_results:
                 feed.committer.cancel()
             await asyncio.gather(feed.committer, return_exceptions=True)
-        self._fill()  # its place is another's
+        if feed.saver is not None:
+            await asyncio.gather(feed.saver, return_exceptions=True)
 
     def _fill(self) -> None:
-        num_held = sum(feed.num_held for feed in self._feeds)
-        num_bytes = sum(feed.num_held_bytes for feed in self._feeds)
-        num_running = sum(len(feed.running) for feed in self._feeds)
         most = self._capacity
         if self._may_have_suspects:
-            running = [line.num_engine_deaths for feed in self._feeds for line, _ in feed.running.values()]
-            waiting = [feed.num_deaths_next for feed in self._feeds]
+            running = [feed.suspects.of(number).num for feed in self._feeds for number in feed.running]
+            waiting = [feed.num_losses_next for feed in self._feeds]
             most = self._most_beside(max(running, default=0))
             self._may_have_suspects = max(running + waiting, default=0) > 0
-        while num_held < self._capacity and num_bytes < MAX_HELD_BYTES:
-            feed = min(self._feeds, key=lambda feed: (-feed.num_deaths_next, feed.num_held), default=None)
-            if feed is None or feed.num_deaths_next < 0:
+        num_started = 0
+        while self._order.num_held < self._capacity:
+            if num_started == _TURN_LINES:
+                self._fill_soon()
+                return
+            feed = self._next_feed()
+            if feed is None:
                 return
             if self._may_have_suspects:
-                most = min(most, self._most_beside(feed.num_deaths_next))
-                if num_running >= most:
+                most = min(most, self._most_beside(feed.num_losses_next))
+                if self._num_running >= most:
                     return
             line = feed.take()
             if line is None:
-                continue
-            task = asyncio.create_task(self._run(feed, line))
-            feed.running[line.number] = (line, task)
-            num_held += 1
-            num_running += 1
-            num_bytes += len(line.body)
+                # The next line is this feed's, so the others wait for it too: reading is short.
+                if feed.reading is None:
+                    feed.reading = self._tasks.start(self._read(feed), "feeder-read")
+                return
+            self._start(feed, line)
+            num_started += 1
 
-    def _most_beside(self, num_deaths: int) -> int:
-        """Lines that may be in flight together with one that saw so many deaths, itself included."""
-        most: int = self._capacity // _SUSPECT_SHRINKS_BY ** max(0, num_deaths)
+    def _fill_soon(self) -> None:
+        """Go on in the next turn."""
+        if not self._fills_soon:
+            self._fills_soon = True
+            asyncio.get_running_loop().call_soon(self._fill_now)
+
+    def _fill_now(self) -> None:
+        self._fills_soon = False
+        self._fill()
+
+    def _note_lines(self, feed: Feed) -> None:
+        self._order.set_waiting(feed, feed.has_lines)
+
+    def _next_feed(self) -> Feed | None:
+        """Whose line is next; where memory is full, among those whose lines are read already."""
+        if self._may_have_suspects:
+            feed = max(self._feeds, key=lambda feed: feed.num_losses_next, default=None)
+            if feed is not None and feed.num_losses_next > 0:
+                return feed
+        feed = self._order.next()
+        if feed is None or feed.has_read_lines or feed.reading is not None:
+            return feed
+        if sum(other.num_held_bytes for other in self._feeds) < MAX_HELD_BYTES:
+            return feed
+        ready = self._order.next(lambda feed: feed.has_read_lines)
+        # Memory that no line under way will free must not stop everything.
+        return feed if ready is None and self._order.num_held == 0 else ready
+
+    def _start(self, feed: Feed, line: BatchLine) -> None:
+        had_company = self._num_running > 0
+        if self._num_running == 1:  # which was alone until now
+            for other in self._feeds:
+                for run in other.running.values():
+                    run.had_company = True
+        task = self._tasks.start(self._run(feed, line), "feeder-line")
+        feed.running[line.number] = RunningLine(line, task, had_company)
+        self._num_running += 1
+        self._order.note_taken(feed)
+        self._note_lines(feed)
+
+    async def _read(self, feed: Feed) -> None:
+        try:
+            await feed.read(_GROUP_LINES)
+        finally:
+            feed.reading = None
+        self._note_lines(feed)
+        self._may_have_suspects |= feed.num_losses_next > 0
+        self._fill()
+
+    def _most_beside(self, num_losses: int) -> int:
+        """Lines that may be in flight together with one that was lost so often, itself included."""
+        most: int = self._capacity // _SUSPECT_SHRINKS_BY**num_losses
         return max(1, most)
 
     async def _run(self, feed: Feed, line: BatchLine) -> None:
-        result = None
+        result, goes_on = None, False
         try:
             result = await self._runner.run(line)
-        except EngineAbsent:
-            pass
-        except EngineDead:
-            result = self._after_death(feed, line)
+        except RequestLost as error:
+            if error.num_lost > 0:
+                goes_on = isinstance(error, StepFailed)
+                result = self._after_loss(feed, line, error)
         except Exception:
             logger.exception("%s: line %d failed", feed.name, line.number)
             result = unrun(line, "internal_error")
         finally:
             del feed.running[line.number]
+            self._num_running -= 1
         if result is None:
             feed.put_back(line)
+            self._note_lines(feed)
+            self._order.note_ended(feed)
+            if goes_on:
+                self._fill()
             return
         feed.results.append(result)
         if feed.committer is None:
-            feed.committer = asyncio.create_task(self._commit(feed))
+            feed.committer = self._tasks.start(self._commit(feed), "feeder-commit")
 
-    def _after_death(self, feed: Feed, line: BatchLine) -> LineResult | None:
+    def _after_loss(self, feed: Feed, line: BatchLine, error: RequestLost) -> LineResult | None:
         """None where the line is to be run again."""
-        if self._num_at_death == 0:
-            self._num_at_death = sum(len(feed.running) for feed in self._feeds)
+        self._num_lost += isinstance(error, EngineDead)
         self._may_have_suspects = True
-        line.num_engine_deaths += 1
-        line.num_lone_deaths += self._num_at_death == 1
-        if line.num_lone_deaths < MAX_LONE_DEATHS:
+        losses = feed.suspects.note_lost(
+            line.number,
+            is_lone=error.num_others == 0,
+            is_only_line=not feed.running[line.number].had_company,
+        )
+        feed.has_unsaved_losses = True
+        if feed.saver is None:
+            feed.saver = self._tasks.start(self._save(feed), "feeder-save")
+        if not losses.is_to_blame:
             return None
         logger.error(
-            "%s: line %d is given up: the engine died %d times while it ran no other",
+            "%s: line %d is given up: the engine lost it %d times, %d times with no other request, "
+            "%d times with no other line",
             feed.name,
             line.number,
-            MAX_LONE_DEATHS,
+            losses.num,
+            losses.num_lone,
+            losses.num_only_line,
         )
         return unrun(line, "engine_error")
+
+    async def _save(self, feed: Feed) -> None:
+        """Make the losses durable; those that come while one write is under way are in the next."""
+        try:
+            while feed.has_unsaved_losses:
+                feed.has_unsaved_losses = False
+                await self._threads.run(feed.suspects.save, feed.suspects.encode())
+        except OSError as error:
+            reason = error.strerror or error
+            logger.error("%s: which lines were lost cannot be kept: %s", feed.name, reason)
+        finally:
+            feed.saver = None
 
     async def _commit(self, feed: Feed) -> None:
         """Make results durable, group by group: while one is written the next gathers."""
         try:
             while feed.results:
                 group, feed.results = feed.results, []
-                await until_durable(feed.sink, group, feed.name)
+                await until_durable(self._threads, feed.sink, group, feed.name)
                 feed.on_committed(group)
                 feed.note_durable(group)
+                self._order.note_ended(feed, len(group))
                 self._fill()
         except Exception as error:
             feed.fail(error)
+            self._note_lines(feed)
         finally:
             feed.committer = None

@@ -10,37 +10,38 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import itertools
 import logging
-import time
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, BinaryIO
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Protocol
 
 from backfill.jobs.blobs import BlobStore
 from backfill.jobs.config import JobsConfig
-from backfill.jobs.feeder import Feed, Feeder, InputChanged
-from backfill.jobs.lines import BadLine, BatchLine, LineResult, parse_line, read_lines, unrun
-from backfill.jobs.patience import in_thread, persist, retry_delays_s, until_durable
+from backfill.jobs.feed import Feed, InputChanged
+from backfill.jobs.feeder import Feeder
+from backfill.jobs.lines import LineResult, unrun
+from backfill.jobs.open_batch import OpenBatch, num_unfinished
+from backfill.jobs.patience import persist, retry_delays_s, until_durable
 from backfill.jobs.records import (
     FINAL_STATUSES,
     BatchRecord,
     BatchStatus,
     FileRecord,
-    LineError,
     LineOutcome,
     RequestCounts,
     TokenUsage,
 )
 from backfill.jobs.results import ForeignResults, ResultLog, ResultsLost
 from backfill.jobs.store import JobStore, counts_changes
-from backfill.jobs.validation import InputCheck
+from backfill.jobs.suspects import Suspects
+from backfill.jobs.threads import JobThreads
+from backfill.preparation.lines import BadLine, BatchLine, LineError
+from backfill.preparation.messages import InputLimits, InputReport, LineSelection
 
 logger = logging.getLogger(__name__)
 
-# Batches with open files; others wait, the oldest first, so that descriptors are left for connections.
-MAX_FED_AT_ONCE = 64
+SUSPECTS_FOLDER = "suspects"
 _MAX_CHECKED_AT_ONCE = 4
-_MAX_ENDED_AT_ONCE = 4
+_MAX_ENDED_AT_ONCE = 4  # of those with lines that never ran
 # A batch is given up once something unforeseen has gone wrong with it so often.
 MAX_UNEXPECTED = 5
 _UNRUN_GROUP = 1000
@@ -49,33 +50,24 @@ _OPEN_STATUSES = [status for status in BatchStatus if status not in FINAL_STATUS
 _UNRUN_CODES = {LineOutcome.CANCELLED: "batch_cancelled", LineOutcome.EXPIRED: "batch_expired"}
 
 
-class OpenBatch:
-    """An open batch in memory.
+class LineReader(Protocol):
+    """Lines of one file, in their order."""
 
-    The deadline is on the monotonic clock: a moved wall clock ends no batch early.
-    """
+    async def read(self, max_lines: int) -> Sequence[BatchLine]:
+        """The next lines, at least one unless there are no more. Raises: BadLine, OSError."""
+        ...
 
-    def __init__(self, batch: BatchRecord, log: ResultLog, wall_s: float) -> None:
-        self.batch = batch
-        self.log = log
-        self.cancelled = asyncio.Event()
-        self.deadline_s = time.monotonic() + batch.expires_at - wall_s
-        self.task: asyncio.Task[None] | None = None
+    def close(self) -> None: ...
 
-    def counts(self) -> RequestCounts:
-        return self.log.counts(self.batch.request_counts.total)
 
-    async def until_over(self, *others: asyncio.Future[Any]) -> None:
-        """Wait for the first of: the end of the window, a cancellation, any of the others."""
-        cancelled = asyncio.ensure_future(self.cancelled.wait())
-        try:
-            await asyncio.wait(
-                {cancelled, *others},
-                timeout=max(0.0, self.deadline_s - time.monotonic()),
-                return_when=asyncio.FIRST_COMPLETED,
-            )
-        finally:
-            cancelled.cancel()
+class InputReader(Protocol):
+    """What reads input files: a ``PreparationClient`` outside of tests."""
+
+    async def check_input(self, path: str, limits: InputLimits) -> InputReport:
+        """Raises: OSError."""
+        ...
+
+    def open_lines(self, selection: LineSelection) -> LineReader: ...
 
 
 class _InputMissing(Exception):
@@ -87,6 +79,7 @@ class BatchDriver:
 
     Args:
         on_lines: told of lines that ended, once they are durable.
+        num_queued_lines: unfinished lines of an owner's open batches.
         now: Unix seconds.
     """
 
@@ -96,20 +89,25 @@ class BatchDriver:
         store: JobStore,
         blobs: BlobStore,
         feeder: Feeder,
+        reader: InputReader,
+        threads: JobThreads,
         *,
         model_names: Sequence[str],
         on_lines: Callable[[Sequence[LineResult]], None],
+        num_queued_lines: Callable[[str], int],
         now: Callable[[], int],
     ) -> None:
         self._config = config
         self._store = store
         self._blobs = blobs
         self._feeder = feeder
+        self._reader = reader
+        self._threads = threads
         self._model_names = model_names
         self._on_lines = on_lines
+        self._num_queued_lines = num_queued_lines
         self._now = now
         self._checking = asyncio.Semaphore(_MAX_CHECKED_AT_ONCE)
-        self._feeding = asyncio.Semaphore(MAX_FED_AT_ONCE)
         self._ending = asyncio.Semaphore(_MAX_ENDED_AT_ONCE)
 
     def log_of(self, batch: BatchRecord) -> ResultLog:
@@ -143,8 +141,6 @@ class BatchDriver:
                     num_unexpected += 1
                     if num_unexpected == MAX_UNEXPECTED:
                         found = LineError("internal_error", "The server had an error that did not pass.")
-            finally:
-                job.log.close()
             if verdict is None and found is not None:
                 verdict = found
                 logger.error("%s: given up: %s", name, verdict.message)
@@ -156,74 +152,74 @@ class BatchDriver:
             async with self._checking:
                 if not await self._validate(job):
                     return
-        async with self._place(job):
-            log = self.log_of(job.batch)
-            try:
-                await in_thread(log.open)
-            finally:
-                job.log = log  # closed by who drives
-            if job.batch.status is BatchStatus.IN_PROGRESS:
-                await self._feed(job)
-            elif job.batch.status is BatchStatus.FINALIZING and job.batch.expired_at is None:
-                await self._run_lines(job)  # those whose results were lost since
-            await self._finish(job)
-
-    @contextlib.asynccontextmanager
-    async def _place(self, job: OpenBatch) -> AsyncIterator[None]:
-        """Among the batches that are fed; or, for one that is over, among those that are being ended."""
-        waiting = asyncio.ensure_future(self._feeding.acquire())
-        try:
-            if job.batch.status is BatchStatus.IN_PROGRESS:
-                await job.until_over(waiting)
-            else:
-                await asyncio.sleep(0)
-        except BaseException:
-            waiting.cancel()
-            raise
-        if waiting.done():
-            place = self._feeding
-        else:
-            waiting.cancel()
-            await asyncio.wait([waiting])
-            place = self._feeding
-            if waiting.cancelled():
-                place = self._ending
-                await place.acquire()
-        try:
-            yield
-        finally:
-            place.release()
+        log = self.log_of(job.batch)
+        await self._threads.results.run(log.open)
+        job.log = log
+        job.has_counts = True
+        if job.batch.status is BatchStatus.IN_PROGRESS:
+            await self._feed(job)
+        elif job.batch.status is BatchStatus.FINALIZING and job.batch.expired_at is None:
+            await self._run_lines(job)  # those whose results were lost since
+        await self._finish(job)
 
     async def _validate(self, job: OpenBatch) -> bool:
         """Whether the batch is in progress now; else it has failed or was cancelled."""
         if job.cancelled.is_set():
             return False
-        with self._open_input(job):  # or it is known to be missing
-            check = InputCheck(
-                self._blobs.path(job.batch.input_file_id),
-                endpoint=job.batch.endpoint,
-                model_names=self._model_names,
-                max_lines=self._config.max_lines,
-                max_line_bytes=self._config.max_line_bytes,
-            )
-        with contextlib.closing(check):
-            while not await in_thread(check.advance):
-                if job.cancelled.is_set():
-                    return False
+        report = await self._check_input(job)
+        if report is None:
+            return False
         stamp = self._stamp(job)
-        if check.errors:
-            logger.info("%s: failed validation: %s", job.batch.id, check.errors[0].message)
-            errors = [dataclasses.asdict(error) for error in check.errors]
+        found = report.errors or self._over_the_queue(job, report.total)
+        if found:
+            logger.info("%s: failed validation: %s", job.batch.id, found[0].message)
+            errors = [dataclasses.asdict(error) for error in found]
             await self._change(
                 job, BatchStatus.FAILED, {"failed_at": stamp, "errors": errors}, [BatchStatus.VALIDATING]
             )
             return False
-        model = check.model or self._model_names[0]
-        counts = RequestCounts(total=check.total)
+        model = report.model or self._model_names[0]
+        counts = RequestCounts(total=report.total)
         changes = {"in_progress_at": stamp, "model": model, **counts_changes(counts, TokenUsage())}
-        logger.info("%s: %d lines", job.batch.id, check.total)
+        logger.info("%s: %d lines", job.batch.id, report.total)
         job.batch = dataclasses.replace(job.batch, request_counts=counts)
         return await self._change(job, BatchStatus.IN_PROGRESS, changes, [BatchStatus.VALIDATING])
+
+    async def _check_input(self, job: OpenBatch) -> InputReport | None:
+        """None where the owner cancels meanwhile."""
+        limits = InputLimits(
+            endpoint=job.batch.endpoint,
+            model_names=tuple(self._model_names),
+            max_lines=self._config.max_lines,
+            max_line_bytes=self._config.max_line_bytes,
+        )
+        path = str(self._blobs.path(job.batch.input_file_id))
+        check = asyncio.ensure_future(self._reader.check_input(path, limits))
+        cancelled = asyncio.ensure_future(job.cancelled.wait())
+        try:
+            await asyncio.wait({check, cancelled}, return_when=asyncio.FIRST_COMPLETED)
+            return None if job.cancelled.is_set() else check.result()
+        except FileNotFoundError:
+            raise _InputMissing from None
+        finally:
+            for task in (check, cancelled):
+                task.cancel()
+            await asyncio.gather(check, cancelled, return_exceptions=True)
+
+    def _over_the_queue(self, job: OpenBatch, num_lines: int) -> list[LineError]:
+        """Why the owner's queue does not take so many lines more, if it does not."""
+        most = self._config.max_queued_lines
+        if num_lines > most:
+            message = f"The input file has {num_lines} lines; the batches of one owner are limited to {most}."
+            return [LineError("too_many_tasks", message)]
+        num_queued = self._num_queued_lines(job.batch.owner)
+        if num_queued + num_lines > most:
+            message = (
+                f"Enqueued line limit reached: your other open batches have {num_queued} unfinished lines, "
+                f"this one has {num_lines}, and {most} are allowed together. Try again once some have ended."
+            )
+            return [LineError("token_limit_exceeded", message)]
+        return []
 
     async def _feed(self, job: OpenBatch) -> None:
         """Run lines until all are done, the window is over or the owner cancels."""
@@ -238,11 +234,19 @@ class BatchDriver:
         num_lines = num_unfinished(job.counts())
         if num_lines == 0:
             return
-        with self._open_input(job) as file:
-            lines = self._unfinished_lines(job, file)
-            # The first unfinished line may be far into the file: too far to go there on the event loop.
-            lines = itertools.chain(await in_thread(_take, lines, 1), lines)
-            feed = Feed(job.batch.id, lines, num_lines, job.log, self._on_lines)
+        suspects = self._suspects_of(job.batch)
+        await self._threads.results.run(suspects.load)
+        with contextlib.closing(self._unfinished_lines(job)) as lines:
+            feed = Feed(
+                job.batch.id,
+                lines,
+                num_lines,
+                job.log,
+                self._on_lines,
+                owner=job.batch.owner,
+                deadline_at_s=job.batch.expires_at,
+                suspects=suspects,
+            )
             self._feeder.add(feed)
             keeps_results = False
             try:
@@ -251,7 +255,10 @@ class BatchDriver:
             finally:
                 await self._feeder.remove(feed, keep_results=keeps_results)
         if feed.finished.done():
-            feed.finished.result()
+            try:
+                feed.finished.result()
+            except FileNotFoundError:
+                raise _InputMissing from None
 
     async def _finish(self, job: OpenBatch) -> None:
         """From FINALIZING or CANCELLING to the end: every line gets its result, the files become readable."""
@@ -262,26 +269,27 @@ class BatchDriver:
         else:
             end, outcome = BatchStatus.COMPLETED, LineOutcome.COMPLETED
         if num_unfinished(job.counts()):
-            with self._open_input(job) as file:
-                lines = _without_bodies(self._unfinished_lines(job, file))
-                while group := await in_thread(_take, lines, _UNRUN_GROUP):
-                    results = [unrun(line, _UNRUN_CODES[outcome], outcome) for line in group]
-                    await until_durable(job.log, results, job.batch.id)
-                    self._on_lines(results)
-        await in_thread(job.log.check_intact)
+            async with self._ending:
+                await self._end_unfinished(job, outcome)
+        await self._threads.results.run(job.log.check_intact)
         await self._end(job, end, {f"{end.value}_at": self._stamp(job)}, [job.batch.status])
+
+    async def _end_unfinished(self, job: OpenBatch, outcome: LineOutcome) -> None:
+        """Give each line that has no result one that says why."""
+        with contextlib.closing(self._unfinished_lines(job, names_only=True)) as lines:
+            try:
+                while group := await lines.read(_UNRUN_GROUP):
+                    results = [unrun(line, _UNRUN_CODES[outcome], outcome) for line in group]
+                    await until_durable(self._threads.results, job.log, results, job.batch.id)
+                    self._on_lines(results)
+            except FileNotFoundError:
+                raise _InputMissing from None
 
     async def _fail(self, job: OpenBatch, reason: LineError) -> None:
         """End with the results there are."""
         log = self.log_of(job.batch)
-        try:
-            await in_thread(log.open)
-        except ForeignResults:
-            log.close()
-        except BaseException:
-            log.close()
-            raise
-        else:
+        with contextlib.suppress(ForeignResults):
+            await self._threads.results.run(log.open)
             job.log = log
         changes = {"failed_at": self._stamp(job), "errors": [dataclasses.asdict(reason)]}
         await self._end(job, BatchStatus.FAILED, changes, _OPEN_STATUSES)
@@ -295,17 +303,15 @@ class BatchDriver:
     ) -> None:
         """The last status and the result files, in one transaction."""
         record = job.batch
+        now = self._stamp(job)
         records, found = [], {}
         for column, blob, kind in (
             ("output_file_id", record.output_blob, "output"),
             ("error_file_id", record.error_blob, "error"),
         ):
-            path = self._blobs.path(blob)
-            num_bytes = path.stat().st_size if path.exists() else 0
+            num_bytes = await self._threads.results.run(self._blobs.size_or_delete, blob)
             if num_bytes == 0:
-                self._blobs.delete(blob)
                 continue
-            now = self._stamp(job)
             found[column] = blob
             records.append(
                 FileRecord(
@@ -318,6 +324,7 @@ class BatchDriver:
                     purpose="batch_output",
                 )
             )
+        await self._threads.results.run(self._suspects_of(record).delete)
         counts = job.counts()
         changes = {**changes, **found, **counts_changes(counts, job.log.usage)}
         await self._change(job, status, changes, only_from, records)
@@ -325,19 +332,19 @@ class BatchDriver:
             "%s: %s, %d completed, %d failed", record.id, status.value, counts.completed, counts.failed
         )
 
-    def _open_input(self, job: OpenBatch) -> BinaryIO:
-        try:
-            return self._blobs.path(job.batch.input_file_id).open("rb")
-        except FileNotFoundError:
-            raise _InputMissing from None
+    def _suspects_of(self, batch: BatchRecord) -> Suspects:
+        return Suspects(self._config.data_dir / SUSPECTS_FOLDER / batch.id, batch.id)
 
-    def _unfinished_lines(self, job: OpenBatch, file: BinaryIO) -> Iterator[BatchLine]:
-        limit = self._config.max_line_bytes
-        for number, data in read_lines(file, limit):
-            if not job.log.is_done(number):
-                line = parse_line(number, data, limit)
-                line.complete_by_s = job.deadline_s
-                yield line
+    def _unfinished_lines(self, job: OpenBatch, *, names_only: bool = False) -> LineReader:
+        return self._reader.open_lines(
+            LineSelection(
+                path=str(self._blobs.path(job.batch.input_file_id)),
+                max_line_bytes=self._config.max_line_bytes,
+                done=job.log.done,
+                names_only=names_only,
+                complete_by_s=job.deadline_s,
+            )
+        )
 
     def _stamp(self, job: OpenBatch) -> int:
         """Now, but never before anything that happened to the batch already."""
@@ -354,7 +361,8 @@ class BatchDriver:
         """Compare-and-set of the status, repeated until the database answers."""
         row = {"status": status.value, **changes}
         if not await persist(
-            lambda: self._store.change_batch(job.batch.id, row, only_from=only_from, new_files=new_files)
+            self._threads.database,
+            lambda: self._store.change_batch(job.batch.id, row, only_from=only_from, new_files=new_files),
         ):
             return False
         stamps = {name: value for name, value in changes.items() if name.endswith("_at")}
@@ -376,18 +384,3 @@ def _verdict_on(error: Exception, batch: BatchRecord) -> LineError | None:
             return LineError("results_lost", str(error))
         case _:
             return None
-
-
-def num_unfinished(counts: RequestCounts) -> int:
-    return counts.total - counts.completed - counts.failed
-
-
-def _take(lines: Iterator[BatchLine], count: int) -> list[BatchLine]:
-    return list(itertools.islice(lines, count))
-
-
-def _without_bodies(lines: Iterator[BatchLine]) -> Iterator[BatchLine]:
-    """For many lines at once, of which only the names are needed."""
-    for line in lines:
-        line.body = b""
-        yield line

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from backfill.core.config import EngineConfig
 from backfill.core.errors import BackfillError, ConfigError
@@ -22,15 +22,20 @@ from backfill.engine.messages import Ready
 from backfill.engine.supervisor import EngineSupervisor
 from backfill.generation.generator import RequestRecord, TextGenerator
 from backfill.generation.tokenizer import Tokenizer
-from backfill.jobs.feeder import Feed, Feeder
-from backfill.jobs.lines import BadLine, BatchLine, LineResult, parse_line, read_lines
-from backfill.jobs.patience import in_thread
-from backfill.jobs.records import LineError, RequestCounts, TokenUsage
+from backfill.jobs.feed import Feed
+from backfill.jobs.feeder import Feeder
+from backfill.jobs.lines import LineResult
+from backfill.jobs.records import RequestCounts, TokenUsage
 from backfill.jobs.results import ForeignResults, ResultLog
 from backfill.jobs.runner import ServiceRunner
-from backfill.jobs.validation import InputCheck
-from backfill.models.generation_config import GenerationDefaults
-from backfill.protocol.service import CompletionService, ServedModel
+from backfill.jobs.suspects import Suspects
+from backfill.jobs.threads import ThreadPool
+from backfill.preparation.client import PreparationClient
+from backfill.preparation.lines import BadLine, LineError
+from backfill.preparation.messages import InputLimits, LineSelection, PreparationSetup
+from backfill.preparation.validation import InputCheck
+from backfill.protocol.preparer import EngineFacts, ServedModel
+from backfill.protocol.service import CompletionService
 
 _MAX_LINE_BYTES = 32 << 20
 _SLICE_BYTES = 1 << 20
@@ -95,14 +100,22 @@ class LocalRun:
         self._result_paths = (output_path, error_path or output_path)
         self._model = model
         self._engine_config = engine_config
-        self._chat_template = chat_template
-        self._uses_generation_config = uses_generation_config
+        self._preparation = PreparationClient(
+            PreparationSetup(
+                model=model,
+                chat_template=chat_template,
+                uses_generation_config=uses_generation_config,
+                log_level=log_level,
+            )
+        )
         self._stop_asked = asyncio.Event()
         self._total = 0
         self._log: ResultLog | None = None
+        self._suspects = Suspects()
         self._tokens = _TokenCounter()
         self._service: CompletionService | None = None
-        self._feeder = Feeder(ServiceRunner(lambda: self._service))
+        self._threads = ThreadPool("disk", 2)
+        self._feeder = Feeder(ServiceRunner(lambda: self._service), self._threads)
         self._client = EngineClient(engine_config, log_level=log_level)
 
     @property
@@ -139,20 +152,22 @@ class LocalRun:
             with contextlib.ExitStack() as stack:
                 if not self._stop_asked.is_set():
                     self.phase = "reading results"
-                    await in_thread(self._open_results, name, stack)
+                    await self._threads.run(self._open_results, name, stack)
                     if self._num_unfinished() > 0:
                         self.phase = "loading the model"
                         await self._run_lines()
+                    if self._num_unfinished() == 0:
+                        await self._threads.run(self._suspects.delete)
         except OSError as error:
             raise ConfigError(f"{error.filename or 'A file'}: {error.strerror}.") from error
         finally:
+            self._threads.close()
             self.duration_s = time.monotonic() - started_at_s
         return not self._stop_asked.is_set() or (self._log is not None and self._num_unfinished() == 0)
 
     async def _check_input(self) -> str:
         """A digest of the input, which names its results. Raises: BadInput, OSError."""
-        check = InputCheck(
-            self._input_path,
+        limits = InputLimits(
             endpoint=None,
             model_names=self._model.names,
             max_lines=sys.maxsize,
@@ -162,13 +177,13 @@ class LocalRun:
                 "--served-model-name gives it other names."
             ),
         )
-        with contextlib.closing(check):
-            while not self._stop_asked.is_set() and not await in_thread(check.advance):
+        with contextlib.closing(InputCheck(self._input_path, limits)) as check:
+            while not self._stop_asked.is_set() and not await self._threads.run(check.advance):
                 pass
-        if check.errors:
-            raise BadInput(self._input_path, check.errors)
-        self._total = check.total
-        return await in_thread(_digest, self._input_path)
+        if check.report.errors:
+            raise BadInput(self._input_path, check.report.errors)
+        self._total = check.report.total
+        return await self._threads.run(_digest, self._input_path)
 
     def _open_results(self, name: str, stack: contextlib.ExitStack) -> None:
         try:
@@ -184,32 +199,49 @@ class LocalRun:
             stack.enter_context(_held(path))
             _check_tail(path, f'{{"id":"batch_req_{name}_'.encode())
         log = ResultLog(name, *self._result_paths)
-        stack.callback(log.close)
         log.open()
         self._log = log
+        self._suspects = Suspects(_suspects_path(self._result_paths[0]), name)
+        self._suspects.load()
         self.num_resumed = log.num_completed + log.num_failed
 
     async def _run_lines(self) -> None:
         supervisor = EngineSupervisor(
             self._client, on_ready=self._on_engine_ready, on_lost=self._on_engine_lost
         )
-        self._tokenizer = asyncio.create_task(asyncio.to_thread(self._load_tokenizer))
+        self._preparation.start()
+        self._loading = asyncio.create_task(self._load_tokenizer())
         engine = asyncio.create_task(supervisor.run())
         stopping = asyncio.create_task(self._stop_asked.wait())
         try:
-            with self._input_path.open("rb") as file:
-                await self._feed(file, engine, stopping)
+            await self._feed(engine, stopping)
         finally:
-            for task in (engine, stopping, self._tokenizer):
+            for task in (engine, stopping, self._loading):
                 task.cancel()
-            await asyncio.gather(engine, self._tokenizer, return_exceptions=True)
+            await asyncio.gather(engine, self._loading, return_exceptions=True)
             await self._client.stop()
+            await self._preparation.stop()
 
-    async def _feed(self, file: BinaryIO, engine: asyncio.Task[None], stopping: asyncio.Task[bool]) -> None:
+    async def _load_tokenizer(self) -> Tokenizer:
+        """Of the outputs, once the inputs can be prepared. Raises: BackfillError."""
+        tokenizer = await asyncio.to_thread(self._preparation.setup.load_tokenizer)
+        await self._preparation.wait_ready()
+        return tokenizer
+
+    async def _feed(self, engine: asyncio.Task[None], stopping: asyncio.Task[bool]) -> None:
         """Run lines until all have results, a stop is asked for, or the engine cannot go on."""
         assert self._log is not None
-        lines = self._unfinished_lines(file)
-        feed = Feed(self._input_path.name, lines, self._num_unfinished(), self._log, _ignore)
+        lines = self._preparation.open_lines(
+            LineSelection(path=str(self._input_path), max_line_bytes=_MAX_LINE_BYTES, done=self._log.done)
+        )
+        feed = Feed(
+            self._input_path.name,
+            lines,
+            self._num_unfinished(),
+            self._log,
+            _ignore,
+            suspects=self._suspects,
+        )
         self._feeder.add(feed)
         try:
             ends: set[asyncio.Future[Any]] = {feed.finished, engine, stopping}
@@ -217,6 +249,7 @@ class LocalRun:
         finally:
             # A result that waits for the disk is not waited for: a full disk would hold the stop for ever.
             await self._feeder.remove(feed, keep_results=False)
+            lines.close()
         if feed.finished.done():
             try:
                 feed.finished.result()
@@ -226,19 +259,11 @@ class LocalRun:
         elif engine.done():
             engine.result()
 
-    def _unfinished_lines(self, file: BinaryIO) -> Iterator[BatchLine]:
-        assert self._log is not None
-        for number, data in read_lines(file, _MAX_LINE_BYTES):
-            if not self._log.is_done(number):
-                yield parse_line(number, data, _MAX_LINE_BYTES)
-
     async def _on_engine_ready(self, ready: Ready) -> None:
-        tokenizer = await self._tokenizer
-        defaults = GenerationDefaults()
-        if self._uses_generation_config:
-            defaults = GenerationDefaults.from_folder(self._model.folder)
+        tokenizer = await self._loading
+        self._preparation.configure(EngineFacts.of(ready, self._engine_config.scheduler))
         generator = TextGenerator(self._client, tokenizer, self._tokens)
-        self._service = CompletionService(self._model, self._client, tokenizer, generator, defaults)
+        self._service = CompletionService(self._model, tokenizer, generator)
         if self.feeding_since_s is None:
             self.feeding_since_s = time.monotonic()
         self._feeder.set_capacity(2 * self._engine_config.scheduler.max_num_seqs)
@@ -247,12 +272,14 @@ class LocalRun:
         self._service = None
         self._feeder.set_capacity(0)
 
-    def _load_tokenizer(self) -> Tokenizer:
-        return Tokenizer.from_folder(self._model.folder, chat_template=self._chat_template)
-
     def _num_unfinished(self) -> int:
         counts = self.counts
         return counts.total - counts.completed - counts.failed
+
+
+def _suspects_path(output: Path) -> Path:
+    """Beside the results: an interrupted run leaves them there for the next."""
+    return output.with_name(output.name + ".suspects")
 
 
 def _describe(error: LineError) -> str:

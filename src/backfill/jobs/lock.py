@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 from backfill.core.errors import ConfigError
+from backfill.jobs.private_files import FILE_MODE, make_folder
 
 
 class DataFolderLock:
@@ -20,8 +21,8 @@ class DataFolderLock:
     def acquire(self) -> None:
         """Raises: ConfigError naming the holder, or when the folder cannot be written."""
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            make_folder(self._path.parent)
+            file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
         except OSError as error:
             reason = error.strerror or error
             raise ConfigError(f"--data-dir {self._path.parent} cannot be written: {reason}.") from error

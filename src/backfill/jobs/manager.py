@@ -8,19 +8,23 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import BinaryIO, Protocol
+from functools import partial
+from typing import Protocol
 
-from backfill.core.errors import RequestError
+from backfill.core.errors import ConfigError, RequestError
+from backfill.engine.tasks import TaskWatch
 from backfill.jobs.blobs import BlobStore
 from backfill.jobs.config import JobsConfig
 from backfill.jobs.database import open_database
-from backfill.jobs.errors import Conflict, NotFound, TooLarge
+from backfill.jobs.downloads import Download
+from backfill.jobs.errors import Conflict, NotFound, TooMany
 from backfill.jobs.feeder import Feeder, LineRunner
-from backfill.jobs.lifecycle import BatchDriver, OpenBatch, num_unfinished
+from backfill.jobs.lifecycle import SUSPECTS_FOLDER, BatchDriver, InputReader
 from backfill.jobs.lines import LineResult
 from backfill.jobs.lock import DataFolderLock
-from backfill.jobs.patience import ask, in_thread, persist
+from backfill.jobs.open_batch import OpenBatch, num_unfinished
+from backfill.jobs.patience import ask, persist
+from backfill.jobs.private_files import make_private
 from backfill.jobs.records import (
     BatchRecord,
     BatchStatus,
@@ -33,11 +37,16 @@ from backfill.jobs.records import (
 )
 from backfill.jobs.runner import ServiceRunner
 from backfill.jobs.store import JobStore
+from backfill.jobs.suspects import sweep as sweep_suspects
+from backfill.jobs.threads import JobThreads
+from backfill.jobs.uploads import Upload, Uploads
 from backfill.protocol.service import CompletionService
 
 logger = logging.getLogger(__name__)
 
-_SWEEP_INTERVAL_S = 60.0
+SWEEP_INTERVAL_S = 60.0
+# For batches to halt and files to close once the server ends.
+STOP_TIMEOUT_S = 10.0
 
 
 class JobObserver(Protocol):
@@ -56,130 +65,101 @@ class JobsSnapshot:
     least_slack_s: float | None
 
 
-class Upload:
-    """A file on its way in. End it with ``finish`` or ``abort``."""
-
-    def __init__(
-        self, manager: JobManager, owner: str, file_id: str, file: BinaryIO, most_received: int | None
-    ) -> None:
-        self._manager = manager
-        self._owner = owner
-        self._id = file_id
-        self._file = file
-        self._most_received = most_received  # where the store is full, counted over all uploads
-        self._num_bytes = 0
-
-    async def write(self, data: bytes) -> None:
-        """Raises: TooLarge beyond the limit of any file, or when the store is full."""
-        limit = self._manager.config.max_file_bytes
-        self._num_bytes += len(data)
-        num_received = self._manager.receive(len(data))
-        if self._num_bytes > limit:
-            raise TooLarge(f"The file is over the limit of {limit} bytes.")
-        if self._most_received is not None and num_received > self._most_received:
-            raise TooLarge("The server's file storage is full. Delete files that are no longer needed.")
-        try:
-            await in_thread(_write_all, self._file, data)
-        except OSError as error:
-            logger.error("an upload cannot be written: %s", error.strerror)
-            raise TooLarge("The server's disk cannot take the file.") from error
-
-    async def finish(self, *, filename: str, purpose: str, expires_after_s: int | None) -> FileRecord:
-        """Make the file durable. Raises: TooLarge for a batch's input over its limit, which is then gone."""
-        config = self._manager.config
-        if purpose == "batch" and self._num_bytes > config.max_batch_bytes:
-            await self.abort()
-            raise TooLarge(f"The input file of a batch is limited to {config.max_batch_bytes} bytes.")
-        lifetime_s = (
-            int(config.retention_s) if expires_after_s is None and purpose == "batch" else expires_after_s
-        )
-        now = self._manager.now()
-        record = FileRecord(
-            id=self._id,
-            owner=self._owner,
-            num_bytes=self._num_bytes,
-            created_at=now,
-            expires_at=None if lifetime_s is None else now + lifetime_s,
-            filename=filename,
-            purpose=purpose,
-        )
-        await self._manager.keep(record, self._file)
-        return record
-
-    async def abort(self) -> None:
-        self._manager.receive(-self._num_bytes)
-        self._num_bytes = 0
-        await self._manager.discard(self._id, self._file)
-
-
 class JobManager:
     """The Files and Batches API without HTTP. One event loop owns it, and one process its data folder.
 
-    ``owner`` is the digest of the caller's API key: nobody sees another owner's files and batches.
+    ``owner`` is the name of the caller's API key, the digest of one without a name: nobody sees
+    another owner's files and batches.
 
     Args:
+        reader: of input files.
         model_names: what lines may call the model.
         url: where the server is reached, for whoever finds the folder taken.
         on_event: told of lines that ended.
         runner: runs lines; by default on the service of ``engine_ready``.
         wall: Unix seconds.
+        tasks: starts the manager's own tasks.
     """
 
     def __init__(
         self,
         config: JobsConfig,
+        reader: InputReader,
         *,
         model_names: Sequence[str],
         url: str = "",
         on_event: JobObserver | None = None,
         runner: LineRunner | None = None,
         wall: Callable[[], float] = time.time,
+        tasks: TaskWatch | None = None,
     ) -> None:
         self.config = config
+        self._reader = reader
         self._model_names = model_names
         self._observer = on_event
         self._wall = wall
         self._lock = DataFolderLock(config.data_dir, url)
         self._service: CompletionService | None = None
-        self._feeder = Feeder(runner or ServiceRunner(lambda: self._service))
+        self._threads = JobThreads()
+        self._tasks = tasks or TaskWatch()
+        self._feeder = Feeder(
+            runner or ServiceRunner(lambda: self._service), self._threads.results, self._tasks
+        )
         self._jobs: dict[str, OpenBatch] = {}
         self._sweeper: asyncio.Task[None] | None = None
         self._is_open = False
         self._is_paused = False
-        self._num_received_bytes = 0  # of uploads, less those given up
-        self._blobs: BlobStore
+        self._stop_by_s: float | None = None  # on the monotonic clock, once it is pausing
+        self._blobs = BlobStore(config.data_dir / "files")
         self._store: JobStore
         self._driver: BatchDriver
+        self._uploads: Uploads
 
     # ---- Life ----
 
     async def start(self) -> None:
         """Take the data folder and go on with unfinished batches. Raises: ConfigError."""
-        self._lock.acquire()
+        await self._threads.results.run(self._lock.acquire)
         try:
-            self._store = JobStore(
-                await asyncio.to_thread(open_database, self.config.database_url, self.config.data_dir)
-            )
-            await asyncio.to_thread(self._store.tie_to_folder, self.config.data_dir)
-            self._blobs = BlobStore(self.config.data_dir / "files")
-            self._blobs.sweep(await persist(self._store.blob_ids))
+            try:
+                await self._open_folder()
+            except OSError as error:
+                reason = error.strerror or error
+                raise ConfigError(f"--data-dir {self.config.data_dir} cannot be used: {reason}.") from error
+            self._uploads = Uploads(self.config, self._store, self._blobs, self._threads, self.now)
             self._driver = BatchDriver(
                 self.config,
                 self._store,
                 self._blobs,
                 self._feeder,
+                self._reader,
+                self._threads,
                 model_names=self._model_names,
                 on_lines=self._count,
+                num_queued_lines=self._num_queued_lines,
                 now=self.now,
             )
-            for batch in await persist(self._store.open_batches):
+            batches = await persist(self._threads.database, self._store.open_batches)
+            suspects = self.config.data_dir / SUSPECTS_FOLDER
+            await self._threads.results.run(sweep_suspects, suspects, {batch.id for batch in batches})
+            for batch in batches:
                 logger.info("%s: goes on, %s", batch.id, batch.status.value)
                 self._begin(batch)
         except BaseException:
             self._lock.release()
             raise
         self._is_open = True
-        self._sweeper = asyncio.create_task(self._sweep())
+        self._sweeper = self._tasks.start(self._sweep(), "sweeper")
+
+    async def _open_folder(self) -> None:
+        data_dir = self.config.data_dir
+        await self._threads.results.run(make_private, data_dir)
+        self._store = JobStore(
+            await self._threads.database.run(open_database, self.config.database_url, data_dir)
+        )
+        await self._threads.database.run(self._store.tie_to_folder, data_dir)
+        known = await persist(self._threads.database, self._store.blob_ids)
+        await self._threads.results.run(self._blobs.open_folder, known)
 
     async def pause(self) -> None:
         """Stop feeding at once; lines that run are given up and run again at the next start.
@@ -193,16 +173,33 @@ class JobManager:
             tasks.append(self._sweeper)
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        if tasks:
+            await asyncio.wait(tasks, timeout=self._stop_timeout_s())
 
     async def stop(self) -> None:
-        """Let go of the data folder, once no request is at work any more."""
+        """Release the data folder, once no request is at work any more.
+
+        A disk or database that hangs is waited for ``STOP_TIMEOUT_S`` from the pause on. Then the folder
+        stays this process's until it has ended: a write that is still under way must not meet another server.
+        """
         if not self._is_open:
             return
         self._is_open = False
         await self.pause()
-        self._store.close()
-        self._lock.release()
+        await self._threads.wait_idle(self._stop_timeout_s())
+        closing = asyncio.ensure_future(self._threads.database.run(self._store.close))
+        await asyncio.wait([closing], timeout=self._stop_timeout_s())
+        num_left = self._threads.close()
+        if num_left == 0:
+            self._lock.release()
+        else:
+            logger.error("stopped while the disk or the database did not answer %d calls", num_left)
+
+    def _stop_timeout_s(self) -> float:
+        """What is left of the time that pause and stop have together."""
+        if self._stop_by_s is None:
+            self._stop_by_s = time.monotonic() + STOP_TIMEOUT_S
+        return max(0.0, self._stop_by_s - time.monotonic())
 
     def engine_ready(self, service: CompletionService, max_num_seqs: int) -> None:
         if self._is_paused:
@@ -231,57 +228,40 @@ class JobManager:
     # ---- Files ----
 
     async def begin_upload(self, owner: str) -> Upload:
-        """Raises: TooLarge when the store is full."""
-        most_received = None
-        if self.config.max_stored_bytes is not None:
-            num_received = self._num_received_bytes
-            num_stored = await asyncio.to_thread(self._blobs.num_bytes)
-            most_received = num_received + self.config.max_stored_bytes - num_stored
-        file_id = new_file_id()
-        file = await asyncio.to_thread(self._blobs.create, file_id)
-        return Upload(self, owner, file_id, file, most_received)
-
-    def receive(self, num_bytes: int) -> int:
-        """For Upload: bytes of all uploads since the start, with these; negative ones were given up."""
-        self._num_received_bytes += num_bytes
-        return self._num_received_bytes
-
-    async def keep(self, record: FileRecord, file: BinaryIO) -> None:
-        """For Upload: the contents first, then the record of them."""
-        await in_thread(self._blobs.commit, record.id, file)
-        try:
-            await ask(self._store.add_file, record)
-        except BaseException:
-            self._blobs.delete(record.id)
-            raise
-
-    async def discard(self, file_id: str, file: BinaryIO) -> None:
-        await in_thread(self._blobs.discard, file_id, file)
+        """Raises: StorageFull, TooManyUploads."""
+        return await self._uploads.begin(owner)
 
     async def get_file(self, owner: str, file_id: str) -> FileRecord:
         """Raises: NotFound."""
-        return await ask(self._store.get_file, owner, file_id)
+        return await ask(self._threads.database, self._store.get_file, owner, file_id)
 
     async def list_files(
         self, owner: str, *, purpose: str | None, order: str, limit: int, after: str | None
     ) -> Page[FileRecord]:
         """In order of creation, ``asc`` or ``desc``. Raises: NotFound for an unknown ``after``."""
         return await ask(
-            self._store.list_files, owner, purpose=purpose, order=order, limit=limit, after=after
+            self._threads.database,
+            self._store.list_files,
+            owner,
+            purpose=purpose,
+            order=order,
+            limit=limit,
+            after=after,
         )
 
     async def delete_file(self, owner: str, file_id: str) -> None:
         """Raises: NotFound, Conflict while a batch that has not ended reads it."""
-        await ask(self._store.delete_file, owner, file_id)
-        await asyncio.to_thread(self._blobs.delete, file_id)
+        await ask(self._threads.database, self._store.delete_file, owner, file_id)
+        await self._threads.results.run(self._blobs.delete, file_id)
 
-    def content_path(self, record: FileRecord) -> Path:
+    async def open_content(self, record: FileRecord) -> Download:
         """Raises: NotFound where the bytes are gone from the disk, though nobody deleted the file."""
-        path = self._blobs.path(record.id)
-        if not path.is_file():
+        try:
+            return await Download.open(self._blobs.path(record.id), self._threads.downloads)
+        except FileNotFoundError:
             logger.error("%s: its contents are missing from the data folder", record.id)
-            raise NotFound(f"The contents of the file {record.id} are missing from the server's storage.")
-        return path
+            message = f"The contents of the file {record.id} are missing from the server's storage."
+            raise NotFound(message) from None
 
     # ---- Batches ----
 
@@ -296,11 +276,18 @@ class JobManager:
         metadata: dict[str, str] | None,
         output_expires_after_s: int | None,
     ) -> BatchRecord:
-        """Raises: NotFound for an unknown file, RequestError for one of another purpose."""
+        """Raises: NotFound for an unknown file, RequestError for one of another purpose, TooMany where the
+        owner's open batches are at a limit, StorageFull."""
         file = await self.get_file(owner, input_file_id)
         if file.purpose != "batch":
             message = f"The file {input_file_id} has purpose {file.purpose!r}; a batch needs one of 'batch'."
             raise RequestError(message, param="input_file_id")
+        if self._num_queued_lines(owner) >= self.config.max_queued_lines:
+            raise TooMany(
+                f"Your open batches have the {self.config.max_queued_lines} unfinished lines that they may "
+                "have together. Wait until some have ended, or cancel them."
+            )
+        await self._uploads.check_free_space()
         now = self.now()
         batch = BatchRecord(
             id=new_batch_id(),
@@ -318,7 +305,7 @@ class JobManager:
             ),
             metadata=metadata,
         )
-        await ask(self._store.add_batch, batch)
+        await ask(self._threads.database, self._store.add_batch, batch, self.config.max_open_batches)
         logger.info("%s: created for %s, window %s", batch.id, input_file_id, completion_window)
         if not self._is_paused:  # else the next start takes it up
             self._begin(batch)
@@ -326,17 +313,17 @@ class JobManager:
 
     async def get_batch(self, owner: str, batch_id: str) -> BatchRecord:
         """Raises: NotFound."""
-        return self._with_counts(await ask(self._store.get_batch, owner, batch_id))
+        return self._with_counts(await ask(self._threads.database, self._store.get_batch, owner, batch_id))
 
     async def list_batches(self, owner: str, *, limit: int, after: str | None) -> Page[BatchRecord]:
         """Newest first. Raises: NotFound for an unknown ``after``."""
-        page = await ask(self._store.list_batches, owner, limit=limit, after=after)
+        page = await ask(self._threads.database, self._store.list_batches, owner, limit=limit, after=after)
         return Page([self._with_counts(batch) for batch in page.items], page.has_more)
 
     async def cancel_batch(self, owner: str, batch_id: str) -> BatchRecord:
         """Raises: NotFound, Conflict when the batch has ended otherwise or is about to."""
         while True:
-            batch = await ask(self._store.get_batch, owner, batch_id)
+            batch = await ask(self._threads.database, self._store.get_batch, owner, batch_id)
             if batch.status in (BatchStatus.CANCELLING, BatchStatus.CANCELLED):
                 return self._with_counts(batch)
             if batch.status is BatchStatus.VALIDATING:
@@ -347,7 +334,9 @@ class JobManager:
                 raise Conflict(f"The batch {batch_id} is {batch.status.value} and cannot be cancelled.")
             stamp = max(self.now(), batch.last_stamp)
             changes = {"status": to.value, **dict.fromkeys(stamps, stamp)}
-            if await ask(self._store.change_batch, batch_id, changes, only_from=[batch.status]):
+            if await ask(
+                self._threads.database, self._store.change_batch, batch_id, changes, only_from=[batch.status]
+            ):
                 job = self._jobs.get(batch_id)
                 if job is not None:
                     job.cancelled.set()
@@ -357,8 +346,18 @@ class JobManager:
         job = self._jobs[batch.id] = OpenBatch(batch, self._driver.log_of(batch), self._wall())
         if batch.status is BatchStatus.CANCELLING:
             job.cancelled.set()
-        job.task = asyncio.create_task(self._driver.drive(job), name=batch.id)
-        job.task.add_done_callback(lambda _: self._jobs.pop(batch.id, None))
+        job.task = self._tasks.start(self._driver.drive(job), "batch-driver")
+        job.task.add_done_callback(partial(self._forget, batch.id))
+
+    def _forget(self, batch_id: str, task: asyncio.Task[None]) -> None:
+        del self._jobs[batch_id]
+        if not task.cancelled() and task.exception() is not None:  # which is in the log
+            logger.error("%s: stays as it is until the next start", batch_id)
+
+    def _num_queued_lines(self, owner: str) -> int:
+        """Unfinished lines of an owner's open batches, as far as they are known."""
+        jobs = [job for job in self._jobs.values() if job.batch.owner == owner and job.has_counts]
+        return sum(num_unfinished(job.counts()) for job in jobs)
 
     def _count(self, results: Sequence[LineResult]) -> None:
         if self._observer is None:
@@ -376,15 +375,20 @@ class JobManager:
         return dataclasses.replace(batch, request_counts=counts, usage=job.log.usage)
 
     async def _sweep(self) -> None:
-        """Delete files past their time."""
+        """Delete files past their time, now and then, whatever goes wrong."""
         while True:
-            for file_id in await persist(lambda: self._store.delete_expired_files(self.now())):
-                self._blobs.delete(file_id)
+            try:
+                await self._delete_expired()
+            except Exception:
+                logger.exception("files past their time could not be deleted; trying again later")
+            await asyncio.sleep(SWEEP_INTERVAL_S)
+
+    async def _delete_expired(self) -> None:
+        ids = await persist(self._threads.database, lambda: self._store.delete_expired_files(self.now()))
+        for file_id in ids:
+            try:
+                await self._threads.results.run(self._blobs.delete, file_id)
+            except OSError as error:  # the next start finds that nobody knows it
+                logger.error("%s: its contents cannot be deleted: %s", file_id, error.strerror or error)
+            else:
                 logger.info("%s: deleted, its time was over", file_id)
-            await asyncio.sleep(_SWEEP_INTERVAL_S)
-
-
-def _write_all(file: BinaryIO, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[file.write(view) :]

@@ -1,18 +1,18 @@
-"""Waiting for disks and databases that refuse for a while, and for threads."""
+"""Asking disks and databases again that refuse for a while."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import ParamSpec, Protocol, TypeVar
 
 from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError, SQLAlchemyError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from backfill.jobs.errors import Busy
 from backfill.jobs.lines import LineResult
+from backfill.jobs.threads import ThreadPool
 
 Args = ParamSpec("Args")
 Result = TypeVar("Result")
@@ -37,22 +37,24 @@ def retry_delays_s() -> Iterator[float]:
         delay_s = min(LONGEST_RETRY_S, 2 * delay_s)
 
 
-async def until_durable(sink: ResultSink, results: Sequence[LineResult], name: str) -> None:
+async def until_durable(
+    threads: ThreadPool, sink: ResultSink, results: Sequence[LineResult], name: str
+) -> None:
     """Append, and while the disk refuses try again, ever less often."""
     for delay_s in retry_delays_s():
         try:
-            return await in_thread(sink.append, results)
+            return await threads.run(sink.append, results)
         except OSError as error:
             reason = error.strerror or error
             logger.error("%s: results cannot be written (%s); trying again in %g s", name, reason, delay_s)
         await asyncio.sleep(delay_s)
 
 
-async def persist(work: Callable[[], Result]) -> Result:
+async def persist(threads: ThreadPool, work: Callable[[], Result]) -> Result:
     """Ask the database until it answers. Raises: SQLAlchemyError where asking again cannot help."""
     for delay_s in retry_delays_s():
         try:
-            return await in_thread(work)
+            return await threads.run(work)
         except SQLAlchemyError as error:
             if not _may_pass(error):
                 raise
@@ -63,30 +65,15 @@ async def persist(work: Callable[[], Result]) -> Result:
     raise AssertionError("delays have no end")
 
 
-async def ask(work: Callable[Args, Result], *args: Args.args, **kwargs: Args.kwargs) -> Result:
+async def ask(
+    threads: ThreadPool, work: Callable[Args, Result], *args: Args.args, **kwargs: Args.kwargs
+) -> Result:
     """Ask the database once, for a caller who waits. Raises: Busy."""
     try:
-        return await in_thread(work, *args, **kwargs)
+        return await threads.run(work, *args, **kwargs)
     except SQLAlchemyError as error:
         logger.error("the batch database does not answer: %s", reason_of(error))
         raise Busy("The database of files and batches does not answer. Please retry.") from error
-
-
-async def in_thread(work: Callable[Args, Result], *args: Args.args, **kwargs: Args.kwargs) -> Result:
-    """``asyncio.to_thread`` that ends only when the thread has, also when cancelled: files may close then."""
-    task = asyncio.ensure_future(asyncio.to_thread(work, *args, **kwargs))
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await until_done(task)
-        raise
-
-
-async def until_done(task: asyncio.Future[Any]) -> None:
-    """Wait, however often the wait is cancelled."""
-    while not task.done():
-        with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.wait([task])
 
 
 def reason_of(error: SQLAlchemyError) -> str:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Generic, TypeVar
 
+from backfill.preparation.lines import LineError
+
 Item = TypeVar("Item")
 
 
@@ -40,16 +42,6 @@ class LineOutcome(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class LineError:
-    """Why an input file is refused; ``line`` counts from 1, None where it concerns the whole file."""
-
-    code: str
-    message: str
-    line: int | None = None
-    param: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class RequestCounts:
     total: int = 0
     completed: int = 0
@@ -74,7 +66,10 @@ class TokenUsage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileRecord:
-    """A stored file. ``owner`` is the digest of the API key it belongs to, "" where there are no keys."""
+    """A stored file.
+
+    ``owner`` is the name of the API key it belongs to, the digest of one without a name, "" without keys.
+    """
 
     id: str
     owner: str

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
 
 from backfill.core.errors import BackfillError
-from backfill.jobs.blobs import sync_folder
 from backfill.jobs.lines import LineResult
+from backfill.jobs.private_files import FILE_MODE, sync_folder, write_all
 from backfill.jobs.records import LineOutcome, RequestCounts, TokenUsage
 
 
@@ -55,11 +56,31 @@ class _Written(msgspec.Struct):
 _decoder = msgspec.json.Decoder(_Written)
 
 
+@dataclass(frozen=True, slots=True)
+class _Identity:
+    """Which file it is, and how long it was when it was last closed."""
+
+    device: int
+    inode: int
+    size: int
+
+    @classmethod
+    def of(cls, status: os.stat_result) -> _Identity:
+        return cls(status.st_dev, status.st_ino, status.st_size)
+
+    def is_same_file(self, other: _Identity) -> bool:
+        return (self.device, self.inode) == (other.device, other.inode)
+
+    def grown_by(self, num_bytes: int) -> _Identity:
+        return replace(self, size=self.size + num_bytes)
+
+
 class ResultLog:
     """Appends results in groups; a group is durable when ``append`` returns.
 
     Nothing is ever rewritten. A line's id holds its number, so reading the files back tells what is done;
-    counts kept elsewhere follow these files.
+    counts kept elsewhere follow these files. Between calls no file is open, so that any number of batches
+    may be.
 
     Args:
         name: distinguishes this input's lines: their ids are ``batch_req_NAME_NUMBER``.
@@ -69,8 +90,7 @@ class ResultLog:
     def __init__(self, name: str, output: Path, errors: Path) -> None:
         self._prefix = f"batch_req_{name}_"
         self._paths = (output, errors)
-        self._files: dict[Path, int] = {}
-        self._sizes: dict[Path, int] = {}
+        self._files: dict[Path, _Identity] = {}
         self._is_torn = False  # a write failed, and part of it may still be in the files
         self._done = bytearray()
         self.num_completed = 0
@@ -83,32 +103,26 @@ class ResultLog:
         Raises: ForeignResults, OSError.
         """
         for path in dict.fromkeys(self._paths):
-            self._files[path] = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-            self._sizes[path] = self._read_back(path)
-            os.ftruncate(self._files[path], self._sizes[path])
+            with _opened(path, os.O_CREAT) as file:
+                size = self._read_back(path)
+                os.ftruncate(file, size)
+                self._files[path] = _Identity.of(os.fstat(file))
         for folder in {path.parent for path in self._paths}:
             sync_folder(folder)
 
     def check_intact(self) -> None:
         """Raise ResultsLost unless every result noted is where it was written."""
-        for path, file in self._files.items():
-            ours = os.fstat(file)
-            try:
-                named = os.stat(path)
-            except FileNotFoundError:
-                raise ResultsLost(f"The result file {path.name} was removed while it was written.") from None
-            if not os.path.samestat(ours, named):
-                raise ResultsLost(f"The result file {path.name} was replaced while it was written.")
-            if ours.st_size != self._sizes[path]:
-                raise ResultsLost(f"The result file {path.name} was changed while it was written.")
-
-    def close(self) -> None:
-        while self._files:
-            os.close(self._files.popitem()[1])
+        with contextlib.ExitStack() as stack:
+            self._open_files(stack, self._files)
 
     def is_done(self, number: int) -> bool:
         byte, bit = divmod(number, 8)
         return byte < len(self._done) and bool(self._done[byte] >> bit & 1)
+
+    @property
+    def done(self) -> bytes:
+        """A bit for each line that has a result: that of line i is bit i % 8 of byte i // 8."""
+        return bytes(self._done)
 
     def counts(self, total: int) -> RequestCounts:
         return RequestCounts(total, self.num_completed, self.num_failed)
@@ -120,31 +134,52 @@ class ResultLog:
         """
         if self._is_torn:
             self._cut()
-        # Before anything is counted on top of what may be gone.
-        self.check_intact()
         written: dict[Path, bytearray] = {}
         for result in results:
             path = self._paths[result.outcome is not LineOutcome.COMPLETED]
             written.setdefault(path, bytearray()).extend(result.encode(f"{self._prefix}{result.line.number}"))
-        self._is_torn = True
-        try:
-            for path, data in written.items():
-                _write_all(self._files[path], data)
-            for path in written:
-                os.fsync(self._files[path])
-        except OSError:
-            with contextlib.suppress(OSError):  # else the next attempt begins with it
-                self._cut()
-            raise
+        with contextlib.ExitStack() as stack:
+            # All of them: before anything is counted on top of what may be gone.
+            files = self._open_files(stack, self._files)
+            self._is_torn = True
+            try:
+                for path, data in written.items():
+                    write_all(files[path], data)
+                for path in written:
+                    os.fsync(files[path])
+            except OSError:
+                with contextlib.suppress(OSError):  # else the next attempt begins with it
+                    self._cut_open(files)
+                raise
         self._is_torn = False
         for path, data in written.items():
-            self._sizes[path] += len(data)
+            self._files[path] = self._files[path].grown_by(len(data))
         for result in results:
             self._note(result.line.number, result.outcome is LineOutcome.COMPLETED, result.usage)
 
+    def _open_files(self, stack: contextlib.ExitStack, paths: Iterable[Path]) -> dict[Path, int]:
+        """Raises: ResultsLost where one is not as it was left."""
+        files = {}
+        for path in paths:
+            try:
+                files[path] = stack.enter_context(_opened(path))
+            except FileNotFoundError:
+                raise ResultsLost(f"The result file {path.name} was removed while it was written.") from None
+            found = _Identity.of(os.fstat(files[path]))
+            if not found.is_same_file(self._files[path]):
+                raise ResultsLost(f"The result file {path.name} was replaced while it was written.")
+            excess = found.size - self._files[path].size
+            if excess < 0 or (excess > 0 and not self._is_torn):
+                raise ResultsLost(f"The result file {path.name} was changed while it was written.")
+        return files
+
     def _cut(self) -> None:
-        for path, file in self._files.items():
-            os.ftruncate(file, self._sizes[path])
+        with contextlib.ExitStack() as stack:
+            self._cut_open(self._open_files(stack, self._files))
+
+    def _cut_open(self, files: Mapping[Path, int]) -> None:
+        for path, file in files.items():
+            os.ftruncate(file, self._files[path].size)
         self._is_torn = False
 
     def _note(self, number: int, is_completed: bool, usage: TokenUsage) -> None:
@@ -189,14 +224,17 @@ class ResultLog:
         return int(number), written
 
 
+@contextlib.contextmanager
+def _opened(path: Path, flags: int = 0) -> Iterator[int]:
+    file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC | flags, FILE_MODE)
+    try:
+        yield file
+    finally:
+        os.close(file)
+
+
 def _whole_lines(path: Path) -> Iterator[bytes]:
     with path.open("rb") as file:
         for data in file:
             if data.endswith(b"\n"):
                 yield data
-
-
-def _write_all(file: int, data: bytearray) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(file, view) :]

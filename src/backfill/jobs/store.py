@@ -8,20 +8,20 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Connection, Engine, RowMapping, Table, delete, insert, select, update
+from sqlalchemy import Connection, Engine, RowMapping, Table, delete, func, insert, select, update
 
 from backfill.jobs.database import batches, files, tie_to_folder
-from backfill.jobs.errors import Conflict, NotFound
+from backfill.jobs.errors import Conflict, NotFound, TooMany
 from backfill.jobs.records import (
     FINAL_STATUSES,
     BatchRecord,
     BatchStatus,
     FileRecord,
-    LineError,
     Page,
     RequestCounts,
     TokenUsage,
 )
+from backfill.preparation.lines import LineError
 
 _OPEN = [status.value for status in BatchStatus if status not in FINAL_STATUSES]
 
@@ -88,6 +88,12 @@ class JobStore:
                 connection.execute(delete(files).where(files.c.id == file_id, *expired))
         return ids
 
+    def num_bytes_of(self, owner: str) -> int:
+        """Bytes of an owner's files."""
+        query = select(func.coalesce(func.sum(files.c.num_bytes), 0)).where(files.c.owner == owner)
+        with self._engine.connect() as connection:
+            return int(connection.execute(query).scalar_one())
+
     def blob_ids(self) -> set[str]:
         """Ids of all files and of the results of open batches."""
         with self._engine.connect() as connection:
@@ -99,14 +105,20 @@ class JobStore:
 
     # ---- Batches ----
 
-    def add_batch(self, batch: BatchRecord) -> None:
-        """Raises: NotFound when the input file is gone."""
+    def add_batch(self, batch: BatchRecord, max_open: int) -> None:
+        """Raises: NotFound when the input file is gone, TooMany where its owner has ``max_open`` already."""
+        open_ones = select(func.count()).where(batches.c.owner == batch.owner, batches.c.status.in_(_OPEN))
         with self._reference, self._engine.begin() as connection:
             found = connection.execute(
                 select(files.c.id).where(files.c.id == batch.input_file_id, files.c.owner == batch.owner)
             ).first()
             if found is None:
                 raise NotFound(f"No such File object: {batch.input_file_id[:80]}")
+            if connection.execute(open_ones).scalar_one() >= max_open:
+                raise TooMany(
+                    f"At most {max_open} of your batches may be open at once. "
+                    "Wait until some have ended, or cancel them."
+                )
             connection.execute(insert(batches), _batch_row(batch))
 
     def get_batch(self, owner: str, batch_id: str) -> BatchRecord:

@@ -1,0 +1,46 @@
+"""The contents of a stored file on their way out."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncGenerator
+from io import FileIO
+from pathlib import Path
+
+from backfill.jobs.threads import ThreadPool
+
+PIECE_BYTES = 1 << 20
+
+
+class Download:
+    """Contents that may be read in part, and by a slow reader: no thread waits for it. Close it.
+
+    Attributes:
+        num_bytes: of the whole.
+    """
+
+    def __init__(self, file: FileIO, threads: ThreadPool) -> None:
+        self._file = file
+        self._threads = threads
+        self.num_bytes = os.fstat(file.fileno()).st_size
+
+    @classmethod
+    async def open(cls, path: Path, threads: ThreadPool) -> Download:
+        """Raises: OSError."""
+        return await threads.run(lambda: cls(FileIO(path, "rb"), threads))
+
+    async def pieces(self, start: int = 0, end: int | None = None) -> AsyncGenerator[bytes, None]:
+        """The bytes of [start, end), at most a MiB at a time. Raises: OSError."""
+        end = self.num_bytes if end is None else end
+        while start < end:
+            piece = await self._threads.run(self._read, start, min(PIECE_BYTES, end - start))
+            if not piece:
+                raise OSError(f"{self._file.name!r} has become shorter")
+            start += len(piece)
+            yield piece
+
+    async def close(self) -> None:
+        await self._threads.run(self._file.close)
+
+    def _read(self, start: int, num_bytes: int) -> bytes:
+        return os.pread(self._file.fileno(), num_bytes, start)

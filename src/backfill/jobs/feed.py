@@ -1,0 +1,155 @@
+"""One batch as the feeder sees it: lines to take, lines in the engine, results on their way to the disk."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from backfill.core.errors import BackfillError
+from backfill.jobs.lines import LineResult
+from backfill.jobs.patience import ResultSink
+from backfill.jobs.suspects import Suspects
+from backfill.preparation.lines import BatchLine
+
+
+class InputChanged(BackfillError):
+    """The lines are not those that were checked."""
+
+
+class LineSource(Protocol):
+    async def read(self, max_lines: int) -> Sequence[BatchLine]:
+        """The next lines, at least one unless there are no more. Raises: whatever ends their batch."""
+        ...
+
+
+@dataclass(slots=True)
+class RunningLine:
+    """A line in the engine. ``had_company`` once another line was there at the same time."""
+
+    line: BatchLine
+    task: asyncio.Task[None]
+    had_company: bool
+
+
+class Feed:
+    """One batch as the feeder sees it. Use it with ``Feeder.add`` and ``Feeder.remove``.
+
+    Attributes:
+        finished: done when every line's result is durable; fails with what reading the lines, or writing
+            their results, raised.
+
+    Args:
+        name: for log lines.
+        source: of the lines to run; read as the engine takes them.
+        num_lines: how many those are.
+        on_committed: told of each group once it is durable.
+        owner: among whom the engine is shared evenly.
+        deadline_at_s: of two batches of one owner the earlier goes first; on any clock.
+        suspects: lines that were lost before.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        source: LineSource,
+        num_lines: int,
+        sink: ResultSink,
+        on_committed: Callable[[Sequence[LineResult]], None],
+        *,
+        owner: str = "",
+        deadline_at_s: float = math.inf,
+        suspects: Suspects | None = None,
+    ) -> None:
+        self.name = name
+        self.owner = owner
+        self.deadline_at_s = deadline_at_s
+        self.suspects = Suspects() if suspects is None else suspects
+        self.sink = sink
+        self.on_committed = on_committed
+        self.finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._source = source
+        self._num_unread = num_lines
+        self._again: list[BatchLine] = []  # those that were lost or put back; the most often lost last
+        self._read: deque[BatchLine] = deque()  # read, not taken yet
+        self.reading: asyncio.Task[None] | None = None
+        self.running: dict[int, RunningLine] = {}
+        self.results: list[LineResult] = []  # ended, not yet durable
+        self.num_held = 0  # lines taken that are not durable yet
+        self.num_held_bytes = 0  # of lines read that are not durable yet
+        self.committer: asyncio.Task[None] | None = None
+        self.has_unsaved_losses = False
+        self.saver: asyncio.Task[None] | None = None
+
+    @property
+    def has_lines(self) -> bool:
+        return not self.finished.done() and bool(self._again or self._read or self._num_unread)
+
+    @property
+    def has_read_lines(self) -> bool:
+        return not self.finished.done() and bool(self._again or self._read)
+
+    @property
+    def num_losses_next(self) -> int:
+        """How often the line that ``take`` gives next was lost."""
+        if self.finished.done() or not self._again:
+            return 0
+        return self.suspects.of(self._again[-1].number).num
+
+    def take(self) -> BatchLine | None:
+        """The next line; None where one must be read first."""
+        if self._again:
+            line = self._again.pop()
+        elif self._read:
+            line = self._read.popleft()
+        else:
+            return None
+        self.num_held += 1
+        return line
+
+    async def read(self, max_lines: int) -> None:
+        """Read lines to take; the feed has failed where they cannot be read."""
+        try:
+            lines = await self._source.read(min(max_lines, self._num_unread))
+        except Exception as error:
+            # The feed's own trouble: whoever happened to have these lines read must not see it.
+            self.fail(error)
+            return
+        if not lines:
+            self.fail(InputChanged("The input file has fewer lines than when it was checked."))
+            return
+        self._num_unread -= len(lines)
+        for line in lines:
+            if self.suspects.of(line.number).num:
+                self._put(line)
+            else:
+                self._read.append(line)
+        self.num_held_bytes += sum(line.num_bytes for line in lines)
+
+    def put_back(self, line: BatchLine) -> None:
+        self.num_held -= 1
+        self._put(line)
+
+    def note_durable(self, results: Sequence[LineResult]) -> None:
+        for result in results:
+            self.num_held -= 1
+            self.num_held_bytes -= result.line.num_bytes
+            self.suspects.forget(result.line.number)
+        if self.num_held == 0 and not (self._again or self._read or self._num_unread):
+            self.finish()
+
+    def finish(self) -> None:
+        if not self.finished.done():
+            self.finished.set_result(None)
+
+    def fail(self, error: Exception) -> None:
+        if not self.finished.done():
+            self.finished.set_exception(error)
+            self.finished.exception()  # whoever removes the feed need not look
+
+    def _put(self, line: BatchLine) -> None:
+        self._again.append(line)
+        self._again.sort(key=lambda line: self.suspects.of(line.number).num)

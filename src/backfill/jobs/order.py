@@ -1,0 +1,133 @@
+"""Which batch gives the engine its next line: fair between owners, by deadline within one."""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+Item = TypeVar("Item")
+
+
+@dataclass(slots=True, eq=False)
+class _Owner(Generic[Item]):
+    number: int
+    last_served: int
+    num_held: int = 0
+    num_items: int = 0
+    waiting: list[_Entry[Item]] = field(default_factory=list)  # those with lines to give, sorted
+
+    @property
+    def turn(self) -> tuple[int, int, int]:
+        return self.num_held, self.last_served, self.number
+
+
+@dataclass(slots=True, eq=False)
+class _Entry(Generic[Item]):
+    item: Item
+    owner: str
+    deadline_at_s: float
+    sequence: int
+    num_held: int = 0
+    is_waiting: bool = False
+
+    @property
+    def key(self) -> tuple[float, int]:
+        return self.deadline_at_s, self.sequence
+
+
+class FairOrder(Generic[Item]):
+    """Items that have lines to give, and how many lines each owner's have under way.
+
+    The next line is of the owner with the fewest under way, of several the one served longest ago; and of
+    that owner's items the one with the earliest deadline, of several the one added first.
+
+    Owners without lines to give are in no list that is searched: what it takes to find the next line hardly
+    depends on how many owners there are.
+    """
+
+    def __init__(self) -> None:
+        self._owners: dict[str, _Owner[Item]] = {}
+        self._entries: dict[Item, _Entry[Item]] = {}
+        self._in_turn: list[_Owner[Item]] = []  # those with lines to give, sorted by turn
+        self._num_added = 0
+        self._num_taken = 0
+        self.num_held = 0
+
+    def add(self, item: Item, owner: str, deadline_at_s: float) -> None:
+        """It has lines to give, until ``set_waiting`` says otherwise."""
+        self._num_added += 1
+        self._entries[item] = _Entry(item, owner, deadline_at_s, self._num_added)
+        # A new owner waits for one turn of the others: else one that comes and goes would always be first.
+        of_owner = self._owners.setdefault(owner, _Owner(self._num_added, last_served=self._num_taken))
+        of_owner.num_items += 1
+        self.set_waiting(item, True)
+
+    def remove(self, item: Item) -> None:
+        """Its lines are no longer under way either; nothing happens for one that is not there."""
+        if item not in self._entries:
+            return
+        self.set_waiting(item, False)
+        entry = self._entries.pop(item)
+        of_owner = self._owners[entry.owner]
+        with self._changing(of_owner):
+            of_owner.num_held -= entry.num_held
+        self.num_held -= entry.num_held
+        of_owner.num_items -= 1
+        if of_owner.num_items == 0:
+            del self._owners[entry.owner]
+
+    def set_waiting(self, item: Item, is_waiting: bool) -> None:
+        """Whether it has lines to give; nothing happens for an item that was removed."""
+        entry = self._entries.get(item)
+        if entry is None or entry.is_waiting is is_waiting:
+            return
+        entry.is_waiting = is_waiting
+        of_owner = self._owners[entry.owner]
+        with self._changing(of_owner):
+            if is_waiting:
+                bisect.insort(of_owner.waiting, entry, key=lambda entry: entry.key)
+            else:
+                del of_owner.waiting[bisect.bisect_left(of_owner.waiting, entry.key, key=lambda e: e.key)]
+
+    def next(self, accepts: Callable[[Item], bool] | None = None) -> Item | None:
+        """The item whose line is next, of those accepted; None where none has any. Changes nothing."""
+        for of_owner in self._in_turn:
+            for entry in of_owner.waiting:
+                if accepts is None or accepts(entry.item):
+                    return entry.item
+        return None
+
+    def note_taken(self, item: Item) -> None:
+        """A line of the item is under way."""
+        self._num_taken += 1
+        self._add_held(item, 1, last_served=self._num_taken)
+
+    def note_ended(self, item: Item, num_lines: int = 1) -> None:
+        """So many of its lines no longer are; nothing happens for an item that was removed."""
+        if item in self._entries:
+            self._add_held(item, -num_lines)
+
+    def _add_held(self, item: Item, num_lines: int, last_served: int | None = None) -> None:
+        entry = self._entries[item]
+        of_owner = self._owners[entry.owner]
+        with self._changing(of_owner):
+            of_owner.num_held += num_lines
+            if last_served is not None:
+                of_owner.last_served = last_served
+        entry.num_held += num_lines
+        self.num_held += num_lines
+        assert entry.num_held >= 0
+
+    @contextlib.contextmanager
+    def _changing(self, of_owner: _Owner[Item]) -> Iterator[None]:
+        """Take an owner out of the turns, and put it back where it belongs after the change."""
+        if of_owner.waiting:
+            place = bisect.bisect_left(self._in_turn, of_owner.turn, key=lambda owner: owner.turn)
+            assert self._in_turn[place] is of_owner
+            del self._in_turn[place]
+        yield
+        if of_owner.waiting:
+            bisect.insort(self._in_turn, of_owner, key=lambda owner: owner.turn)

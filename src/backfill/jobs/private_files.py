@@ -1,0 +1,88 @@
+"""Files and folders that only the server's own user may read, and small files written whole or not at all."""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+FILE_MODE = 0o600
+FOLDER_MODE = 0o700
+
+# What a data folder holds; other things in it are somebody else's, and left as they are.
+_OWN_FILES = (
+    "jobs.db",
+    "jobs.db-wal",
+    "jobs.db-shm",
+    "jobs.db-journal",
+    "server.lock",
+    "store.id",
+    "store.id.part",
+    "config.json",
+    "config.json.part",
+)
+_OWN_FOLDERS = ("files", "suspects")
+
+
+def make_folder(folder: Path) -> None:
+    """A folder of ours; one that exists is left as it is."""
+    folder.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
+
+
+def make_private(data_dir: Path) -> None:
+    """Take others' permissions from what an earlier version, or a copy, left in a data folder.
+
+    From the folder itself too, unless it also holds what is not ours.
+    """
+    is_ours_alone = True
+    for entry in os.scandir(data_dir):
+        if entry.name in _OWN_FOLDERS and entry.is_dir(follow_symlinks=False):
+            _restrict(Path(entry.path), FOLDER_MODE)
+            for stored in os.scandir(entry.path):
+                if stored.is_file(follow_symlinks=False):
+                    _restrict(Path(stored.path), FILE_MODE)
+        elif entry.name in _OWN_FILES and entry.is_file(follow_symlinks=False):
+            _restrict(Path(entry.path), FILE_MODE)
+        else:
+            is_ours_alone = False
+    if is_ours_alone:
+        _restrict(data_dir, FOLDER_MODE)
+
+
+def write_durably(path: Path, content: bytes) -> None:
+    """Replace a file as a whole: after a crash it has either the old content or the new. Raises: OSError."""
+    partial = path.with_name(path.name + ".part")
+    file = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, FILE_MODE)
+    try:
+        write_all(file, content)
+        os.fsync(file)
+    finally:
+        os.close(file)
+    os.replace(partial, path)
+    sync_folder(path.parent)
+
+
+def write_all(file: int, data: bytes | bytearray) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(file, view) :]
+
+
+def sync_folder(folder: Path) -> None:
+    """Make new names in a folder survive a crash."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _restrict(path: Path, mode: int) -> None:
+    if stat.S_IMODE(path.stat().st_mode) & ~mode:
+        try:
+            path.chmod(mode)
+        except PermissionError:  # another user's, who lets us use it
+            logger.warning("%s may be read by others, and its mode cannot be changed", path)

@@ -1,0 +1,111 @@
+"""Lines that were in the engine when it died or a step failed, remembered over a restart."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from backfill.jobs.private_files import make_folder, write_durably
+
+logger = logging.getLogger(__name__)
+
+# A line is given up once it has been lost so often with no other request in the engine, or failed step.
+MAX_LONE_LOSSES = 3
+# Or so often with no other line, whatever online requests there were: on a server that is never idle it
+# would else be tried for ever.
+MAX_ONLY_LINE_LOSSES = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Losses:
+    """How often one line was lost: in all, as the only request, and as the only line (online ones aside)."""
+
+    num: int = 0
+    num_lone: int = 0
+    num_only_line: int = 0
+
+    @property
+    def is_to_blame(self) -> bool:
+        return self.num_lone >= MAX_LONE_LOSSES or self.num_only_line >= MAX_ONLY_LINE_LOSSES
+
+
+class _Saved(msgspec.Struct):
+    name: str
+    lines: dict[int, tuple[int, int, int]]
+
+
+class Suspects:
+    """The lines of one batch that were lost, by number.
+
+    Args:
+        path: of the file that keeps them, where a loss is saved; None keeps them in memory only.
+        name: of the batch; a file that names another is not read.
+    """
+
+    def __init__(self, path: Path | None = None, name: str = "") -> None:
+        self._path = path
+        self._name = name
+        self._losses: dict[int, Losses] = {}
+
+    def __len__(self) -> int:
+        return len(self._losses)
+
+    def of(self, number: int) -> Losses:
+        return self._losses.get(number, _NONE)
+
+    def note_lost(self, number: int, *, is_lone: bool, is_only_line: bool) -> Losses:
+        """Count a loss; those so far, this one included."""
+        before = self.of(number)
+        self._losses[number] = losses = Losses(
+            before.num + 1, before.num_lone + is_lone, before.num_only_line + is_only_line
+        )
+        return losses
+
+    def forget(self, number: int) -> None:
+        self._losses.pop(number, None)
+
+    def encode(self) -> bytes:
+        """What ``save`` is to write."""
+        lines = {number: (one.num, one.num_lone, one.num_only_line) for number, one in self._losses.items()}
+        return msgspec.json.encode(_Saved(self._name, lines))
+
+    # ---- Blocking: for threads ----
+
+    def load(self) -> None:
+        """Read what was saved; a file that cannot be understood is as good as none. Raises: OSError."""
+        assert self._path is not None
+        try:
+            saved = msgspec.json.decode(self._path.read_bytes(), type=_Saved)
+        except FileNotFoundError:
+            return
+        except msgspec.DecodeError as error:
+            logger.warning("%s is not understood and not used: %s", self._path.name, error)
+            return
+        if saved.name == self._name:
+            self._losses = {number: Losses(*counts) for number, counts in saved.lines.items()}
+
+    def save(self, content: bytes) -> None:
+        """Make it durable. Raises: OSError."""
+        if self._path is not None:
+            make_folder(self._path.parent)
+            write_durably(self._path, content)
+
+    def delete(self) -> None:
+        """Raises: OSError."""
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)
+
+
+def sweep(folder: Path, names: Collection[str]) -> None:
+    """Delete the files of batches that are not among ``names``. Raises: OSError."""
+    if folder.is_dir():
+        for path in list(folder.iterdir()):
+            if path.name not in names:
+                path.unlink()
+
+
+_NONE = Losses()

@@ -1,0 +1,129 @@
+"""Threads for calls that block on a disk or a database, in pools that do not wait for each other."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from queue import SimpleQueue
+from typing import Any, ParamSpec, TypeVar
+
+Args = ParamSpec("Args")
+Result = TypeVar("Result")
+
+
+class ThreadPool:
+    """Runs blocking calls for one event loop, in threads that start as they are needed.
+
+    The threads are daemons: one that a hung disk holds keeps neither ``close`` nor the end of the process
+    waiting, as one of ``concurrent.futures`` would.
+
+    Args:
+        max_threads: calls that run at once; more wait in the order they came.
+    """
+
+    def __init__(self, name: str, max_threads: int) -> None:
+        self.name = name
+        self._max_threads = max_threads
+        self._num_threads = 0
+        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._open: dict[asyncio.Future[Any], Future[Any]] = {}
+        self._is_closed = False
+
+    async def wait_idle(self, timeout_s: float) -> None:
+        """Wait until no call runs or waits, but no longer than that."""
+        if self._open:
+            await asyncio.wait(list(self._open), timeout=timeout_s)
+
+    async def run(self, work: Callable[Args, Result], *args: Args.args, **kwargs: Args.kwargs) -> Result:
+        """What ``work`` returns or raises.
+
+        Cancelled, it ends at once if the call has not begun, else only with it: a file may be closed then.
+        Raises: CancelledError also when the pool is closed.
+        """
+        if self._is_closed:
+            raise asyncio.CancelledError(f"the {self.name} threads are closed")
+        call: Future[Result] = Future()
+        done = asyncio.wrap_future(call)
+        self._open[done] = call
+        done.add_done_callback(self._forget)
+        self._calls.put(partial(_perform, call, partial(work, *args, **kwargs)))
+        if self._num_threads < min(self._max_threads, len(self._open)):
+            self._num_threads += 1
+            threading.Thread(target=self._serve, name=f"{self.name}-{self._num_threads}", daemon=True).start()
+        try:
+            return await asyncio.shield(done)
+        except asyncio.CancelledError:
+            if not call.cancel():
+                await until_done(done)
+            raise
+
+    def close(self) -> int:
+        """End the threads, and every ``run`` as if cancelled. The number of calls left behind running."""
+        self._is_closed = True
+        num_left = 0
+        for done, call in list(self._open.items()):
+            call.cancel()
+            num_left += call.running()
+            done.cancel()
+        for _ in range(self._num_threads):
+            self._calls.put(None)
+        return num_left
+
+    def _forget(self, done: asyncio.Future[Any]) -> None:
+        del self._open[done]
+
+    def _serve(self) -> None:
+        while (call := self._calls.get()) is not None:
+            call()
+            del call  # and with it what it was given, while the next is waited for
+
+
+class JobThreads:
+    """The pools of the Batch API, one for each thing that must not wait behind the others.
+
+    Attributes:
+        database: questions to the database, which may be on another machine.
+        results: results of lines, and all that ends a batch.
+        uploads: files on their way in.
+        downloads: contents on their way out, whose readers may be slow.
+    """
+
+    def __init__(self) -> None:
+        self.database = ThreadPool("database", 4)
+        self.results = ThreadPool("results", 8)
+        self.uploads = ThreadPool("uploads", 4)
+        self.downloads = ThreadPool("downloads", 8)
+
+    async def wait_idle(self, timeout_s: float) -> None:
+        """As ``ThreadPool.wait_idle``, for all."""
+        await asyncio.gather(*(pool.wait_idle(timeout_s) for pool in self._pools))
+
+    def close(self) -> int:
+        """As ``ThreadPool.close``, for all."""
+        return sum(pool.close() for pool in self._pools)
+
+    @property
+    def _pools(self) -> tuple[ThreadPool, ...]:
+        return self.database, self.results, self.uploads, self.downloads
+
+
+async def until_done(task: asyncio.Future[Any]) -> None:
+    """Wait, however often the wait is cancelled."""
+    while not task.done():
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.wait([task])
+
+
+def _perform(call: Future[Result], work: Callable[[], Result]) -> None:
+    if not call.set_running_or_notify_cancel():
+        return
+    try:
+        result = work()
+    except BaseException as error:
+        call.set_exception(error)
+    else:
+        call.set_result(result)

@@ -1,0 +1,243 @@
+"""Takes files in, piece by piece, within what may be stored."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator
+from io import FileIO
+
+from backfill.jobs.blobs import BlobStore
+from backfill.jobs.config import JobsConfig
+from backfill.jobs.errors import StorageFull, TooLarge, TooManyUploads
+from backfill.jobs.patience import ask
+from backfill.jobs.private_files import write_all
+from backfill.jobs.records import FileRecord, new_file_id
+from backfill.jobs.store import JobStore
+from backfill.jobs.threads import JobThreads
+
+logger = logging.getLogger(__name__)
+
+
+class Uploads:
+    """Begins uploads, and counts what all of them bring. One event loop owns it.
+
+    Args:
+        now: Unix seconds.
+    """
+
+    def __init__(
+        self,
+        config: JobsConfig,
+        store: JobStore,
+        blobs: BlobStore,
+        threads: JobThreads,
+        now: Callable[[], int],
+    ) -> None:
+        self._config = config
+        self._store = store
+        self._blobs = blobs
+        self._threads = threads
+        self._now = now
+        # Bytes since the start, without those of uploads that were given up.
+        self._num_received = 0
+        self._num_received_of: Counter[str] = Counter()
+        self._num_unfinished_of: Counter[str] = Counter()  # of these, in uploads that have not ended
+        self._num_open_of: Counter[str] = Counter()
+
+    async def begin(self, owner: str) -> Upload:
+        """Raises: StorageFull, TooManyUploads."""
+        self._check_open(owner)
+        self._num_open_of[owner] += 1
+        try:
+            return await self._begin(owner)
+        except BaseException:
+            self.note_ended(owner)
+            raise
+
+    async def _begin(self, owner: str) -> Upload:
+        most_received, most_received_of_owner = None, None
+        if self._config.max_stored_bytes is not None:
+            before = self._num_received
+            num_stored = await self._threads.uploads.run(self._blobs.num_bytes)
+            most_received = before + self._config.max_stored_bytes - num_stored
+        if self._config.max_owner_bytes is not None:
+            before = self._num_received_of[owner] - self._num_unfinished_of[owner]
+            num_stored = await ask(self._threads.database, self._store.num_bytes_of, owner)
+            most_received_of_owner = before + self._config.max_owner_bytes - num_stored
+        await self.check_free_space()
+        file_id = new_file_id()
+        try:
+            with _disk_errors():
+                file = await self._threads.uploads.run(self._blobs.create, file_id)
+        except BaseException:  # of a client that left just now it may have been made
+            await self._threads.uploads.run(self._blobs.discard, file_id, None)
+            raise
+        return Upload(self, owner, file_id, file, most_received, most_received_of_owner)
+
+    async def check_free_space(self) -> None:
+        """Raise StorageFull where the rest of the disk is kept for results."""
+        await self._threads.uploads.run(self._check_free_space, 0)
+
+    def receive(self, owner: str, num_bytes: int) -> tuple[int, int]:
+        """Count bytes of an upload, negative ones where it is given up: those of all, and of the owner."""
+        self._num_received += num_bytes
+        self._num_received_of[owner] += num_bytes
+        self._num_unfinished_of[owner] += num_bytes
+        return self._num_received, self._num_received_of[owner]
+
+    def note_kept(self, owner: str, num_bytes: int) -> None:
+        self._num_unfinished_of[owner] -= num_bytes
+
+    def note_ended(self, owner: str) -> None:
+        """Take an upload off those that are open."""
+        self._num_open_of[owner] -= 1
+        if self._num_open_of[owner] == 0:
+            del self._num_open_of[owner]
+
+    async def write(self, file: FileIO, data: bytes | bytearray) -> None:
+        with _disk_errors():
+            await self._threads.uploads.run(self._write, file, data)
+
+    async def keep(self, record: FileRecord, file: FileIO) -> None:
+        """The contents first, then the record of them."""
+        with _disk_errors():
+            await self._threads.uploads.run(self._blobs.commit, record.id, file)
+        try:
+            await ask(self._threads.database, self._store.add_file, record)
+        except asyncio.CancelledError:
+            raise  # there may be a record; if there is none, the next start deletes the contents
+        except BaseException:
+            await self._threads.uploads.run(self._blobs.delete, record.id)
+            raise
+
+    async def discard(self, file_id: str, file: FileIO) -> None:
+        await self._threads.uploads.run(self._blobs.discard, file_id, file)
+
+    def new_record(
+        self, file_id: str, owner: str, num_bytes: int, *, filename: str, purpose: str, lifetime_s: int | None
+    ) -> FileRecord:
+        """``lifetime_s`` None is the purpose's own."""
+        if lifetime_s is None and purpose == "batch":
+            lifetime_s = int(self._config.retention_s)
+        now = self._now()
+        return FileRecord(
+            id=file_id,
+            owner=owner,
+            num_bytes=num_bytes,
+            created_at=now,
+            expires_at=None if lifetime_s is None else now + lifetime_s,
+            filename=filename,
+            purpose=purpose,
+        )
+
+    @property
+    def config(self) -> JobsConfig:
+        return self._config
+
+    def _check_open(self, owner: str) -> None:
+        most = self._config.max_uploads
+        most_of_owner = max(1, most // 4)
+        if self._num_open_of[owner] >= most_of_owner:
+            raise TooManyUploads(
+                f"At most {most_of_owner} of your uploads may be open at once. Please retry."
+            )
+        if self._num_open_of.total() >= most:
+            raise TooManyUploads(f"At most {most} uploads may be open at once. Please retry.")
+
+    def _write(self, file: FileIO, data: bytes | bytearray) -> None:
+        self._check_free_space(len(data))
+        write_all(file.fileno(), data)
+
+    def _check_free_space(self, num_bytes: int) -> None:
+        least = self._config.min_free_bytes
+        if least > 0 and self._blobs.num_free_bytes() - num_bytes < least:
+            logger.warning("an upload or a batch was refused: the disk has less than %d bytes left", least)
+            raise StorageFull("The server's disk is nearly full; it takes no new files and batches.")
+
+
+class Upload:
+    """A file on its way in. End it with ``finish`` or ``abort``.
+
+    Args:
+        most_received, most_received_of_owner: by all uploads, and by the owner's, since the start; None where
+            there is no limit.
+    """
+
+    def __init__(
+        self,
+        uploads: Uploads,
+        owner: str,
+        file_id: str,
+        file: FileIO,
+        most_received: int | None,
+        most_received_of_owner: int | None,
+    ) -> None:
+        self._uploads = uploads
+        self._owner = owner
+        self._id = file_id
+        self._file = file
+        self._most_received = most_received
+        self._most_received_of_owner = most_received_of_owner
+        self._num_bytes = 0
+        self._is_open = True
+
+    async def write(self, data: bytes | bytearray) -> None:
+        """Raises: TooLarge beyond the limit of any file, or when the store, the owner's part of it, or the
+        disk is full."""
+        limit = self._uploads.config.max_file_bytes
+        self._num_bytes += len(data)
+        num_received, num_received_of_owner = self._uploads.receive(self._owner, len(data))
+        if self._num_bytes > limit:
+            raise TooLarge(f"The file is over the limit of {limit} bytes.")
+        if self._most_received is not None and num_received > self._most_received:
+            raise TooLarge("The server's file storage is full. Delete files that are no longer needed.")
+        if self._most_received_of_owner is not None and num_received_of_owner > self._most_received_of_owner:
+            most = self._uploads.config.max_owner_bytes
+            raise TooLarge(
+                f"Your files are limited to {most} bytes together. Delete files that are no longer needed."
+            )
+        await self._uploads.write(self._file, data)
+
+    async def finish(self, *, filename: str, purpose: str, expires_after_s: int | None) -> FileRecord:
+        """Make the file durable. Raises: TooLarge for a batch's input over its limit, which is then gone."""
+        config = self._uploads.config
+        if purpose == "batch" and self._num_bytes > config.max_batch_bytes:
+            await self.abort()
+            raise TooLarge(f"The input file of a batch is limited to {config.max_batch_bytes} bytes.")
+        record = self._uploads.new_record(
+            self._id,
+            self._owner,
+            self._num_bytes,
+            filename=filename,
+            purpose=purpose,
+            lifetime_s=expires_after_s,
+        )
+        await self._uploads.keep(record, self._file)
+        self._uploads.note_kept(self._owner, self._num_bytes)
+        self._end()
+        return record
+
+    async def abort(self) -> None:
+        self._uploads.receive(self._owner, -self._num_bytes)
+        self._num_bytes = 0
+        try:
+            await self._uploads.discard(self._id, self._file)
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        if self._is_open:
+            self._is_open = False
+            self._uploads.note_ended(self._owner)
+
+
+@contextlib.contextmanager
+def _disk_errors() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        logger.error("an upload cannot be written: %s", error.strerror or error)
+        raise StorageFull("The server's disk cannot take the file.") from error

@@ -1,0 +1,228 @@
+"""What one owner may have open and stored, and what is kept of the disk for results."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from backfill.core.errors import ConfigError
+from backfill.jobs.config import JobsConfig
+from backfill.jobs.errors import StorageFull, TooLarge, TooMany, TooManyUploads
+from backfill.jobs.manager import JobManager
+from backfill.jobs.records import BatchRecord, BatchStatus
+from tests.jobs.doubles import (
+    OWNER,
+    URL,
+    InstantRunner,
+    check_accounts,
+    ended,
+    in_status,
+    input_of,
+    make_manager,
+    ready,
+    store_input,
+    submit,
+)
+
+pytestmark = pytest.mark.anyio
+
+
+async def create(manager: JobManager, file_id: str, owner: str = OWNER) -> BatchRecord:
+    return await manager.create_batch(
+        owner,
+        input_file_id=file_id,
+        endpoint=URL,
+        completion_window="1h",
+        completion_window_s=3600,
+        metadata=None,
+        output_expires_after_s=None,
+    )
+
+
+async def test_open_batches_of_one_owner_are_limited(tmp_path: Path) -> None:
+    manager = make_manager(tmp_path, InstantRunner(), limits={"max_open_batches": 5})
+    await manager.start()
+    file_id = await store_input(manager, input_of(3))
+    made = await asyncio.gather(*(create(manager, file_id) for _ in range(20)), return_exceptions=True)
+    refused = [error for error in made if isinstance(error, TooMany)]
+    assert len(refused) == 15
+    assert "At most 5 of your batches" in str(refused[0])
+    upload = await manager.begin_upload("other")
+    await upload.write(input_of(3))
+    other = await upload.finish(filename="in.jsonl", purpose="batch", expires_after_s=None)
+    await create(manager, other.id, "other")
+    ready(manager)
+    for batch in made:
+        if isinstance(batch, BatchRecord):
+            await ended(manager, batch.id)
+    await create(manager, file_id)
+    await manager.stop()
+
+
+async def test_unfinished_lines_of_one_owner_are_limited(tmp_path: Path) -> None:
+    manager = make_manager(tmp_path, InstantRunner(), limits={"max_queued_lines": 25})
+    await manager.start()
+    file_id = await store_input(manager, input_of(10))
+    batches = await asyncio.gather(*(create(manager, file_id) for _ in range(4)))
+    await until_validated(manager, batches)
+    failed = [batch for batch in batches if (await manager.get_batch(OWNER, batch.id)).status.is_final]
+    assert len(failed) == 2, "however they race"
+    for batch in failed:
+        (error,) = (await manager.get_batch(OWNER, batch.id)).errors
+        assert error.code == "token_limit_exceeded"
+        assert "25 are allowed" in error.message
+    ready(manager)
+    for batch in batches:
+        if batch not in failed:
+            assert (await ended(manager, batch.id)).status is BatchStatus.COMPLETED
+    assert (await ended(manager, (await create(manager, file_id)).id)).status is BatchStatus.COMPLETED
+    await manager.stop()
+
+
+async def until_validated(manager: JobManager, batches: list[BatchRecord]) -> None:
+    async with asyncio.timeout(10):
+        for batch in batches:
+            while (await manager.get_batch(OWNER, batch.id)).status is BatchStatus.VALIDATING:
+                await asyncio.sleep(0.002)
+
+
+async def test_a_full_queue_refuses_and_an_input_longer_than_it_fails(tmp_path: Path) -> None:
+    manager = make_manager(tmp_path, InstantRunner(), limits={"max_queued_lines": 10})
+    await manager.start()
+    long = await ended(manager, (await submit(manager, input_of(11))).id)
+    assert [error.code for error in long.errors] == ["too_many_tasks"]
+    batch = await submit(manager, input_of(10))
+    await in_status(manager, batch.id, BatchStatus.IN_PROGRESS)
+    with pytest.raises(TooMany, match="10 unfinished lines"):
+        await submit(manager, input_of(1))
+    await manager.cancel_batch(OWNER, batch.id)
+    await ended(manager, batch.id)
+    await submit(manager, input_of(1))
+    await manager.stop()
+
+
+async def test_what_a_batch_had_done_before_a_restart_is_not_queued(tmp_path: Path) -> None:
+    runner = InstantRunner()
+    manager = make_manager(tmp_path, runner, limits={"max_queued_lines": 20})
+    await manager.start()
+    batch = await submit(manager, input_of(20))
+    ready(manager)
+    async with asyncio.timeout(10):
+        while (await manager.get_batch(OWNER, batch.id)).request_counts.completed < 8:
+            await asyncio.sleep(0)
+        runner.hold()
+    file_id = await store_input(manager, input_of(1))
+    await manager.pause()
+    other = await create(manager, file_id)  # validated by the next start
+    await manager.stop()
+    runner = InstantRunner()
+    manager = make_manager(tmp_path, runner, limits={"max_queued_lines": 20})
+    await manager.start()
+    ready(manager)
+    for made in (batch, other):
+        assert (await ended(manager, made.id)).status is BatchStatus.COMPLETED
+    await manager.stop()
+
+
+async def test_bytes_of_one_owner_are_limited(tmp_path: Path) -> None:
+    manager = make_manager(tmp_path, InstantRunner(), limits={"max_owner_bytes": 100})
+    await manager.start()
+    first = await store_input(manager, b"x" * 60)
+    with pytest.raises(TooLarge, match="limited to 100 bytes together"):
+        await store_input(manager, b"x" * 41)
+    uploads = [await manager.begin_upload(OWNER) for _ in range(2)]
+    await uploads[0].write(b"x" * 40)
+    with pytest.raises(TooLarge):
+        await uploads[1].write(b"x")
+    for upload in uploads:
+        await upload.abort()
+    other = await manager.begin_upload("other")
+    await other.write(b"x" * 100)
+    await other.finish(filename="a", purpose="user_data", expires_after_s=None)
+    await manager.delete_file(OWNER, first)
+    await store_input(manager, b"x" * 100)
+    await manager.stop()
+
+
+async def test_results_are_written_though_their_owner_has_no_room(tmp_path: Path) -> None:
+    content = input_of(10)
+    manager = make_manager(tmp_path, InstantRunner(), limits={"max_owner_bytes": len(content)})
+    await manager.start()
+    ready(manager)
+    batch = await ended(manager, (await submit(manager, content)).id)
+    await check_accounts(manager, batch, 10)
+    await manager.stop()
+
+
+async def test_the_rest_of_the_disk_is_kept_for_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = make_manager(tmp_path, InstantRunner(), limits={"min_free_bytes": 1000})
+    await manager.start()
+    num_free = 5000
+    real = os.statvfs(tmp_path)
+
+    def statvfs(_: Any) -> os.statvfs_result:
+        values = list(real)
+        values[1], values[4] = 1, num_free  # fragment size, blocks available
+        return os.statvfs_result(values)
+
+    monkeypatch.setattr(os, "statvfs", statvfs)
+    file_id = await store_input(manager, input_of(10))
+    batch = await create(manager, file_id)
+    upload = await manager.begin_upload(OWNER)
+    await upload.write(b"x" * 4000)
+    with pytest.raises(StorageFull):
+        await upload.write(b"x" * 4001)
+    await upload.abort()
+    num_free = 999
+    with pytest.raises(StorageFull):
+        await manager.begin_upload(OWNER)
+    with pytest.raises(StorageFull):
+        await create(manager, file_id)
+    ready(manager)
+    await check_accounts(manager, await ended(manager, batch.id), 10)
+    await manager.stop()
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "option"),
+    [
+        ("max_uploads", 0, "--batch-max-uploads"),
+        ("max_open_batches", 0, "--batch-max-open"),
+        ("max_queued_lines", 0, "--batch-max-queued-lines"),
+        ("max_owner_bytes", 0, "--batch-max-owner-gib"),
+        ("min_free_bytes", -1, "--batch-min-free-gib"),
+    ],
+)
+def test_limits_out_of_range_are_refused(field: str, value: int, option: str) -> None:
+    config = JobsConfig(data_dir=Path(), **{field: value})  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=option):
+        config.validate()
+
+
+async def test_open_uploads_are_limited_for_each_owner_and_for_all(tmp_path: Path) -> None:
+    manager = make_manager(tmp_path, InstantRunner(), limits={"max_uploads": 8, "max_batch_bytes": 100})
+    await manager.start()
+    uploads = [await manager.begin_upload(f"owner {number // 2}") for number in range(8)]
+    with pytest.raises(TooManyUploads, match="2 of your uploads"):
+        await manager.begin_upload("owner 0")
+    with pytest.raises(TooManyUploads, match="At most 8 uploads"):
+        await manager.begin_upload("other")
+    await uploads[0].abort()
+    await uploads[0].abort()
+    await uploads[1].finish(filename="in", purpose="user_data", expires_after_s=None)
+    await uploads[2].write(b"x" * 101)
+    with pytest.raises(TooLarge):
+        await uploads[2].finish(filename="in.jsonl", purpose="batch", expires_after_s=None)
+    uploads += [await manager.begin_upload("other"), await manager.begin_upload("another")]
+    uploads.append(await manager.begin_upload("owner 1"))
+    with pytest.raises(TooManyUploads):
+        await manager.begin_upload("one more")
+    for upload in uploads[3:]:
+        await upload.abort()
+    await manager.stop()

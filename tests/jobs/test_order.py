@@ -1,0 +1,194 @@
+"""Whose line is next."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from backfill.jobs.order import FairOrder
+
+
+class Batch:
+    def __init__(self, owner: str, deadline_at_s: float, num_lines: int) -> None:
+        self.owner = owner
+        self.deadline_at_s = deadline_at_s
+        self.num_lines = num_lines  # not taken yet
+        self.num_held = 0
+
+
+def order_of(batches: list[Batch]) -> FairOrder[Batch]:
+    order = FairOrder[Batch]()
+    for batch in batches:
+        order.add(batch, batch.owner, batch.deadline_at_s)
+        order.set_waiting(batch, batch.num_lines > 0)
+    return order
+
+
+def take(order: FairOrder[Batch], accepts: Callable[[Batch], bool] | None = None) -> Batch | None:
+    batch = order.next(accepts)
+    if batch is not None:
+        order.note_taken(batch)
+        batch.num_lines -= 1
+        batch.num_held += 1
+        order.set_waiting(batch, batch.num_lines > 0)
+    return batch
+
+
+def test_the_earliest_deadline_of_an_owner_goes_first_and_the_oldest_of_equals() -> None:
+    late, early, early_too = Batch("a", 9, 2), Batch("a", 3, 2), Batch("a", 3, 1)
+    order = order_of([late, early, early_too])
+    assert [take(order) for _ in range(6)] == [early, early, early_too, late, late, None]
+
+
+def test_the_owner_with_the_fewest_lines_goes_first_whatever_the_deadlines() -> None:
+    urgent, other = Batch("a", 1, 9), Batch("b", 100, 9)
+    order = order_of([urgent, other])
+    assert [take(order) for _ in range(4)] == [urgent, other, urgent, other]
+    order.note_ended(other, 2)
+    other.num_held = 0
+    assert [take(order) for _ in range(3)] == [other, other, urgent]
+
+
+def test_a_batch_that_leaves_takes_its_lines_with_it() -> None:
+    leaving, staying, other = Batch("a", 1, 9), Batch("a", 2, 9), Batch("b", 1, 9)
+    order = order_of([leaving, staying, other])
+    for _ in range(6):
+        take(order)
+    order.remove(leaving)
+    order.remove(leaving)
+    order.note_ended(leaving)
+    assert order.num_held == 3
+    assert [take(order) for _ in range(3)] == [staying, staying, staying]
+
+
+def test_an_owner_who_comes_and_goes_does_not_starve_the_others() -> None:
+    steady = Batch("steady", 1, 1000)
+    order = order_of([steady])
+    served: Counter[str] = Counter()
+    for _ in range(100):  # one place; there is always a new batch of the other
+        quick = Batch("quick", 0, 1)
+        order.add(quick, quick.owner, quick.deadline_at_s)
+        for _ in range(2):
+            batch = take(order)
+            assert batch is not None
+            served[batch.owner] += 1
+            order.note_ended(batch)
+        order.remove(quick)
+    assert served["steady"] >= 100
+
+
+def test_only_those_that_are_accepted_are_next() -> None:
+    first, second, third = Batch("a", 1, 9), Batch("a", 2, 9), Batch("b", 1, 9)
+    order = order_of([first, second, third])
+    assert order.next() is first
+    assert order.next(lambda batch: batch is not first) is second
+    assert order.next(lambda batch: batch.owner == "b") is third
+    assert order.next(lambda batch: False) is None
+
+
+def test_owners_without_lines_are_not_searched_for_the_next() -> None:
+    small = [Batch(f"small {number}", 1, 1) for number in range(1000)]
+    large = Batch("large", 1, 10**6)
+    order, num_asked = order_of([*small, large]), 0
+
+    def accept(batch: Batch) -> bool:
+        nonlocal num_asked
+        num_asked += 1
+        return True
+
+    for _ in range(1000 + 512):
+        assert take(order, accept) is not None
+    assert large.num_held == 512
+    assert num_asked == 1000 + 512
+
+
+batch_lists = st.lists(
+    st.builds(Batch, st.sampled_from("abcd"), st.integers(0, 3), st.integers(0, 8)), min_size=1, max_size=12
+)
+
+
+@given(batches=batch_lists, capacity=st.integers(1, 10), seed=st.integers(0, 999))
+def test_rules_hold_however_lines_end(batches: list[Batch], capacity: int, seed: int) -> None:
+    chooser, order = random.Random(seed), order_of(batches)
+    expected = sum(batch.num_lines for batch in batches)
+    num_taken = 0
+    while True:
+        waiting = {batch.owner for batch in batches if batch.num_lines > 0}
+        held = Counter(dict.fromkeys(waiting, 0))
+        for batch in batches:
+            held[batch.owner] += batch.num_held
+        assert order.num_held == sum(held.values())
+        batch = take(order) if order.num_held < capacity else None
+        if batch is not None:
+            num_taken += 1
+            assert held[batch.owner] == min(held[owner] for owner in waiting)
+            rivals = [other for other in batches if other.owner == batch.owner and other.num_lines > 0]
+            assert batch.deadline_at_s <= min((rival.deadline_at_s for rival in rivals), default=9)
+            continue
+        running = [batch for batch in batches if batch.num_held]
+        if not running:
+            break
+        ended = chooser.choice(running)
+        ended.num_held -= 1
+        order.note_ended(ended)
+    assert num_taken == expected
+
+
+@given(data=st.data())
+def test_it_says_what_a_search_of_all_items_would(data: st.DataObject) -> None:
+    order, batches = FairOrder[Batch](), list[Batch]()
+    owners, last_served, num_taken = dict[str, int](), dict[str, int](), 0  # owners: in which order they came
+    for number in range(data.draw(st.integers(1, 40))):
+        step = data.draw(st.sampled_from(["add", "take", "take", "take", "end", "leave", "refill"]))
+        if step == "add" or not batches:
+            batch = Batch(data.draw(st.sampled_from("abcd")), data.draw(st.integers(0, 3)), 1)
+            if batch.owner not in {other.owner for other in batches}:
+                owners[batch.owner], last_served[batch.owner] = number, num_taken
+            order.add(batch, batch.owner, batch.deadline_at_s)
+            batches.append(batch)
+        chosen = data.draw(st.sampled_from(batches))
+        held: Counter[str] = Counter()
+        for batch in batches:
+            held[batch.owner] += batch.num_held
+        if step == "take":
+            expected = min(
+                (batch for batch in batches if batch.num_lines > 0),
+                key=lambda b: (held[b.owner], last_served[b.owner], owners[b.owner], b.deadline_at_s),
+                default=None,
+            )
+            assert take(order) is expected
+            if expected is not None:
+                num_taken += 1
+                last_served[expected.owner] = num_taken
+        elif step == "end" and chosen.num_held:
+            chosen.num_held -= 1
+            order.note_ended(chosen)
+        elif step == "refill":
+            chosen.num_lines += 2
+            order.set_waiting(chosen, True)
+        elif step == "leave":
+            order.remove(chosen)
+            batches.remove(chosen)
+        assert order.num_held == sum(batch.num_held for batch in batches)
+
+
+@given(num_owners=st.integers(1, 6), capacity=st.integers(1, 8), seed=st.integers(0, 99))
+def test_no_owner_starves(num_owners: int, capacity: int, seed: int) -> None:
+    """Lines end in the order they began: between two lines of one owner each other one gets a turn."""
+    chooser = random.Random(seed)
+    batches = [
+        Batch(f"owner {number % num_owners}", chooser.random(), 10**6) for number in range(3 * num_owners)
+    ]
+    order, running, turns = order_of(batches), list[Batch](), Counter[str]()
+    for _ in range(20 * num_owners):
+        if len(running) == capacity:
+            order.note_ended(running.pop(0))
+        batch = take(order)
+        assert batch is not None
+        running.append(batch)
+        turns[batch.owner] += 1
+    assert set(turns.values()) == {20}

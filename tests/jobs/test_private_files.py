@@ -1,0 +1,117 @@
+"""Who may read what lies in a data folder, and small files that a crash does not tear."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from backfill.core.errors import ConfigError
+from backfill.jobs.private_files import make_private, write_durably
+from tests.jobs.doubles import InstantRunner, ended, input_of, make_manager, ready, submit
+
+pytestmark = pytest.mark.anyio
+
+
+def modes(folder: Path) -> dict[str, int]:
+    return {
+        str(path.relative_to(folder)): stat.S_IMODE(path.stat().st_mode)
+        for path in [folder, *folder.rglob("*")]
+    }
+
+
+def assert_private(folder: Path) -> None:
+    for name, mode in modes(folder).items():
+        assert mode == (0o700 if (folder / name).is_dir() else 0o600), name
+
+
+async def test_only_the_servers_user_may_read_the_data_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    manager = make_manager(folder, InstantRunner())
+    umask = os.umask(0)
+    try:
+        await manager.start()
+        ready(manager)
+        await ended(manager, (await submit(manager, input_of(5))).id)
+        upload = await manager.begin_upload("owner")
+        await upload.write(b"x")
+        assert {"jobs.db", "jobs.db-wal", "jobs.db-shm", "server.lock", "store.id"} <= set(modes(folder))
+        assert_private(folder)
+        await upload.abort()
+        await manager.stop()
+    finally:
+        os.umask(umask)
+
+
+async def test_looser_modes_are_mended_at_the_start(tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    manager = make_manager(folder, InstantRunner())
+    await manager.start()
+    await submit(manager, input_of(5))
+    await manager.stop()
+    for path in [folder, *folder.rglob("*")]:
+        path.chmod(0o755 if path.is_dir() else 0o644)
+    manager = make_manager(folder, InstantRunner())
+    await manager.start()
+    assert_private(folder)
+    await manager.stop()
+
+
+def test_what_is_not_ours_is_left_as_it_is(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    (tmp_path / "server.lock").touch(0o644)
+    (tmp_path / "notes.txt").touch(0o644)
+    (tmp_path / "store.id").symlink_to("notes.txt")
+    make_private(tmp_path)
+    found = modes(tmp_path)
+    assert (found["."], found["notes.txt"], found["server.lock"]) == (0o755, 0o644, 0o600)
+
+
+def test_a_write_that_fails_leaves_the_old_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "store.id"
+    write_durably(path, b"old")
+    real_write = os.write
+
+    def write(file: int, data: Any) -> int:
+        real_write(file, bytes(data[:1]))
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", write)
+        with pytest.raises(OSError, match="No space"):
+            write_durably(path, b"new")
+    assert path.read_bytes() == b"old"
+    write_durably(path, b"new")
+    assert path.read_bytes() == b"new"
+
+
+def test_content_and_name_are_on_the_disk_before_it_returns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    real_fsync, real_replace = os.fsync, os.replace
+
+    def fsync(file: int) -> None:
+        done.append("folder" if stat.S_ISDIR(os.fstat(file).st_mode) else "file")
+        real_fsync(file)
+
+    def replace(source: Any, target: Any) -> None:
+        done.append("replace")
+        real_replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "replace", replace)
+    write_durably(tmp_path / "store.id", b"id")
+    assert done == ["file", "replace", "folder"]
+
+
+async def test_a_data_folder_that_cannot_be_used_is_said_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "files").touch()  # no folder
+    with pytest.raises(ConfigError, match=r"--data-dir .* cannot be used"):
+        await make_manager(tmp_path, InstantRunner()).start()

@@ -1,0 +1,110 @@
+"""Pools of threads: how many, in which order, and what a call that never ends holds up."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from backfill.jobs.threads import JobThreads, ThreadPool
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def gate() -> Iterator[threading.Event]:
+    opened = threading.Event()
+    yield opened
+    opened.set()
+
+
+async def test_results_and_errors_come_back() -> None:
+    pool = ThreadPool("p", 2)
+    assert await pool.run(divmod, 7, 2) == (3, 1)
+    assert await pool.run(int, "11", base=2) == 3
+    with pytest.raises(ZeroDivisionError):
+        await pool.run(divmod, 1, 0)
+    assert pool.close() == 0
+
+
+async def test_no_more_threads_than_allowed(gate: threading.Event) -> None:
+    pool = ThreadPool("p", 3)
+    running, most = 0, 0
+    lock = threading.Lock()
+
+    def work() -> None:
+        nonlocal running, most
+        with lock:
+            running += 1
+            most = max(most, running)
+        gate.wait(10)
+        with lock:
+            running -= 1
+
+    calls = [asyncio.create_task(pool.run(work)) for _ in range(10)]
+    while running < 3:
+        await asyncio.sleep(0.001)
+    gate.set()
+    await asyncio.gather(*calls)
+    assert most == 3
+    assert pool.close() == 0
+
+
+async def test_a_cancelled_call_that_runs_ends_with_its_thread(gate: threading.Event) -> None:
+    pool = ThreadPool("p", 1)
+    begun = threading.Event()
+
+    def work() -> None:
+        begun.set()
+        gate.wait(10)
+
+    call = asyncio.create_task(pool.run(work))
+    while not begun.is_set():
+        await asyncio.sleep(0.001)
+    waiting = asyncio.create_task(pool.run(begun.clear))
+    await asyncio.sleep(0)
+    for task in (call, waiting):
+        task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    await asyncio.sleep(0.01)
+    assert not call.done()
+    gate.set()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert await pool.run(begun.is_set), "what had not begun was given up"
+
+
+async def test_a_call_that_hangs_does_not_hold_up_the_close(gate: threading.Event) -> None:
+    pool = ThreadPool("p", 1)
+    begun = threading.Event()
+
+    def work() -> None:
+        begun.set()
+        gate.wait(10)
+
+    calls = [asyncio.create_task(pool.run(work)) for _ in range(3)]
+    while not begun.is_set():
+        await asyncio.sleep(0.001)
+    await pool.wait_idle(0.01)
+    assert pool.close() == 1
+    for call in calls:
+        with pytest.raises(asyncio.CancelledError):
+            await call
+    with pytest.raises(asyncio.CancelledError):
+        await pool.run(work)
+    assert all(thread.daemon for thread in threading.enumerate() if thread.name.startswith("p-"))
+
+
+async def test_one_pool_does_not_wait_for_another(gate: threading.Event) -> None:
+    threads = JobThreads()
+    hung = [asyncio.create_task(threads.uploads.run(gate.wait, 10)) for _ in range(20)]
+    await asyncio.sleep(0.01)
+    for pool in (threads.database, threads.results, threads.downloads):
+        assert await pool.run(divmod, 7, 2) == (3, 1)
+    gate.set()
+    assert all(await asyncio.gather(*hung))
+    await threads.wait_idle(10)
+    assert threads.close() == 0
