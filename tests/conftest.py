@@ -1,17 +1,27 @@
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from backfill.engine.environment import engine_environment
+from tests.shared import RUN_FOLDER_VARIABLE, made_once
 
 # Before torch loads the libraries that read it.
 os.environ.update(engine_environment(os.environ))
+# Processes that are started find compiled modules beside the sources.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # Tests use whatever model folders they are given; nothing may be looked up on a hub.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
+from hypothesis import settings
+
+# The same examples in every run, however long one takes; --hypothesis-profile=default draws new ones.
+settings.register_profile("repeatable", derandomize=True, database=None, deadline=None)
+settings.load_profile("repeatable")
 
 if not torch.cuda.is_available():
     # Triton decides whether its kernels are interpreted when it is first imported, by whatever library.
@@ -24,3 +34,21 @@ def default_model() -> Path:
     from backfill.models.resolve import resolve_model
 
     return resolve_model("smollm2-135m-instruct")
+
+
+@pytest.fixture(scope="session")
+def small_model(default_model: Path) -> Path:
+    """Folder of a random model of the default model's vocabulary, for what does not depend on the size."""
+    from tests.models.tiny import save_small_model
+
+    return made_once("small-model", lambda folder: save_small_model(folder, default_model))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):
+        os.environ[RUN_FOLDER_VARIABLE] = tempfile.mkdtemp(prefix="backfill-tests-")
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):
+        shutil.rmtree(os.environ.pop(RUN_FOLDER_VARIABLE), ignore_errors=True)

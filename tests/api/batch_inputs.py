@@ -40,7 +40,7 @@ def submit(client: OpenAI, content: bytes, endpoint: Any = "/v1/chat/completions
     return client.batches.create(input_file_id=file_id, endpoint=endpoint, completion_window=window, **fields)
 
 
-def wait_ended(client: OpenAI, batch_id: str, timeout_s: float = 60.0) -> Batch:
+def wait_ended(client: OpenAI, batch_id: str, timeout_s: float = 180.0) -> Batch:
     last: list[Batch] = []
 
     def has_ended() -> bool:

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import re
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 
 import httpx
 from openai import OpenAI
 
+from tests.shared import made_once
+
 MODEL = "smollm2-135m-instruct"
-START_TIMEOUT_S = 60.0
+# Far above what a start takes on a busy machine: only a server that hangs reaches it.
+START_TIMEOUT_S = 300.0
+# With these the small model (tests/conftest.py) is served: in float32, and with no threads to wait for.
+SMALL_MODEL = ("--dtype", "float32", "--threads", "1", "--kv-gib", "0.05")
+# A profile is of these.
+_PROFILED_OPTIONS = ("--dtype", "--threads")
 
 
 class RunningServer:
@@ -52,10 +58,10 @@ class RunningServer:
 
     def engine_pid(self) -> int:
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        commands = {int(pid): Path(f"/proc/{pid}/cmdline").read_text() for pid in children}
-        return next(pid for pid, command in commands.items() if "spawn_main" in command)
+        names = {int(pid): Path(f"/proc/{pid}/comm").read_text() for pid in children}
+        return next(pid for pid, name in names.items() if name == "backfill-engine\n")
 
-    def stop(self, timeout_s: float = 30.0) -> int:
+    def stop(self, timeout_s: float = 90.0) -> int:
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(timeout_s)
 
@@ -75,9 +81,22 @@ class RunningServer:
 @contextmanager
 def running_server(*options: str, data_dir: Path, model: str = MODEL) -> Iterator[RunningServer]:
     """Start a server, wait until it is ready, and end it afterwards however the test went."""
-    server = launch(model, *options, data_dir=data_dir)
-    try:
+    with ending(launch(model, *options, data_dir=data_dir)) as server:
         server.wait_ready()
+        yield server
+
+
+@contextmanager
+def small_server(model: Path, *options: str, data_dir: Path) -> Iterator[RunningServer]:
+    """The same of the small model."""
+    with ending(launch_small(model, *options, data_dir=data_dir)) as server:
+        server.wait_ready()
+        yield server
+
+
+@contextmanager
+def ending(server: RunningServer) -> Iterator[RunningServer]:
+    try:
         yield server
     finally:
         server.http.close()
@@ -85,19 +104,37 @@ def running_server(*options: str, data_dir: Path, model: str = MODEL) -> Iterato
         server.process.wait()
 
 
-@functools.cache
-def quick_profile() -> str:
-    """A profile of the default model, measured once a run: every server would else measure its own."""
-    path = Path(tempfile.mkdtemp(prefix="backfill-tests-")) / "profile.json"
-    command = [sys.executable, "-m", "backfill", "profile", MODEL, "--quick", "--out", str(path)]
-    subprocess.run(command, check=True, capture_output=True, timeout=START_TIMEOUT_S)
-    return str(path)
+def quick_profile(model: str = MODEL, *options: str) -> str:
+    """A profile of the model, measured once a run: every server would else measure its own."""
+    name = "-".join(["profile", Path(model).name, *options]) + ".json"
+    return str(made_once(name, lambda path: _measure_profile(path, model, options)))
+
+
+def _measure_profile(path: Path, model: str, options: Sequence[str]) -> None:
+    # Not as large as by default: beside other tests there may be little memory.
+    command = [sys.executable, "-m", "backfill", "profile", model, *options]
+    command += ["--kv-gib", "0.25", "--max-model-len", "2048", "--quick", "--out", str(path)]
+    subprocess.run(command, check=True, capture_output=True, timeout=2 * START_TIMEOUT_S)
+
+
+def with_profile(model: str, options: Sequence[str]) -> tuple[str, ...]:
+    """The options, and a profile where they need one and name none."""
+    if {"--policy", "--profile"} & set(options):
+        return tuple(options)
+    profiled = [part for pair in pairwise(options) if pair[0] in _PROFILED_OPTIONS for part in pair]
+    return (*options, "--profile", quick_profile(model, *profiled))
+
+
+def launch_small(model: Path, *options: str, data_dir: Path) -> RunningServer:
+    """A server of the small model (tests/conftest.py), by default under the name of the default one."""
+    if "--served-model-name" not in options:
+        options += ("--served-model-name", MODEL)
+    return launch(str(model), *SMALL_MODEL, *options, data_dir=data_dir)
 
 
 def launch(model: str, *options: str, data_dir: Path) -> RunningServer:
     port = free_port()
-    if model == MODEL and not {"--policy", "--profile", "--dtype", "--threads"} & set(options):
-        options += ("--profile", quick_profile())
+    options = with_profile(model, options)
     process = subprocess.Popen(
         serve_command(model, "--port", str(port), "--data-dir", str(data_dir), *options),
         stdout=subprocess.PIPE,

@@ -205,8 +205,10 @@ def test_a_file_whose_bytes_vanished_is_said_to_be_gone(server: RunningServer, c
             assert_refused(response, 404, None, file_id)
             ports.add(response.extensions["network_stream"].get_extra_info("client_addr"))
         assert len(ports) == 1, "the connection is kept"
-    logged = "".join(server.output[num_logged:])
-    assert logged.count("\n") == logged.count(file_id) == 2
+    # A line of statistics, or one about another test's batch, may fall between them.
+    logged = [line for line in server.output[num_logged:] if file_id in line]
+    assert len(logged) == 2 and all("ERROR" in line and "missing" in line for line in logged)
+    assert "Traceback" not in "".join(server.output[num_logged:])
     client.files.delete(file_id)
 
 
@@ -221,7 +223,9 @@ def test_files_over_the_limit_are_refused_and_leave_nothing(server: RunningServe
     parts = [("file", ("in.jsonl", b"x" * 1_000_001)), ("purpose", (None, "batch"))]
     assert_refused(post(server, files=parts), 413, None, "1000000")
     with socket.create_connection(("127.0.0.1", server.http.base_url.port or 80)) as boaster:
-        head = "POST /v1/files HTTP/1.1\r\nHost: x\r\nContent-Type: multipart/form-data; boundary=x\r\n"
+        head = (
+            "POST /v1/files HTTP/1.1\r\nHost: localhost\r\nContent-Type: multipart/form-data; boundary=x\r\n"
+        )
         boaster.sendall(f"{head}Content-Length: 99999999999\r\n\r\n".encode())
         assert b" 413 " in boaster.recv(1000)
     assert stored() == before
@@ -230,10 +234,10 @@ def test_files_over_the_limit_are_refused_and_leave_nothing(server: RunningServe
 def test_a_client_that_leaves_within_its_upload_leaves_nothing(server: RunningServer) -> None:
     folder = server.data_dir / "files"
     before = set(folder.rglob("*"))
-    head = "POST /v1/files HTTP/1.1\r\nHost: x\r\nContent-Type: multipart/form-data; boundary=x\r\n"
+    head = "POST /v1/files HTTP/1.1\r\nHost: localhost\r\nContent-Type: multipart/form-data; boundary=x\r\n"
     part = '--x\r\nContent-Disposition: form-data; name="file"; filename="a.jsonl"\r\n\r\n'
     with socket.create_connection(("127.0.0.1", server.http.base_url.port or 80)) as leaver:
         leaver.sendall(f"{head}Content-Length: 5000000\r\n\r\n{part}".encode() + b"x" * 2_000_000)
-        wait_until(lambda: set(folder.rglob("*")) != before, 10, "the upload to begin")
-    wait_until(lambda: set(folder.rglob("*")) == before, 10, "the upload to be forgotten")
+        wait_until(lambda: set(folder.rglob("*")) != before, 60, "the upload to begin")
+    wait_until(lambda: set(folder.rglob("*")) == before, 60, "the upload to be forgotten")
     assert "Traceback" not in "".join(server.output)

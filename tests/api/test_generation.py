@@ -84,8 +84,9 @@ def test_continuous_usage_counts_up(server: RunningServer) -> None:
     assert [event["usage"]["completion_tokens"] for event in events] == [1, 2, 3, 4, 4]
 
 
-def test_completions_take_text_and_token_ids(client: OpenAI, server: RunningServer) -> None:
-    tokens = server.http.post("/tokenize", json={"prompt": "The sea is"}).json()["tokens"]
+def test_completions_take_text_and_token_ids(float32_server: RunningServer) -> None:
+    client = float32_server.client()
+    tokens = float32_server.http.post("/tokenize", json={"prompt": "The sea is"}).json()["tokens"]
     asked: dict[str, Any] = {"model": MODEL, "max_tokens": 6, "temperature": 0}
     by_text = client.completions.create(prompt="The sea is", **asked)
     by_ids = client.completions.create(prompt=tokens, **asked)
@@ -97,7 +98,8 @@ def test_completions_take_text_and_token_ids(client: OpenAI, server: RunningServ
     assert (several.usage.prompt_tokens, several.usage.completion_tokens) == (2 * len(tokens), 12)
 
 
-def test_choices_differ_and_a_seed_repeats_them(client: OpenAI) -> None:
+def test_choices_differ_and_a_seed_repeats_them(float32_server: RunningServer) -> None:
+    client = float32_server.client()
     asked: dict[str, Any] = {"model": MODEL, "prompt": "Once", "n": 3, "seed": 5, "max_tokens": 8}
     first, second = (client.completions.create(**asked, temperature=1.0) for _ in range(2))
     texts = [choice.text for choice in first.choices]
@@ -107,7 +109,8 @@ def test_choices_differ_and_a_seed_repeats_them(client: OpenAI) -> None:
     assert first.usage.completion_tokens == 24
 
 
-def test_interleaved_choices_of_a_stream_join_by_index(client: OpenAI) -> None:
+def test_interleaved_choices_of_a_stream_join_by_index(float32_server: RunningServer) -> None:
+    client = float32_server.client()
     asked: dict[str, Any] = {"model": MODEL, "prompt": ["A", "B"], "n": 2, "seed": 1, "max_tokens": 6}
     whole = client.completions.create(**asked)
     texts = ["", "", "", ""]
@@ -200,7 +203,7 @@ def test_a_conversation_of_parts_and_roles(client: OpenAI) -> None:
     assert answer.usage.completion_tokens <= 4
 
 
-def test_many_concurrent_requests_answer_as_alone(client: OpenAI, server: RunningServer) -> None:
+def test_many_concurrent_requests_are_all_answered(client: OpenAI, server: RunningServer) -> None:
     def ask(number: int) -> str:
         answer = client.completions.create(
             model=MODEL, prompt=f"Number {number} is", max_tokens=8, temperature=0.7, seed=number

@@ -6,6 +6,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
+from backfill.api.loop_lag import LoopLag
 from backfill.api.metrics import Metrics
 from backfill.core.counters import ClassCounters
 from backfill.core.request import FinishReason, ServiceClass
@@ -19,7 +20,7 @@ ONLINE = ServiceClass.ONLINE
 
 
 def make_metrics() -> Metrics:
-    return Metrics("m", make_info(), slo=SERVER_SLO)
+    return Metrics("m", make_info(), slo=SERVER_SLO, loop_lag=LoopLag("m"))
 
 
 def value(registry: CollectorRegistry, name: str, **labels: str) -> float | None:

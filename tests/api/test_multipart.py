@@ -10,7 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backfill.api.multipart import MAX_FIELD_BYTES, MAX_PARTS, FileStart, FormEvent, FormField, read_form
+from backfill.api.multipart import (
+    MAX_FIELD_BYTES,
+    MAX_OVERHEAD_BYTES,
+    MAX_PARTS,
+    FileStart,
+    FormEvent,
+    FormField,
+    read_form,
+)
 from backfill.core.errors import RequestError
 
 BOUNDARY = "x-9f"
@@ -46,7 +54,7 @@ def read(body: bytes, cuts: Sequence[int] = (), content_type: str = CONTENT_TYPE
 def with_pieces_joined(events: list[FormEvent]) -> list[FormEvent]:
     joined: list[FormEvent] = []
     for event in events:
-        if isinstance(event, bytes) and joined and isinstance(joined[-1], bytes):
+        if isinstance(event, bytearray) and joined and isinstance(joined[-1], bytearray):
             joined[-1] += event
         else:
             joined.append(event)
@@ -78,9 +86,33 @@ def test_a_file_arrives_whole_however_its_body_is_cut(content: bytes, data: st.D
 def test_large_files_come_in_pieces_of_a_megabyte_or_a_little_more() -> None:
     content = bytes(range(256)) * 20_000
     body = form(part('name="file"; filename="a"', content))
-    pieces = [event for event in read(body, range(0, len(body), 65536)) if isinstance(event, bytes)]
+    pieces = [event for event in read(body, range(0, len(body), 65536)) if isinstance(event, bytearray)]
     assert b"".join(pieces) == content
     assert all((1 << 20) <= len(piece) <= (1 << 20) + 65536 for piece in pieces[:-1])
+
+
+FILE = part('name="file"; filename="a"', b"x" * (2 * MAX_OVERHEAD_BYTES))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"\r\n" * MAX_OVERHEAD_BYTES + form(FILE),
+        form(FILE) + b"x" * MAX_OVERHEAD_BYTES,
+        form(*[part(f'name="f"; x="{"y" * 2500}"', b"") for _ in range(30)], FILE),
+        form(FILE, *[part(f'name="f{number}"', b"x" * MAX_FIELD_BYTES) for number in range(17)]),
+    ],
+    ids=["preamble", "epilogue", "headers", "fields"],
+)
+def test_what_is_beside_the_file_is_limited(body: bytes) -> None:
+    for cuts in ([], range(0, len(body), 1000)):
+        with pytest.raises(RequestError, match=f"more than {MAX_OVERHEAD_BYTES} bytes beside"):
+            read(body, cuts)
+
+
+def test_a_whole_file_may_arrive_at_once_with_some_epilogue() -> None:
+    events = read(form(FILE, part('name="purpose"', b"batch")) + b"\r\n" * 1000)
+    assert events[-1] == FormField("purpose", "batch")
 
 
 def test_names_are_what_the_client_wrote() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.api.batch_inputs import as_jsonl, completion_line, parse_jsonl
-from tests.api.servers import RunningServer, running_server, wait_until
+from tests.api.servers import RunningServer, small_server, wait_until
 
 EASY = {"ttft": 50.0, "tpot": 40.0}
 BODY: dict[str, Any] = {"prompt": [5, 6, 7], "max_tokens": 4, "ignore_eos": True}
@@ -145,7 +145,7 @@ def test_a_line_with_objectives_fails_alone(server: RunningServer) -> None:
     lines = [completion_line("plain", max_tokens=1), completion_line("urgent", max_tokens=1, slo=EASY)]
     file = client.files.create(file=("in.jsonl", as_jsonl(lines)), purpose="batch")
     batch = client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
-    wait_until(lambda: client.batches.retrieve(batch.id).status == "completed", 30, "the batch")
+    wait_until(lambda: client.batches.retrieve(batch.id).status == "completed", 120, "the batch")
     batch = client.batches.retrieve(batch.id)
     assert batch.output_file_id is not None and batch.error_file_id is not None
     (output,) = parse_jsonl(client.files.content(batch.output_file_id).content)
@@ -182,9 +182,9 @@ def test_steps_are_counted_by_kind_and_compared_with_their_prediction(server: Ru
         assert f"\nbackfill:{name}{{" in text
 
 
-def test_a_baseline_starts_without_a_profile_and_only_measures(default_model: Path, tmp_path: Path) -> None:
-    options = ("--kv-gib", "0.1", "--max-model-len", "512", "--policy", "priority")
-    with running_server(*options, "--ttft-slo", "0.777", data_dir=tmp_path) as server:
+def test_a_baseline_starts_without_a_profile_and_only_measures(small_model: Path, tmp_path: Path) -> None:
+    options = ("--policy", "priority", "--ttft-slo", "0.777")
+    with small_server(small_model, *options, data_dir=tmp_path) as server:
         slo = {"ttft": 1e-6, "tpot": 1e-6}
         metrics = server.http.post("/v1/completions", json={**BODY, "slo": slo}).json()["metrics"]
         assert metrics["ttft_slo_met"] is metrics["tpot_slo_met"] is False

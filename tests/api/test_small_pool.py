@@ -6,12 +6,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from tests.api.servers import RunningServer, running_server, wait_until
+from tests.api.servers import RunningServer, small_server, wait_until
 
-# 30 blocks of the default model in float32: 480 tokens, where the offline requests below come to 1,050.
-POOL = ("--dtype", "float32", "--kv-gib", "0.0207", "--host-kv-gib", "0.1")
+# 60 blocks of 16 KiB: 960 tokens, where the offline requests below come to 2,100.
+POOL = ("--kv-gib", "0.00092", "--host-kv-gib", "0.01")
 OFFLINE = [list(range(100 + 7 * index, 200 + 9 * index)) for index in range(6)]
 ONLINE = [list(range(5000 + 11 * index, 5060 + 11 * index)) for index in range(6)]
+NUM_OFFLINE_TOKENS = 250
 
 
 def complete(server: RunningServer, prompt: list[int], max_tokens: int, **fields: Any) -> list[int]:
@@ -22,25 +23,31 @@ def complete(server: RunningServer, prompt: list[int], max_tokens: int, **fields
     return token_ids
 
 
-def test_tokens_under_preemption_are_those_of_requests_alone(default_model: Path, tmp_path: Path) -> None:
-    with running_server(*POOL, "--max-model-len", "400", data_dir=tmp_path) as server:
-        wait_until(lambda: "backfill:host_kv_cache" in server.http.get("/metrics").text, 10, "its gauges")
-        alone = [complete(server, prompt, 72) for prompt in OFFLINE]
+def test_tokens_under_preemption_are_those_of_requests_alone(small_model: Path, tmp_path: Path) -> None:
+    options = (*POOL, "--max-model-len", "400")
+    with small_server(small_model, *options, data_dir=tmp_path) as server:
+        wait_until(lambda: "backfill:host_kv_cache" in server.http.get("/metrics").text, 60, "its gauges")
+        alone = [complete(server, prompt, NUM_OFFLINE_TOKENS) for prompt in OFFLINE]
         alone += [complete(server, prompt, 12) for prompt in ONLINE]
+        assert len({tuple(tokens) for tokens in alone}) == len(alone), "tokens depend on the prompt"
         assert server.metric("backfill:num_preemptions_total") == 0
 
         with ThreadPoolExecutor(16) as pool:
-            offline = [pool.submit(complete, server, p, 72, service_tier="flex") for p in OFFLINE]
+            offline = [
+                pool.submit(complete, server, prompt, NUM_OFFLINE_TOKENS, service_tier="flex")
+                for prompt in OFFLINE
+            ]
             # One after another, so that there is always one to make room for.
-            online = [complete(server, prompt, 12) for prompt in ONLINE]
-            together = [each.result() for each in offline] + online
+            while not all(each.done() for each in offline):
+                online = [complete(server, prompt, 12) for prompt in ONLINE]
+                assert online == alone[len(OFFLINE) :]
 
-        assert together == alone
+        assert [each.result() for each in offline] == alone[: len(OFFLINE)]
         assert server.metric("backfill:num_preemptions_total", **{"class": "offline"}) > 0
         checkpointed = server.metric("backfill:checkpointed_tokens_total")
         restored = server.metric("backfill:restored_tokens_total", **{"class": "offline"})
         assert 0 < restored <= server.metric("backfill:reclaimed_tokens_total")
-        assert server.metric("backfill:checkpointed_bytes_total") == checkpointed * 46080
+        assert server.metric("backfill:checkpointed_bytes_total") == checkpointed * 1024
         computed = server.metric("backfill:iteration_tokens_total_sum")
         assert server.metric("backfill:recomputed_tokens_total") < 0.05 * computed
         for name in ("kv_cache_usage_perc", "host_kv_cache_usage_perc", "kv_blocks_checkpointed"):

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Request, Response
 
-from backfill.api.bodies import body_schema, owner_of, query_limit, read_json
-from backfill.api.files import list_body
+from backfill.api.bodies import json_body, owner_of, query_limit
+from backfill.api.files import json_list
+from backfill.api.openapi import takes_json
 from backfill.api.state import ServerState
-from backfill.jobs.records import BatchRecord, LineError, TokenUsage
+from backfill.jobs.records import BatchRecord, TokenUsage
+from backfill.preparation.lines import LineError
 from backfill.protocol.batches import CreateBatchRequest, parse_window_s
+from backfill.protocol.requests import parse_body
 from backfill.protocol.responses import Json
 
 _DEFAULT_PAGE, _MAX_PAGE = 20, 100
+_MAX_BODY_BYTES = 64 << 10
 
 
 def build_batches_router(state: ServerState) -> APIRouter:
     router = APIRouter()
 
-    @router.post("/v1/batches", openapi_extra=body_schema(CreateBatchRequest))
+    @router.post("/v1/batches", openapi_extra=takes_json(CreateBatchRequest))
     async def create(request: Request) -> Json:
-        body = await read_json(request, CreateBatchRequest, state.server_config.max_body_bytes)
+        async with json_body(request, state.bodies, _MAX_BODY_BYTES) as held:
+            body = parse_body(CreateBatchRequest, held.raw)
         body.check()
         expires_after = body.output_expires_after
         batch = await state.ready_jobs().create_batch(
@@ -34,13 +39,13 @@ def build_batches_router(state: ServerState) -> APIRouter:
         return batch_body(batch)
 
     @router.get("/v1/batches")
-    async def list_batches(request: Request) -> Json:
+    async def list_batches(request: Request) -> Response:
         page = await state.ready_jobs().list_batches(
             owner_of(request),
             limit=query_limit(request, default=_DEFAULT_PAGE, most=_MAX_PAGE),
             after=request.query_params.get("after"),
         )
-        return list_body([batch_body(batch) for batch in page.items], has_more=page.has_more)
+        return json_list([batch_body(batch) for batch in page.items], has_more=page.has_more)
 
     @router.get("/v1/batches/{batch_id}")
     async def retrieve(request: Request, batch_id: str) -> Json:

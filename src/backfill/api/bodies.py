@@ -2,43 +2,77 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
-from typing import Any, TypeVar
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
+import msgspec
 from fastapi import Request
-from pydantic import BaseModel
 
-from backfill.api.errors import BodyTooLarge
+from backfill.api.body_budget import BodyBudget, HeldBytes
+from backfill.api.errors import BodyTooLarge, UnsupportedEncoding
 from backfill.core.errors import RequestError
-from backfill.protocol.requests import parse_body
+from backfill.core.request import ServiceClass
+from backfill.protocol.requests import MAX_CHOICES
 
-Body = TypeVar("Body", bound=BaseModel)
-
-# Parsing and tokenizing more than this would hold up other clients' streams; it is done in a thread.
-LARGE_BODY_BYTES = 32 << 10
-
-_JSON_TYPE = re.compile(r"application/([\w.+-]+\+)?json\b", re.IGNORECASE)
+_JSON_TYPE = re.compile(r"application/([\w.+-]+\+)?json\s*(;|$)", re.IGNORECASE)
+_FLEX = b'"flex"'
 
 
-async def read_json(request: Request, kind: type[Body], max_bytes: int) -> Body:
-    """The request's JSON body; its size is left in ``request.state.body_bytes``.
+class _AdmissionFields(msgspec.Struct):
+    service_tier: msgspec.Raw = msgspec.Raw()
+    n: msgspec.Raw = msgspec.Raw()
 
-    Raises: BodyTooLarge, RequestError.
+
+_ADMISSION_NAMES = (b'"service_tier"', b'"n"')
+_admission_decoder = msgspec.json.Decoder(_AdmissionFields)
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """A body and what it takes of the budget."""
+
+    raw: bytes
+    held: HeldBytes
+
+
+@asynccontextmanager
+async def json_body(request: Request, budget: BodyBudget, max_bytes: int) -> AsyncGenerator[Body, None]:
+    """The request's body, counted in the budget until the block is left.
+
+    Raises: BodyTooLarge, UnsupportedEncoding, RequestError for another Content-Type, Unavailable.
     """
-    content_type = request.headers.get("content-type", "application/json")
-    if not _JSON_TYPE.match(content_type):
-        raise RequestError(f"The Content-Type must be application/json, got {content_type[:80]!r}.")
+    _check_content_type(request)
     check_announced_size(request, max_bytes)
-    raw = bytearray()
+    with budget.hold() as held:
+        yield Body(await _read(request, held, max_bytes), held)
+
+
+def peek(raw: bytes) -> tuple[ServiceClass, int]:
+    """Class and number of choices that a body seems to ask for, without parsing it.
+
+    What cannot be read counts as one online choice: preparing it will say what is wrong, or what it is.
+    """
+    if not any(name in raw for name in _ADMISSION_NAMES):  # a search takes a tenth of decoding
+        return ServiceClass.ONLINE, 1
+    try:
+        fields = _admission_decoder.decode(raw)
+    except (msgspec.DecodeError, RecursionError):
+        return ServiceClass.ONLINE, 1
+    service_class = ServiceClass.OFFLINE if bytes(fields.service_tier) == _FLEX else ServiceClass.ONLINE
+    n = bytes(fields.n)[:4]
+    return service_class, min(MAX_CHOICES, max(1, int(n))) if n.isdigit() else 1
+
+
+async def _read(request: Request, held: HeldBytes, max_bytes: int) -> bytes:
+    parts = []
     async for part in request.stream():
-        raw += part
-        if len(raw) > max_bytes:
+        if held.num_bytes + len(part) > max_bytes:
             raise _too_large(max_bytes)
-    request.state.body_bytes = len(raw)
-    if len(raw) > LARGE_BODY_BYTES:
-        return await asyncio.to_thread(parse_body, kind, bytes(raw))
-    return parse_body(kind, bytes(raw))
+        held.add(len(part))
+        parts.append(part)
+    return b"".join(parts)
 
 
 def check_announced_size(request: Request, max_bytes: int) -> None:
@@ -59,19 +93,22 @@ def query_limit(request: Request, *, default: int, most: int) -> int:
 
 
 def owner_of(request: Request) -> str:
-    """Digest of the API key that sent the request; empty where the server asks for none."""
+    """Whose API key sent the request (``api.keys``); empty where the server asks for none."""
     owner: str = request.scope["state"].get("owner", "")
     return owner
 
 
-def body_schema(kind: type[BaseModel]) -> dict[str, Any]:
-    """The body's schema for the OpenAPI page; the body itself is parsed by ``read_json``."""
-    return {
-        "requestBody": {
-            "required": True,
-            "content": {"application/json": {"schema": kind.model_json_schema()}},
-        }
-    }
+def _check_content_type(request: Request) -> None:
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding.strip().lower() not in ("", "identity"):
+        raise UnsupportedEncoding(
+            f"Bodies must not be compressed: send them without Content-Encoding, got {encoding[:40]!r}."
+        )
+    content_type = request.headers.get("content-type")
+    if content_type is None:
+        raise RequestError("The Content-Type must be application/json, and there is none.")
+    if not _JSON_TYPE.match(content_type.strip()):
+        raise RequestError(f"The Content-Type must be application/json, got {content_type[:80]!r}.")
 
 
 def _too_large(max_bytes: int) -> BodyTooLarge:

@@ -3,54 +3,101 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from backfill.api.state import Overloaded, Unavailable
+from backfill.api.admission import OfflineSuspended, Overloaded
+from backfill.api.body_budget import OfflineUnavailable, Unavailable
 from backfill.core.errors import BackfillError
-from backfill.jobs.errors import Busy, Conflict, NotFound, TooLarge
+from backfill.core.request import ServiceClass
+from backfill.jobs.errors import Busy, Conflict, NotFound, StorageFull, TooLarge, TooMany, TooManyUploads
 from backfill.protocol.responses import error_body, error_of
 
 logger = logging.getLogger(__name__)
 
 _RETRY_AFTER_UNAVAILABLE_S = "2"
+_RETRY_AFTER_LONG_S = "120"  # above it the official client gives up
 
 
 class BodyTooLarge(Exception):
     """The request's body is over the limit."""
 
 
+class UnsupportedEncoding(Exception):
+    """The request's body is compressed."""
+
+
+class Stranger(Exception):
+    """The request comes from a web page, or asks for a host, that the server does not know."""
+
+
 class InvalidApiKey(Exception):
     """No key, or one the server does not know."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """Status, OpenAI's ``type`` and ``code``, and headers, of all errors of one kind."""
+
+    status: int
+    type: str = "invalid_request_error"
+    code: str | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+_UNAVAILABLE = _Answer(
+    503, "service_unavailable_error", "server_is_overloaded", {"Retry-After": _RETRY_AFTER_UNAVAILABLE_S}
+)
+_ANSWERS: Mapping[type[Exception], _Answer] = {
+    OfflineSuspended: _Answer(
+        429, "rate_limit_error", "resource_unavailable", {"Retry-After": _RETRY_AFTER_LONG_S}
+    ),
+    # For hours perhaps: the client's quick retries would not help.
+    TooMany: _Answer(
+        429,
+        "rate_limit_error",
+        "rate_limit_exceeded",
+        {"Retry-After": _RETRY_AFTER_LONG_S, "x-should-retry": "false"},
+    ),
+    OfflineUnavailable: _Answer(
+        429, "rate_limit_error", "resource_unavailable", {"Retry-After": _RETRY_AFTER_UNAVAILABLE_S}
+    ),
+    TooManyUploads: _Answer(
+        429, "rate_limit_error", "rate_limit_exceeded", {"Retry-After": _RETRY_AFTER_UNAVAILABLE_S}
+    ),
+    Unavailable: _UNAVAILABLE,
+    Busy: _UNAVAILABLE,
+    NotFound: _Answer(404),
+    # The official client repeats a bare 409; this one stays as it is.
+    Conflict: _Answer(409, headers={"x-should-retry": "false"}),
+    StorageFull: _Answer(507, "server_error", headers={"x-should-retry": "false"}),
+    BodyTooLarge: _Answer(413),
+    TooLarge: _Answer(413),
+    UnsupportedEncoding: _Answer(415),
+    Stranger: _Answer(403),
+    InvalidApiKey: _Answer(401, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"}),
+}
+
+
 def answer(error: Exception) -> JSONResponse:
     """The response for any exception a route may raise."""
+    known = next((row for kind, row in _ANSWERS.items() if isinstance(error, kind)), None)
+    if known is not None:
+        return JSONResponse(error_body(str(error), known.type, code=known.code), known.status, known.headers)
     match error:
         case Overloaded():
-            body = error_body(str(error), "rate_limit_error", code="rate_limit_exceeded")
+            is_offline = error.service_class is ServiceClass.OFFLINE
+            code = "resource_unavailable" if is_offline else "rate_limit_exceeded"
+            body = error_body(str(error), "rate_limit_error", code=code)
             return JSONResponse(body, 429, {"Retry-After": str(error.retry_after_s)})
-        case Unavailable() | Busy():
-            body = error_body(str(error), "service_unavailable_error", code="server_is_overloaded")
-            return JSONResponse(body, 503, {"Retry-After": _RETRY_AFTER_UNAVAILABLE_S})
-        case NotFound():
-            return JSONResponse(error_body(str(error), "invalid_request_error"), 404)
-        case Conflict():
-            # The official client repeats a bare 409; this one stays as it is.
-            body = error_body(str(error), "invalid_request_error")
-            return JSONResponse(body, 409, {"x-should-retry": "false"})
-        case BodyTooLarge() | TooLarge():
-            return JSONResponse(error_body(str(error), "invalid_request_error"), 413)
-        case InvalidApiKey():
-            body = error_body(str(error), "invalid_request_error", code="invalid_api_key")
-            return JSONResponse(body, 401, {"WWW-Authenticate": "Bearer"})
         case BackfillError():
             status, body = error_of(error)
-            headers = {"Retry-After": _RETRY_AFTER_UNAVAILABLE_S} if status == 503 else None
-            return JSONResponse(body, status, headers)
+            return JSONResponse(body, status, _UNAVAILABLE.headers if status == 503 else None)
         case ClientDisconnect():
             return JSONResponse(None, 499)  # nobody reads it
         case HTTPException():
@@ -64,14 +111,5 @@ def install_error_handlers(app: FastAPI) -> None:
     async def handle(request: Request, error: Exception) -> JSONResponse:
         return answer(error)
 
-    for kind in (
-        ClientDisconnect,
-        Overloaded,
-        Unavailable,
-        BodyTooLarge,
-        InvalidApiKey,
-        BackfillError,
-        HTTPException,
-        Exception,
-    ):
+    for kind in (*_ANSWERS, Overloaded, BackfillError, ClientDisconnect, HTTPException, Exception):
         app.add_exception_handler(kind, handle)

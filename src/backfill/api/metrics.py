@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from backfill.api.loop_lag import LoopLag
 from backfill.core.request import FinishReason, ServiceClass
 from backfill.core.slo import SLO
 from backfill.engine.messages import EngineStats, StepKind, StepReport
@@ -16,6 +17,7 @@ from backfill.execution.executor import ExecutorInfo
 from backfill.generation.generator import RequestRecord
 from backfill.jobs.manager import JobsSnapshot
 from backfill.jobs.records import BatchStatus, LineOutcome, TokenUsage
+from backfill.preparation.client import PreparationClient
 
 # Bucket bounds in seconds. Those of vLLM, so that its dashboards read ours; ITL starts lower, since
 # small models decode in less than 10 ms.
@@ -58,6 +60,8 @@ class Metrics:
         info: the engine's facts, for bucket bounds and ``cache_config_info``.
         slo: the server's own objectives, which become bucket bounds.
         jobs: exposed too; None where the Batch API is switched off.
+        preparation: the process that prepares large bodies; its state is read when scraped.
+        task_failures: by name, the tasks of the server that an exception has ended; read when scraped.
     """
 
     def __init__(
@@ -66,16 +70,23 @@ class Metrics:
         info: ExecutorInfo,
         *,
         slo: SLO,
+        loop_lag: LoopLag,
         jobs: JobMetrics | None = None,
+        preparation: PreparationClient | None = None,
+        task_failures: Mapping[str, int] | None = None,
         vllm_names: bool = False,
     ) -> None:
         self.registry = CollectorRegistry()
+        self.registry.register(loop_lag)
         if jobs is not None:
             self.registry.register(jobs)
         labels = {"model_name": model_name, "engine": "0"}
         self.engine = EngineMetrics(self.registry, labels, info, vllm_names=vllm_names)
         self.requests = RequestMetrics(self.registry, labels, info.max_model_len, slo)
         self.http = HttpMetrics(self.registry)
+        if preparation is not None:
+            self.registry.register(_PreparationState(preparation))
+        self.registry.register(_TaskFailures(task_failures or {}))
 
     def expose(self) -> bytes:
         return generate_latest(self.registry)
@@ -260,6 +271,12 @@ class EngineMetrics:
             "cache_dtype": info.dtype,
             "device": info.device,
         }
+        self.offline_suspended = Gauge(
+            "backfill:offline_suspended",
+            "1 while no offline work is taken because the engine kept dying",
+            list(labels),
+            registry=registry,
+        ).labels(**labels)
         Gauge(
             "backfill:cache_config_info", "The KV pool; always 1", [*labels, *facts], registry=registry
         ).labels(**labels, **facts).set(1)
@@ -299,6 +316,38 @@ class HttpMetrics:
     def on_request(self, method: str, handler: str, status: int, duration_s: float) -> None:
         self._requests.labels(method, handler, str(status)).inc()
         self._seconds.labels(method, handler).observe(duration_s)
+
+
+class _PreparationState(Collector):
+    """The process that prepares large bodies and lines of batches."""
+
+    def __init__(self, preparation: PreparationClient) -> None:
+        self._preparation = preparation
+
+    def collect(self) -> Iterable[Metric]:
+        yield GaugeMetricFamily(
+            "backfill:preparation_up", "1 while the preparation process is ready", self._preparation.is_up
+        )
+        yield CounterMetricFamily(
+            "backfill:preparation_deaths",
+            "Preparation processes that ended unasked",
+            self._preparation.num_deaths,
+        )
+
+
+class _TaskFailures(Collector):
+    """Long-lived tasks of the server that ended unexpectedly."""
+
+    def __init__(self, failures: Mapping[str, int]) -> None:
+        self._failures = failures
+
+    def collect(self) -> Iterable[Metric]:
+        family = CounterMetricFamily(
+            "backfill:task_failures", "Tasks of the server that an exception ended", labels=["task"]
+        )
+        for name, count in self._failures.items():
+            family.add_metric([name], count)
+        yield family
 
 
 # Totals by class, without "_total", each of that attribute of ClassCounters with "num_" before it.

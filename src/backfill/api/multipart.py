@@ -12,6 +12,8 @@ from backfill.core.errors import RequestError
 
 MAX_FIELD_BYTES = 4096
 MAX_PARTS = 32
+# Of a body without the data of its files: preamble, boundaries, heads of parts, fields, epilogue.
+MAX_OVERHEAD_BYTES = 64 << 10
 # A piece costs its reader a trip to another thread and back; this many bytes make that negligible.
 PIECE_BYTES = 1 << 20
 
@@ -32,7 +34,7 @@ class FileStart:
     filename: str
 
 
-FormEvent = FormField | FileStart | bytes
+FormEvent = FormField | FileStart | bytearray
 
 
 async def read_form(body: AsyncIterable[bytes], content_type: str) -> AsyncGenerator[FormEvent, None]:
@@ -64,6 +66,7 @@ class _Parts:
 
     def __init__(self, boundary: bytes) -> None:
         self.is_whole = False
+        self._num_overhead_bytes = 0
         self._events: list[FormEvent] = []
         self._num_parts = 0
         self._header_name = bytearray()
@@ -97,6 +100,10 @@ class _Parts:
             self._parser.write(chunk)
         except FormParserError as error:
             raise RequestError("The multipart body is malformed.") from error
+        self._num_overhead_bytes += len(chunk)
+        if self._num_overhead_bytes > MAX_OVERHEAD_BYTES:
+            message = f"The multipart body has more than {MAX_OVERHEAD_BYTES} bytes beside its file."
+            raise RequestError(message)
         if self._is_file and len(self._data) >= PIECE_BYTES:
             self._flush()
         return self._events
@@ -133,7 +140,9 @@ class _Parts:
 
     def _on_part_data(self, data: bytes, start: int, end: int) -> None:
         self._data += memoryview(data)[start:end]
-        if not self._is_file and len(self._data) > MAX_FIELD_BYTES:
+        if self._is_file:
+            self._num_overhead_bytes -= end - start
+        elif len(self._data) > MAX_FIELD_BYTES:
             raise RequestError(
                 f"The form field {self._name!r} is over {MAX_FIELD_BYTES} bytes.", param=self._name
             )
@@ -151,5 +160,6 @@ class _Parts:
 
     def _flush(self) -> None:
         if self._data:
-            self._events.append(bytes(self._data))
-            self._data.clear()
+            # Handed over rather than copied: the next piece gets a buffer of its own.
+            self._events.append(self._data)
+            self._data = bytearray()

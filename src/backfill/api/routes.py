@@ -2,92 +2,76 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
-from typing import TypeVar
-
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
 from backfill import __version__
-from backfill.api.bodies import LARGE_BODY_BYTES, body_schema, read_json
+from backfill.api.bodies import json_body, peek
+from backfill.api.openapi import answers, takes_json
 from backfill.api.state import Phase, ServerState
 from backfill.api.streaming import EventStream, WholeResponse
-from backfill.core.errors import RequestError
+from backfill.core.request import ServiceClass
+from backfill.protocol.preparer import GenerationEndpoint, RequestContext, RequestPreparer, TextEndpoint
 from backfill.protocol.requests import (
+    REQUEST_HEADERS,
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
-    GenerationFields,
     TokenizeRequest,
 )
 from backfill.protocol.responses import Json
-from backfill.protocol.service import CompletionService, Generation
-
-GenerationBody = TypeVar("GenerationBody", bound=GenerationFields)
 
 
 def build_router(state: ServerState) -> APIRouter:
     """All routes of a server, bound to its state."""
     router = APIRouter()
-    max_body_bytes = state.server_config.max_body_bytes
 
-    @router.post("/v1/chat/completions", openapi_extra=body_schema(ChatCompletionRequest))
+    generates = answers("application/json", "text/event-stream")
+
+    @router.post("/v1/chat/completions", openapi_extra=takes_json(ChatCompletionRequest), responses=generates)
     async def chat_completions(request: Request) -> Response:
-        body = await read_json(request, ChatCompletionRequest, max_body_bytes)
-        return await _respond(request, state, body, CompletionService.prepare_chat)
+        return await _generate(request, state, "/v1/chat/completions")
 
-    @router.post("/v1/completions", openapi_extra=body_schema(CompletionRequest))
+    @router.post("/v1/completions", openapi_extra=takes_json(CompletionRequest), responses=generates)
     async def completions(request: Request) -> Response:
-        body = await read_json(request, CompletionRequest, max_body_bytes)
-        return await _respond(request, state, body, CompletionService.prepare_completion)
+        return await _generate(request, state, "/v1/completions")
 
     @router.get("/v1/models")
     async def models() -> Json:
-        service = state.ready_service()
-        return {"object": "list", "data": [_model_card(service, name) for name in service.model.names]}
+        preparer = state.ready_preparer()
+        return {"object": "list", "data": [_model_card(preparer, name) for name in preparer.model.names]}
 
     @router.get("/v1/models/{name:path}")
     async def model(name: str) -> Json:
-        service = state.ready_service()
-        service.check_model(name)
-        return _model_card(service, name)
+        preparer = state.ready_preparer()
+        preparer.check_model(name)
+        return _model_card(preparer, name)
 
-    @router.post("/tokenize", openapi_extra=body_schema(TokenizeRequest))
-    async def tokenize(request: Request) -> Json:
-        body = await read_json(request, TokenizeRequest, max_body_bytes)
-        service = state.ready_service()
-        service.check_model(body.model)
-        if (body.prompt is None) == (body.messages is None):
-            raise RequestError("Send either prompt or messages.", param="prompt")
-        tokens = await asyncio.to_thread(_tokens_of, service, body)
-        return {"count": len(tokens), "max_model_len": service.info.max_model_len, "tokens": tokens}
+    @router.post("/tokenize", openapi_extra=takes_json(TokenizeRequest))
+    async def tokenize(request: Request) -> Response:
+        return await _answer_text(request, state, "/tokenize")
 
-    @router.post("/detokenize", openapi_extra=body_schema(DetokenizeRequest))
-    async def detokenize(request: Request) -> Json:
-        body = await read_json(request, DetokenizeRequest, max_body_bytes)
-        service = state.ready_service()
-        service.check_model(body.model)
-        vocab_size = service.info.vocab_size
-        if not all(0 <= token_id < vocab_size for token_id in body.tokens):
-            raise RequestError(f"tokens must be between 0 and {vocab_size - 1}.", param="tokens")
-        return {"prompt": service.tokenizer.decode(body.tokens)}
+    @router.post("/detokenize", openapi_extra=takes_json(DetokenizeRequest))
+    async def detokenize(request: Request) -> Response:
+        return await _answer_text(request, state, "/detokenize")
 
-    @router.get("/health")
+    @router.get("/health", response_class=Response)
     async def health() -> Response:
         if state.phase is Phase.READY:
+            if state.admission.is_offline_suspended:
+                return JSONResponse({"status": "offline work is suspended: the engine kept dying"})
             return Response(status_code=200)
         return JSONResponse({"status": state.phase.value}, 503, {"Retry-After": "2"})
 
-    @router.get("/ping")
+    @router.get("/ping", response_class=Response)
     async def ping() -> Response:
         return await health()
 
-    @router.get("/health/live")
+    @router.get("/health/live", response_class=Response)
     async def live() -> Response:
         return Response(status_code=200)
 
-    @router.get("/metrics")
+    @router.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         body = b"" if state.metrics is None else state.metrics.expose()
         return PlainTextResponse(body, media_type="text/plain; version=0.0.4; charset=utf-8")
@@ -98,63 +82,65 @@ def build_router(state: ServerState) -> APIRouter:
 
     @router.get("/load")
     async def load() -> Json:
-        return {"server_load": state.num_open}
+        return {"server_load": state.admission.num_open}
 
     return router
 
 
-def _tokens_of(service: CompletionService, body: TokenizeRequest) -> list[int]:
-    if body.messages is not None:
-        return service.encode_messages(body.messages, add_generation_prompt=body.add_generation_prompt)
-    return service.tokenizer.encode(body.prompt or "", add_special_tokens=body.add_special_tokens)
-
-
-async def _respond(
-    request: Request,
-    state: ServerState,
-    body: GenerationBody,
-    prepare: Callable[[CompletionService, GenerationBody, str | None], Generation],
-) -> Response:
+async def _generate(request: Request, state: ServerState, endpoint: GenerationEndpoint) -> Response:
+    """Take a place, prepare, run. What finds no room is refused before it costs anything."""
     service = state.ready_service()
-    if body.priority is None and "x-vllm-priority" in request.headers:
-        body.priority = _priority_header(request.headers["x-vllm-priority"])
-    body.take_slo_headers(request.headers)
-    client_id = request.state.request_id
-    if request.state.body_bytes > LARGE_BODY_BYTES:
-        generation = await asyncio.to_thread(prepare, service, body, client_id)
-    else:
-        generation = prepare(service, body, client_id)
-    num_choices = len(generation.requests)
-    state.admit(body.service_class, num_choices)
+    state.admission.check_room()
+    async with json_body(request, state.bodies, state.server_config.max_body_bytes) as body:
+        service_class, num_choices = peek(body.raw)
+        place = state.admission.take(service_class, num_choices)
+        try:
+            if service_class is ServiceClass.OFFLINE:
+                body.held.become_offline()
+            generation = await state.prepare(
+                endpoint, body.raw, _context_of(request), service_class, request.receive
+            )
+            place.resize(generation.num_choices, generation.service_class)
+        except BaseException:
+            place.release()
+            raise
+    if state.metrics is not None:
+        state.metrics.requests.on_accepted(generation.service_class, generation.num_choices)
+    state.num_unanswered += 1
 
     def on_end() -> None:
-        state.release(num_choices)
+        place.release()
+        state.num_unanswered -= 1
 
+    arrived_at_s: float = request.state.arrived_at_s
     if generation.streams:
         return EventStream(
-            service.run_stream(generation),
+            service.run_stream(generation, arrived_at_s, place.release_choice),
             on_end,
             keep_alive_s=state.server_config.keep_alive_interval_s,
         )
-    return WholeResponse(service.run_whole(generation), on_end)
+    return WholeResponse(service.run_whole(generation, arrived_at_s, place.release_choice), on_end)
 
 
-def _priority_header(value: str) -> int:
-    try:
-        return int(value)
-    except ValueError:
-        raise RequestError(
-            f"X-Vllm-Priority must be an integer, got {value[:40]!r}.", param="priority"
-        ) from None
+def _context_of(request: Request) -> RequestContext:
+    headers = {name: request.headers[name] for name in REQUEST_HEADERS if name in request.headers}
+    return RequestContext(request_id=request.state.request_id, headers=headers)
 
 
-def _model_card(service: CompletionService, name: str) -> Json:
+async def _answer_text(request: Request, state: ServerState, endpoint: TextEndpoint) -> Response:
+    state.ready_service()
+    async with json_body(request, state.bodies, state.server_config.max_body_bytes) as body:
+        text = await state.answer_text(endpoint, body.raw, request.receive)
+        return Response(text, media_type="application/json")
+
+
+def _model_card(preparer: RequestPreparer, name: str) -> Json:
     return {
         "id": name,
         "object": "model",
-        "created": service.model.created,
+        "created": preparer.model.created,
         "owned_by": "backfill",
-        "root": service.model.root,
+        "root": preparer.model.root,
         "parent": None,
-        "max_model_len": service.info.max_model_len,
+        "max_model_len": preparer.engine.info.max_model_len,
     }

@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
-import math
-import time
-from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum
 
+from starlette.types import Receive
+
+from backfill.api.admission import Admission
+from backfill.api.body_budget import BodyBudget, Unavailable
 from backfill.api.config import ServerConfig
+from backfill.api.connected import while_connected
+from backfill.api.keys import ApiKeys
 from backfill.api.metrics import Metrics
 from backfill.core.config import EngineConfig
-from backfill.core.errors import RequestError
 from backfill.core.request import ServiceClass
 from backfill.engine.client import EngineClient
 from backfill.jobs.manager import JobManager
+from backfill.preparation.client import PreparationClient
+from backfill.protocol.preparer import (
+    Generation,
+    GenerationEndpoint,
+    RequestContext,
+    RequestPreparer,
+    TextEndpoint,
+)
 from backfill.protocol.service import CompletionService
 
-_MAX_RETRY_AFTER_S = 120
-_DRAIN_WINDOW = 64
+# Preparing so much takes about 3 ms, mostly of tokenizing; more would hold up other clients' streams.
+_INLINE_BODY_BYTES = 4 << 10
 
 
 class Phase(Enum):
@@ -28,18 +38,6 @@ class Phase(Enum):
     DRAINING = "shutting down"
 
 
-class Overloaded(Exception):
-    """The queue is full; the client may retry after ``retry_after_s`` seconds."""
-
-    def __init__(self, retry_after_s: int) -> None:
-        super().__init__(f"The server's queue is full. Please retry in {retry_after_s} s.")
-        self.retry_after_s = retry_after_s
-
-
-class Unavailable(Exception):
-    """The server is not ready; the client may retry."""
-
-
 @dataclass(slots=True)
 class ServerState:
     """Shared by all routes of one application; owned by its event loop."""
@@ -47,12 +45,25 @@ class ServerState:
     server_config: ServerConfig
     engine_config: EngineConfig
     client: EngineClient
+    preparation: PreparationClient
+    preparer: RequestPreparer | None = None  # of small bodies; set once the model is loaded
     phase: Phase = Phase.LOADING
     service: CompletionService | None = None  # set once the model is loaded
     metrics: Metrics | None = None
+    api_keys: ApiKeys | None = None  # None where requests need no key
     jobs: JobManager | None = None  # None where the Batch API is switched off
-    num_open: int = 0  # accepted choices that have not ended
-    _ended_at_s: deque[float] = field(default_factory=lambda: deque(maxlen=_DRAIN_WINDOW))
+    num_unanswered: int = 0  # accepted generation requests whose answer is not written in full
+    admission: Admission = field(init=False)
+    bodies: BodyBudget = field(init=False)
+
+    def __post_init__(self) -> None:
+        config = self.server_config
+        limits = {
+            ServiceClass.ONLINE: self.engine_config.scheduler.max_num_seqs + config.max_queued_requests,
+            ServiceClass.OFFLINE: config.max_queued_offline_requests,
+        }
+        self.admission = Admission(limits, on_refused=self._on_refused)
+        self.bodies = BodyBudget(config.max_inflight_body_bytes, config.max_body_bytes)
 
     def ready_service(self) -> CompletionService:
         """The service, if requests are taken now. Raises: Unavailable."""
@@ -60,37 +71,58 @@ class ServerState:
             raise Unavailable(f"The server is {self.phase.value}. Please retry.")
         return self.service
 
+    async def prepare(
+        self,
+        endpoint: GenerationEndpoint,
+        body: bytes,
+        context: RequestContext,
+        service_class: ServiceClass,
+        receive: Receive,
+    ) -> Generation:
+        """Check and tokenize a body; a large one in another process, while its client is there. The two
+        classes do not wait for each other there.
+
+        Raises: BackfillError, Unavailable, ClientDisconnect.
+        """
+        preparer = self.ready_preparer()
+        if len(body) <= _INLINE_BODY_BYTES:
+            return preparer.prepare(endpoint, body, context)
+        preparing = self.preparation.prepare(endpoint, body, context, service_class)
+        return await while_connected(preparing, receive)
+
+    async def answer_text(self, endpoint: TextEndpoint, body: bytes, receive: Receive) -> bytes:
+        """The JSON answer of ``/tokenize`` or ``/detokenize``, likewise."""
+        preparer = self.ready_preparer()
+        if len(body) <= _INLINE_BODY_BYTES:
+            return preparer.answer(endpoint, body)
+        return await while_connected(self.preparation.answer(endpoint, body), receive)
+
     def ready_jobs(self) -> JobManager:
         """The keeper of files and batches, which needs no engine. Raises: Unavailable."""
         if self.phase is Phase.DRAINING or self.jobs is None:
             raise Unavailable(f"The server is {self.phase.value}. Please retry.")
         return self.jobs
 
-    def admit(self, service_class: ServiceClass, num_choices: int) -> None:
-        """Take a place for each choice; each ``release`` gives one back.
+    def ready_preparer(self) -> RequestPreparer:
+        """What prepares small bodies. Raises: Unavailable."""
+        self.ready_service()
+        assert self.preparer is not None, "made with the service"
+        return self.preparer
 
-        Raises, taking none: Overloaded when the queue is full, RequestError when it could never be served.
-        """
-        limit = self.engine_config.scheduler.max_num_seqs + self.server_config.max_queued_requests
-        if num_choices > limit:
-            message = f"This server takes at most {limit} choices at once, got {num_choices}."
-            raise RequestError(message, param="n")
-        if self.num_open + num_choices > limit:
-            if self.metrics is not None:
-                self.metrics.requests.on_rejected(service_class, "queue_full")
-            raise Overloaded(self._retry_after_s(self.num_open + num_choices - limit))
-        self.num_open += num_choices
+    def suspend_offline(self, is_suspended: bool) -> None:
+        """Take and feed no offline work, or take it again; see engine/supervisor.py."""
+        self.admission.is_offline_suspended = is_suspended
         if self.metrics is not None:
-            self.metrics.requests.on_accepted(service_class, num_choices)
+            self.metrics.engine.offline_suspended.set(is_suspended)
+        self.feed_jobs()
 
-    def release(self, num_choices: int) -> None:
-        self.num_open -= num_choices
-        self._ended_at_s.extend([time.monotonic()] * num_choices)
+    def feed_jobs(self) -> None:
+        """Let batches have the engine, if there is one for them. It is taken from them when it dies."""
+        if self.jobs is None or self.service is None or self.phase is not Phase.READY:
+            return
+        if not self.admission.is_offline_suspended:
+            self.jobs.engine_ready(self.service, self.engine_config.scheduler.max_num_seqs)
 
-    def _retry_after_s(self, num_excess: int) -> int:
-        """Whole seconds until that many requests have ended at the recent rate, 1 to 120."""
-        if len(self._ended_at_s) < 2:
-            return 1
-        elapsed_s = max(1e-3, time.monotonic() - self._ended_at_s[0])
-        estimate_s = num_excess * elapsed_s / len(self._ended_at_s)
-        return min(_MAX_RETRY_AFTER_S, max(1, math.ceil(estimate_s)))
+    def _on_refused(self, service_class: ServiceClass, reason: str) -> None:
+        if self.metrics is not None:
+            self.metrics.requests.on_rejected(service_class, reason)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Any
 
 import msgspec
@@ -12,8 +12,10 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from backfill.api.connected import while_connected
 from backfill.api.errors import answer
 from backfill.core.errors import BackfillError
+from backfill.protocol.encoding import EncodedBody
 from backfill.protocol.responses import Json, error_of
 
 _encoder = msgspec.json.Encoder()
@@ -38,7 +40,8 @@ class LongResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await _while_connected(self._answer(scope, receive, send), receive)
+            with suppress(ClientDisconnect, OSError):
+                await while_connected(self._answer(scope, receive, send), receive)
         finally:
             self._on_end()
 
@@ -47,7 +50,7 @@ class LongResponse(Response):
 
 
 class WholeResponse(LongResponse):
-    """One JSON body, once ``work`` is done."""
+    """One JSON body, once ``work`` is done, in pieces that a slow reader holds up."""
 
     def __init__(self, work: Coroutine[Any, Any, Json], on_end: Callable[[], None]) -> None:
         super().__init__(on_end)
@@ -59,7 +62,18 @@ class WholeResponse(LongResponse):
         except Exception as error:
             await answer(error)(scope, receive, send)
             return
-        await Response(_encoder.encode(body), media_type="application/json")(scope, receive, send)
+        encoded = EncodedBody(body)
+        headers = [
+            (b"content-length", str(encoded.num_bytes).encode()),
+            (b"content-type", b"application/json"),
+        ]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        num_left = encoded.num_bytes
+        for piece in encoded.pieces():
+            num_left -= len(piece)
+            await send({"type": "http.response.body", "body": piece, "more_body": num_left > 0})
+            if num_left > 0:
+                await asyncio.sleep(0)  # a fast reader never makes ``send`` wait
 
 
 class EventStream(LongResponse):
@@ -142,24 +156,3 @@ async def _with_pauses(
             if not following.done():
                 following.cancel()
                 await asyncio.wait({following})
-
-
-async def _while_connected(work: Coroutine[Any, Any, None], receive: Receive) -> None:
-    """Run ``work`` to its end, or cancel it when the client disconnects."""
-
-    async def disconnected() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-
-    task, watcher = asyncio.ensure_future(work), asyncio.ensure_future(disconnected())
-    try:
-        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        watcher.cancel()
-        if not task.done():
-            task.cancel()
-            await asyncio.wait({task})
-    if not task.cancelled():
-        error = task.exception()
-        if error is not None and not isinstance(error, ClientDisconnect | OSError):
-            raise error

@@ -1,0 +1,176 @@
+"""How many requests the server takes at once, by class: offline ones never cost an online one its place."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import NoReturn
+
+from backfill.core.clock import Clock, WallClock
+from backfill.core.errors import RequestError
+from backfill.core.request import ServiceClass
+
+_MAX_RETRY_AFTER_S = 120
+_RATE_WINDOW = 64  # ended choices from which the queue's rate is estimated
+
+
+class Overloaded(Exception):
+    """A class's queue is full; the client may retry after ``retry_after_s`` seconds."""
+
+    def __init__(self, service_class: ServiceClass, retry_after_s: int) -> None:
+        super().__init__(
+            f"The server's queue of {service_class.value} requests is full. "
+            f"Please retry in {retry_after_s} s."
+        )
+        self.service_class = service_class
+        self.retry_after_s = retry_after_s
+
+
+class OfflineSuspended(Exception):
+    """No offline request is taken now; the client may retry, later than others."""
+
+    def __init__(self) -> None:
+        super().__init__("This server takes no flex requests at the moment. Please retry later.")
+
+
+class Admission:
+    """Counts the choices in the server, each class against its own limit.
+
+    Attributes:
+        is_offline_suspended: offline requests are refused whatever room there is.
+
+    Args:
+        limits: most choices of each class at once.
+        on_refused: told of every request that is refused: its class, and why in a word.
+    """
+
+    def __init__(
+        self,
+        limits: Mapping[ServiceClass, int],
+        *,
+        on_refused: Callable[[ServiceClass, str], None] = lambda *_: None,
+        clock: Clock | None = None,
+    ) -> None:
+        clock = WallClock() if clock is None else clock
+        self.is_offline_suspended = False
+        self._on_refused = on_refused
+        self._queues = {kind: _ClassQueue(kind, limit, on_refused, clock) for kind, limit in limits.items()}
+
+    @property
+    def num_open(self) -> int:
+        """Choices that hold a place."""
+        return sum(queue.num_open for queue in self._queues.values())
+
+    def check_room(self) -> None:
+        """Raise Overloaded where a request of any class would be refused: its body need not be read."""
+        if all(queue.num_free < 1 for queue in self._queues.values()):
+            self._queues[ServiceClass.ONLINE].refuse(1)
+
+    def take(self, service_class: ServiceClass, num_choices: int) -> Place:
+        """Room for a request of ``num_choices`` choices, until its place is released.
+
+        Raises, taking none: Overloaded when the queue is full, OfflineSuspended, RequestError when it could
+        never be served.
+        """
+        place = Place(self, self._queues, service_class)
+        place.resize(num_choices)
+        return place
+
+    def check_class(self, service_class: ServiceClass) -> None:
+        """Raise OfflineSuspended for a class of which nothing is taken now."""
+        if service_class is ServiceClass.OFFLINE and self.is_offline_suspended:
+            self._on_refused(service_class, "offline_suspended")
+            raise OfflineSuspended
+
+
+class Place:
+    """One request's room in its class's queue; ``Admission.take`` gives it."""
+
+    def __init__(
+        self,
+        admission: Admission,
+        queues: Mapping[ServiceClass, _ClassQueue],
+        service_class: ServiceClass,
+    ) -> None:
+        self._admission = admission
+        self._queues = queues
+        self._class = service_class
+        self._queue = queues[service_class]
+        self._num_choices = 0
+
+    def resize(self, num_choices: int, service_class: ServiceClass | None = None) -> None:
+        """Hold as many choices instead, in another class if one is given.
+
+        Raises, with the place as it was: Overloaded, OfflineSuspended, RequestError.
+        """
+        service_class = service_class or self._class
+        self._admission.check_class(service_class)
+        queue = self._queues[service_class]
+        num_held = self._num_choices if queue is self._queue else 0
+        queue.occupy(num_choices, num_held)
+        if queue is not self._queue:
+            self._queue.vacate(self._num_choices)
+        self._class, self._queue, self._num_choices = service_class, queue, num_choices
+
+    def release_choice(self) -> None:
+        """Give back the room of one choice that ran and has ended."""
+        if self._num_choices > 0:
+            self._num_choices -= 1
+            self._queue.vacate(1, have_ended=True)
+
+    def release(self) -> None:
+        """Give back what is still held, of choices that never ran; further calls do nothing."""
+        self._queue.vacate(self._num_choices)
+        self._num_choices = 0
+
+
+class _ClassQueue:
+    """One class's count, and the rate at which its choices end."""
+
+    def __init__(
+        self,
+        service_class: ServiceClass,
+        limit: int,
+        on_refused: Callable[[ServiceClass, str], None],
+        clock: Clock,
+    ) -> None:
+        self.num_open = 0
+        self._service_class = service_class
+        self._limit = limit
+        self._on_refused = on_refused
+        self._clock = clock
+        self._ended_at_s: deque[float] = deque(maxlen=_RATE_WINDOW)
+
+    @property
+    def num_free(self) -> int:
+        return self._limit - self.num_open
+
+    def occupy(self, num_choices: int, num_held: int) -> None:
+        """Make ``num_held`` choices ``num_choices``. Raises, changing nothing: Overloaded, RequestError."""
+        if num_choices > self._limit:
+            which = self._service_class.value
+            message = f"This server takes at most {self._limit} {which} choices at once, got {num_choices}."
+            raise RequestError(message, param="n")
+        num_excess = num_choices - num_held - self.num_free
+        if num_choices > num_held and num_excess > 0:
+            self.refuse(num_excess)
+        self.num_open += num_choices - num_held
+
+    def vacate(self, num_choices: int, *, have_ended: bool = False) -> None:
+        assert 0 <= num_choices <= self.num_open, (num_choices, self.num_open)
+        self.num_open -= num_choices
+        if have_ended:
+            self._ended_at_s.extend([self._clock.now_s()] * num_choices)
+
+    def refuse(self, num_excess: int) -> NoReturn:
+        self._on_refused(self._service_class, "queue_full")
+        raise Overloaded(self._service_class, self._retry_after_s(num_excess))
+
+    def _retry_after_s(self, num_excess: int) -> int:
+        """Whole seconds until that many choices have ended at the recent rate, 1 to 120."""
+        if len(self._ended_at_s) < 2:
+            return 1
+        elapsed_s = max(1e-3, self._clock.now_s() - self._ended_at_s[0])
+        estimate_s = num_excess * elapsed_s / len(self._ended_at_s)
+        return min(_MAX_RETRY_AFTER_S, max(1, math.ceil(estimate_s)))

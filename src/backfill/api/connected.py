@@ -1,0 +1,37 @@
+"""Work that is only worth doing while its client is there."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive
+
+Result = TypeVar("Result")
+
+
+async def while_connected(work: Coroutine[Any, Any, Result], receive: Receive) -> Result:
+    """The result of ``work``, which is cancelled when the client disconnects.
+
+    Args:
+        receive: of a request whose body has been read.
+    Raises: ClientDisconnect, and what ``work`` does.
+    """
+
+    async def disconnected() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    task, watcher = asyncio.ensure_future(work), asyncio.ensure_future(disconnected())
+    try:
+        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        watcher.cancel()
+        if not task.done():
+            task.cancel()
+            await asyncio.wait({task})
+    if task.cancelled():
+        raise ClientDisconnect
+    return task.result()

@@ -1,0 +1,302 @@
+"""What one connection may cost before anyone knows whose it is: bytes, time, and a descriptor.
+
+Uvicorn's protocol reads heads of any size and waits for clients without end. This one refuses:
+
+==========================================  =======================================================
+a URL or a head over its limit              414, 431
+a head that is not whole in time            408
+a body that pauses or trickles              408
+a reader that takes nothing for too long    the connection is aborted, and so is the request behind it
+more connections than allowed               503
+==========================================  =======================================================
+
+Answers have OpenAI's error shape, and the connection is closed after each. Times are checked every quarter
+of the shortest one, so a client may have that much longer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any
+
+import httptools
+import msgspec
+import uvicorn
+from uvicorn._types import ASGI3Application
+from uvicorn.config import Config
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.server import ServerState
+
+from backfill.core.errors import ConfigError
+from backfill.protocol.responses import error_body
+
+# Requests that one connection may send ahead of its answers.
+MAX_PIPELINED = 16
+# A body may come in chunks of a byte, each with 5 bytes of framing; more per byte is an attack.
+_MAX_FRAMING_PER_BYTE = 8
+# A body may take longer than allowed for all if it comes so fast, as large uploads do.
+_LEAST_BODY_BYTES_PER_S = 16 << 10
+# A refused client is read for this long, unparsed: closed at once, it would see a reset and no answer.
+_LINGER_S = 1.0
+
+
+if not hasattr(HttpToolsProtocol, "_start_asgi_task"):
+    # Without this hook no disconnect would reach a request with others pipelined behind it.
+    raise ConfigError(f"Backfill needs uvicorn from 0.54 to below 1, and not this {uvicorn.__version__}.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectionLimits:
+    """Limits of each connection, and of their number."""
+
+    max_connections: int
+    max_head_bytes: int = 64 << 10
+    max_url_bytes: int = 8 << 10
+    head_timeout_s: float = 10.0
+    body_timeout_s: float = 30.0
+    whole_body_timeout_s: float = 300.0
+    write_timeout_s: float = 30.0
+
+    @property
+    def check_interval_s(self) -> float:
+        timeouts_s = (
+            self.head_timeout_s,
+            self.body_timeout_s,
+            self.whole_body_timeout_s,
+            self.write_timeout_s,
+        )
+        return min(*timeouts_s, 4 * _LINGER_S) / 4
+
+
+class _Refusal(Exception):
+    """Raised inside the parser's callbacks; the parser hands it on as the context of its own error."""
+
+    def __init__(self, status: HTTPStatus, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class LimitedHttpProtocol(HttpToolsProtocol):
+    """One connection, within ``limits``."""
+
+    def __init__(
+        self,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+        *,
+        limits: ConnectionLimits,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        self._limits = limits
+        self._checks: asyncio.TimerHandle | None = None
+        self._running: RequestResponseCycle | None = None
+        self._in_message = False
+        self._num_begun = 0  # messages that began in the bytes being parsed
+        self._num_head_bytes = 0  # of the message, as parsed, trailers included
+        self._num_other_bytes = 0  # of the message, as received, without its body
+        self._num_body_bytes = 0
+        self._head_since_s: float | None = None  # while a head is awaited
+        self._body_since_s = 0.0  # last progress of the body
+        self._body_awaited_s = 0.0  # how long the client was waited for, over the whole body
+        self._answered_at_s = 0.0
+        self._sent_at_s = 0.0  # last progress of the reader
+        self._num_unsent = 0
+        self._refused_at_s: float | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        if len(self.connections) >= self._limits.max_connections:
+            self.transport = transport
+            self._refused_at_s = self.loop.time()
+            transport.write(_answer(HTTPStatus.SERVICE_UNAVAILABLE, "The server has too many connections."))
+            transport.close()
+            return
+        super().connection_made(transport)
+        self._head_since_s = self.loop.time()
+        self._checks = self.loop.call_later(self._limits.check_interval_s, self._check)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._checks is not None:
+            self._checks.cancel()
+        if self._running is not None:  # with pipelined requests behind it, uvicorn would tell only the last
+            self._running.disconnected = True
+            self._running.message_event.set()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._refused_at_s is not None or self.parser is None:
+            return
+        self._unset_keepalive_if_required()
+        if not self._in_message and self._head_since_s is None:
+            self._head_since_s = self.loop.time()
+        was_in_message, self._num_begun, num_body_bytes = self._in_message, 0, self._num_body_bytes
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            pass  # no protocol is offered; the request is answered as if it had not asked
+        except httptools.HttpParserError as error:
+            cause = error.__context__
+            if not isinstance(cause, _Refusal):
+                cause = _Refusal(HTTPStatus.BAD_REQUEST, "This is not a valid HTTP/1.1 request.")
+            self._refuse(cause.status, str(cause))
+            return
+        if self._num_begun + was_in_message > 1:
+            self._num_other_bytes = 0  # only the parser knows how many of the bytes are the last message's
+        elif self._in_message:
+            received = self._num_body_bytes - (0 if self._num_begun else num_body_bytes)
+            self._num_other_bytes += len(data) - received
+            self._check_framing()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._in_message = True
+        self._num_begun += 1
+        self._num_head_bytes = self._num_other_bytes = self._num_body_bytes = 0
+        if self._head_since_s is None:
+            self._head_since_s = self.loop.time()
+
+    def on_url(self, url: bytes) -> None:
+        super().on_url(url)
+        if len(self.url) > self._limits.max_url_bytes:
+            message = f"The URL is over the limit of {self._limits.max_url_bytes} bytes."
+            raise _Refusal(HTTPStatus.REQUEST_URI_TOO_LONG, message)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._num_head_bytes += len(name) + len(value) + len(b": \r\n")
+        if self._num_head_bytes > self._limits.max_head_bytes:
+            raise self._head_too_large()
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        if len(self.pipeline) >= MAX_PIPELINED:
+            message = f"At most {MAX_PIPELINED} requests may be sent ahead of their answers."
+            raise _Refusal(HTTPStatus.TOO_MANY_REQUESTS, message)
+        self._head_since_s = None
+        self._body_since_s = self.loop.time()
+        self._body_awaited_s = 0.0
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._num_body_bytes += len(body)
+        self._body_since_s = self.loop.time()
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._in_message = False
+        super().on_message_complete()
+        if self.cycle.response_complete:  # answered before it was whole: nothing else waits for the next head
+            self._head_since_s = self.loop.time()
+
+    def on_response_complete(self) -> None:
+        self._answered_at_s = self.loop.time()
+        super().on_response_complete()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
+
+    @property
+    def _is_answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _check_framing(self) -> None:
+        most = self._limits.max_head_bytes + _MAX_FRAMING_PER_BYTE * self._num_body_bytes
+        if self._num_other_bytes > most:
+            refusal = self._head_too_large()
+            self._refuse(refusal.status, str(refusal))
+
+    def _head_too_large(self) -> _Refusal:
+        message = f"The request's headers are over the limit of {self._limits.max_head_bytes} bytes."
+        return _Refusal(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, message)
+
+    def _check(self) -> None:
+        """End the connection where its client kept it waiting for too long."""
+        now_s = self.loop.time()
+        self._checks = self.loop.call_later(self._limits.check_interval_s, self._check)
+        if self._refused_at_s is not None:
+            if now_s - self._refused_at_s >= _LINGER_S:
+                self.transport.abort()
+        elif self._reader_stalls(now_s):
+            _reset(self.transport)
+        elif self._head_since_s is not None:
+            self._check_head(now_s)
+        elif self._in_message:
+            self._check_body(now_s)
+
+    def _reader_stalls(self, now_s: float) -> bool:
+        num_unsent = self.transport.get_write_buffer_size()
+        # Only while nothing is added to the buffer does its size say whether the client reads.
+        is_constant = self.flow.write_paused or self.transport.is_closing() or not self._is_answering
+        if num_unsent == 0 or not is_constant or num_unsent != self._num_unsent:
+            self._sent_at_s = now_s
+        self._num_unsent = num_unsent
+        return now_s - self._sent_at_s >= self._limits.write_timeout_s
+
+    def _check_head(self, now_s: float) -> None:
+        assert self._head_since_s is not None
+        if self._is_answering:  # the connection lives for that answer's sake; reading may be paused too
+            self._head_since_s = now_s
+        elif now_s - self._head_since_s < self._limits.head_timeout_s:
+            pass
+        elif self._in_message:
+            message = f"The request's head was not whole after {self._limits.head_timeout_s:g} s."
+            self._refuse(HTTPStatus.REQUEST_TIMEOUT, message)
+        else:
+            self.transport.close()
+
+    def _check_body(self, now_s: float) -> None:
+        if self.cycle.response_complete:  # the rest of a body that nobody wants
+            if now_s - self._answered_at_s >= self._limits.head_timeout_s:
+                self.transport.abort()
+        elif self.cycle.body or self.flow.read_paused or self.pipeline:  # it is the app that is waited for
+            self._body_since_s = now_s
+        elif now_s - self._body_since_s >= self._limits.body_timeout_s:
+            message = f"Nothing of the request's body came for {self._limits.body_timeout_s:g} s."
+            self._refuse(HTTPStatus.REQUEST_TIMEOUT, message)
+        else:
+            self._body_awaited_s += self._limits.check_interval_s
+            enough_s = self._num_body_bytes / _LEAST_BODY_BYTES_PER_S
+            if self._body_awaited_s >= max(self._limits.whole_body_timeout_s, enough_s):
+                message = f"The request's body was not whole after {self._limits.whole_body_timeout_s:g} s."
+                self._refuse(HTTPStatus.REQUEST_TIMEOUT, message)
+
+    def _refuse(self, status: HTTPStatus, message: str) -> None:
+        """Answer in the app's place and read no more; what is already being answered is cut off."""
+        self._refused_at_s = self.loop.time()
+        if self._is_answering:
+            is_of_earlier = self._head_since_s is not None or bool(self.pipeline)
+            if is_of_earlier or self.cycle.response_started:
+                self.transport.abort()
+                return
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        self.flow.resume_reading()
+        self.transport.write(_answer(status, message))
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        else:
+            self.transport.close()
+
+
+def _reset(transport: asyncio.Transport) -> None:
+    """Abort, and have the kernel forget what it holds for the reader too."""
+    connection = transport.get_extra_info("socket")
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    transport.abort()
+
+
+def _answer(status: HTTPStatus, message: str) -> bytes:
+    kind = "service_unavailable_error" if status >= 500 else "invalid_request_error"
+    code = "server_is_overloaded" if status >= 500 else None
+    body = msgspec.json.encode(error_body(message, kind, code=code))
+    retry_after = "Retry-After: 2\r\n" if status >= 500 else ""
+    head = (
+        f"HTTP/1.1 {status.value} {status.phrase}\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(body)}\r\n{retry_after}Connection: close\r\n\r\n"
+    )
+    return head.encode() + body

@@ -1,0 +1,229 @@
+"""API keys: who owns which, and whether a key that was sent is one of them.
+
+Of a key only its digest is kept. An owner is the key's name, or the digest of a key without one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import os
+import re
+import stat
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from backfill.core.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_DIGEST = re.compile(r"[0-9a-fA-F]{64}")
+_SENDABLE = re.compile(r"[!-~]+")  # printable ASCII: what every client can put into a header
+# A text whose only "=" are its last characters is a key in padded base64 if it has this many characters
+# (16 bytes). A shorter one is more likely a name whose key was left out.
+_MIN_PADDED_CHARS = 24
+_MAX_KEYS = 1000  # every one is compared with every request's
+_MAX_FILE_BYTES = 1 << 20
+_POLL_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class ApiKey:
+    """A key clients may send. ``digest`` is its SHA-256."""
+
+    owner: str
+    digest: bytes = field(repr=False)
+
+
+def parse_option(text: str) -> ApiKey:
+    """The key of one ``--api-key``: ``NAME=KEY``, ``KEY``, or ``=KEY`` for a key that looks named.
+
+    The name is what stands before the first ``=``, if a name may look so; the key is everything after it. A
+    key of 24 or more characters whose only ``=`` are at its end (base64) has no name.
+
+    Raises: ConfigError without a key, or for a name that is not allowed; it does not show the text.
+    """
+    text = text.strip()
+    name, equals, key = text.partition("=")
+    if not text.strip("="):
+        raise ConfigError("it must not be empty")
+    if equals and not name:
+        return _unnamed(key)
+    if not equals or not _NAME.fullmatch(name):
+        return _unnamed(text)
+    if key.strip("="):
+        return _named(name, key)
+    if len(text) < _MIN_PADDED_CHARS:
+        raise ConfigError("a name without a key; a key without a name that ends in '=' is written '=KEY'")
+    return _unnamed(text)
+
+
+def parse_key_file(content: bytes) -> tuple[ApiKey, ...]:
+    """The keys of a file with lines ``NAME=KEY``; blank lines and those that begin with ``#`` are skipped.
+
+    Raises: ConfigError naming the line, never showing it; or when there is no key.
+    """
+    keys: dict[bytes, ApiKey] = {}
+    for number, line in enumerate(content.removeprefix(b"\xef\xbb\xbf").splitlines(), start=1):
+        try:
+            key = _parse_line(line)
+            if key is not None:
+                _add(keys, key)
+        except ConfigError as error:
+            raise ConfigError(f"line {number}: {error}") from None
+    if not keys:
+        raise ConfigError("it has no keys")
+    return tuple(keys.values())
+
+
+class ApiKeys:
+    """All keys in force: those of the options, and those of a file that is read again when it changes.
+
+    ``owner_of`` may be called while another thread reloads: it sees the old keys or the new ones.
+
+    Args:
+        options: the values of ``--api-key``.
+        file: the value of ``--api-key-file``.
+    Raises: ConfigError naming the option, and the file's line; never a key.
+    """
+
+    def __init__(self, options: Sequence[str], file: Path | None = None) -> None:
+        fixed: dict[bytes, ApiKey] = {}
+        for number, text in enumerate(options, start=1):
+            try:
+                _add(fixed, parse_option(text))
+            except ConfigError as error:
+                which = f" (number {number} of {len(options)})" if len(options) > 1 else ""
+                raise ConfigError(f"--api-key{which}: {error}.") from None
+        self._fixed = tuple(fixed.values())
+        self._keys = self._fixed
+        self._file = file
+        self._content_digest = b""  # of the file as it was last read
+        self._fault = ""
+        if file is not None:
+            self._take_file(file)
+        logger.info("%d API keys of %d owners", len(self._keys), len({key.owner for key in self._keys}))
+
+    def owner_of(self, key: str) -> str | None:
+        """Whose ``key`` is; None for an unknown one."""
+        digest = hashlib.sha256(key.encode()).digest()
+        # Every key is compared, in constant time, so that the answer's delay tells nothing.
+        owners = [known.owner for known in self._keys if hmac.compare_digest(digest, known.digest)]
+        return owners[0] if owners else None
+
+    def reload(self) -> None:
+        """Take the file's keys if it has changed. A broken file is logged and changes nothing."""
+        if self._file is None:
+            return
+        try:
+            if self._take_file(self._file):
+                logger.info("--api-key-file %s: read again; %d API keys", self._file, len(self._keys))
+            self._fault = ""
+        except ConfigError as error:
+            if str(error) != self._fault:  # said once, not at every look
+                logger.error("%s The keys stay as they were.", error)
+            self._fault = str(error)
+
+    def _take_file(self, path: Path) -> bool:
+        """Whether the file has other content than before; then its keys are in force. Raises: ConfigError."""
+        content, mode = _read(path)
+        digest = hashlib.sha256(content).digest()
+        if digest == self._content_digest:
+            return False
+        self._content_digest = digest
+        if mode & stat.S_IROTH:
+            logger.warning("--api-key-file %s can be read by every user of this machine (chmod 600)", path)
+        try:
+            keys = {key.digest: key for key in self._fixed}
+            for key in parse_key_file(content):
+                _add(keys, key)
+        except ConfigError as error:
+            raise ConfigError(f"--api-key-file {path}: {error}.") from None
+        self._keys = tuple(keys.values())
+        return True
+
+
+class KeyFileWatch:
+    """Reloads ``keys`` every few seconds until it is stopped, in a thread of its own.
+
+    Neither the event loop nor its executor waits for the file: on a disk that hangs, only this thread does.
+    """
+
+    def __init__(self, keys: ApiKeys, poll_s: float = _POLL_S) -> None:
+        self._keys = keys
+        self._poll_s = poll_s
+        self._is_stopped = threading.Event()
+        # A daemon, and never joined: a disk that hangs must not keep the server from ending.
+        self._thread = threading.Thread(target=self._run, name="api-key-file", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._is_stopped.set()
+
+    def _run(self) -> None:
+        while not self._is_stopped.wait(self._poll_s):
+            try:
+                self._keys.reload()
+            except Exception:
+                logger.exception("The API keys could not be read again")
+
+
+def _parse_line(line: bytes) -> ApiKey | None:
+    """The key of one line; None for a blank one or a comment. Raises: ConfigError."""
+    try:
+        text = line.decode().strip()
+    except UnicodeDecodeError:
+        raise ConfigError("it is not UTF-8") from None
+    if not text or text.startswith("#"):
+        return None
+    name, equals, key = text.partition("=")
+    if not equals:
+        raise ConfigError("expected NAME=KEY")
+    return _named(name.strip(), key.strip())
+
+
+def _named(name: str, key: str) -> ApiKey:
+    if not _NAME.fullmatch(name):
+        raise ConfigError("a name must be 1 to 64 of the characters A-Z, a-z, 0-9, '_', '.' and '-'")
+    if _DIGEST.fullmatch(name):
+        raise ConfigError(
+            "a name must not be 64 hexadecimal digits, which is how keys without a name are told apart"
+        )
+    if not _SENDABLE.fullmatch(key):
+        raise ConfigError("a key must be printable ASCII without spaces, and not empty")
+    return ApiKey(name, hashlib.sha256(key.encode()).digest())
+
+
+def _unnamed(key: str) -> ApiKey:
+    digest = hashlib.sha256(key.encode())
+    return ApiKey(digest.hexdigest(), digest.digest())
+
+
+def _add(keys: dict[bytes, ApiKey], key: ApiKey) -> None:
+    """Enter ``key`` by its digest. Raises: ConfigError when it is another owner's, or there are too many."""
+    if keys.setdefault(key.digest, key).owner != key.owner:
+        raise ConfigError("the same key is given to two owners")
+    if len(keys) > _MAX_KEYS:
+        raise ConfigError(f"more than {_MAX_KEYS} keys")
+
+
+def _read(path: Path) -> tuple[bytes, int]:
+    """The file's content and mode. Raises: ConfigError."""
+    try:
+        # Opening a pipe would wait for whoever writes to it.
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise ConfigError(f"--api-key-file {path} is not a regular file.")
+        with path.open("rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            content = file.read(_MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"--api-key-file {path} cannot be read: {error.strerror or error}.") from error
+    if len(content) > _MAX_FILE_BYTES:
+        raise ConfigError(f"--api-key-file {path} is larger than {_MAX_FILE_BYTES} bytes.")
+    return content, mode

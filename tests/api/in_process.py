@@ -1,0 +1,179 @@
+"""The whole application over real sockets, with an engine that is only a script."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import threading
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+from backfill.api.app import create_app
+from backfill.api.config import ServerConfig
+from backfill.api.loop_lag import LoopLag
+from backfill.api.metrics import Metrics
+from backfill.api.state import Phase, ServerState
+from backfill.core.config import EngineConfig, SchedulerConfig
+from backfill.core.request import FinishReason, RequestId, ServiceClass
+from backfill.core.sampling import SamplingParams
+from backfill.core.slo import SLO
+from backfill.engine.client import EngineClient
+from backfill.engine.messages import TokenOutput
+from backfill.generation.generator import TextGenerator
+from backfill.generation.tokenizer import Tokenizer
+from backfill.models.generation_config import GenerationDefaults
+from backfill.preparation.client import PreparationClient
+from backfill.protocol.preparer import (
+    EngineFacts,
+    Generation,
+    GenerationEndpoint,
+    RequestContext,
+    RequestPreparer,
+    ServedModel,
+    TextEndpoint,
+)
+from backfill.protocol.service import CompletionService
+from tests.api.sockets import limits, serving
+from tests.builders import make_info
+
+
+class ScriptedEngine:
+    """Makes token 5 as often as asked, each request's all at once, as soon as ``may_end`` is set.
+
+    Attributes:
+        num_running: requests that were not ended, here or by their reader.
+        prompts: of all requests, as they came.
+    """
+
+    def __init__(self) -> None:
+        self.info = make_info(num_blocks=1024, block_size=16)
+        self.may_end = threading.Event()
+        self.num_running = 0
+        self.prompts: list[list[int]] = []
+
+    async def generate(
+        self,
+        request_id: RequestId,
+        prompt_token_ids: list[int],
+        sampling: SamplingParams,
+        *,
+        on_end: Callable[[], None] | None = None,
+        **_: object,
+    ) -> AsyncGenerator[TokenOutput, None]:
+        self.prompts.append(prompt_token_ids)
+        self.num_running += 1
+        try:
+            while not self.may_end.is_set():
+                await asyncio.sleep(0.005)
+        finally:
+            self.num_running -= 1
+            if on_end is not None:
+                on_end()
+        for number in range(1, sampling.max_tokens + 1):
+            reason = FinishReason.LENGTH if number == sampling.max_tokens else None
+            yield TokenOutput(request_id, 5, finish_reason=reason)
+
+
+class InlinePreparation:
+    """Prepares large bodies where small ones are prepared.
+
+    Attributes:
+        held: what a body has in it that is never prepared; None holds none.
+        num_held: bodies that wait.
+    """
+
+    def __init__(self, preparer: RequestPreparer) -> None:
+        self._preparer = preparer
+        self.held: bytes | None = None
+        self.num_held = 0
+
+    is_up, num_deaths = True, 0
+
+    async def prepare(
+        self,
+        endpoint: GenerationEndpoint,
+        body: bytes,
+        context: RequestContext,
+        service_class: ServiceClass,
+    ) -> Generation:
+        await self._wait_if_held(body)
+        return self._preparer.prepare(endpoint, body, context)
+
+    async def answer(self, endpoint: TextEndpoint, body: bytes) -> bytes:
+        await self._wait_if_held(body)
+        return self._preparer.answer(endpoint, body)
+
+    async def _wait_if_held(self, body: bytes) -> None:
+        if self.held is None or self.held not in body:
+            return
+        self.num_held += 1
+        try:
+            await asyncio.get_running_loop().create_future()
+        finally:
+            self.num_held -= 1
+
+
+@functools.cache
+def _tokenizer(model: Path) -> Tokenizer:
+    return Tokenizer.from_folder(model)
+
+
+class InProcessServer:
+    """A state that is ready, and where it listens."""
+
+    def __init__(
+        self, port: int, state: ServerState, engine: ScriptedEngine, preparation: InlinePreparation
+    ) -> None:
+        self.port = port
+        self.url = f"http://127.0.0.1:{port}"
+        self.state = state
+        self.engine = engine
+        self.preparation = preparation
+
+
+@contextmanager
+def in_process_server(
+    model: Path,
+    *,
+    max_num_seqs: int = 2,
+    connection: dict[str, float] | None = None,
+    is_open: bool = True,
+    tokenizer: Tokenizer | None = None,
+    **config: Any,
+) -> Iterator[InProcessServer]:
+    """Serve with a scripted engine.
+
+    Args:
+        connection: fields of ``ConnectionLimits``.
+        is_open: the engine ends requests from the start.
+        tokenizer: None takes the model's.
+        config: fields of ``ServerConfig``.
+    """
+    engine_config = EngineConfig(model_dir=str(model), scheduler=SchedulerConfig(max_num_seqs=max_num_seqs))
+    engine = ScriptedEngine()
+    if is_open:
+        engine.may_end.set()
+    client = cast(EngineClient, engine)
+    served = ServedModel(names=("m",), root=str(model), folder=model, created=0)
+    tokenizer = tokenizer or _tokenizer(model)
+    server_config = ServerConfig(**config)
+    preparer = RequestPreparer(
+        served,
+        tokenizer,
+        GenerationDefaults(),
+        max_response_tokens=server_config.max_response_tokens,
+    )
+    preparer.facts = EngineFacts(
+        info=engine.info, default_slo=SLO(1.0, 0.15), cost=None, scheduler=engine_config.scheduler
+    )
+    preparation = InlinePreparation(preparer)
+    state = ServerState(
+        server_config, engine_config, client, cast(PreparationClient, preparation), preparer, Phase.READY
+    )
+    state.metrics = Metrics("m", engine.info, slo=SLO(1.0, 0.15), loop_lag=LoopLag("m"), jobs=None)
+    generator = TextGenerator(client, tokenizer, state.metrics.requests)
+    state.service = CompletionService(served, tokenizer, generator)
+    with serving(create_app(state), limits(**(connection or {})), send_buffer_bytes=8192) as port:
+        yield InProcessServer(port, state, engine, preparation)

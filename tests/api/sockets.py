@@ -1,0 +1,113 @@
+"""A real HTTP server around a small ASGI application, and plain sockets to it."""
+
+from __future__ import annotations
+
+import re
+import socket
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import uvloop
+
+from backfill.api.http_protocol import ConnectionLimits
+from backfill.api.server import HttpServer, bind
+
+TIMEOUT_S = 20.0
+App = Callable[[Any, Any, Any], Awaitable[None]]
+
+
+def limits(**fields: float) -> ConnectionLimits:
+    return ConnectionLimits(**{"max_connections": 100, **fields})  # type: ignore[arg-type]
+
+
+@contextmanager
+def serving(app: App, limits: ConnectionLimits, *, send_buffer_bytes: int | None = None) -> Iterator[int]:
+    """Serve ``app`` in a thread of its own; gives the port.
+
+    Args:
+        send_buffer_bytes: of each connection in the kernel, which grows to megabytes by itself.
+    """
+    listener = bind("127.0.0.1", 0)
+    if send_buffer_bytes is not None:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer_bytes)
+    server = HttpServer(app, limits)
+    thread = threading.Thread(target=lambda: uvloop.run(server.serve(sockets=[listener])))
+    thread.start()
+    try:
+        yield listener.getsockname()[1]
+    finally:
+        server.should_exit = True
+        thread.join(TIMEOUT_S)
+        assert not thread.is_alive()
+
+
+class RawClient:
+    """A connection that says exactly what a test wants."""
+
+    def __init__(self, port: int, *, receive_buffer_bytes: int | None = None) -> None:
+        self.socket = socket.socket()
+        if receive_buffer_bytes is not None:
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer_bytes)
+        self.socket.settimeout(TIMEOUT_S)
+        self.socket.connect(("127.0.0.1", port))
+        self._received = b""
+
+    def __enter__(self) -> RawClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.socket.close()
+
+    def send(self, data: bytes) -> None:
+        self.socket.sendall(data)
+
+    def answer(self) -> tuple[int, bytes]:
+        """Status and body of the next answer, which must have a Content-Length."""
+        while b"\r\n\r\n" not in self._received:
+            self._receive()
+        head, _, rest = self._received.partition(b"\r\n\r\n")
+        match = re.search(rb"content-length: (\d+)", head.lower())
+        assert match is not None, head
+        length = int(match[1])
+        self._received = rest
+        while len(self._received) < length:
+            self._receive()
+        body, self._received = self._received[:length], self._received[length:]
+        return int(head.split(b" ")[1]), body
+
+    def is_closed(self) -> bool:
+        """Whether the server ends the connection, with nothing more to read."""
+        try:
+            return self.socket.recv(1) == b"" and not self._received
+        except ConnectionResetError:
+            return True
+
+    def _receive(self) -> None:
+        data = self.socket.recv(65536)
+        assert data, f"the connection ended after {self._received!r}"
+        self._received += data
+
+
+def request(
+    method: str = "POST", path: str = "/", body: bytes = b"", headers: dict[str, str] | None = None
+) -> bytes:
+    fields = {"Host": "localhost", "Content-Length": str(len(body)), **(headers or {})}
+    lines = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
+    return f"{method} {path} HTTP/1.1\r\n{lines}\r\n".encode() + body
+
+
+async def echo(scope: Any, receive: Any, send: Any) -> None:
+    """Answers with the path and the request's body."""
+    body, more = b"", True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return
+        body += message.get("body", b"")
+        more = message.get("more_body", False)
+    content = scope["path"].encode() + b" " + body
+    headers = [(b"content-length", str(len(content)).encode())]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": content})

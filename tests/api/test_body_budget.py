@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import pytest
+
+from backfill.api.body_budget import SMALL_BODY_BYTES, BodyBudget, OfflineUnavailable, Unavailable
+
+MIB = 1 << 20
+
+
+def test_bodies_share_the_budget_until_they_are_done() -> None:
+    budget = BodyBudget(100, 100)
+    with budget.hold() as one, budget.hold() as two:
+        one.add(60)
+        two.add(40)
+        with pytest.raises(Unavailable):
+            two.add(1)
+        assert budget.num_bytes == 100
+    assert budget.num_bytes == 0
+
+
+def test_a_body_that_fails_gives_its_bytes_back() -> None:
+    budget = BodyBudget(10, 10)
+
+    def fail() -> None:
+        with budget.hold() as held:
+            held.add(10)
+            held.add(1)
+
+    with pytest.raises(Unavailable):
+        fail()
+    assert budget.num_bytes == 0
+
+
+def test_offline_bodies_hold_a_quarter_and_leave_the_rest_to_online_ones() -> None:
+    budget = BodyBudget(16 * MIB, MIB)
+    with budget.hold() as offline, budget.hold() as refused, budget.hold() as online:
+        offline.add(4 * MIB)
+        offline.become_offline()
+        refused.add(1)
+        with pytest.raises(OfflineUnavailable):
+            refused.become_offline()
+        online.add(11 * MIB - 1)
+    assert (budget.num_bytes, budget.num_offline_bytes) == (0, 0)
+    with budget.hold() as offline:
+        offline.add(MIB)
+        offline.become_offline()
+
+
+def test_small_bodies_find_room_where_large_ones_hold_all_they_may() -> None:
+    budget = BodyBudget(16 * MIB, MIB)
+    with budget.hold() as large, budget.hold() as small:
+        large.add(15 * MIB)
+        with pytest.raises(Unavailable):
+            large.add(1)
+        small.add(SMALL_BODY_BYTES)
+        with pytest.raises(Unavailable):
+            small.add(1)
+        assert budget.num_bytes == 15 * MIB + SMALL_BODY_BYTES
+
+
+def test_a_budget_of_one_body_takes_one_of_either_class() -> None:
+    budget = BodyBudget(MIB, MIB)
+    for _ in range(2):
+        with budget.hold() as held:
+            held.add(MIB)
+            held.become_offline()

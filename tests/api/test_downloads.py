@@ -1,0 +1,105 @@
+"""Ranges of a download, and how refusals of the job store are answered."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from backfill.api.downloads import DownloadResponse, parse_range
+from backfill.api.errors import answer
+from backfill.jobs.downloads import PIECE_BYTES, Download
+from backfill.jobs.errors import StorageFull, TooMany
+from backfill.jobs.threads import ThreadPool
+
+CONTENT = bytes(range(256)) * 10
+
+
+@pytest.mark.parametrize(
+    ("header", "found"),
+    [
+        ("bytes=0-0", (0, 1)),
+        ("bytes=5-", (5, 100)),
+        ("bytes=90-200", (90, 100)),
+        ("bytes=-7", (93, 100)),
+        ("bytes=-200", (0, 100)),
+        ("bytes=100-", (100, 100)),
+        ("bytes=999-1000", (100, 100)),
+        ("bytes=7-6", None),
+        ("bytes=-", None),
+        ("bytes=0-1,3-4", None),
+        ("lines=0-1", None),
+        ("bytes=" + "9" * 5000 + "-", None),
+    ],
+)
+def test_ranges(header: str, found: tuple[int, int] | None) -> None:
+    assert parse_range(header, 100) == found
+
+
+def download(
+    path: Path, byte_range: str | None = None, *, leaves_after: int | None = None
+) -> tuple[int, dict[str, str], bytes]:
+    """Status, headers and body; the client leaves once it has so many pieces."""
+    path.write_bytes(CONTENT if not path.exists() else path.read_bytes())
+
+    async def run() -> list[Any]:
+        messages: list[Any] = []
+        left = asyncio.Event()
+
+        async def receive() -> Any:
+            await left.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            messages.append(message)
+            if len(messages) - 1 == leaves_after:
+                left.set()
+            await asyncio.sleep(0)
+
+        opened = await Download.open(path, ThreadPool("downloads", 1))
+        await DownloadResponse(opened, "a b.jsonl", byte_range)({"type": "http"}, receive, send)
+        return messages
+
+    head, *rest = asyncio.run(run())
+    headers = {name.decode(): value.decode() for name, value in head["headers"]}
+    return head["status"], headers, b"".join(message["body"] for message in rest)
+
+
+def test_a_whole_file(tmp_path: Path) -> None:
+    status, headers, body = download(tmp_path / "f")
+    assert (status, body) == (200, CONTENT)
+    assert headers["content-length"] == str(len(CONTENT))
+    assert headers["content-type"] == "application/octet-stream"
+    assert headers["content-disposition"] == "attachment; filename*=utf-8''a%20b.jsonl"
+
+
+def test_a_part_of_a_file(tmp_path: Path) -> None:
+    status, headers, body = download(tmp_path / "f", "bytes=250-259")
+    assert (status, body) == (206, CONTENT[250:260])
+    assert (headers["content-range"], headers["content-length"]) == ("bytes 250-259/2560", "10")
+
+
+def test_a_range_beyond_the_file(tmp_path: Path) -> None:
+    status, headers, body = download(tmp_path / "f", "bytes=2560-")
+    assert (status, body) == (416, b"")
+    assert headers["content-range"] == "bytes */2560"
+
+
+def test_no_more_is_read_for_a_client_that_has_left(tmp_path: Path) -> None:
+    (tmp_path / "f").write_bytes(bytes(5 * PIECE_BYTES))
+    _, _, body = download(tmp_path / "f", leaves_after=2)
+    assert len(body) == 2 * PIECE_BYTES
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "kind"),
+    [(TooMany("full"), 429, "rate_limit_error"), (StorageFull("full"), 507, "server_error")],
+)
+def test_refusals_that_no_quick_retry_cures(error: Exception, status: int, kind: str) -> None:
+    response = answer(error)
+    assert response.status_code == status
+    assert response.headers["x-should-retry"] == "false"
+    assert json.loads(bytes(response.body))["error"]["type"] == kind

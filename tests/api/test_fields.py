@@ -1,0 +1,116 @@
+"""Fields that decide how a request is run and how its prompt is made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from tokenizers import Tokenizer as BackendTokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
+
+from backfill.generation.tokenizer import Tokenizer
+from tests.api.in_process import InProcessServer, in_process_server
+
+BOS, USER, ASSISTANT, HI, LOUD, OK = range(6)
+WORDS = {"bos": BOS, "user": USER, "assistant": ASSISTANT, "hi": HI, "loud": LOUD, "ok": OK}
+TEMPLATE = (
+    "{% if shout %}loud {% endif %}"
+    "{% for message in messages %}{{ message.role }} {{ message.content }} {% endfor %}"
+    "{% if add_generation_prompt %}assistant{% endif %}"
+)
+MESSAGES = [{"role": "user", "content": "hi"}]
+CONTINUED = [*MESSAGES, {"role": "assistant", "content": "ok"}]
+
+
+def make_tokenizer() -> Tokenizer:
+    """One token a word, and one before every text that asks for special tokens."""
+    backend = BackendTokenizer(WordLevel(WORDS, unk_token="ok"))
+    backend.pre_tokenizer = Whitespace()
+    backend.post_processor = TemplateProcessing(single="bos $A", special_tokens=[("bos", BOS)])
+    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=TEMPLATE))
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InProcessServer]:
+    folder: Path = tmp_path_factory.mktemp("model")
+    with in_process_server(folder, tokenizer=make_tokenizer()) as server:
+        yield server
+
+
+def chat(server: InProcessServer, **fields: Any) -> list[int]:
+    """The prompt that a chat becomes."""
+    body = {"messages": MESSAGES, "max_tokens": 1, **fields}
+    assert httpx.post(f"{server.url}/v1/chat/completions", json=body).status_code == 200
+    return server.engine.prompts[-1]
+
+
+def tokenize(server: InProcessServer, **fields: Any) -> list[int]:
+    answer = httpx.post(f"{server.url}/tokenize", json=fields)
+    assert answer.status_code == 200, answer.text
+    tokens: list[int] = answer.json()["tokens"]
+    return tokens
+
+
+def test_a_template_writes_its_special_tokens_itself_unless_asked(server: InProcessServer) -> None:
+    assert chat(server) == chat(server, add_special_tokens=False) == [USER, HI, ASSISTANT]
+    assert chat(server, add_special_tokens=None) == [USER, HI, ASSISTANT]
+    assert chat(server, add_special_tokens=True) == [BOS, USER, HI, ASSISTANT]
+
+
+def test_tokenize_makes_of_messages_what_a_chat_would(server: InProcessServer) -> None:
+    for fields in (
+        {},
+        {"add_special_tokens": True},
+        {"chat_template_kwargs": {"shout": True}},
+        {"add_generation_prompt": False},
+        {"messages": CONTINUED, "continue_final_message": True},
+    ):
+        assert tokenize(server, **{"messages": MESSAGES, **fields}) == chat(server, **fields), fields
+    shouted = tokenize(server, messages=MESSAGES, chat_template_kwargs={"shout": True})
+    assert shouted == [LOUD, USER, HI, ASSISTANT]
+    assert tokenize(server, messages=CONTINUED, continue_final_message=True)[-1] == OK
+
+
+def test_tokenize_adds_special_tokens_to_a_prompt_unless_told_not_to(server: InProcessServer) -> None:
+    assert tokenize(server, prompt="hi") == [BOS, HI]
+    assert tokenize(server, prompt="hi", add_special_tokens=False) == [HI]
+
+
+def test_tokenize_names_a_field_that_cannot_be_honoured(server: InProcessServer) -> None:
+    for fields, param in (
+        ({"messages": MESSAGES, "continue_final_message": True}, "continue_final_message"),
+        ({"messages": MESSAGES, "chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
+        ({"messages": MESSAGES, "prompt": "hi"}, "prompt"),
+    ):
+        refused = httpx.post(f"{server.url}/tokenize", json=fields)
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == param
+
+
+@pytest.mark.parametrize("tier", [None, "auto", "default", "flex", "priority", "scale", "standard"])
+def test_the_tier_that_was_used_is_echoed(server: InProcessServer, tier: str | None) -> None:
+    body = {"prompt": [3], "max_tokens": 1, "service_tier": tier}
+    answered = httpx.post(f"{server.url}/v1/completions", json=body)
+    assert answered.json()["service_tier"] == ("flex" if tier == "flex" else "default")
+
+
+def test_an_unknown_tier_is_refused_with_those_there_are(server: InProcessServer) -> None:
+    body = {"prompt": [3], "max_tokens": 1, "service_tier": "Flex"}
+    refused = httpx.post(f"{server.url}/v1/completions", json=body)
+    assert refused.status_code == 400
+    error = refused.json()["error"]
+    assert error["param"] == "service_tier"
+    assert "auto, default, flex, priority, scale, standard" in error["message"]
+
+
+def test_the_size_of_an_answer_counts_choices_and_logprobs(server: InProcessServer) -> None:
+    body = {"prompt": [3], "max_tokens": 10_000, "n": 100, "logprobs": 20}
+    refused = httpx.post(f"{server.url}/v1/completions", json=body)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "max_tokens"

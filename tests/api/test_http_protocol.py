@@ -1,0 +1,350 @@
+"""The limits of a connection, by real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import runpy
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from backfill.api import http_protocol
+from backfill.api.http_protocol import MAX_PIPELINED
+from backfill.core.errors import ConfigError
+from tests.api.sockets import RawClient, echo, limits, request, serving
+
+QUICK = {"head_timeout_s": 0.2, "body_timeout_s": 0.2, "write_timeout_s": 0.2}
+HEAD = b"POST / HTTP/1.1\r\nHost: localhost\r\n"
+
+
+@pytest.fixture(scope="module")
+def port() -> Iterator[int]:
+    with serving(echo, limits()) as port:
+        yield port
+
+
+@pytest.fixture(scope="module")
+def hurried_port() -> Iterator[int]:
+    with serving(echo, limits(**QUICK)) as port:
+        yield port
+
+
+def assert_refused(client: RawClient, status: int, part: str) -> None:
+    answered, body = client.answer()
+    assert answered == status, body
+    assert part in json.loads(body)["error"]["message"]
+    assert client.is_closed()
+
+
+def test_requests_follow_one_another_on_a_connection(port: int) -> None:
+    with RawClient(port) as client:
+        for number in range(3):
+            client.send(request(path=f"/{number}", body=b"x" * number))
+            assert client.answer() == (200, f"/{number} ".encode() + b"x" * number)
+
+
+def test_pipelined_requests_are_answered_in_order(port: int) -> None:
+    with RawClient(port) as client:
+        client.send(b"".join(request(path=f"/{number}", body=b"y" * 10_000) for number in range(10)))
+        for number in range(10):
+            assert client.answer() == (200, f"/{number} ".encode() + b"y" * 10_000)
+        client.send(request(path="/after"))
+        assert client.answer() == (200, b"/after ")
+
+
+def test_pipelined_heads_may_together_be_over_the_limit_of_one(port: int) -> None:
+    large = request(headers={"X-Large": "h" * 30_000})
+    with RawClient(port) as client:
+        client.send(large * 5)
+        for _ in range(5):
+            assert client.answer()[0] == 200
+
+
+def test_more_pipelined_requests_than_are_kept_end_the_connection() -> None:
+    told = threading.Event()
+
+    async def never(scope: Any, receive: Any, send: Any) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        told.set()
+
+    with serving(never, limits()) as port, RawClient(port) as client:
+        client.send(request() * (MAX_PIPELINED + 2))
+        assert client.is_closed()
+        assert told.wait(10), "the request that ran is told"
+
+
+def test_a_slow_body_in_pieces_of_a_byte_is_taken(port: int) -> None:
+    body = b"".join(b"1\r\nz\r\n" for _ in range(20_000)) + b"0\r\n\r\n"
+    with RawClient(port) as client:
+        client.send(HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + body)
+        assert client.answer() == (200, b"/ " + b"z" * 20_000)
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"X-A: " + b"a" * 70_000 + b"\r\n\r\n",
+        b"X-A: " + b"a" * 70_000,  # and no end
+        b"X-A: b\r\n" * 10_000,
+        b"X-A: b\r\n" * 1_000_000 + b"\r\n",
+        b"a" * 100_000,
+    ],
+    ids=["one", "endless", "many", "megabytes", "name"],
+)
+def test_a_head_over_the_limit_is_431(port: int, head: bytes) -> None:
+    with RawClient(port) as client:
+        try:
+            client.send(HEAD + head)
+        except ConnectionError:
+            return  # cut off while it still sent, which is as good
+        assert_refused(client, 431, "65536 bytes")
+
+
+@pytest.mark.parametrize(
+    "end", [b"X-A: " + b"a" * 70_000, b"X-A: b\r\n" * 20_000], ids=["one trailer", "many trailers"]
+)
+def test_what_follows_a_chunked_body_is_limited_as_a_head_is(port: int, end: bytes) -> None:
+    with RawClient(port) as client:
+        client.send(HEAD + b"Transfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n" + end)
+        assert_refused(client, 431, "65536 bytes")
+
+
+def test_extensions_of_chunks_are_limited(port: int) -> None:
+    with RawClient(port) as client:
+        client.send(HEAD + b"Transfer-Encoding: chunked\r\n\r\n3;" + b"e" * 100_000)
+        assert_refused(client, 431, "65536 bytes")
+
+
+def test_a_url_over_the_limit_is_414(port: int) -> None:
+    with RawClient(port) as client:
+        client.send(request(path="/" + "u" * 9000))
+        assert_refused(client, 414, "8192 bytes")
+    with RawClient(port) as client:
+        client.send(request(path="/" + "u" * 8000))
+        assert client.answer()[0] == 200
+
+
+def test_what_is_no_http_is_400_in_openais_shape(port: int) -> None:
+    with RawClient(port) as client:
+        client.send(b"\x16\x03\x01 hello\r\n\r\n")
+        assert_refused(client, 400, "HTTP")
+
+
+def test_an_upgrade_is_not_offered_and_answered_as_any_request(port: int) -> None:
+    with RawClient(port) as client:
+        client.send(request("GET", headers={"Connection": "Upgrade", "Upgrade": "websocket"}))
+        assert client.answer()[0] == 200
+
+
+def test_a_head_that_does_not_end_is_408(hurried_port: int) -> None:
+    with RawClient(hurried_port) as client:
+        client.send(HEAD)
+        assert_refused(client, 408, "head")
+
+
+def test_a_head_that_comes_in_drops_is_408(hurried_port: int) -> None:
+    with RawClient(hurried_port) as client, _Dripping(client, b"GET / HTTP/1.1\r\nX-A: " + b"a" * 2000):
+        assert_refused(client, 408, "head")
+
+
+@pytest.mark.parametrize("first", [b"", b"\r\n"], ids=["silence", "empty lines"])
+def test_a_connection_without_a_request_is_closed(hurried_port: int, first: bytes) -> None:
+    with RawClient(hurried_port) as client:
+        client.send(first)
+        assert client.is_closed()
+
+
+def test_a_slow_head_after_an_answer_is_408_too(hurried_port: int) -> None:
+    with RawClient(hurried_port) as client:
+        client.send(request(path="/first"))
+        assert client.answer() == (200, b"/first ")
+        client.send(HEAD)
+        assert_refused(client, 408, "head")
+
+
+def test_a_body_that_stops_is_408_and_its_request_ends() -> None:
+    ended = threading.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await echo(scope, receive, send)
+        ended.set()
+
+    with serving(app, limits(**QUICK)) as port, RawClient(port) as client:
+        client.send(HEAD + b"Content-Length: 10\r\n\r\nabc")
+        assert_refused(client, 408, "body")
+        assert ended.wait(10)
+
+
+def test_a_body_that_goes_on_may_take_long(hurried_port: int) -> None:
+    with RawClient(hurried_port) as client:
+        client.send(HEAD + b"Content-Length: 20\r\n\r\n")
+        for _ in range(20):
+            client.send(b"b")
+            time.sleep(0.03)
+        assert client.answer() == (200, b"/ " + b"b" * 20)
+
+
+def test_a_body_that_comes_in_drops_is_408_in_the_end() -> None:
+    patient = limits(body_timeout_s=20, whole_body_timeout_s=0.4)
+    with serving(echo, patient) as port, RawClient(port) as client:
+        client.send(HEAD + b"Content-Length: 2000\r\n\r\n")
+        with _Dripping(client, b"b" * 2000):
+            assert_refused(client, 408, "not whole after 0.4 s")
+
+
+def test_a_large_body_may_take_longer_than_all_may_if_it_comes_fast_enough() -> None:
+    patient = limits(body_timeout_s=20, whole_body_timeout_s=0.1)
+    with serving(echo, patient) as port, RawClient(port) as client:
+        client.send(HEAD + b"Content-Length: 1000001\r\n\r\n" + b"c" * 1_000_000)
+        time.sleep(0.5)
+        client.send(b"c")
+        assert client.answer() == (200, b"/ " + b"c" * 1_000_001)
+
+
+def test_time_that_the_application_takes_is_not_held_against_the_client() -> None:
+    async def slow(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        await asyncio.sleep(0.8)  # while the rest of the body waits in the socket
+        await echo(scope, receive, send)
+
+    with serving(slow, limits(**QUICK)) as port, RawClient(port) as client:
+        client.send(request(body=b"c" * 500_000))
+        assert client.answer()[0] == 200
+
+
+def test_a_body_nobody_wants_may_not_trickle_on() -> None:
+    async def refuse(scope: Any, receive: Any, send: Any) -> None:
+        headers = [(b"content-length", b"2")]
+        await send({"type": "http.response.start", "status": 413, "headers": headers})
+        await send({"type": "http.response.body", "body": b"no"})
+
+    with serving(refuse, limits(**QUICK)) as port, RawClient(port) as client:
+        client.send(HEAD + b"Content-Length: 100000\r\n\r\n")
+        assert client.answer() == (413, b"no")
+        with _Dripping(client, b"d" * 10_000):
+            assert client.is_closed()
+
+
+def test_connections_over_the_limit_get_503() -> None:
+    with serving(echo, limits(max_connections=2)) as port:
+        with RawClient(port) as one, RawClient(port) as two:
+            for client in (one, two):
+                client.send(request())
+                assert client.answer()[0] == 200
+            with RawClient(port) as third:
+                assert_refused(third, 503, "connections")
+            one.send(request())
+            assert one.answer()[0] == 200
+        _wait_for_room(port)
+
+
+@pytest.mark.parametrize("chunk_bytes", [1_000, 1_000_000], ids=["small", "large"])
+def test_a_reader_that_stops_is_aborted_and_its_request_ends(chunk_bytes: int) -> None:
+    """Also where all that is left fits the server's buffer and the application is done."""
+    ended = threading.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for _ in range(20_000_000 // chunk_bytes):
+            await send({"type": "http.response.body", "body": b"e" * chunk_bytes, "more_body": True})
+        ended.set()
+
+    quick = limits(**{**QUICK, "head_timeout_s": 10})
+    with serving(app, quick) as port, RawClient(port, receive_buffer_bytes=4096) as client:
+        client.send(request())
+        assert ended.wait(20)
+        _assert_reset(client)
+
+
+def test_the_end_of_an_answer_that_nobody_takes_does_not_linger() -> None:
+    answered = threading.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"f" * 20_000_000})
+        answered.set()
+
+    quick = limits(**QUICK, max_connections=1)
+    with serving(app, quick) as port, RawClient(port, receive_buffer_bytes=4096) as client:
+        client.send(request())
+        assert answered.wait(10)
+        _wait_for_room(port)
+        _assert_reset(client)
+
+
+def test_a_slow_reader_gets_everything() -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        headers = [(b"content-length", b"3000000")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        for _ in range(30):
+            await send({"type": "http.response.body", "body": b"g" * 100_000, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+    slow = limits(**{**QUICK, "write_timeout_s": 2.0})
+    with serving(app, slow) as port, RawClient(port, receive_buffer_bytes=4096) as client:
+        client.send(request())
+        for _ in range(40):
+            time.sleep(0.02)
+            client._received += client.socket.recv(65536)
+        assert len(client.answer()[1]) == 3_000_000
+
+
+class _Dripping:
+    """Sends a byte now and then, until left or refused."""
+
+    def __init__(self, client: RawClient, data: bytes) -> None:
+        self._client, self._data, self._left = client, data, threading.Event()
+        self._thread = threading.Thread(target=self._send)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._left.set()
+        self._thread.join()
+
+    def _send(self) -> None:
+        for byte in self._data:
+            try:
+                self._client.send(bytes([byte]))
+            except OSError:
+                return
+            if self._left.wait(0.02):
+                return
+
+
+def _assert_reset(client: RawClient) -> None:
+    def read_all() -> None:
+        while client.socket.recv(1 << 20):
+            pass
+
+    with pytest.raises(ConnectionResetError):
+        read_all()
+
+
+def _wait_for_room(port: int) -> None:
+    """Until the server takes a connection again."""
+    deadline_at_s = time.monotonic() + 20
+    while True:
+        with RawClient(port) as client:
+            client.send(request("GET"))
+            try:
+                status = int(client.socket.recv(12).split()[1])
+            except (ConnectionError, IndexError):
+                status = 503
+        if status == 200:
+            return
+        assert time.monotonic() < deadline_at_s
+        time.sleep(0.05)
+
+
+def test_a_uvicorn_without_the_hook_is_refused_at_import(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(HttpToolsProtocol, "_start_asgi_task")
+    with pytest.raises(ConfigError, match="uvicorn"):
+        runpy.run_path(http_protocol.__file__)

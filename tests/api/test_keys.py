@@ -1,0 +1,261 @@
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import logging
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from backfill.api.app import create_app
+from backfill.api.config import ServerConfig
+from backfill.api.keys import ApiKeys, KeyFileWatch, parse_key_file, parse_option
+from backfill.api.state import ServerState
+from backfill.core.config import EngineConfig
+from backfill.core.errors import ConfigError
+from backfill.engine.client import EngineClient
+from backfill.preparation.client import PreparationClient
+from backfill.preparation.messages import PreparationSetup
+from backfill.protocol.preparer import ServedModel
+from tests.jobs.doubles import InstantRunner, make_manager
+
+SECRET = "s3cr3t"
+
+
+@pytest.fixture
+def key_file(tmp_path: Path) -> Path:
+    path = tmp_path / "keys"
+    path.touch(mode=0o600)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def no_key_is_logged(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    caplog.set_level(logging.DEBUG)
+    yield
+    assert SECRET not in caplog.text
+
+
+def digest_of(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "key"),
+    [
+        ("alice=abc", "alice", "abc"),
+        (" alice=abc ", "alice", "abc"),
+        ("a.b-c_9=abc", "a.b-c_9", "abc"),
+        ("alice=abc=def==", "alice", "abc=def=="),
+        ("alice==abc", "alice", "=abc"),
+        ("n" * 64 + "=abc", "n" * 64, "abc"),
+        ("abc", None, "abc"),
+        ("=sk-abc=def", None, "sk-abc=def"),
+        ("==", None, None),
+        ("sk/abc=def", None, "sk/abc=def"),  # no name has a slash
+        ("n" * 65 + "=abc", None, "n" * 65 + "=abc"),
+        (base64.b64encode(b"\0" * 16).decode(), None, "A" * 22 + "=="),
+        (base64.b64encode(b"\0" * 32).decode(), None, "A" * 43 + "="),
+        ("alice=", None, None),
+        ("", None, None),
+        (f"{'a' * 64}={SECRET}", None, None),
+        (f"{'F' * 64}={SECRET}", None, None),
+        (f"alice={SECRET} {SECRET}", None, None),
+        (f"alice={SECRET}\u00e9", None, None),
+    ],
+)
+def test_what_an_option_means(text: str, name: str | None, key: str | None) -> None:
+    if key is None:
+        with pytest.raises(ConfigError) as raised:
+            parse_option(text)
+        assert SECRET not in str(raised.value)
+    else:
+        parsed = parse_option(text)
+        assert parsed.owner == (name or digest_of(key))
+        assert parsed.digest.hex() == digest_of(key)
+        assert key not in repr(parsed)
+
+
+def test_an_owner_has_several_keys_and_every_key_one_owner() -> None:
+    keys = ApiKeys(["alice=one", "alice=two", "bob=three", "bare", "alice=one"])
+    found = {
+        key: keys.owner_of(key)
+        for key in ("one", "two", "three", "bare", "alice=one", "alice", "", "on\u00e9")
+    }
+    assert found == {
+        **{"one": "alice", "two": "alice", "three": "bob", "bare": digest_of("bare")},
+        **{"alice=one": None, "alice": None, "": None, "on\u00e9": None},
+    }
+    with pytest.raises(
+        ConfigError, match=r"--api-key \(number 2 of 2\): the same key is given to two owners"
+    ):
+        ApiKeys([f"alice={SECRET}", f"bob={SECRET}"])
+    with pytest.raises(ConfigError, match="two owners"):
+        ApiKeys([f"alice={SECRET}", SECRET])
+    with pytest.raises(ConfigError, match="--api-key: it must not be empty"):
+        ApiKeys([" "])
+
+
+def test_lines_of_a_file() -> None:
+    content = b"\xef\xbb\xbf# ours\r\n\n  alice = one \nalice=t=w=o\n #bob=no\nbob=three"
+    assert [(key.owner, key.digest.hex()) for key in parse_key_file(content)] == [
+        ("alice", digest_of("one")),
+        ("alice", digest_of("t=w=o")),
+        ("bob", digest_of("three")),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "fault"),
+    [
+        (f"alice=a\n{SECRET}\n", "line 2: expected NAME=KEY"),
+        (f"={SECRET}\n", "line 1: a name must be 1 to 64"),
+        (f"a b={SECRET}\n", "line 1: a name must be"),
+        ("# none\n\nalice=\n", "line 3: a key must be printable ASCII without spaces, and not empty"),
+        (f"alice={SECRET} # hers\n", "line 1: a key must be"),
+        (f"{'0' * 64}={SECRET}\n", "line 1: a name must not be 64 hexadecimal digits"),
+        (f"a={SECRET}\nb={SECRET}\n", "line 2: the same key is given to two owners"),
+        ("a=\udcff\n", "line 1: it is not UTF-8"),
+        ("\n".join(f"a={n}" for n in range(1001)), "line 1001: more than 1000 keys"),
+        ("# none\n", "it has no keys"),
+    ],
+)
+def test_a_broken_file_is_told_by_line(content: str, fault: str, key_file: Path) -> None:
+    key_file.write_bytes(content.encode(errors="surrogateescape"))
+    with pytest.raises(ConfigError) as raised:
+        ApiKeys([], key_file)
+    assert str(raised.value).startswith(f"--api-key-file {key_file}: {fault}")
+    assert SECRET not in str(raised.value)
+
+
+def test_a_file_that_cannot_be_read_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="missing cannot be read: No such file"):
+        ApiKeys([], tmp_path / "missing")
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match="pipe is not a regular file"):
+        ApiKeys([], tmp_path / "pipe")
+    (tmp_path / "large").write_bytes(b"#" * ((1 << 20) + 1))
+    with pytest.raises(ConfigError, match="larger than 1048576 bytes"):
+        ApiKeys([], tmp_path / "large")
+
+
+def test_a_changed_file_is_taken_and_a_broken_one_is_not(
+    key_file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def owners() -> list[str | None]:
+        return [keys.owner_of(key) for key in ("fixed", "one", "two")]
+
+    def num_errors() -> int:
+        return sum(record.levelno == logging.ERROR for record in caplog.records)
+
+    key_file.write_text("alice=one\n")
+    keys = ApiKeys(["root=fixed"], key_file)
+    assert owners() == ["root", "alice", None]
+    key_file.write_text("alice=one\nalice=two\n")
+    keys.reload()
+    assert owners() == ["root", "alice", "alice"]
+    key_file.write_text(f"alice=two\n{SECRET}\n")
+    for _ in range(3):
+        keys.reload()
+    assert owners() == ["root", "alice", "alice"]
+    assert num_errors() == 1
+    assert "line 2: expected NAME=KEY. The keys stay as they were" in caplog.text
+    key_file.unlink()
+    for _ in range(3):
+        keys.reload()
+    assert owners() == ["root", "alice", "alice"]
+    assert num_errors() == 2
+    key_file.write_text("eve=fixed\n")  # an option's key is not the file's to give away
+    keys.reload()
+    assert owners() == ["root", "alice", "alice"]
+    key_file.write_text("bob=two\n")
+    keys.reload()
+    assert owners() == ["root", None, "bob"]
+
+
+@pytest.mark.parametrize(("mode", "warns"), [(0o600, False), (0o640, False), (0o644, True), (0o604, True)])
+def test_a_file_that_everybody_can_read_is_warned_of(
+    mode: int, warns: bool, key_file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    key_file.write_text("alice=one\n")
+    key_file.chmod(mode)
+    ApiKeys([], key_file)
+    assert ("can be read by every user" in caplog.text) is warns
+
+
+def test_the_watch_reloads_in_its_own_thread_until_stopped(key_file: Path) -> None:
+    key_file.write_text("alice=one\n")
+    reloaded = threading.Event()
+    threads = set()
+
+    class Watched(ApiKeys):
+        def reload(self) -> None:
+            threads.add(threading.current_thread())
+            if keys.owner_of("two") is not None:
+                reloaded.set()
+            if len(threads) == 1 and not reloaded.is_set():
+                super().reload()
+                raise RuntimeError("a fault does not end the watch")
+
+    keys = Watched([], key_file)
+    watch = KeyFileWatch(keys, poll_s=0.001)
+    watch.start()
+    key_file.write_text("alice=two\n")
+    assert reloaded.wait(30)
+    watch.stop()
+    (thread,) = threads
+    assert thread is not threading.current_thread() and thread.daemon
+    thread.join(30)
+    assert not thread.is_alive()
+
+
+def test_a_rotated_key_keeps_its_owners_files(tmp_path: Path, key_file: Path) -> None:
+    async def run() -> None:
+        key_file.write_text("alice=old\nbob=other\n")
+        keys = ApiKeys(["bare"], key_file)
+        config = EngineConfig(model_dir=str(tmp_path))
+        model = ServedModel(names=("m",), root="m", folder=tmp_path, created=0)
+        preparation = PreparationClient(PreparationSetup(model=model))
+        state = ServerState(ServerConfig(), config, EngineClient(config), preparation, api_keys=keys)
+        state.jobs = make_manager(tmp_path / "data", InstantRunner())
+        await state.jobs.start()
+        transport = httpx.ASGITransport(create_app(state))
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
+
+            async def files_of(key: str) -> list[str] | int:
+                response = await http.get("/v1/files", headers={"Authorization": f"Bearer {key}"})
+                if response.status_code != 200:
+                    return response.status_code
+                return [file["filename"] for file in response.json()["data"]]
+
+            for key in ("old", "bare"):
+                upload = await http.post(
+                    "/v1/files",
+                    headers={"Authorization": f"Bearer {key}"},
+                    data={"purpose": "batch"},
+                    files={"file": (f"{key}.jsonl", b"{}\n")},
+                )
+                assert upload.status_code == 200, upload.text
+            key_file.write_text("alice=old\nalice=new\nbob=other\n")
+            keys.reload()
+            assert await files_of("old") == await files_of("new") == ["old.jsonl"]
+            key_file.write_text("alice=new\nbob=other\n")
+            keys.reload()
+            assert await files_of("old") == 401
+            assert await files_of("new") == ["old.jsonl"]
+            assert await files_of("other") == []
+            assert await files_of("bare") == ["bare.jsonl"]
+            # The owner of a key without a name is what it was before keys had names.
+            page = await state.jobs.list_files(
+                digest_of("bare"), purpose=None, order="asc", limit=1, after=None
+            )
+            assert [file.filename for file in page.items] == ["bare.jsonl"]
+        await state.jobs.pause()
+        await state.jobs.stop()
+
+    asyncio.run(run())

@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from backfill.api.app import create_app
+from backfill.api.config import ServerConfig
+from backfill.api.state import ServerState
+from backfill.core.config import EngineConfig
+from backfill.engine.client import EngineClient
+from backfill.jobs.config import JobsConfig
+from backfill.jobs.manager import JobManager
+from backfill.preparation.client import PreparationClient
+
+ERROR = {"$ref": "#/components/schemas/Error"}
+
+
+@pytest.fixture
+def document(tmp_path: Path) -> dict[str, Any]:
+    config = EngineConfig(model_dir=str(tmp_path))
+    preparation = cast(PreparationClient, None)
+    state = ServerState(ServerConfig(), config, cast(EngineClient, None), preparation)
+    state.jobs = JobManager(JobsConfig(data_dir=tmp_path), preparation, model_names=("m",), url="")
+    app = create_app(state)
+    assert app.openapi() == app.openapi()
+    return app.openapi()
+
+
+def walk(value: Any) -> Iterator[dict[str, Any]]:
+    """Every object in a document."""
+    if isinstance(value, dict):
+        yield value
+    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from walk(item)
+
+
+def test_every_reference_leads_somewhere(document: dict[str, Any]) -> None:
+    references = [item["$ref"] for item in walk(document) if isinstance(item.get("$ref"), str)]
+    for name in ("TextPart", "ChatMessage", "StreamOptions", "ExpiresAfter", "SloFields", "Error"):
+        assert f"#/components/schemas/{name}" in references
+    for reference in references:
+        target: Any = document
+        for step in reference.removeprefix("#/").split("/"):
+            target = target[step]
+        assert isinstance(target, dict)
+
+
+def test_every_route_declares_openais_errors(document: dict[str, Any]) -> None:
+    operations = [each for item in document["paths"].values() for each in item.values()]
+    assert len(operations) > 20
+    for operation in operations:
+        assert {"4XX", "5XX"} <= operation["responses"].keys()
+        assert "422" not in operation["responses"], "no route answers it"
+        for status in ("4XX", "5XX"):
+            content = operation["responses"][status]["content"]
+            assert content["application/json"]["schema"] == ERROR
+    error = document["components"]["schemas"]["Error"]["properties"]["error"]
+    assert error["required"] == ["message", "type", "param", "code"]
+
+
+@pytest.mark.parametrize(
+    ("path", "method", "taken", "answered"),
+    [
+        ("/v1/chat/completions", "post", "application/json", {"application/json", "text/event-stream"}),
+        ("/v1/completions", "post", "application/json", {"application/json", "text/event-stream"}),
+        ("/v1/files", "post", "multipart/form-data", {"application/json"}),
+        ("/v1/files/{file_id}/content", "get", None, {"application/octet-stream"}),
+        ("/v1/batches", "post", "application/json", {"application/json"}),
+        ("/v1/batches/{batch_id}/cancel", "post", None, {"application/json"}),
+        ("/metrics", "get", None, {"text/plain"}),
+    ],
+)
+def test_content_types_are_those_of_the_routes(
+    document: dict[str, Any], path: str, method: str, taken: str | None, answered: set[str]
+) -> None:
+    operation = document["paths"][path][method]
+    body = operation.get("requestBody", {"content": {}})
+    assert set(body["content"]) == ({taken} if taken else set())
+    assert set(operation["responses"]["200"]["content"]) == answered

@@ -1,0 +1,186 @@
+"""What the server refuses, and when it takes requests again; no engine is needed for it."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.api.in_process import InProcessServer, in_process_server
+from tests.api.servers import wait_until
+from tests.api.sockets import RawClient, request
+
+FLEX = {"prompt": [7], "max_tokens": 1, "service_tier": "flex"}
+ONLINE = {"prompt": [7], "max_tokens": 1}
+LIMITS = {"max_num_seqs": 1, "max_queued_requests": 1, "max_queued_offline_requests": 2}
+JSON_TYPE = {"Content-Type": "application/json"}
+
+
+def post(server: InProcessServer, body: dict[str, Any]) -> httpx.Response:
+    return httpx.post(f"{server.url}/v1/completions", json=body, timeout=20)
+
+
+@contextmanager
+def waiting(server: InProcessServer, body: dict[str, Any], count: int) -> Iterator[list[int]]:
+    """Keep that many requests in the server; left, it lets them end and gives their statuses."""
+    statuses: list[int] = []
+    threads = [
+        threading.Thread(target=lambda: statuses.append(post(server, body).status_code)) for _ in range(count)
+    ]
+    num_open = server.state.admission.num_open + count * body.get("n", 1)
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: server.state.admission.num_open == num_open, 20, "the requests to be admitted")
+    try:
+        yield statuses
+    finally:
+        server.engine.may_end.set()
+        for thread in threads:
+            thread.join()
+
+
+def test_offline_requests_never_cost_an_online_one_its_place(default_model: Path) -> None:
+    with in_process_server(default_model, is_open=False, **LIMITS) as server:
+        with waiting(server, FLEX, 2) as flex:
+            refused = post(server, FLEX)
+            assert refused.status_code == 429
+            assert refused.json()["error"]["code"] == "resource_unavailable"
+            assert int(refused.headers["Retry-After"]) >= 1
+            with waiting(server, ONLINE, 2) as online:
+                refused = post(server, ONLINE)
+                assert refused.status_code == 429
+                assert refused.json()["error"]["code"] == "rate_limit_exceeded"
+        assert flex == online == [200, 200]
+        assert server.state.admission.num_open == 0
+        exposed = httpx.get(f"{server.url}/metrics").text
+        for kind in ("online", "offline"):
+            assert f'class="{kind}",model_name="m",reason="queue_full"}} 1.0' in exposed
+
+
+def test_a_request_is_refused_before_its_body_is_parsed(default_model: Path) -> None:
+    with in_process_server(default_model, is_open=False, **LIMITS) as server:
+        with waiting(server, ONLINE, 2):
+            bad = httpx.post(f"{server.url}/v1/completions", content=b'{"prompt": ', headers=JSON_TYPE)
+            assert bad.status_code == 429, "it counts as one online choice, and there is no room for that"
+        assert httpx.post(f"{server.url}/v1/completions", content=b"{", headers=JSON_TYPE).status_code == 400
+
+
+def test_when_every_class_is_full_a_body_is_not_even_waited_for(default_model: Path) -> None:
+    with (
+        in_process_server(default_model, is_open=False, **LIMITS) as server,
+        waiting(server, ONLINE, 2),
+        waiting(server, {**FLEX, "n": 2}, 1),
+        RawClient(server.port) as client,
+    ):
+        head = request(path="/v1/completions", headers={"Content-Length": "1000", **JSON_TYPE})
+        client.send(head)
+        assert client.answer()[0] == 429
+
+
+def test_a_request_that_is_refused_later_gives_its_place_back(default_model: Path) -> None:
+    with in_process_server(default_model, **LIMITS) as server:
+        for body in ({"prompt": [-1]}, {"prompt": "a", "n": 0}, {"prompt": [[1], [2], [3]]}, {}):
+            assert post(server, body).status_code == 400
+            assert server.state.admission.num_open == 0
+            assert server.state.bodies.num_bytes == 0
+        assert post(server, ONLINE).status_code == 200
+
+
+def test_prompts_count_as_choices(default_model: Path) -> None:
+    limits = {**LIMITS, "max_queued_requests": 3}
+    with in_process_server(default_model, is_open=False, **limits) as server, waiting(server, ONLINE, 2):
+        assert post(server, {"prompt": [[1], [2], [3]]}).status_code == 429
+        assert server.state.admission.num_open == 2
+
+
+def test_a_class_that_only_parsing_tells_is_counted_right(default_model: Path) -> None:
+    """Parsers differ: to the one that glances at a body, NaN makes it unreadable."""
+    raw = b'{"prompt": [7], "max_tokens": 1, "service_tier": "flex", "made_up": NaN}'
+    with in_process_server(default_model, is_open=False, **LIMITS) as server, waiting(server, FLEX, 2):
+        refused = httpx.post(f"{server.url}/v1/completions", content=raw, headers=JSON_TYPE)
+        assert refused.json()["error"]["code"] == "resource_unavailable"
+        assert server.state.admission.num_open == 2
+
+
+def test_bodies_over_all_connections_have_a_budget(default_model: Path) -> None:
+    sizes = {"max_body_bytes": 10_000, "max_inflight_body_bytes": 10_000}
+    with in_process_server(default_model, **sizes) as server, RawClient(server.port) as slow:
+        head = request(path="/v1/completions", headers={"Content-Length": "9000", **JSON_TYPE})
+        slow.send(head + b'{"prompt": [7], "max_tokens": 1, ' + b" " * 5000)
+        wait_until(lambda: server.state.bodies.num_bytes > 5000, 20, "the slow body")
+        for path in ("/v1/completions", "/tokenize", "/detokenize"):
+            refused = httpx.post(f"{server.url}{path}", content=b" " * 8000, headers=JSON_TYPE)
+            assert refused.status_code == 503, path
+            assert "Retry-After" in refused.headers
+        assert post(server, ONLINE).status_code == 200, "small ones find room"
+        slow.send(b'"n": 1}' + b" " * (9000 - 5033 - 7))
+        assert slow.answer()[0] == 200
+        assert server.state.bodies.num_bytes == 0
+
+
+def test_offline_bodies_in_preparation_leave_room_for_online_ones(default_model: Path) -> None:
+    sizes = {"max_body_bytes": 10_000, "max_inflight_body_bytes": 40_000}
+    flex = json.dumps({**FLEX, "user": "u" * 4000}).encode() + b" " * 900
+    with in_process_server(default_model, **sizes) as server, ExitStack() as stack:
+        server.preparation.held = b'"flex"'
+        for _ in range(2):
+            client = stack.enter_context(RawClient(server.port))
+            client.send(request(path="/v1/completions", body=flex, headers=JSON_TYPE))
+        wait_until(lambda: server.preparation.num_held == 2, 20, "both to be in preparation")
+        refused = post(server, {**FLEX, "user": "u" * 1000})
+        assert refused.status_code == 429
+        error = refused.json()["error"]
+        assert (error["code"], "bodies" in error["message"]) == ("resource_unavailable", True)
+        assert "Retry-After" in refused.headers
+        assert post(server, {**ONLINE, "user": "u" * 9000}).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])
+def test_a_client_that_leaves_takes_its_body_out_of_preparation(default_model: Path, path: str) -> None:
+    with in_process_server(default_model) as server:
+        server.preparation.held = b"prompt"
+        with RawClient(server.port) as client:
+            body = json.dumps({"prompt": "word " * 1000}).encode()
+            client.send(request(path=path, body=body, headers=JSON_TYPE))
+            wait_until(lambda: server.preparation.num_held == 1, 20, "the body to be in preparation")
+            assert server.state.bodies.num_bytes == len(body)
+        wait_until(lambda: server.preparation.num_held == 0, 20, "it to be given up")
+        wait_until(lambda: server.state.bodies.num_bytes == 0, 20, "its memory to be given back")
+        assert server.state.admission.num_open == 0
+        assert server.engine.prompts == []
+
+
+def test_a_reader_that_stops_holds_no_place_and_is_ended(default_model: Path) -> None:
+    connection = {"write_timeout_s": 1.0}
+    with (
+        in_process_server(default_model, connection=connection, is_open=False) as server,
+        RawClient(server.port, receive_buffer_bytes=4096) as client,
+    ):
+        body = json.dumps({"prompt": [7], "max_tokens": 2000, "stream": True}).encode()
+        client.send(request(path="/v1/completions", body=body, headers=JSON_TYPE))
+        wait_until(lambda: server.engine.num_running == 1, 20, "it to run")
+        assert server.state.admission.num_open == 1
+        server.engine.may_end.set()
+        wait_until(lambda: server.state.admission.num_open == 0, 20, "the engine's end to free its place")
+        assert server.state.num_unanswered == 1, "its reader has not taken the answer"
+        wait_until(lambda: server.state.num_unanswered == 0, 20, "the reader to be given up")
+        with pytest.raises(ConnectionResetError):
+            read_all(client)
+
+
+def test_a_response_too_large_to_keep_is_refused(default_model: Path) -> None:
+    with in_process_server(default_model, max_response_tokens=100) as server:
+        fine = {"prompt": [7], "max_tokens": 10, "n": 5, "logprobs": 1}
+        assert post(server, {**fine, "max_tokens": 11}).status_code == 400
+        assert "max_tokens may be 10 at most" in post(server, {**fine, "max_tokens": 11}).text
+
+
+def read_all(client: RawClient) -> None:
+    while client.socket.recv(1 << 20):
+        pass
