@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.api.servers import RunningServer, running_server
+from tests.api.servers import RunningServer, small_server
 
 
 @pytest.fixture(scope="package")
-def server(default_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    options = ("--kv-gib", "0.25", "--max-model-len", "512")
-    with running_server(*options, data_dir=tmp_path_factory.mktemp("data")) as server:
+def server(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    data_dir = tmp_path_factory.mktemp("data")
+    with small_server(small_model, "--max-model-len", "512", data_dir=data_dir) as server:
         yield server

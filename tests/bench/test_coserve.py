@@ -13,6 +13,7 @@ from backfill.bench.client import Endpoint
 from backfill.bench.coserve import CoserveRun, Status, run_coserve
 from backfill.bench.coserve_figures import figures_of, timeline_of
 from backfill.bench.coserve_load import CoserveLoad, LengthRange, OfflineMode
+from backfill.bench.offline import BatchLoad
 from backfill.core.errors import ConfigError
 from tests.bench.fake_server import FakeServer
 
@@ -47,6 +48,12 @@ def coserve(
                     await task
 
     return asyncio.run(run())
+
+
+async def num_online(server: FakeServer, count: int) -> None:
+    """Wait until so many online requests came; the first four are of the warm-up."""
+    while sum(body["max_tokens"] == 3 for body in server.bodies) < count:
+        await asyncio.sleep(0.01)
 
 
 def with_mode(mode: OfflineMode) -> CoserveLoad:
@@ -110,23 +117,26 @@ def test_a_server_that_is_gone_leaves_what_was_measured() -> None:
     server = FakeServer()
 
     async def die(_: asyncio.Event) -> None:
-        await asyncio.sleep(1.7)
+        await num_online(server, 12)
         await server.die()
 
-    run = coserve(server, dataclasses.replace(LOAD, duration_s=30.0), die)
+    run = coserve(server, dataclasses.replace(LOAD, duration_s=100.0), die)
     figures = figures_of(run)
     assert run.status is Status.SERVER_LOST and figures.status == "server lost"
-    assert figures.num_online < 8 * 30 and run.online.duration_s < 15
+    assert figures.num_online < 8 * 100 and run.online.duration_s < 100
 
 
 def test_stopping_leaves_what_was_measured() -> None:
+    server = FakeServer()
+
     async def soon(stop: asyncio.Event) -> None:
-        await asyncio.sleep(1.5)
+        await num_online(server, 12)
         stop.set()
 
-    figures = figures_of(coserve(FakeServer(), dataclasses.replace(LOAD, duration_s=30.0), soon))
+    load = dataclasses.replace(LOAD, duration_s=100.0, ttft_slo_s=100.0)
+    figures = figures_of(coserve(server, load, soon))
     assert figures.status == "interrupted"
-    assert 0.5 < figures.measured_s < 3 and figures.num_online > 0
+    assert 0 < figures.measured_s < 100 and figures.num_online > 0
     assert figures.ttft_attainment == 1.0
 
 
@@ -167,3 +177,42 @@ def test_requests_beyond_the_context_are_refused_before_they_are_sent() -> None:
     with pytest.raises(ConfigError, match="up to 4104 tokens, more than the server's context of 4096"):
         coserve(server, load)
     assert server.bodies == []
+
+
+def test_a_batch_that_is_created_as_the_run_ends_is_ended_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    cancelled: list[str] = []
+
+    class Api:
+        """Answers the creation only once the run has ended."""
+
+        def __init__(self, *args: object, **options: object) -> None: ...
+
+        async def __aenter__(self) -> Api:
+            return self
+
+        async def __aexit__(self, *_: object) -> None: ...
+
+        async def call(self, method: str, path: str, body: object = None) -> dict[str, Any]:
+            if path == "/v1/batches":
+                asked.set()
+                await may_answer.wait()
+                return {"id": "b1", "status": "validating"}
+            if path.endswith("/cancel"):
+                cancelled.append(path)
+            return {"status": "cancelled"}
+
+    async def run() -> None:
+        load = BatchLoad(LOAD, Endpoint("http://x", "/v1/completions", "m"))
+        unused: Any = None
+        running = asyncio.create_task(load.run(unused))
+        await asyncio.wait_for(asked.wait(), 60)
+        running.cancel()
+        await asyncio.sleep(0)
+        may_answer.set()
+        await asyncio.wait([running])
+        await load.finish()
+
+    monkeypatch.setattr("backfill.bench.offline.ServerApi", Api)
+    asked, may_answer = asyncio.Event(), asyncio.Event()
+    asyncio.run(run())
+    assert cancelled == ["/v1/batches/b1/cancel"]

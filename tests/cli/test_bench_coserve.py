@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,14 +18,13 @@ from typer.testing import CliRunner
 
 from backfill.bench.scrape import parse_totals, total_tokens
 from backfill.cli.main import app
-from tests.api.servers import RunningServer, running_server
-from tests.cli.running import run_cli
+from tests.api.servers import SMALL_MODEL, RunningServer, small_server, wait_until
 
 SHORT = (
     *("--duration", "3", "--warmup", "1", "--rate", "3", "--input-len", "20", "--output-len", "8"),
     *("--offline-input-len", "16:32", "--offline-output-len", "4:8", "--offline-concurrency", "4"),
 )
-SMALL = ("--kv-gib", "0.25", "--max-model-len", "512")
+CONTEXT = ("--max-model-len", "512")
 
 
 def coserve(*arguments: str) -> Any:
@@ -34,15 +32,20 @@ def coserve(*arguments: str) -> Any:
 
 
 @pytest.fixture(scope="module")
-def server(default_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    with running_server(*SMALL, data_dir=tmp_path_factory.mktemp("data")) as server:
+def server(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    with small_server(small_model, *CONTEXT, data_dir=tmp_path_factory.mktemp("data")) as server:
         yield server
 
 
-def test_policies_one_after_another(default_model: Path, tmp_path: Path) -> None:
+def own_server_options(model: Path, *options: str) -> tuple[str, ...]:
+    """For servers that the benchmark starts."""
+    return ("--model", str(model), "--server-option", " ".join((*SMALL_MODEL, *CONTEXT, *options)))
+
+
+def test_policies_one_after_another(small_model: Path, tmp_path: Path) -> None:
     files = ("--plot", str(tmp_path / "a.png"), "--result", str(tmp_path / "a.json"))
     logs = ("--log-dir", str(tmp_path / "logs"))
-    options = ("--server-option", "--kv-gib 0.25 --max-model-len 512")
+    options = own_server_options(small_model)
     result = coserve("--policies", "online-only,fcfs", *SHORT, *options, *files, *logs, "--json")
     assert result.exit_code == 0, result.output
     content = json.loads(result.stdout.splitlines()[-1])
@@ -97,36 +100,41 @@ def test_the_servers_counters_give_every_token_once(server: RunningServer) -> No
     assert served() - before == 70
 
 
-def test_a_server_that_dies_midway(default_model: Path, tmp_path: Path) -> None:
+def test_a_server_that_dies_midway(small_model: Path, tmp_path: Path) -> None:
     def kill_it() -> None:
-        """Some seconds into its measurement."""
-        deadline = time.monotonic() + 60
-        while (config := _ready_server(tmp_path)) is None and time.monotonic() < deadline:
-            time.sleep(0.1)
-        assert config is not None
-        time.sleep(6)
-        os.kill(config["pid"], signal.SIGKILL)
+        """Within its measurement, which begins after one second at three requests a second."""
+        wait_until(lambda: _num_online_answered(tmp_path) >= 10, 200, "the measurement")
+        os.kill(_config(tmp_path)["pid"], signal.SIGKILL)
 
     killer = threading.Thread(target=kill_it)
     killer.start()
-    options = ("--server-option", f"--kv-gib 0.25 --data-dir {tmp_path / 'data'}", "--log-dir", str(tmp_path))
+    options = own_server_options(small_model, "--data-dir", str(tmp_path / "data"))
+    options += ("--log-dir", str(tmp_path))
     result = coserve("--policies", "priority", *SHORT, "--duration", "60", *options, "--json")
     killer.join()
     assert result.exit_code == 1
     assert "The server of priority ended with status -9. Its whole log is" in result.stderr
     figures = json.loads(result.stdout.splitlines()[-1])["policies"]["priority"]
-    assert figures["status"] == "server lost" and 0 < figures["measured_s"] < 30
+    assert figures["status"] == "server lost" and 0 < figures["measured_s"] < 60
     assert figures["num_online"] > 0 and "priority (partial)" in result.stdout
 
 
-def _ready_server(folder: Path) -> Any:
-    """The configuration of the server that keeps its data there, None before it is ready."""
+def _config(folder: Path) -> Any:
+    """What the server that keeps its data there says of itself."""
+    return json.loads((folder / "data" / "config.json").read_text())
+
+
+def _num_online_answered(folder: Path) -> float:
+    """Online requests that this server has answered; 0 before it is ready."""
     try:
-        config = json.loads((folder / "data" / "config.json").read_text())
-        httpx.get(f"http://127.0.0.1:{config['server']['port']}/health").raise_for_status()
+        url = f"http://127.0.0.1:{_config(folder)['server']['port']}/metrics"
+        lines = httpx.get(url).text.splitlines()
     except (OSError, ValueError, httpx.HTTPError):
-        return None
-    return config
+        return 0.0
+    name = "backfill:request_success_total{"
+    return sum(
+        float(line.split()[-1]) for line in lines if line.startswith(name) and 'class="online"' in line
+    )
 
 
 def test_interrupt_keeps_and_marks_what_was_measured(server: RunningServer) -> None:
@@ -134,12 +142,12 @@ def test_interrupt_keeps_and_marks_what_was_measured(server: RunningServer) -> N
     command += [*SHORT, "--duration", "60"]
     before = server.metric("backfill:request_success_total", **{"class": "online"})
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 30
-    while server.metric("backfill:request_success_total", **{"class": "online"}) < before + 9:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    online = {"class": "online"}
+    wait_until(
+        lambda: server.metric("backfill:request_success_total", **online) >= before + 9, 180, "answers"
+    )
     process.send_signal(signal.SIGINT)
-    stdout, stderr = process.communicate(timeout=30)
+    stdout, stderr = process.communicate(timeout=120)
     assert process.returncode == 130, stderr
     figures = json.loads(stdout.splitlines()[-1])["policies"]["server"]
     assert figures["status"] == "interrupted" and figures["num_online"] > 0
@@ -190,8 +198,8 @@ def test_requests_beyond_the_context(server: RunningServer) -> None:
 
 def test_a_server_that_does_not_start_shows_its_log(tmp_path: Path) -> None:
     options = ("--server-option", "--chat-template /no/such_file", "--log-dir", str(tmp_path))
-    result = run_cli("bench", "coserve", *options)
-    assert result.returncode == 1
+    result = coserve(*options)
+    assert result.exit_code == 1
     assert (
         "backfill: Policy online-only: The server ended with status 1: "
         "--chat-template /no/such_file cannot be read"

@@ -1,4 +1,4 @@
-"""``backfill run-batch`` as a process, with the default model."""
+"""``backfill run-batch``, with a small model; with the default one: tests/api/test_readme.py."""
 
 from __future__ import annotations
 
@@ -24,25 +24,33 @@ from backfill.jobs.local_run import _check_tail, _held
 from backfill.jobs.records import RequestCounts
 from backfill.jobs.results import ForeignResults
 from tests.api.batch_inputs import as_jsonl, chat_line, completion_line, parse_jsonl
-from tests.api.servers import wait_until
-
-SMALL = ("--kv-gib", "0.1", "--max-model-len", "512")
+from tests.api.servers import MODEL, SMALL_MODEL, START_TIMEOUT_S, wait_until
+from tests.cli.running import run_cli_here
 
 
 class Folder:
     """An input file, where its results go, and the command between them."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, model: Path) -> None:
         self.input, self.output, self.errors = path / "in.jsonl", path / "out.jsonl", path / "errors.jsonl"
+        self._model = ("--model", str(model), *SMALL_MODEL)
+
+    def arguments(self, *options: str) -> Sequence[str]:
+        if "--served-model-name" not in options:
+            options += ("--served-model-name", MODEL)
+        return ("run-batch", "-i", str(self.input), "-o", str(self.output), *self._model, *options)
 
     def command(self, *options: str) -> Sequence[str]:
-        files = ("-i", str(self.input), "-o", str(self.output))
-        return [sys.executable, "-m", "backfill", "run-batch", *files, *SMALL, *options]
+        return [sys.executable, "-m", "backfill", *self.arguments(*options)]
 
     def run(self, *options: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            self.command(*options), capture_output=True, text=True, timeout=100, check=False
+            self.command(*options), capture_output=True, text=True, timeout=200, check=False
         )
+
+    def run_here(self, *options: str) -> subprocess.CompletedProcess[str]:
+        """In this process: for runs that end before an engine starts."""
+        return run_cli_here(*self.arguments(*options))
 
     def start(self, *options: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
@@ -54,8 +62,8 @@ class Folder:
 
 
 @pytest.fixture
-def folder(default_model: Path, tmp_path: Path) -> Folder:
-    return Folder(tmp_path)
+def folder(small_model: Path, tmp_path: Path) -> Folder:
+    return Folder(tmp_path, small_model)
 
 
 def summary(result: subprocess.CompletedProcess[str]) -> dict[str, Any]:
@@ -81,7 +89,7 @@ def test_every_line_is_answered_and_a_second_run_has_nothing_to_do(folder: Folde
     )
     before = folder.output.read_bytes()
     folder.input.write_bytes(folder.input.read_bytes() + b"\n  \n")
-    again = folder.run("--json")
+    again = folder.run_here("--json")
     assert again.returncode == 0
     assert folder.output.read_bytes() == before
     assert summary(again)["resumed"] == 3
@@ -97,7 +105,7 @@ def test_failed_lines_go_into_their_own_file_where_one_is_named(folder: Folder) 
 
 def test_a_bad_input_is_listed_and_nothing_runs(folder: Folder) -> None:
     folder.input.write_bytes(as_jsonl([chat_line("a")]) + b"oops\n" + as_jsonl([chat_line("a")]))
-    result = folder.run()
+    result = folder.run_here()
     assert result.returncode == 1
     assert "line 2: " in result.stderr
     assert "line 3: " in result.stderr
@@ -109,7 +117,7 @@ def test_a_bad_input_is_listed_and_nothing_runs(folder: Folder) -> None:
 def test_an_output_that_is_no_result_of_this_input_is_left_alone(folder: Folder, content: str) -> None:
     folder.input.write_bytes(as_jsonl([chat_line("a")]))
     folder.output.write_text(content)
-    result = folder.run()
+    result = folder.run_here()
     assert result.returncode == 1
     assert "out.jsonl" in result.stderr
     assert "another -o, or delete it" in result.stderr
@@ -124,7 +132,6 @@ def test_an_output_that_is_no_result_of_this_input_is_left_alone(folder: Folder,
         (("-o", "/no/such/folder/out.jsonl"), "/no/such/folder/out.jsonl"),
         (("-i", "/no/such/file"), "/no/such/file"),
         (("--kv-gib", "-1"), "--kv-gib"),
-        (("--kv-gib", "100000"), "Not enough memory"),
         (("--model", "no-such-model"), "no-such-model"),
         (("--served-model-name", "gpt-4o"), "--served-model-name"),
         (("-i", "-"), "-i - is no file"),
@@ -134,23 +141,31 @@ def test_an_output_that_is_no_result_of_this_input_is_left_alone(folder: Folder,
 def test_a_run_that_cannot_be_says_why_in_a_line(folder: Folder, options: tuple[str, ...], part: str) -> None:
     content = as_jsonl([chat_line("a")])
     folder.input.write_bytes(content)
-    result = folder.run(*(option.format(folder=folder.input.parent) for option in options))
+    result = folder.run_here(*(option.format(folder=folder.input.parent) for option in options))
     assert result.returncode == 1
     assert part in result.stderr
     assert "Traceback" not in result.stderr
     assert folder.input.read_bytes() == content
 
 
+def test_a_run_whose_engine_cannot_start_says_why_in_a_line(folder: Folder) -> None:
+    folder.input.write_bytes(as_jsonl([chat_line("a")]))
+    result = folder.run("--kv-gib", "100000")
+    assert result.returncode == 1
+    assert "Not enough memory" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
 def test_killed_at_any_moment_it_goes_on_where_it_was(folder: Folder) -> None:
     custom_ids = [f"line-{number}" for number in range(60)]
     folder.input.write_bytes(
-        as_jsonl(completion_line(custom_id, max_tokens=4, ignore_eos=True) for custom_id in custom_ids)
+        as_jsonl(completion_line(custom_id, max_tokens=80, ignore_eos=True) for custom_id in custom_ids)
     )
     rng = random.Random(6)
     few = ("--max-num-seqs", "2")
-    for least in sorted(rng.sample(range(1, 50), 4)):
+    for least in sorted(rng.sample(range(1, 50), 3)):
         process = folder.start(*few)
-        wait_until(lambda at=least: folder.num_results() >= at, 30, f"{least} results")
+        wait_until(lambda at=least: folder.num_results() >= at, START_TIMEOUT_S, f"{least} results")
         time.sleep(rng.uniform(0.0, 0.05))
         process.kill()
         process.communicate()
@@ -170,19 +185,19 @@ def parse_head(path: Path) -> bytes:
 
 def test_ctrl_c_keeps_what_is_done_and_a_killed_engine_is_started_again(folder: Folder) -> None:
     folder.input.write_bytes(
-        as_jsonl(completion_line(str(number), max_tokens=20, ignore_eos=True) for number in range(40))
+        as_jsonl(completion_line(str(number), max_tokens=200, ignore_eos=True) for number in range(40))
     )
     few = ("--max-num-seqs", "2", "--log-level", "INFO")
     process = folder.start(*few)
-    wait_until(lambda: folder.num_results() > 2, 30, "results")
-    refused = folder.run()
+    wait_until(lambda: folder.num_results() > 2, START_TIMEOUT_S, "results")
+    refused = folder.run_here()
     assert refused.returncode == 1
     assert "another run-batch" in refused.stderr
     os.kill(engine_pid(process.pid), signal.SIGKILL)
     before = folder.num_results()
-    wait_until(lambda: folder.num_results() > before + 4, 30, "results of the next engine")
+    wait_until(lambda: folder.num_results() > before + 4, START_TIMEOUT_S, "results of the next engine")
     process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate(timeout=20)
+    _, stderr = process.communicate(timeout=90)
     assert process.returncode == 130, stderr
     assert "The same command goes on" in stderr
     num_done = folder.num_results()

@@ -233,10 +233,22 @@ class BatchLoad:
             "endpoint": "/v1/completions",
             "completion_window": "24h",
         }
+        posting = asyncio.ensure_future(api.call("POST", "/v1/batches", body))
         try:
-            batch = await api.call("POST", "/v1/batches", body)
+            await asyncio.shield(posting)
+        except asyncio.CancelledError:
+            await asyncio.wait([posting])  # a batch that the server has must be known, to be ended
+            if posting.exception() is None:
+                self._note_created(posting.result())
+            raise
+        except (StreamError, aiohttp.ClientError, TimeoutError) as error:
+            raise ConfigError(f"The server takes no batch: {_reason(error)}.") from error
+        return self._note_created(posting.result())
+
+    def _note_created(self, batch: dict[str, Any]) -> str:
+        try:
             batch_id = str(batch["id"])
-        except (StreamError, aiohttp.ClientError, TimeoutError, KeyError) as error:
+        except KeyError as error:
             raise ConfigError(f"The server takes no batch: {_reason(error)}.") from error
         self._batches[batch_id] = {"status": "validating", **batch}
         return batch_id

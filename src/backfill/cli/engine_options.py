@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import math
 import sys
@@ -27,7 +28,7 @@ from backfill.core.config import (
 from backfill.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from backfill.protocol.service import ServedModel
+    from backfill.protocol.preparer import ServedModel
 
 Result = TypeVar("Result")
 
@@ -128,6 +129,13 @@ ChatTemplate = Annotated[
     Path | None, typer.Option(help="File with a Jinja chat template to use instead of the model's.")
 ]
 GenerationConfig = Annotated[str, typer.Option(help="auto: sampling defaults from the model; vllm: none.")]
+EngineHangTimeout = Annotated[
+    float | None,
+    typer.Option(
+        help="Seconds without a word from the loaded engine after which it is killed and started again; 0: "
+        "never. Default: 20 times the longest step there can be, at least 30; 300 without a cost profile."
+    ),
+]
 LogLevel = Annotated[
     str, typer.Option(help="DEBUG, INFO, WARNING or ERROR.", envvar="BACKFILL_LOGGING_LEVEL")
 ]
@@ -156,6 +164,7 @@ def build_engine_config(
     checkpointing: str | None = None,
     restore: str = LIMITS.restore,
     victims: str = LIMITS.victims,
+    hang_timeout_s: float | None = None,
 ) -> EngineConfig:
     """The options as one valid configuration, but for the model's folder. Raises: ConfigError."""
     if host_kv_gib == 0:
@@ -177,6 +186,7 @@ def build_engine_config(
         gpu_memory_utilization=gpu_memory_utilization,
         max_model_len=_parse_tokens(max_model_len),
         num_threads=threads,
+        hang_timeout_s=hang_timeout_s,
         profile_path=None if profile is None else str(profile.expanduser()),
         scheduler=SchedulerConfig(
             max_num_seqs=max_num_seqs,
@@ -200,7 +210,7 @@ def find_model(model: str, revision: str | None, names: tuple[str, ...]) -> Serv
     """Fetch and convert the model where needed. Raises: ModelError for one that cannot be served."""
     from backfill.models.config import ModelConfig
     from backfill.models.resolve import resolve_model
-    from backfill.protocol.service import ServedModel
+    from backfill.protocol.preparer import ServedModel
 
     folder = resolve_model(model, revision=revision)
     ModelConfig.from_folder(folder)  # refused before anything starts
@@ -210,6 +220,21 @@ def find_model(model: str, revision: str | None, names: tuple[str, ...]) -> Serv
         folder=folder,
         created=int(time.time()),
     )
+
+
+def check_profile(config: EngineConfig) -> None:
+    """Refuse a named cost profile before the model is loaded, as far as that can be known by then.
+
+    Whether it is of another device or dtype the engine finds out. Raises: ConfigError.
+    """
+    from backfill.costs.profile import CostProfile
+    from backfill.models.config import ModelConfig
+
+    if config.profile_path is None:
+        return
+    profile = CostProfile.load(Path(config.profile_path))
+    model = ModelConfig.from_folder(config.model_dir).shape_key
+    profile.check_key(dataclasses.replace(profile.key, model=model), config.profile_path)
 
 
 def configure_logging(level: str, program: str) -> None:

@@ -52,6 +52,7 @@ def run_batch(
     host_kv_gib: engine.HostKvGib = None,
     gpu_memory_utilization: engine.GpuMemoryUtilization = ENGINE_DEFAULTS.gpu_memory_utilization,
     threads: engine.Threads = None,
+    engine_hang_timeout: engine.EngineHangTimeout = None,
     chat_template: engine.ChatTemplate = None,
     generation_config: engine.GenerationConfig = "auto",
     as_json: Annotated[
@@ -81,6 +82,7 @@ def run_batch(
             checkpointing="none" if host_kv_gib == 0 else "adaptive",
             gpu_memory_utilization=gpu_memory_utilization,
             threads=threads,
+            hang_timeout_s=engine_hang_timeout,
         )
         template = engine.read_template(chat_template)
         uses_generation_config = engine.uses_generation_config(generation_config)

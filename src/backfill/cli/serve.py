@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import os
+import signal
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,6 +18,7 @@ from backfill.cli.engine_options import ENGINE_DEFAULTS, LIMITS
 from backfill.core.config import GIB, EngineConfig
 from backfill.core.errors import BackfillError, ConfigError
 from backfill.jobs.config import JobsConfig
+from backfill.jobs.private_files import make_folder, write_durably
 
 _JOBS_DEFAULTS = JobsConfig(data_dir=Path())
 
@@ -55,13 +57,59 @@ def serve(
     kv_restore: engine.KvRestore = LIMITS.restore,
     victims: engine.Victims = LIMITS.victims,
     promote_before: engine.PromoteBefore = LIMITS.promote_before_s,
+    engine_hang_timeout: engine.EngineHangTimeout = None,
     max_queued_requests: Annotated[
-        int, typer.Option(help="Requests accepted beyond --max-num-seqs; more get HTTP 429.")
+        int, typer.Option(help="Online requests accepted beyond --max-num-seqs; more get HTTP 429.")
     ] = 1024,
-    max_body_bytes: Annotated[int, typer.Option(help="Larger request bodies get HTTP 413.")] = 32 << 20,
+    max_queued_offline_requests: Annotated[
+        int, typer.Option(help="Requests of service_tier flex accepted at once; more get HTTP 429.")
+    ] = 1024,
+    max_body_bytes: Annotated[
+        int, typer.Option(help="Larger JSON bodies get HTTP 413; uploads have limits of their own.")
+    ] = 4 << 20,
+    max_inflight_body_bytes: Annotated[
+        int, typer.Option(help="Bytes of all JSON bodies being read or prepared; beyond, HTTP 503.")
+    ] = 256 << 20,
+    max_response_tokens: Annotated[
+        int, typer.Option(help="Choices x max_tokens x (1 + logprobs) of one request; more get HTTP 400.")
+    ] = 1 << 20,
+    max_connections: Annotated[
+        int | None,
+        typer.Option(help="Connections open at once. Default: what open files allow, at most 8192."),
+    ] = None,
+    head_timeout: Annotated[
+        float, typer.Option(help="Seconds that a request's head may take; then HTTP 408.")
+    ] = 10.0,
+    body_timeout: Annotated[
+        float,
+        typer.Option(
+            help="Seconds that a request's body may pause, ten times as many for all of it; then HTTP 408."
+        ),
+    ] = 30.0,
+    write_timeout: Annotated[
+        float, typer.Option(help="Seconds that a client may take nothing of its answer; then it is aborted.")
+    ] = 30.0,
+    allowed_hosts: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Further Host that requests may name, where it is checked: on loopback without an API key. "
+            "Repeatable; * allows any."
+        ),
+    ] = None,
     api_key: Annotated[
         list[str] | None,
-        typer.Option(help="Key clients must send; repeatable.", envvar="BACKFILL_API_KEY"),
+        typer.Option(
+            metavar="[NAME=]KEY",
+            help="Key clients must send; repeatable. Files and batches belong to NAME, which may have "
+            "several keys, or to the KEY itself. Without a name, a KEY with an '=' within is written =KEY.",
+            envvar="BACKFILL_API_KEY",
+        ),
+    ] = None,
+    api_key_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="File with lines NAME=KEY, read again when it changes.", envvar="BACKFILL_API_KEY_FILE"
+        ),
     ] = None,
     chat_template: engine.ChatTemplate = None,
     generation_config: engine.GenerationConfig = "auto",
@@ -93,12 +141,31 @@ def serve(
     batch_max_storage_gib: Annotated[
         float | None, typer.Option(help="GiB of all stored files together. Default: no limit.")
     ] = None,
+    batch_max_owner_gib: Annotated[
+        float | None, typer.Option(help="GiB of one API key's files together. Default: no limit.")
+    ] = None,
+    batch_min_free_gib: Annotated[
+        float, typer.Option(help="GiB of the disk kept for results; below, uploads and batches are refused.")
+    ] = _JOBS_DEFAULTS.min_free_bytes / GIB,
+    batch_max_uploads: Annotated[
+        int, typer.Option(help="Uploads open at once, a quarter of them one API key's; more get HTTP 429.")
+    ] = _JOBS_DEFAULTS.max_uploads,
+    batch_max_open: Annotated[
+        int, typer.Option(help="Open batches of one API key; more get HTTP 429.")
+    ] = _JOBS_DEFAULTS.max_open_batches,
+    batch_max_queued_lines: Annotated[
+        int, typer.Option(help="Unfinished lines of one API key's open batches together.")
+    ] = _JOBS_DEFAULTS.max_queued_lines,
     batch_retention_hours: Annotated[
         float, typer.Option(help="Hours after which input and result files are deleted.")
     ] = _JOBS_DEFAULTS.retention_s / 3600,
     log_level: engine.LogLevel = "INFO",
 ) -> None:
-    """Serve MODEL over an OpenAI-compatible HTTP API. Fetches and converts the model first, where needed."""
+    """Serve MODEL over an OpenAI-compatible HTTP API. Fetches and converts the model first, where needed.
+
+    Exit status: 0 ended by a signal; 1 it cannot serve, or not any more; 130 or 143 ended by SIGINT or
+    SIGTERM before the model was loaded.
+    """
     from backfill.api.config import ServerConfig
 
     started_at_s = time.monotonic()
@@ -108,9 +175,18 @@ def serve(
             host=host,
             port=port,
             served_model_names=tuple(served_model_name or ()),
-            api_keys=_non_empty_keys(api_key or []),
+            api_keys=tuple(api_key or ()),
+            api_key_file=api_key_file,
             max_queued_requests=max_queued_requests,
+            max_queued_offline_requests=max_queued_offline_requests,
             max_body_bytes=max_body_bytes,
+            max_inflight_body_bytes=max_inflight_body_bytes,
+            max_response_tokens=max_response_tokens,
+            max_connections=max_connections,
+            head_timeout_s=head_timeout,
+            body_timeout_s=body_timeout,
+            write_timeout_s=write_timeout,
+            allowed_hosts=tuple(allowed_hosts or ()),
             drain_timeout_s=shutdown_timeout,
             keep_alive_interval_s=sse_keep_alive_interval,
             vllm_metrics=vllm_metrics,
@@ -139,6 +215,7 @@ def serve(
             checkpointing=checkpointing,
             restore=kv_restore,
             victims=victims,
+            hang_timeout_s=engine_hang_timeout,
         )
         jobs_config = JobsConfig(
             data_dir=data_dir.expanduser(),
@@ -148,6 +225,11 @@ def serve(
             # A batch's file may be as large as asked, so any file may.
             max_file_bytes=max(batch_max_bytes, _JOBS_DEFAULTS.max_file_bytes),
             max_stored_bytes=_finite_above_0("--batch-max-storage-gib", batch_max_storage_gib, GIB),
+            max_owner_bytes=_finite_above_0("--batch-max-owner-gib", batch_max_owner_gib, GIB),
+            min_free_bytes=_min_free_bytes(batch_min_free_gib),
+            max_uploads=batch_max_uploads,
+            max_open_batches=batch_max_open,
+            max_queued_lines=batch_max_queued_lines,
             retention_s=_finite_above_0("--batch-retention-hours", batch_retention_hours, 3600) or 0,
         )
         jobs_config.validate()
@@ -178,14 +260,19 @@ def _run(
     data_dir: Path,
     started_at_s: float,
 ) -> None:
+    from backfill.api.keys import ApiKeys
     from backfill.api.server import Server, bind
     from backfill.engine.messages import Ready
 
+    keys = None
+    if server_config.asks_for_keys:
+        keys = ApiKeys(server_config.api_keys, server_config.api_key_file)
     listener = bind(server_config.host, server_config.port)
     host, port = listener.getsockname()[:2]
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     served = engine.find_model(model, revision, server_config.served_model_names)
     engine_config = dataclasses.replace(engine_config, model_dir=str(served.folder))
+    engine.check_profile(engine_config)
 
     def on_started() -> None:
         _save_config(data_dir, server_config, engine_config, jobs_config, served)
@@ -193,21 +280,25 @@ def _run(
     def on_ready(ready: Ready) -> None:
         _print_banner(ready, served.names[0], url, time.monotonic() - started_at_s)
 
-    async def run() -> None:
+    async def run() -> signal.Signals | None:
         server = Server(
             server_config,
             engine_config,
             served,
             url=url,
+            api_keys=keys,
             jobs_config=jobs_config,
             chat_template=chat_template,
             uses_generation_config=uses_generation_config,
             on_started=on_started,
             on_ready=on_ready,
         )
-        await server.run(listener)
+        return await server.run(listener)
 
-    engine.run_in_loop(run())
+    stopped_by = engine.run_in_loop(run())
+    if stopped_by is not None:
+        typer.echo(f"backfill: {stopped_by.name} before the model was loaded", err=True)
+        raise typer.Exit(128 + stopped_by)
 
 
 def _print_banner(ready: Any, name: str, url: str, took_s: float) -> None:
@@ -227,12 +318,6 @@ def _print_banner(ready: Any, name: str, url: str, took_s: float) -> None:
     print("\n".join(lines), flush=True)
 
 
-def _non_empty_keys(keys: list[str]) -> tuple[str, ...]:
-    if any(not key.strip() for key in keys):
-        raise ConfigError("--api-key must not be empty.")
-    return tuple(key.strip() for key in keys)
-
-
 def _finite_above_0(option: str, value: float | None, factor: int) -> int | None:
     """``value`` in the unit of ``factor``. Raises: ConfigError."""
     if value is None:
@@ -240,6 +325,12 @@ def _finite_above_0(option: str, value: float | None, factor: int) -> int | None
     if not (math.isfinite(value) and value > 0):
         raise ConfigError(f"{option} must be above 0, got {value:g}.")
     return int(value * factor)
+
+
+def _min_free_bytes(gib: float) -> int:
+    if not (math.isfinite(gib) and gib >= 0):
+        raise ConfigError(f"--batch-min-free-gib must be 0 or more, got {gib:g}.")
+    return int(gib * GIB)
 
 
 def _save_config(
@@ -262,7 +353,8 @@ def _save_config(
     if jobs_config is not None and jobs_config.database_url is not None:
         resolved["batches"]["database_url"] = "***"  # it may hold a password
     try:
-        data_dir.mkdir(parents=True, exist_ok=True)
-        (data_dir / "config.json").write_text(json.dumps(resolved, indent=2, default=str) + "\n")
+        make_folder(data_dir)
+        content = json.dumps(resolved, indent=2, default=str) + "\n"
+        write_durably(data_dir / "config.json", content.encode())
     except OSError as error:
         raise ConfigError(f"--data-dir {data_dir} cannot be written: {error.strerror or error}.") from error
