@@ -1,7 +1,7 @@
 """What a batch costs beside its answers: upload, validation and bookkeeping of many one-token lines.
 
-The lines go through the real store, validation, feeder and result files; a runner that answers at once
-stands where the engine is. CPU time and memory are this process's own.
+The lines go through the real store, preparation process, feeder and result files; a runner that answers at
+once stands where the engine is. CPU time and memory are this process's own, but for ``prepare_us_per_line``.
 
 Usage: batch_overhead.py [--lines 100000] [--upload-mib 512]. The last line of output is a JSON object.
 """
@@ -11,23 +11,38 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
+from backfill.core.config import SchedulerConfig
+from backfill.core.slo import SLO
+from backfill.execution.executor import ExecutorInfo
 from backfill.jobs.config import JobsConfig
-from backfill.jobs.lines import BatchLine, LineResult, completed
+from backfill.jobs.lines import LineResult, completed
 from backfill.jobs.manager import JobManager
 from backfill.jobs.records import BatchStatus
+from backfill.models.resolve import resolve_model
+from backfill.preparation.client import PreparationClient
+from backfill.preparation.lines import BatchLine
+from backfill.preparation.messages import PreparationSetup
+from backfill.protocol.preparer import EngineFacts, ServedModel
 
 PIECE_BYTES = 1 << 20
+FACTS = EngineFacts(
+    info=ExecutorInfo(1024, 16, 8192, 49152, (2,), "cpu", "bfloat16"),
+    default_slo=SLO(1.0, 0.15),
+    cost=None,
+    scheduler=SchedulerConfig(),
+)
 
 
 class InstantRunner:
     async def run(self, line: BatchLine) -> LineResult:
         body = {"object": "text_completion", "choices": [{"index": 0, "text": "x"}]}
-        return completed(line, body | {"usage": {"prompt_tokens": 1, "completion_tokens": 1}}, "req")
+        return completed(line, body | {"usage": {"prompt_tokens": 1, "completion_tokens": 1}})
 
 
 def main() -> None:
@@ -44,7 +59,11 @@ def main() -> None:
 
 async def measure(folder: Path, num_lines: int, upload_mib: int) -> dict[str, float]:
     config = JobsConfig(data_dir=folder, max_lines=num_lines, max_batch_bytes=1 << 40, max_file_bytes=1 << 40)
-    manager = JobManager(config, model_names=["m"], runner=InstantRunner())
+    model = ServedModel(names=("m",), root="m", folder=resolve_model("smollm2-135m-instruct"), created=0)
+    preparation = PreparationClient(PreparationSetup(model=model))
+    preparation.start()
+    preparation.configure(FACTS)
+    manager = JobManager(config, preparation, model_names=["m"], runner=InstantRunner())
     await manager.start()
     content = b"".join(input_line(index) for index in range(num_lines))
     # Forgets the peak so far, which importing torch has set.
@@ -54,18 +73,19 @@ async def measure(folder: Path, num_lines: int, upload_mib: int) -> dict[str, fl
     batch_id = await submit(manager, await upload(manager, content, "batch"))
     while (await manager.get_batch("", batch_id)).status is BatchStatus.VALIDATING:
         await asyncio.sleep(0.05)
-    cpu_validated = time.process_time()
+    cpu_validated, prepare_before_s = time.process_time(), cpu_of(preparation.pid)
     service: Any = None
     manager.engine_ready(service, max_num_seqs=256)
     while not (batch := await manager.get_batch("", batch_id)).status.is_final:
         await asyncio.sleep(0.05)
     cpu_after = time.process_time()
-    rss_after = peak_kib()
+    rss_after, prepare_s = peak_kib(), cpu_of(preparation.pid) - prepare_before_s
     # Last, since what it holds would hide the peak of the lines.
     started_at_s = time.perf_counter()
     await upload(manager, bytes(upload_mib << 20), "user_data")
     upload_s = time.perf_counter() - started_at_s
     await manager.stop()
+    await preparation.stop()
     if batch.request_counts.completed != num_lines:
         raise SystemExit(f"expected {num_lines} completed lines, got {batch.request_counts}")
     return {
@@ -73,8 +93,15 @@ async def measure(folder: Path, num_lines: int, upload_mib: int) -> dict[str, fl
         "validation_us_per_line": 1e6 * (cpu_validated - cpu_before) / num_lines,
         "bookkeeping_us_per_line": 1e6 * (cpu_after - cpu_validated) / num_lines,
         "cpu_us_per_line": 1e6 * (cpu_after - cpu_before) / num_lines,
+        "prepare_us_per_line": 1e6 * prepare_s / num_lines,
         "added_mib": (rss_after - rss_before) / 1024,
     }
+
+
+def cpu_of(pid: int | None) -> float:
+    """Seconds of CPU that a process has used."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def peak_kib() -> int:
