@@ -8,6 +8,7 @@ from typing import Any
 
 import typer.main
 
+from backfill.api.loop_lag import LoopLag
 from backfill.api.metrics import JobMetrics, Metrics
 from backfill.bench.coserve_figures import CoserveFigures, policy_json
 from backfill.bench.metrics import compute_metrics
@@ -16,6 +17,9 @@ from backfill.bench.runner import Run
 from backfill.cli.main import app
 from backfill.core.slo import SLO
 from backfill.jobs.manager import JobsSnapshot
+from backfill.preparation.client import PreparationClient
+from backfill.preparation.messages import PreparationSetup
+from backfill.protocol.preparer import ServedModel
 from tests.builders import make_info
 
 ROOT = Path(__file__).parent.parent
@@ -45,7 +49,10 @@ def test_every_metric_is_documented() -> None:
     jobs.watch(
         lambda: JobsSnapshot(jobs_by_status={}, num_lines_queued=0, oldest_line_s=0.0, least_slack_s=None)
     )
-    metrics = Metrics("m", make_info(), slo=SLO(1.5, 0.11), jobs=jobs)
+    model = ServedModel(names=("m",), root="m", folder=Path(), created=0)
+    preparation = PreparationClient(PreparationSetup(model=model))
+    lag = LoopLag("m")
+    metrics = Metrics("m", make_info(), slo=SLO(1.5, 0.11), loop_lag=lag, preparation=preparation, jobs=jobs)
     text = (ROOT / "docs" / "metrics.md").read_text()
     exposed = {family.name for family in metrics.registry.collect()}
     exposed |= {"backfill:num_requests_running", "backfill:num_requests_waiting"}
