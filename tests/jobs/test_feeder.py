@@ -300,14 +300,21 @@ async def test_lines_read_for_batches_that_must_wait_do_not_stop_the_next(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(feeder_module, "MAX_HELD_BYTES", 1000)
-    engine = Engine()
+    engine = Engine(holds=True)
     engine.feeder.set_capacity(1)
-    feeds = []
-    for number in range(10):  # each is begun, with lines read ahead, when a more urgent one comes
+    feeds: list[Feed] = []
+    for number in range(10):  # each has begun, with lines read ahead, when a more urgent one comes
         lines = (line_of(n, 100) for n in range(10 * number, 10 * number + 10))
         feeds.append(feed_of(lines, 10, deadline_at_s=100.0 - number))
         engine.feeder.add(feeds[-1])
-        await until(lambda feed=feeds[-1]: feed.num_held_bytes > 0)
+        async with asyncio.timeout(10):
+            while not feeds[-1].running:  # lines that were read before it may have to make room
+                for end in engine.in_flight.values():
+                    if not end.done():
+                        end.set_result(None)
+                await asyncio.sleep(0.001)
+        assert feeds[-1].has_read_lines
+    engine.holds = False
     await asyncio.wait_for(asyncio.gather(*(feed.finished for feed in feeds)), 10)
 
 
