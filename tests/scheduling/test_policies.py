@@ -188,6 +188,59 @@ def test_a_tighter_objective_of_one_request_bounds_the_step() -> None:
     assert bench.step().predicted_s <= 0.05
 
 
+def first_tokens(bench: Bench, chats: Sequence[Request]) -> list[float]:
+    """Instants of the chats' first tokens, ascending, once all have one."""
+    seen: dict[str, float] = {}
+    bench.add(*chats)
+    while len(seen) < len(chats):
+        bench.step()
+        for chat in chats:
+            if chat.last_token_at_s is not None:
+                seen.setdefault(chat.request_id, bench.clock.now_s())
+    return sorted(seen.values())
+
+
+def test_many_chats_at_once_get_their_first_tokens_as_soon_as_under_fcfs() -> None:
+    def of_policy(policy: Policy | None) -> list[float]:
+        chats = [make_request(40, 60, request_id=f"chat{i}", arrived_at_s=0.0) for i in range(60)]
+        return first_tokens(Bench(policy, step_s=0.02), chats)
+
+    ours, fcfs = of_policy(None), of_policy(FcfsPolicy())
+    assert fcfs[-1] > 2 * SLO_100_MS.ttft_s
+    for quantile in (0.5, 0.99):
+        index = int(quantile * len(fcfs))
+        assert ours[index] <= 1.1 * fcfs[index]
+
+
+def test_newcomers_beside_many_decodes_are_not_left_a_few_tokens_a_step() -> None:
+    bench = Bench(step_s=0.02)
+    bench.add(*(make_request(4, 200, request_id=f"chat{i}") for i in range(60)))
+    bench.step()
+    late = make_request(400, 5, request_id="late", arrived_at_s=bench.clock.now_s())
+    bench.add(late)
+    # 60 decodes leave 10 tokens of a step, in which the prompt would take 3 s.
+    assert sizes(bench.step())["late"] == 400
+
+
+def test_prompts_that_will_be_in_time_leave_other_requests_their_gaps() -> None:
+    bench = Bench()
+    bench.add(*(make_request(4, 200, request_id=f"chat{i}") for i in range(10)))
+    bench.step()
+    now_s = bench.clock.now_s()
+    bench.add(*(make_request(80, 5, request_id=f"late{i}", arrived_at_s=now_s) for i in range(8)))
+    for _ in range(30):
+        assert bench.step().predicted_s <= SLO_100_MS.tpot_s
+
+
+def test_a_prompt_that_would_be_late_even_alone_leaves_other_requests_their_gaps() -> None:
+    bench = Bench()
+    bench.add(make_request(4, 200, request_id="chat"))
+    bench.step()
+    bench.add(make_request(2000, 5, request_id="late", arrived_at_s=bench.clock.now_s()))
+    for _ in range(30):
+        assert bench.step().predicted_s <= SLO_100_MS.tpot_s
+
+
 def test_slow_steps_make_the_next_ones_smaller() -> None:
     bench = Bench()
     bench.add(make_request(4, 50, request_id="chat"), offline(3000, 2, request_id="job"))
@@ -392,7 +445,7 @@ def test_an_online_request_that_is_being_restored_bounds_the_steps() -> None:
     view = StepView(
         now_s=5.01,
         running=empty,
-        num_waiting=dict.fromkeys(Rank, 0),
+        waiting=empty,
         num_blocks=100,
         online_blocks=2,
         suspended_s=1.0,

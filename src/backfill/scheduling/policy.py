@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from backfill.core.request import Rank, Request
+
+# The smallest prefill chunk that is worth a place in a step that is over its time.
+LEAST_PREFILL_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +36,7 @@ class Lane:
     beside_prefill: bool = True
     step_sizes: Sequence[int] = ()
     protected: bool = False
-    least_tokens: int = 16
+    least_tokens: int = LEAST_PREFILL_TOKENS
     displaces: bool = False
     reserved_blocks: int = 0
     only_if_empty: bool = False
@@ -45,7 +48,7 @@ class StepView:
 
     Attributes:
         running: requests that hold blocks, by rank.
-        num_waiting: by rank.
+        waiting: requests that hold no blocks, by rank, the most urgent first.
         online_blocks: blocks that running online requests hold.
         suspended_s: predicted seconds that the suspended step still takes; 0 where nothing is suspended.
         restoring: requests that hold blocks and take no part in steps before their KV is back.
@@ -55,7 +58,7 @@ class StepView:
 
     now_s: float
     running: Mapping[Rank, Sequence[Request]]
-    num_waiting: Mapping[Rank, int]
+    waiting: Mapping[Rank, Collection[Request]]
     num_blocks: int
     online_blocks: int
     suspended_s: float = 0.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from bisect import bisect_left, insort
+from collections.abc import Iterator
 
 from backfill.core.request import OrderKey, Request
 
@@ -21,6 +22,9 @@ class RequestQueue:
 
     def __len__(self) -> int:
         return len(self._requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._requests)
 
     def push(self, request: Request) -> None:
         insort(self._requests, request, key=_order_key)

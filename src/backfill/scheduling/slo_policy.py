@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,12 +15,14 @@ from backfill.core.slo import SLO
 from backfill.costs.correction import BiasCorrection
 from backfill.costs.load import StepLoad
 from backfill.costs.model import CostModel
-from backfill.scheduling.policy import Lane, StepView
+from backfill.scheduling.policy import LEAST_PREFILL_TOKENS, Lane, StepView
 
 # Part of the window left at its arrival that a request may spend promoted.
 _LONGEST_PROMOTION = 0.5
 # Offline work is curbed where online requests leave it less than 1 / this of the pool.
 _ROOM = 1.5
+
+_ORDER_KEY = operator.attrgetter("order_key")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,8 +58,9 @@ class SloPolicy:
     A step's time is bounded by the least slack of the online requests that decode in it, and by the tightest
     TPOT objective. Online requests are placed first, as if offline ones were not there, and may take their
     blocks. What is left of the bound goes to offline decodes, then to chunks of offline prompts; a step that
-    computes an online prompt has none. Without
-    online requests there is no bound: the largest batch that fits, stopped at a safepoint when one arrives.
+    computes an online prompt has none. Where prompts would miss their TTFT objectives in steps so short, the
+    online part has no bound, as under ``fcfs``. Without online requests there is no bound: the largest batch
+    that fits, stopped at a safepoint when one arrives.
 
     Where this differs from the paper, and why: docs/coserving.md.
 
@@ -73,6 +78,7 @@ class SloPolicy:
         self.correction = BiasCorrection()
         self._cost = cost
         self._can_stop = can_stop
+        self._max_step_tokens = max_step_tokens
         self._step_sizes = cost.efficient_step_sizes(config.step_efficiency, max_step_tokens)
         self._online_peak = 0.0
         self._seen_at_s: float | None = None
@@ -87,7 +93,7 @@ class SloPolicy:
     def lanes(self, view: StepView) -> Sequence[Lane]:
         reserved = self._reserve(view)
         online = _present(view)
-        if not online and not view.num_waiting[Rank.ONLINE]:
+        if not online and not view.waiting[Rank.ONLINE]:
             return self._offline_batching(reserved)
         tightest, slack = self._tpot(online, view.now_s)
         usable = (1.0 - self.config.margin) / self.correction.upper
@@ -95,12 +101,13 @@ class SloPolicy:
         # work has less to gain and more to spoil. The shape was found by simulation (docs/coserving.md).
         room = min(1.0, _ROOM * (1.0 - view.online_blocks / view.num_blocks)) ** 2
         bound = min(tightest * room, slack, self._ttft_slack(online, view.now_s)) * usable
+        is_overloaded = self._misses_first_tokens(view, online, tightest * usable)
         if view.suspended_s:
             bound = 0.0  # what was stopped goes on first
         return (
             Lane(
                 ranks=frozenset({Rank.ONLINE}),
-                limit_s=min(tightest, slack) * usable,
+                limit_s=math.inf if is_overloaded else min(tightest, slack) * usable,
                 protected=True,
                 displaces=True,
             ),
@@ -122,7 +129,7 @@ class SloPolicy:
     def resume_s(self, view: StepView) -> float:
         """What the slack of online decodes leaves after a step of their own; nothing beside a prompt."""
         online = _present(view)
-        if view.num_waiting[Rank.ONLINE] or any(request.last_token_at_s is None for request in online):
+        if view.waiting[Rank.ONLINE] or any(request.last_token_at_s is None for request in online):
             return 0.0
         if not online:
             return math.inf
@@ -176,6 +183,31 @@ class SloPolicy:
                 tightest = min(tightest, tpot_s)
                 slack = min(slack, request.last_token_at_s + tpot_s - now_s)
         return tightest, slack
+
+    def _misses_first_tokens(self, view: StepView, online: Sequence[Request], limit_s: float) -> bool:
+        """Whether a prompt would miss its TTFT objective if no step took longer than ``limit_s``.
+
+        Prompts are taken to be computed one after another in what the decodes of now leave of each step. One
+        that would be late even alone does not count: giving up other requests' gaps does not save it.
+        """
+        if limit_s == math.inf:
+            return False
+        load = StepLoad.of((each.num_computed_tokens, 1, True) for each in online if each.is_decoding)
+        chunk = max(LEAST_PREFILL_TOKENS, self._cost.max_tokens(load, 0, self._max_step_tokens, limit_s))
+        token_s = self.correction.upper * self._cost.time_with_s(load, 0, chunk, False) / chunk
+        first_token_at_s = view.now_s
+        prefilling = sorted((each for each in online if not each.is_decoding), key=_ORDER_KEY)
+        for request in itertools.chain(prefilling, view.waiting[Rank.ONLINE]):
+            first_token_at_s += request.num_pending_tokens * token_s
+            is_prompt = request.last_token_at_s is None
+            if is_prompt and first_token_at_s > self.first_token_by_s(request) and self._is_feasible(request):
+                return True
+        return False
+
+    def _is_feasible(self, request: Request) -> bool:
+        """Whether the request would meet its TTFT objective with nothing beside it."""
+        alone_s = self._cost.prefill_time_s(request.num_prompt_tokens, self._max_step_tokens)
+        return self.correction.mean * alone_s <= self.slo_of(request).ttft_s
 
     def _ttft_slack(self, online: Sequence[Request], now_s: float) -> float:
         """Least time left to a first token, of the requests that can still meet it."""
