@@ -1,6 +1,6 @@
 """Time to first token beyond the server's capacity, under ``slo`` and under ``fcfs``.
 
-Two loads of online chats, each against a server of every policy, the policies alternating for --rounds rounds:
+Two loads of online chats against a server of each policy, the policies alternating for --rounds rounds:
 
 - burst: 200 chats of 32 tokens in and 32 out, all sent at one instant.
 - crowd: 64 chats of 128 tokens in and 64 out kept in flight; as one ends the next is sent.

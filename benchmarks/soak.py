@@ -71,7 +71,7 @@ MIN_ROUND_S = 20.0  # shorter ones do not warm up
 HANG_S = 5.0
 DRAIN_TIMEOUT_S = 900.0
 IDLE_TIMEOUT_S = 60.0
-# Small pools: requests are preempted, and the warm-up touches all of both, which count as memory from then on.
+# Small pools: requests are preempted, and the warm-up touches all of both, which is when their memory counts.
 SOAK_OPTIONS = ("--kv-gib", "0.2", "--host-kv-gib", "0.05", "--max-model-len", "4096")
 STALLS_OPTIONS = ("--batch-max-bytes", "1000000000")
 
