@@ -188,8 +188,10 @@ def test_requests_in_the_moment_the_engine_dies_get_an_answer(own_server: Runnin
 def test_shutdown_lets_online_requests_end_and_stops_offline_ones(small_model: Path, tmp_path: Path) -> None:
     """Also where the signal is to the whole process group."""
     with small_server(small_model, data_dir=tmp_path) as server, ThreadPoolExecutor(2) as pool:
-        online = pool.submit(server.http.post, "/v1/completions", json={**LONG, "max_tokens": 1000})
         flex = pool.submit(server.http.post, "/v1/completions", json={**LONGER, "service_tier": "flex"})
+        # First, and it keeps its blocks then: where online is late, no offline request begins.
+        wait_until(lambda: server.metric("backfill:num_requests_running") == 1, 60, "the first to run")
+        online = pool.submit(server.http.post, "/v1/completions", json={**LONG, "max_tokens": 1000})
         wait_until(lambda: server.metric("backfill:num_requests_running") == 2, 60, "both to run")
         engine = server.engine_pid()
         for pid in (engine, server.process.pid):
