@@ -28,12 +28,12 @@ from backfill.preparation.client import PreparationClient
 from backfill.protocol.preparer import (
     EngineFacts,
     Generation,
-    GenerationEndpoint,
     RequestContext,
     RequestPreparer,
     ServedModel,
     TextEndpoint,
 )
+from backfill.protocol.requests import GenerationEndpoint
 from backfill.protocol.service import CompletionService
 from tests.api.sockets import limits, serving
 from tests.builders import make_info
@@ -164,6 +164,7 @@ def in_process_server(
         tokenizer,
         GenerationDefaults(),
         max_response_tokens=server_config.max_response_tokens,
+        is_strict=server_config.is_strict,
     )
     preparer.facts = EngineFacts(
         info=engine.info, default_slo=SLO(1.0, 0.15), cost=None, scheduler=engine_config.scheduler

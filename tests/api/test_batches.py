@@ -84,6 +84,14 @@ def test_a_batch_from_upload_to_results(server: RunningServer, client: OpenAI) -
     assert any(batch.id in line for line in server.output), "the log names the batch"
 
 
+def test_fields_without_an_effect_are_logged_once_a_batch(server: RunningServer, client: OpenAI) -> None:
+    lines = [chat_line("a"), chat_line("b", max_tokns=3), chat_line("c", max_tokns=3)]
+    batch = wait_ended(client, submit(client, as_jsonl(lines), completion_window="3d").id)
+    assert (batch.status, batch.expires_at) == ("completed", batch.created_at + 3 * 24 * 3600)
+    (said,) = [line for line in server.output if batch.id in line and "max_tokns" in line]
+    assert "2 lines" in said and "did you mean max_tokens?" in said
+
+
 def test_a_batch_names_its_results_also_once_they_are_deleted(client: OpenAI) -> None:
     batch = wait_ended(client, submit(client, as_jsonl([chat_line("a")])).id)
     assert batch.output_file_id is not None
@@ -122,14 +130,7 @@ def test_completions_and_their_ways_to_write_a_prompt(client: OpenAI) -> None:
 
 
 def test_a_line_that_is_refused_does_not_fail_its_batch(client: OpenAI) -> None:
-    lines = [
-        chat_line("good"),
-        chat_line("hot", temperature=99),
-        chat_line("streams", stream=True),
-        chat_line("long", "x " * 5000),
-        chat_line("tools", tools=[{"type": "function"}]),
-        chat_line("empty", messages=[]),
-    ]
+    lines = [chat_line("good"), chat_line("long", "x " * 5000), chat_line("longest", "x " * 50_000)]
     batch = wait_ended(client, submit(client, as_jsonl(lines)).id)
     assert batch.status == "completed"
     check_accounts(client, batch, [line["custom_id"] for line in lines])
@@ -139,14 +140,12 @@ def test_a_line_that_is_refused_does_not_fail_its_batch(client: OpenAI) -> None:
         assert line["error"] is None, "the model refused it: the reason is in the response"
         assert line["response"]["status_code"] == 400
         assert line["response"]["body"]["error"]["type"] == "invalid_request_error"
-    params = {line["custom_id"]: line["response"]["body"]["error"]["param"] for line in errors}
-    assert params["hot"] == "temperature"
-    assert params["streams"] == "stream"
-    assert params["tools"] == "tools"
+        assert line["response"]["body"]["error"]["code"] == "context_length_exceeded"
 
 
 def test_a_batch_whose_every_line_fails_has_no_output_file(client: OpenAI) -> None:
-    batch = wait_ended(client, submit(client, as_jsonl([chat_line("a", n=0), chat_line("b", n=0)])).id)
+    lines = [chat_line("a", "x " * 5000), chat_line("b", "x " * 5000)]
+    batch = wait_ended(client, submit(client, as_jsonl(lines)).id)
     counts = batch.request_counts
     assert counts is not None and (counts.total, counts.completed, counts.failed) == (2, 0, 2)
     assert batch.status == "completed" and batch.output_file_id is None and batch.error_file_id is not None
@@ -175,6 +174,10 @@ def bad(**changes: Any) -> bytes:
         (bad(custom_id="x" * 513), "invalid_value", 2),
         (bad(body=None), "missing_required_parameter", 2),
         (as_jsonl([chat_line("a", model="gpt-9")]), "model_not_found", 1),
+        (as_jsonl([chat_line("a", messages="hi")]), "invalid_value", 1),
+        (as_jsonl([chat_line("a", stream=True)]), "invalid_value", 1),
+        (as_jsonl([chat_line("a", tools=[{"type": "function"}])]), "unsupported_parameter", 1),
+        (as_jsonl([chat_line("a", max_tokens=2048)]), "context_length_exceeded", 1),
         (as_jsonl([chat_line(str(number)) for number in range(101)]), "too_many_tasks", None),
     ],
 )
@@ -205,6 +208,7 @@ def test_only_the_first_hundred_bad_lines_are_listed(client: OpenAI) -> None:
         ({"endpoint": "/v1/embeddings"}, 400, "endpoint", None),
         ({"completion_window": "soon"}, 400, "completion_window", None),
         ({"completion_window": "0h"}, 400, "completion_window", None),
+        ({"completion_window": "366d"}, 400, "completion_window", None),
         ({"completion_window": "9" * 400 + "h"}, 400, "completion_window", None),
         ({"completion_window": 24}, 400, "completion_window", None),
         ({"metadata": {str(number): "" for number in range(17)}}, 400, "metadata", None),

@@ -93,20 +93,45 @@ def test_tokenize_names_a_field_that_cannot_be_honoured(server: InProcessServer)
         assert refused.json()["error"]["param"] == param
 
 
-@pytest.mark.parametrize("tier", [None, "auto", "default", "flex", "priority", "scale", "standard"])
+@pytest.mark.parametrize("tier", [None, "auto", "default", "fast", "flex", "priority", "scale", "standard"])
 def test_the_tier_that_was_used_is_echoed(server: InProcessServer, tier: str | None) -> None:
     body = {"prompt": [3], "max_tokens": 1, "service_tier": tier}
     answered = httpx.post(f"{server.url}/v1/completions", json=body)
     assert answered.json()["service_tier"] == ("flex" if tier == "flex" else "default")
 
 
-def test_an_unknown_tier_is_refused_with_those_there_are(server: InProcessServer) -> None:
-    body = {"prompt": [3], "max_tokens": 1, "service_tier": "Flex"}
+@pytest.mark.parametrize("tier", ["Flex", "flexx", "batch", ""])
+def test_an_unknown_tier_is_refused_with_those_there_are(server: InProcessServer, tier: str) -> None:
+    body = {"prompt": [3], "max_tokens": 1, "service_tier": tier}
     refused = httpx.post(f"{server.url}/v1/completions", json=body)
     assert refused.status_code == 400
     error = refused.json()["error"]
     assert error["param"] == "service_tier"
-    assert "auto, default, flex, priority, scale, standard" in error["message"]
+    assert "auto, default, fast, flex, priority, scale, standard" in error["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("size", [1, 20_000], ids=["small", "large"])
+def test_an_answer_says_which_fields_had_no_effect(server: InProcessServer, stream: bool, size: int) -> None:
+    body = {"prompt": [3] * size, "truncate_prompt_tokens": 1, "max_tokens": 1, "stream": stream}
+    idle = {"user": "u", "metadata": {"a": "b"}, "store": True, "prompt_cache_key": "k", "tools": []}
+    plain = httpx.post(f"{server.url}/v1/completions", json={**body, **idle})
+    assert plain.status_code == 200, plain.text
+    assert "x-backfill-warning" not in plain.headers
+    warned = httpx.post(f"{server.url}/v1/completions", json={**body, "max_tokns": 5, "made_up": None})
+    assert warned.status_code == 200
+    said = "unknown fields: max_tokns (did you mean max_tokens?), made_up"
+    assert warned.headers["x-backfill-warning"] == said
+
+
+def test_a_strict_server_refuses_fields_that_have_no_effect() -> None:
+    with in_process_server(Path(), tokenizer=make_tokenizer(), is_strict=True) as server:
+        body = {"prompt": [3], "max_tokens": 1, "user": "u"}
+        assert httpx.post(f"{server.url}/v1/completions", json=body).status_code == 200
+        for fields, param in (({"max_tokns": 5}, "max_tokns"), ({"slo": {}}, "slo")):
+            refused = httpx.post(f"{server.url}/v1/completions", json={**body, **fields})
+            assert refused.status_code == 400
+            assert refused.json()["error"]["param"] == param
 
 
 def test_the_size_of_an_answer_counts_choices_and_logprobs(server: InProcessServer) -> None:

@@ -46,10 +46,12 @@ def test_a_batch_without_answers_is_printed_too(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     snippet = SNIPPETS[1]
-    for harm, shown in (('"max_tokens": 40', "invalid_request_error"), ('"POST"', "invalid_value")):
-        assert harm in snippet
-        changed = snippet.replace(harm, harm.replace("40", "-1").replace("POST", "GET"))
-        run_snippet(changed, server)
+    for good, harm, shown in (
+        ('"content": question', '"content": question * 2000', "context_length_exceeded"),
+        ('"max_tokens": 40', '"max_tokens": -1', "max_tokens must be at least 1"),
+    ):
+        assert good in snippet
+        run_snippet(snippet.replace(good, harm), server)
         assert shown in capsys.readouterr().out
 
 

@@ -96,20 +96,29 @@ def test_every_line_is_answered_and_a_second_run_has_nothing_to_do(folder: Folde
 
 
 def test_failed_lines_go_into_their_own_file_where_one_is_named(folder: Folder) -> None:
-    folder.input.write_bytes(as_jsonl([chat_line("good"), chat_line("hot", temperature=99)]))
-    assert folder.run("--error-file", str(folder.errors)).returncode == 3
+    folder.input.write_bytes(as_jsonl([chat_line("good"), chat_line("long", "x " * 500)]))
+    few = ("--max-model-len", "256")
+    assert folder.run("--error-file", str(folder.errors), *few).returncode == 3
     assert [line["custom_id"] for line in parse_jsonl(folder.output.read_bytes())] == ["good"]
     (failed,) = parse_jsonl(folder.errors.read_bytes())
-    assert failed["response"]["body"]["error"]["param"] == "temperature"
+    assert failed["response"]["body"]["error"]["code"] == "context_length_exceeded"
 
 
 def test_a_bad_input_is_listed_and_nothing_runs(folder: Folder) -> None:
-    folder.input.write_bytes(as_jsonl([chat_line("a")]) + b"oops\n" + as_jsonl([chat_line("a")]))
+    bad = as_jsonl([chat_line("a"), chat_line("b", messages="hi"), chat_line("c", stream=True)])
+    folder.input.write_bytes(as_jsonl([chat_line("a")]) + b"oops\n" + bad)
     result = folder.run_here()
     assert result.returncode == 1
-    assert "line 2: " in result.stderr
-    assert "line 3: " in result.stderr
+    assert [f"line {number}: " in result.stderr for number in range(1, 6)] == [False, True, True, True, True]
     assert "Traceback" not in result.stderr
+    assert not folder.output.exists()
+
+
+def test_a_strict_run_refuses_fields_without_an_effect(folder: Folder) -> None:
+    folder.input.write_bytes(as_jsonl([chat_line("a"), chat_line("b", max_tokns=3)]))
+    result = folder.run_here("--strict")
+    assert result.returncode == 1
+    assert "line 2: Unknown parameter: max_tokns (did you mean max_tokens?)." in result.stderr
     assert not folder.output.exists()
 
 

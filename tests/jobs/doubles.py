@@ -20,6 +20,7 @@ from backfill.preparation.line_file import LineFile
 from backfill.preparation.lines import BatchLine
 from backfill.preparation.messages import InputLimits, InputReport, LineSelection, Position
 from backfill.preparation.validation import InputCheck
+from backfill.protocol.body_check import BodyCheck
 from backfill.protocol.preparer import Generation
 from backfill.protocol.service import CompletionService
 
@@ -65,7 +66,7 @@ class InThreadReader:
         return InThreadLines(selection)
 
     def _check(self, path: Path, limits: InputLimits) -> InputReport:
-        with closing(InputCheck(path, limits)) as check:
+        with closing(InputCheck(path, limits, BodyCheck())) as check:
             while not check.advance():
                 pass
             return check.report

@@ -29,6 +29,7 @@ from backfill.preparation.messages import (
     ReadLines,
 )
 from backfill.preparation.process import Preparation
+from backfill.protocol.body_check import BodyCheck
 from backfill.protocol.preparer import RequestContext
 from tests.jobs.doubles import URL, input_of
 from tests.preparation.test_line_file import generation_of
@@ -64,6 +65,7 @@ class Channel:
 
 class Preparer:
     facts = None
+    line_check = BodyCheck()
 
     def __init__(self) -> None:
         self.may_end = threading.Event()

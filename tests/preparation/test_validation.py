@@ -11,21 +11,31 @@ import pytest
 from backfill.preparation.lines import parse_line
 from backfill.preparation.messages import InputLimits, InputReport
 from backfill.preparation.validation import MAX_REPORTED_ERRORS, InputCheck
+from backfill.protocol.body_check import BodyCheck
+from tests.builders import make_info
 from tests.jobs.doubles import URL, input_line, input_of
 
+CHATS = "/v1/chat/completions"
 
-def checked(tmp_path: Path, content: bytes, **options: Any) -> InputReport:
+
+def prompt_line(index: int, **body: Any) -> bytes:
+    return input_line(index, body={"prompt": "x", **body})
+
+
+def checked(
+    tmp_path: Path, content: bytes, body_check: BodyCheck | None = None, **options: Any
+) -> InputReport:
     path = tmp_path / "input"
     path.write_bytes(content)
     limits = {"endpoint": URL, "max_lines": 10, "max_line_bytes": 1000, **options}
-    check = InputCheck(path, InputLimits(model_names=("m", "alias"), **limits))
-    while not check.advance(3):
+    check = InputCheck(path, InputLimits(model_names=("m", "alias"), **limits), body_check or BodyCheck())
+    while not check.advance(100):
         pass
     return check.report
 
 
 def test_blank_lines_are_neither_lines_nor_errors(tmp_path: Path) -> None:
-    check = checked(tmp_path, b"\n" + input_line(0) + b"  \n\n" + input_line(1, body={"model": "m"}).strip())
+    check = checked(tmp_path, b"\n" + input_line(0) + b"  \n\n" + prompt_line(1, model="m").strip())
     assert (check.total, check.model, check.errors) == (2, "m", [])
 
 
@@ -49,14 +59,25 @@ def test_blank_lines_are_neither_lines_nor_errors(tmp_path: Path) -> None:
         (input_line(1, method="GET"), "invalid_value", "method"),
         (input_line(1, url="/v1/chat/completions"), "url_mismatch", "url"),
         (input_line(1, body=[]), "invalid_value", "body"),
-        (input_line(1, body={"model": "other"}), "model_not_found", "model"),
-        (input_line(1, body={"model": "alias"}), "model_mismatch", "model"),
-        (input_line(1, body={"model": 3}), "invalid_value", "model"),
+        (prompt_line(1, model="other"), "model_not_found", "model"),
+        (prompt_line(1, model="alias"), "model_mismatch", "model"),
+        (prompt_line(1, model=3), "invalid_value", "model"),
+        (input_line(1, body={}), "missing_required_parameter", "prompt"),
+        (prompt_line(1, prompt=[]), "invalid_value", "prompt"),
+        (prompt_line(1, prompt={"a": 1}), "invalid_value", "prompt"),
+        (prompt_line(1, stream=True), "invalid_value", "stream"),
+        (prompt_line(1, max_tokens=0), "invalid_value", "max_tokens"),
+        (prompt_line(1, max_tokens=2**30), "invalid_value", "max_tokens"),
+        (prompt_line(1, temperature=99), "invalid_value", "temperature"),
+        (prompt_line(1, top_p="high"), "invalid_value", "top_p"),
+        (prompt_line(1, tools=[{"type": "function"}]), "unsupported_parameter", "tools"),
+        (prompt_line(1, service_tier="Flex"), "invalid_value", "service_tier"),
+        (prompt_line(1, slo={"ttft": 1}), "invalid_value", "slo"),
         (input_line(1, body={"prompt": "x" * 2000}), "invalid_value", None),
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, line: bytes, code: str, param: str | None) -> None:
-    check = checked(tmp_path, input_line(0, body={"model": "m"}) + line)
+    check = checked(tmp_path, prompt_line(0, model="m") + line)
     assert [(error.code, error.line, error.param) for error in check.errors] == [(code, 2, param)]
 
 
@@ -76,9 +97,79 @@ def test_only_so_many_errors_are_listed(tmp_path: Path) -> None:
 
 
 def test_without_an_endpoint_each_line_says_its_own(tmp_path: Path) -> None:
-    content = input_line(0) + input_line(1, url="/v1/chat/completions") + input_line(2, url="/v1/embeddings")
+    chat = {"messages": [{"role": "user", "content": "hi"}]}
+    content = input_line(0) + input_line(1, url=CHATS, body=chat) + input_line(2, url="/v1/embeddings")
     errors = checked(tmp_path, content, endpoint=None).errors
     assert [(error.code, error.line) for error in errors] == [("invalid_value", 3)]
+    (error,) = checked(tmp_path, input_line(0, url=CHATS), endpoint=None).errors
+    assert (error.code, error.param) == ("missing_required_parameter", "messages")
+
+
+@pytest.mark.parametrize(
+    ("messages", "code"),
+    [
+        ("hi", "invalid_value"),
+        ([], "invalid_value"),
+        ([{"role": "robot", "content": "x"}], "invalid_value"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "invalid_value"),
+        ([{"content": "x"}], "missing_required_parameter"),
+    ],
+)
+def test_a_chat_that_is_none_is_named(tmp_path: Path, messages: Any, code: str) -> None:
+    content = input_line(0, url=CHATS, body={"messages": messages})
+    (error,) = checked(tmp_path, content, endpoint=CHATS).errors
+    assert (error.code, error.line, error.param) == (code, 1, "messages")
+
+
+def test_both_faults_of_a_line_are_told(tmp_path: Path) -> None:
+    content = input_line(0) + input_line(0, body={"prompt": "x", "n": 0})
+    errors = checked(tmp_path, content).errors
+    assert [(error.line, error.param) for error in errors] == [(2, "custom_id"), (2, "n")]
+
+
+def test_the_limits_of_an_engine_are_checked_once_it_is_known(tmp_path: Path) -> None:
+    info = make_info(num_blocks=8, block_size=16)  # a context of 128 tokens
+    most = info.max_model_len
+    content = (
+        prompt_line(0, max_tokens=most)
+        + prompt_line(1, max_tokens=most - 1)
+        + prompt_line(2, prompt=[5] * most, max_tokens=1)
+        + prompt_line(3, prompt=[info.vocab_size])
+        + prompt_line(4, stop_token_ids=[info.vocab_size])
+        + prompt_line(5, prompt=[5] * most, truncate_prompt_tokens=3, max_tokens=1)
+    )
+    assert checked(tmp_path, content).errors == [], "without an engine they are found when the lines run"
+    errors = checked(tmp_path, content, BodyCheck(info=info)).errors
+    assert [(error.line, error.code, error.param) for error in errors] == [
+        (1, "context_length_exceeded", "max_tokens"),
+        (3, "context_length_exceeded", "prompt"),
+        (4, "invalid_value", "prompt"),
+        (5, "invalid_value", "stop_token_ids"),
+    ]
+
+
+def test_fields_without_an_effect_are_told_once_a_file(tmp_path: Path) -> None:
+    content = input_line(0) + prompt_line(1, max_tokns=3) + prompt_line(2, slo={}) + prompt_line(3, user="u")
+    report = checked(tmp_path, content)
+    assert report.errors == []
+    assert report.warning is not None
+    assert report.warning.startswith("2 lines ")
+    assert report.warning.endswith("line 2: unknown fields: max_tokns (did you mean max_tokens?)")
+    assert checked(tmp_path, input_of(2)).warning is None
+
+
+def test_fields_without_an_effect_fail_a_strict_check(tmp_path: Path) -> None:
+    content = input_line(0) + prompt_line(1, max_tokns=3) + prompt_line(2, user="u")
+    errors = checked(tmp_path, content, BodyCheck(is_strict=True)).errors
+    assert [(error.line, error.code, error.param) for error in errors] == [
+        (2, "unknown_parameter", "max_tokns")
+    ]
+
+
+def test_a_message_echoes_only_so_much_of_a_line(tmp_path: Path) -> None:
+    content = prompt_line(0, logit_bias={"9" * 5000: "x"})
+    (error,) = checked(tmp_path, content, max_line_bytes=10_000).errors
+    assert len(error.message) < 600
 
 
 def test_a_long_line_hides_no_other(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ class ServerConfig:
         drain_timeout_s: how long online requests may go on after a signal to stop.
         api_keys: ``NAME=KEY`` or ``KEY``; when any are given here or in the file, requests must carry one.
         api_key_file: lines ``NAME=KEY``; read again when it changes.
+        is_strict: requests with fields that have no effect get 400 rather than a warning.
     """
 
     host: str = "127.0.0.1"
@@ -49,6 +50,7 @@ class ServerConfig:
     drain_timeout_s: float = 30.0
     keep_alive_interval_s: float = 0.0
     vllm_metrics: bool = False
+    is_strict: bool = False
     log_level: str = "INFO"
 
     @property

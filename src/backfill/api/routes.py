@@ -11,12 +11,13 @@ from backfill.api.openapi import answers, takes_json
 from backfill.api.state import Phase, ServerState
 from backfill.api.streaming import EventStream, WholeResponse
 from backfill.core.request import ServiceClass
-from backfill.protocol.preparer import GenerationEndpoint, RequestContext, RequestPreparer, TextEndpoint
+from backfill.protocol.preparer import RequestContext, RequestPreparer, TextEndpoint
 from backfill.protocol.requests import (
     REQUEST_HEADERS,
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
+    GenerationEndpoint,
     TokenizeRequest,
 )
 from backfill.protocol.responses import Json
@@ -107,6 +108,8 @@ async def _generate(request: Request, state: ServerState, endpoint: GenerationEn
     if state.metrics is not None:
         state.metrics.requests.on_accepted(generation.service_class, generation.num_choices)
     state.num_unanswered += 1
+    if generation.warning is not None:
+        state.field_warnings.add(generation.warning)
 
     def on_end() -> None:
         place.release()
@@ -118,8 +121,10 @@ async def _generate(request: Request, state: ServerState, endpoint: GenerationEn
             service.run_stream(generation, arrived_at_s, place.release_choice),
             on_end,
             keep_alive_s=state.server_config.keep_alive_interval_s,
+            warning=generation.warning,
         )
-    return WholeResponse(service.run_whole(generation, arrived_at_s, place.release_choice), on_end)
+    whole = service.run_whole(generation, arrived_at_s, place.release_choice)
+    return WholeResponse(whole, on_end, warning=generation.warning)
 
 
 def _context_of(request: Request) -> RequestContext:

@@ -107,6 +107,7 @@ class Server:
                 chat_template=chat_template,
                 uses_generation_config=uses_generation_config,
                 max_response_tokens=server_config.max_response_tokens,
+                is_strict=server_config.is_strict,
                 log_level=server_config.log_level,
             ),
             self._tasks,

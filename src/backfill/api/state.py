@@ -11,6 +11,7 @@ from backfill.api.admission import Admission
 from backfill.api.body_budget import BodyBudget, Unavailable
 from backfill.api.config import ServerConfig
 from backfill.api.connected import while_connected
+from backfill.api.field_warnings import FieldWarnings
 from backfill.api.keys import ApiKeys
 from backfill.api.metrics import Metrics
 from backfill.core.config import EngineConfig
@@ -20,11 +21,11 @@ from backfill.jobs.manager import JobManager
 from backfill.preparation.client import PreparationClient
 from backfill.protocol.preparer import (
     Generation,
-    GenerationEndpoint,
     RequestContext,
     RequestPreparer,
     TextEndpoint,
 )
+from backfill.protocol.requests import GenerationEndpoint
 from backfill.protocol.service import CompletionService
 
 # Preparing so much takes about 3 ms, mostly of tokenizing; more would hold up other clients' streams.
@@ -53,6 +54,7 @@ class ServerState:
     api_keys: ApiKeys | None = None  # None where requests need no key
     jobs: JobManager | None = None  # None where the Batch API is switched off
     num_unanswered: int = 0  # accepted generation requests whose answer is not written in full
+    field_warnings: FieldWarnings = field(default_factory=FieldWarnings)
     admission: Admission = field(init=False)
     bodies: BodyBudget = field(init=False)
 

@@ -21,6 +21,12 @@ from backfill.protocol.responses import Json, error_of
 _encoder = msgspec.json.Encoder()
 _DONE = b"data: [DONE]\n\n"
 _KEEP_ALIVE = b": keep-alive\n\n"
+_STREAM_HEADERS = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+)
+_WARNING_HEADER = b"x-backfill-warning"
 
 
 def sse_event(body: Json) -> bytes:
@@ -32,11 +38,13 @@ class LongResponse(Response):
 
     Args:
         on_end: called once, however it ends.
+        warning: sent as the header ``x-backfill-warning``; printable ASCII.
     """
 
-    def __init__(self, on_end: Callable[[], None]) -> None:
+    def __init__(self, on_end: Callable[[], None], warning: str | None = None) -> None:
         super().__init__()
         self._on_end = on_end
+        self._warning = warning
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -48,12 +56,19 @@ class LongResponse(Response):
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         raise AssertionError("subclasses answer")
 
+    async def _start(self, send: Send, headers: list[tuple[bytes, bytes]]) -> None:
+        if self._warning is not None:
+            headers.append((_WARNING_HEADER, self._warning.encode("ascii")))
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+
 
 class WholeResponse(LongResponse):
     """One JSON body, once ``work`` is done, in pieces that a slow reader holds up."""
 
-    def __init__(self, work: Coroutine[Any, Any, Json], on_end: Callable[[], None]) -> None:
-        super().__init__(on_end)
+    def __init__(
+        self, work: Coroutine[Any, Any, Json], on_end: Callable[[], None], *, warning: str | None = None
+    ) -> None:
+        super().__init__(on_end, warning)
         self._work = work
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -67,7 +82,7 @@ class WholeResponse(LongResponse):
             (b"content-length", str(encoded.num_bytes).encode()),
             (b"content-type", b"application/json"),
         ]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await self._start(send, headers)
         num_left = encoded.num_bytes
         for piece in encoded.pieces():
             num_left -= len(piece)
@@ -92,8 +107,9 @@ class EventStream(LongResponse):
         on_end: Callable[[], None],
         *,
         keep_alive_s: float = 0.0,
+        warning: str | None = None,
     ) -> None:
-        super().__init__(on_end)
+        super().__init__(on_end, warning)
         self._chunks = chunks
         self._keep_alive_s = keep_alive_s
 
@@ -108,7 +124,7 @@ class EventStream(LongResponse):
                 async for bodies in paced:
                     if not opened:
                         opened = True
-                        await _open(send)
+                        await self._start(send, list(_STREAM_HEADERS))
                     data = _KEEP_ALIVE if bodies is None else b"".join(map(sse_event, bodies))
                     await send({"type": "http.response.body", "body": data, "more_body": True})
             except Exception as error:
@@ -118,15 +134,6 @@ class EventStream(LongResponse):
                 event = _error_event(error)
                 await send({"type": "http.response.body", "body": event, "more_body": True})
         await send({"type": "http.response.body", "body": _DONE, "more_body": False})
-
-
-async def _open(send: Send) -> None:
-    headers = [
-        (b"content-type", b"text/event-stream; charset=utf-8"),
-        (b"cache-control", b"no-cache"),
-        (b"x-accel-buffering", b"no"),
-    ]
-    await send({"type": "http.response.start", "status": 200, "headers": headers})
 
 
 def _error_event(error: Exception) -> bytes:

@@ -128,6 +128,10 @@ PromoteBefore = Annotated[
 ChatTemplate = Annotated[
     Path | None, typer.Option(help="File with a Jinja chat template to use instead of the model's.")
 ]
+Strict = Annotated[
+    bool,
+    typer.Option("--strict", help="Refuse requests with unknown fields, rather than warn of them."),
+]
 GenerationConfig = Annotated[str, typer.Option(help="auto: sampling defaults from the model; vllm: none.")]
 EngineHangTimeout = Annotated[
     float | None,

@@ -53,6 +53,7 @@ def run_batch(
     gpu_memory_utilization: engine.GpuMemoryUtilization = ENGINE_DEFAULTS.gpu_memory_utilization,
     threads: engine.Threads = None,
     engine_hang_timeout: engine.EngineHangTimeout = None,
+    strict: engine.Strict = False,
     chat_template: engine.ChatTemplate = None,
     generation_config: engine.GenerationConfig = "auto",
     as_json: Annotated[
@@ -97,6 +98,7 @@ def run_batch(
             engine_config=dataclasses.replace(engine_config, model_dir=str(served.folder)),
             chat_template=template,
             uses_generation_config=uses_generation_config,
+            is_strict=strict,
             log_level=log_level.upper(),
         )
         is_whole = engine.run_in_loop(_run(run, console))

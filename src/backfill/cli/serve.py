@@ -111,6 +111,7 @@ def serve(
             help="File with lines NAME=KEY, read again when it changes.", envvar="BACKFILL_API_KEY_FILE"
         ),
     ] = None,
+    strict: engine.Strict = False,
     chat_template: engine.ChatTemplate = None,
     generation_config: engine.GenerationConfig = "auto",
     shutdown_timeout: Annotated[
@@ -190,6 +191,7 @@ def serve(
             drain_timeout_s=shutdown_timeout,
             keep_alive_interval_s=sse_keep_alive_interval,
             vllm_metrics=vllm_metrics,
+            is_strict=strict,
             log_level=log_level.upper(),
         )
         server_config.validate()

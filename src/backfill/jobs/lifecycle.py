@@ -169,6 +169,8 @@ class BatchDriver:
         report = await self._check_input(job)
         if report is None:
             return False
+        if report.warning is not None:
+            logger.warning("%s: %s", job.batch.id, report.warning)
         stamp = self._stamp(job)
         found = report.errors or self._over_the_queue(job, report.total)
         if found:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import fcntl
 import hashlib
+import logging
 import os
 import sys
 import time
@@ -36,6 +37,8 @@ from backfill.preparation.messages import InputLimits, LineSelection, Preparatio
 from backfill.preparation.validation import InputCheck
 from backfill.protocol.preparer import EngineFacts, ServedModel
 from backfill.protocol.service import CompletionService
+
+logger = logging.getLogger(__name__)
 
 _MAX_LINE_BYTES = 32 << 20
 _SLICE_BYTES = 1 << 20
@@ -78,6 +81,7 @@ class LocalRun:
 
     Args:
         error_path: where failed lines go; None puts them into the output file too.
+        is_strict: a line with a field that has no effect is refused.
     """
 
     def __init__(
@@ -90,6 +94,7 @@ class LocalRun:
         engine_config: EngineConfig,
         chat_template: str | None = None,
         uses_generation_config: bool = True,
+        is_strict: bool = False,
         log_level: str = "WARNING",
     ) -> None:
         self.phase = "checking the input"
@@ -105,6 +110,7 @@ class LocalRun:
                 model=model,
                 chat_template=chat_template,
                 uses_generation_config=uses_generation_config,
+                is_strict=is_strict,
                 log_level=log_level,
             )
         )
@@ -177,11 +183,14 @@ class LocalRun:
                 "--served-model-name gives it other names."
             ),
         )
-        with contextlib.closing(InputCheck(self._input_path, limits)) as check:
+        line_check = self._preparation.setup.line_check
+        with contextlib.closing(InputCheck(self._input_path, limits, line_check)) as check:
             while not self._stop_asked.is_set() and not await self._threads.run(check.advance):
                 pass
         if check.report.errors:
             raise BadInput(self._input_path, check.report.errors)
+        if check.report.warning is not None:
+            logger.warning("%s: %s", self._input_path, check.report.warning)
         self._total = check.report.total
         return await self._threads.run(_digest, self._input_path)
 

@@ -48,10 +48,10 @@ from backfill.preparation.process import run_preparation_process
 from backfill.protocol.preparer import (
     EngineFacts,
     Generation,
-    GenerationEndpoint,
     RequestContext,
     TextEndpoint,
 )
+from backfill.protocol.requests import GenerationEndpoint
 
 logger = logging.getLogger(__name__)
 

@@ -23,10 +23,6 @@ class _Line(msgspec.Struct):
     body: msgspec.Raw
 
 
-class _ModelOf(msgspec.Struct):
-    model: str | None = None
-
-
 # Escapes in JSON strings; the group matches halves of surrogate pairs without their other half.
 _ESCAPES = re.compile(
     rb"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(\\u[dD][89a-fA-F][0-9a-fA-F]{2})|\\."
@@ -36,7 +32,6 @@ _POSITION = re.compile(r"byte (\d+)")
 _WRONG_FIELD = re.compile(r"at `\$\.(\w+)`$")
 
 _line_decoder = msgspec.json.Decoder(_Line)
-_model_decoder = msgspec.json.Decoder(_ModelOf)
 
 
 class Refusal(msgspec.Struct, frozen=True):
@@ -147,14 +142,6 @@ def check_target(line: InputLine, endpoint: str | None) -> None:
     elif line.url != endpoint:
         message = f"url must be the batch's endpoint {endpoint}, got {line.url[:80]!r}."
         raise BadLine("url_mismatch", message, line.number, "url")
-
-
-def model_of(line: InputLine) -> str | None:
-    """The model the body names. Raises: BadLine."""
-    try:
-        return _model_decoder.decode(line.body).model
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        raise BadLine("invalid_value", "model must be a string.", line.number, "model") from None
 
 
 def _decode(data: bytes) -> _Line:

@@ -11,15 +11,16 @@ from backfill.core.errors import BackfillError, RequestError
 from backfill.generation.tokenizer import Tokenizer
 from backfill.models.generation_config import GenerationDefaults
 from backfill.preparation.lines import BadLine, BatchLine, LineError
+from backfill.protocol.body_check import BodyCheck
 from backfill.protocol.preparer import (
     EngineFacts,
     Generation,
-    GenerationEndpoint,
     RequestContext,
     RequestPreparer,
     ServedModel,
     TextEndpoint,
 )
+from backfill.protocol.requests import GenerationEndpoint
 from backfill.protocol.response_size import MAX_RESPONSE_TOKENS
 
 
@@ -31,6 +32,7 @@ class PreparationSetup:
     chat_template: str | None = None
     uses_generation_config: bool = True
     max_response_tokens: int = MAX_RESPONSE_TOKENS
+    is_strict: bool = False
     log_level: str = "INFO"
 
     def load_tokenizer(self) -> Tokenizer:
@@ -41,7 +43,18 @@ class PreparationSetup:
         """Raises: ModelError where the model's defaults cannot be read."""
         from_model = self.uses_generation_config
         defaults = GenerationDefaults.from_folder(self.model.folder) if from_model else GenerationDefaults()
-        return RequestPreparer(self.model, tokenizer, defaults, max_response_tokens=self.max_response_tokens)
+        return RequestPreparer(
+            self.model,
+            tokenizer,
+            defaults,
+            max_response_tokens=self.max_response_tokens,
+            is_strict=self.is_strict,
+        )
+
+    @property
+    def line_check(self) -> BodyCheck:
+        """What finds faults of lines before there is a tokenizer or an engine."""
+        return BodyCheck(is_strict=self.is_strict, max_response_tokens=self.max_response_tokens)
 
 
 class InputLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,11 +73,15 @@ class InputLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class InputReport(msgspec.Struct, frozen=True):
-    """What was found in an input file: how many lines, the model they name, and what is wrong."""
+    """What was found in an input file: how many lines, the model they name, and what is wrong.
+
+    ``warning`` says which fields of how many lines have no effect; None where there are none.
+    """
 
     total: int
     model: str | None
     errors: list[LineError]
+    warning: str | None = None
 
 
 class LineSelection(msgspec.Struct, frozen=True, kw_only=True):

@@ -47,7 +47,8 @@ from backfill.preparation.messages import (
     fault_of,
 )
 from backfill.preparation.validation import InputCheck
-from backfill.protocol.preparer import Generation, GenerationEndpoint, RequestContext, RequestPreparer
+from backfill.protocol.preparer import Generation, RequestContext, RequestPreparer
+from backfill.protocol.requests import GenerationEndpoint
 
 logger = logging.getLogger(__name__)
 
@@ -165,7 +166,7 @@ class Preparation:
 
     def _check(self, job: CheckInput) -> InputChecked:
         try:
-            with closing(InputCheck(Path(job.path), job.limits)) as check:
+            with closing(InputCheck(Path(job.path), job.limits, self._preparer.line_check)) as check:
                 while job.job_id in self._wanted_checks and not check.advance():
                     pass
         finally:

@@ -4,39 +4,56 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
+from typing import cast
 
-from backfill.preparation.lines import BadLine, LineError, check_target, model_of, parse_line, read_lines
+from backfill.core.errors import RequestError
+from backfill.preparation.lines import BadLine, InputLine, LineError, check_target, parse_line, read_lines
 from backfill.preparation.messages import InputLimits, InputReport
+from backfill.protocol.body_check import BodyCheck
+from backfill.protocol.requests import GenerationEndpoint, parse_generation
+from backfill.protocol.responses import shortened
 
 MAX_REPORTED_ERRORS = 100
 
 _DIGEST_BYTES = 16
+_SLICE_BYTES = 1 << 20  # small lines of so many bytes take about 60 ms
 
 
 class InputCheck:
     """Reads a file in slices, so that a caller can do other things between them.
 
-    Memory is bounded but for 16 bytes and their set entry for each ``custom_id``.
+    Whatever of a line needs no tokens is checked. A prompt that is too long is not: that is found when the
+    line runs. Memory is bounded but for 16 bytes and their set entry for each ``custom_id``.
     """
 
-    def __init__(self, path: Path, limits: InputLimits) -> None:
+    def __init__(self, path: Path, limits: InputLimits, body_check: BodyCheck) -> None:
         self._file = path.open("rb")
         self._lines = read_lines(self._file, limits.max_line_bytes)
         self._limits = limits
+        self._body_check = body_check
         self._model_names = frozenset(limits.model_names)
         self._model_hint = limits.model_hint or f"This server has: {', '.join(sorted(limits.model_names))}."
         self._seen: set[bytes] = set()
         self._total = 0
         self._model: str | None = None
         self._errors: list[LineError] = []
+        self._num_warned = 0
+        self._first_warning = ""
 
     @property
     def report(self) -> InputReport:
-        return InputReport(self._total, self._model, self._errors)
+        warning = None
+        if self._num_warned:
+            warning = f"{self._num_warned} lines have what has no effect; the first is {self._first_warning}"
+        return InputReport(self._total, self._model, self._errors, warning)
 
-    def advance(self, num_lines: int = 2000) -> bool:
-        """Check the next lines; True when the file has been read or is bad beyond what is reported."""
-        for _ in range(num_lines):
+    def advance(self, num_bytes: int = _SLICE_BYTES) -> bool:
+        """Check the next lines, of so many bytes or a little more.
+
+        Returns: True when the file has been read or is bad beyond what is reported.
+        """
+        num_read = 0
+        while num_read < num_bytes:
             entry = next(self._lines, None)
             if entry is None:
                 if self._total == 0:
@@ -47,26 +64,50 @@ class InputCheck:
                 message = f"The input file has more than {self._limits.max_lines} lines."
                 self._errors = [LineError("too_many_tasks", message)]
                 return self._end()
-            try:
-                self._check(*entry)
-            except BadLine as bad:
-                self._errors.append(bad.error)
-                if len(self._errors) == MAX_REPORTED_ERRORS:
-                    return self._end()
+            number, data = entry
+            num_read += len(data)
+            self._errors += self._faults(number, data)
+            if len(self._errors) >= MAX_REPORTED_ERRORS:
+                del self._errors[MAX_REPORTED_ERRORS:]
+                return self._end()
         return False
 
     def close(self) -> None:
         self._file.close()
 
-    def _check(self, number: int, data: bytes) -> None:
-        line = parse_line(number, data, self._limits.max_line_bytes)
-        check_target(line, self._limits.endpoint)
+    def _faults(self, number: int, data: bytes) -> list[LineError]:
+        """What is wrong with a line: its ``custom_id``, its request, or both."""
+        try:
+            line = parse_line(number, data, self._limits.max_line_bytes)
+        except BadLine as bad:
+            return [bad.error]
+        faults = []
+        for check in (self._check_custom_id, self._check_request):
+            try:
+                check(line)
+            except BadLine as bad:
+                faults.append(bad.error)
+        return faults
+
+    def _check_custom_id(self, line: InputLine) -> None:
         digest = hashlib.blake2b(line.custom_id.encode(), digest_size=_DIGEST_BYTES).digest()
         if digest in self._seen:
             message = f"custom_id {line.custom_id[:80]!r} is used by an earlier line."
-            raise BadLine("duplicate_custom_id", message, number, "custom_id")
+            raise BadLine("duplicate_custom_id", message, line.number, "custom_id")
         self._seen.add(digest)
-        self._check_model(number, model_of(line))
+
+    def _check_request(self, line: InputLine) -> None:
+        check_target(line, self._limits.endpoint)
+        try:
+            body = parse_generation(cast(GenerationEndpoint, line.url), line.body)
+            self._check_model(line.number, body.model)
+            warning = self._body_check.check(body)
+        except RequestError as error:
+            message = shortened(str(error))
+            raise BadLine(error.code or "invalid_value", message, line.number, error.param) from None
+        if warning is not None:
+            self._first_warning = self._first_warning or f"line {line.number}: {warning}"
+            self._num_warned += 1
 
     def _check_model(self, number: int, name: str | None) -> None:
         if name is None:

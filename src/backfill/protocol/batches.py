@@ -22,9 +22,9 @@ MAX_METADATA_KEY_CHARS = 64
 MAX_METADATA_VALUE_CHARS = 512
 MAX_FILENAME_CHARS = 255
 
-_UNIT_S = {"m": 60, "h": 3600}
+_UNIT_S = {"m": 60, "h": 3600, "d": 24 * 3600}
 _MAX_WINDOW_S = 365 * 24 * 3600
-_WINDOW = re.compile(r"([1-9][0-9]{0,8})([mh])", re.ASCII)
+_WINDOW = re.compile(r"([1-9][0-9]{0,8})([mhd])", re.ASCII)
 _DEFAULT_FILENAME = "upload"  # what the official client calls bytes without a name
 
 
@@ -57,13 +57,13 @@ class CreateBatchRequest(BaseModel):
 
 
 def parse_window_s(window: str) -> int:
-    """Seconds of a completion window such as ``24h`` or ``30m``. Raises: RequestError."""
+    """Seconds of a completion window such as ``24h``, ``30m`` or ``3d``. Raises: RequestError."""
     match = _WINDOW.fullmatch(window)
     seconds = int(match[1]) * _UNIT_S[match[2]] if match else 0
     if not 0 < seconds <= _MAX_WINDOW_S:
         raise RequestError(
-            f"completion_window must be a number of minutes or hours of at most a year, "
-            f"such as '24h' or '30m', got {window!r}.",
+            f"completion_window must be a number of minutes, hours or days of at most a year, "
+            f"such as '24h', '30m' or '3d', got {window[:40]!r}.",
             param="completion_window",
         )
     return seconds

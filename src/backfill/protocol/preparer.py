@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal
 
 import msgspec
 
@@ -22,22 +22,23 @@ from backfill.engine.messages import Ready
 from backfill.execution.executor import ExecutorInfo
 from backfill.generation.tokenizer import Tokenizer
 from backfill.models.generation_config import GenerationDefaults
+from backfill.protocol.body_check import BodyCheck, refuse_idle_fields, warning_of
 from backfill.protocol.requests import (
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
+    GenerationBody,
+    GenerationEndpoint,
     GenerationFields,
     Objective,
     TokenizeRequest,
     parse_body,
+    parse_generation,
 )
 from backfill.protocol.response_size import MAX_RESPONSE_TOKENS, bounded_max_tokens
 from backfill.scheduling.objectives import achievable_slo
 
-GenerationEndpoint = Literal["/v1/chat/completions", "/v1/completions"]
 TextEndpoint = Literal["/tokenize", "/detokenize"]
-
-Fields = TypeVar("Fields", bound=GenerationFields)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +100,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
         samplings: one a choice; the choices of the first prompt come first.
         service_tier: as the answer says it.
         reported_slo: objectives whose attainment the answer says; None where the client brought none.
+        warning: what of the body has no effect, in printable ASCII; None where nothing.
     """
 
     endpoint: GenerationEndpoint
@@ -120,6 +122,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     slo: SLO | None
     reported_slo: SLO | None
     complete_by_s: float | None
+    warning: str | None = None
 
     @property
     def num_choices(self) -> int:
@@ -139,6 +142,7 @@ class RequestPreparer:
 
     Args:
         max_response_tokens: choices x max_tokens x (1 + logprobs) of one request; more is refused.
+        is_strict: fields without an effect are refused, rather than told of.
 
     Attributes:
         facts: of the running engine; set before anything but ``check_model`` is called.
@@ -151,18 +155,31 @@ class RequestPreparer:
         defaults: GenerationDefaults,
         *,
         max_response_tokens: int = MAX_RESPONSE_TOKENS,
+        is_strict: bool = False,
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
         self.facts: EngineFacts | None = None
         self._defaults = defaults
         self._max_response_tokens = max_response_tokens
+        self._is_strict = is_strict
+
+    @property
+    def line_check(self) -> BodyCheck:
+        """What finds faults of batch lines before they are prepared."""
+        return BodyCheck(
+            is_strict=self._is_strict,
+            max_response_tokens=self._max_response_tokens,
+            info=None if self.facts is None else self.facts.info,
+        )
 
     def prepare(self, endpoint: GenerationEndpoint, raw: bytes, context: RequestContext) -> Generation:
         """Parse, check and tokenize a body. Raises: RequestError."""
-        if endpoint == "/v1/chat/completions":
-            return self._prepare_chat(parse_body(ChatCompletionRequest, raw), context)
-        return self._prepare_completion(parse_body(CompletionRequest, raw), context)
+        body = parse_generation(endpoint, raw)
+        self._check(body, context)
+        if isinstance(body, ChatCompletionRequest):
+            return self._prepare_chat(body, context)
+        return self._prepare_completion(body, context)
 
     def answer(self, endpoint: TextEndpoint, raw: bytes) -> bytes:
         """The JSON answer of ``/tokenize`` or ``/detokenize``. Raises: RequestError."""
@@ -180,7 +197,6 @@ class RequestPreparer:
             )
 
     def _prepare_chat(self, body: ChatCompletionRequest, context: RequestContext) -> Generation:
-        body = self._checked(body, context)
         token_ids = self.tokenizer.encode_chat(
             [message.as_template_input() for message in body.messages],
             add_generation_prompt=body.add_generation_prompt,
@@ -201,7 +217,6 @@ class RequestPreparer:
         )
 
     def _prepare_completion(self, body: CompletionRequest, context: RequestContext) -> Generation:
-        body = self._checked(body, context)
         prompts = [
             body.truncated(
                 self.tokenizer.encode(
@@ -261,16 +276,15 @@ class RequestPreparer:
         assert self.facts is not None, "set before requests are prepared"
         return self.facts
 
-    def _checked(self, body: Fields, context: RequestContext) -> Fields:
-        """The body with what its context adds, once its fields hold together."""
+    def _check(self, body: GenerationBody, context: RequestContext) -> None:
+        """Add to the body what its context says, and see that its fields hold together."""
         self.check_model(body.model)
         if context.is_batch_line:
-            if body.stream:
-                raise RequestError("stream must be false in a batch.", param="stream")
-            body = body.model_copy(update={"service_tier": "flex"})
+            body.become_batch_line()
         body.take_headers(context.headers)
         body.check()
-        return body
+        if self._is_strict:
+            refuse_idle_fields(body)
 
     def _most_prompt_tokens(self, body: GenerationFields) -> int | None:
         """Beyond this a prompt is refused unread; None where it will be truncated."""
@@ -330,6 +344,7 @@ class RequestPreparer:
             slo=slo,
             reported_slo=slo if objectives else None,
             complete_by_s=context.complete_by_s,
+            warning=warning_of(body),
         )
 
     def _slo(self, service_class: ServiceClass, objectives: Mapping[str, Objective]) -> SLO | None:
@@ -354,9 +369,9 @@ class RequestPreparer:
         for name, least_s in (("ttft", least.ttft_s), ("tpot", least.tpot_s)):
             objective = objectives.get(name)
             if objective is not None and objective.seconds < least_s:
-                least_ms = math.ceil(1000 * least_s)
+                needed_s = math.ceil(1000 * least_s) / 1000
                 raise RequestError(
-                    f"{objective.name} of {objective.seconds:g} s cannot be met: on this server the request "
-                    f"needs {least_ms / 1000:g} s ({least_ms} ms) even alone. Ask for at least that.",
+                    f"{objective.name} of {objective.show(objective.seconds)} cannot be met: on this server "
+                    f"the request needs {objective.show(needed_s)} even alone. Ask for at least that.",
                     param=objective.name,
                 )

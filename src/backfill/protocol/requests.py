@@ -32,6 +32,8 @@ MAX_STOP_STRINGS = 16
 MAX_PRIORITY = 2**31 - 1
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 
+GenerationEndpoint = Literal["/v1/chat/completions", "/v1/completions"]
+
 # Known to clients, would change the answer, not built: refused and never silently ignored.
 _UNSUPPORTED_FIELDS = frozenset(
     {
@@ -40,6 +42,7 @@ _UNSUPPORTED_FIELDS = frozenset(
         "bad_words",
         "chat_template",
         "documents",
+        "echo",
         "function_call",
         "functions",
         "guided_choice",
@@ -48,10 +51,13 @@ _UNSUPPORTED_FIELDS = frozenset(
         "guided_regex",
         "logits_processors",
         "modalities",
+        "moderation",
         "prediction",
         "prompt_embeds",
         "prompt_logprobs",
         "reasoning_effort",
+        "return_tokens_as_token_ids",
+        "structural_tag",
         "structured_outputs",
         "suffix",
         "tools",
@@ -60,10 +66,45 @@ _UNSUPPORTED_FIELDS = frozenset(
     }
 )
 
+# What clients of OpenAI and vLLM send as well, and what changes nothing here.
+_IDLE_FIELDS = frozenset(
+    {
+        "cache_salt",
+        "guided_decoding_backend",
+        "guided_whitespace_pattern",
+        "include_reasoning",
+        "kv_transfer_params",
+        "length_penalty",
+        "media_io_kwargs",
+        "metadata",
+        "mm_processor_kwargs",
+        "parallel_tool_calls",
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "session_id",
+        "spaces_between_special_tokens",
+        "store",
+        "tool_choice",
+        "verbosity",
+        "vllm_xargs",
+    }
+)
+_IDLE_STREAM_OPTIONS = frozenset({"include_obfuscation"})
+
 MAX_LOGIT_BIASES = 300  # OpenAI's
 MAX_STOP_TOKENS = 128
 MAX_REQUEST_ID_CHARS = 128
-SERVICE_TIERS = ("auto", "default", "flex", "priority", "scale", "standard")  # all but flex are online
+SERVICE_TIERS = (
+    "auto",
+    "default",
+    "fast",
+    "flex",
+    "priority",
+    "scale",
+    "standard",
+)  # all but flex are online
 SLO_HEADERS = {"ttft": "x-slo-ttft-ms", "tpot": "x-slo-tpot-ms"}  # by the field of ``slo``
 PRIORITY_HEADER = "x-vllm-priority"
 REQUEST_HEADERS = (*SLO_HEADERS.values(), PRIORITY_HEADER)
@@ -86,7 +127,7 @@ StrictModel = ConfigDict(strict=True, extra="ignore")
 
 
 class StreamOptions(BaseModel):
-    model_config = StrictModel
+    model_config = ConfigDict(strict=True, extra="allow")
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
@@ -106,10 +147,15 @@ class SloFields(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """One objective a request brings, and what the client calls it."""
+    """One objective a request brings, and what the client calls it and in which unit."""
 
     seconds: float
     name: str
+    unit: Literal["s", "ms"] = "s"
+
+    def show(self, seconds: float) -> str:
+        """A time in the client's unit, such as ``0.5 s``."""
+        return f"{seconds * (1000 if self.unit == 'ms' else 1):g} {self.unit}"
 
 
 class GenerationFields(BaseModel):
@@ -176,9 +222,32 @@ class GenerationFields(BaseModel):
         for field, name in SLO_HEADERS.items():
             if name in headers and field not in self.objectives:
                 seconds = _milliseconds(name, headers[name]) / 1000
-                self._header_objectives[field] = Objective(seconds, name)
+                self._header_objectives[field] = Objective(seconds, name, "ms")
         if self.priority is None and PRIORITY_HEADER in headers:
             self.priority = _integer(PRIORITY_HEADER, headers[PRIORITY_HEADER], "priority")
+
+    @classmethod
+    def known_fields(cls) -> list[str]:
+        """Names of the fields that have an effect, nested ones with their path."""
+        return [*cls.model_fields, *(f"stream_options.{name}" for name in StreamOptions.model_fields)]
+
+    @property
+    def unknown_fields(self) -> list[str]:
+        """Names of which this server knows nothing, as the body has them; nested ones with their path."""
+        unknown = [
+            name
+            for name in self.model_extra or ()
+            if name not in _IDLE_FIELDS and name not in _UNSUPPORTED_FIELDS
+        ]
+        options = (self.stream_options and self.stream_options.model_extra) or ()
+        return unknown + [f"stream_options.{name}" for name in options if name not in _IDLE_STREAM_OPTIONS]
+
+    def become_batch_line(self) -> None:
+        """Be offline, whatever the body says. Raises: RequestError for what a line of a batch cannot have."""
+        if self.stream:
+            raise RequestError("stream must be false in a batch.", param="stream")
+        self._check_service_tier()
+        self.service_tier = "flex"
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -194,11 +263,7 @@ class GenerationFields(BaseModel):
             raise RequestError(
                 "best_of other than 1 is not supported.", param="best_of", code="unsupported_parameter"
             )
-        if self.service_tier is not None and self.service_tier not in SERVICE_TIERS:
-            raise RequestError(
-                f"service_tier must be one of {', '.join(SERVICE_TIERS)}, got {self.service_tier[:40]!r}.",
-                param="service_tier",
-            )
+        self._check_service_tier()
         self._check_slo()
         if len(self.stop_strings) > MAX_STOP_STRINGS or "" in self.stop_strings:
             raise RequestError(
@@ -233,10 +298,17 @@ class GenerationFields(BaseModel):
                 param="truncate_prompt_tokens",
             )
 
+    def _check_service_tier(self) -> None:
+        if self.service_tier is not None and self.service_tier not in SERVICE_TIERS:
+            raise RequestError(
+                f"service_tier must be one of {', '.join(SERVICE_TIERS)}, got {self.service_tier[:40]!r}.",
+                param="service_tier",
+            )
+
     def _check_slo(self) -> None:
         objectives = self.objectives.values()
-        if self.service_class is ServiceClass.OFFLINE and (self.slo is not None or objectives):
-            name = "slo" if self.slo is not None else next(iter(objectives)).name
+        if self.service_class is ServiceClass.OFFLINE and objectives:
+            name = next(iter(objectives)).name.partition(".")[0]
             raise RequestError(
                 f"{name} is for online requests, not for service_tier 'flex' or lines of a batch.",
                 param=name,
@@ -292,11 +364,6 @@ class ChatMessage(BaseModel):
         """The message as chat templates expect it: text parts joined, ``developer`` as ``system``."""
         content = self.content
         if isinstance(content, list):
-            for part in content:
-                if part.type != "text" or part.text is None:
-                    raise RequestError(
-                        f"Message parts of type {part.type!r} are not supported, only text.", param="messages"
-                    )
             content = "".join(part.text or "" for part in content)
         role = "system" if self.role == "developer" else self.role
         return {**(self.model_extra or {}), "role": role, "content": content or ""}
@@ -325,10 +392,19 @@ class ChatCompletionRequest(GenerationFields):
     def num_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
+    @property
+    def num_prompts(self) -> int:
+        return 1
+
+    @property
+    def token_prompts(self) -> list[list[int]]:
+        return []
+
     def check(self) -> None:
         super().check()
         if not self.messages:
             raise RequestError("messages must have at least one message.", param="messages")
+        _check_parts(self.messages)
         if self.top_logprobs is not None and not self.logprobs:
             raise RequestError("top_logprobs is only allowed when logprobs is true.", param="top_logprobs")
         if self.continue_final_message:
@@ -362,6 +438,15 @@ class CompletionRequest(GenerationFields):
             case several:
                 return cast(Sequence[str | list[int]], several)
 
+    @property
+    def num_prompts(self) -> int:
+        return len(self.prompts)
+
+    @property
+    def token_prompts(self) -> list[list[int]]:
+        """The prompts that come as token ids, truncated as asked."""
+        return [self.truncated(prompt) for prompt in self.prompts if not isinstance(prompt, str)]
+
     def check(self) -> None:
         super().check()
         if not self.prompts or any(len(prompt) == 0 for prompt in self.prompts):
@@ -393,6 +478,7 @@ class TokenizeRequest(BaseModel):
         """Raise RequestError for the first combination of fields that cannot be served."""
         if (self.prompt is None) == (self.messages is None):
             raise RequestError("Send either prompt or messages.", param="prompt")
+        _check_parts(self.messages or ())
         if self.continue_final_message:
             _check_continued(self.messages)
 
@@ -405,7 +491,15 @@ class DetokenizeRequest(BaseModel):
     tokens: FailFastList[int]
 
 
+GenerationBody = ChatCompletionRequest | CompletionRequest
 Body = TypeVar("Body", bound=BaseModel)
+
+
+def parse_generation(endpoint: GenerationEndpoint, raw: bytes) -> GenerationBody:
+    """The body of a generation request. Raises: RequestError naming the first field that is wrong."""
+    if endpoint == "/v1/chat/completions":
+        return parse_body(ChatCompletionRequest, raw)
+    return parse_body(CompletionRequest, raw)
 
 
 def parse_body(kind: type[Body], raw: bytes) -> Body:
@@ -445,6 +539,16 @@ def _request_error(error: ValidationError) -> RequestError:
 def _names_a_type(part: int | str) -> bool:
     """Pydantic puts the tried member of a union into the path; users know only fields and indices."""
     return isinstance(part, str) and (part in {"str", "int"} or "[" in part)
+
+
+def _check_parts(messages: Sequence[ChatMessage]) -> None:
+    for message in messages:
+        for part in message.content if isinstance(message.content, list) else ():
+            if part.type != "text" or part.text is None:
+                raise RequestError(
+                    f"Message parts of type {part.type[:40]!r} are not supported, only text.",
+                    param="messages",
+                )
 
 
 def _check_continued(messages: Sequence[ChatMessage] | None) -> None:

@@ -21,9 +21,11 @@ _MAX_ECHOED_CHARS = 500
 
 def error_body(message: str, kind: str, *, param: str | None = None, code: str | None = None) -> Json:
     """OpenAI's error object; what a message echoes of the input is cut short."""
-    if len(message) > _MAX_ECHOED_CHARS:
-        message = message[:_MAX_ECHOED_CHARS] + "..."
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    return {"error": {"message": shortened(message), "type": kind, "param": param, "code": code}}
+
+
+def shortened(message: str) -> str:
+    return message if len(message) <= _MAX_ECHOED_CHARS else message[:_MAX_ECHOED_CHARS] + "..."
 
 
 def error_of(error: BackfillError) -> tuple[int, Json]:

@@ -1,0 +1,115 @@
+"""What can be said of a body before it is tokenized: fields without an effect, and faults of batch lines."""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from backfill.core.errors import RequestError
+from backfill.execution.executor import ExecutorInfo
+from backfill.models.generation_config import GenerationDefaults
+from backfill.protocol.requests import GenerationBody, GenerationFields
+from backfill.protocol.response_size import MAX_RESPONSE_TOKENS, bounded_max_tokens
+
+# A warning names so many fields, so much of each: it becomes a header.
+_MAX_NAMED_FIELDS = 5
+_MAX_NAME_CHARS = 40
+_LEAST_SIMILARITY = 0.75
+_EMPTY_SLO = "slo has neither ttft nor tpot, so it has no effect"
+
+
+def warning_of(body: GenerationFields) -> str | None:
+    """What of the body has no effect, in printable ASCII and of bounded length; None where nothing."""
+    parts = []
+    unknown = body.unknown_fields
+    if unknown:
+        known = body.known_fields()
+        named = [_named(name, known) for name in unknown[:_MAX_NAMED_FIELDS]]
+        num_others = len(unknown) - len(named)
+        parts.append(
+            "unknown fields: " + ", ".join(named) + (f" and {num_others} more" if num_others else "")
+        )
+    if _has_empty_slo(body):
+        parts.append(_EMPTY_SLO)
+    return "; ".join(parts) or None
+
+
+def refuse_idle_fields(body: GenerationFields) -> None:
+    """Raise RequestError for the first of what ``warning_of`` would tell."""
+    unknown = body.unknown_fields
+    if unknown:
+        name = _named(unknown[0], body.known_fields())
+        raise RequestError(
+            f"Unknown parameter: {name}.", param=_printable(unknown[0]), code="unknown_parameter"
+        )
+    if _has_empty_slo(body):
+        raise RequestError(f"{_EMPTY_SLO}.", param="slo")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BodyCheck:
+    """Finds what is wrong with the body of a batch line, as far as that needs no tokens.
+
+    Attributes:
+        is_strict, max_response_tokens: those of the preparer that will prepare the line.
+        info: of the running engine; without it what its limits refuse is found when the line runs.
+    """
+
+    is_strict: bool = False
+    max_response_tokens: int = MAX_RESPONSE_TOKENS
+    info: ExecutorInfo | None = None
+
+    def check(self, body: GenerationBody) -> str | None:
+        """What of the body has no effect, as ``warning_of`` says it; the body becomes a batch line's.
+
+        Raises: RequestError.
+        """
+        body.become_batch_line()
+        body.check()
+        if self.is_strict:
+            refuse_idle_fields(body)
+        self._check_sampling(body)
+        return warning_of(body)
+
+    def _check_sampling(self, body: GenerationBody) -> None:
+        prompts = body.token_prompts
+        max_model_len = sys.maxsize if self.info is None else self.info.max_model_len
+        max_tokens = bounded_max_tokens(
+            body.asked_max_tokens,
+            max(1, max_model_len - max(map(len, prompts), default=1)),
+            num_choices=body.num_prompts * body.num_choices,
+            num_logprobs=body.num_logprobs,
+            most=self.max_response_tokens,
+        )
+        sampling = body.sampling(
+            GenerationDefaults(), max_tokens=max_tokens, num_logprobs=body.num_logprobs, choice=0
+        )
+        sampling.validate(sys.maxsize if self.info is None else self.info.vocab_size)
+        if max_tokens >= max_model_len:
+            raise RequestError(
+                f"This model's maximum context length is {max_model_len} tokens, prompt included, and "
+                f"max_tokens is {max_tokens}.",
+                param="max_tokens",
+                code="context_length_exceeded",
+            )
+        if self.info is not None:
+            for prompt in prompts:
+                self.info.check_request(prompt, sampling)
+
+
+def _has_empty_slo(body: GenerationFields) -> bool:
+    return body.slo is not None and not body.slo.model_dump(exclude_none=True)
+
+
+def _named(name: str, known: Collection[str]) -> str:
+    shown = _printable(name)
+    similar = difflib.get_close_matches(shown, known, n=1, cutoff=_LEAST_SIMILARITY)
+    return f"{shown} (did you mean {similar[0]}?)" if similar else shown
+
+
+def _printable(name: str) -> str:
+    """The beginning of a name that a client chose, with ``?`` for what no header may hold."""
+    shown = "".join(c if c.isascii() and c.isprintable() else "?" for c in name[:_MAX_NAME_CHARS])
+    return (shown + "..." if len(name) > _MAX_NAME_CHARS else shown) or "''"

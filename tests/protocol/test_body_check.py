@@ -1,0 +1,99 @@
+"""Fields without an effect; faults of lines are in tests/preparation/test_validation.py."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, get_args, get_type_hints
+
+import pytest
+from openai.types import completion_create_params
+from openai.types.chat import completion_create_params as chat_create_params
+
+from backfill.core.errors import RequestError
+from backfill.protocol.body_check import refuse_idle_fields, warning_of
+from backfill.protocol.requests import (
+    SERVICE_TIERS,
+    GenerationBody,
+    GenerationEndpoint,
+    parse_generation,
+)
+
+PROMPT = {"prompt": "x"}
+CHAT = {"messages": [{"role": "user", "content": "x"}]}
+
+
+def body_of(fields: dict[str, Any], endpoint: GenerationEndpoint = "/v1/completions") -> GenerationBody:
+    required = PROMPT if endpoint == "/v1/completions" else CHAT
+    return parse_generation(endpoint, json.dumps({**required, **fields}).encode())
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "params"),
+    [
+        ("/v1/completions", completion_create_params.CompletionCreateParamsBase),
+        ("/v1/chat/completions", chat_create_params.CompletionCreateParamsBase),
+    ],
+)
+def test_the_official_clients_fields_are_known(endpoint: GenerationEndpoint, params: type) -> None:
+    required = {"prompt", "messages", "model"}
+    fields = dict.fromkeys(set(get_type_hints(params)) - required)
+    assert len(fields) > 10
+    assert warning_of(body_of(fields, endpoint)) is None
+    stream_options = {"include_usage": True, "include_obfuscation": False}
+    assert warning_of(body_of({"stream": True, "stream_options": stream_options}, endpoint)) is None
+
+
+def test_the_official_clients_tiers_are_taken() -> None:
+    hint = get_type_hints(chat_create_params.CompletionCreateParamsBase)["service_tier"]
+    tiers = {tier for option in get_args(hint) for tier in get_args(option)}
+    assert tiers
+    assert tiers <= set(SERVICE_TIERS)
+
+
+@pytest.mark.parametrize(
+    ("fields", "warning"),
+    [
+        ({"max_tokns": 1}, "unknown fields: max_tokns (did you mean max_tokens?)"),
+        ({"max_new_tokens": 1}, "unknown fields: max_new_tokens (did you mean max_tokens?)"),
+        ({"qwxz": 1, "b": None}, "unknown fields: qwxz, b"),
+        (dict.fromkeys("abcdefg"), "unknown fields: a, b, c, d, e and 2 more"),
+        (
+            {"stream": True, "stream_options": {"include_usge": True}},
+            "unknown fields: stream_options.include_usge (did you mean stream_options.include_usage?)",
+        ),
+        ({"slo": {}}, "slo has neither ttft nor tpot, so it has no effect"),
+        ({"slo": {"ttft": None}}, "slo has neither ttft nor tpot, so it has no effect"),
+        ({"slo": {"ttft": 1.0}}, None),
+        ({"slo": None, "temperature": None, "priority": 1}, None),
+        ({"tools": [], "guided_json": None, "echo": True}, None),
+    ],
+)
+def test_what_has_no_effect_is_told(fields: dict[str, Any], warning: str | None) -> None:
+    assert warning_of(body_of(fields)) == warning
+
+
+@pytest.mark.parametrize("name", ["", "a\r\nset-cookie: x", "\0", "caf\u00e9", "\U0001f600", "x" * 100_000])
+def test_a_warning_can_be_a_header_whatever_the_name(name: str) -> None:
+    warning = warning_of(body_of({f"{name}{number}" if number else name: 1 for number in range(50)}))
+    assert warning is not None
+    assert warning.isascii()
+    assert warning.isprintable()
+    assert len(warning) < 600
+    with pytest.raises(RequestError) as refused:
+        refuse_idle_fields(body_of({name: 1}))
+    assert refused.value.param is not None
+    assert refused.value.param.isprintable()
+    assert len(refused.value.param) < 50
+
+
+def test_a_refusal_names_the_field_that_was_meant() -> None:
+    with pytest.raises(RequestError, match="did you mean temperature") as refused:
+        refuse_idle_fields(body_of({"temprature": 1}))
+    assert (refused.value.param, refused.value.code) == ("temprature", "unknown_parameter")
+    refuse_idle_fields(body_of({"user": "u", "store": True}))
+
+
+def test_what_a_chat_cannot_echo_is_refused() -> None:
+    with pytest.raises(RequestError) as refused:
+        body_of({"echo": True}, "/v1/chat/completions")
+    assert refused.value.param == "echo"
