@@ -104,3 +104,17 @@ def test_a_stopped_step_computed_nothing() -> None:
     assert value(registry, "step_predicted_ratio_count") == 1, "a step without a prediction has no ratio"
     assert value(registry, "step_aborts_total") == 1
     assert value(registry, "aborted_tokens_total", **{"class": "offline"}) == 90
+
+
+def test_objectives_are_counted_for_the_log() -> None:
+    metrics = make_metrics()
+    metrics.requests.on_first_token(ONLINE, 1.6, SERVER_SLO)
+    for gap_s in (0.01, 0.11, 0.12):
+        metrics.requests.on_next_token(ONLINE, gap_s, SERVER_SLO)
+    assert metrics.requests.objective_counts() == {"ttft": (0, 1), "tpot": (2, 1)}
+
+
+def test_when_a_counter_was_made_is_not_exposed() -> None:
+    metrics = make_metrics()
+    metrics.http.on_request("GET", "/v1/models", 200, 0.1)
+    assert b"_created" not in metrics.expose()

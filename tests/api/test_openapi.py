@@ -1,13 +1,17 @@
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
 
 from backfill.api.app import create_app
 from backfill.api.config import ServerConfig
+from backfill.api.docs_page import docs_page
 from backfill.api.state import ServerState
 from backfill.core.config import EngineConfig
 from backfill.engine.client import EngineClient
@@ -19,12 +23,16 @@ ERROR = {"$ref": "#/components/schemas/Error"}
 
 
 @pytest.fixture
-def document(tmp_path: Path) -> dict[str, Any]:
+def app(tmp_path: Path) -> FastAPI:
     config = EngineConfig(model_dir=str(tmp_path))
     preparation = cast(PreparationClient, None)
     state = ServerState(ServerConfig(), config, cast(EngineClient, None), preparation)
     state.jobs = JobManager(JobsConfig(data_dir=tmp_path), preparation, model_names=("m",), url="")
-    app = create_app(state)
+    return create_app(state)
+
+
+@pytest.fixture
+def document(app: FastAPI) -> dict[str, Any]:
     assert app.openapi() == app.openapi()
     return app.openapi()
 
@@ -80,3 +88,40 @@ def test_content_types_are_those_of_the_routes(
     body = operation.get("requestBody", {"content": {}})
     assert set(body["content"]) == ({taken} if taken else set())
     assert set(operation["responses"]["200"]["content"]) == answered
+
+
+def test_the_docs_page_has_every_endpoint_and_loads_nothing(app: FastAPI) -> None:
+    client = TestClient(app, base_url="http://localhost")
+    page = client.get("/docs")
+    assert page.status_code == 200
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+    assert not re.search(r"<script|<link|<img|src=|url\(|https?:", page.text)
+    for path in app.openapi()["paths"]:
+        assert f" {path}</code>" in page.text
+    for shown in ("max_completion_tokens", "array of <a", '<h2 id="object-ChatMessage">', "required"):
+        assert shown in page.text
+    linked = set(re.findall('href="#([^"]+)"', page.text))
+    assert linked
+    assert linked <= set(re.findall('id="([^"]+)"', page.text))
+    assert client.get("/redoc").status_code == 404
+
+
+def test_what_a_schema_says_is_text_on_the_docs_page() -> None:
+    field = {"enum": ["<b>"], "default": "<i>"}
+    schema = {"description": "<u>", "properties": {"<a>": field}}
+    document = {
+        "info": {"title": "<t>", "version": "1"},
+        "paths": {},
+        "components": {"schemas": {"<s>": schema}},
+    }
+    page = docs_page(document)
+    for harm in ("<b>", "<i>", "<u>", "<a>", "<t>", "<s>"):
+        assert harm not in page
+        assert harm.replace("<", "&lt;").replace(">", "&gt;") in page
+
+
+def test_a_wrong_method_is_told_all_that_there_are(app: FastAPI) -> None:
+    client = TestClient(app, base_url="http://localhost")
+    for path, allowed in (("/v1/files/file-x", "DELETE, GET"), ("/v1/batches", "GET, POST")):
+        wrong = client.put(path)
+        assert (wrong.status_code, wrong.headers["allow"]) == (405, allowed)

@@ -154,4 +154,6 @@ def test_endpoints_that_are_not_built_are_501(server: InProcessServer, path: str
 def test_unknown_routes_stay_404_and_wrong_methods_405(server: InProcessServer) -> None:
     assert httpx.get(f"{server.url}/v1/nothing").json()["error"]["type"] == "invalid_request_error"
     assert httpx.get(f"{server.url}/v1/nothing").status_code == 404
-    assert httpx.get(f"{server.url}/v1/completions").status_code == 405
+    wrong = httpx.get(f"{server.url}/v1/completions")
+    assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
+    assert "GET" in httpx.delete(f"{server.url}/docs").headers["allow"]

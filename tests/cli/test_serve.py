@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 
+from backfill.cli.serve import _banner
 from backfill.core.config import EngineConfig
 from backfill.engine.process import load_engine
 from tests.api.servers import quick_profile
-from tests.builders import make_profile
+from tests.builders import make_info, make_profile
 from tests.cli.running import run_cli_here
 
 MODEL_OPTIONS = ("--dtype", "float32", "--threads", "1")
@@ -73,3 +76,25 @@ def test_options_that_the_engine_refuses_are_told_in_a_line(
     assert part in result.stderr
     assert "Traceback" not in result.stderr
     assert len([line for line in result.stderr.splitlines() if line.startswith("backfill: ")]) == 1
+
+
+@pytest.mark.parametrize("asks_for_keys", [False, True])
+@pytest.mark.parametrize("max_model_len", [2, 16, 2048])
+def test_the_request_that_is_printed_can_be_sent(max_model_len: int, asks_for_keys: bool) -> None:
+    info = make_info(max_model_len=max_model_len)
+    banner = _banner(info, "m", "http://127.0.0.1:8000", 2.0, asks_for_keys=asks_for_keys)
+    words = shlex.split(banner[banner.index("curl") :])
+    body = json.loads(words[words.index("-d") + 1])
+    assert ("Authorization: Bearer $KEY" in words) == asks_for_keys
+    if max_model_len < 128:
+        assert words[1].endswith("/v1/completions")
+        assert 1 + body["max_tokens"] <= max_model_len
+    else:
+        assert words[1].endswith("/v1/chat/completions")
+
+
+def test_shedding_needs_the_policy_that_knows_costs(small_model: Path, tmp_path: Path) -> None:
+    options = ("--shed-hopeless", "--policy", "fcfs", "--port", "0", "--data-dir", str(tmp_path))
+    result = run_cli_here("serve", str(small_model), *options)
+    assert result.returncode == 1
+    assert "--shed-hopeless needs --policy slo" in result.stderr

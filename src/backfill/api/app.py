@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from fastapi import FastAPI
+from fastapi.responses import HTMLResponse
+from starlette.middleware.cors import CORSMiddleware
 
 from backfill import __version__
 from backfill.api.batches import build_batches_router
+from backfill.api.docs_page import HEADERS as DOCS_HEADERS
+from backfill.api.docs_page import docs_page
 from backfill.api.errors import install_error_handlers
 from backfill.api.files import build_files_router
 from backfill.api.middleware import ApiKeyMiddleware, CountingMiddleware, RequestIdMiddleware
@@ -15,10 +19,14 @@ from backfill.api.routes import build_router
 from backfill.api.state import ServerState
 from backfill.api.unbuilt import build_unbuilt_router
 
+_CORS_METHODS = ("GET", "HEAD", "POST", "DELETE")
+_CORS_HEADERS = ("retry-after", "x-backfill-warning", "x-request-id", "x-should-retry")
+
 
 def create_app(state: ServerState) -> FastAPI:
     """All routes and middleware around ``state``. Starting the engine is the caller's business."""
-    app = FastAPI(title="Backfill", version=__version__)
+    # FastAPI's own pages load their scripts from elsewhere.
+    app = FastAPI(title="Backfill", version=__version__, docs_url=None, redoc_url=None)
     install_error_handlers(app)
     app.include_router(build_router(state))
     if state.jobs is not None:
@@ -26,9 +34,24 @@ def create_app(state: ServerState) -> FastAPI:
         app.include_router(build_batches_router(state))
     app.include_router(build_unbuilt_router())
     app.openapi = lambda: openapi_document(app)  # type: ignore[method-assign]
+
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> HTMLResponse:
+        return HTMLResponse(docs_page(app.openapi()), headers=DOCS_HEADERS)
+
     if state.api_keys is not None:
         app.add_middleware(ApiKeyMiddleware, keys=state.api_keys)
     app.add_middleware(RequestHeadMiddleware, config=state.server_config)
+    if state.server_config.allowed_origins:
+        # Around the checks: a preflight carries no key, and a page may read a refusal too.
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=state.server_config.allowed_origins,
+            allow_methods=_CORS_METHODS,
+            allow_headers=("*",),
+            expose_headers=_CORS_HEADERS,
+            allow_private_network=True,
+        )
     app.add_middleware(CountingMiddleware, state=state)
     app.add_middleware(RequestIdMiddleware)
     return app

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from backfill.core.errors import ConfigError
 from backfill.protocol.response_size import MAX_RESPONSE_TOKENS
+
+_ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s]+", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,6 +19,8 @@ class ServerConfig:
 
     Attributes:
         allowed_hosts: further names that a Host header may have, where it is checked; ``*`` allows any.
+        allowed_origins: of web pages that may use the server (CORS), such as ``https://app.example``; ``*``
+            allows any.
         max_connections: open at once; None derives it from the limit of open files.
         head_timeout_s: from the first byte of a request's head to its last.
         body_timeout_s: between two pieces of a request's body, which may take ten times as long in all, or
@@ -29,6 +34,7 @@ class ServerConfig:
         drain_timeout_s: how long online requests may go on after a signal to stop.
         api_keys: ``NAME=KEY`` or ``KEY``; when any are given here or in the file, requests must carry one.
         api_key_file: lines ``NAME=KEY``; read again when it changes.
+        sheds_hopeless: online requests that would miss their TTFT objective by far get 429.
         is_strict: requests with fields that have no effect get 400 rather than a warning.
     """
 
@@ -38,6 +44,7 @@ class ServerConfig:
     api_keys: tuple[str, ...] = ()
     api_key_file: Path | None = None
     allowed_hosts: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
     max_connections: int | None = None
     head_timeout_s: float = 10.0
     body_timeout_s: float = 30.0
@@ -51,6 +58,7 @@ class ServerConfig:
     keep_alive_interval_s: float = 0.0
     vllm_metrics: bool = False
     is_strict: bool = False
+    sheds_hopeless: bool = False
     log_level: str = "INFO"
 
     @property
@@ -61,6 +69,12 @@ class ServerConfig:
         """Raise ConfigError naming the first option out of range."""
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"--port must be between 0 and 65535, got {self.port}.")
+        for origin in self.allowed_origins:
+            if not _ORIGIN.fullmatch(origin):
+                raise ConfigError(
+                    "--allowed-origins must be * or scheme://host[:port] without a path, such as "
+                    f"https://app.example, got {origin!r}."
+                )
         for option, number, least in (
             ("--max-queued-requests", self.max_queued_requests, 0),
             ("--max-queued-offline-requests", self.max_queued_offline_requests, 0),

@@ -10,9 +10,11 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.routing import Match
 
 from backfill.api.admission import OfflineSuspended, Overloaded
 from backfill.api.body_budget import OfflineUnavailable, Unavailable
+from backfill.api.shedding import Hopeless
 from backfill.core.errors import BackfillError
 from backfill.core.request import ServiceClass
 from backfill.jobs.errors import Busy, Conflict, NotFound, StorageFull, TooLarge, TooMany, TooManyUploads
@@ -20,6 +22,7 @@ from backfill.protocol.responses import error_body, error_of
 
 logger = logging.getLogger(__name__)
 
+_METHODS = ("DELETE", "GET", "HEAD", "POST")
 _RETRY_AFTER_UNAVAILABLE_S = "2"
 _RETRY_AFTER_LONG_S = "120"  # above it the official client gives up
 
@@ -100,8 +103,12 @@ def answer(error: Exception) -> JSONResponse:
             return JSONResponse(body, status, _UNAVAILABLE.headers if status == 503 else None)
         case ClientDisconnect():
             return JSONResponse(None, 499)  # nobody reads it
+        case Hopeless():
+            body = error_body(str(error), "rate_limit_error", code="slow_down")
+            return JSONResponse(body, 429, {"Retry-After": str(error.retry_after_s)})
         case HTTPException():
-            return JSONResponse(error_body(str(error.detail), "invalid_request_error"), error.status_code)
+            body = error_body(str(error.detail), "invalid_request_error")
+            return JSONResponse(body, error.status_code, error.headers)
         case _:
             logger.error("a request failed", exc_info=error)
             return JSONResponse(error_body("The server had an error.", "server_error"), 500)
@@ -109,7 +116,22 @@ def answer(error: Exception) -> JSONResponse:
 
 def install_error_handlers(app: FastAPI) -> None:
     async def handle(request: Request, error: Exception) -> JSONResponse:
-        return answer(error)
+        response = answer(error)
+        if response.status_code == 405:
+            response.headers["Allow"] = ", ".join(_allowed_methods(request))
+        return response
 
-    for kind in (*_ANSWERS, Overloaded, BackfillError, ClientDisconnect, HTTPException, Exception):
+    for kind in (*_ANSWERS, Overloaded, Hopeless, BackfillError, ClientDisconnect, HTTPException, Exception):
         app.add_exception_handler(kind, handle)
+
+
+def _allowed_methods(request: Request) -> list[str]:
+    """Those for which there is a route with the request's path."""
+    return [
+        method
+        for method in _METHODS
+        if any(
+            route.matches({**request.scope, "method": method})[0] is Match.FULL
+            for route in request.app.routes
+        )
+    ]

@@ -4,8 +4,16 @@ from __future__ import annotations
 
 from collections import Counter as Tally
 from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -18,6 +26,9 @@ from backfill.generation.generator import RequestRecord
 from backfill.jobs.manager import JobsSnapshot
 from backfill.jobs.records import BatchStatus, LineOutcome, TokenUsage
 from backfill.preparation.client import PreparationClient
+
+# When a counter was made is a series of its own otherwise, for each of them.
+disable_created_metrics()  # type: ignore[no-untyped-call]
 
 # Bucket bounds in seconds. Those of vLLM, so that its dashboards read ours; ITL starts lower, since
 # small models decode in less than 10 ms.
@@ -50,6 +61,13 @@ def token_buckets(max_model_len: int) -> tuple[int, ...]:
         bounds += [scale * step for step in (1, 2, 5) if scale * step <= max_model_len]
         scale *= 10
     return tuple(bounds)
+
+
+class ObjectiveCounts(NamedTuple):
+    """How often an objective was met and missed: a request's first token, or a gap between two tokens."""
+
+    num_met: int = 0
+    num_missed: int = 0
 
 
 class Metrics:
@@ -157,6 +175,13 @@ class RequestMetrics:
     def on_rejected(self, service_class: ServiceClass, reason: str) -> None:
         self._rejections.labels(self._labels["model_name"], reason, service_class.value).inc()
 
+    def objective_counts(self) -> dict[str, ObjectiveCounts]:
+        """How often each objective was met and missed, by its name."""
+        return {
+            slo: ObjectiveCounts(_count_of(self._attained[slo]), _count_of(self._missed[slo]))
+            for slo in self._attained
+        }
+
     def _count_tokenless(self, record: RequestRecord) -> None:
         """It missed its TTFT objective if it failed, or if its client gave up after that had passed."""
         if record.slo is None:
@@ -223,6 +248,10 @@ class RequestMetrics:
         """Of the online class; an offline request has no objective."""
         family, which = self._counter(name, text, "slo"), {"class": ServiceClass.ONLINE.value}
         return {slo: family.labels(**self._labels, **which, slo=slo) for slo in ("ttft", "tpot")}
+
+
+def _count_of(counter: Counter) -> int:
+    return int(sum(sample.value for family in counter.collect() for sample in family.samples))
 
 
 class EngineMetrics:

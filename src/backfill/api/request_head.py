@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ipaddress
 from collections import Counter
+from collections.abc import Collection
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
@@ -53,8 +54,13 @@ def allowed_hosts(config: ServerConfig) -> frozenset[str] | None:
     return _LOOPBACK_NAMES | {config.host.lower(), *(_name_of(host) for host in config.allowed_hosts)}
 
 
-def check_host(method: str, headers: Headers, allowed: frozenset[str]) -> None:
-    """Raise Stranger for a Host, or the Origin of more than a read, that is none of ``allowed``."""
+def check_host(
+    method: str, headers: Headers, allowed: frozenset[str], allowed_origins: Collection[str] = ()
+) -> None:
+    """Raise Stranger for a Host that is none of ``allowed``, or the Origin of more than a read.
+
+    An Origin is known whose host is ``allowed``, or which is one of ``allowed_origins``.
+    """
     host = headers.get("host")
     if host is not None and _name_of(host) not in allowed:
         raise Stranger(
@@ -62,10 +68,12 @@ def check_host(method: str, headers: Headers, allowed: frozenset[str]) -> None:
             "If it should, start it with --allowed-hosts NAME, or with --api-key."
         )
     origin = headers.get("origin")
+    if origin in allowed_origins or _ANY in allowed_origins:
+        return
     if origin is not None and method not in _READING_METHODS and _host_of_origin(origin) not in allowed:
         raise Stranger(
             f"Requests of web pages from {origin[:80]!r} are not accepted. "
-            "If they should be, start the server with --allowed-hosts NAME, or with --api-key."
+            "If they should be, start the server with --allowed-origins ORIGIN, or with --api-key."
         )
 
 
@@ -75,6 +83,7 @@ class RequestHeadMiddleware:
     def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
         self._app = app
         self._allowed_hosts = allowed_hosts(config)
+        self._allowed_origins = frozenset(config.allowed_origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
@@ -82,7 +91,7 @@ class RequestHeadMiddleware:
             try:
                 check_headers_once(headers)
                 if self._allowed_hosts is not None:
-                    check_host(scope["method"], headers, self._allowed_hosts)
+                    check_host(scope["method"], headers, self._allowed_hosts, self._allowed_origins)
             except (RequestError, Stranger) as error:
                 await answer(error)(scope, receive, send)
                 return

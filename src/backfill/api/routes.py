@@ -102,6 +102,8 @@ async def _generate(request: Request, state: ServerState, endpoint: GenerationEn
                 endpoint, body.raw, _context_of(request), service_class, request.receive
             )
             place.resize(generation.num_choices, generation.service_class)
+            arrived_at_s: float = request.state.arrived_at_s
+            waiting = state.shed_or_wait(generation, arrived_at_s)
         except BaseException:
             place.release()
             raise
@@ -113,18 +115,20 @@ async def _generate(request: Request, state: ServerState, endpoint: GenerationEn
 
     def on_end() -> None:
         place.release()
+        if waiting is not None:
+            waiting.release()
         state.num_unanswered -= 1
 
-    arrived_at_s: float = request.state.arrived_at_s
+    on_first_token = None if waiting is None else waiting.on_first_token
+    arguments = generation, arrived_at_s, place.release_choice, on_first_token
     if generation.streams:
         return EventStream(
-            service.run_stream(generation, arrived_at_s, place.release_choice),
+            service.run_stream(*arguments),
             on_end,
             keep_alive_s=state.server_config.keep_alive_interval_s,
             warning=generation.warning,
         )
-    whole = service.run_whole(generation, arrived_at_s, place.release_choice)
-    return WholeResponse(whole, on_end, warning=generation.warning)
+    return WholeResponse(service.run_whole(*arguments), on_end, warning=generation.warning)
 
 
 def _context_of(request: Request) -> RequestContext:

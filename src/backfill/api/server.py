@@ -9,7 +9,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
 import uvicorn
@@ -19,8 +19,9 @@ from backfill.api.config import ServerConfig
 from backfill.api.http_protocol import ConnectionLimits, LimitedHttpProtocol
 from backfill.api.keys import ApiKeys, KeyFileWatch
 from backfill.api.loop_lag import LoopLag
-from backfill.api.metrics import JobMetrics, Metrics
+from backfill.api.metrics import JobMetrics, Metrics, ObjectiveCounts
 from backfill.api.open_files import default_max_connections, raise_open_files_limit
+from backfill.api.shedding import Shedder
 from backfill.api.state import Phase, ServerState
 from backfill.api.stats_log import StatsLog
 from backfill.core.config import EngineConfig
@@ -92,7 +93,7 @@ class Server:
         self._model = model
         self._on_started = on_started
         self._on_ready = on_ready
-        self._stats_log = StatsLog()
+        self._stats_log = StatsLog(self._objective_counts)
         self._loop_lag = LoopLag(model.names[0])
         self._tasks = TaskWatch()
         self._client = EngineClient(
@@ -213,6 +214,8 @@ class Server:
                 preparer.tokenizer,
                 TextGenerator(self._client, preparer.tokenizer, self.state.metrics.requests),
             )
+            if self.state.server_config.sheds_hopeless and ready.cost is not None:
+                self.state.shedder = Shedder(ready.cost, self.state.engine_config.scheduler)
             freeze_heap()
             # From here on there are streams to hold up.
             self._lag_task = self._tasks.start(self._loop_lag.run(), "loop-lag")
@@ -262,6 +265,11 @@ class Server:
         self._stats_log.on_report(report)
         if self.state.metrics is not None:
             self.state.metrics.engine.on_report(report)
+        if self.state.shedder is not None:
+            self.state.shedder.on_report(report)
+
+    def _objective_counts(self) -> Mapping[str, ObjectiveCounts]:
+        return {} if self.state.metrics is None else self.state.metrics.requests.objective_counts()
 
     def _on_signal(self, number: signal.Signals) -> None:
         if self._stop_asked.is_set():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -14,6 +15,7 @@ from backfill.api.connected import while_connected
 from backfill.api.field_warnings import FieldWarnings
 from backfill.api.keys import ApiKeys
 from backfill.api.metrics import Metrics
+from backfill.api.shedding import Hopeless, Shedder, WaitingPrompts
 from backfill.core.config import EngineConfig
 from backfill.core.request import ServiceClass
 from backfill.engine.client import EngineClient
@@ -53,6 +55,7 @@ class ServerState:
     metrics: Metrics | None = None
     api_keys: ApiKeys | None = None  # None where requests need no key
     jobs: JobManager | None = None  # None where the Batch API is switched off
+    shedder: Shedder | None = None  # None where no request is refused for the time it would wait
     num_unanswered: int = 0  # accepted generation requests whose answer is not written in full
     field_warnings: FieldWarnings = field(default_factory=FieldWarnings)
     admission: Admission = field(init=False)
@@ -98,6 +101,21 @@ class ServerState:
         if len(body) <= _INLINE_BODY_BYTES:
             return preparer.answer(endpoint, body)
         return await while_connected(self.preparation.answer(endpoint, body), receive)
+
+    def shed_or_wait(self, generation: Generation, arrived_at_s: float) -> WaitingPrompts | None:
+        """Count an online request's prompts as waiting, where such are counted. Raises: Hopeless."""
+        if self.shedder is None or generation.slo is None:
+            return None
+        try:
+            return self.shedder.admit(
+                [len(generation.prompts[generation.prompt_of(i)]) for i in range(generation.num_choices)],
+                priority=generation.priority,
+                objective_s=generation.slo.ttft_s,
+                waited_s=time.monotonic() - arrived_at_s,
+            )
+        except Hopeless:
+            self._on_refused(generation.service_class, "hopeless")
+            raise
 
     def ready_jobs(self) -> JobManager:
         """The keeper of files and batches, which needs no engine. Raises: Unavailable."""

@@ -1,22 +1,42 @@
-"""A line in the log every few seconds while the server works; silence when it idles."""
+"""A line in the log every few seconds while the server works; silence when it idles.
+
+Another, once a minute, while objectives are missed.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
+from collections.abc import Callable, Mapping
 
+from backfill.api.metrics import ObjectiveCounts
 from backfill.core.request import ServiceClass
 from backfill.engine.messages import EngineStats, StepReport
 
 logger = logging.getLogger(__name__)
 
 INTERVAL_S = 10.0
+_NUM_INTERVALS_A_MINUTE = 6
+# Of a minute's first tokens or gaps; where fewer are late the objective counts as kept.
+_MISSED_FRAC = 0.01
+_COUNTED = {"ttft": "requests' first tokens", "tpot": "gaps between tokens"}
 
 
 class StatsLog:
-    """Adds up step reports and writes their rates."""
+    """Adds up step reports and writes their rates.
 
-    def __init__(self, interval_s: float = INTERVAL_S) -> None:
+    Args:
+        objectives: how often each objective was met and missed since the start.
+    """
+
+    def __init__(
+        self,
+        objectives: Callable[[], Mapping[str, ObjectiveCounts]] = dict,
+        interval_s: float = INTERVAL_S,
+    ) -> None:
+        self._objectives = objectives
+        self._seen: Mapping[str, ObjectiveCounts] = {}  # a minute ago
         self._interval_s = interval_s
         self._num_output_tokens = 0
         self._num_computed_tokens = 0
@@ -31,11 +51,30 @@ class StatsLog:
 
     async def run(self) -> None:
         """Log until cancelled."""
-        while True:
+        for number in itertools.count(1):
             await asyncio.sleep(self._interval_s)
             if self._last is not None and self._num_computed_tokens > 0:
                 logger.info("%s", self._line(self._last))
             self._num_output_tokens = self._num_computed_tokens = 0
+            if number % _NUM_INTERVALS_A_MINUTE == 0:
+                self.log_missed()
+
+    def log_missed(self) -> None:
+        """Log which objectives were missed since the last call; nothing where all were kept."""
+        before, self._seen = self._seen, self._objectives()
+        missed = []
+        for name, counts in self._seen.items():
+            earlier = before.get(name, ObjectiveCounts())
+            num_missed = counts.num_missed - earlier.num_missed
+            num_all = num_missed + counts.num_met - earlier.num_met
+            if num_missed > _MISSED_FRAC * num_all:
+                missed.append(f"{name.upper()} by {num_missed} of {num_all} {_COUNTED[name]}")
+        if missed:
+            logger.warning(
+                "objectives missed in the last minute: %s. Send fewer online requests, give larger "
+                "objectives (--ttft-slo, --tpot-slo), or refuse what cannot be met (--shed-hopeless).",
+                ", ".join(missed),
+            )
 
     def _line(self, stats: EngineStats) -> str:
         by_class = ((ServiceClass.ONLINE, stats.online), (ServiceClass.OFFLINE, stats.offline))

@@ -9,7 +9,7 @@ import os
 import signal
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -20,7 +20,11 @@ from backfill.core.errors import BackfillError, ConfigError
 from backfill.jobs.config import JobsConfig
 from backfill.jobs.private_files import make_folder, write_durably
 
+if TYPE_CHECKING:
+    from backfill.execution.executor import ExecutorInfo
+
 _JOBS_DEFAULTS = JobsConfig(data_dir=Path())
+_TINY_CONTEXT = 128
 
 
 def serve(
@@ -64,6 +68,14 @@ def serve(
     max_queued_offline_requests: Annotated[
         int, typer.Option(help="Requests of service_tier flex accepted at once; more get HTTP 429.")
     ] = 1024,
+    shed_hopeless: Annotated[
+        bool,
+        typer.Option(
+            "--shed-hopeless",
+            help="Refuse online requests whose first token would come more than twice as late as their "
+            "objective, with HTTP 429.",
+        ),
+    ] = False,
     max_body_bytes: Annotated[
         int, typer.Option(help="Larger JSON bodies get HTTP 413; uploads have limits of their own.")
     ] = 4 << 20,
@@ -93,6 +105,13 @@ def serve(
         list[str] | None,
         typer.Option(
             help="Further Host that requests may name, where it is checked: on loopback without an API key. "
+            "Repeatable; * allows any."
+        ),
+    ] = None,
+    allowed_origins: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Origin of web pages that may use the server (CORS), such as https://app.example. "
             "Repeatable; * allows any."
         ),
     ] = None,
@@ -188,13 +207,17 @@ def serve(
             body_timeout_s=body_timeout,
             write_timeout_s=write_timeout,
             allowed_hosts=tuple(allowed_hosts or ()),
+            allowed_origins=tuple(allowed_origins or ()),
             drain_timeout_s=shutdown_timeout,
             keep_alive_interval_s=sse_keep_alive_interval,
             vllm_metrics=vllm_metrics,
             is_strict=strict,
+            sheds_hopeless=shed_hopeless,
             log_level=log_level.upper(),
         )
         server_config.validate()
+        if shed_hopeless and policy != "slo":
+            raise ConfigError(f"--shed-hopeless needs --policy slo, got --policy {policy}.")
         engine_config = engine.build_engine_config(
             device=device,
             dtype=dtype,
@@ -280,7 +303,8 @@ def _run(
         _save_config(data_dir, server_config, engine_config, jobs_config, served)
 
     def on_ready(ready: Ready) -> None:
-        _print_banner(ready, served.names[0], url, time.monotonic() - started_at_s)
+        took_s = time.monotonic() - started_at_s
+        print(_banner(ready.info, served.names[0], url, took_s, asks_for_keys=keys is not None), flush=True)
 
     async def run() -> signal.Signals | None:
         server = Server(
@@ -303,21 +327,28 @@ def _run(
         raise typer.Exit(128 + stopped_by)
 
 
-def _print_banner(ready: Any, name: str, url: str, took_s: float) -> None:
-    info = ready.info
-    messages = [{"role": "user", "content": "What is gravity?"}]
-    body = json.dumps({"messages": messages, "temperature": 0.2})
+def _banner(info: ExecutorInfo, name: str, url: str, took_s: float, *, asks_for_keys: bool) -> str:
+    """What is served where, and a request that can be copied."""
+    if info.max_model_len < _TINY_CONTEXT:  # a chat template alone may be longer
+        path = "/v1/completions"
+        body: dict[str, Any] = {"prompt": "Hi", "max_tokens": max(1, min(16, info.max_model_len // 2))}
+    else:
+        path = "/v1/chat/completions"
+        messages = [{"role": "user", "content": "What is gravity?"}]
+        body = {"messages": messages, "temperature": 0.2}
+    # A key would be shown to whoever reads the log.
+    key_header = ' -H "Authorization: Bearer $KEY"' if asks_for_keys else ""
     lines = [
         "",
         f"Backfill serves {name} on {url}  (ready in {took_s:.1f} s)",
         f"  {info.device}, {info.dtype}, context of {info.max_model_len} tokens, "
         f"KV pool of {info.num_blocks * info.block_size} tokens",
-        "Try:",
-        f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\",
-        f"  -d '{body}'",
+        "Try, with an API key in KEY:" if asks_for_keys else "Try:",
+        f"curl {url}{path} -H 'Content-Type: application/json'{key_header} \\",
+        f"  -d '{json.dumps(body)}'",
         "",
     ]
-    print("\n".join(lines), flush=True)
+    return "\n".join(lines)
 
 
 def _finite_above_0(option: str, value: float | None, factor: int) -> int | None:

@@ -41,12 +41,14 @@ class CompletionService:
         generation: Generation,
         arrived_at_s: float | None = None,
         on_choice_end: Callable[[], None] | None = None,
+        on_first_token: Callable[[int], None] | None = None,
     ) -> Json:
         """The response body, for ``EncodedBody``, once every choice has ended.
 
         Args:
             arrived_at_s: when the request came in, on the monotonic clock; None for now.
             on_choice_end: called when the engine is done with a choice.
+            on_first_token: called with a choice's index when its first token has come.
         """
         head, shape = self._head(generation), self._shapes[generation.endpoint]
         states = [ChoiceState() for _ in generation.samplings]
@@ -55,6 +57,8 @@ class CompletionService:
         streams = self._streams(generation, arrived_at_s, on_choice_end)
         async with aclosing(merge(streams)) as deltas:
             async for index, delta in deltas:
+                if on_first_token is not None and not states[index].token_ids:
+                    on_first_token(index)
                 states[index].add_logprobs(shape.logprobs(delta, states[index]))
                 if attainment is not None:
                     attainment.add(delta.waited_s, is_first=not states[index].token_ids)
@@ -67,13 +71,15 @@ class CompletionService:
         generation: Generation,
         arrived_at_s: float | None = None,
         on_choice_end: Callable[[], None] | None = None,
+        on_first_token: Callable[[int], None] | None = None,
     ) -> AsyncGenerator[list[Json], None]:
         """Chunks as tokens come; those in one list belong into one write.
 
         Objectives that the client brought are accounted for in the last chunk, whichever that is.
 
         Args:
-            arrived_at_s, on_choice_end: as for ``run_whole``; the chunks of a choice may be unread still.
+            arrived_at_s, on_first_token: as for ``run_whole``.
+            on_choice_end: likewise; the chunks of the choice may be unread still.
         """
         head, shape = self._head(generation), self._shapes[generation.endpoint]
         states = [ChoiceState() for _ in generation.samplings]
@@ -90,6 +96,8 @@ class CompletionService:
                 if attainment is not None:
                     attainment.add(delta.waited_s, is_first=not state.token_ids)
                 if not state.token_ids:
+                    if on_first_token is not None:
+                        on_first_token(index)
                     opening = opening_choice(head, shape, index)
                     if opening is not None:
                         chunks.append(chunk(head, shape, [opening], running_usage))

@@ -1,0 +1,95 @@
+"""``/docs``: the OpenAPI document as one page of HTML that loads nothing, so it needs no network."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from html import escape
+from typing import Any
+
+from backfill.protocol.responses import Json
+
+# The page has no script and asks for no file.
+HEADERS = {"Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'"}
+_CODE = re.compile("``(.+?)``")
+_STYLE = (
+    "body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#222}"
+    "code{font-family:ui-monospace,monospace;background:#f3f3f3;padding:0 .25em}"
+    "h2{margin-top:2rem;border-top:1px solid #ddd;padding-top:1rem;font-size:1.1rem}"
+    "table{border-collapse:collapse;width:100%}"
+    "th,td{text-align:left;padding:.15rem .8rem .15rem 0;vertical-align:top}"
+    "th{border-bottom:1px solid #ddd}"
+)
+
+
+def docs_page(document: Json) -> str:
+    """The page of an OpenAPI document: its endpoints with the fields of their bodies, then its objects."""
+    title = f"{document['info']['title']} {document['info']['version']}"
+    parts = [
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>',
+        f"<style>{_STYLE}</style></head><body><h1>{escape(title)}</h1>",
+        '<p>The same as a document for programs: <a href="openapi.json">openapi.json</a>.</p>',
+    ]
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            parts += _operation(path, method, operation)
+    for name, schema in document["components"]["schemas"].items():
+        parts += [f'<h2 id="{_anchor(name)}">{escape(name)}</h2>', *_fields(schema)]
+    return "".join([*parts, "</body></html>"])
+
+
+def _operation(path: str, method: str, operation: Json) -> Iterable[str]:
+    yield f"<h2><code>{escape(method.upper())} {escape(path)}</code></h2>"
+    for kind, content in operation.get("requestBody", {}).get("content", {}).items():
+        yield f"<p>Takes <code>{escape(kind)}</code>:</p>"
+        yield from _fields(content["schema"])
+    answers = [
+        f"{escape(status)} <code>{escape(kind)}</code>"
+        for status, response in operation["responses"].items()
+        for kind in response.get("content", {})
+    ]
+    if answers:
+        yield f"<p>Answers {', '.join(answers)}</p>"
+
+
+def _fields(schema: Json) -> Iterable[str]:
+    """A table of an object's fields; one without any is only described."""
+    if schema.get("description"):
+        text = _CODE.sub(r"<code>\1</code>", escape(schema["description"]))
+        yield f"<p>{text}</p>"
+    properties: Mapping[str, Json] = schema.get("properties", {})
+    if not properties:
+        return
+    required = schema.get("required", ())
+    yield "<table><tr><th>field</th><th>type</th><th>default</th></tr>"
+    for name, field in properties.items():
+        default = "required" if name in required else _default(field)
+        yield f"<tr><td><code>{escape(name)}</code></td><td>{_type(field)}</td><td>{default}</td></tr>"
+    yield "</table>"
+
+
+def _type(schema: Any) -> str:
+    """A field's type in words, as HTML."""
+    if not isinstance(schema, dict):
+        return "any"
+    if "$ref" in schema:
+        name = schema["$ref"].rpartition("/")[2]
+        return f'<a href="#{_anchor(name)}">{escape(name)}</a>'
+    if "anyOf" in schema:
+        return " or ".join(_type(each) for each in schema["anyOf"])
+    if "enum" in schema or "const" in schema:
+        values = schema.get("enum") or [schema["const"]]
+        return " or ".join(f"<code>{escape(json.dumps(value))}</code>" for value in values)
+    if schema.get("type") == "array":
+        return f"array of {_type(schema.get('items'))}"
+    return escape(str(schema.get("type", "any")))
+
+
+def _default(schema: Json) -> str:
+    default = schema.get("default")
+    return "" if default is None else f"<code>{escape(json.dumps(default))}</code>"
+
+
+def _anchor(name: str) -> str:
+    return escape(f"object-{name}", quote=True)

@@ -1,0 +1,109 @@
+"""Web pages of other origins, where the operator lets them in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import cast
+
+import httpx
+import pytest
+from fastapi.testclient import TestClient
+
+from backfill.api.app import create_app
+from backfill.api.config import ServerConfig
+from backfill.api.keys import ApiKeys
+from backfill.api.state import ServerState
+from backfill.core.config import EngineConfig
+from backfill.core.errors import ConfigError
+from backfill.engine.client import EngineClient
+from backfill.preparation.client import PreparationClient
+from tests.api.in_process import InProcessServer, in_process_server
+
+PAGE = "https://app.example"
+BODY = {"prompt": [5], "max_tokens": 1}
+ASKED = {
+    "Origin": PAGE,
+    "Access-Control-Request-Method": "POST",
+    "Access-Control-Request-Headers": "authorization, content-type",
+}
+
+
+@pytest.fixture(scope="module")
+def server(default_model: Path) -> Iterator[InProcessServer]:
+    with in_process_server(default_model, allowed_origins=(PAGE,)) as server:
+        yield server
+
+
+def post(server: InProcessServer, **headers: str) -> httpx.Response:
+    return httpx.post(f"{server.url}/v1/completions", json=BODY, headers=headers)
+
+
+def test_an_allowed_page_reads_answers_and_errors(server: InProcessServer) -> None:
+    answered = post(server, origin=PAGE)
+    assert answered.status_code == 200
+    assert answered.headers["access-control-allow-origin"] == PAGE
+    assert "x-backfill-warning" in answered.headers["access-control-expose-headers"]
+    for path, status in (("/v1/nothing", 404), ("/v1/completions", 405)):
+        refused = httpx.get(server.url + path, headers={"Origin": PAGE})
+        assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (status, PAGE)
+    twice = httpx.post(
+        f"{server.url}/v1/completions", json=BODY, headers=[("origin", PAGE), ("x-slo-ttft-ms", "1")] * 2
+    )
+    assert (twice.status_code, twice.headers["access-control-allow-origin"]) == (400, PAGE)
+
+
+def test_a_preflight_says_what_an_allowed_page_may_send(server: InProcessServer) -> None:
+    answered = httpx.options(f"{server.url}/v1/completions", headers=ASKED)
+    assert answered.status_code == 200
+    assert answered.headers["access-control-allow-origin"] == PAGE
+    assert "POST" in answered.headers["access-control-allow-methods"]
+    assert answered.headers["access-control-allow-headers"] == ASKED["Access-Control-Request-Headers"]
+
+
+def test_other_pages_and_rebound_names_stay_out(server: InProcessServer) -> None:
+    other = post(server, origin="https://evil.example")
+    assert other.status_code == 403
+    assert "--allowed-origins" in other.json()["error"]["message"]
+    assert "access-control-allow-origin" not in other.headers
+    preflight = httpx.options(
+        f"{server.url}/v1/completions", headers={**ASKED, "Origin": "https://evil.example"}
+    )
+    assert "access-control-allow-origin" not in preflight.headers
+    assert post(server, origin=PAGE, host="evil.example").status_code == 403
+
+
+def test_a_preflight_needs_no_key_and_a_refusal_for_want_of_one_can_be_read(tmp_path: Path) -> None:
+    state = ServerState(
+        ServerConfig(allowed_origins=(PAGE,)),
+        EngineConfig(model_dir=str(tmp_path)),
+        cast(EngineClient, None),
+        cast(PreparationClient, None),
+        api_keys=ApiKeys(["key"], None),
+    )
+    client = TestClient(create_app(state), base_url="http://localhost")
+    assert client.options("/v1/completions", headers=ASKED).status_code == 200
+    refused = client.post("/v1/completions", json=BODY, headers={"Origin": PAGE})
+    assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (401, PAGE)
+
+
+def test_any_page_may_come_where_all_are_allowed(default_model: Path) -> None:
+    with in_process_server(default_model, allowed_origins=("*",)) as server:
+        answered = post(server, origin="https://any.example")
+        assert answered.status_code == 200
+        assert answered.headers["access-control-allow-origin"] == "*"
+        assert post(server, origin="https://any.example", host="any.example").status_code == 403
+
+
+def test_without_the_option_nothing_is_said_of_origins(default_model: Path) -> None:
+    with in_process_server(default_model) as server:
+        answered = post(server, origin="http://localhost:3000")
+        assert answered.status_code == 200
+        assert not any(name.startswith("access-control") for name in answered.headers)
+
+
+@pytest.mark.parametrize("origin", ["app.example", "https://app.example/", "https://a.example/b", "", "null"])
+def test_what_is_no_origin_is_named(origin: str) -> None:
+    with pytest.raises(ConfigError, match="--allowed-origins"):
+        ServerConfig(allowed_origins=(origin,)).validate()
+    ServerConfig(allowed_origins=("*", PAGE, "http://localhost:3000", "chrome-extension://abc")).validate()

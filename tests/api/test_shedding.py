@@ -1,0 +1,118 @@
+"""When an online request is refused for the time it would wait."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import httpx
+import pytest
+
+from backfill.api.shedding import HOPELESS_FACTOR, Hopeless, Shedder, is_hopeless, prefill_time_s
+from backfill.core.config import SchedulerConfig
+from backfill.core.counters import ClassCounters
+from backfill.costs.load import StepLoad
+from backfill.engine.messages import ClassStats, EngineStats, StepReport, StepStats
+from tests.api.in_process import in_process_server
+from tests.api.test_overload import ONLINE, post, waiting
+from tests.builders import linear_cost
+
+CONFIG = SchedulerConfig(max_num_batched_tokens=100, max_prefill_chunk_tokens=100)
+# 0.1 s for a step of 100 tokens, and 0.05 s for every step.
+COST = linear_cost(token_s=0.001, step_s=0.05)
+
+
+def make_shedder() -> Shedder:
+    return Shedder(COST, CONFIG)
+
+
+def step_report(predicted_s: float, seconds: float, *, stopped: bool = False) -> StepReport:
+    idle = ClassStats(0, 0, ClassCounters())
+    step = StepStats("online", 10, seconds, predicted_s, stopped)
+    return StepReport([], EngineStats(idle, idle, 0.0, 16, 0, 0.0, 0, step))
+
+
+def test_prompts_are_computed_in_full_steps() -> None:
+    many = StepLoad.of([(0, 10, True)] * 25)
+    assert prefill_time_s(COST, many, 100) == pytest.approx(0.25 + 3 * 0.05)
+    assert prefill_time_s(COST, StepLoad(), 100) == 0.0
+    context = linear_cost(token_s=0.001, context_s=0.01)
+    for num_tokens in (7, 100, 250):
+        chunks = [
+            (start, min(100, num_tokens - start), start + 100 >= num_tokens)
+            for start in range(0, num_tokens, 100)
+        ]
+        predicted = prefill_time_s(context, StepLoad.of(chunks), 100)
+        assert predicted == pytest.approx(context.prefill_time_s(num_tokens, 100)), "as the cost model has it"
+
+
+def test_only_those_before_it_make_a_request_hopeless() -> None:
+    assert not is_hopeless(HOPELESS_FACTOR * 1.0, 0.1, 1.0)
+    assert is_hopeless(HOPELESS_FACTOR * 1.0 + 0.1, 0.1, 1.0)
+    assert not is_hopeless(9.0, 9.0, 1.0), "alone it needs as long: no retry would help"
+
+
+def test_what_would_wait_too_long_is_refused_and_told_when_to_come_again() -> None:
+    shedder = make_shedder()
+    for _ in range(10):
+        shedder.admit([100], priority=0, objective_s=1.0, waited_s=0.0)
+    assert shedder.num_waiting_tokens == 1000
+    shedder.admit([100], priority=0, objective_s=1.0, waited_s=0.0)
+    with pytest.raises(Hopeless) as refused:
+        shedder.admit([100], priority=0, objective_s=0.5, waited_s=0.0)  # 12 steps of 0.15 s
+    assert refused.value.retry_after_s == 2
+    assert "about 1.8 s" in str(refused.value)
+    assert shedder.num_waiting_tokens == 1100, "it is not counted"
+    with pytest.raises(Hopeless):
+        shedder.admit([100], priority=0, objective_s=1.0, waited_s=0.3)
+    shedder.admit([100], priority=0, objective_s=1.0, waited_s=0.1)
+
+
+def test_a_prompt_counts_until_its_first_token_comes_or_it_is_given_up() -> None:
+    shedder = make_shedder()
+    request = shedder.admit([100, 250, 1], priority=3, objective_s=1.0, waited_s=0.0)
+    request.on_first_token(1)
+    assert shedder.num_waiting_tokens == 101
+    request.release()
+    request.release()
+    assert shedder.num_waiting_tokens == 0
+
+
+def test_those_that_are_served_later_are_not_waited_for() -> None:
+    shedder = make_shedder()
+    for _ in range(20):
+        shedder.admit([100], priority=1, objective_s=9.0, waited_s=0.0)
+    shedder.admit([100], priority=0, objective_s=0.2, waited_s=0.0)
+    with pytest.raises(Hopeless):
+        shedder.admit([100], priority=1, objective_s=0.2, waited_s=0.0)
+
+
+def test_steps_correct_the_prediction() -> None:
+    shedder = make_shedder()
+    for _ in range(10):
+        shedder.admit([100], priority=0, objective_s=1.0, waited_s=0.0)
+    shedder.on_report(step_report(1.0, 50.0, stopped=True))
+    shedder.admit([1], priority=0, objective_s=1.0, waited_s=0.0)
+    for _ in range(100):
+        shedder.on_report(step_report(0.1, 0.15))
+    with pytest.raises(Hopeless):
+        shedder.admit([1], priority=0, objective_s=1.0, waited_s=0.0)
+
+
+def test_over_http_it_is_429_and_counted(default_model: Path) -> None:
+    with in_process_server(default_model, is_open=False) as server:
+        server.state.shedder = shedder = Shedder(linear_cost(token_s=1.0), CONFIG)
+        long = {**ONLINE, "prompt": [7] * 5}
+        with waiting(server, long, 1):
+            assert shedder.num_waiting_tokens == 5
+            refused = post(server, ONLINE)
+            assert refused.status_code == 429
+            assert refused.json()["error"]["code"] == "slow_down"
+            assert int(refused.headers["Retry-After"]) == 5
+            flex = {**ONLINE, "service_tier": "flex"}
+            with waiting(server, flex, 1):
+                assert shedder.num_waiting_tokens == 5
+        assert shedder.num_waiting_tokens == 0
+        assert post(server, {**long, "stream": True}).status_code == 200
+        assert shedder.num_waiting_tokens == 0
+        exposed = httpx.get(f"{server.url}/metrics").text
+        assert 'class="online",model_name="m",reason="hopeless"} 1.0' in exposed
