@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from backfill.api.metrics import ObjectiveCounts
@@ -21,3 +23,22 @@ def test_missed_objectives_are_told_and_kept_ones_are_not(caplog: pytest.LogCapt
     assert "--shed-hopeless" in line
     log.log_missed()
     assert len(caplog.messages) == 1, "nothing since"
+
+
+def test_it_is_told_every_minute(caplog: pytest.LogCaptureFixture) -> None:
+    num_asked = 0
+
+    def counts() -> dict[str, ObjectiveCounts]:
+        nonlocal num_asked
+        num_asked += 1
+        return {"tpot": ObjectiveCounts(0, num_asked)}
+
+    async def run() -> None:
+        log = asyncio.create_task(StatsLog(counts, interval_s=0.0).run())
+        while num_asked < 3:
+            await asyncio.sleep(0)
+        log.cancel()
+
+    asyncio.run(run())
+    assert caplog.messages[0].startswith("objectives missed in the last minute: TPOT by 1 of 1 gaps")
+    assert len(caplog.messages) == 3

@@ -34,7 +34,7 @@ from backfill.preparation.messages import (
     ToPreparation,
 )
 from backfill.protocol.preparer import EngineFacts, Generation, RequestContext, ServedModel
-from tests.jobs.doubles import URL, input_of
+from tests.jobs.doubles import URL, input_line, input_of
 from tests.preparation.test_line_file import generation_of
 
 pytestmark = pytest.mark.anyio
@@ -77,6 +77,9 @@ async def test_bodies_texts_lines_and_checks(client: PreparationClient, tmp_path
         "/v1/completions", b'{"prompt": "Gravity is", "max_tokens": 3, "n": 2}', CONTEXT
     )
     assert (len(generation.prompts), generation.num_choices) == (1, 2)
+    assert generation.warning is None
+    misspelt = await client.prepare("/v1/completions", b'{"prompt": "x", "max_tokns": 3}', CONTEXT)
+    assert misspelt.warning is not None and "max_tokns" in misspelt.warning
     with pytest.raises(RequestError) as refused:
         await client.prepare("/v1/chat/completions", b'{"messages": []}', CONTEXT)
     assert refused.value.param == "messages"
@@ -87,9 +90,9 @@ async def test_bodies_texts_lines_and_checks(client: PreparationClient, tmp_path
     assert text == {"prompt": "Gravity is"}
 
     path = tmp_path / "in"
-    path.write_bytes(input_of(5) + b"{\n")
+    path.write_bytes(input_of(5) + b"{\n" + input_line(6, body={"prompt": "x", "max_tokens": 512}))
     report = await client.check_input(str(path), limits())
-    assert (report.total, [error.line for error in report.errors]) == (6, [6])
+    assert (report.total, [error.line for error in report.errors]) == (7, [6, 7]), "the engine's limits count"
     lines = client.open_lines(LineSelection(path=str(path), max_line_bytes=10_000))
     group = await lines.read(10)
     assert [line.custom_id for line in group] == [f"r{index}" for index in range(5)]

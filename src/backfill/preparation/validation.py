@@ -9,7 +9,7 @@ from typing import cast
 from backfill.core.errors import RequestError
 from backfill.preparation.lines import BadLine, InputLine, LineError, check_target, parse_line, read_lines
 from backfill.preparation.messages import InputLimits, InputReport
-from backfill.protocol.body_check import BodyCheck
+from backfill.protocol.body_check import BodyCheck, has_idle_fields, warning_of
 from backfill.protocol.requests import GenerationEndpoint, parse_generation
 from backfill.protocol.responses import shortened
 
@@ -101,12 +101,12 @@ class InputCheck:
         try:
             body = parse_generation(cast(GenerationEndpoint, line.url), line.body)
             self._check_model(line.number, body.model)
-            warning = self._body_check.check(body)
+            self._body_check.check(body)
         except RequestError as error:
             message = shortened(str(error))
             raise BadLine(error.code or "invalid_value", message, line.number, error.param) from None
-        if warning is not None:
-            self._first_warning = self._first_warning or f"line {line.number}: {warning}"
+        if has_idle_fields(body):
+            self._first_warning = self._first_warning or f"line {line.number}: {warning_of(body)}"
             self._num_warned += 1
 
     def _check_model(self, number: int, name: str | None) -> None:

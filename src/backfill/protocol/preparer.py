@@ -344,7 +344,8 @@ class RequestPreparer:
             slo=slo,
             reported_slo=slo if objectives else None,
             complete_by_s=context.complete_by_s,
-            warning=warning_of(body),
+            # Those of a batch were logged when it was validated.
+            warning=None if context.is_batch_line else warning_of(body),
         )
 
     def _slo(self, service_class: ServiceClass, objectives: Mapping[str, Objective]) -> SLO | None:

@@ -1,0 +1,83 @@
+"""What the options of a server lead to, without a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from backfill.api.config import ServerConfig
+from backfill.api.server import Server
+from backfill.core.config import EngineConfig
+from backfill.core.slo import SLO
+from backfill.engine.messages import Ready
+from backfill.generation.tokenizer import Tokenizer
+from backfill.models.generation_config import GenerationDefaults
+from backfill.protocol.preparer import RequestPreparer, ServedModel
+from tests.api.test_shedding import step_report
+from tests.builders import linear_cost, make_info
+from tests.cli.running import run_cli_here
+
+MODEL = ServedModel(names=("m",), root="m", folder=Path(), created=0)
+
+
+async def ready_server(**options: Any) -> Server:
+    """A server whose engine has said that it is ready."""
+    server = Server(ServerConfig(**options), EngineConfig(model_dir=""), MODEL, url="", jobs_config=None)
+    preparer = RequestPreparer(MODEL, cast(Tokenizer, None), GenerationDefaults())
+    server._loading = asyncio.create_task(asyncio.sleep(0, preparer))
+    await server._on_engine_ready(Ready(make_info(), 0.0, SLO(1.0, 0.1), linear_cost()))
+    return server
+
+
+def test_hopeless_requests_are_shed_where_that_is_asked_for() -> None:
+    async def run() -> None:
+        assert (await ready_server()).state.shedder is None
+        server = await ready_server(sheds_hopeless=True)
+        shedder = server.state.shedder
+        assert shedder is not None
+        shedder.admit([1000], priority=0, objective_s=1.0, waited_s=0.0)
+        shedder.admit([900], priority=0, objective_s=1.0, waited_s=0.0).release()
+        for _ in range(100):
+            server._on_report(step_report(0.1, 0.2))
+        with pytest.raises(Exception, match="first token would come"):
+            shedder.admit([900], priority=0, objective_s=1.0, waited_s=0.0)
+
+    asyncio.run(run())
+
+
+def test_a_strict_server_is_strict_in_both_processes() -> None:
+    for is_strict in (False, True):
+        server = Server(
+            ServerConfig(is_strict=is_strict), EngineConfig(model_dir=""), MODEL, url="", jobs_config=None
+        )
+        setup = server.state.preparation.setup
+        assert setup.is_strict == setup.line_check.is_strict == is_strict
+        assert setup.create_preparer(cast(Tokenizer, None)).line_check.is_strict == is_strict
+
+
+def test_the_options_reach_the_server(
+    small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configs: list[ServerConfig] = []
+
+    def create(config: ServerConfig, *_: object, **__: object) -> None:
+        configs.append(config)
+        raise SystemExit(0)
+
+    monkeypatch.setattr("backfill.api.server.Server", create)
+    options = (
+        "--strict",
+        "--shed-hopeless",
+        "--allowed-origins",
+        "https://a.example",
+        "--allowed-origins",
+        "*",
+    )
+    run_cli_here("serve", str(small_model), "--port", "0", "--data-dir", str(tmp_path), *options)
+    (config,) = configs
+    assert config.is_strict
+    assert config.sheds_hopeless
+    assert config.allowed_origins == ("https://a.example", "*")
