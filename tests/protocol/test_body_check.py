@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import json
-from typing import Any, get_args, get_type_hints
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast, get_args, get_type_hints
 
 import pytest
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 
+from backfill.core.config import SchedulerConfig
 from backfill.core.errors import RequestError
+from backfill.core.slo import SLO
+from backfill.generation.tokenizer import Tokenizer
+from backfill.models.generation_config import GenerationDefaults
 from backfill.protocol.body_check import refuse_idle_fields, warning_of
+from backfill.protocol.preparer import EngineFacts, RequestContext, RequestPreparer, ServedModel
 from backfill.protocol.requests import (
     SERVICE_TIERS,
     GenerationBody,
     GenerationEndpoint,
     parse_generation,
 )
+from tests.builders import make_info
 
 PROMPT = {"prompt": "x"}
 CHAT = {"messages": [{"role": "user", "content": "x"}]}
@@ -97,3 +105,62 @@ def test_what_a_chat_cannot_echo_is_refused() -> None:
     with pytest.raises(RequestError) as refused:
         body_of({"echo": True}, "/v1/chat/completions")
     assert refused.value.param == "echo"
+
+
+class TwoTokens:
+    """A tokenizer by which every text is two tokens long."""
+
+    def encode(self, text: str, **_: object) -> list[int]:
+        return [5, 6]
+
+    def encode_chat(self, messages: object, **_: object) -> list[int]:
+        return [5, 6]
+
+
+def refusal_of(work: Callable[[], object]) -> tuple[str, str | None, str | None] | None:
+    try:
+        work()
+    except RequestError as error:
+        return str(error), error.param, error.code
+    return None
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_refused"),
+    [
+        ({}, False),
+        ({"max_tokens": 61, "n": 3, "stop": ["a"], "seed": 1, "user": "u", "service_tier": "auto"}, False),
+        ({"slo": {}, "max_tokns": 1}, False),
+        ({"stream": True}, True),
+        ({"service_tier": "Flex"}, True),
+        ({"slo": {"ttft": 1.0}}, True),
+        ({"n": 0}, True),
+        ({"best_of": 3}, True),
+        ({"max_tokens": 0}, True),
+        ({"max_tokens": 2**40}, True),
+        ({"min_tokens": 50, "max_tokens": 4}, True),
+        ({"temperature": 3}, True),
+        ({"top_k": 2**70}, True),
+        ({"seed": 2**70}, True),
+        ({"logit_bias": {"07": 1}}, True),
+        ({"logit_bias": {"5000": 1}}, True),
+        ({"stop_token_ids": [5000]}, True),
+        ({"priority": 2**70}, True),
+        ({"response_format": {"type": "json_object"}}, True),
+        ({"truncate_prompt_tokens": 0}, True),
+    ],
+)
+@pytest.mark.parametrize("endpoint", ["/v1/completions", "/v1/chat/completions"])
+def test_a_line_is_refused_for_what_the_run_would_refuse_it_for(
+    endpoint: GenerationEndpoint, fields: dict[str, Any], is_refused: bool
+) -> None:
+    model = ServedModel(names=("m",), root="m", folder=Path(), created=0)
+    preparer = RequestPreparer(model, cast(Tokenizer, TwoTokens()), GenerationDefaults())
+    preparer.facts = EngineFacts(
+        info=make_info(), default_slo=SLO(1.0, 0.1), cost=None, scheduler=SchedulerConfig()
+    )
+    raw = json.dumps({**(PROMPT if endpoint == "/v1/completions" else CHAT), **fields}).encode()
+    at_the_run = refusal_of(lambda: preparer.prepare(endpoint, raw, RequestContext(is_batch_line=True)))
+    before = refusal_of(lambda: preparer.line_check.check(parse_generation(endpoint, raw)))
+    assert before == at_the_run
+    assert (before is not None) == is_refused
