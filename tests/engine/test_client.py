@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import multiprocessing
 import os
 import signal
 import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
@@ -22,6 +20,7 @@ from backfill.core.sampling import SamplingParams
 from backfill.engine.client import EngineClient
 from backfill.engine.messages import StepReport
 from backfill.engine.process import EngineLoader
+from backfill.ipc.python_process import PythonProcess
 from tests.engine.loaders import load_crowded, load_failing, load_hanging, load_slow
 
 LONG = 50_000
@@ -40,11 +39,6 @@ async def started(
         yield client
     finally:
         await client.stop()
-
-
-def engine_process() -> BaseProcess:
-    (process,) = (each for each in multiprocessing.active_children() if each.name == "backfill-engine")
-    return process
 
 
 async def generate(
@@ -80,9 +74,8 @@ async def lose(client: EngineClient, kill: int | None = None) -> list[int | Base
     ]
     if kill is not None:
         await asyncio.wait_for(asyncio.gather(*(event.wait() for event in begun)), 60.0)
-        process = engine_process()
-        assert process.pid is not None
-        os.kill(process.pid, kill)
+        assert client.pid is not None
+        os.kill(client.pid, kill)
     return await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60.0)
 
 
@@ -134,7 +127,8 @@ def test_choices_that_ended_hide_no_other_request_from_who_is_to_blame(other_cla
             asyncio.create_task(generate(client, name, LONG, begun[name], *kinds[name])) for name in kinds
         ]
         await asyncio.wait_for(asyncio.gather(*(event.wait() for event in begun.values())), 60.0)
-        engine_process().kill()
+        assert client.pid is not None
+        os.kill(client.pid, signal.SIGKILL)
         answers = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60.0)
         await client.wait_dead()
         return {
@@ -194,10 +188,12 @@ def test_a_step_that_fails_twice_loses_its_requests_and_the_engine_goes_on() -> 
 def test_a_stopped_engine_is_noticed_and_ended_and_can_be_started_again() -> None:
     async def run() -> None:
         async with started(load_slow, hang_timeout_s=2.0) as client:
-            process = engine_process()
+            pid = client.pid
+            assert pid is not None
             assert_lost(await lose(client, signal.SIGSTOP), 3, "hung for 2 s")
             await asyncio.wait_for(client.wait_dead(), 60.0)
-            assert not process.is_alive()
+            with pytest.raises(ProcessLookupError):
+                os.kill(pid, 0)
             assert client.silent_s >= 2.0
             await client.start()
             assert await generate(client, "again") == 2
@@ -244,7 +240,7 @@ def test_a_process_that_cannot_be_made_leaves_nothing_and_may_be_tried_again(
     async def run() -> None:
         client = EngineClient(EngineConfig(model_dir=""), load=load_slow)
         with monkeypatch.context() as patch:
-            patch.setattr(BaseProcess, "start", refuse)
+            patch.setattr(PythonProcess, "start", refuse)
             with pytest.raises(BackfillError if isinstance(error, OSError) else ValueError, match=expected):
                 await client.start()
         assert list(tmp_path.iterdir()) == []

@@ -9,6 +9,7 @@ BackfillError
 ├── InsufficientMemory     the machine cannot hold what was asked for
 ├── RequestError           a request that can never be served as it stands
 ├── NotReady               what the request needs is not there now; it may be sent again
+├── RequestAborted         its caller aborted it
 └── RequestLost            the engine lost a request; it may be run again
     ├── EngineDead         its process has ended
     └── StepFailed         the step that computed it raised an exception
@@ -62,6 +63,10 @@ class RequestError(BackfillError):
 
 class NotReady(BackfillError):
     """What the request needs is not there now; it may be sent again."""
+
+
+class RequestAborted(BackfillError):
+    """The request's caller aborted it."""
 
 
 class RequestLost(BackfillError):

@@ -84,6 +84,11 @@ class SamplingParams:
             _check_int("top_logprobs", self.num_logprobs, 0, MAX_LOGPROBS)
 
 
+def choice_seed(seed: int, choice: int) -> int:
+    """Seed of one of a request's choices: they differ, and the same seed gives the same choices again."""
+    return (seed + choice + 2**63) % 2**64 - 2**63
+
+
 def _check_int(param: str, value: int, low: int, high: int | None) -> None:
     if value < low or (high is not None and value > high):
         allowed = f"at least {low}" if high is None else f"between {low} and {high}"

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import multiprocessing
 import os
 import tempfile
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Hashable
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import msgspec
@@ -18,12 +16,12 @@ import zmq
 import zmq.asyncio
 
 from backfill.core.config import EngineConfig
-from backfill.core.errors import BackfillError, EngineDead, RequestLost, StepFailed
+from backfill.core.errors import BackfillError, EngineDead, StepFailed
 from backfill.core.request import RequestId, ServiceClass
 from backfill.core.sampling import SamplingParams
 from backfill.core.slo import SLO
 from backfill.costs.model import CostModel
-from backfill.engine.environment import added_to_environment, engine_environment
+from backfill.engine.environment import engine_environment
 from backfill.engine.hang import Watchdog
 from backfill.engine.messages import (
     AbortRequests,
@@ -39,6 +37,7 @@ from backfill.engine.messages import (
 from backfill.engine.process import DUMP_SIGNAL, EngineLoader, load_engine, run_engine_process
 from backfill.engine.tasks import TaskWatch
 from backfill.execution.executor import ExecutorInfo
+from backfill.ipc.python_process import PythonProcess
 
 logger = logging.getLogger(__name__)
 
@@ -60,12 +59,12 @@ class _Stream:
     ) -> None:
         self.service_class = service_class
         self.group = group
-        self.queue: asyncio.Queue[TokenOutput | RequestLost] = asyncio.Queue()
+        self.queue: asyncio.Queue[TokenOutput | BackfillError] = asyncio.Queue()
         self._on_end = on_end
 
-    def put(self, output: TokenOutput | RequestLost) -> None:
+    def put(self, output: TokenOutput | BackfillError) -> None:
         self.queue.put_nowait(output)
-        if isinstance(output, RequestLost) or output.finish_reason is not None:
+        if isinstance(output, BackfillError) or output.finish_reason is not None:
             self.end()
 
     def end(self) -> None:
@@ -107,7 +106,7 @@ class EngineClient:
         self._load = load
         self._watchdog = Watchdog(0.0)
         self._end_reason: str | None = None  # where the process did not end of itself
-        self._process: BaseProcess | None = None
+        self._process: PythonProcess | None = None
         self._context: zmq.asyncio.Context | None = None
         self._commands: zmq.Socket[bytes] | None = None
         self._reports: zmq.asyncio.Socket | None = None
@@ -122,6 +121,11 @@ class EngineClient:
     @property
     def is_ready(self) -> bool:
         return self.info is not None
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process that was started last."""
+        return None if self._process is None else self._process.pid
 
     @property
     def silent_s(self) -> float:
@@ -156,13 +160,13 @@ class EngineClient:
             socket.set_hwm(0)
             socket.setsockopt(zmq.LINGER, 0)
             socket.bind(url)
-        self._process = multiprocessing.get_context("spawn").Process(
-            target=run_engine_process,
-            args=(self.config, commands_url, reports_url, self._log_level, self._load),
-            name="backfill-engine",
+        self._process = PythonProcess(
+            "backfill-engine",
+            run_engine_process,
+            (self.config, commands_url, reports_url, self._log_level, self._load),
+            environment=engine_environment(os.environ),
         )
-        with added_to_environment(engine_environment(os.environ)):
-            self._process.start()
+        self._process.start()
         decoder = msgspec.msgpack.Decoder(FromEngine)
         first = await self._first_message(reports, decoder)
         if not isinstance(first, Ready):
@@ -207,7 +211,14 @@ class EngineClient:
 
     def interrupt(self, service_class: ServiceClass, error: EngineDead) -> None:
         """Abort every request of a class in flight; each gets ``error``."""
-        request_ids = [rid for rid, stream in self._streams.items() if stream.service_class is service_class]
+        self._interrupt(lambda stream: stream.service_class is service_class, error)
+
+    def interrupt_group(self, group: Hashable, error: BackfillError) -> None:
+        """Abort every request of a group in flight; each gets ``error``."""
+        self._interrupt(lambda stream: stream.group == group, error)
+
+    def _interrupt(self, is_meant: Callable[[_Stream], bool], error: BackfillError) -> None:
+        request_ids = [request_id for request_id, stream in self._streams.items() if is_meant(stream)]
         for request_id in request_ids:
             self._streams.pop(request_id).put(error)
         if request_ids:
@@ -233,7 +244,7 @@ class EngineClient:
             group: equal for the choices of one client request; None for a request of its own.
             on_end: called once, when the engine is done with the request; outputs may wait to be read still.
         Raises: EngineDead if the engine ends first or is not running, StepFailed if the request was lost in a
-        step that failed.
+        step that failed, and what it is interrupted with.
         """
         if self._commands is None or self.info is None:
             raise EngineDead("The engine is not running; it is being started. Please retry.")
@@ -260,7 +271,7 @@ class EngineClient:
                 raise EngineDead("The engine process has ended.")
             while not is_over:
                 output = await stream.queue.get()
-                if isinstance(output, RequestLost):
+                if isinstance(output, BackfillError):
                     is_over = True
                     raise output
                 is_over = output.finish_reason is not None
@@ -328,7 +339,7 @@ class EngineClient:
                 stream.put(EngineDead(self._how_it_ended(), num_lost=len(lost), num_others=num_others))
             self._close()
 
-    async def _end_if_it_hangs(self, process: BaseProcess) -> None:
+    async def _end_if_it_hangs(self, process: PythonProcess) -> None:
         """Return once the process hangs, has said where, and was killed."""
         await self._watchdog.wait_silent()
         if not process.is_alive() or process.pid is None:

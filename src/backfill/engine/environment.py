@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 
 from backfill.kernels.isa import library_limits
 
@@ -33,14 +32,3 @@ def restart_with(settings: Mapping[str, str]) -> None:
         os.execve(
             sys.executable, [sys.executable, "-m", "backfill", *sys.argv[1:]], {**os.environ, **settings}
         )
-
-
-@contextmanager
-def added_to_environment(settings: Mapping[str, str]) -> Iterator[None]:
-    """``settings`` are in this process's environment, for a child to inherit, while the context lasts."""
-    os.environ.update(settings)
-    try:
-        yield
-    finally:
-        for name in settings:
-            os.environ.pop(name, None)

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import multiprocessing
-import os
-import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -58,17 +55,11 @@ class Channel(Generic[Incoming, Outgoing]):
 def open_channel(
     name: str, incoming: Any, commands_url: str, reports_url: str
 ) -> Iterator[Channel[Any, Any]]:
-    """The channel of this child process, which from here on ends with its parent.
+    """The channel of this child process.
 
     ``name``, of at most 15 characters, is what ``ps`` and ``top`` call the process.
-
-    SIGINT and SIGTERM are ignored: both may reach the whole process group, and the parent decides what they
-    mean.
     """
     _name_process(name)
-    _die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with zmq.Context() as context:
         commands, reports = context.socket(zmq.PULL), context.socket(zmq.PUSH)
         for socket in (commands, reports):
@@ -87,14 +78,3 @@ def _name_process(name: str) -> None:
     if sys.platform.startswith("linux"):
         set_name = 15
         ctypes.CDLL(None).prctl(set_name, name.encode(), 0, 0, 0)
-
-
-def _die_with_parent() -> None:
-    """Ask Linux to kill this process when its parent ends, however that happens."""
-    if not sys.platform.startswith("linux"):
-        return
-    set_parent_death_signal = 1
-    ctypes.CDLL(None, use_errno=True).prctl(set_parent_death_signal, signal.SIGKILL)
-    parent = multiprocessing.parent_process()
-    if parent is not None and os.getppid() != parent.pid:  # it ended before the request took effect
-        os._exit(1)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, cast
 
 import zmq
 import zmq.asyncio
+
+from backfill.ipc.python_process import PythonProcess
 
 _REAP_S = 2.0  # a killed process is gone in milliseconds, unless the kernel holds it
 
@@ -49,9 +49,7 @@ class ChildProcess:
             socket.set_hwm(0)
             socket.setsockopt(zmq.LINGER, 0)
             socket.bind(url)
-        self._process: BaseProcess = multiprocessing.get_context("spawn").Process(
-            target=target, args=(*args, *urls), name=name
-        )
+        self._process = PythonProcess(name, target, (*args, *urls))
         self._has_ended = asyncio.Event()
         self._is_closed = False
         _open_children.add(self)
@@ -106,7 +104,8 @@ class ChildProcess:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._has_ended.wait(), _REAP_S)
             asyncio.get_running_loop().remove_reader(self._process.sentinel)
-            self._process.join(0)
+            # Its end of the sentinel closes a moment before it can be reaped.
+            self._process.join(_REAP_S if self._has_ended.is_set() else 0)
         for socket in (self._commands, self._reports):
             socket.close()
         self._context.term()

@@ -21,7 +21,7 @@ from pydantic import (
 
 from backfill.core.errors import RequestError
 from backfill.core.request import ServiceClass
-from backfill.core.sampling import SamplingParams
+from backfill.core.sampling import SamplingParams, choice_seed
 from backfill.models.generation_config import GenerationDefaults
 from backfill.protocol.body_shape import check_num_containers
 
@@ -340,8 +340,7 @@ class GenerationFields(BaseModel):
             repetition_penalty=_first(self.repetition_penalty, defaults.repetition_penalty, 1.0),
             presence_penalty=_first(self.presence_penalty, None, 0.0),
             frequency_penalty=_first(self.frequency_penalty, None, 0.0),
-            # Choices of one request differ, and the same seed gives the same choices again.
-            seed=_wrap_int64(seed + choice),
+            seed=choice_seed(seed, choice),
             stop_token_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=bool(self.ignore_eos),
             logit_bias=_token_biases(self.logit_bias),
@@ -592,7 +591,3 @@ def _integer(name: str, text: str, param: str) -> int:
         return int(text)
     except ValueError:
         raise RequestError(f"{name} must be an integer, got {text[:40]!r}.", param=param) from None
-
-
-def _wrap_int64(value: int) -> int:
-    return (value + 2**63) % 2**64 - 2**63

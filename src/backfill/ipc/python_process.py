@@ -1,0 +1,123 @@
+"""A child process that runs one function of ours, and nothing of the caller's program.
+
+``multiprocessing`` runs the caller's main module again in every process that it spawns. A script without a
+``__main__`` guard would then start an engine in each engine, and one read from standard input has no file to
+run again. This starts a bare interpreter instead.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+# Modules are found where the parent finds them, also those of a folder that it added itself. ``-P`` keeps the
+# working folder out until then.
+_BOOTSTRAP = (
+    "import pickle, sys; sys.path[:] = pickle.load(sys.stdin.buffer); "
+    "from backfill.ipc.python_process import run_child; run_child()"
+)
+_PARENTS_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class PythonProcess:
+    """``target(*args)`` in an interpreter of its own, which ends with this process.
+
+    SIGINT and SIGTERM are ignored there: both may reach the whole process group, and the parent decides what
+    they mean.
+
+    Args:
+        name: shown in its command line.
+        target: a function of a module; found by its name, as pickle does.
+        environment: added to that of this process.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        target: Callable[..., None],
+        args: tuple[Any, ...],
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self._name = name
+        self._work = (target, args)
+        self._environment = environment or {}
+        self._process: subprocess.Popen[bytes] | None = None
+        self._sentinel = -1
+
+    def start(self) -> None:
+        """Raises: OSError where no process can be made."""
+        setup = pickle.dumps([os.path.abspath(folder) for folder in sys.path]) + pickle.dumps(self._work)
+        self._sentinel, held_by_child = os.pipe()
+        weakref.finalize(self, os.close, self._sentinel)
+        # Signals that come before the child ignores them wait until it does.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, _PARENTS_SIGNALS)
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-c", _BOOTSTRAP, self._name, str(os.getpid())],
+                stdin=subprocess.PIPE,
+                pass_fds=(held_by_child,),
+                env={**os.environ, **self._environment},
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            os.close(held_by_child)
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError), self._process.stdin as stdin:  # else: it has ended, as others notice
+            stdin.write(setup)
+
+    @property
+    def sentinel(self) -> int:
+        """A file descriptor that becomes readable when the process ends."""
+        return self._sentinel
+
+    @property
+    def pid(self) -> int | None:
+        """None before it is started."""
+        return None if self._process is None else self._process.pid
+
+    @property
+    def exitcode(self) -> int | None:
+        """None until it has ended; the negative signal where one ended it."""
+        return None if self._process is None else self._process.poll()
+
+    def is_alive(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def kill(self) -> None:
+        """End it at once, without waiting for its end."""
+        if self._process is not None:
+            self._process.kill()
+
+    def join(self, timeout_s: float) -> None:
+        """Wait until it has ended, but no longer than this."""
+        if self._process is not None:
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(timeout_s)
+
+
+def run_child() -> None:
+    """What the new interpreter does. Its parent's process id is the last argument."""
+    for number in _PARENTS_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _PARENTS_SIGNALS)
+    _end_with_parent(int(sys.argv[-1]))
+    target, args = pickle.load(sys.stdin.buffer)
+    target(*args)
+
+
+def _end_with_parent(parent_pid: int) -> None:
+    """Ask Linux to kill this process when its parent ends, however that happens."""
+    if not sys.platform.startswith("linux"):
+        return
+    set_parent_death_signal = 1
+    ctypes.CDLL(None, use_errno=True).prctl(set_parent_death_signal, signal.SIGKILL)
+    if os.getppid() != parent_pid:  # it ended before the request took effect
+        os._exit(1)

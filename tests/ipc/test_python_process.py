@@ -1,0 +1,104 @@
+"""Children run our function and nothing of the program that started them."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from backfill.ipc.python_process import PythonProcess
+
+TIMEOUT_S = 60.0
+
+
+def leave(status: int) -> None:
+    raise SystemExit(status)
+
+
+def write_and_sleep(path: str) -> None:
+    Path(path).write_text(os.environ.get("GREETING", ""))
+    time.sleep(600)
+
+
+def ended(process: PythonProcess) -> int | None:
+    """Its exit code, once the sentinel has told of its end."""
+    assert select.select([process.sentinel], [], [], TIMEOUT_S)[0], "no end"
+    process.join(TIMEOUT_S)
+    return process.exitcode
+
+
+def wait_for(path: Path) -> None:
+    deadline_at_s = time.monotonic() + TIMEOUT_S
+    while not (path.exists() and path.read_text()):
+        assert time.monotonic() < deadline_at_s
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("status", [0, 7])
+def test_it_ends_with_the_functions_status(status: int) -> None:
+    process = PythonProcess("test", leave, (status,))
+    assert (process.pid, process.exitcode, process.is_alive()) == (None, None, False)
+    process.start()
+    assert ended(process) == status
+    assert not process.is_alive()
+
+
+def test_it_leaves_the_parents_signals_to_the_parent_and_can_be_killed(tmp_path: Path) -> None:
+    process = PythonProcess("test", write_and_sleep, (str(tmp_path / "begun"),), {"GREETING": "hello"})
+    process.start()
+    assert process.pid is not None
+    # At once: they come before it can have said that it ignores them.
+    os.kill(process.pid, signal.SIGINT)
+    os.kill(process.pid, signal.SIGTERM)
+    wait_for(tmp_path / "begun")
+    os.kill(process.pid, signal.SIGINT)
+    os.kill(process.pid, signal.SIGTERM)
+    assert (tmp_path / "begun").read_text() == "hello"
+    assert "GREETING" not in os.environ
+    process.join(0.05)
+    assert process.is_alive()
+    process.kill()
+    assert ended(process) == -signal.SIGKILL
+
+
+PARENT = """
+import sys, time
+sys.path.insert(0, {tests!r})
+from backfill.ipc.python_process import PythonProcess
+from tests.ipc.test_python_process import write_and_sleep
+process = PythonProcess("test", write_and_sleep, ({begun!r},), {{"GREETING": "hello"}})
+process.start()
+print(process.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_it_ends_with_its_parent_whose_folders_it_knows(tmp_path: Path) -> None:
+    begun = tmp_path / "begun"
+    tests = str(Path(__file__).parent.parent.parent)
+    script = PARENT.format(tests=tests, begun=str(begun))
+    with subprocess.Popen(
+        [sys.executable, "-c", script], cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        wait_for(begun)
+        parent.kill()
+    deadline_at_s = time.monotonic() + TIMEOUT_S
+    while _is_running(pid):
+        assert time.monotonic() < deadline_at_s
+        time.sleep(0.01)
+
+
+def _is_running(pid: int) -> bool:
+    """Whoever takes in orphans here may leave them as zombies."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
