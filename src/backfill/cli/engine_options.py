@@ -1,30 +1,18 @@
-"""Options that every command with a model of its own has, and what they resolve to."""
+"""Options that every command with a model of its own has. What they mean is in ``engine/options.py``."""
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
-import math
 import sys
 import time
 from collections.abc import Coroutine
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
-import jinja2
 import typer
 
-from backfill.core.config import (
-    GIB,
-    CheckpointingName,
-    EngineConfig,
-    PolicyName,
-    PreemptionMode,
-    RestoreMode,
-    SchedulerConfig,
-    VictimOrder,
-)
+from backfill.core.config import EngineConfig, SchedulerConfig
 from backfill.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -145,71 +133,6 @@ LogLevel = Annotated[
 ]
 
 
-def build_engine_config(
-    *,
-    device: str,
-    dtype: str,
-    load_format: str,
-    max_model_len: str | None,
-    max_num_seqs: int,
-    max_num_batched_tokens: int,
-    max_prefill_chunk_tokens: int,
-    block_size: int,
-    kv_gib: float | None,
-    host_kv_gib: float | None = None,
-    gpu_memory_utilization: float,
-    threads: int | None,
-    policy: str = LIMITS.policy,
-    ttft_slo_s: float | None = None,
-    tpot_slo_s: float | None = None,
-    profile: Path | None = None,
-    promote_before_s: float = LIMITS.promote_before_s,
-    preemption: str = LIMITS.preemption,
-    checkpointing: str | None = None,
-    restore: str = LIMITS.restore,
-    victims: str = LIMITS.victims,
-    hang_timeout_s: float | None = None,
-) -> EngineConfig:
-    """The options as one valid configuration, but for the model's folder. Raises: ConfigError."""
-    if host_kv_gib == 0:
-        if checkpointing not in (None, "none"):
-            raise ConfigError(f"--checkpointing {checkpointing} needs a pool, and --host-kv-gib is 0.")
-        checkpointing = "none"
-    elif checkpointing is None:
-        checkpointing = "adaptive" if policy == "slo" or host_kv_gib else "none"
-    elif checkpointing == "none" and host_kv_gib:
-        raise ConfigError(f"--host-kv-gib {host_kv_gib:g} is of no use with --checkpointing none.")
-    config = EngineConfig(
-        model_dir="",  # known once the model is resolved
-        device=one_of("--device", device, ("auto", "cpu", "cuda")),
-        dtype=one_of("--dtype", dtype, ("auto", "bfloat16", "float16", "float32")),
-        load_format=one_of("--load-format", load_format, ("auto", "safetensors", "dummy")),
-        block_size=block_size,
-        kv_bytes=_parse_gib("--kv-gib", kv_gib),
-        host_kv_bytes=_parse_gib("--host-kv-gib", host_kv_gib, may_be_0=True),
-        gpu_memory_utilization=gpu_memory_utilization,
-        max_model_len=_parse_tokens(max_model_len),
-        num_threads=threads,
-        hang_timeout_s=hang_timeout_s,
-        profile_path=None if profile is None else str(profile.expanduser()),
-        scheduler=SchedulerConfig(
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            max_prefill_chunk_tokens=max_prefill_chunk_tokens,
-            policy=one_of("--policy", policy, get_args(PolicyName)),
-            ttft_slo_s=ttft_slo_s,
-            tpot_slo_s=tpot_slo_s,
-            promote_before_s=promote_before_s,
-            preemption=one_of("--preemption", preemption, get_args(PreemptionMode)),
-            checkpointing=one_of("--checkpointing", checkpointing, get_args(CheckpointingName)),
-            restore=one_of("--kv-restore", restore, get_args(RestoreMode)),
-            victims=one_of("--victims", victims, get_args(VictimOrder)),
-        ),
-    )
-    config.validate()
-    return config
-
-
 def find_model(model: str, revision: str | None, names: tuple[str, ...]) -> ServedModel:
     """Fetch and convert the model where needed. Raises: ModelError for one that cannot be served."""
     from backfill.models.config import ModelConfig
@@ -224,21 +147,6 @@ def find_model(model: str, revision: str | None, names: tuple[str, ...]) -> Serv
         folder=folder,
         created=int(time.time()),
     )
-
-
-def check_profile(config: EngineConfig) -> None:
-    """Refuse a named cost profile before the model is loaded, as far as that can be known by then.
-
-    Whether it is of another device or dtype the engine finds out. Raises: ConfigError.
-    """
-    from backfill.costs.profile import CostProfile
-    from backfill.models.config import ModelConfig
-
-    if config.profile_path is None:
-        return
-    profile = CostProfile.load(Path(config.profile_path))
-    model = ModelConfig.from_folder(config.model_dir).shape_key
-    profile.check_key(dataclasses.replace(profile.key, model=model), config.profile_path)
 
 
 def configure_logging(level: str, program: str) -> None:
@@ -260,54 +168,6 @@ def run_in_loop(main: Coroutine[Any, Any, Result]) -> Result:
     except ImportError:
         return asyncio.run(main)
     return uvloop.run(main)
-
-
-def uses_generation_config(value: str) -> bool:
-    """Whether the model's own sampling defaults hold. Raises: ConfigError."""
-    return bool(one_of("--generation-config", value, ("auto", "vllm")) == "auto")
-
-
-def read_template(path: Path | None) -> str | None:
-    """The text of a chat template that parses. Raises: ConfigError."""
-    if path is None:
-        return None
-    try:
-        template = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--chat-template {path} cannot be read: {error}.") from error
-    try:
-        jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(template)
-    except jinja2.TemplateSyntaxError as error:
-        if "'generation'" not in str(error):  # a tag of transformers' own
-            raise ConfigError(f"--chat-template {path}, line {error.lineno}: {error.message}") from error
-    return template
-
-
-def one_of(option: str, value: str, allowed: tuple[str, ...]) -> Any:
-    if value not in allowed:
-        raise ConfigError(f"{option} must be {', '.join(allowed[:-1])} or {allowed[-1]}, got {value!r}.")
-    return value
-
-
-def _parse_tokens(text: str | None) -> int | None:
-    """``4096``, ``4k`` (4000), ``4K`` (4096) or ``auto``, as vLLM reads them."""
-    if text is None or text == "auto":
-        return None
-    factors: dict[str, int] = {"k": 1000, "K": 1024, "m": 10**6, "M": 1 << 20}
-    factor = factors.get(text[-1:], 1)
-    digits = text[:-1] if text[-1:] in factors else text
-    if not digits.isdigit():
-        raise ConfigError(f"--max-model-len must be a number such as 4096 or 4k, or auto, got {text!r}.")
-    return int(digits) * factor
-
-
-def _parse_gib(option: str, gib: float | None, *, may_be_0: bool = False) -> int | None:
-    if gib is None:
-        return None
-    if not math.isfinite(gib) or gib < 0 or (gib == 0 and not may_be_0):
-        allowed = "of at least 0" if may_be_0 else "above 0"
-        raise ConfigError(f"{option} must be a finite number {allowed}, got {gib:g}.")
-    return int(gib * GIB)
 
 
 def _is_hub_id(model: str) -> bool:

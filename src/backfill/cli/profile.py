@@ -18,6 +18,7 @@ from backfill.core.errors import BackfillError, ConfigError
 from backfill.costs.load import StepLoad
 from backfill.costs.profile import CostProfile
 from backfill.engine.environment import engine_environment, restart_with
+from backfill.engine.options import EngineOptions
 
 _ENGINE, _LIMITS = options.ENGINE_DEFAULTS, options.LIMITS
 
@@ -46,7 +47,7 @@ def profile(
     console = Console()
     try:
         options.configure_logging("WARNING", "profile")
-        config = options.build_engine_config(
+        config = EngineOptions(
             device=device,
             dtype=dtype,
             load_format=load_format,
@@ -59,7 +60,7 @@ def profile(
             checkpointing="adaptive",  # for a pool in host memory, whose copies are timed too
             gpu_memory_utilization=gpu_memory_utilization,
             threads=threads,
-        )
+        ).config()
         config = replace(config, model_dir=str(options.find_model(model, revision, ()).folder))
         from backfill.costs.profiler import FULL, QUICK
         from backfill.execution.create import create_torch_executor

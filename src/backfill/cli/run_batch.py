@@ -18,6 +18,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from backfill.cli import engine_options as engine
 from backfill.cli.engine_options import ENGINE_DEFAULTS, LIMITS
 from backfill.core.errors import BackfillError
+from backfill.engine.options import EngineOptions, uses_generation_config
+from backfill.generation.chat_template import read_template
 
 if TYPE_CHECKING:
     from backfill.jobs.local_run import LocalRun
@@ -69,7 +71,7 @@ def run_batch(
     console = Console(stderr=True)
     try:
         engine.configure_logging(log_level, "run-batch")
-        engine_config = engine.build_engine_config(
+        options = EngineOptions(
             device=device,
             dtype=dtype,
             load_format=load_format,
@@ -80,13 +82,13 @@ def run_batch(
             block_size=block_size,
             kv_gib=kv_gib,
             host_kv_gib=host_kv_gib,
-            checkpointing="none" if host_kv_gib == 0 else "adaptive",
             gpu_memory_utilization=gpu_memory_utilization,
             threads=threads,
-            hang_timeout_s=engine_hang_timeout,
+            engine_hang_timeout=engine_hang_timeout,
         )
-        template = engine.read_template(chat_template)
-        uses_generation_config = engine.uses_generation_config(generation_config)
+        engine_config = options.for_offline_work().config()
+        template = read_template(chat_template)
+        from_model = uses_generation_config(generation_config)
         from backfill.jobs.local_run import LocalRun
 
         served = engine.find_model(model, revision, tuple(served_model_name or ()))
@@ -97,7 +99,7 @@ def run_batch(
             model=served,
             engine_config=dataclasses.replace(engine_config, model_dir=str(served.folder)),
             chat_template=template,
-            uses_generation_config=uses_generation_config,
+            uses_generation_config=from_model,
             is_strict=strict,
             log_level=log_level.upper(),
         )

@@ -17,6 +17,8 @@ from backfill.cli import engine_options as engine
 from backfill.cli.engine_options import ENGINE_DEFAULTS, LIMITS
 from backfill.core.config import GIB, EngineConfig
 from backfill.core.errors import BackfillError, ConfigError
+from backfill.engine.options import EngineOptions, check_profile, uses_generation_config
+from backfill.generation.chat_template import read_template
 from backfill.jobs.config import JobsConfig
 from backfill.jobs.private_files import make_folder, write_durably
 
@@ -218,7 +220,7 @@ def serve(
         server_config.validate()
         if shed_hopeless and policy != "slo":
             raise ConfigError(f"--shed-hopeless needs --policy slo, got --policy {policy}.")
-        engine_config = engine.build_engine_config(
+        engine_config = EngineOptions(
             device=device,
             dtype=dtype,
             load_format=load_format,
@@ -231,17 +233,17 @@ def serve(
             gpu_memory_utilization=gpu_memory_utilization,
             threads=threads,
             policy=policy,
-            ttft_slo_s=ttft_slo,
-            tpot_slo_s=tpot_slo,
+            ttft_slo=ttft_slo,
+            tpot_slo=tpot_slo,
             profile=profile,
-            promote_before_s=promote_before,
+            promote_before=promote_before,
             preemption=preemption,
             host_kv_gib=host_kv_gib,
             checkpointing=checkpointing,
-            restore=kv_restore,
+            kv_restore=kv_restore,
             victims=victims,
-            hang_timeout_s=engine_hang_timeout,
-        )
+            engine_hang_timeout=engine_hang_timeout,
+        ).config()
         jobs_config = JobsConfig(
             data_dir=data_dir.expanduser(),
             database_url=batch_database_url,
@@ -264,8 +266,8 @@ def serve(
             server_config,
             engine_config,
             jobs_config if batch_api else None,
-            engine.read_template(chat_template),
-            engine.uses_generation_config(generation_config),
+            read_template(chat_template),
+            uses_generation_config(generation_config),
             jobs_config.data_dir,
             started_at_s,
         )
@@ -297,7 +299,7 @@ def _run(
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     served = engine.find_model(model, revision, server_config.served_model_names)
     engine_config = dataclasses.replace(engine_config, model_dir=str(served.folder))
-    engine.check_profile(engine_config)
+    check_profile(engine_config)
 
     def on_started() -> None:
         _save_config(data_dir, server_config, engine_config, jobs_config, served)

@@ -59,6 +59,11 @@ class Tokenizer:
         return cls(wrapped)
 
     @property
+    def wrapped(self) -> Any:
+        """The ``transformers`` tokenizer."""
+        return self._wrapped
+
+    @property
     def has_chat_template(self) -> bool:
         return bool(self._wrapped.chat_template)
 
@@ -116,6 +121,28 @@ class Tokenizer:
             add_special_tokens: also those that templates usually write themselves, such as BOS.
         Raises: RequestError when there is no template or the template refuses the messages.
         """
+        text = self.render_chat(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            template_kwargs=template_kwargs,
+        )
+        return self.encode(
+            text, add_special_tokens=add_special_tokens, most_tokens=most_tokens, last_tokens=last_tokens
+        )
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The conversation as the chat template writes it.
+
+        Raises: RequestError when there is no template or the template refuses the messages.
+        """
         reserved = sorted(self._template_parameters.intersection(template_kwargs or {}))
         if reserved:
             raise RequestError(
@@ -124,12 +151,12 @@ class Tokenizer:
             )
         if not self.has_chat_template:
             raise RequestError(
-                "This model has no chat template; use /v1/completions, or start the server with "
-                "--chat-template.",
+                "This model has no chat template: give it a prompt (/v1/completions, generate), or give it a "
+                "template when it is started (--chat-template).",
                 param="messages",
             )
         try:
-            text = self._wrapped.apply_chat_template(
+            text: str = self._wrapped.apply_chat_template(
                 list(messages),
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt and not continue_final_message,
@@ -140,9 +167,7 @@ class Tokenizer:
             raise RequestError(
                 f"The chat template refused the messages: {error}", param="messages"
             ) from error
-        return self.encode(
-            text, add_special_tokens=add_special_tokens, most_tokens=most_tokens, last_tokens=last_tokens
-        )
+        return text
 
     def token_text(self, token_id: int) -> str:
         """One token's text on its own; replacement characters where it is part of a character."""

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from backfill.cli.engine_options import check_profile
 from backfill.core.config import EngineConfig
 from backfill.core.errors import ConfigError
+from backfill.engine.options import check_profile
 from backfill.models.config import ModelConfig
 from tests.builders import make_profile
 from tests.models.tiny import save_tiny_llama_config
