@@ -1,5 +1,67 @@
 """Backfill: latency-critical and batch LLM requests on the same accelerators."""
 
+from __future__ import annotations
+
+import importlib
 from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from backfill.core.errors import BackfillError, EngineDead, RequestLost
+    from backfill.core.slo import SLO
+    from backfill.llm.async_llm import AsyncLLM
+    from backfill.llm.errors import InvalidOption, InvalidRequest
+    from backfill.llm.llm import LLM
+    from backfill.llm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+    from backfill.llm.sampling_params import RequestOutputKind, SamplingParams
 
 __version__ = version("backfill")
+
+# Imported when they are first asked for: the engine's process and the command line need none of them.
+_HOMES = {
+    "AsyncLLM": "backfill.llm.async_llm",
+    "BackfillError": "backfill.core.errors",
+    "CompletionOutput": "backfill.llm.outputs",
+    "EngineDead": "backfill.core.errors",
+    "InvalidOption": "backfill.llm.errors",
+    "InvalidRequest": "backfill.llm.errors",
+    "LLM": "backfill.llm.llm",
+    "Logprob": "backfill.llm.outputs",
+    "RequestLost": "backfill.core.errors",
+    "RequestMetrics": "backfill.llm.outputs",
+    "RequestOutput": "backfill.llm.outputs",
+    "RequestOutputKind": "backfill.llm.sampling_params",
+    "SLO": "backfill.core.slo",
+    "SamplingParams": "backfill.llm.sampling_params",
+}
+
+__all__ = [
+    "LLM",
+    "SLO",
+    "AsyncLLM",
+    "BackfillError",
+    "CompletionOutput",
+    "EngineDead",
+    "InvalidOption",
+    "InvalidRequest",
+    "Logprob",
+    "RequestLost",
+    "RequestMetrics",
+    "RequestOutput",
+    "RequestOutputKind",
+    "SamplingParams",
+    "__version__",
+]
+
+
+if not TYPE_CHECKING:  # checkers would take every name for one of ours
+
+    def __getattr__(name: str) -> Any:
+        if name not in _HOMES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,237 @@
+"""The engine for asyncio programs: streams of both service classes, side by side."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import weakref
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from contextlib import aclosing
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+from backfill.core.request import ServiceClass
+from backfill.core.slo import SLO
+from backfill.execution.executor import ExecutorInfo
+from backfill.llm.errors import InvalidRequest, in_library_terms
+from backfill.llm.inputs import Conversation, Prompt, PromptInput, parse_conversation, parse_prompt
+from backfill.llm.local_engine import LocalEngine
+from backfill.llm.options import parse_engine_options, resolve_options, signature_with_options
+from backfill.llm.outputs import RequestOutput
+from backfill.llm.request import AbortHandle, PreparedRequest, Preparer
+from backfill.llm.sampling_params import SamplingParams
+from backfill.models.resolve import DEFAULT_MODEL
+
+# Longer texts are tokenized in a thread: the loop has other requests to serve.
+_MAX_INLINE_CHARS = 4096
+
+ServiceClassName = Literal["online", "offline"]
+
+
+class AsyncLLM:
+    """A model in an engine process of its own, for one event loop.
+
+    ``async with AsyncLLM(...) as llm`` starts the engine and ends it. Without it the first request starts the
+    engine, and ``await llm.shutdown()`` ends it.
+
+    Online requests have latency objectives, and offline ones run in what these leave (``policy="slo"``, as a
+    server's). An engine that dies fails the requests it had with EngineDead; the next one starts it again.
+
+    Args:
+        model: known name, Hugging Face folder, GGUF file or hub id.
+        revision: branch, tag or commit of a hub model.
+        chat_template: Jinja source, or a file of it, to use instead of the model's.
+        generation_config: "auto" takes sampling defaults from the model, "vllm" does not.
+        seed: of the seeds of requests that bring none: the same requests in the same order get the same.
+        log_level: of the engine process, to standard error.
+        engine_options: fields of ``backfill.engine.options.EngineOptions``.
+    Raises: TypeError for an unknown keyword, InvalidOption for a value that cannot be.
+    """
+
+    def __init__(
+        self,
+        model: str = DEFAULT_MODEL,
+        *,
+        revision: str | None = None,
+        chat_template: str | Path | None = None,
+        generation_config: str = "auto",
+        seed: int = 0,
+        log_level: str = "WARNING",
+        **engine_options: Any,
+    ) -> None:
+        with in_library_terms():
+            options = resolve_options(
+                model=model,
+                revision=revision,
+                chat_template=chat_template,
+                generation_config=generation_config,
+                seed=seed,
+                log_level=log_level,
+                engine=parse_engine_options({"policy": "slo", **engine_options}, "AsyncLLM"),
+            )
+        self._engine = LocalEngine(options)
+        self._handles: dict[str, AbortHandle] = {}
+        self._request_numbers = itertools.count()
+        self._finalizer = weakref.finalize(self, self._engine.abandon)
+
+    __signature__ = signature_with_options(__init__)
+
+    @property
+    def info(self) -> ExecutorInfo | None:
+        """Context length, vocabulary, KV pool and device; None while no engine runs."""
+        return self._engine.info
+
+    async def start(self) -> None:
+        """Return once the engine is ready; requests do it too. Raises: BackfillError."""
+        await self._engine.start()
+
+    async def get_tokenizer(self) -> Any:
+        """The ``transformers`` tokenizer."""
+        await self.start()
+        return self._engine.loaded.tokenizer.wrapped
+
+    async def get_default_sampling_params(self) -> SamplingParams:
+        """Those of requests that bring none: what the model recommends, 16 tokens."""
+        await self.start()
+        return self._engine.loaded.default_params
+
+    async def shutdown(self) -> None:
+        """End the engine. Requests in flight get EngineDead, and so do later ones."""
+        await self._engine.close()
+        self._finalizer.detach()
+
+    close = shutdown
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.shutdown()
+
+    def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        service_class: ServiceClassName = "online",
+        priority: int = 0,
+        slo: SLO | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Yield outputs as tokens come; each holds the whole text so far, unless ``output_kind`` says else.
+
+        Closing the iterator early aborts the request.
+
+        Args:
+            request_id: in its outputs, and for ``abort``; one is made up for None.
+            service_class: "online" has objectives, "offline" runs in what online requests leave.
+            priority: lower is sooner, within a class.
+            slo: objectives of an online request; None for the engine's.
+        Raises: InvalidRequest, a ValueError, for what can never be served; RequestLost, such as EngineDead,
+            when the engine lost the request.
+        """
+
+        def prompt_of(preparer: Preparer) -> PromptInput:
+            return parse_prompt(prompt)
+
+        return self._stream(
+            prompt_of, sampling_params, request_id, service_class=service_class, priority=priority, slo=slo
+        )
+
+    def chat(
+        self,
+        messages: Conversation,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        service_class: ServiceClassName = "online",
+        priority: int = 0,
+        slo: SLO | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """``generate`` for a conversation, written as the model's chat template does.
+
+        Args:
+            continue_final_message: the last message, the assistant's, is continued.
+            chat_template_kwargs: variables of the template.
+        """
+
+        def prompt_of(preparer: Preparer) -> PromptInput:
+            text = preparer.render_chat(
+                parse_conversation(messages),
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                chat_template_kwargs=chat_template_kwargs,
+            )
+            return PromptInput(text=text)
+
+        return self._stream(
+            prompt_of,
+            sampling_params,
+            request_id,
+            service_class=service_class,
+            priority=priority,
+            slo=slo,
+            add_special_tokens=False,  # the template wrote them
+        )
+
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """End requests: each yields a last output, of finish reason "abort". Unknown ids are ignored."""
+        for each in [request_id] if isinstance(request_id, str) else request_id:
+            handle = self._handles.get(each)
+            if handle is not None:
+                self._engine.abort(handle)
+
+    async def _stream(
+        self,
+        prompt_of: Callable[[Preparer], PromptInput],
+        params: SamplingParams | None,
+        request_id: str | None,
+        *,
+        service_class: str,
+        priority: int,
+        slo: SLO | None,
+        add_special_tokens: bool = True,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        request_id = f"request-{next(self._request_numbers)}" if request_id is None else request_id
+        if request_id in self._handles:
+            raise InvalidRequest(f"request_id {request_id!r} is in flight already.", param="request_id")
+        handle = self._handles[request_id] = AbortHandle()
+        try:
+            await self.start()
+            with in_library_terms():
+                prompt = prompt_of(self._engine.preparer)
+
+                def prepare() -> PreparedRequest:
+                    return self._engine.preparer.prepare(
+                        prompt,
+                        self._engine.loaded.default_params if params is None else params,
+                        request_id=request_id,
+                        service_class=_service_class(service_class),
+                        priority=priority,
+                        slo=slo,
+                        add_special_tokens=add_special_tokens,
+                    )
+
+                is_long = prompt.text is not None and len(prompt.text) > _MAX_INLINE_CHARS
+                request = await asyncio.to_thread(prepare) if is_long else prepare()
+            async with aclosing(self._engine.run(request, handle)) as outputs:
+                async for output in outputs:
+                    yield output
+        finally:
+            del self._handles[request_id]
+
+
+def _service_class(name: str) -> ServiceClass:
+    try:
+        return ServiceClass(name)
+    except ValueError:
+        raise InvalidRequest(
+            f"service_class must be 'online' or 'offline', got {name!r}.", param="service_class"
+        ) from None

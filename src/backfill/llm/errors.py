@@ -1,0 +1,42 @@
+"""What callers of the library get wrong, in its words: also a ValueError, and ``kv_gib`` where commands say
+``--kv-gib``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from backfill.core.errors import BackfillError, ConfigError, RequestError
+
+_FLAG = re.compile(r"(?<![\w-])--([a-z][a-z0-9]*(?:-[a-z0-9]+)*)")
+
+
+class InvalidRequest(RequestError, ValueError):
+    """A prompt or a sampling parameter that can never be served; ``param`` names it."""
+
+
+class InvalidOption(ConfigError, ValueError):
+    """An option of the engine is out of range; the message names it."""
+
+
+@contextmanager
+def in_library_terms(where: str = "") -> Iterator[None]:
+    """Errors of the layers below become this one's, and options are named as keywords.
+
+    Args:
+        where: goes before what is wrong with a request.
+    """
+    try:
+        yield
+    except RequestError as error:
+        raise InvalidRequest(where + _with_keywords(str(error)), param=error.param, code=error.code) from None
+    except ConfigError as error:
+        raise InvalidOption(_with_keywords(str(error))) from None
+    except BackfillError as error:
+        error.args = (_with_keywords(str(error)),)
+        raise
+
+
+def _with_keywords(message: str) -> str:
+    return _FLAG.sub(lambda flag: flag[1].replace("-", "_"), message)

@@ -1,0 +1,133 @@
+"""What users may give as prompts and conversations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Integral
+from typing import Any, TypeAlias, TypedDict, TypeVar
+
+from pydantic import ValidationError
+
+from backfill.llm.errors import InvalidRequest
+from backfill.protocol.requests import ChatMessage
+
+
+class TextPrompt(TypedDict):
+    prompt: str
+
+
+class TokensPrompt(TypedDict):
+    prompt_token_ids: list[int]
+
+
+Prompt: TypeAlias = str | Sequence[int] | TextPrompt | TokensPrompt
+Message: TypeAlias = Mapping[str, Any]
+Conversation: TypeAlias = Sequence[Message]
+
+PerPrompt = TypeVar("PerPrompt")
+
+_PROMPT_FORMS = 'text, a list of token ids, {"prompt": text} or {"prompt_token_ids": [...]}'
+
+
+@dataclass(frozen=True, slots=True)
+class PromptInput:
+    """One prompt, as text or as token ids."""
+
+    text: str | None = None
+    token_ids: list[int] | None = None
+
+
+def parse_prompts(prompts: Prompt | Sequence[Prompt]) -> list[PromptInput]:
+    """One prompt, or a list of them. Raises: InvalidRequest."""
+    if isinstance(prompts, str | Mapping) or _are_token_ids(prompts):
+        return [parse_prompt(prompts)]
+    if not _is_list(prompts):
+        raise InvalidRequest(
+            f"prompts must be one prompt or a list of them, got {prompts!r:.80}.", param="prompts"
+        )
+    return [parse_prompt(prompt, f"prompts[{index}]") for index, prompt in enumerate(prompts)]
+
+
+def parse_prompt(prompt: object, name: str = "prompt") -> PromptInput:
+    """Raises: InvalidRequest."""
+    parsed = _parse_prompt(prompt)
+    if parsed is None:
+        raise InvalidRequest(f"{name} must be {_PROMPT_FORMS}, got {prompt!r:.80}.", param=name)
+    if not (parsed.text or parsed.token_ids):
+        raise InvalidRequest(f"{name} must not be empty.", param=name)
+    return parsed
+
+
+def parse_conversations(messages: Any) -> list[list[dict[str, Any]]]:
+    """One conversation or a list of them, as chat templates expect them. Raises: InvalidRequest."""
+    if not _is_list(messages):
+        raise InvalidRequest(
+            f"messages must be a conversation, a list of dicts, or a list of conversations, "
+            f"got {messages!r:.80}.",
+            param="messages",
+        )
+    if not messages or isinstance(messages[0], Mapping):
+        return [parse_conversation(messages)]
+    return [parse_conversation(each, f"messages[{index}]") for index, each in enumerate(messages)]
+
+
+def parse_conversation(messages: object, name: str = "messages") -> list[dict[str, Any]]:
+    """Messages as chat templates expect them. Raises: InvalidRequest."""
+    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
+        raise InvalidRequest(f"{name} must be a list of messages, got {messages!r:.80}.", param="messages")
+    return [_parse_message(message, f"{name}[{index}]") for index, message in enumerate(messages)]
+
+
+def one_each(given: PerPrompt | Sequence[PerPrompt], count: int, name: str) -> list[PerPrompt]:
+    """What is given once for all prompts, or once for each. Raises: InvalidRequest for another number."""
+    if isinstance(given, str) or not isinstance(given, Sequence):
+        return [given] * count
+    if len(given) != count:
+        raise InvalidRequest(
+            f"{name} must be one for all {count} prompts or {count}, got {len(given)}.", param=name
+        )
+    return list(given)
+
+
+def _parse_prompt(prompt: Any) -> PromptInput | None:
+    """None for what is no prompt."""
+    if isinstance(prompt, str):
+        return PromptInput(text=prompt)
+    if isinstance(prompt, Mapping):
+        match dict(prompt):
+            case {"prompt": str() as text, **others} if not others:
+                return PromptInput(text=text)
+            case {"prompt_token_ids": ids, **others} if not others and _is_list(ids) and _are_integers(ids):
+                return PromptInput(token_ids=[int(token_id) for token_id in ids])
+        return None
+    if _is_list(prompt) and _are_integers(prompt):
+        return PromptInput(token_ids=[int(token_id) for token_id in prompt])
+    return None
+
+
+def _parse_message(message: object, name: str) -> dict[str, Any]:
+    try:
+        parsed = ChatMessage.model_validate(message)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = f"{name}['{first['loc'][0]}']" if first["loc"] else name
+        raise InvalidRequest(f"{where}: {first['msg']}, got {message!r:.80}.", param="messages") from None
+    if isinstance(parsed.content, list):
+        for part in parsed.content:
+            if part.type != "text" or part.text is None:
+                raise InvalidRequest(f"{name}: only parts of type 'text' are supported.", param="messages")
+    return parsed.as_template_input()
+
+
+def _is_list(value: object) -> bool:
+    """A list, tuple or array; numpy's have no base class of ours."""
+    return isinstance(value, Sequence) or (hasattr(value, "__len__") and hasattr(value, "__getitem__"))
+
+
+def _are_token_ids(values: Any) -> bool:
+    return _is_list(values) and len(values) > 0 and _are_integers(values)
+
+
+def _are_integers(values: Any) -> bool:
+    return all(isinstance(value, Integral) and not isinstance(value, bool) for value in values)

@@ -1,0 +1,248 @@
+"""The engine for scripts and notebooks: prompts in, outputs back."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import queue
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import aclosing
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from backfill.core.request import ServiceClass
+from backfill.execution.executor import ExecutorInfo
+from backfill.llm.errors import in_library_terms
+from backfill.llm.inputs import (
+    Conversation,
+    Prompt,
+    PromptInput,
+    one_each,
+    parse_conversations,
+    parse_prompts,
+)
+from backfill.llm.local_engine import LocalEngine
+from backfill.llm.loop_thread import LoopThread
+from backfill.llm.options import parse_engine_options, resolve_options, signature_with_options
+from backfill.llm.outputs import RequestOutput
+from backfill.llm.progress import GenerationBar, UseTqdm
+from backfill.llm.request import AbortHandle, PreparedRequest
+from backfill.llm.sampling_params import RequestOutputKind, SamplingParams
+from backfill.models.resolve import DEFAULT_MODEL
+
+# Requests with the engine at once, in steps' worth: the next are there when some end.
+_STEPS_AHEAD = 2
+
+
+class LLM:
+    """A model in an engine process of its own, for whoever waits for outputs.
+
+    Its requests are of the offline class: nobody waits for a single token, so steps are as large as they can
+    be. Without online requests there are no objectives to keep, and the policy is ``priority`` unless another
+    is named. Its event loop runs in a thread of its own, so it works in a notebook too.
+
+    An engine that dies fails the call that it worked for with EngineDead; the next call starts it again.
+    ``close``, the end of a ``with`` block, garbage collection and the interpreter's exit end it.
+
+    Args: as those of ``AsyncLLM``.
+    Raises: TypeError for an unknown keyword, InvalidOption for a value that cannot be, ModelError, and
+        BackfillError with the reason when the engine cannot start.
+    """
+
+    def __init__(
+        self,
+        model: str = DEFAULT_MODEL,
+        *,
+        revision: str | None = None,
+        chat_template: str | Path | None = None,
+        generation_config: str = "auto",
+        seed: int = 0,
+        log_level: str = "WARNING",
+        **engine_options: Any,
+    ) -> None:
+        with in_library_terms():
+            engine = parse_engine_options(engine_options, "LLM")
+            options = resolve_options(
+                model=model,
+                revision=revision,
+                chat_template=chat_template,
+                generation_config=generation_config,
+                seed=seed,
+                log_level=log_level,
+                engine=engine if "policy" in engine_options else engine.for_offline_work(),
+            )
+        self._engine = LocalEngine(options)
+        self._max_in_flight = _STEPS_AHEAD * options.engine_config.scheduler.max_num_seqs
+        self._loop = LoopThread("backfill-llm")
+        self._finalizer = weakref.finalize(self, _end, self._engine, self._loop, os.getpid())
+        try:
+            self._loop.run(self._engine.start())
+        except BaseException:
+            self.close()
+            raise
+
+    __signature__ = signature_with_options(__init__)
+
+    @property
+    def info(self) -> ExecutorInfo | None:
+        """Context length, vocabulary, KV pool and device; None while no engine runs."""
+        return self._engine.info
+
+    def get_tokenizer(self) -> Any:
+        """The ``transformers`` tokenizer."""
+        return self._engine.loaded.tokenizer.wrapped
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Those of calls that bring none: what the model recommends, 16 tokens."""
+        return self._engine.loaded.default_params
+
+    def close(self) -> None:
+        """End the engine. Calls of other threads get EngineDead, and so do later ones."""
+        self._finalizer()
+
+    shutdown = close
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: UseTqdm = True,
+        *,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Whole outputs, in the order of the prompts.
+
+        All prompts are checked before any runs. KeyboardInterrupt aborts the requests; the engine goes on.
+
+        Args:
+            prompts: text, token ids, ``{"prompt": text}``, ``{"prompt_token_ids": [...]}``, or a list.
+            sampling_params: for all, or one for each prompt; None for the model's.
+            use_tqdm: show a bar on standard error; a callable makes another than ``tqdm.auto``'s.
+            priority: one for each prompt; lower is sooner.
+        Raises: InvalidRequest, a ValueError, for what can never be served; RequestLost, such as EngineDead,
+            when the engine lost a request.
+        """
+        return self._run(parse_prompts(prompts), sampling_params, use_tqdm, priority, add_special_tokens=True)
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: UseTqdm = True,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """``generate`` for one conversation or a list of them, written as the model's chat template does.
+
+        Args:
+            continue_final_message: the last message, the assistant's, is continued.
+            chat_template_kwargs: variables of the template.
+        """
+        with in_library_terms():
+            texts = [
+                self._engine.preparer.render_chat(
+                    conversation,
+                    add_generation_prompt=add_generation_prompt,
+                    continue_final_message=continue_final_message,
+                    chat_template_kwargs=chat_template_kwargs,
+                )
+                for conversation in parse_conversations(messages)
+            ]
+        prompts = [PromptInput(text=text) for text in texts]
+        # The template wrote the special tokens.
+        return self._run(prompts, sampling_params, use_tqdm, priority, add_special_tokens=False)
+
+    def _run(
+        self,
+        prompts: Sequence[PromptInput],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        use_tqdm: UseTqdm,
+        priority: Sequence[int] | None,
+        *,
+        add_special_tokens: bool,
+    ) -> list[RequestOutput]:
+        self._loop.run(self._engine.start())  # again, where it has died
+        given = self.get_default_sampling_params() if sampling_params is None else sampling_params
+        params = one_each(given, len(prompts), "sampling_params")
+        priorities = one_each(0 if priority is None else priority, len(prompts), "priority")
+        requests = []
+        for index, prompt in enumerate(prompts):
+            with in_library_terms(f"prompts[{index}]: " if len(prompts) > 1 else ""):
+                requests.append(
+                    self._engine.preparer.prepare(
+                        prompt,
+                        params[index],
+                        request_id=str(index),
+                        service_class=ServiceClass.OFFLINE,
+                        priority=priorities[index],
+                        output_kind=RequestOutputKind.FINAL_ONLY,
+                        add_special_tokens=add_special_tokens,
+                    )
+                )
+        return self._collect(requests, use_tqdm)
+
+    def _collect(self, requests: Sequence[PreparedRequest], use_tqdm: UseTqdm) -> list[RequestOutput]:
+        """The requests' outputs, in their order."""
+        arrivals: queue.SimpleQueue[tuple[int, RequestOutput] | None] = queue.SimpleQueue()
+        order = sorted(enumerate(requests), key=lambda numbered: numbered[1].priority)
+        work = self._loop.submit(_run_all(self._engine, order, self._max_in_flight, arrivals.put))
+        work.add_done_callback(lambda _: arrivals.put(None))
+        outputs: dict[int, RequestOutput] = {}
+        try:
+            with GenerationBar(use_tqdm, len(requests)) as bar:
+                while (arrival := arrivals.get()) is not None:
+                    index, output = arrival
+                    outputs[index] = output
+                    bar.add(output)
+        except BaseException:  # KeyboardInterrupt above all
+            work.cancel()
+            raise
+        work.result()
+        return [outputs[index] for index in range(len(requests))]
+
+
+async def _run_all(
+    engine: LocalEngine,
+    requests: Sequence[tuple[int, PreparedRequest]],
+    max_in_flight: int,
+    on_output: Callable[[tuple[int, RequestOutput]], None],
+) -> None:
+    """Run numbered requests, so many at a time. Raises: what the first to fail does, others aborted."""
+    waiting = iter(requests)
+
+    async def work_off() -> None:
+        for number, request in waiting:
+            async with aclosing(engine.run(request, AbortHandle())) as outputs:
+                async for output in outputs:
+                    on_output((number, output))
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(min(max_in_flight, len(requests))):
+                group.create_task(work_off())
+    except BaseExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+
+
+def _end(engine: LocalEngine, loop: LoopThread, pid: int) -> None:
+    """End an LLM's engine, then its thread, wherever the LLM was last seen."""
+    if os.getpid() != pid:
+        return  # a fork: both are its parent's
+    if loop.is_current:  # garbage collection may happen in any thread
+        engine.abandon()
+    else:
+        loop.run(engine.close())
+    loop.close()

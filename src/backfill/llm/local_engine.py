@@ -1,0 +1,167 @@
+"""The engine process of a program that uses the library."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+from pathlib import Path
+
+from backfill.core.config import EngineConfig
+from backfill.core.errors import EngineDead, RequestAborted
+from backfill.core.request import ServiceClass
+from backfill.core.slo import SLO
+from backfill.engine.client import EngineClient
+from backfill.engine.options import check_profile
+from backfill.execution.executor import ExecutorInfo
+from backfill.generation.generator import RequestRecord, TextGenerator
+from backfill.generation.tokenizer import Tokenizer
+from backfill.llm.errors import in_library_terms
+from backfill.llm.options import LLMOptions
+from backfill.llm.outputs import RequestOutput
+from backfill.llm.progress import FetchLines
+from backfill.llm.request import AbortHandle, PreparedRequest, Preparer, run_request
+from backfill.llm.sampling_params import SamplingParams
+from backfill.models.config import ModelConfig
+from backfill.models.generation_config import GenerationDefaults
+from backfill.models.resolve import resolve_model
+
+logger = logging.getLogger(__name__)
+
+
+class _NoObserver:
+    """Nobody counts here; each output has its own metrics."""
+
+    def on_first_token(self, service_class: ServiceClass, since_arrival_s: float, slo: SLO | None) -> None:
+        pass
+
+    def on_next_token(self, service_class: ServiceClass, since_last_s: float, slo: SLO | None) -> None:
+        pass
+
+    def on_finished(self, record: RequestRecord) -> None:
+        pass
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """What is the same for every engine that is started with a model."""
+
+    tokenizer: Tokenizer
+    generator: TextGenerator
+    default_params: SamplingParams
+
+
+class LocalEngine:
+    """An engine process and what requests need of it, started when first needed. One event loop owns it.
+
+    An engine that has died is started again by the next request.
+    """
+
+    def __init__(self, options: LLMOptions) -> None:
+        self._options = options
+        self._client: EngineClient | None = None
+        self._loaded: LoadedModel | None = None
+        self._preparer: Preparer | None = None
+        self._starting = asyncio.Lock()
+        self._is_closed = False
+
+    @property
+    def client(self) -> EngineClient:
+        assert self._client is not None, "started before"
+        return self._client
+
+    @property
+    def loaded(self) -> LoadedModel:
+        assert self._loaded is not None, "started before"
+        return self._loaded
+
+    @property
+    def preparer(self) -> Preparer:
+        assert self._preparer is not None, "started before"
+        return self._preparer
+
+    @property
+    def info(self) -> ExecutorInfo | None:
+        """None while no engine runs."""
+        return None if self._client is None else self._client.info
+
+    async def start(self) -> None:
+        """Return once an engine is ready.
+
+        Raises: BackfillError with the reason when there can be none, EngineDead after ``close``.
+        """
+        async with self._starting:
+            if self._is_closed:
+                raise EngineDead("The engine was shut down; make another LLM.")
+            if self.info is None:
+                with in_library_terms():
+                    await self._start()
+
+    async def close(self) -> None:
+        """End the engine; requests in flight get EngineDead. It cannot be started again."""
+        self._is_closed = True
+        if self._client is not None:
+            await self._client.stop()
+
+    def abandon(self) -> None:
+        """End the engine at once, without the event loop."""
+        self._is_closed = True
+        if self._client is not None:
+            self._client.abandon()
+
+    def abort(self, handle: AbortHandle) -> None:
+        """End the request that runs, or will, with this handle; it yields a last output."""
+        handle.is_aborted = True
+        if self._client is not None:
+            self._client.interrupt_group(handle, RequestAborted("The request was aborted."))
+
+    async def run(self, request: PreparedRequest, handle: AbortHandle) -> AsyncGenerator[RequestOutput, None]:
+        outputs = run_request(request, self.loaded.generator, self.loaded.tokenizer, handle)
+        async with aclosing(outputs):
+            async for output in outputs:
+                yield output
+
+    async def _start(self) -> None:
+        if self._client is None:
+            config = await asyncio.to_thread(_find_model, self._options)
+            self._client = EngineClient(config, log_level=self._options.log_level)
+        elif self._loaded is not None:
+            logger.warning("the engine has died and is started again")
+        client = self._client
+        # Beside the engine: both take about as long.
+        loading = asyncio.ensure_future(asyncio.to_thread(self._load, client))
+        try:
+            await client.start()
+            self._loaded = await loading
+        except BaseException:
+            loading.cancel()
+            await client.stop()
+            raise
+        assert client.info is not None
+        self._preparer = Preparer(
+            self._loaded.tokenizer, client.info, client.cost, client.config.scheduler, self._options.seed
+        )
+
+    def _load(self, client: EngineClient) -> LoadedModel:
+        """What of the model this process needs. Raises: ModelError."""
+        if self._loaded is not None:
+            return self._loaded
+        folder = Path(client.config.model_dir)
+        tokenizer = Tokenizer.from_folder(folder, chat_template=self._options.chat_template)
+        from_model = self._options.uses_generation_config
+        defaults = GenerationDefaults.from_folder(folder) if from_model else GenerationDefaults()
+        return LoadedModel(
+            tokenizer, TextGenerator(client, tokenizer, _NoObserver()), SamplingParams.recommended(defaults)
+        )
+
+
+def _find_model(options: LLMOptions) -> EngineConfig:
+    """The configuration with the model's folder, fetched where needed. Raises: BackfillError."""
+    folder = resolve_model(options.model, revision=options.revision, progress=FetchLines(options.model))
+    ModelConfig.from_folder(folder)  # refused before anything starts
+    config = dataclasses.replace(options.engine_config, model_dir=str(folder))
+    check_profile(config)
+    return config

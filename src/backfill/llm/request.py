@@ -1,0 +1,269 @@
+"""One prompt on its way: checked and tokenized, then run until its outputs are whole."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+from backfill.core import sampling
+from backfill.core.config import SchedulerConfig
+from backfill.core.errors import RequestAborted
+from backfill.core.request import ServiceClass
+from backfill.core.slo import SLO
+from backfill.costs.model import CostModel
+from backfill.execution.executor import ExecutorInfo
+from backfill.generation.generator import GenerationRequest, TextDelta, TextGenerator, merge
+from backfill.generation.tokenizer import Tokenizer
+from backfill.llm.errors import InvalidRequest
+from backfill.llm.inputs import PromptInput
+from backfill.llm.outputs import OutputSoFar, RequestMetrics, RequestOutput
+from backfill.llm.sampling_params import RequestOutputKind, SamplingParams
+from backfill.scheduling.objectives import achievable_slo
+
+_MAX_PRIORITY = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedRequest:
+    """A request that the engine can serve.
+
+    Attributes:
+        choices: sampling of each of its outputs.
+        arrived_at_s: on the monotonic clock.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    choices: list[sampling.SamplingParams]
+    output_kind: RequestOutputKind
+    service_class: ServiceClass
+    priority: int = 0
+    slo: SLO | None = None
+    arrived_at_s: float = field(default_factory=time.monotonic)
+
+
+class Preparer:
+    """Checks prompts and tokenizes them. Its methods may be called from any thread.
+
+    Args:
+        seed: of the seeds of requests that bring none.
+    Raises, of all methods: RequestError for a request that can never be served.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        info: ExecutorInfo,
+        cost: CostModel | None,
+        scheduler: SchedulerConfig,
+        seed: int,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._info = info
+        self._cost = cost
+        self._scheduler = scheduler
+        self._seeds = random.Random(seed)
+
+    def render_chat(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        add_generation_prompt: bool,
+        continue_final_message: bool,
+        chat_template_kwargs: Mapping[str, Any] | None,
+    ) -> str:
+        if continue_final_message and messages[-1]["role"] != "assistant":
+            raise InvalidRequest(
+                "continue_final_message needs a last message of role assistant.",
+                param="continue_final_message",
+            )
+        return self._tokenizer.render_chat(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            template_kwargs=chat_template_kwargs,
+        )
+
+    def prepare(
+        self,
+        prompt: PromptInput,
+        params: SamplingParams,
+        *,
+        request_id: str,
+        service_class: ServiceClass,
+        priority: int = 0,
+        slo: SLO | None = None,
+        output_kind: RequestOutputKind | None = None,
+        add_special_tokens: bool = True,
+    ) -> PreparedRequest:
+        """
+        Args:
+            output_kind: None for what ``params`` asks for.
+        """
+        if not isinstance(params, SamplingParams):
+            raise InvalidRequest(
+                f"sampling_params must be SamplingParams, got {params!r:.80}.", param="sampling_params"
+            )
+        if not isinstance(priority, int) or abs(priority) > _MAX_PRIORITY:
+            allowed = f"an integer between {-_MAX_PRIORITY} and {_MAX_PRIORITY}"
+            raise InvalidRequest(f"priority must be {allowed}, got {priority!r:.80}.", param="priority")
+        token_ids = prompt.token_ids
+        if token_ids is None:
+            assert prompt.text is not None
+            token_ids = self._tokenizer.encode(
+                prompt.text, add_special_tokens=add_special_tokens, most_tokens=self._info.max_model_len
+            )
+        self._check_slo(slo, service_class, len(token_ids))
+        choices = params.choices(
+            max(1, self._info.max_model_len - len(token_ids)), self._seeds.getrandbits(62)
+        )
+        for choice in choices:
+            self._info.check_request(token_ids, choice)
+        return PreparedRequest(
+            request_id=request_id,
+            prompt=prompt.text,
+            prompt_token_ids=token_ids,
+            params=params,
+            choices=choices,
+            output_kind=output_kind or params.output_kind,
+            service_class=service_class,
+            priority=priority,
+            slo=slo,
+        )
+
+    def _check_slo(self, slo: SLO | None, service_class: ServiceClass, num_prompt_tokens: int) -> None:
+        """Refuse objectives that the request could not meet even alone."""
+        if slo is None:
+            return
+        if not isinstance(slo, SLO) or not (slo.ttft_s > 0 and slo.tpot_s > 0):
+            raise InvalidRequest(f"slo must be an SLO of seconds above 0, got {slo!r:.80}.", param="slo")
+        if service_class is ServiceClass.OFFLINE:
+            raise InvalidRequest("slo is for online requests, not for offline ones.", param="slo")
+        if self._cost is None or self._scheduler.policy != "slo":
+            return  # objectives are but measured
+        least = achievable_slo(self._cost, self._scheduler, num_prompt_tokens)
+        if slo.ttft_s < least.ttft_s or slo.tpot_s < least.tpot_s:
+            raise InvalidRequest(
+                f"{slo} cannot be met: even alone the request needs SLO(ttft_s={least.ttft_s:.3g}, "
+                f"tpot_s={least.tpot_s:.3g}). Ask for more than that.",
+                param="slo",
+            )
+
+
+@dataclass(eq=False, slots=True)
+class AbortHandle:
+    """Whether a request was aborted; the group of its choices in the engine's client."""
+
+    is_aborted: bool = False
+
+    def check(self) -> None:
+        if self.is_aborted:
+            raise RequestAborted("The request was aborted.")
+
+
+async def run_request(
+    request: PreparedRequest, generator: TextGenerator, tokenizer: Tokenizer, handle: AbortHandle
+) -> AsyncGenerator[RequestOutput, None]:
+    """Yield outputs of its kind, the last one finished.
+
+    Closing the iterator aborts the request. Once the handle is aborted, outputs that are not whole end with
+    the reason "abort".
+
+    Raises: RequestLost when the engine lost it.
+    """
+    answer = _Answer(request, tokenizer)
+    kind = request.output_kind
+    try:
+        handle.check()
+        async with aclosing(merge([generator.stream(each) for each in _choices(request, handle)])) as deltas:
+            async for index, delta in deltas:
+                handle.check()  # aborted before the client had all choices
+                answer.add(index, delta)
+                if kind is RequestOutputKind.CUMULATIVE:
+                    yield answer.so_far()
+                elif kind is RequestOutputKind.DELTA:
+                    yield answer.taken(index)
+    except RequestAborted:
+        answer.abort()
+        yield answer.so_far()
+        return
+    if kind is RequestOutputKind.FINAL_ONLY:
+        yield answer.so_far()
+
+
+def _choices(request: PreparedRequest, group: AbortHandle) -> list[GenerationRequest]:
+    params = request.params
+    return [
+        GenerationRequest(
+            prompt_token_ids=request.prompt_token_ids,
+            sampling=choice,
+            stop=params.stop_strings,
+            include_stop_str_in_output=params.include_stop_str_in_output,
+            skip_special_tokens=params.skip_special_tokens,
+            service_class=request.service_class,
+            priority=request.priority,
+            slo=request.slo,
+            arrived_at_s=request.arrived_at_s,
+            group=group,
+        )
+        for choice in request.choices
+    ]
+
+
+class _Answer:
+    """A request's outputs while they grow."""
+
+    def __init__(self, request: PreparedRequest, tokenizer: Tokenizer) -> None:
+        self._request = request
+        self._tokenizer = tokenizer
+        wants_logprobs = request.params.logprobs is not None
+        self._outputs = [
+            OutputSoFar(index, [] if wants_logprobs else None) for index in range(len(request.choices))
+        ]
+        self._first_token_at_s: float | None = None
+        self._last_token_at_s: float | None = None
+        self._max_gap_s: float | None = None
+        self._begun: set[int] = set()
+
+    def add(self, index: int, delta: TextDelta) -> None:
+        self._outputs[index].add(delta, self._tokenizer)
+        self._last_token_at_s = time.monotonic()
+        if self._first_token_at_s is None:
+            self._first_token_at_s = self._request.arrived_at_s + delta.waited_s
+        if index in self._begun:
+            self._max_gap_s = max(self._max_gap_s or 0.0, delta.waited_s)
+        self._begun.add(index)
+
+    def abort(self) -> None:
+        for output in self._outputs:
+            output.finish_reason = output.finish_reason or "abort"
+
+    def so_far(self) -> RequestOutput:
+        return self._with(self._outputs)
+
+    def taken(self, index: int) -> RequestOutput:
+        """What one output has gained since this was called for it before."""
+        taken = self._with(self._outputs[index : index + 1])
+        self._outputs[index].forget_tokens()
+        return taken
+
+    def _with(self, outputs: list[OutputSoFar]) -> RequestOutput:
+        return RequestOutput(
+            request_id=self._request.request_id,
+            prompt=self._request.prompt,
+            prompt_token_ids=self._request.prompt_token_ids,
+            outputs=[output.completion() for output in outputs],
+            finished=all(output.finish_reason is not None for output in self._outputs),
+            metrics=RequestMetrics(
+                arrival_time=self._request.arrived_at_s,
+                first_token_time=self._first_token_at_s,
+                last_token_time=self._last_token_at_s,
+                max_token_gap=self._max_gap_s,
+            ),
+        )
