@@ -128,6 +128,11 @@ class EngineClient:
         return None if self._process is None else self._process.pid
 
     @property
+    def num_in_flight(self) -> int:
+        """Requests that the engine has."""
+        return len(self._streams)
+
+    @property
     def silent_s(self) -> float:
         """For how long the engine has reported nothing; of one that is dead, had reported."""
         return self._watchdog.silent_s

@@ -56,7 +56,8 @@ class PythonProcess:
         """Raises: OSError where no process can be made."""
         setup = pickle.dumps([os.path.abspath(folder) for folder in sys.path]) + pickle.dumps(self._work)
         self._sentinel, held_by_child = os.pipe()
-        weakref.finalize(self, os.close, self._sentinel)
+        # Not when the interpreter exits: those that end the process then still wait for it.
+        weakref.finalize(self, os.close, self._sentinel).atexit = False
         # Signals that come before the child ignores them wait until it does.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, _PARENTS_SIGNALS)
         try:

@@ -84,9 +84,7 @@ def one_each(given: PerPrompt | Sequence[PerPrompt], count: int, name: str) -> l
     if isinstance(given, str) or not isinstance(given, Sequence):
         return [given] * count
     if len(given) != count:
-        raise InvalidRequest(
-            f"{name} must be one for all {count} prompts or {count}, got {len(given)}.", param=name
-        )
+        raise InvalidRequest(f"{name} must be one for each of {count} prompts, got {len(given)}.", param=name)
     return list(given)
 
 

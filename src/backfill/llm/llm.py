@@ -12,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from backfill.core.errors import EngineDead
 from backfill.core.request import ServiceClass
 from backfill.execution.executor import ExecutorInfo
 from backfill.llm.errors import in_library_terms
@@ -174,6 +175,8 @@ class LLM:
         *,
         add_special_tokens: bool,
     ) -> list[RequestOutput]:
+        if not self._finalizer.alive:
+            raise EngineDead("This LLM was closed; make another one.")
         self._loop.run(self._engine.start())  # again, where it has died
         given = self.get_default_sampling_params() if sampling_params is None else sampling_params
         params = one_each(given, len(prompts), "sampling_params")

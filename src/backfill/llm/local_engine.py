@@ -95,7 +95,7 @@ class LocalEngine:
         """
         async with self._starting:
             if self._is_closed:
-                raise EngineDead("The engine was shut down; make another LLM.")
+                raise EngineDead("This AsyncLLM was shut down; make another one.")
             if self.info is None:
                 with in_library_terms():
                     await self._start()

@@ -1,0 +1,35 @@
+"""Two engines for all tests of the library: the real model for LLM, a small one for AsyncLLM."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from backfill import LLM, AsyncLLM
+from tests.api.servers import SMALL_MODEL, quick_profile
+
+
+@pytest.fixture(scope="package")
+def llm(default_model: Path) -> Iterator[LLM]:
+    """The real default model, in float32, in which its greedy tokens are transformers'."""
+    with LLM(str(default_model), dtype="float32", kv_gib=0.1, max_model_len=256, max_num_seqs=8) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[asyncio.Runner]:
+    """The event loop of a module's AsyncLLM."""
+    with asyncio.Runner() as runner:
+        yield runner
+
+
+@pytest.fixture(scope="module")
+def async_llm(runner: asyncio.Runner, small_model: Path) -> Iterator[AsyncLLM]:
+    profile = quick_profile(str(small_model), *SMALL_MODEL[:4])
+    llm = AsyncLLM(str(small_model), dtype="float32", threads=1, kv_gib=0.05, profile=profile)
+    runner.run(llm.start())
+    yield llm
+    runner.run(llm.shutdown())

@@ -1,0 +1,260 @@
+"""LLM on the real default model."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from backfill import LLM, EngineDead, RequestOutput, SamplingParams
+
+PROMPTS = ["Gravity is", "def fibonacci(n):", "The capital of France is"]
+GREEDY = SamplingParams(temperature=0, max_tokens=12)
+LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+
+
+def generate(llm: LLM, prompts: Any, *args: Any, **kwargs: Any) -> list[RequestOutput]:
+    return llm.generate(prompts, *args, use_tqdm=False, **kwargs)
+
+
+def texts(outputs: list[RequestOutput]) -> list[str]:
+    return [output.outputs[0].text for output in outputs]
+
+
+@torch.inference_mode()
+def test_greedy_tokens_equal_transformers(llm: LLM, default_model: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(default_model, dtype=torch.float32).eval()
+    for prompt, answer in zip(PROMPTS, generate(llm, PROMPTS, GREEDY), strict=True):
+        (output,) = answer.outputs
+        assert (answer.prompt, answer.finished, output.finish_reason) == (prompt, True, "length")
+        assert answer.prompt_token_ids == llm.get_tokenizer()(prompt).input_ids
+        assert output.text == llm.get_tokenizer().decode(output.token_ids)
+        ids = torch.tensor([answer.prompt_token_ids + output.token_ids[:-1]])
+        expected = model(ids).logits[0, len(answer.prompt_token_ids) - 1 :].argmax(-1)
+        assert output.token_ids == expected.tolist()
+
+
+def test_all_forms_of_a_prompt_give_the_same(llm: LLM) -> None:
+    ids = llm.get_tokenizer()(PROMPTS[0]).input_ids
+    forms = [PROMPTS[0], ids, {"prompt": PROMPTS[0]}, {"prompt_token_ids": ids}]
+    expected = texts(generate(llm, PROMPTS[0], GREEDY))
+    assert texts(generate(llm, forms, GREEDY)) == expected * 4
+    assert [generate(llm, form, GREEDY)[0].prompt for form in forms] == [PROMPTS[0], None, PROMPTS[0], None]
+    assert generate(llm, []) == []
+
+
+def test_more_prompts_than_fit_a_step_come_back_in_their_order(llm: LLM) -> None:
+    prompts = [[1000 + number] for number in range(40)]
+    params = [SamplingParams(max_tokens=1 + number % 5, ignore_eos=True) for number in range(40)]
+    outputs = generate(llm, prompts, params, priority=list(range(40, 0, -1)))
+    assert [output.prompt_token_ids for output in outputs] == prompts
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [each.max_tokens for each in params]
+
+
+def test_chat_is_the_template_written_out(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "What is gravity?"}]
+    rendered = llm.get_tokenizer().apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    chats = llm.chat([messages, messages], GREEDY, use_tqdm=False)
+    assert [chat.prompt for chat in chats] == [rendered] * 2
+    (alone,) = llm.chat(messages, GREEDY, use_tqdm=False)
+    assert texts(chats) == texts([alone]) * 2 == texts(generate(llm, rendered, GREEDY)) * 2
+    begun = [*messages, {"role": "assistant", "content": "Gravity is the"}]
+    (continued,) = llm.chat(begun, GREEDY, use_tqdm=False, continue_final_message=True)
+    assert continued.prompt is not None and continued.prompt.endswith("Gravity is the")
+    with pytest.raises(ValueError, match="continue_final_message needs a last message of role assistant"):
+        llm.chat(messages, GREEDY, continue_final_message=True)
+    with pytest.raises(ValueError, match="chat_template_kwargs may only hold variables"):
+        llm.chat(messages, GREEDY, chat_template_kwargs={"tokenize": True})
+
+
+def test_several_outputs_differ_and_their_seed_gives_them_again(llm: LLM) -> None:
+    params = SamplingParams(n=3, seed=5, max_tokens=10, temperature=1.0)
+    first, second = (generate(llm, PROMPTS[0], params)[0] for _ in range(2))
+    assert [output.index for output in first.outputs] == [0, 1, 2]
+    assert len({output.text for output in first.outputs}) == 3
+    assert [output.text for output in first.outputs] == [output.text for output in second.outputs]
+    unseeded = SamplingParams(max_tokens=10)
+    assert len(set(texts(generate(llm, [PROMPTS[0]] * 3, unseeded)))) == 3
+
+
+def test_stop_strings_and_tokens_end_an_output(llm: LLM) -> None:
+    (whole,) = texts(generate(llm, PROMPTS[0], GREEDY))
+    word = whole.split()[3]
+
+    def stopped(**fields: Any) -> Any:
+        (answer,) = generate(llm, PROMPTS[0], SamplingParams(temperature=0, max_tokens=12, **fields))
+        return answer.outputs[0]
+
+    at_string = stopped(stop=[word, "never"])
+    assert at_string.text == whole[: whole.index(word)]
+    assert (at_string.finish_reason, at_string.stop_reason) == ("stop", word)
+    assert stopped(stop=word, include_stop_str_in_output=True).text == whole[: whole.index(word)] + word
+    token = generate(llm, PROMPTS[0], GREEDY)[0].outputs[0].token_ids[2]
+    at_token = stopped(stop_token_ids=[token])
+    assert (at_token.finish_reason, at_token.stop_reason, at_token.token_ids[-1]) == ("stop", token, token)
+
+
+def test_logprobs_are_those_of_each_token(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=3, logprobs=2)
+    (answer,) = generate(llm, PROMPTS[0], params)
+    (output,) = answer.outputs
+    assert output.logprobs is not None and len(output.logprobs) == 3
+    for token_id, entries in zip(output.token_ids, output.logprobs, strict=True):
+        assert next(iter(entries)) == token_id and len(entries) == 2
+        assert [entry.rank for entry in entries.values()] == [1, 2]
+        assert entries[token_id].decoded_token == llm.get_tokenizer().decode([token_id])
+    total = sum(
+        entries[token_id].logprob for token_id, entries in zip(output.token_ids, output.logprobs, strict=True)
+    )
+    assert output.cumulative_logprob == pytest.approx(total)
+    (without,) = generate(llm, PROMPTS[0], GREEDY)
+    assert (without.outputs[0].logprobs, without.outputs[0].cumulative_logprob) == (None, None)
+
+
+def test_metrics_are_in_order(llm: LLM) -> None:
+    (answer,) = generate(llm, PROMPTS[0], GREEDY)
+    metrics = answer.metrics
+    assert metrics.first_token_time is not None and metrics.last_token_time is not None
+    assert metrics.arrival_time < metrics.first_token_time < metrics.last_token_time
+    assert metrics.first_token_latency is not None and metrics.max_token_gap is not None
+    assert 0 < metrics.max_token_gap <= metrics.last_token_time - metrics.first_token_time + 0.1
+
+
+@pytest.mark.parametrize(
+    ("prompts", "arguments", "message"),
+    [
+        (["a", "b " * 300], {}, r"^prompts\[1\]: This model's maximum context length is 256 tokens"),
+        ("b " * 300, {}, "^This model's maximum context length is 256 tokens"),
+        (["a", [10**6]], {}, r"^prompts\[1\]: Prompt token ids must be between"),
+        ("a", {"sampling_params": {"max_tokens": 5}}, "^sampling_params must be SamplingParams"),
+        (["a", "b"], {"sampling_params": [GREEDY]}, "^sampling_params must be one for each of 2 prompts"),
+        (
+            "a",
+            {"sampling_params": SamplingParams(stop_token_ids=[10**6])},
+            "^stop_token_ids must name tokens",
+        ),
+        ("a", {"sampling_params": SamplingParams(logit_bias={10**6: 1})}, "^logit_bias must name tokens"),
+        ("a", {"priority": [1.5]}, "^priority must be an integer"),
+        (5, {}, "^prompts must be one prompt or a list"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_before_anything_runs(
+    llm: LLM, prompts: Any, arguments: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        generate(llm, prompts, **arguments)
+
+
+def test_an_output_ends_with_the_context(llm: LLM) -> None:
+    (answer,) = generate(llm, [[1000] * 250], SamplingParams(max_tokens=100, ignore_eos=True))
+    assert (len(answer.outputs[0].token_ids), answer.outputs[0].finish_reason) == (6, "length")
+
+
+def test_the_bar_counts_prompts_on_standard_error(llm: LLM, capfd: pytest.CaptureFixture[str]) -> None:
+    llm.generate(PROMPTS, SamplingParams(max_tokens=2))
+    shown = capfd.readouterr()
+    assert "3/3" in shown.err and "toks/s" in shown.err and not shown.out
+    generate(llm, PROMPTS, SamplingParams(max_tokens=2))
+    assert capfd.readouterr().err == ""
+    made: list[dict[str, Any]] = []
+
+    class Bar:
+        def __init__(self, **fields: Any) -> None:
+            made.append(fields)
+
+        def set_postfix_str(self, text: str, refresh: bool) -> None:
+            pass
+
+        def update(self, count: int) -> None:
+            pass
+
+        def close(self) -> None:
+            made.append({})
+
+    llm.generate(PROMPTS, SamplingParams(max_tokens=2), use_tqdm=Bar)
+    assert [fields.get("total") for fields in made] == [3, None]
+
+
+def test_it_works_inside_a_running_loop(llm: LLM) -> None:
+    async def cell() -> list[RequestOutput]:
+        return generate(llm, PROMPTS[:1], GREEDY)
+
+    assert texts(asyncio.run(cell())) == texts(generate(llm, PROMPTS[:1], GREEDY))
+
+
+def test_ctrl_c_aborts_the_requests_and_the_engine_goes_on(llm: LLM) -> None:
+    main_thread = threading.main_thread().ident
+    assert main_thread is not None
+    with (
+        when_busy(llm, lambda: signal.pthread_kill(main_thread, signal.SIGINT)),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        generate(llm, [[1000]] * 64, LONG)
+    wait_idle(llm)
+    assert len(generate(llm, PROMPTS, GREEDY)) == 3
+
+
+def test_an_engine_that_dies_fails_the_call_and_is_started_by_the_next(
+    llm: LLM, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = texts(generate(llm, PROMPTS, GREEDY))
+    pid = llm._engine.client.pid
+    assert pid is not None
+    with (
+        when_busy(llm, lambda: os.kill(pid, signal.SIGKILL)),
+        pytest.raises(EngineDead, match="killed by signal 9"),
+    ):
+        generate(llm, [[1000]] * 64, LONG)
+    assert llm.info is None
+    assert texts(generate(llm, PROMPTS, GREEDY)) == expected
+    assert "the engine has died and is started again" in caplog.text
+
+
+def test_a_closed_one_says_so(small_model: Path) -> None:
+    with LLM(str(small_model), dtype="float32", threads=1, kv_gib=0.01) as llm:
+        pid = llm._engine.client.pid
+        assert pid is not None
+        assert len(generate(llm, "a")) == 1
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    with pytest.raises(EngineDead, match="This LLM was closed; make another one"):
+        generate(llm, "a")
+    llm.close()
+
+
+@contextmanager
+def when_busy(llm: LLM, act: Any) -> Iterator[None]:
+    """``act`` once while the engine has requests of the block."""
+    is_over = threading.Event()
+
+    def watch() -> None:
+        while not is_over.wait(0.005):
+            if llm._engine.client.num_in_flight:
+                act()
+                return
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        watcher.join()
+
+
+def wait_idle(llm: LLM) -> None:
+    aborted = threading.Event()
+    for _ in range(2000):
+        if not llm._engine.client.num_in_flight:
+            return
+        aborted.wait(0.01)
+    raise AssertionError("requests are still with the engine")

@@ -1,0 +1,83 @@
+"""Keywords of LLM and AsyncLLM; none of these gets as far as starting an engine."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from backfill import LLM, AsyncLLM, BackfillError
+from backfill.engine.options import EngineOptions
+from backfill.llm.options import parse_engine_options
+from tests.test_docs import options as command_options
+
+
+@pytest.mark.parametrize("kind", [LLM, AsyncLLM])
+def test_unknown_keywords_are_a_type_error_that_names_them(kind: type[LLM | AsyncLLM]) -> None:
+    with pytest.raises(TypeError, match=rf"{kind.__name__}\(\).*'kv_gb', 'max_seqs'.*max_num_seqs"):
+        kind(kv_gb=1, max_seqs=5)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"kv_gib": -1.0}, "^kv_gib must be a finite number above 0"),
+        ({"kv_gib": "1"}, "^kv_gib must be float or None, got '1'"),
+        ({"max_num_seqs": 0}, "^max_num_seqs must be at least 1"),
+        ({"max_num_seqs": True}, "^max_num_seqs must be int"),
+        ({"max_model_len": "long"}, "^max_model_len must be a number such as 4096 or 4k"),
+        (
+            {"max_num_seqs": 8, "max_num_batched_tokens": 4},
+            r"^max_num_batched_tokens \(4\).*max_num_seqs \(8\)",
+        ),
+        ({"policy": "best"}, "^policy must be slo"),
+        ({"dtype": "int8"}, "^dtype must be"),
+        (
+            {"host_kv_gib": 0, "checkpointing": "eager"},
+            "^checkpointing eager needs a pool, and host_kv_gib is 0",
+        ),
+        ({"engine_hang_timeout": -1}, "^engine_hang_timeout must be"),
+        ({"generation_config": "none"}, "^generation_config must be auto or vllm"),
+        ({"log_level": "LOUD"}, "^log_level must be"),
+        ({"chat_template": "{{ messages"}, "^chat_template, line 1"),
+        (
+            {"chat_template": "/nowhere/a.jinja"},
+            "^chat_template /nowhere/a.jinja cannot be read",
+        ),
+    ],
+)
+def test_values_that_cannot_be_are_value_errors_in_the_callers_words(
+    keywords: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message) as refusal:
+        LLM("nothing is looked up", **keywords)
+    assert isinstance(refusal.value, BackfillError)
+
+
+def test_a_model_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BackfillError, match="no model"):
+        LLM("no-such-model")
+    with pytest.raises(BackfillError, match=r"has no config\.json"):
+        LLM(str(tmp_path))
+
+
+def test_options_are_those_of_the_server() -> None:
+    flags = {flag.removeprefix("--").replace("-", "_") for flag in command_options("serve")}
+    assert set(inspect.signature(EngineOptions).parameters) <= flags
+
+
+def test_help_names_every_option() -> None:
+    for kind in (LLM, AsyncLLM):
+        parameters = inspect.signature(kind).parameters
+        assert {"model", "seed", *inspect.signature(EngineOptions).parameters} <= set(parameters)
+        assert all(each.kind is not each.VAR_KEYWORD for each in parameters.values())
+
+
+def test_an_engine_without_online_requests_needs_no_profile_and_keeps_what_it_preempts() -> None:
+    offline = parse_engine_options({"max_model_len": 64}, "LLM").for_offline_work().config()
+    assert (offline.scheduler.policy, offline.scheduler.checkpointing) == ("priority", "adaptive")
+    assert offline.max_model_len == 64
+    frugal = parse_engine_options({"host_kv_gib": 0}, "LLM").for_offline_work().config()
+    assert frugal.scheduler.checkpointing == "none"

@@ -1,0 +1,86 @@
+"""LLM in programs as users write them: no guard, from a file, a string or standard input."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = """
+from backfill import LLM, SamplingParams
+
+print("the script begins")
+llm = LLM({model!r}, dtype="float32", threads=1, kv_gib=0.01, max_model_len=256)
+(output,) = llm.generate([[1000, 2000]], SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)
+print(len(output.outputs[0].token_ids), "tokens")
+"""
+FOREVER = """
+print("generating", flush=True)
+llm.generate([[1000]] * 200, SamplingParams(max_tokens=None, ignore_eos=True), use_tqdm=False)
+"""
+
+
+@pytest.mark.parametrize("way", ["file", "string", "standard input"])
+def test_a_script_needs_no_guard_and_ends_quietly(way: str, small_model: Path, tmp_path: Path) -> None:
+    script = SCRIPT.format(model=str(small_model))
+    (tmp_path / "script.py").write_text(script)
+    arguments = {"file": ["script.py"], "string": ["-c", script], "standard input": ["-"]}[way]
+    result = subprocess.run(
+        [sys.executable, *arguments],
+        input=script if way == "standard input" else None,
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        timeout=200,
+        check=False,
+    )
+    assert result.stderr == ""
+    assert result.stdout.splitlines() == ["the script begins", "4 tokens"]
+    assert result.returncode == 0
+
+
+def test_ctrl_c_ends_a_script_with_one_traceback_and_nothing_left(small_model: Path, tmp_path: Path) -> None:
+    script = SCRIPT.format(model=str(small_model)) + FOREVER
+    with subprocess.Popen(
+        [sys.executable, "-c", script],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # a group of its own, as of a terminal's command
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    ) as process:
+        assert process.stdout is not None
+        while process.stdout.readline() != "generating\n":
+            assert process.poll() is None
+        os.killpg(process.pid, signal.SIGINT)
+        _, errors = process.communicate(timeout=100)
+    assert process.returncode == -signal.SIGINT
+    assert errors.count("Traceback") == 1
+    assert errors.rstrip().endswith("KeyboardInterrupt")
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_package_is_imported_without_what_it_does_not_need() -> None:
+    code = """
+import sys
+import backfill
+assert not {"torch", "transformers", "zmq", "pydantic", "numpy"} & set(sys.modules), sys.modules.keys()
+assert set(backfill.__all__) <= set(dir(backfill))
+for name in backfill.__all__:
+    getattr(backfill, name)
+assert not {"torch", "transformers"} & set(sys.modules)
+try:
+    backfill.LMM
+except AttributeError as error:
+    print(error)
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True
+    )
+    assert result.stdout == "module 'backfill' has no attribute 'LMM'\n"
