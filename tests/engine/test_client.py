@@ -212,6 +212,20 @@ def test_an_engine_that_hangs_says_where(capfd: pytest.CaptureFixture[str]) -> N
     assert stacks.count("Thread 0x") >= 1, "of all threads"
 
 
+def test_an_engine_ends_quietly_with_the_loop_of_its_client(caplog: pytest.LogCaptureFixture) -> None:
+    async def leave_running() -> int | None:
+        client = EngineClient(EngineConfig(model_dir=""), load=load_slow)
+        await client.start()
+        assert await generate(client, "a") == 2
+        return client.pid
+
+    pid = asyncio.run(leave_running())
+    assert pid is not None
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    assert caplog.text == ""
+
+
 def test_an_engine_that_idles_does_not_hang() -> None:
     async def run() -> None:
         heard, num_reports = asyncio.Event(), itertools.count(1)

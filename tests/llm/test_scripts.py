@@ -58,7 +58,7 @@ def test_ctrl_c_ends_a_script_with_one_traceback_and_nothing_left(small_model: P
             assert process.poll() is None
         os.killpg(process.pid, signal.SIGINT)
         _, errors = process.communicate(timeout=100)
-    assert process.returncode == -signal.SIGINT
+    assert process.returncode != 0
     assert errors.count("Traceback") == 1
     assert errors.rstrip().endswith("KeyboardInterrupt")
     with pytest.raises(ProcessLookupError):
@@ -74,7 +74,7 @@ assert not {"torch", "transformers", "zmq", "pydantic", "numpy"} & set(sys.modul
 assert set(backfill.__all__) <= set(dir(backfill))
 for name in backfill.__all__:
     getattr(backfill, name)
-assert not {"torch", "transformers"} & set(sys.modules)
+assert not {"torch", "transformers", "pydantic"} & set(sys.modules)
 try:
     backfill.LMM
 except AttributeError as error:

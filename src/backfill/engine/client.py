@@ -334,7 +334,7 @@ class EngineClient:
             ending.cancel()
             hanging.cancel()
             self._process.join(_POLL_S)
-            if self._process.exitcode != 0:  # else it was asked to
+            if self._process.exitcode:  # else it was asked to, or nobody listens any more
                 logger.error(self._how_it_ended())
             self.info = None
             lost, self._streams = self._streams, {}
@@ -386,7 +386,9 @@ class EngineClient:
         if self._end_reason is not None:
             return self._end_reason
         code = self._process.exitcode
-        if code is not None and code < 0:
+        if code is None:
+            return "The event loop that the engine process belonged to has ended."
+        if code < 0:
             return f"The engine process was killed by signal {-code}."
         return f"The engine process ended with exit code {code}."
 

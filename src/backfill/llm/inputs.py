@@ -7,10 +7,7 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, TypeAlias, TypedDict, TypeVar
 
-from pydantic import ValidationError
-
 from backfill.llm.errors import InvalidRequest
-from backfill.protocol.requests import ChatMessage
 
 
 class TextPrompt(TypedDict):
@@ -105,6 +102,11 @@ def _parse_prompt(prompt: Any) -> PromptInput | None:
 
 
 def _parse_message(message: object, name: str) -> dict[str, Any]:
+    # Here and not above: without a conversation nobody needs to wait for them.
+    from pydantic import ValidationError
+
+    from backfill.protocol.requests import ChatMessage
+
     try:
         parsed = ChatMessage.model_validate(message)
     except ValidationError as error:

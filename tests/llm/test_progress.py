@@ -1,0 +1,17 @@
+from __future__ import annotations
+
+import pytest
+
+from backfill.llm.progress import FetchLines
+
+
+def test_fetching_a_model_says_once_what_it_does(capsys: pytest.CaptureFixture[str]) -> None:
+    fetch = FetchLines("smollm2-135m-instruct")
+    for step, done in (("downloading", 0), ("converting", 0), ("converting", 50), ("converting", 90)):
+        fetch(step, done, 93_000_000)
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.splitlines() == [
+        "backfill: downloading smollm2-135m-instruct (93 MB)",
+        "backfill: converting smollm2-135m-instruct (93 MB)",
+    ]
