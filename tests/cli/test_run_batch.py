@@ -227,7 +227,7 @@ def test_ctrl_c_keeps_what_is_done_and_a_killed_engine_is_started_again(folder: 
 def engine_pid(pid: int) -> int:
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return next(
-        int(child) for child in children if "spawn_main" in Path(f"/proc/{child}/cmdline").read_text()
+        int(child) for child in children if "backfill-engine" in Path(f"/proc/{child}/cmdline").read_text()
     )
 
 
