@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import threading
 from collections.abc import Coroutine
 from contextlib import aclosing
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from backfill import SLO, AsyncLLM, EngineDead, RequestOutput, RequestOutputKind, SamplingParams
+from backfill.llm import local_engine
 
 PROMPT = [1000, 2000, 3000]
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -190,6 +192,31 @@ def test_defaults_and_facts_are_those_of_the_model(async_llm: AsyncLLM, run: Run
     assert async_llm.info is not None and async_llm.info.vocab_size == 49152
     tokenizer = run(async_llm.get_tokenizer())
     assert tokenizer.decode(tokenizer("hello").input_ids) == "hello"
+
+
+def test_one_that_is_shut_down_while_it_looks_for_the_model_starts_nothing(
+    small_model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_looking, may_find = threading.Event(), threading.Event()
+
+    def find_slowly(*_: Any, **__: Any) -> Any:
+        is_looking.set()
+        assert may_find.wait(60.0)
+        return small_model
+
+    monkeypatch.setattr(local_engine, "resolve_model", find_slowly)
+
+    async def shut_down_early() -> None:
+        llm = AsyncLLM(str(small_model))
+        starting = asyncio.create_task(llm.start())
+        await asyncio.to_thread(is_looking.wait, 60.0)
+        await llm.shutdown()
+        may_find.set()
+        with pytest.raises(EngineDead, match="was shut down"):
+            await starting
+        assert llm._engine._client is None
+
+    asyncio.run(asyncio.wait_for(shut_down_early(), 120.0))
 
 
 def test_the_end_of_the_block_ends_the_requests(async_llm: AsyncLLM, small_model: Any) -> None:

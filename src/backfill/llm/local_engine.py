@@ -94,8 +94,7 @@ class LocalEngine:
         Raises: BackfillError with the reason when there can be none, EngineDead after ``close``.
         """
         async with self._starting:
-            if self._is_closed:
-                raise EngineDead("This AsyncLLM was shut down; make another one.")
+            self._check_open()
             if self.info is None:
                 with in_library_terms():
                     await self._start()
@@ -124,9 +123,14 @@ class LocalEngine:
             async for output in outputs:
                 yield output
 
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise EngineDead("This AsyncLLM was shut down; make another one.")
+
     async def _start(self) -> None:
         if self._client is None:
             config = await asyncio.to_thread(_find_model, self._options)
+            self._check_open()  # a download takes a while
             self._client = EngineClient(config, log_level=self._options.log_level)
         elif self._loaded is not None:
             logger.warning("the engine has died and is started again")
