@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -15,7 +14,7 @@ if TYPE_CHECKING:
     from backfill.llm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
     from backfill.llm.sampling_params import RequestOutputKind, SamplingParams
 
-__version__ = version("backfill")
+    __version__: str
 
 # Imported when they are first asked for: the engine's process and the command line need none of them.
 _HOMES = {
@@ -57,6 +56,11 @@ __all__ = [
 if not TYPE_CHECKING:  # checkers would take every name for one of ours
 
     def __getattr__(name: str) -> Any:
+        if name == "__version__":
+            # Here and not above: every process begins with this module, and nothing in it takes longer.
+            from importlib.metadata import version
+
+            return version("backfill")
         if name not in _HOMES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         value = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)

@@ -1,6 +1,21 @@
 """``python -m backfill``, the same as the ``backfill`` command."""
 
-from backfill.cli.main import main
+
+def main() -> None:
+    # Imports come after the handler: Ctrl-C may come while they take their time.
+    import signal
+
+    from backfill.cli.interrupts import exit_at_once, exit_silently
+
+    signal.signal(signal.SIGINT, exit_at_once)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT,))
+    from backfill.cli.main import main as run_command_line
+
+    try:
+        run_command_line()
+    finally:
+        signal.signal(signal.SIGINT, exit_silently)
+
 
 if __name__ == "__main__":
     main()

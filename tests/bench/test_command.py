@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -109,7 +108,7 @@ def test_interrupt_keeps_and_marks_what_was_measured(server: RunningServer) -> N
         (["--percentile-metrics", "speed"], "--percentile-metrics must be one of"),
         (["--dataset-name", "trace"], "--dataset-name trace needs --dataset-path"),
         (["--dataset-name", "hf"], "--dataset-name must be one of random, sharegpt, trace"),
-        (["--plot", "/no/such/folder/a.png"], "cannot be written to"),
+        (["--plot", "/no/such/folder/a.png"], "there is no folder /no/such/folder"),
     ],
 )
 def test_bad_input_is_one_line(arguments: list[str], message: str) -> None:
@@ -120,14 +119,23 @@ def test_bad_input_is_one_line(arguments: list[str], message: str) -> None:
     assert result.stdout == ""
 
 
-@pytest.mark.parametrize("module", ["aiohttp", "matplotlib"])
-def test_a_missing_extra_is_named(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, module, None)
-    result = bench("--plot", "a.png")
+def test_a_plot_without_matplotlib_is_refused_before_anything_is_sent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    result = bench("--plot", "a.png", "--base-url", "http://127.0.0.1:1")
     assert result.exit_code == 1
-    assert result.stderr == f"backfill: {module} is not installed; run: pip install 'backfill[bench]'.\n"
+    assert result.stderr == (
+        "backfill: --plot needs matplotlib, which is not installed: pip install 'backfill[plot]'.\n"
+    )
 
 
-def test_the_command_line_starts_without_the_extra() -> None:
-    check = "import sys; sys.modules['aiohttp'] = sys.modules['matplotlib'] = None; import backfill.cli.main"
-    subprocess.run([sys.executable, "-c", check], check=True, env=os.environ)
+def test_a_dataset_that_is_missing_says_where_one_is_published() -> None:
+    result = bench(
+        "--dataset-name", "trace", "--dataset-path", "no-such.csv", "--base-url", "http://127.0.0.1:1"
+    )
+    assert result.exit_code == 1
+    assert result.stderr.startswith(
+        "backfill: --dataset-path no-such.csv cannot be read: there is no such file."
+    )
+    assert "https://github.com/microsoft/vidur" in result.stderr

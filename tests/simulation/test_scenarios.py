@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
+from backfill.cli.main import app
 from backfill.core.errors import ConfigError
 from backfill.simulation.plot import _COLOURS, save_plot
 from backfill.simulation.scenarios import Inputs, build_scenario, run_scenario, scenario_names
@@ -102,6 +105,42 @@ def test_a_trace_without_times_is_refused(tmp_path: Path) -> None:
     done = run_cli_here("simulate", "conserve-fig5", "--online-trace", str(path))
     assert done.returncode == 1
     assert "has no arrival times" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("option", "file"),
+    [
+        ("--online-trace", "splitwise_conv.csv"),
+        ("--offline-lengths", "arxiv_summarization_stats_llama2_tokenizer_filtered_v2.csv"),
+    ],
+)
+def test_a_trace_that_is_missing_says_where_it_is_published(option: str, file: str) -> None:
+    done = run_cli_here("simulate", "conserve-fig5", option, "missing.csv")
+    assert done.returncode == 1
+    assert f"{option} missing.csv cannot be read" in done.stderr
+    assert f"{file} of https://github.com/microsoft/vidur/" in done.stderr
+
+
+def test_figures_are_printed_without_matplotlib_and_a_plot_asked_for_is_refused_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setenv("COLUMNS", "200")
+    command = ("simulate", "conserve-fig6", "--policies", "online-only")
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0, done.output
+    before_the_work = done.stdout.split("online-only done")[0]
+    assert (
+        "No plot: it needs matplotlib, which is not installed: pip install 'backfill[plot]'."
+        in before_the_work
+    )
+    assert "TTFT P99 s" in done.stdout
+    assert not list(tmp_path.iterdir())
+    refused = CliRunner().invoke(app, [*command, "--plot", "a.png"])
+    assert refused.exit_code == 1
+    assert refused.stdout == ""
+    assert "--plot needs matplotlib" in refused.stderr
 
 
 def test_every_variant_has_a_colour() -> None:

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import dataclasses
 import json
-import os
 import shlex
 import signal
 import tempfile
@@ -18,14 +17,14 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
-from backfill.cli.bench_options import authorization, check_at_least, check_extra, note, server_url
+from backfill.cli.bench_options import authorization, check_at_least, note, server_url
 from backfill.cli.engine_options import DEFAULT_MODEL, run_in_loop
+from backfill.cli.interrupts import interruptible
+from backfill.cli.plots import check_folder, check_plot
 from backfill.core.config import PolicyName
 from backfill.core.errors import BackfillError, ConfigError
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from backfill.bench.coserve import CoserveRun
     from backfill.bench.coserve_figures import CoserveFigures, Timeline
     from backfill.bench.coserve_load import CoserveLoad
@@ -34,19 +33,19 @@ if TYPE_CHECKING:
 _DEFAULT_POLICIES = "online-only,fcfs,priority,slo"
 _LOG_LINES = 15
 
-# Column, attribute of CoserveFigures, format.
-_COLUMNS = (
+# Name in the table, key of the result, format.
+_FIGURES = (
     ("TTFT P50 s", "ttft_p50_s", ".3f"),
-    ("P99 s", "ttft_p99_s", ".3f"),
+    ("TTFT P99 s", "ttft_p99_s", ".3f"),
     ("/ online-only", "ttft_p99_over_online_only", ".2f"),
     ("ITL P50 s", "itl_p50_s", ".3f"),
-    ("P99 s", "itl_p99_s", ".3f"),
+    ("ITL P99 s", "itl_p99_s", ".3f"),
     ("TTFT met", "ttft_attainment", ".1%"),
     ("ITL met", "itl_attainment", ".1%"),
-    ("tok/s", "total_tok_s", ".0f"),
+    ("total tok/s", "total_tok_s", ".0f"),
     ("/ fcfs", "total_tok_s_over_fcfs", ".2f"),
-    ("online", "online_tok_s", ".0f"),
-    ("offline", "offline_tok_s", ".0f"),
+    ("online tok/s", "online_tok_s", ".0f"),
+    ("offline tok/s", "offline_tok_s", ".0f"),
     ("recomputed", "recomputed_token_share", ".2%"),
     ("restored", "restored_token_share", ".1%"),
     ("aborted", "aborted_token_share", ".1%"),
@@ -140,7 +139,8 @@ def coserve(
     code 0 if everything was measured, 1 if not, 130 after Ctrl-C; what was measured is shown all the same.
     """
     try:
-        check_extra(needs_plot=plot is not None)
+        check_plot(plot)
+        check_folder("--result", result)
         check_at_least(("--rounds", rounds, 1))
         if not start_timeout > 0:
             raise ConfigError(f"--start-timeout must be above 0, got {start_timeout:g}.")
@@ -186,17 +186,16 @@ def coserve(
         outcome = _Outcome(load, model or "")
         for path in compare or ():
             outcome.add_earlier(path)
-        for written in (plot, result):
-            _check_writable(written)
     except BackfillError as error:
         typer.echo(f"backfill: {error}", err=True)
         raise typer.Exit(1) from None
-    status = plan.execute(outcome)
-    try:
-        outcome.write(plot=plot, result=result, prints_json=json_output)
-    except BackfillError as error:
-        typer.echo(f"backfill: {error}", err=True)
-        status = status or 1
+    with interruptible():
+        status = plan.execute(outcome)
+        try:
+            outcome.write(plot=plot, result=result, prints_json=json_output)
+        except BackfillError as error:
+            typer.echo(f"backfill: {error}", err=True)
+            status = status or 1
     if status:
         raise typer.Exit(status)
 
@@ -272,11 +271,9 @@ class _Outcome:
 
     def write(self, *, plot: Path | None, result: Path | None, prints_json: bool) -> None:
         """Show what there is and keep it. Raises: ConfigError when a file cannot be written."""
-        from rich.console import Console
-
         content = self.as_json()
         if content["policies"]:
-            Console(width=200).print(_table(content["policies"], self._title()))
+            _print_table(content["policies"], self._title())
             _explain(content["policies"])
         try:
             if result is not None:
@@ -449,12 +446,6 @@ def _server_options(texts: Any, load: CoserveLoad) -> tuple[str, ...]:
     return tuple(options)
 
 
-def _check_writable(path: Path | None) -> None:
-    """Raises: ConfigError now for what would otherwise lose the result after the run."""
-    if path is not None and not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
-        raise ConfigError(f"The folder {path.parent} cannot be written to.")
-
-
 def _ratios(figures: CoserveFigures, baselines: Mapping[str, CoserveFigures]) -> dict[str, float | None]:
     from backfill.bench.coserve_figures import policy_json
 
@@ -462,18 +453,18 @@ def _ratios(figures: CoserveFigures, baselines: Mapping[str, CoserveFigures]) ->
     return {key: entry[key] for key in ("ttft_p99_over_online_only", "total_tok_s_over_fcfs")}
 
 
-def _table(policies: Mapping[str, Mapping[str, Any]], title: str) -> Table:
-    from rich.table import Table
+def _print_table(policies: Mapping[str, Mapping[str, Any]], title: str) -> None:
+    from rich.console import Console
 
-    table = Table(title=title)
-    table.add_column("policy")
-    for column, _, _ in _COLUMNS:
-        table.add_column(column, justify="right")
-    for name, figures in policies.items():
-        mark = "" if figures.get("status") == "complete" else " (partial)"
-        cells = (_cell(figures.get(key), spec) for _, key, spec in _COLUMNS)
-        table.add_row(name + mark, *cells)
-    return table
+    from backfill.cli.tables import print_figures
+
+    columns = {
+        name + ("" if figures.get("status") == "complete" else " (partial)"): [
+            _cell(figures.get(key), spec) for _, key, spec in _FIGURES
+        ]
+        for name, figures in policies.items()
+    }
+    print_figures(Console(), title, [name for name, _, _ in _FIGURES], columns)
 
 
 def _cell(value: Any, spec: str) -> str:

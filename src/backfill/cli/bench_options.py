@@ -2,20 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import sys
 
 from backfill.core.errors import ConfigError
-
-
-def check_extra(*, needs_plot: bool) -> None:
-    """Raises: ConfigError that names the extra when a module of it is missing."""
-    for module in ("aiohttp", *(("matplotlib",) if needs_plot else ())):
-        try:
-            importlib.import_module(module)
-        except ImportError as error:
-            raise ConfigError(f"{module} is not installed; run: pip install 'backfill[bench]'.") from error
 
 
 def server_url(text: str) -> str:

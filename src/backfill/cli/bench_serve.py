@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from backfill.cli.bench_options import authorization, check_at_least, check_extra, note, server_url
+from backfill.cli.bench_options import authorization, check_at_least, note, server_url
 from backfill.cli.engine_options import run_in_loop
+from backfill.cli.interrupts import interruptible
+from backfill.cli.plots import check_plot
 from backfill.core.errors import BackfillError, ConfigError
 
 if TYPE_CHECKING:
@@ -29,6 +31,11 @@ if TYPE_CHECKING:
 
 _MANY = ("--goodput", "--header", "--metadata")
 _SUFFIX_OF_BACKEND = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
+# A file of each dataset that has one, by its name (docs/benchmarking.md).
+_PUBLISHED = {
+    "trace": "https://github.com/microsoft/vidur/blob/main/data/processed_traces/splitwise_conv.csv",
+    "sharegpt": "https://huggingface.co/datasets/anon8231489123/ShareGPT_Vicuna_unfiltered",
+}
 _BACKENDS = {"openai": "openai", "vllm": "openai", "openai-chat": "openai-chat"}
 
 
@@ -180,7 +187,6 @@ def serve(
     if a request completed, 1 if none did, 130 after Ctrl-C.
     """
     try:
-        check_extra(needs_plot=plot is not None)
         from backfill.bench.client import Endpoint
         from backfill.bench.metrics import parse_objectives
 
@@ -252,8 +258,9 @@ def serve(
             metadata=_pairs("--metadata", metadata),
         )
         output.check_writable()
-        run, settings = run_in_loop(plan.execute())
-        num_completed = output.write(run, settings)
+        with interruptible():
+            run, settings = run_in_loop(plan.execute())
+            num_completed = output.write(run, settings)
     except BackfillError as error:
         typer.echo(f"backfill: {error}", err=True)
         raise typer.Exit(1) from None
@@ -287,6 +294,7 @@ class _Plan:
 
         # What needs no server is checked before anybody waits for one.
         self.dataset.validate()
+        _check_dataset(self.dataset)
         self.arrival.validate()
         entry = await self._served_model()
         name = self.endpoint.model or str(entry.get("id", ""))
@@ -420,14 +428,15 @@ class _Output:
 
     def check_writable(self) -> None:
         """Raises: ConfigError now for what would otherwise lose the result after the run."""
+        check_plot(self.plot)
+        if not self.is_saved:
+            return
         try:
-            if self.is_saved:
-                self.folder.mkdir(parents=True, exist_ok=True)
-            for folder in (self.folder if self.is_saved else None, self.plot.parent if self.plot else None):
-                if folder is not None and not (folder.is_dir() and os.access(folder, os.W_OK)):
-                    raise ConfigError(f"The folder {folder} cannot be written to.")
+            self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"--result-dir {self.folder}: {error.strerror or error}.") from error
+        if not os.access(self.folder, os.W_OK):
+            raise ConfigError(f"--result-dir {self.folder} cannot be written to.")
 
     def write(self, run: Run, settings: dict[str, Any]) -> int:
         """Print and save the result. Returns the number of completed requests."""
@@ -445,13 +454,13 @@ class _Output:
         typer.echo(format_report(metrics, self.shown, settings))
         if run.is_interrupted:
             typer.echo("Interrupted: these are partial results.")
+        result = result_json(metrics, run, settings)
+        if self.is_saved:
+            self._save(result_json(metrics, run, settings, is_detailed=self.is_detailed))
         if self.plot is not None:
             from backfill.bench.plot import save_plot
 
             save_plot(self.plot, run.records, f"{settings['model_id']}, {len(run.records)} requests")
-        result = result_json(metrics, run, settings)
-        if self.is_saved:
-            self._save(result_json(metrics, run, settings, is_detailed=self.is_detailed))
         if self.prints_json:
             typer.echo(json_line(result))
         return metrics.num_completed
@@ -490,6 +499,15 @@ def load_tokenizer(name: str) -> Tokenizer:
     except Exception as error:  # the library raises many kinds
         reason = str(error).strip().split("\n")[0]
         raise ModelError(f"The tokenizer {name!r} cannot be loaded: {reason}") from error
+
+
+def _check_dataset(dataset: DatasetConfig) -> None:
+    """Raises: ConfigError that says where such a file is published."""
+    source = _PUBLISHED.get(dataset.name)
+    if source is not None and dataset.path is not None and not dataset.path.exists():
+        raise ConfigError(
+            f"--dataset-path {dataset.path} cannot be read: there is no such file. One is {source}."
+        )
 
 
 def _dataset(

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from backfill.cli.interrupts import LOADING, interruptible
 from backfill.core.config import GIB, EngineConfig, SchedulerConfig
 from backfill.core.errors import BackfillError, ConfigError
 from backfill.engine.environment import engine_environment, restart_with
@@ -50,9 +51,11 @@ def throughput(
         from backfill.bench.throughput import measure
         from backfill.models.resolve import resolve_model
 
+        with interruptible(LOADING):
+            folder = resolve_model(model)
         limits = SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
         config = EngineConfig(
-            model_dir=str(resolve_model(model)),
+            model_dir=str(folder),
             dtype=dtype,  # type: ignore[arg-type]  # checked by validate
             load_format=load_format,  # type: ignore[arg-type]
             kv_bytes=int(kv_gib * GIB),
@@ -60,19 +63,20 @@ def throughput(
             scheduler=limits,
         )
         config.validate()
-        figures = measure(
-            config,
-            num_prompts=num_prompts,
-            input_len=input_len,
-            output_len=output_len,
-            stream_len=stream_len,
-            seed=seed,
-            first_token_samples=first_token_samples,
-        )
+        with interruptible():
+            figures = measure(
+                config,
+                num_prompts=num_prompts,
+                input_len=input_len,
+                output_len=output_len,
+                stream_len=stream_len,
+                seed=seed,
+                first_token_samples=first_token_samples,
+            )
     except BackfillError as error:
         typer.echo(f"backfill: {error}", err=True)
         raise typer.Exit(1) from None
     for name, figure in figures.items():
-        values = figure if isinstance(figure, list) else [figure]
-        typer.echo(f"{name:22s} {' '.join(f'{value:10.3f}' for value in values)}")
+        if not isinstance(figure, list):
+            typer.echo(f"{name:22s} {figure:10.3f}")
     typer.echo(json.dumps({"engine": "backfill", **figures}))

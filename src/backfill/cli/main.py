@@ -8,7 +8,6 @@ from typing import Annotated
 
 import typer
 
-from backfill import __version__
 from backfill.cli.bench import bench_app
 from backfill.cli.profile import profile
 from backfill.cli.pull import pull
@@ -36,6 +35,8 @@ def root(
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
 ) -> None:
     if version:
+        from backfill import __version__
+
         typer.echo(f"backfill {__version__}")
         raise typer.Exit
 

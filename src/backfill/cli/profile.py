@@ -14,6 +14,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from backfill.cli import engine_options as options
+from backfill.cli.interrupts import LOADING, interruptible
 from backfill.core.errors import BackfillError, ConfigError
 from backfill.costs.load import StepLoad
 from backfill.costs.profile import CostProfile
@@ -61,7 +62,9 @@ def profile(
             gpu_memory_utilization=gpu_memory_utilization,
             threads=threads,
         ).config()
-        config = replace(config, model_dir=str(options.find_model(model, revision, ()).folder))
+        with interruptible(LOADING):
+            served = options.find_model(model, revision, ())
+        config = replace(config, model_dir=str(served.folder))
         from backfill.costs.profiler import FULL, QUICK
         from backfill.execution.create import create_torch_executor
         from backfill.execution.profile import measure_profile, profile_path
@@ -71,7 +74,7 @@ def profile(
             TextColumn("timing steps"), BarColumn(), TextColumn("{task.completed}/{task.total}"),
             TimeRemainingColumn(), console=console, transient=True,
         )  # fmt: skip
-        with bar:
+        with interruptible(), bar:
             task = bar.add_task("steps", total=None)
             measured = measure_profile(
                 config,
@@ -109,4 +112,4 @@ def _print(console: Console, measured: CostProfile, path: Path) -> None:
     console.print(
         f"error on {error.num_steps} steps not fitted on: median {error.median:.1%}, P95 {error.p95:.1%}"
     )
-    console.print(f"saved to {path}")
+    console.print(f"saved to {path}", markup=False, soft_wrap=True)

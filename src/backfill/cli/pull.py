@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from backfill.cli.interrupts import interruptible
 from backfill.core.errors import BackfillError
 from backfill.models.resolve import DEFAULT_MODEL, KNOWN_MODELS, resolve_model
 
@@ -34,10 +35,10 @@ def pull(
     """Fetch MODEL, convert it if need be, and print the folder it is in."""
     console = Console(stderr=True)
     try:
-        with _ProgressBar(console) as bar:
+        with interruptible(), _ProgressBar(console) as bar:
             folder = resolve_model(model, cache_dir=download_dir, revision=revision, progress=bar.update)
     except BackfillError as error:
-        typer.echo(f"error: {error}", err=True)
+        typer.echo(f"backfill: {error}", err=True)
         raise typer.Exit(code=1) from None
     typer.echo(str(folder))
 

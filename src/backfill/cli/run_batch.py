@@ -12,11 +12,12 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from backfill.cli import engine_options as engine
 from backfill.cli.engine_options import ENGINE_DEFAULTS, LIMITS
+from backfill.cli.interrupts import EXIT_STATUS, LOADING, interruptible
 from backfill.core.errors import BackfillError
 from backfill.engine.options import EngineOptions, uses_generation_config
 from backfill.generation.chat_template import read_template
@@ -25,8 +26,9 @@ if TYPE_CHECKING:
     from backfill.jobs.local_run import LocalRun
 
 _DRAW_INTERVAL_S = 0.5
+_LINE_INTERVAL_S = 30.0
+_BAR_WIDTH = 80  # of a terminal that has room for a bar beside the figures
 _EXIT_FAILED_LINES = 3
-_EXIT_INTERRUPTED = 130
 
 
 def run_batch(
@@ -91,7 +93,8 @@ def run_batch(
         from_model = uses_generation_config(generation_config)
         from backfill.jobs.local_run import LocalRun
 
-        served = engine.find_model(model, revision, tuple(served_model_name or ()))
+        with interruptible(LOADING):
+            served = engine.find_model(model, revision, tuple(served_model_name or ()))
         run = LocalRun(
             input_file,
             output_file,
@@ -103,13 +106,14 @@ def run_batch(
             is_strict=strict,
             log_level=log_level.upper(),
         )
-        is_whole = engine.run_in_loop(_run(run, console))
+        with interruptible(LOADING):
+            is_whole = engine.run_in_loop(_run(run, console))
     except BackfillError as error:
         typer.echo(f"backfill: {error}", err=True)
         raise typer.Exit(1) from None
-    _print_summary(run, console, as_json=as_json)
+    _print_summary(run, console, is_whole=is_whole, as_json=as_json)
     if not is_whole:
-        raise typer.Exit(_EXIT_INTERRUPTED)
+        raise typer.Exit(EXIT_STATUS)
     if run.counts.failed:
         raise typer.Exit(_EXIT_FAILED_LINES)
 
@@ -123,13 +127,23 @@ async def _run(run: LocalRun, console: Console) -> bool:
         return await run.run()
 
 
-def _print_summary(run: LocalRun, console: Console, *, as_json: bool) -> None:
+def _print_summary(run: LocalRun, console: Console, *, is_whole: bool, as_json: bool) -> None:
     counts, usage = run.counts, run.usage
     num_ended = counts.completed + counts.failed
-    lines = f"{num_ended} of {counts.total} lines: {counts.completed} completed, {counts.failed} failed"
-    console.print(f"{lines}; {usage.input_tokens} tokens in, {usage.output_tokens} out", highlight=False)
-    if num_ended < counts.total:
-        console.print("Interrupted. The same command goes on from here.", highlight=False)
+    if not is_whole and run.rates is None:
+        lines = [f"backfill: {LOADING}"]
+    else:
+        lines = [
+            f"{num_ended} of {counts.total} lines: {counts.completed} completed, {counts.failed} failed; "
+            f"{usage.input_tokens} tokens in, {usage.output_tokens} out"
+        ]
+        if not is_whole:
+            lines.append(
+                f"Interrupted: {run.num_dropped} lines in flight are dropped. "
+                "The same command goes on from here."
+            )
+    for line in lines:
+        console.print(line, highlight=False, soft_wrap=True)
     if as_json:
         summary = {
             "total": counts.total,
@@ -144,20 +158,15 @@ def _print_summary(run: LocalRun, console: Console, *, as_json: bool) -> None:
 
 
 class _LiveProgress:
-    """Lines, tokens a second and time left on a terminal; silent without one. An async context manager."""
+    """What a run does: a bar on a terminal, else a line every half minute. An async context manager."""
 
-    def __init__(self, run: LocalRun, console: Console) -> None:
+    def __init__(self, run: LocalRun, console: Console, *, line_interval_s: float = _LINE_INTERVAL_S) -> None:
         self._run = run
-        self._is_enabled = console.is_terminal
-        self._progress = Progress(
-            TextColumn("[bold]lines"),
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.description}"),
-            console=console,
-            auto_refresh=False,
-        )
+        self._console = console
+        self._line_interval_s = line_interval_s
+        bar = (BarColumn(bar_width=12),) if console.width >= _BAR_WIDTH else ()
+        columns = TextColumn("lines"), *bar, MofNCompleteColumn(), TextColumn("{task.description}")
+        self._progress = Progress(*columns, console=console, auto_refresh=False)
         self._task = self._progress.add_task("", total=None)
 
     async def __aenter__(self) -> _LiveProgress:
@@ -169,41 +178,68 @@ class _LiveProgress:
     ) -> None:
         self._drawing.cancel()
         await asyncio.gather(self._drawing, return_exceptions=True)
-        if self._is_enabled:
-            self._show()
+        if self._console.is_terminal:
+            self.show(time.monotonic())
             self._progress.stop()
 
     async def _draw(self) -> None:
-        if not self._is_enabled:
-            return
-        self._progress.start()
+        if self._console.is_terminal:
+            self._progress.start()
+        printed_at_s = time.monotonic()
         while True:
-            self._show()
+            now_s = time.monotonic()
+            _update_time_left(self._run, now_s)
+            if self._console.is_terminal:
+                self.show(now_s)
+            elif now_s - printed_at_s >= self._line_interval_s:
+                printed_at_s = now_s
+                self._print_line(now_s)
             await asyncio.sleep(_DRAW_INTERVAL_S)
 
-    def _show(self) -> None:
+    def __rich__(self) -> RenderableType:
+        return self._progress.get_renderable()
+
+    def show(self, now_s: float) -> None:
+        """Draw the bar."""
         counts = self._run.counts
         self._progress.update(
             self._task,
             total=counts.total,
             completed=counts.completed + counts.failed,
-            description=describe(self._run, time.monotonic()),
+            description=describe(self._run, now_s),
         )
         self._progress.refresh()
 
+    def _print_line(self, now_s: float) -> None:
+        counts = self._run.counts
+        num_ended = counts.completed + counts.failed
+        text = f"{num_ended} of {counts.total} lines; {describe(self._run, now_s)}"
+        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def _update_time_left(run: LocalRun, now_s: float) -> None:
+    if run.time_left is not None:
+        run.time_left.update(run.counts.completed + run.counts.failed - run.num_resumed, now_s)
+
 
 def describe(run: LocalRun, now_s: float) -> str:
-    """What the run does: while it feeds, mean rate of all tokens so far and time left at that pace."""
-    if run.feeding_since_s is None:
+    """What the run does; while lines run, tokens a second of the last half minute, and the time left."""
+    if run.is_stopping:
+        return "stopping"
+    if run.rates is None or run.time_left is None:
         return run.phase
-    elapsed_s = max(now_s - run.feeding_since_s, 1e-9)
-    num_ended = run.counts.completed + run.counts.failed - run.num_resumed
-    parts = [f"{run.num_tokens_here / elapsed_s:.0f} tok/s"]
-    if num_ended:
-        num_left = run.counts.total - run.num_resumed - num_ended
-        minutes, seconds = divmod(round(num_left * elapsed_s / num_ended), 60)
-        hours, minutes = divmod(minutes, 60)
-        parts.append(f"{hours}:{minutes:02d}:{seconds:02d} left")
+    parts = []
+    prompts, outputs = run.rates.prompts.per_s(now_s), run.rates.outputs.per_s(now_s)
+    if prompts is not None and outputs is not None:
+        parts.append(f"tok/s: {prompts:,.0f} in, {outputs:,.0f} out")
+    if (left_s := run.time_left.seconds(now_s)) is not None:
+        parts.append(f"{_clock(left_s)} left")
     if run.counts.failed:
-        parts.append(f"[red]{run.counts.failed} failed[/red]")
-    return ", ".join(parts)
+        parts.append(f"{run.counts.failed} failed")
+    return "; ".join(parts) or "running"
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest_s = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest_s:02d}"

@@ -15,6 +15,7 @@ import typer
 
 from backfill.cli import engine_options as engine
 from backfill.cli.engine_options import ENGINE_DEFAULTS, LIMITS
+from backfill.cli.interrupts import LOADING, interruptible
 from backfill.core.config import GIB, EngineConfig
 from backfill.core.errors import BackfillError, ConfigError
 from backfill.engine.options import EngineOptions, check_profile, uses_generation_config
@@ -297,7 +298,8 @@ def _run(
     listener = bind(server_config.host, server_config.port)
     host, port = listener.getsockname()[:2]
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    served = engine.find_model(model, revision, server_config.served_model_names)
+    with interruptible(LOADING):
+        served = engine.find_model(model, revision, server_config.served_model_names)
     engine_config = dataclasses.replace(engine_config, model_dir=str(served.folder))
     check_profile(engine_config)
 
@@ -323,9 +325,10 @@ def _run(
         )
         return await server.run(listener)
 
-    stopped_by = engine.run_in_loop(run())
+    with interruptible(LOADING):
+        stopped_by = engine.run_in_loop(run())
     if stopped_by is not None:
-        typer.echo(f"backfill: {stopped_by.name} before the model was loaded", err=True)
+        typer.echo(f"backfill: {LOADING}", err=True)
         raise typer.Exit(128 + stopped_by)
 
 

@@ -5,32 +5,38 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
+from backfill.cli.interrupts import interruptible
 from backfill.core.errors import BackfillError, ConfigError
-from backfill.simulation.metrics import PolicyMetrics
-from backfill.simulation.scenarios import Inputs, ScenarioResult, build_scenario, run_scenario
-from backfill.simulation.variants import variant_names
 
-# Column, attribute of PolicyMetrics, format.
-_COLUMNS = (
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from backfill.simulation.metrics import PolicyMetrics
+    from backfill.simulation.scenarios import PointResult, ScenarioResult
+
+# Name in the table, attribute of PolicyMetrics, format.
+_FIGURES = (
     ("TTFT P50 s", "ttft_p50_s", ".3f"),
-    ("P99 s", "ttft_p99_s", ".3f"),
+    ("TTFT P99 s", "ttft_p99_s", ".3f"),
     ("ITL P50 s", "itl_p50_s", ".3f"),
-    ("P99 s", "itl_p99_s", ".3f"),
+    ("ITL P99 s", "itl_p99_s", ".3f"),
     ("TTFT met", "ttft_attainment", ".1%"),
     ("ITL met", "itl_attainment", ".1%"),
-    ("tok/s", "total_tok_s", ".0f"),
-    ("online", "online_tok_s", ".0f"),
-    ("offline", "offline_tok_s", ".0f"),
+    ("total tok/s", "total_tok_s", ".0f"),
+    ("online tok/s", "online_tok_s", ".0f"),
+    ("offline tok/s", "offline_tok_s", ".0f"),
     ("recomputed", "recomputed_token_share", ".2%"),
     ("restored", "restored_token_share", ".1%"),
     ("scheduling", "scheduling_time_share", ".2%"),
 )
+# Where the traces of docs/simulation.md are published.
+_TRACES = "https://github.com/microsoft/vidur/tree/main/data/processed_traces"
+_CONVERSATIONS = "splitwise_conv.csv"
+_SUMMARIES = "arxiv_summarization_stats_llama2_tokenizer_filtered_v2.csv"
 
 
 def simulate(
@@ -44,22 +50,34 @@ def simulate(
     offline_lengths: Annotated[
         Path | None, typer.Option(help="CSV of prompt and output lengths of the offline work.")
     ] = None,
-    plot: Annotated[Path | None, typer.Option(help="PNG to write; SCENARIO.png by default.")] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(help="PNG to write. Default: SCENARIO.png, where matplotlib is installed."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="End with one JSON object on a line.")] = False,
 ) -> None:
     """Run an experiment of ConServe's evaluation and print its figures beside the paper's.
 
     Without traces the workloads are drawn with the published traces' means and variation.
     """
-    console = Console(width=150)
+    from rich.console import Console
+
+    from backfill.cli.plots import NEEDS, can_plot, check_folder, check_plot
+    from backfill.simulation.scenarios import Inputs, build_scenario, run_scenario
+
+    console = Console()
     try:
-        path = plot or Path(f"{scenario}.png")
-        if not path.absolute().parent.is_dir():
-            raise ConfigError(f"--plot {path} cannot be written: there is no folder {path.parent}.")
+        check_plot(plot)
+        path = plot
+        if plot is None and can_plot():
+            path = Path(f"{scenario}.png")
+            check_folder("--plot", path)
         if online_trace is not None and scenario != "conserve-fig5":
             raise ConfigError(
                 "--online-trace is for conserve-fig5; the requests of the others have one length."
             )
+        _check_trace("--online-trace", online_trace, _CONVERSATIONS)
+        _check_trace("--offline-lengths", offline_lengths, _SUMMARIES)
         built = build_scenario(scenario, Inputs(online_trace, offline_lengths))
         chosen = built.policies if policies is None else _parse_policies(policies)
         console.print(f"[bold]{built.title}[/bold]")
@@ -67,16 +85,22 @@ def simulate(
             f"{built.hardware.name}, {built.hardware.kv_tokens} tokens of KV, "
             f"objectives {built.slo.ttft_s:g} s and {built.slo.tpot_s * 1000:g} ms"
         )
+        if path is None:
+            console.print(f"No plot: it needs {NEEDS}.", highlight=False, markup=False)
 
         def on_done(setting: Mapping[str, float], policy: str, metrics: PolicyMetrics) -> None:
             where = ", ".join(f"{name} {value:g}" for name, value in setting.items())
             console.print(f"{where}: {policy} done, {metrics.num_steps} steps", style="dim")
 
-        result = run_scenario(built, chosen, on_done)
-        for table in _tables(result):
-            console.print(table)
-        _save_plot(path, result)
-        console.print(f"wrote {path}")
+        with interruptible():
+            result = run_scenario(built, chosen, on_done)
+        for point in result.points:
+            _print_point(console, point, result)
+        if path is not None:
+            from backfill.simulation.plot import save_plot
+
+            save_plot(path, result)
+            console.print(f"wrote {path}", markup=False, soft_wrap=True)
     except BackfillError as error:
         typer.echo(f"backfill: {error}", err=True)
         raise typer.Exit(1) from None
@@ -84,7 +108,18 @@ def simulate(
         typer.echo(json.dumps(result.as_json()))
 
 
+def _check_trace(option: str, path: Path | None, published_as: str) -> None:
+    """Raises: ConfigError that says where such a file is published."""
+    if path is not None and not path.exists():
+        raise ConfigError(
+            f"{option} {path} cannot be read: there is no such file. "
+            f"The one of docs/simulation.md is {published_as} of {_TRACES}."
+        )
+
+
 def _parse_policies(text: str) -> tuple[str, ...]:
+    from backfill.simulation.variants import variant_names
+
     names = [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
         if name not in variant_names():
@@ -96,28 +131,16 @@ def _parse_policies(text: str) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _tables(result: ScenarioResult) -> list[Table]:
-    tables = []
-    for point in result.points:
-        table = Table(title=", ".join(f"{name} {value:g}" for name, value in point.setting.items()))
-        table.add_column("policy")
-        for column, _, _ in _COLUMNS:
-            table.add_column(column, justify="right")
-        for policy, metrics in point.metrics.items():
-            table.add_row(policy, *(format(getattr(metrics, name), spec) for _, name, spec in _COLUMNS))
-            printed = result.scenario.paper.get(policy, {})
-            if any(name in printed for _, name, _ in _COLUMNS):
-                table.add_row(
-                    "  paper",
-                    *(format(printed[name], spec) if name in printed else "" for _, name, spec in _COLUMNS),
-                )
-        tables.append(table)
-    return tables
+def _print_point(console: Console, point: PointResult, result: ScenarioResult) -> None:
+    """A column for each policy, and beside it one of what the paper prints of it."""
+    from backfill.cli.tables import print_figures
 
-
-def _save_plot(path: Path, result: ScenarioResult) -> None:
-    try:
-        from backfill.simulation.plot import save_plot
-    except ImportError as error:
-        raise ConfigError("Plots need matplotlib: pip install 'backfill[bench]'.") from error
-    save_plot(path, result)
+    columns = {}
+    for policy, metrics in point.metrics.items():
+        columns[policy] = [format(getattr(metrics, name), spec) for _, name, spec in _FIGURES]
+        printed = result.scenario.paper.get(policy, {})
+        cells = [format(printed[name], spec) if name in printed else "" for _, name, spec in _FIGURES]
+        if any(cells):
+            columns[f"{policy} (paper)"] = cells
+    title = ", ".join(f"{name} {value:g}" for name, value in point.setting.items())
+    print_figures(console, title, [name for name, _, _ in _FIGURES], columns)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Mapping
 
@@ -29,6 +30,8 @@ def engine_environment(current: Mapping[str, str]) -> dict[str, str]:
 def restart_with(settings: Mapping[str, str]) -> None:
     """Begin this command anew with ``settings`` in the environment; none is no restart."""
     if settings:
+        # A Ctrl-C meanwhile waits until the command can handle it (backfill/__main__.py).
+        signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))
         os.execve(
             sys.executable, [sys.executable, "-m", "backfill", *sys.argv[1:]], {**os.environ, **settings}
         )

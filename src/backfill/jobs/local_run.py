@@ -19,13 +19,14 @@ from backfill.core.errors import BackfillError, ConfigError
 from backfill.core.request import ServiceClass
 from backfill.core.slo import SLO
 from backfill.engine.client import EngineClient
-from backfill.engine.messages import Ready
+from backfill.engine.messages import Ready, StepReport
 from backfill.engine.supervisor import EngineSupervisor
 from backfill.generation.generator import RequestRecord, TextGenerator
 from backfill.generation.tokenizer import Tokenizer
 from backfill.jobs.feed import Feed
 from backfill.jobs.feeder import Feeder
 from backfill.jobs.lines import LineResult
+from backfill.jobs.progress import TimeLeft, TokenRates
 from backfill.jobs.records import RequestCounts, TokenUsage
 from backfill.jobs.results import ForeignResults, ResultLog
 from backfill.jobs.runner import ServiceRunner
@@ -52,20 +53,16 @@ class BadInput(BackfillError):
         super().__init__(f"{path} cannot be run, and nothing of it was:\n" + "\n".join(shown))
 
 
-class _TokenCounter:
-    """A generation Observer: tokens of requests that ended, those of the prompt included."""
+class _NoObserver:
+    """A generation Observer. Tokens are counted by step: here a prompt is known when its request ends."""
 
-    def __init__(self) -> None:
-        self.num_tokens = 0
+    def on_first_token(
+        self, service_class: ServiceClass, since_arrival_s: float, slo: SLO | None
+    ) -> None: ...
 
-    def on_first_token(self, service_class: ServiceClass, since_arrival_s: float, slo: SLO | None) -> None:
-        self.num_tokens += 1
+    def on_next_token(self, service_class: ServiceClass, since_last_s: float, slo: SLO | None) -> None: ...
 
-    def on_next_token(self, service_class: ServiceClass, since_last_s: float, slo: SLO | None) -> None:
-        self.num_tokens += 1
-
-    def on_finished(self, record: RequestRecord) -> None:
-        self.num_tokens += record.num_prompt_tokens
+    def on_finished(self, record: RequestRecord) -> None: ...
 
 
 class LocalRun:
@@ -76,7 +73,8 @@ class LocalRun:
     Attributes:
         phase: what it does before lines run, for people.
         num_resumed: lines that had a result before this run.
-        feeding_since_s: when lines began to run, on the monotonic clock; None before that.
+        num_dropped: lines in flight when the run was stopped, which the next one runs again.
+        rates, time_left: None before lines run.
         duration_s: of the run, once it has ended.
 
     Args:
@@ -99,7 +97,9 @@ class LocalRun:
     ) -> None:
         self.phase = "checking the input"
         self.num_resumed = 0
-        self.feeding_since_s: float | None = None
+        self.num_dropped = 0
+        self.rates: TokenRates | None = None
+        self.time_left: TimeLeft | None = None
         self.duration_s = 0.0
         self._input_path = input_path
         self._result_paths = (output_path, error_path or output_path)
@@ -118,11 +118,10 @@ class LocalRun:
         self._total = 0
         self._log: ResultLog | None = None
         self._suspects = Suspects()
-        self._tokens = _TokenCounter()
         self._service: CompletionService | None = None
         self._threads = ThreadPool("disk", 2)
         self._feeder = Feeder(ServiceRunner(lambda: self._service), self._threads)
-        self._client = EngineClient(engine_config, log_level=log_level)
+        self._client = EngineClient(engine_config, log_level=log_level, on_report=self._on_report)
 
     @property
     def counts(self) -> RequestCounts:
@@ -133,9 +132,8 @@ class LocalRun:
         return TokenUsage() if self._log is None else self._log.usage
 
     @property
-    def num_tokens_here(self) -> int:
-        """Tokens this run has computed: outputs, and prompts of requests that ended."""
-        return self._tokens.num_tokens
+    def is_stopping(self) -> bool:
+        return self._stop_asked.is_set()
 
     def stop(self) -> None:
         """End the run soon; finished results are kept and the rest is for the next run."""
@@ -258,6 +256,7 @@ class LocalRun:
         finally:
             # A result that waits for the disk is not waited for: a full disk would hold the stop for ever.
             await self._feeder.remove(feed, keep_results=False)
+            self.num_dropped = feed.num_held
             lines.close()
         if feed.finished.done():
             try:
@@ -271,11 +270,18 @@ class LocalRun:
     async def _on_engine_ready(self, ready: Ready) -> None:
         tokenizer = await self._loading
         self._preparation.configure(EngineFacts.of(ready, self._engine_config.scheduler))
-        generator = TextGenerator(self._client, tokenizer, self._tokens)
+        generator = TextGenerator(self._client, tokenizer, _NoObserver())
         self._service = CompletionService(self._model, tokenizer, generator)
-        if self.feeding_since_s is None:
-            self.feeding_since_s = time.monotonic()
-        self._feeder.set_capacity(2 * self._engine_config.scheduler.max_num_seqs)
+        num_at_once = self._engine_config.scheduler.max_num_seqs
+        if self.rates is None:
+            now_s = time.monotonic()
+            self.rates = TokenRates(now_s)
+            self.time_left = TimeLeft(self._num_unfinished(), num_at_once, now_s)
+        self._feeder.set_capacity(2 * num_at_once)
+
+    def _on_report(self, report: StepReport) -> None:
+        if self.rates is not None:
+            self.rates.on_report(report, time.monotonic())
 
     def _on_engine_lost(self) -> None:
         self._service = None

@@ -1,0 +1,39 @@
+"""Whether plots can be drawn, asked before the work that they are to show."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from pathlib import Path
+
+from backfill.core.errors import ConfigError
+
+NEEDS = "matplotlib, which is not installed: pip install 'backfill[plot]'"
+
+
+def can_plot() -> bool:
+    try:
+        importlib.import_module("matplotlib.figure")
+    except ImportError:
+        return False
+    return True
+
+
+def check_plot(path: Path | None) -> None:
+    """Raises: ConfigError where ``--plot`` names a file that could not be drawn or written later."""
+    if path is None:
+        return
+    if not can_plot():
+        raise ConfigError(f"--plot needs {NEEDS}.")
+    check_folder("--plot", path)
+
+
+def check_folder(option: str, path: Path | None) -> None:
+    """Raises: ConfigError where a file cannot be put."""
+    if path is None:
+        return
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise ConfigError(f"{option} {path} cannot be written: there is no folder {path.parent}.")
+    if not os.access(folder, os.W_OK):
+        raise ConfigError(f"{option} {path} cannot be written: the folder {path.parent} is not writable.")

@@ -1,0 +1,122 @@
+"""How fast a batch runs, and for how long still. Nobody here reads a clock: instants are arguments."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+
+from backfill.engine.messages import StepReport
+
+RATE_WINDOW_S = 30.0
+_LEAST_SPAN_S = 3.0
+_BUCKET_S = 0.5
+_WINDOW_TURNS = 3
+_LEAST_WINDOW_LINES = 50
+_LEAST_ENDED_LINES = 5
+_SMOOTHING_S = 15.0
+
+
+class SlidingRate:
+    """Amounts per second over the last ``window_s``, or since the start where that is later.
+
+    Args:
+        started_at_s: nothing was counted before.
+    """
+
+    def __init__(self, started_at_s: float, window_s: float = RATE_WINDOW_S) -> None:
+        self._started_at_s = started_at_s
+        self._window_s = window_s
+        self._buckets: deque[tuple[float, float]] = deque()  # instant of the first amount, sum
+
+    def add(self, amount: float, now_s: float) -> None:
+        if self._buckets and now_s < self._buckets[-1][0] + _BUCKET_S:
+            at_s, total = self._buckets.pop()
+            self._buckets.append((at_s, total + amount))
+        else:
+            self._buckets.append((now_s, amount))
+        self._forget(now_s)
+
+    def per_s(self, now_s: float) -> float | None:
+        """None before so much time has passed that it says something."""
+        self._forget(now_s)
+        span_s = min(now_s - self._started_at_s, self._window_s)
+        if span_s < _LEAST_SPAN_S:
+            return None
+        return sum(amount for _, amount in self._buckets) / span_s
+
+    def _forget(self, now_s: float) -> None:
+        while self._buckets and self._buckets[0][0] <= now_s - self._window_s:
+            self._buckets.popleft()
+
+
+class TimeLeft:
+    """Estimates when the last line ends, from the pace of those that ended lately.
+
+    The window is one of lines, three times those that run at once: they begin together and end together, so
+    that one of seconds would hold now all of them, now none. For the same reason the pace is measured when a
+    line ends, and else only where none has for longer than ever before.
+
+    Args:
+        num_lines: to run.
+        num_at_once: that run at the same time, at most.
+    """
+
+    def __init__(self, num_lines: int, num_at_once: int, started_at_s: float) -> None:
+        self._num_lines = num_lines
+        self._num_ended = 0
+        # Before as many have ended as began together, those that ended are the short ones.
+        self._least_ended = max(_LEAST_ENDED_LINES, min(num_at_once, num_lines // 4))
+        window_lines = max(_WINDOW_TURNS * num_at_once, _LEAST_WINDOW_LINES)
+        self._ended_at_s: deque[float] = deque([started_at_s], maxlen=window_lines + 1)
+        self._longest_gap_s = 0.0
+        self._end_at_s: float | None = None  # smoothed
+        self._measured_at_s = started_at_s
+
+    def update(self, num_ended: int, now_s: float) -> None:
+        """Tell how many lines have ended; called again and again, also when none did."""
+        gap_s = now_s - self._ended_at_s[-1]
+        num_new = num_ended - self._num_ended
+        if num_new == 0 and gap_s <= self._longest_gap_s:
+            return
+        if num_new > 0:
+            self._longest_gap_s = max(self._longest_gap_s, gap_s)
+            self._num_ended = num_ended
+            self._ended_at_s.extend([now_s] * num_new)
+        if num_ended >= self._least_ended:
+            self._measure(now_s)
+
+    def _measure(self, now_s: float) -> None:
+        seconds_per_line = (now_s - self._ended_at_s[0]) / (len(self._ended_at_s) - 1)
+        end_at_s = now_s + (self._num_lines - self._num_ended) * seconds_per_line
+        if self._end_at_s is None:
+            self._end_at_s = end_at_s
+        else:
+            weight = 1 - math.exp((self._measured_at_s - now_s) / _SMOOTHING_S)
+            self._end_at_s += weight * (end_at_s - self._end_at_s)
+        self._measured_at_s = now_s
+
+    def seconds(self, now_s: float) -> float | None:
+        """None before enough lines have ended."""
+        return None if self._end_at_s is None else max(0.0, self._end_at_s - now_s)
+
+
+class TokenRates:
+    """Tokens that the engine computes per second, prompts apart from outputs."""
+
+    def __init__(self, started_at_s: float) -> None:
+        self.prompts = SlidingRate(started_at_s)
+        self.outputs = SlidingRate(started_at_s)
+        self._num_computed = 0  # by the engine that runs now
+
+    def on_report(self, report: StepReport, now_s: float) -> None:
+        """Count a step. Tokens computed again after a preemption are not counted again."""
+        stats = report.stats
+        totals = (stats.online.totals, stats.offline.totals)
+        num_computed = sum(each.num_computed_tokens - each.num_recomputed_tokens for each in totals)
+        if num_computed < self._num_computed:  # of an engine that was started again
+            self._num_computed = 0
+        num_new, self._num_computed = num_computed - self._num_computed, num_computed
+        num_outputs = sum(output.token_id is not None for output in report.outputs)
+        self.outputs.add(num_outputs, now_s)
+        # A decode computes one token and gives one. A prompt's end gives one too, which is not worth a count.
+        self.prompts.add(max(0, num_new - num_outputs), now_s)

@@ -1,0 +1,142 @@
+"""Ctrl-C at any moment ends a command with one line at most and status 130, its children too.
+
+The moment is an import, and not a time: the first of a module, in the command or in a child of it, interrupts
+the whole process group, as a terminal does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from backfill.cli.interrupts import LOADING, interruptible
+from tests.api.batch_inputs import as_jsonl, completion_line
+from tests.api.servers import MODEL, SMALL_MODEL, quick_profile
+
+INTERRUPTS = """
+import os, signal, sys
+
+where, module = os.environ["INTERRUPT_AT"].split()
+is_here = where == ("child" if "spawn_main" in " ".join(sys.orig_argv) else "command")
+
+class Interrupting:
+    def find_spec(self, name, path=None, target=None):
+        if name == module and is_here and not os.path.exists(os.environ["INTERRUPTED"]):
+            open(os.environ["INTERRUPTED"], "w").close()
+            os.killpg(os.getpgrp(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupting())
+"""
+SCRIPT = (str(Path(sys.executable).with_name("backfill")),)
+MODULE = (sys.executable, "-m", "backfill")
+
+
+def run_batch_options(model: Path) -> tuple[str, ...]:
+    options = ("-i", "in.jsonl", "-o", "out.jsonl", "--model", str(model), "--served-model-name", MODEL)
+    return (*options, *SMALL_MODEL)
+
+
+@pytest.mark.parametrize(
+    ("start", "command", "moment"),
+    [
+        (SCRIPT, "serve", "command typer"),
+        (MODULE, "serve", "command backfill.api.server"),
+        (SCRIPT, "serve", "child backfill.engine.engine"),
+        (MODULE, "serve", "child torch"),
+        (SCRIPT, "run-batch", "child backfill.preparation.process"),
+        (SCRIPT, "simulate", "command numpy"),
+        (SCRIPT, "bench serve", "command aiohttp"),
+        (MODULE, "profile", "command backfill.costs.profiler"),
+        (SCRIPT, "pull", "command filelock"),
+    ],
+)
+def test_an_interrupt_while_a_command_loads_is_one_line(
+    tmp_path: Path, small_model: Path, start: tuple[str, ...], command: str, moment: str
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(INTERRUPTS)
+    (tmp_path / "in.jsonl").write_bytes(as_jsonl([completion_line("a")]))
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    arguments = {
+        "serve": (str(small_model), "--port", "0", "--data-dir", str(tmp_path / "data"), *SMALL_MODEL),
+        "run-batch": run_batch_options(small_model),
+        "simulate": ("conserve-fig5",),
+        "bench serve": ("--base-url", "http://127.0.0.1:1"),
+        "profile": (str(small_model), *SMALL_MODEL, "--out", "profile.json"),
+        "pull": ("model.gguf", "--download-dir", str(tmp_path / "models")),
+    }[command]
+    if command == "serve":
+        profile = quick_profile(str(small_model), *SMALL_MODEL[:4])
+        arguments += ("--profile", profile, "--log-level", "WARNING")
+    environment = {"INTERRUPT_AT": moment, "INTERRUPTED": str(tmp_path / "interrupted")}
+    process = subprocess.Popen(
+        [*start, *command.split(), *arguments],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, **environment, "PYTHONPATH": str(tmp_path)},
+    )
+    stdout, stderr = process.communicate(timeout=200)
+    assert (tmp_path / "interrupted").exists(), stderr
+    assert (process.returncode, stdout) == (130, ""), stderr
+    assert stderr in (f"backfill: {LOADING}\n", "backfill: interrupted\n")
+
+
+CHILDREN = """
+import json, os, signal, sys
+
+if "spawn_main" in " ".join(sys.orig_argv):
+    class Recording:
+        def find_spec(self, name, path=None, target=None):
+            if name == "safetensors":  # it loads the model
+                with open(os.environ["MODULES"], "w") as file:
+                    json.dump(sorted(sys.modules), file)
+                os.killpg(os.getpgrp(), signal.SIGKILL)
+
+    sys.meta_path.insert(0, Recording())
+"""
+OF_OTHERS = {"cli", "api", "bench", "simulation", "jobs", "preparation", "protocol", "generation"}
+LIBRARIES_OF_OTHERS = {"typer", "rich", "fastapi", "uvicorn", "aiohttp", "transformers", "sqlalchemy"}
+
+
+@pytest.mark.parametrize("start", [SCRIPT, MODULE])
+def test_the_engines_process_imports_the_engine_alone(
+    tmp_path: Path, small_model: Path, start: tuple[str, ...]
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(CHILDREN)
+    (tmp_path / "in.jsonl").write_bytes(as_jsonl([completion_line("a")]))
+    options = run_batch_options(small_model)
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "MODULES": str(tmp_path / "modules.json")}
+    command = [*start, "run-batch", *options]
+    subprocess.run(command, cwd=tmp_path, check=False, timeout=200, env=environment, start_new_session=True)
+    modules = json.loads((tmp_path / "modules.json").read_text())
+    packages = {name.split(".")[1] for name in modules if name.startswith("backfill.")}
+    assert "engine" in packages
+    assert not OF_OTHERS & packages
+    assert not LIBRARIES_OF_OTHERS & set(modules)
+
+
+def end_in_the_middle(closed: list[str]) -> None:
+    with interruptible():
+        try:
+            signal.raise_signal(signal.SIGINT)
+        finally:
+            closed.append("what was open")
+
+
+def test_what_is_open_is_closed_where_a_command_is_interruptible(capsys: pytest.CaptureFixture[str]) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    closed: list[str] = []
+    with pytest.raises(SystemExit) as ended:
+        end_in_the_middle(closed)
+    assert ended.value.code == 130
+    assert closed == ["what was open"]
+    assert capsys.readouterr().err == "backfill: interrupted\n"
+    assert signal.getsignal(signal.SIGINT) is before

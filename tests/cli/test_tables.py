@@ -1,0 +1,54 @@
+"""Tables of figures on terminals of any width."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from backfill.cli.tables import print_figures
+
+NAMES = ["TTFT P99 s", "offline tok/s", "recomputed"]
+COLUMNS = {
+    name: [f"{1.234 + index:.3f}", str(3124 + index), f"{index / 10:.2%}"]
+    for index, name in enumerate(
+        (
+            "online-only",
+            "priority",
+            "priority (paper)",
+            "slo-recompute-latest",
+            "slo-swap",
+            "slo",
+            "slo (paper)",
+        )
+    )
+}
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 150])
+def test_every_figure_is_whole_and_no_line_is_too_long(width: int) -> None:
+    screen = io.StringIO()
+    print_figures(Console(file=screen, width=width), "rate_per_s 2, cv 1", NAMES, COLUMNS)
+    text = screen.getvalue()
+    assert max(map(len, text.splitlines())) <= width
+    for cells in COLUMNS.values():
+        for cell in cells:
+            assert f" {cell} " in text
+    for name in NAMES:
+        assert f" {name} " in text
+
+
+def test_one_table_where_there_is_room() -> None:
+    screen = io.StringIO()
+    print_figures(Console(file=screen, width=150), "", NAMES, COLUMNS)
+    assert screen.getvalue().count("TTFT P99 s") == 1
+
+
+def test_a_figure_that_nobody_has_has_no_row() -> None:
+    screen = io.StringIO()
+    print_figures(
+        Console(file=screen, width=80), "", NAMES, {"slo": ["1.000", "", ""], "fcfs": ["", "5", ""]}
+    )
+    assert "offline tok/s" in screen.getvalue()
+    assert "recomputed" not in screen.getvalue()
