@@ -13,6 +13,8 @@ TESTABLE := $(VENV)/.testable-$(MODULES)
 # A file stays on one worker, with the fixtures that its tests share; in the order of collection, the slow files first.
 IN_PARALLEL := --dist loadfile --no-loadscope-reorder
 PIP := $(BIN)/pip install --disable-pip-version-check -c constraints.txt
+# Where torch's build without CUDA comes from, on a machine without an NVIDIA GPU. TORCH_INDEX= asks no such index.
+TORCH_INDEX ?= $(if $(wildcard /dev/nvidia0 /dev/nvidiactl /dev/dxg),,https://download.pytorch.org/whl/cpu)
 
 # What depends on the kernels, and which of their variants to run it with; by default all that this machine has.
 NUMERIC_TESTS := $(addprefix tests/,kernels models execution engine api cli bench/test_throughput.py)
@@ -28,11 +30,17 @@ $(BIN)/python:
 	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) is needed; name another with PYTHON=..." >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
-$(RUNNABLE): $(SOURCES) | $(BIN)/python
-	$(PIP) -e .
+# The index is asked for torch alone, and not for long: pip would ask an extra index for every package.
+$(VENV)/.torch: constraints.txt | $(BIN)/python
+	@test -z "$(TORCH_INDEX)" || $(PIP) --retries 1 --timeout 10 --no-deps --index-url $(TORCH_INDEX) torch \
+	  || echo "torch comes from the package index instead: with CUDA, 2.7 GB to download." >&2
+	@touch $@
+
+$(RUNNABLE): $(SOURCES) $(VENV)/.torch
+	$(PIP) -e '.[plot]'
 	@rm -f $(VENV)/.runnable-* && touch $@
 
-$(TESTABLE): $(SOURCES) | $(BIN)/python
+$(TESTABLE): $(SOURCES) $(VENV)/.torch
 	$(PIP) -e '.[dev]'
 	@rm -f $(VENV)/.testable-* $(VENV)/.runnable-* && touch $(RUNNABLE) $@
 

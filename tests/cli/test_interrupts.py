@@ -95,7 +95,8 @@ import json, os, signal, sys
 if "spawn_main" in " ".join(sys.orig_argv):
     class Recording:
         def find_spec(self, name, path=None, target=None):
-            if name == "safetensors":  # it loads the model
+            # It loads the model; the preparation's process has a tokenizer to load.
+            if name == "safetensors" and "backfill.preparation.process" not in sys.modules:
                 with open(os.environ["MODULES"], "w") as file:
                     json.dump(sorted(sys.modules), file)
                 os.killpg(os.getpgrp(), signal.SIGKILL)

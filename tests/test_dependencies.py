@@ -1,0 +1,60 @@
+"""The code imports what pyproject.toml declares, and nothing else that happens to be installed."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+from packaging.utils import canonicalize_name
+
+from tests.installed import ROOT, names_of, project
+
+# Distribution and the only file that imports it.
+ELSEWHERE = {"triton": "kernels/triton_ops.py"}  # comes with torch's CUDA build, and is of use with that only
+PLOTS = ("bench/plot.py", "bench/coserve_plot.py", "simulation/plot.py")
+
+
+def imported_modules(path: Path) -> Iterator[str]:
+    """Top-level names of what a file imports, wherever in it."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
+            yield node.module.partition(".")[0]
+
+
+def imported_distributions(folder: str) -> dict[str, set[str]]:
+    """By distribution, the files of a folder that import it; a module of none counts as one."""
+    distributions = packages_distributions()
+    own = {"backfill", *(path.stem for path in (ROOT / folder).glob("*.py"))}
+    found: dict[str, set[str]] = {}
+    for path in (ROOT / folder).rglob("*.py"):
+        for module in set(imported_modules(path)) - own - sys.stdlib_module_names:
+            for name in distributions.get(module, [module]):
+                found.setdefault(canonicalize_name(name), set()).add(str(path.relative_to(ROOT / folder)))
+    return found
+
+
+def test_the_package_imports_only_what_is_declared() -> None:
+    declared = names_of(project()["dependencies"])
+    plot = names_of(project()["optional-dependencies"]["plot"])
+    for name, files in imported_distributions("src/backfill").items():
+        if name in plot:
+            assert files <= set(PLOTS), f"{name} is imported by {files}"
+        elif name in ELSEWHERE:
+            assert files == {ELSEWHERE[name]}
+        else:
+            assert name in declared, f"{name} is imported by {files}"
+
+
+def test_what_is_declared_is_imported() -> None:
+    declared = names_of(project()["dependencies"])
+    assert declared <= imported_distributions("src/backfill").keys()
+
+
+def test_benchmarks_need_no_more_than_make_install() -> None:
+    installed = names_of([*project()["dependencies"], *project()["optional-dependencies"]["plot"]])
+    assert imported_distributions("benchmarks").keys() <= installed

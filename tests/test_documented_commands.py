@@ -1,0 +1,218 @@
+"""Every command that README and docs print runs in an environment that ``make install`` makes.
+
+The commands are collected, and each is in one of the tables below: a new one fails until it is. What only the
+tests have is hidden from the commands that are run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.api.servers import MODEL, SMALL_MODEL, RunningServer, ending, free_port, quick_profile
+from tests.installed import write_blocker
+from tests.test_docs import ROOT, commands
+
+_BACKFILL = ".venv/bin/backfill"
+_SERVER_OPTIONS = (*SMALL_MODEL, "--max-model-len", "2048", "--served-model-name", MODEL)
+
+# Run as printed but for the options appended, which make it short; {url} is that of a small server.
+RUN = {
+    f"{_BACKFILL} pull smollm2-135m-instruct": "",
+    f"{_BACKFILL} run-batch -i questions.jsonl -o answers.jsonl": "--model path/to/hf-folder {small}",
+    f"{_BACKFILL} bench serve --base-url http://127.0.0.1:8000 --num-prompts 100 --request-rate 2 --cv 2 "
+    "--random-input-len 256 --random-output-len 32 --ignore-eos --goodput ttft:1000 tpot:100 "
+    "--plot report.png": "--base-url {url} --num-prompts 4 --request-rate 40 --input-len 12 --output-len 3",
+    f"{_BACKFILL} bench serve --dataset-name trace --dataset-path splitwise_conv.csv --request-rate 2 "
+    "--num-prompts 200 --max-total-len 2000 --ignore-eos": (
+        "--base-url {url} --num-prompts 4 --request-rate 40 --output-len 3"
+    ),
+    f"{_BACKFILL} bench coserve --base-url http://127.0.0.1:8100 --label vllm-online-only "
+    "--offline-mode none --result alone.json": (
+        "--base-url {url} --duration 1 --warmup 0 --rate 5 --input-len 8 --output-len 4"
+    ),
+    f"{_BACKFILL} simulate conserve-fig5 --online-trace splitwise_conv.csv --offline-lengths "
+    "arxiv_summarization_stats_llama2_tokenizer_filtered_v2.csv --json": "--policies online-only",
+}
+# Parsed by the command line and not run, and why.
+PARSED = {
+    f"{_BACKFILL} serve path/to/hf-folder": "it is the small server",
+    f"{_BACKFILL} serve path/to/hf-folder --load-format dummy": "the same with random weights",
+    f"{_BACKFILL} serve path/to/model.gguf": "tests/models/gguf converts such files",
+    f"{_BACKFILL} serve Qwen/Qwen3-0.6B --kv-gib 4": "a download of 1.5 GB",
+    f"{_BACKFILL} run-batch -i questions.jsonl -o answers.jsonl --model smollm2-135m-instruct": "run above",
+    f"{_BACKFILL} profile": "tests/api/servers.py runs it for every small server",
+    f"{_BACKFILL} simulate conserve-fig5": "run above, with traces; without: tests/simulation",
+    f"{_BACKFILL} bench serve --phases 10:4,20:0 --num-prompts 80 --input-len 128 --output-len 32": "80 s",
+    f"{_BACKFILL} bench serve --backend openai-chat --max-concurrency 8 --num-prompts 64 --input-len 200 "
+    "--json": "tests/bench sends such chats",
+    f"{_BACKFILL} bench coserve": "minutes; tests/cli runs it short",
+    f"{_BACKFILL} bench coserve --policies online-only,fcfs,priority,slo --rounds 3 --plot coserve.png "
+    "--json": "half an hour; tests/cli runs it short",
+    f'{_BACKFILL} bench coserve --policies "slo,slo --checkpointing none,slo --checkpointing none --victims '
+    'latest" --rate 1 --cv 3 --offline-input-len 1024:1792 --offline-output-len 64:256 '
+    '--offline-concurrency 32 --server-option "--kv-gib 0.125"': "minutes; tests/cli runs it short",
+    f"{_BACKFILL} bench coserve --result ours.json": "minutes; tests/cli runs it short",
+    f"{_BACKFILL} bench coserve --base-url http://127.0.0.1:8100 --label vllm-priority "
+    "--offline-mode priority --compare ours.json --compare alone.json --plot all.png": (
+        "needs the results of those before; tests/cli compares two"
+    ),
+    # Names of commands in a sentence.
+    "backfill serve": "a name",
+    "backfill serve --help": "a name",
+    "backfill run-batch": "a name",
+    "backfill profile": "a name",
+    "backfill simulate": "a name",
+    "backfill bench serve": "a name",
+    "backfill bench coserve": "a name",
+}
+# Run by tests/api/test_readme.py with the default model, or here with the small server.
+REQUESTS = r"curl http://127\.0\.0\.1:8000/v1/(chat/)?completions "
+# Of what is not ours.
+OTHERS = {"pip install openai", "pip install 'backfill[plot]'"}
+
+_START = re.compile(r"(\.venv/bin/)?(backfill|python|make|pip|curl|benchmarks/\w+\.py)(?![\w:.-])")
+_BLOCK = re.compile(r"^```\w*\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def printed_commands() -> Iterator[tuple[str, str]]:
+    """Name of the document and the command on one line, without its comment: of code blocks, and inline."""
+    for document in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+        text = document.read_text()
+        lines = [
+            line for block in _BLOCK.findall(text) for line in re.sub(r"\\\n\s*", "", block).splitlines()
+        ]
+        prose = _BLOCK.sub("", text)
+        lines += re.findall(r"^    (\S.*)$", prose, re.MULTILINE)
+        lines += [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", prose)]
+        for line in lines:
+            if _START.match(line) and line != "backfill":
+                yield document.name, re.sub(r"\s+# .*", "", line)
+
+
+COMMANDS = sorted(set(printed_commands()))
+OURS = sorted({line for _, line in COMMANDS if "backfill " in line and not line.startswith("pip")})
+
+
+def test_each_command_is_in_a_table_and_each_entry_is_printed() -> None:
+    printed = {line for _, line in COMMANDS}
+    makes = {line for line in printed if line.startswith("make ")}
+    scripts = {line for line in printed if "benchmarks/" in line}
+    requests = {line for line in printed if re.match(REQUESTS, line)}
+    known = RUN.keys() | PARSED.keys() | OTHERS
+    assert printed - makes - scripts - requests - known == set()
+    assert known - printed == set()
+    assert len(makes) > 4 and len(scripts) > 4 and len(requests) == 2
+
+
+@pytest.mark.parametrize("line", OURS)
+def test_each_command_of_ours_is_understood(line: str) -> None:
+    words = shlex.split(line)[1:]
+    known = commands()
+    name = max((name for name in known if words[: len(name.split())] == name.split()), key=len)
+    arguments = words[len(name.split()) :]
+    if PARSED.get(line) != "a name":
+        known[name].make_context(name, arguments)
+
+
+@pytest.mark.parametrize("line", sorted({line for _, line in COMMANDS if line.startswith("make ")}))
+def test_each_target_and_variable_of_make_exists(line: str) -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    _, target, *variables = shlex.split(line)
+    assert re.search(rf"^{target}:", makefile, re.MULTILINE)
+    for variable in variables:
+        assert f"$({variable.partition('=')[0]})" in makefile
+
+
+@pytest.mark.parametrize("line", sorted({line for _, line in COMMANDS if "benchmarks/" in line}))
+def test_each_script_and_option_of_it_exists(line: str) -> None:
+    words = shlex.split(line)
+    (script,) = (word for word in words if word.startswith("benchmarks/"))
+    content = (ROOT / script).read_text()
+    for option in words:
+        assert not option.startswith("--") or option == "--help" or f'"{option}"' in content
+
+
+class Environment:
+    """A folder like a clone after ``make install``, with a small model and files of the published names."""
+
+    def __init__(self, folder: Path, model: Path) -> None:
+        self.folder = folder
+        (folder / ".venv").symlink_to(sys.prefix)
+        (folder / "path" / "to").mkdir(parents=True)
+        (folder / "path" / "to" / "hf-folder").symlink_to(model)
+        (folder / "hidden").mkdir()
+        write_blocker(folder / "hidden")
+        question = {"messages": [{"role": "user", "content": "Why?"}], "max_tokens": 2}
+        line = {"custom_id": "sky", "method": "POST", "url": "/v1/chat/completions", "body": question}
+        (folder / "questions.jsonl").write_text(json.dumps(line) + "\n")
+        rows = "".join(f"{second / 5},{100 + second % 50},{20 + second % 10}\n" for second in range(1500))
+        (folder / "splitwise_conv.csv").write_text("arrived_at,num_prefill_tokens,num_decode_tokens\n" + rows)
+        (folder / "arxiv_summarization_stats_llama2_tokenizer_filtered_v2.csv").write_text(
+            "num_prefill_tokens,num_decode_tokens,num_total_tokens,pd_ratio\n" + "2015,156,2171,12.9\n" * 50
+        )
+
+    def start(self, line: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            shlex.split(line),
+            cwd=self.folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(self.folder / "hidden"), "PYTHONUNBUFFERED": "1"},
+        )
+
+
+@pytest.fixture(scope="module")
+def environment(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    return Environment(tmp_path_factory.mktemp("clone"), small_model)
+
+
+@pytest.fixture(scope="module")
+def server(environment: Environment, small_model: Path) -> Iterator[RunningServer]:
+    """The documented ``backfill serve path/to/hf-folder``, small."""
+    port = free_port()
+    profile = quick_profile(str(small_model), *SMALL_MODEL[:4])
+    options = f"--port {port} --data-dir data --profile {profile} {' '.join(_SERVER_OPTIONS)}"
+    process = environment.start(f"{_BACKFILL} serve path/to/hf-folder {options}")
+    with ending(RunningServer(port, process, environment.folder / "data")) as running:
+        running.wait_ready()
+        yield running
+
+
+def test_what_only_the_tests_have_is_hidden(environment: Environment) -> None:
+    check = "import importlib.util, matplotlib; print([importlib.util.find_spec(name) for name in NAMES])"
+    process = environment.start(shlex.join([sys.executable, "-c", f"NAMES = ('pytest', 'openai'); {check}"]))
+    output, _ = process.communicate(timeout=60)
+    assert "No module named 'pytest': make install leaves it out" in output
+
+
+@pytest.mark.parametrize("line", RUN)
+def test_it_runs(environment: Environment, server: RunningServer, line: str) -> None:
+    appended = RUN[line].format(url=server.url, small=" ".join(SMALL_MODEL))
+    process = environment.start(f"{line} {appended}")
+    output, _ = process.communicate(timeout=200)
+    assert process.returncode == 0, output
+    assert "Traceback" not in output
+    for option, name in re.findall(r"--(plot|result) (\S+)", line):
+        assert (environment.folder / name).stat().st_size > 0, option
+
+
+@pytest.mark.parametrize("line", sorted({line for _, line in COMMANDS if re.match(REQUESTS, line)}))
+def test_each_request_is_answered(server: RunningServer, line: str) -> None:
+    _, url, _, header, _, body = shlex.split(line)
+    name, _, value = header.partition(": ")
+    short = json.dumps({**json.loads(body), "max_tokens": 2, "slo": {"ttft": 60, "tpot": 60}})
+    address = url.replace("http://127.0.0.1:8000", server.url)
+    answer = httpx.post(address, headers={name: value}, content=short, timeout=60.0)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["usage"]["completion_tokens"] > 0
