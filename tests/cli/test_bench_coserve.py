@@ -53,7 +53,7 @@ def test_policies_one_after_another(small_model: Path, tmp_path: Path) -> None:
     for name, figures in content["policies"].items():
         assert (figures["status"], figures["failed"], figures["unfinished"]) == ("complete", 0, 0), name
         assert 0 < figures["ttft_p50_s"] <= figures["ttft_p99_s"]
-        assert 0 < figures["itl_p50_s"] <= figures["itl_p99_s"]
+        assert 0 <= figures["itl_p50_s"] <= figures["itl_p99_s"]  # chunks may arrive together
         assert figures["recomputed_token_share"] == 0.0
     alone, flooded = content["policies"].values()
     assert alone["num_online"] == flooded["num_online"] > 0
@@ -171,7 +171,7 @@ def test_interrupt_keeps_and_marks_what_was_measured(server: RunningServer) -> N
         (["--base-url", "http://127.0.0.1:1", "--server-option", "--x"], "--policies and --server-option"),
         (["--server-option", "'"], '--server-option "\'": No closing quotation.'),
         (["--start-timeout", "0"], "--start-timeout must be above 0"),
-        (["--plot", "/no/such/folder/a.png"], "cannot be written to"),
+        (["--plot", "/no/such/folder/a.png"], "there is no folder /no/such/folder"),
         (["--compare", "/no/such/file.json"], "--compare /no/such/file.json cannot be read"),
         (["--compare", __file__], "is no result of bench coserve --result."),
     ],

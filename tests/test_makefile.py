@@ -1,0 +1,54 @@
+"""``make install``, with a pip that only writes down what it is asked for."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.installed import ROOT
+
+PIP = """#!/bin/sh
+echo "$@" >> asked
+case "$*" in *--index-url*) exit {status};; esac
+"""
+
+
+def install(folder: Path, *arguments: str, index_status: int = 0) -> tuple[list[str], str]:
+    """What pip is asked for, one line a time, and what the user is told.
+
+    Args:
+        index_status: pip's exit status when it is sent to another index.
+    """
+    for name in ("Makefile", "constraints.txt", "pyproject.toml", "CMakeLists.txt"):
+        shutil.copy(ROOT / name, folder)
+    (folder / "src").mkdir()
+    programs = folder / ".venv" / "bin"
+    programs.mkdir(parents=True)
+    (programs / "pip").write_text(PIP.format(status=index_status))
+    for name in ("pip", "python"):
+        (programs / name).touch()
+        (programs / name).chmod(0o755)
+    done = subprocess.run(
+        ["make", "install", *arguments], cwd=folder, capture_output=True, text=True, check=True
+    )
+    return (folder / "asked").read_text().splitlines(), done.stderr
+
+
+INDEX = "TORCH_INDEX=https://index.example/cpu"
+
+
+@pytest.mark.parametrize("status", [0, 1])
+def test_torchs_index_is_asked_once_and_for_torch_alone(tmp_path: Path, status: int) -> None:
+    (torch, ours), told = install(tmp_path, INDEX, index_status=status)
+    assert torch.endswith("--retries 1 --timeout 10 --no-deps --index-url https://index.example/cpu torch")
+    assert "index" not in ours
+    assert ours.endswith("-e .[plot]")
+    assert ("2.7 GB" in told) == (status != 0)
+
+
+def test_without_an_index_only_pips_own_is_asked(tmp_path: Path) -> None:
+    (ours,), _ = install(tmp_path, "TORCH_INDEX=")
+    assert ours.endswith("-e .[plot]")
