@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+# Not typing's: a Ctrl-C has no handler yet while this is imported (__main__.py), so it should not take long.
+TYPE_CHECKING = False
 
 if TYPE_CHECKING:
     from backfill.core.errors import BackfillError, EngineDead, RequestLost
@@ -55,14 +55,15 @@ __all__ = [
 
 if not TYPE_CHECKING:  # checkers would take every name for one of ours
 
-    def __getattr__(name: str) -> Any:
+    def __getattr__(name: str) -> object:
         if name == "__version__":
-            # Here and not above: every process begins with this module, and nothing in it takes longer.
             from importlib.metadata import version
 
             return version("backfill")
         if name not in _HOMES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        import importlib
+
         value = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
         return value
 
