@@ -148,8 +148,10 @@ def test_an_output_that_is_no_result_of_this_input_is_left_alone(folder: Folder,
     ("options", "part"),
     [
         (("-o", "{folder}/in.jsonl"), "is the input file"),
-        (("-o", "/no/such/folder/out.jsonl"), "/no/such/folder/out.jsonl"),
-        (("-i", "/no/such/file"), "/no/such/file"),
+        (("-o", "/no/such/folder/out.jsonl"), "-o /no/such/folder/out.jsonl: No such file or directory."),
+        (("-o", "{folder}"), "-o {folder}: Is a directory."),
+        (("--error-file", "/no/such/folder/e.jsonl"), "--error-file /no/such/folder/e.jsonl: No such file"),
+        (("-i", "/no/such/file"), "-i /no/such/file: No such file or directory."),
         (("--kv-gib", "-1"), "--kv-gib"),
         (("--model", "no-such-model"), "no-such-model"),
         (("--served-model-name", "gpt-4o"), "--served-model-name"),
@@ -162,7 +164,7 @@ def test_a_run_that_cannot_be_says_why_in_a_line(folder: Folder, options: tuple[
     folder.input.write_bytes(content)
     result = folder.run_here(*(option.format(folder=folder.input.parent) for option in options))
     assert result.returncode == 1
-    assert part in result.stderr
+    assert part.format(folder=folder.input.parent) in result.stderr
     assert "Traceback" not in result.stderr
     assert folder.input.read_bytes() == content
 

@@ -163,11 +163,21 @@ class LocalRun:
                     if self._num_unfinished() == 0:
                         await self._threads.run(self._suspects.delete)
         except OSError as error:
-            raise ConfigError(f"{error.filename or 'A file'}: {error.strerror}.") from error
+            raise ConfigError(f"{self._named(error.filename)}: {error.strerror}.") from error
         finally:
             self._threads.close()
             self.duration_s = time.monotonic() - started_at_s
         return not self._stop_asked.is_set() or (self._log is not None and self._num_unfinished() == 0)
+
+    def _named(self, filename: str | bytes | int | None) -> str:
+        """A file of the run with the option that it was given with."""
+        options = (
+            ("-i", self._input_path),
+            ("-o", self._result_paths[0]),
+            ("--error-file", self._result_paths[1]),
+        )
+        named = (f"{option} {path}" for option, path in options if str(path) == str(filename))
+        return next(named, str(filename or "A file"))
 
     async def _check_input(self) -> str:
         """A digest of the input, which names its results. Raises: BadInput, OSError."""
