@@ -34,7 +34,7 @@ PIECE_BYTES = 1 << 20
 FACTS = EngineFacts(
     info=ExecutorInfo(1024, 16, 8192, 49152, (2,), "cpu", "bfloat16"),
     default_slo=SLO(1.0, 0.15),
-    cost=None,
+    profile=None,
     scheduler=SchedulerConfig(),
 )
 

@@ -199,12 +199,14 @@ def fit_target(
     unseen = [step for n in held_out for step in timed_steps(target, n, rows_s[n])]
     cost = fit_cost_model(steps, row_knots, SAMPLED_KNOTS)
     costs = CostProfile(
-        ProfileKey(target.shape.name, target.device.name + target.parallel, "float16"),
-        target.shape.num_layers,
-        cost,
-        fit_error(cost, unseen),
-        CopySpeed(target.copy_bytes_per_s, target.copy_bytes_per_s),
-        provenance(target),
+        key=ProfileKey(target.shape.name, target.device.name + target.parallel, "float16"),
+        quality="full",
+        num_layers=target.shape.num_layers,
+        cost=cost,
+        error=fit_error(cost, unseen),
+        known_tokens=target.shape.max_model_len,
+        copies=CopySpeed(target.copy_bytes_per_s, target.copy_bytes_per_s),
+        provenance=provenance(target),
     )
     content = {
         "costs": {"format": FORMAT_VERSION, **asdict(costs)},

@@ -190,7 +190,7 @@ def main() -> None:
             scheduler=SchedulerConfig(checkpointing="adaptive"),
         )
     )
-    executor.fill_kv_pool()
+    executor.fill_kv_pool(executor.info.num_blocks)
     info = executor.info
     volume = _COPIED_ALONE * info.block_bytes
     limit = memcpy_bytes_per_s(volume, info.block_bytes, rounds=8) if info.device == "cpu" else None

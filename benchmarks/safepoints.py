@@ -55,7 +55,7 @@ def make_plan(executor: TorchExecutor) -> StepPlan:
         )
         for piece in slices
     )
-    executor.fill_kv_pool()
+    executor.fill_kv_pool(executor.info.num_blocks)
     executor.run(StepPlan(step=0, admitted=admitted, slices=(), released=()))
     return StepPlan(step=0, admitted=(), slices=slices, released=())
 

@@ -270,9 +270,11 @@ class TwoTierExecutor(ScriptedExecutor):
 def make_profile(cost: CostModel | None = None, **key: str) -> CostProfile:
     return CostProfile(
         key=ProfileKey(**{"model": "model", "device": "device", "dtype": "dtype", **key}),
+        quality="full",
         num_layers=32,
         cost=cost or linear_cost(token_s=1e-4, step_s=5e-3, context_s=1e-6),
         error=FitError(0.01, 0.02, 3),
+        known_tokens=8192,
         copies=CopySpeed(1e10, 2e10),
         provenance="made up for tests",
     )

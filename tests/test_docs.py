@@ -20,7 +20,7 @@ from backfill.jobs.manager import JobsSnapshot
 from backfill.preparation.client import PreparationClient
 from backfill.preparation.messages import PreparationSetup
 from backfill.protocol.preparer import ServedModel
-from tests.builders import make_info
+from tests.builders import make_info, make_profile
 
 ROOT = Path(__file__).parent.parent
 
@@ -53,6 +53,7 @@ def test_every_metric_is_documented() -> None:
     preparation = PreparationClient(PreparationSetup(model=model))
     lag = LoopLag("m")
     metrics = Metrics("m", make_info(), slo=SLO(1.5, 0.11), loop_lag=lag, preparation=preparation, jobs=jobs)
+    metrics.engine.on_profile(make_profile())
     text = (ROOT / "docs" / "metrics.md").read_text()
     exposed = {family.name for family in metrics.registry.collect()}
     exposed |= {"backfill:num_requests_running", "backfill:num_requests_waiting"}

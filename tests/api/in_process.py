@@ -167,7 +167,7 @@ def in_process_server(
         is_strict=server_config.is_strict,
     )
     preparer.facts = EngineFacts(
-        info=engine.info, default_slo=SLO(1.0, 0.15), cost=None, scheduler=engine_config.scheduler
+        info=engine.info, default_slo=SLO(1.0, 0.15), profile=None, scheduler=engine_config.scheduler
     )
     preparation = InlinePreparation(preparer)
     state = ServerState(

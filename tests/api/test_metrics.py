@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from prometheus_client import CollectorRegistry
@@ -11,9 +12,10 @@ from backfill.api.metrics import Metrics
 from backfill.core.counters import ClassCounters
 from backfill.core.request import FinishReason, ServiceClass
 from backfill.core.slo import SLO
+from backfill.costs.profile import FitError
 from backfill.engine.messages import ClassStats, EngineStats, StepReport, StepStats
 from backfill.generation.generator import RequestRecord
-from tests.builders import make_info
+from tests.builders import make_info, make_profile
 
 SERVER_SLO = SLO(ttft_s=1.5, tpot_s=0.11)
 ONLINE = ServiceClass.ONLINE
@@ -118,3 +120,17 @@ def test_when_a_counter_was_made_is_not_exposed() -> None:
     metrics = make_metrics()
     metrics.http.on_request("GET", "/v1/models", 200, 0.1)
     assert b"_created" not in metrics.expose()
+
+
+def test_the_profile_in_use_and_its_error_are_shown() -> None:
+    metrics = make_metrics()
+    assert b"cost_profile" not in metrics.expose(), "without a profile there is nothing to show"
+    coarse = replace(make_profile(), quality="coarse", error=FitError(0.2, 0.7, 18))
+    metrics.engine.on_profile(coarse)
+    assert value(metrics.registry, "cost_profile_info", quality="coarse") == 1
+    assert value(metrics.registry, "cost_profile_error_ratio", quantile="0.5") == 0.2
+    assert value(metrics.registry, "cost_profile_error_ratio", quantile="0.95") == 0.7
+    metrics.engine.on_profile(replace(coarse, quality="refined", error=FitError(0.02, 0.07, 50)))
+    assert value(metrics.registry, "cost_profile_info", quality="coarse") is None
+    assert value(metrics.registry, "cost_profile_info", quality="refined") == 1
+    assert value(metrics.registry, "cost_profile_error_ratio", quantile="0.95") == 0.07

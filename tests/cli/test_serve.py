@@ -15,7 +15,6 @@ import torch
 from backfill.cli.serve import _banner
 from backfill.core.config import EngineConfig
 from backfill.engine.process import load_engine
-from tests.api.servers import quick_profile
 from tests.builders import make_info, make_profile
 from tests.cli.running import run_cli_here
 
@@ -58,17 +57,14 @@ def _in_this_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         (("--profile", "/no/such/profile"), "/no/such/profile cannot be read"),
         (("--profile", "{folder}/corrupt.json"), "corrupt.json is not JSON"),
         (("--profile", "{folder}/profile.json"), "is of another model"),
-        (("--profile", "{quick}", "--ttft-slo", "1e-9"), "--ttft-slo 1e-09: one request alone"),
-        (("--profile", "{quick}", "--tpot-slo", "1e-9"), "--tpot-slo 1e-09: one request alone"),
     ],
 )
 def test_options_that_the_engine_refuses_are_told_in_a_line(
     small_model: Path, tmp_path: Path, arguments: tuple[str, ...], part: str
 ) -> None:
     make_profile().save(tmp_path / "profile.json")
-    (tmp_path / "corrupt.json").write_text('{"format": 2, ')
-    quick = quick_profile(str(small_model), *MODEL_OPTIONS) if "{quick}" in arguments else ""
-    options = [argument.format(folder=tmp_path, quick=quick) for argument in arguments]
+    (tmp_path / "corrupt.json").write_text('{"format": 3, ')
+    options = [argument.format(folder=tmp_path) for argument in arguments]
     result = run_cli_here(
         *("serve", str(small_model), *MODEL_OPTIONS, "--port", "0", "--data-dir", str(tmp_path)), *options
     )

@@ -28,6 +28,18 @@ CAPACITY = Capacity(
     kv_tokens=50_000, block_size=16, max_model_len=4096, max_num_seqs=256, max_num_batched_tokens=2048
 )
 KEY = ProfileKey("model", "device", "dtype")
+SMALL_GRID = Grid(
+    quality="full",
+    chunks=(1, 16, 128),
+    contexts=(16, 256),
+    batches=(1, 8, 32),
+    rounds=3,
+    num_held_out=4,
+    row_knots=(1, 16, 128),
+    sampled_knots=(1, 32),
+)
+# A coarse measurement that has the time for all its steps.
+PATIENT = replace(QUICK, budget_s=60.0)
 
 
 class TimedExecutor:
@@ -122,7 +134,7 @@ def test_noise_of_three_percent_stays_within_three_percent_for_most_mixes() -> N
 
 
 def test_each_step_is_timed_in_every_round_and_held_out_steps_are_not_fitted() -> None:
-    grid = replace(QUICK, rounds=3)
+    grid = SMALL_GRID
     _, executor = profiled(grid=grid)
     shapes = [*grid.shapes(CAPACITY), *grid.held_out(CAPACITY)]
     num_shapes = len(shapes)
@@ -141,7 +153,7 @@ def test_the_first_round_only_warms_up() -> None:
                 self.clock.advance(10.0)
             return super().run(plan)
 
-    grid = replace(QUICK, rounds=1)  # a median of more would hide it
+    grid = replace(SMALL_GRID, rounds=1)  # a median of more would hide it
     num_shapes = len(grid.shapes(CAPACITY)) + len(grid.held_out(CAPACITY))
     executor = ColdExecutor(CAPACITY)
     profile = profile_executor(executor, executor.clock, CAPACITY, grid, key=KEY, num_layers=1)
@@ -154,30 +166,72 @@ def test_profiling_is_repeatable() -> None:
     assert profiled(grid=QUICK, noise=0.05)[0] == profiled(grid=QUICK, noise=0.05)[0]
 
 
-def test_progress_reaches_its_total() -> None:
+@pytest.mark.parametrize("grid", [SMALL_GRID, PATIENT, QUICK], ids=["rounds", "patient", "quick"])
+def test_progress_reaches_its_total(grid: Grid) -> None:
     seen: list[tuple[int, int]] = []
     executor = TimedExecutor(CAPACITY)
     profile_executor(
         executor,
         executor.clock,
         CAPACITY,
-        QUICK,
+        grid,
         key=KEY,
         num_layers=1,
         on_step=lambda *each: seen.append(each),
     )
-    total = len(executor.loads)
-    assert seen == [(done, total) for done in range(1, total + 1)]
+    rounds = grid.rounds + (grid.budget_s is None)
+    total = rounds * len([*grid.shapes(CAPACITY), *grid.held_out(CAPACITY)])
+    assert seen == [(done, total) for done in range(1, total + 1)], "steps that are left out count too"
 
 
-def test_the_quick_grid_is_small_and_right_within_what_it_covers() -> None:
-    profile, executor = profiled(grid=QUICK)
-    assert len(executor.loads) < 100
-    prompts = [StepLoad.of([(0, count, True)]) for count in (1, 10, 40, 100, 200, 256, 512)]
+def test_a_coarse_profile_is_right_within_a_quarter_for_short_and_long_prompts() -> None:
+    profile, executor = profiled(grid=PATIENT)
+    assert len(executor.loads) == 3 * len(QUICK.listed)
+    prompts = [StepLoad.of([(0, count, True)]) for count in (1, 10, 40, 100, 200, 256, 512, 2048)]
+    chunks = [StepLoad.of([(start, 2048, False)]) for start in (2048, 4096, 6144)]
     decodes = [StepLoad.of([(300, 1, True)] * count) for count in (1, 4, 16, 32)]
-    errors = relative_errors(profile, [*prompts, *decodes])
+    errors = relative_errors(profile, [*prompts, *chunks, *decodes])
     assert errors[-1] < 0.25
-    assert errors[len(errors) // 2] < 0.06
+    assert errors[len(errors) // 2] < 0.08
+    whole = TRUTH.prefill_time_s(7900, 2048)
+    assert profile.cost.prefill_time_s(7900, 2048) == pytest.approx(whole, rel=0.15)
+    assert (profile.quality, profile.known_tokens) == ("coarse", 3072 + 256)
+    assert profile.error.num_steps == len(QUICK.listed), "each step is held out once"
+    assert 0.0 < profile.error.median < 0.1
+
+
+def test_a_coarse_measurement_keeps_to_its_budget() -> None:
+    for budget_s in (0.2, 0.5, 1.0, 2.0):
+        _, executor = profiled(grid=replace(QUICK, budget_s=budget_s))
+        assert sum(map(TRUTH.step_time_s, executor.loads)) < budget_s + 0.1
+
+
+def test_of_a_device_too_slow_for_the_budget_two_steps_are_timed() -> None:
+    profile, executor = profiled(grid=replace(QUICK, budget_s=0.0))
+    assert [load.num_tokens for load in executor.loads] == [1, 16]
+    for load in executor.loads:
+        assert profile.cost.step_time_s(load) == pytest.approx(TRUTH.step_time_s(load), rel=0.01)
+
+
+def test_one_bad_moment_does_not_spoil_a_coarse_profile() -> None:
+    class DisturbedExecutor(TimedExecutor):
+        def run(self, plan: StepPlan) -> StepOutcome:
+            if plan.slices and len(QUICK.listed) < len(self.loads) < 1.5 * len(QUICK.listed):
+                self.clock.advance(0.5)
+            return super().run(plan)
+
+    executor = DisturbedExecutor(CAPACITY)
+    profile = profile_executor(executor, executor.clock, CAPACITY, PATIENT, key=KEY, num_layers=30)
+    undisturbed, _ = profiled(grid=PATIENT)
+    for load in executor.loads:
+        predicted_s = undisturbed.cost.step_time_s(load)
+        assert profile.cost.step_time_s(load) == pytest.approx(predicted_s, rel=1e-6)
+
+
+def test_the_blocks_of_the_largest_step_are_counted() -> None:
+    assert replace(QUICK, listed=(((0, 17, True),) * 3, ((0, 33, False),))).num_blocks(CAPACITY) == 6
+    assert QUICK.num_blocks(CAPACITY) * CAPACITY.block_size < 4000, "a start touches little of the pool"
+    assert FULL.num_blocks(CAPACITY) * CAPACITY.block_size <= CAPACITY.kv_tokens
 
 
 SMALL = [
@@ -198,12 +252,12 @@ SMALL = [
 ]
 
 
-@pytest.mark.parametrize("grid", [QUICK, FULL], ids=["quick", "full"])
+@pytest.mark.parametrize("grid", [PATIENT, FULL], ids=["coarse", "full"])
 @pytest.mark.parametrize("limits", SMALL, ids=str)
 def test_small_limits_are_kept_and_the_rest_still_fits(limits: dict[str, int], grid: Grid) -> None:
     capacity = replace(CAPACITY, **limits)
     profile, executor = profiled(capacity, grid)  # the executor checks each plan
-    assert relative_errors(profile, executor.loads)[-1] < (0.25 if grid is QUICK else 0.05)
+    assert relative_errors(profile, executor.loads)[-1] < (0.25 if grid is PATIENT else 0.05)
     # Nothing within the limits is predicted to be free.
     for shape in (((0, 1, True),), ((0, 1, False),), ((1, 1, True),)):
         load = StepLoad.of(shape)

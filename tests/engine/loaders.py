@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 from backfill.core.clock import WallClock
 from backfill.core.config import EngineConfig
 from backfill.core.plan import StepOutcome, StepPlan
+from backfill.costs.profile import CostProfile
 from backfill.engine.engine import Engine
 from tests.builders import ScriptedExecutor, make_info
 
@@ -43,6 +45,13 @@ class _Hanging(ScriptedExecutor):
 def load_slow(config: EngineConfig) -> Engine:
     """Its requests may take minutes."""
     return Engine(config.scheduler, _Slow(make_info(num_blocks=20_000)), WallClock())
+
+
+def load_profiled(config: EngineConfig) -> Engine:
+    """With the profile that the configuration names."""
+    assert config.profile_path is not None
+    profile = CostProfile.load(Path(config.profile_path))
+    return Engine(config.scheduler, ScriptedExecutor(make_info()), WallClock(), profile)
 
 
 def load_failing(config: EngineConfig) -> Engine:

@@ -13,15 +13,17 @@ from pathlib import Path
 
 import pytest
 
-from backfill.core.config import EngineConfig
-from backfill.core.errors import BackfillError, EngineDead, RequestLost, StepFailed
+from backfill.core.config import EngineConfig, SchedulerConfig
+from backfill.core.errors import BackfillError, ConfigError, EngineDead, RequestLost, StepFailed
 from backfill.core.request import RequestId, ServiceClass
 from backfill.core.sampling import SamplingParams
+from backfill.core.slo import SLO
 from backfill.engine.client import EngineClient
 from backfill.engine.messages import StepReport
 from backfill.engine.process import EngineLoader
 from backfill.ipc.python_process import PythonProcess
-from tests.engine.loaders import load_crowded, load_failing, load_hanging, load_slow
+from tests.builders import flat_cost, make_profile
+from tests.engine.loaders import load_crowded, load_failing, load_hanging, load_profiled, load_slow
 
 LONG = 50_000
 
@@ -261,5 +263,44 @@ def test_a_process_that_cannot_be_made_leaves_nothing_and_may_be_tried_again(
         await client.start()
         assert await generate(client, "a") == 2
         await client.stop()
+
+    asyncio.run(run())
+
+
+def profiled_client(path: Path, **objectives: float) -> EngineClient:
+    scheduler = SchedulerConfig(**objectives)  # type: ignore[arg-type]
+    config = EngineConfig(model_dir="", profile_path=str(path), scheduler=scheduler)
+    return EngineClient(config, load=load_profiled)
+
+
+@pytest.mark.parametrize("option", ["--ttft-slo", "--tpot-slo"])
+def test_an_objective_that_cannot_be_met_stops_the_first_start(tmp_path: Path, option: str) -> None:
+    async def run() -> None:
+        make_profile(flat_cost(0.1)).save(tmp_path / "profile.json")
+        field = option.removeprefix("--").replace("-", "_") + "_s"
+        client = profiled_client(tmp_path / "profile.json", **{field: 1e-9})
+        with pytest.raises(ConfigError, match=f"^{option} 1e-09: one request alone needs 0.1 s"):
+            await client.start()
+        assert not multiprocessing.active_children()
+
+    asyncio.run(run())
+
+
+def test_objectives_stay_when_the_engine_starts_again_with_another_profile(tmp_path: Path) -> None:
+    async def run() -> None:
+        path = tmp_path / "profile.json"
+        make_profile(flat_cost(0.1)).save(path)
+        client = profiled_client(path)
+        try:
+            assert (await client.start()).default_slo == SLO(1.0, 0.4)
+            for step_s in (0.01, 10.0):  # the last cannot meet them, and serves all the same
+                process = engine_process()
+                assert process.pid is not None
+                os.kill(process.pid, signal.SIGKILL)
+                await client.wait_dead()
+                make_profile(flat_cost(step_s)).save(path)
+                assert (await client.start()).default_slo == SLO(1.0, 0.4)
+        finally:
+            await client.stop()
 
     asyncio.run(run())

@@ -14,13 +14,14 @@ from backfill.engine.messages import (
     AbortRequests,
     AddRequest,
     FromEngine,
+    ProfileRefined,
     Ready,
     StepReport,
     Stop,
     ToEngine,
     TokenOutput,
 )
-from tests.builders import ScriptedExecutor, flat_cost, make_info, make_request
+from tests.builders import ScriptedExecutor, make_info, make_profile, make_request
 
 
 def make_engine(**info: int) -> tuple[Engine, ScriptedExecutor]:
@@ -185,7 +186,8 @@ def test_messages_survive_the_wire() -> None:
     engine, executor = make_engine()
     reports: list[FromEngine] = [
         Ready(executor.info, 1.5, SLO(1.0, 0.1)),
-        Ready(executor.info, 1.5, SLO(1.0, 0.1), flat_cost(0.01)),
+        Ready(executor.info, 1.5, SLO(1.0, 0.1), make_profile()),
+        ProfileRefined(make_profile()),
         StepReport(
             [
                 TokenOutput(RequestId("r"), 7, logprobs),

@@ -10,13 +10,24 @@ from typing import Any
 import pytest
 import torch
 
+from backfill.core.block import block_index
+from backfill.core.clock import VirtualClock
 from backfill.core.config import EngineConfig, SchedulerConfig
 from backfill.core.errors import ConfigError
+from backfill.core.plan import ScheduledSlice, StepPlan
+from backfill.core.request import RequestId
 from backfill.costs.load import StepLoad
-from backfill.costs.profile import CostProfile, ProfileKey
+from backfill.costs.profile import CostProfile, ProfileKey, Quality
 from backfill.execution import profile as execution_profile
 from backfill.execution.create import create_torch_executor
-from backfill.execution.profile import load_or_measure_profile, measure_profile, profile_key, profile_path
+from backfill.execution.profile import (
+    create_refiner,
+    load_or_measure_profile,
+    measure_profile,
+    profile_key,
+    profile_path,
+    save_for_next_start,
+)
 from backfill.execution.torch_executor import TorchExecutor
 from tests.builders import make_profile
 from tests.models.tiny import save_tiny_llama_config
@@ -117,14 +128,104 @@ def test_a_real_executor_is_measured_where_nothing_is_saved_and_not_where_it_is(
     assert profile.num_layers == 3
     assert 0 < profile.cost.step_time_s(StepLoad.of([(0, 64, True)])) < 5
     assert not executor._states, "requests of the profiler were left"
-    assert not profile_path(profile.key).exists(), "a quick one is not kept"
-    profile.save(profile_path(profile.key))
+    assert profile.quality == "coarse"
 
     def fail(*_: object) -> None:
         pytest.fail("it was measured although it is saved")
 
     monkeypatch.setattr(execution_profile, "measure_profile", fail)
     assert load_or_measure_profile(config, executor) == profile
+
+
+def saved_profile(running: tuple[EngineConfig, TorchExecutor]) -> CostProfile:
+    return CostProfile.load(profile_path(profile_key(*running)))
+
+
+def profile_of(running: tuple[EngineConfig, TorchExecutor], **fields: Any) -> CostProfile:
+    return replace(make_profile(), key=profile_key(*running), **fields)
+
+
+def test_a_coarse_profile_is_kept_for_the_next_start(
+    running: tuple[EngineConfig, TorchExecutor], measured: list[CostProfile]
+) -> None:
+    for _ in range(2):
+        assert load_or_measure_profile(*running) == saved_profile(running)
+    assert len(measured) == 1
+
+
+def test_a_profile_of_an_older_format_is_measured_anew(
+    running: tuple[EngineConfig, TorchExecutor], measured: list[CostProfile]
+) -> None:
+    path = profile_path(profile_key(*running))
+    profile_of(running, provenance="old").save(path)
+    path.write_text(path.read_text().replace('"format": 3', '"format": 2'))
+    assert load_or_measure_profile(*running).provenance == "measured 0"
+    assert saved_profile(running).provenance == "measured 0"
+
+
+def test_what_refines_itself_never_replaces_a_full_profile(
+    running: tuple[EngineConfig, TorchExecutor],
+) -> None:
+    for quality, next_quality in (("coarse", "refined"), ("refined", "refined"), ("full", "full")):
+        profile_of(running, quality=quality).save(profile_path(profile_key(*running)))
+        save_for_next_start(profile_of(running, quality="refined"))
+        assert saved_profile(running).quality == next_quality
+
+
+def test_a_profile_that_cannot_be_saved_stops_nothing(
+    running: tuple[EngineConfig, TorchExecutor], cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache.write_text("no folder")
+    with caplog.at_level(logging.WARNING):
+        save_for_next_start(profile_of(running, quality="coarse"))
+    (warning,) = caplog.records
+    assert "cannot be saved: Not a directory" in warning.getMessage()
+
+
+@pytest.mark.parametrize("is_named", [False, True])
+@pytest.mark.parametrize("quality", ["coarse", "refined", "full"])
+def test_all_but_a_full_profile_are_refined_and_a_named_file_is_left_alone(
+    running: tuple[EngineConfig, TorchExecutor], tmp_path: Path, quality: Quality, is_named: bool
+) -> None:
+    config, executor = running
+    profile = profile_of(running, quality=quality)
+    if is_named:
+        path = tmp_path / "named.json"
+        profile.save(path)
+        config = replace(config, profile_path=str(path))
+    clock = VirtualClock()
+    refiner = create_refiner(config, executor.info, profile, clock)
+    assert (refiner is None) == (quality == "full")
+    if refiner is None:
+        return
+    piece = ScheduledSlice(RequestId("a"), 100, 1, (), samples=True)
+    for _ in range(32):
+        refiner.observe(StepPlan(step=0, admitted=(), slices=(piece,), released=()), 0.02)
+    refined = refiner.refine()
+    assert refined is not None
+    assert profile_path(profile.key).exists() != is_named
+    assert CostProfile.load(path if is_named else profile_path(profile.key)) == (
+        profile if is_named else refined
+    )
+
+
+def test_only_the_blocks_that_are_timed_are_touched(
+    running: tuple[EngineConfig, TorchExecutor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, executor = running
+    filled: list[int] = []
+    monkeypatch.setattr(executor, "fill_kv_pool", filled.append)
+    highest: list[int] = []
+    run = executor.run
+
+    def noted(plan: StepPlan) -> Any:
+        highest.extend(block_index(ref) for piece in plan.slices for ref in piece.blocks)
+        return run(plan)
+
+    monkeypatch.setattr(executor, "run", noted)
+    measure_profile(config, executor, execution_profile.QUICK)
+    assert filled == [max(highest) + 1]
+    assert filled[0] < executor.info.num_blocks
 
 
 def test_measuring_keeps_within_the_limits_of_the_configuration(

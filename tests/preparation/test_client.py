@@ -42,7 +42,7 @@ pytestmark = pytest.mark.anyio
 FACTS = EngineFacts(
     info=ExecutorInfo(64, 16, 512, 49152, (2,), "cpu", "float32"),
     default_slo=SLO(1.0, 0.15),
-    cost=None,
+    profile=None,
     scheduler=SchedulerConfig(),
 )
 CONTEXT = RequestContext(request_id="r")

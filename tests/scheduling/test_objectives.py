@@ -1,12 +1,25 @@
 from __future__ import annotations
 
+import logging
+from dataclasses import replace
+
 import pytest
 
 from backfill.core.config import SchedulerConfig
 from backfill.core.errors import ConfigError
 from backfill.core.slo import SLO
-from backfill.scheduling.objectives import DEFAULT_SLO, achievable_slo, server_slo
-from tests.builders import flat_cost
+from backfill.costs.profile import FitError, Quality
+from backfill.scheduling.objectives import (
+    DEFAULT_SLO,
+    achievable_slo,
+    check_server_slo,
+    impossible_slo,
+    server_slo,
+)
+from tests.builders import flat_cost, make_profile
+
+# A tenth of a second for each step, certain to 70 %.
+PROFILE = replace(make_profile(flat_cost(0.1)), error=FitError(0.01, 0.05, 40))
 
 
 @pytest.mark.parametrize(
@@ -18,7 +31,7 @@ from tests.builders import flat_cost
         ({}, 0.5, SLO(2.0, 2.0)),
         ({"ttft_slo_s": 3.0}, 0.1, SLO(3.0, 0.4)),
         ({"tpot_slo_s": 0.11}, 0.1, SLO(1.0, 0.11)),
-        ({"ttft_slo_s": 1e-9}, None, SLO(1e-9, DEFAULT_SLO.tpot_s)),
+        ({"ttft_slo_s": 1e-9}, 0.1, SLO(1e-9, 0.4)),
     ],
 )
 def test_a_server_has_the_objectives_asked_for_and_defaults_it_can_meet(
@@ -28,13 +41,35 @@ def test_a_server_has_the_objectives_asked_for_and_defaults_it_can_meet(
     assert server_slo(SchedulerConfig(**asked), cost) == expected  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("option", ["--ttft-slo", "--tpot-slo"])
 @pytest.mark.parametrize(
-    ("asked", "option"),
-    [({"ttft_slo_s": 0.09}, "--ttft-slo 0.09"), ({"tpot_slo_s": 0.09}, "--tpot-slo 0.09")],
+    ("asked_s", "quality", "p95", "event"),
+    [
+        (0.06, "full", 0.05, "refused"),
+        (0.06, "refined", 0.05, "refused"),
+        (0.06, "refined", 0.6, "warned"),
+        (0.06, "coarse", 0.05, "warned"),
+        (0.08, "full", 0.05, "warned"),
+        (0.1, "full", 0.05, "nothing"),
+    ],
 )
-def test_what_one_request_alone_cannot_meet_is_refused(asked: dict[str, float], option: str) -> None:
-    with pytest.raises(ConfigError, match=rf"{option}: one request alone needs 0.1 s"):
-        server_slo(SchedulerConfig(**asked), flat_cost(0.1))  # type: ignore[arg-type]
+def test_a_start_is_refused_only_for_what_a_good_profile_knows(
+    caplog: pytest.LogCaptureFixture, option: str, asked_s: float, quality: Quality, p95: float, event: str
+) -> None:
+    profile = replace(PROFILE, quality=quality, error=FitError(0.01, p95, 40))
+    field = option.removeprefix("--").replace("-", "_") + "_s"
+    config = SchedulerConfig(**{field: asked_s})  # type: ignore[arg-type]
+    message = f"{option} {asked_s}: one request alone needs 0.1 s"
+    with caplog.at_level(logging.WARNING):
+        if event == "refused":
+            with pytest.raises(ConfigError, match=f"^{message} on this device"):
+                check_server_slo(config, profile)
+        else:
+            check_server_slo(config, profile)
+    warnings = [record.getMessage() for record in caplog.records]
+    assert warnings == (
+        [f"{message}, by a {quality} cost profile; it may often be missed"] if event == "warned" else []
+    )
 
 
 @pytest.mark.parametrize(("num_prompt_tokens", "num_steps"), [(1, 1), (64, 1), (65, 2), (100, 2), (129, 3)])
@@ -43,3 +78,24 @@ def test_a_prompt_is_computed_in_chunks(num_prompt_tokens: int, num_steps: int) 
     least = achievable_slo(flat_cost(0.1), config, num_prompt_tokens)
     assert least.ttft_s == pytest.approx(0.1 * num_steps)
     assert least.tpot_s == pytest.approx(0.1)
+
+
+def test_of_a_prompt_longer_than_what_was_measured_only_the_known_length_is_certain() -> None:
+    config = SchedulerConfig(max_num_seqs=1, max_num_batched_tokens=128, max_prefill_chunk_tokens=64)
+    profile = replace(PROFILE, known_tokens=130)
+    for num_prompt_tokens, num_steps in ((64, 1), (129, 3), (8000, 3)):
+        impossible = impossible_slo(profile, config, num_prompt_tokens)
+        assert impossible.ttft_s == pytest.approx(0.7 * 0.1 * num_steps)
+        assert impossible.tpot_s == pytest.approx(0.7 * 0.1)
+
+
+def test_a_coarse_profile_and_one_with_a_large_error_know_nothing_for_certain() -> None:
+    nothing = SLO(0.0, 0.0)
+    for profile in (
+        replace(PROFILE, quality="coarse"),
+        replace(PROFILE, quality="refined", error=FitError(0.1, 0.51, 40)),
+        replace(PROFILE, error=FitError(0.1, 0.51, 40)),
+    ):
+        assert impossible_slo(profile, SchedulerConfig(), 1000) == nothing
+    known = impossible_slo(replace(PROFILE, quality="refined"), SchedulerConfig(), 1000)
+    assert known.ttft_s == pytest.approx(0.07)

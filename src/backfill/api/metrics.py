@@ -20,6 +20,7 @@ from prometheus_client.registry import Collector
 from backfill.api.loop_lag import LoopLag
 from backfill.core.request import FinishReason, ServiceClass
 from backfill.core.slo import SLO
+from backfill.costs.profile import CostProfile
 from backfill.engine.messages import EngineStats, StepKind, StepReport
 from backfill.execution.executor import ExecutorInfo
 from backfill.generation.generator import RequestRecord
@@ -309,6 +310,8 @@ class EngineMetrics:
         Gauge(
             "backfill:cache_config_info", "The KV pool; always 1", [*labels, *facts], registry=registry
         ).labels(**labels, **facts).set(1)
+        self._profile = _ProfileState(labels)
+        registry.register(self._profile)
 
     def on_report(self, report: StepReport) -> None:
         self._state.stats = report.stats
@@ -322,9 +325,40 @@ class EngineMetrics:
         if step.predicted_s > 0:
             self._step_ratio.observe(step.seconds / step.predicted_s)
 
+    def on_profile(self, profile: CostProfile) -> None:
+        """Steps are predicted with this profile from now on."""
+        self._profile.profile = profile
+
     def on_death(self) -> None:
         """Nothing runs or waits any more; totals begin anew with the next engine."""
         self._state.stats = None
+
+
+class _ProfileState(Collector):
+    """The cost profile in use; nothing without one."""
+
+    def __init__(self, constant: dict[str, str]) -> None:
+        self.profile: CostProfile | None = None
+        self._constant = constant
+
+    def collect(self) -> Iterable[Metric]:
+        if self.profile is None:
+            return
+        info = GaugeMetricFamily(
+            "backfill:cost_profile_info",
+            "The cost profile in use; always 1",
+            labels=[*self._constant, "quality"],
+        )
+        info.add_metric([*self._constant.values(), self.profile.quality], 1)
+        yield info
+        error = GaugeMetricFamily(
+            "backfill:cost_profile_error_ratio",
+            "|predicted - measured| / measured of steps that the profile was not fitted on",
+            labels=[*self._constant, "quantile"],
+        )
+        error.add_metric([*self._constant.values(), "0.5"], self.profile.error.median)
+        error.add_metric([*self._constant.values(), "0.95"], self.profile.error.p95)
+        yield error
 
 
 class HttpMetrics:

@@ -10,6 +10,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 
 import uvicorn
@@ -28,6 +29,7 @@ from backfill.core.config import EngineConfig
 from backfill.core.errors import ConfigError, EngineDead
 from backfill.core.heap import freeze_heap
 from backfill.core.request import ServiceClass
+from backfill.costs.profile import CostProfile
 from backfill.engine.client import EngineClient
 from backfill.engine.messages import Ready, StepReport
 from backfill.engine.supervisor import EngineSupervisor
@@ -99,6 +101,7 @@ class Server:
         self._client = EngineClient(
             engine_config,
             on_report=self._on_report,
+            on_profile=self._on_profile,
             log_level=server_config.log_level,
             tasks=self._tasks,
         )
@@ -195,8 +198,7 @@ class Server:
         """Take requests; the service is made once and outlives the engines behind it."""
         assert self._loading is not None
         preparer = await self._loading
-        preparer.facts = EngineFacts.of(ready, self.state.engine_config.scheduler)
-        self._preparation.configure(preparer.facts)
+        self._use(preparer, EngineFacts.of(ready, self.state.engine_config.scheduler))
         if self.state.service is None:
             self.state.metrics = Metrics(
                 self._model.names[0],
@@ -219,6 +221,8 @@ class Server:
             freeze_heap()
             # From here on there are streams to hold up.
             self._lag_task = self._tasks.start(self._loop_lag.run(), "loop-lag")
+        if ready.profile is not None and self.state.metrics is not None:
+            self.state.metrics.engine.on_profile(ready.profile)
         if self._stop_asked.is_set():
             return
         self.state.phase = Phase.READY
@@ -260,6 +264,18 @@ class Server:
         while self.state.num_unanswered > 0 and time.monotonic() < deadline_at_s:
             await asyncio.sleep(_DRAIN_POLL_S)
         self._client.interrupt(ServiceClass.ONLINE, reason)
+
+    def _use(self, preparer: RequestPreparer, facts: EngineFacts) -> None:
+        """Prepare requests by these, here and in the preparation process."""
+        preparer.facts = facts
+        self._preparation.configure(facts)
+
+    def _on_profile(self, profile: CostProfile) -> None:
+        """The engine predicts steps with another profile."""
+        if self.state.preparer is not None:
+            self._use(self.state.preparer, replace(self.state.preparer.engine, profile=profile))
+        if self.state.metrics is not None:
+            self.state.metrics.engine.on_profile(profile)
 
     def _on_report(self, report: StepReport) -> None:
         self._stats_log.on_report(report)

@@ -29,6 +29,10 @@ class BiasCorrection:
     def upper(self) -> float:
         return min(max(self._mean + _DEVIATIONS * self._deviation, _LOWEST), _HIGHEST)
 
+    def restart(self) -> None:
+        """Another model predicts from now on. Steps vary as much as before."""
+        self._mean = 1.0
+
     def observe(self, predicted_s: float, observed_s: float) -> None:
         if predicted_s <= 0:
             return

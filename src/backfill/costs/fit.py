@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import nnls
 
 from backfill.costs.load import StepLoad
 from backfill.costs.model import CostModel, PiecewiseLinear
+from backfill.costs.nnls import nnls
 from backfill.costs.profile import FitError
 
 
@@ -28,13 +28,18 @@ def num_terms(row_knots: Sequence[int], sampled_knots: Sequence[int]) -> int:
 
 
 def fit_cost_model(
-    steps: Sequence[TimedStep], row_knots: Sequence[int], sampled_knots: Sequence[int]
+    steps: Sequence[TimedStep],
+    row_knots: Sequence[int],
+    sampled_knots: Sequence[int],
+    *,
+    weights: Sequence[float] | None = None,
 ) -> CostModel:
     """The model with the least sum of squared relative errors whose terms are all non-negative.
 
     Args:
         row_knots: token counts, ascending, at which the row-wise time may bend.
         sampled_knots: likewise for sampled rows, above 0.
+        weights: of the steps' squared errors; None weighs all alike.
     Raises: ValueError when there are fewer steps than terms.
     """
     if len(steps) < num_terms(row_knots, sampled_knots):
@@ -44,10 +49,10 @@ def fit_cost_model(
     # Columns are scaled to a like size: contexts run to millions, rows to fractions.
     relative = terms / seconds[:, None]
     scale = np.maximum(np.abs(relative).max(axis=0), 1e-30)
-    weights, _ = nnls(relative / scale, np.ones(len(steps)))
-    weights = weights / scale
+    roots = np.sqrt(np.ones(len(steps)) if weights is None else np.array(weights))
+    coefficients = nnls(relative / scale * roots[:, None], roots) / scale
     num_rows, num_sampled = len(row_knots), len(sampled_knots)
-    rows, sampled, rest = np.split(weights, [num_rows, num_rows + num_sampled])
+    rows, sampled, rest = np.split(coefficients, [num_rows, num_rows + num_sampled])
     return CostModel(
         PiecewiseLinear(tuple(map(float, row_knots)), tuple(np.cumsum(rows).tolist())),
         PiecewiseLinear((0.0, *map(float, sampled_knots)), (0.0, *np.cumsum(sampled).tolist())),
@@ -55,8 +60,40 @@ def fit_cost_model(
     )
 
 
+def fit_few_steps(
+    steps: Sequence[TimedStep], row_knots: Sequence[int], sampled_knots: Sequence[int]
+) -> CostModel:
+    """As ``fit_cost_model``, of any number of steps from one on.
+
+    Fewer than there are terms have many best fits, of which any will do: repeated they have the same ones.
+    """
+    repeats = -(-num_terms(row_knots, sampled_knots) // len(steps))
+    return fit_cost_model([*steps] * repeats, row_knots, sampled_knots)
+
+
 def fit_error(model: CostModel, steps: Sequence[TimedStep]) -> FitError:
-    errors = [abs(model.step_time_s(step.load) - step.seconds) / step.seconds for step in steps]
+    return _error_of([_relative_error(model, step) for step in steps])
+
+
+def cross_validated_error(
+    steps: Sequence[TimedStep], row_knots: Sequence[int], sampled_knots: Sequence[int], num_folds: int = 5
+) -> FitError:
+    """The error on each of ``num_folds`` parts of the steps of a model that is fitted to the other parts."""
+    errors: list[float] = []
+    for fold in range(num_folds):
+        held_out = steps[fold::num_folds]
+        others = [step for index, step in enumerate(steps) if index % num_folds != fold] or steps
+        if held_out:
+            model = fit_few_steps(others, row_knots, sampled_knots)
+            errors += [_relative_error(model, step) for step in held_out]
+    return _error_of(errors)
+
+
+def _relative_error(model: CostModel, step: TimedStep) -> float:
+    return abs(model.step_time_s(step.load) - step.seconds) / step.seconds
+
+
+def _error_of(errors: Sequence[float]) -> FitError:
     return FitError(float(np.median(errors)), float(np.percentile(errors, 95)), len(errors))
 
 

@@ -8,12 +8,19 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from backfill.core.errors import ConfigError
 from backfill.costs.model import CostModel, PiecewiseLinear
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
+
+Quality = Literal["coarse", "refined", "full"]
+
+# A profile with a larger error, at its P95, says nothing for certain.
+_MOST_CERTAIN_ERROR = 0.5
+# Between two hours a shared machine may be so much faster than when it was measured.
+_SPEED_VARIES = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,18 +64,33 @@ class CostProfile:
     """A fitted cost model, what it was fitted on and how well.
 
     Attributes:
+        quality: ``coarse``, measured in a moment when an engine starts; ``refined``, a coarse one fitted anew
+            to steps that were served; ``full``, measured by ``backfill profile``.
         num_layers: decoder layers the step's time is spread over.
         error: on steps that were not fitted on.
+        known_tokens: how far into a prompt the steps reached that it was fitted on. Beyond, it extrapolates.
         copies: None where it was not measured.
         provenance: in words: how and from what the figures were made.
     """
 
     key: ProfileKey
+    quality: Quality
     num_layers: int
     cost: CostModel
     error: FitError
+    known_tokens: int
     copies: CopySpeed | None
     provenance: str
+
+    @property
+    def certain_share(self) -> float:
+        """The part of a predicted time that is needed in any case; 0 where nothing is certain.
+
+        It leaves room for the P95 of the error and for a machine that is faster than when it was measured.
+        """
+        if self.quality == "coarse" or self.error.p95 > _MOST_CERTAIN_ERROR:
+            return 0.0
+        return 1.0 - self.error.p95 - _SPEED_VARIES
 
     def block_copy_s(self, block_bytes: int) -> float | None:
         """Seconds of the copy of one KV block; None if not known."""
@@ -99,6 +121,7 @@ class CostProfile:
         try:
             return cls(
                 key=ProfileKey(**{field: _text(content["key"], field) for field in ProfileKey.__slots__}),
+                quality=_quality(content),
                 num_layers=int(_number(content, "num_layers", low=1)),
                 cost=_cost(content["cost"]),
                 error=FitError(
@@ -106,6 +129,7 @@ class CostProfile:
                     _number(content["error"], "p95"),
                     int(_number(content["error"], "num_steps")),
                 ),
+                known_tokens=int(_number(content, "known_tokens")),
                 copies=None if content["copies"] is None else _copies(content["copies"]),
                 provenance=_text(content, "provenance"),
             )
@@ -143,6 +167,13 @@ def _cost(content: Mapping[str, Any]) -> CostModel:
         _number(content, "prefill_context_s"),
         _number(content, "decode_context_s"),
     )
+
+
+def _quality(content: Mapping[str, Any]) -> Quality:
+    value: Quality = content["quality"]
+    if value not in get_args(Quality):
+        raise ValueError(f"quality must be one of {', '.join(get_args(Quality))}, got {value!r}")
+    return value
 
 
 def _text(content: Mapping[str, Any], field: str) -> str:

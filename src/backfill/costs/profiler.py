@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import statistics
 from collections.abc import Callable, Iterator, Sequence
@@ -15,9 +16,9 @@ from backfill.core.errors import ConfigError
 from backfill.core.plan import AdmittedRequest, CopyKinds, ScheduledSlice, StepOutcome, StepPlan
 from backfill.core.request import RequestId
 from backfill.core.sampling import SamplingParams
-from backfill.costs.fit import TimedStep, fit_cost_model, fit_error, num_terms
+from backfill.costs.fit import TimedStep, cross_validated_error, fit_error, fit_few_steps
 from backfill.costs.load import StepLoad
-from backfill.costs.profile import CopySpeed, CostProfile, ProfileKey
+from backfill.costs.profile import CopySpeed, CostProfile, ProfileKey, Quality
 
 Slice = tuple[int, int, bool]  # start, number of tokens, samples
 Shape = tuple[Slice, ...]
@@ -27,6 +28,7 @@ _SEED = 0
 _COPIED_BLOCKS = 64
 _COPY_ROUNDS = 6
 _SHORTEST_S = 1e-9
+_NUM_ALWAYS_TIMED = 2  # of a grid with a budget: what a token costs, and what the next ones do
 
 
 class RunsPlans(Protocol):
@@ -53,12 +55,15 @@ class Capacity:
     num_host_blocks: int = 0
     block_bytes: int = 1
 
+    def num_blocks(self, shape: Shape) -> int:
+        """Blocks that a step of this shape uses."""
+        return sum(-(-(start + count) // self.block_size) for start, count, _ in shape)
+
     def holds(self, shape: Shape) -> bool:
-        blocks = sum(-(-(start + count) // self.block_size) for start, count, _ in shape)
         return (
             len(shape) <= self.max_num_seqs
             and sum(count for _, count, _ in shape) <= self.max_num_batched_tokens
-            and blocks * self.block_size <= self.kv_tokens
+            and self.num_blocks(shape) * self.block_size <= self.kv_tokens
             # One token more than computed: it is what a chunk that does not sample leaves over.
             and all(start + count < self.max_model_len for start, count, _ in shape)
         )
@@ -71,11 +76,15 @@ class Grid:
     Attributes:
         chunks: tokens of prefills, alone and behind each of ``contexts``.
         batches: decoding requests, behind each of ``contexts``.
-        rounds: how often each step is run; the median counts.
-        num_held_out: random mixes that are timed and not fitted on.
+        listed: further steps.
+        rounds: how often each step is run at most.
+        budget_s: of all steps together. With one they are run in their order as far as it goes, and the least
+            time of each counts; without, all in every round, and the median.
+        num_held_out: random mixes that are timed and not fitted on; without any the error is cross-validated.
         row_knots, sampled_knots: where the fitted functions may bend; those beyond what fits are left out.
     """
 
+    quality: Quality
     chunks: tuple[int, ...]
     contexts: tuple[int, ...]
     batches: tuple[int, ...]
@@ -83,6 +92,8 @@ class Grid:
     num_held_out: int
     row_knots: tuple[int, ...]
     sampled_knots: tuple[int, ...]
+    listed: tuple[Shape, ...] = ()
+    budget_s: float | None = None
 
     def shapes(self, capacity: Capacity) -> list[Shape]:
         """Prefills, parts of prompts, several prompts, decodes, and decodes beside a prefill."""
@@ -96,7 +107,13 @@ class Grid:
         for batch, chunk in itertools.product(self.batches[1::2], self.chunks[3::3]):
             context = self.contexts[(batch + chunk) % len(self.contexts)]
             found.append((*(((context, 1, True),) * batch), (0, chunk, False)))
+        found += self.listed
         return [shape for shape in dict.fromkeys(found) if capacity.holds(shape)]
+
+    def num_blocks(self, capacity: Capacity) -> int:
+        """Blocks of the KV pool that the largest of the steps has."""
+        shapes = [*self.shapes(capacity), *self.held_out(capacity)]
+        return max(map(capacity.num_blocks, shapes), default=0)
 
     def held_out(self, capacity: Capacity) -> list[Shape]:
         """Random mixes like those of a server: some decodes, often a chunk of a prompt."""
@@ -116,6 +133,7 @@ class Grid:
 
 
 FULL = Grid(
+    quality="full",
     chunks=(1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 4096, 8192),
     contexts=(16, 256, 1024, 3072),
     batches=(1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256),
@@ -124,13 +142,38 @@ FULL = Grid(
     row_knots=(1, 4, 8, 16, 32, 48, 64, 96, 128, 256, 512, 1024, 2048, 4096, 8192),
     sampled_knots=(1, 8, 16, 32, 64, 128, 256),
 )
+# A start waits for it. The steps that say most come first, each of a kind that tells a term of the model from
+# the others. The large chunk and the one behind a long context are for long prompts: extrapolated from short
+# ones alone they were predicted at more than twice their time.
 QUICK = Grid(
-    chunks=(1, 16, 128),
-    contexts=(16, 256),
-    batches=(1, 8, 32),
-    rounds=2,
-    num_held_out=4,
-    row_knots=(1, 16, 128),
+    quality="coarse",
+    chunks=(),
+    contexts=(),
+    batches=(),
+    listed=(
+        ((0, 1, True),),
+        ((0, 16, True),),
+        ((16, 1, True),),
+        ((0, 128, False),),
+        ((16, 1, True),) * 32,
+        ((256, 1, True),) * 8,
+        ((0, 512, False),),
+        ((3072, 256, False),),
+        ((0, 1, False),),
+        ((0, 16, False),),
+        ((3072, 1, True),),
+        ((100, 1, True),) * 32,
+        ((0, 32, True),) * 4,
+        ((1024, 128, False),),
+        ((16, 1, True),) * 8,
+        (*((256, 1, True),) * 8, (0, 64, False)),
+        ((256, 1, True),),
+        ((16, 16, False),),
+    ),
+    rounds=3,
+    budget_s=1.0,
+    num_held_out=0,
+    row_knots=(1, 16, 128, 512),
     sampled_knots=(1, 32),
 )
 
@@ -147,11 +190,8 @@ def profile_executor(
 ) -> CostProfile:
     """Run the grid's steps and fit the cost model.
 
-    Steps run in an order that is shuffled anew each round, so that a drift of the machine's speed spreads
-    over all of them; the first round warms up and does not count.
-
     Args:
-        on_step: called with (steps run, steps in all).
+        on_step: called with (steps run or left out, steps in all).
     Raises: ConfigError when not even a step of one token is within the capacity.
     """
     fitted_on, held_out = grid.shapes(capacity), grid.held_out(capacity)
@@ -160,51 +200,94 @@ def profile_executor(
             f"There is no step to time within a context of {capacity.max_model_len} tokens and a KV pool of "
             f"{capacity.kv_tokens}; raise --max-model-len or --kv-gib."
         )
-    times = _time_steps(executor, clock, capacity, [*fitted_on, *held_out], grid.rounds, on_step)
-    timed = [
-        TimedStep(StepLoad.of(shape), seconds)
-        for shape, seconds in zip([*fitted_on, *held_out], times, strict=True)
-    ]
-    steps, unseen = timed[: len(fitted_on)], timed[len(fitted_on) :]
+    timer = _StepTimer(executor, clock, capacity, on_step)
+    if grid.budget_s is None:
+        times = timer.time_all([*fitted_on, *held_out], grid.rounds)
+        counted = f"medians of {grid.rounds}"
+    else:
+        times = timer.time_within(fitted_on, grid.rounds, grid.budget_s)
+        counted = f"the least of up to {grid.rounds}"
+    steps, unseen = (
+        [TimedStep(StepLoad.of(shape), times[shape]) for shape in shapes if shape in times]
+        for shapes in (fitted_on, held_out)
+    )
     row_knots = _within(grid.row_knots, max(step.load.num_tokens for step in steps))
     sampled_knots = _within(grid.sampled_knots, max(step.load.num_sampled for step in steps))
-    # Small limits leave few shapes. Repeated they have the same best fits, of which any will do.
-    repeats = -(-num_terms(row_knots, sampled_knots) // len(steps))
-    cost = fit_cost_model(steps * repeats, row_knots, sampled_knots)
+    cost = fit_few_steps(steps, row_knots, sampled_knots)
+    error = fit_error(cost, unseen) if unseen else cross_validated_error(steps, row_knots, sampled_knots)
     return CostProfile(
         key=key,
+        quality=grid.quality,
         num_layers=num_layers,
         cost=cost,
-        error=fit_error(cost, unseen or steps),
+        error=error,
+        known_tokens=max(start + count for shape in fitted_on if shape in times for start, count, _ in shape),
         copies=_time_copies(executor, clock, capacity),
-        provenance=f"{len(steps)} steps timed here, medians of {grid.rounds}; {len(unseen)} others held out.",
+        provenance=f"{len(steps)} steps timed here, {counted}; {len(unseen)} others held out.",
     )
 
 
-def _time_steps(
-    executor: RunsPlans,
-    clock: Clock,
-    capacity: Capacity,
-    shapes: Sequence[Shape],
-    rounds: int,
-    on_step: Callable[[int, int], None] | None,
-) -> list[float]:
-    rng = random.Random(_SEED)
-    samples: list[list[float]] = [[] for _ in shapes]
-    numbers = itertools.count()
-    total = (rounds + 1) * len(shapes)
-    done = 0
-    for each_round in range(rounds + 1):
-        order = list(range(len(shapes)))
-        rng.shuffle(order)
-        for index in order:
-            seconds = _time_step(executor, clock, capacity, shapes[index], numbers)
-            if each_round > 0:
-                samples[index].append(seconds)
-            done += 1
-            if on_step is not None:
-                on_step(done, total)
-    return [statistics.median(values) for values in samples]
+class _StepTimer:
+    """Runs steps on an executor and takes their times."""
+
+    def __init__(
+        self,
+        executor: RunsPlans,
+        clock: Clock,
+        capacity: Capacity,
+        on_step: Callable[[int, int], None] | None,
+    ) -> None:
+        self._executor = executor
+        self._clock = clock
+        self._capacity = capacity
+        self._on_step = on_step
+        self._numbers = itertools.count()
+
+    def time_all(self, shapes: Sequence[Shape], rounds: int) -> dict[Shape, float]:
+        """The median seconds of each step.
+
+        Steps run in an order that is shuffled anew each round, so that a drift of the machine's speed spreads
+        over all of them; a first round warms up and does not count.
+        """
+        rng = random.Random(_SEED)
+        samples: dict[Shape, list[float]] = {shape: [] for shape in shapes}
+        total = (rounds + 1) * len(shapes)
+        for each_round in range(rounds + 1):
+            order = list(shapes)
+            rng.shuffle(order)
+            for index, shape in enumerate(order):
+                seconds = self._time(shape)
+                if each_round > 0:
+                    samples[shape].append(seconds)
+                self._report(each_round * len(shapes) + index + 1, total)
+        return {shape: statistics.median(values) for shape, values in samples.items()}
+
+    def time_within(self, shapes: Sequence[Shape], rounds: int, budget_s: float) -> dict[Shape, float]:
+        """The least seconds of each step that there was time for, in up to ``rounds`` rounds.
+
+        But for the first two a step is left out that would not end in time, by its own time or, before it has
+        one, by the least time a token so far. Of few runs the least is what no other process disturbed.
+        """
+        least: dict[Shape, float] = {}
+        token_s = math.inf
+        total = rounds * len(shapes)
+        for each_round in range(rounds):
+            for index, shape in enumerate(shapes):
+                num_tokens = sum(count for _, count, _ in shape)
+                if len(least) < _NUM_ALWAYS_TIMED or least.get(shape, num_tokens * token_s) <= budget_s:
+                    seconds = self._time(shape)
+                    budget_s -= seconds
+                    token_s = min(token_s, seconds / num_tokens)
+                    least[shape] = min(seconds, least.get(shape, seconds))
+                self._report(each_round * len(shapes) + index + 1, total)
+        return least
+
+    def _time(self, shape: Shape) -> float:
+        return _time_step(self._executor, self._clock, self._capacity, shape, self._numbers)
+
+    def _report(self, done: int, total: int) -> None:
+        if self._on_step is not None:
+            self._on_step(done, total)
 
 
 def _time_step(

@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Hashable
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -20,13 +21,14 @@ from backfill.core.errors import BackfillError, EngineDead, StepFailed
 from backfill.core.request import RequestId, ServiceClass
 from backfill.core.sampling import SamplingParams
 from backfill.core.slo import SLO
-from backfill.costs.model import CostModel
+from backfill.costs.profile import CostProfile
 from backfill.engine.environment import engine_environment
 from backfill.engine.hang import Watchdog
 from backfill.engine.messages import (
     AbortRequests,
     AddRequest,
     FromEngine,
+    ProfileRefined,
     Ready,
     StartFailed,
     StepReport,
@@ -38,6 +40,7 @@ from backfill.engine.process import DUMP_SIGNAL, EngineLoader, load_engine, run_
 from backfill.engine.tasks import TaskWatch
 from backfill.execution.executor import ExecutorInfo
 from backfill.ipc.python_process import PythonProcess
+from backfill.scheduling.objectives import check_server_slo
 
 logger = logging.getLogger(__name__)
 
@@ -82,10 +85,12 @@ class EngineClient:
 
     Attributes:
         info: the running engine's; None while none runs.
-        default_slo, cost: as the last engine's ``Ready`` gave them.
+        default_slo: of the first engine. Those that follow keep to it: objectives do not change while a
+            server runs.
 
     Args:
         on_report: called with each step's report, for metrics.
+        on_profile: called with each refined cost profile.
         tasks: starts the client's own tasks.
         load: makes the engine, in its process.
     """
@@ -95,12 +100,14 @@ class EngineClient:
         config: EngineConfig,
         *,
         on_report: Callable[[StepReport], None] | None = None,
+        on_profile: Callable[[CostProfile], None] | None = None,
         log_level: str = "INFO",
         tasks: TaskWatch | None = None,
         load: EngineLoader = load_engine,
     ) -> None:
         self.config = config
         self._on_report = on_report
+        self._on_profile = on_profile
         self._log_level = log_level
         self._tasks = tasks or TaskWatch()
         self._load = load
@@ -116,7 +123,6 @@ class EngineClient:
         self._streams: dict[RequestId, _Stream] = {}  # of the requests the engine has
         self.info: ExecutorInfo | None = None
         self.default_slo: SLO | None = None
-        self.cost: CostModel | None = None
 
     @property
     def is_ready(self) -> bool:
@@ -176,7 +182,12 @@ class EngineClient:
         first = await self._first_message(reports, decoder)
         if not isinstance(first, Ready):
             raise BackfillError(first.message if isinstance(first, StartFailed) else self._how_it_ended())
-        self.info, self.default_slo, self.cost = first.info, first.default_slo, first.cost
+        if self.default_slo is None:
+            if first.profile is not None:
+                check_server_slo(self.config.scheduler, first.profile)
+            self.default_slo = first.default_slo
+            self.config = _with_objectives(self.config, first.default_slo)
+        self.info = first.info
         self._watchdog = Watchdog(first.hang_timeout_s)
         self._end_reason = None
         self._reader = self._tasks.start(self._read(reports, decoder), "engine-reports")
@@ -363,8 +374,12 @@ class EngineClient:
             await asyncio.sleep(0.01)
 
     def _dispatch(self, report: FromEngine) -> None:
-        assert isinstance(report, StepReport)
         self._watchdog.on_report()
+        if isinstance(report, ProfileRefined):
+            if self._on_profile is not None:
+                self._on_profile(report.profile)
+            return
+        assert isinstance(report, StepReport)
         failed = [self._streams.get(request_id) for request_id in report.stats.step.failed_request_ids]
         groups = Counter(stream.group for stream in failed if stream is not None)
         for output in report.outputs:
@@ -405,3 +420,8 @@ class EngineClient:
         if self._folder is not None:
             self._folder.cleanup()
             self._folder = None
+
+
+def _with_objectives(config: EngineConfig, slo: SLO) -> EngineConfig:
+    scheduler = replace(config.scheduler, ttft_slo_s=slo.ttft_s, tpot_slo_s=slo.tpot_s)
+    return replace(config, scheduler=scheduler)

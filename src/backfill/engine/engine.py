@@ -16,6 +16,7 @@ from backfill.core.request import FinishReason, Request, RequestId, ServiceClass
 from backfill.costs.load import StepLoad
 from backfill.costs.model import CostModel
 from backfill.costs.profile import CostProfile
+from backfill.costs.refine import ProfileRefiner
 from backfill.engine.messages import ClassStats, EngineStats, StepKind, StepStats, TokenOutput
 from backfill.execution.executor import Executor, StoppableExecutor
 from backfill.kvcache.block_manager import BlockManager
@@ -35,6 +36,7 @@ class Engine:
 
     Args:
         profile: what steps cost; needed by policies that bound their time.
+        refiner: of that profile; None leaves it as it is.
     """
 
     def __init__(
@@ -43,10 +45,12 @@ class Engine:
         executor: Executor,
         clock: Clock,
         profile: CostProfile | None = None,
+        refiner: ProfileRefiner | None = None,
     ) -> None:
         info = executor.info
         cost = profile.cost if profile is not None else None
         self.executor = executor
+        self.profile = profile
         self.default_slo = server_slo(config, cost)
         self.scheduler = Scheduler(
             config,
@@ -63,6 +67,7 @@ class Engine:
         self.num_stopped_steps = 0
         self.scheduling_s = 0.0
         self._clock = clock
+        self._refiner = refiner
         self._is_stalled = False
         self._arrived: deque[Request] = deque()
         self._running_plan: StepPlan | None = None
@@ -155,6 +160,8 @@ class Engine:
             self.num_stopped_steps += 1
         if plan.slices and not (outcome.stopped or plan.resumes or plan.stalls):
             self.scheduler.policy.observe(plan.predicted_s, now_s - started_at_s)
+            if self._refiner is not None:
+                self._refiner.observe(plan, now_s - started_at_s)
         self._last_step = StepStats(
             _kind(plan),
             plan.num_tokens,
@@ -165,6 +172,20 @@ class Engine:
         )
         self.scheduling_s += (running_at - planning_at) + (time.perf_counter() - ended_at)
         return outputs
+
+    def refine_profile(self) -> CostProfile | None:
+        """Fit what steps cost anew, where that is due and no online request waits for it.
+
+        Returns: the profile that is in use from now on; None where it is the same as before.
+        """
+        refiner = self._refiner
+        if refiner is None or not refiner.is_due or self._arrived or self.scheduler.has_online:
+            return None
+        refined = refiner.refine()
+        if refined is not None:
+            self.profile = refined
+            self.scheduler.adopt(refined.cost)
+        return refined
 
     def stats(self) -> EngineStats:
         """State and totals now, and the step since this was last asked for."""

@@ -11,7 +11,7 @@ from backfill.core.plan import TokenLogprobs
 from backfill.core.request import FinishReason, RequestId, ServiceClass
 from backfill.core.sampling import SamplingParams
 from backfill.core.slo import SLO
-from backfill.costs.model import CostModel
+from backfill.costs.profile import CostProfile
 from backfill.execution.executor import ExecutorInfo
 
 
@@ -48,15 +48,21 @@ ToEngine = AddRequest | AbortRequests | Stop
 class Ready(msgspec.Struct, tag=True, frozen=True):
     """Engine to client, once: the model is loaded.
 
-    ``default_slo`` is that of online requests that bring none; ``cost`` is None without a profile. After
-    ``hang_timeout_s`` without a report the engine hangs; 0 is never.
+    ``default_slo`` is that of online requests that bring none; ``profile`` is what steps cost, None where it
+    is not known. After ``hang_timeout_s`` without a report the engine hangs; 0 is never.
     """
 
     info: ExecutorInfo
     load_s: float
     default_slo: SLO
-    cost: CostModel | None = None
+    profile: CostProfile | None = None
     hang_timeout_s: float = 0.0
+
+
+class ProfileRefined(msgspec.Struct, tag=True, frozen=True):
+    """Engine to client: steps are predicted with this profile from now on."""
+
+    profile: CostProfile
 
 
 class StartFailed(msgspec.Struct, tag=True, frozen=True):
@@ -138,4 +144,4 @@ class StepReport(msgspec.Struct, tag=True, frozen=True):
     stats: EngineStats
 
 
-FromEngine = Ready | StartFailed | StepReport
+FromEngine = Ready | StartFailed | ProfileRefined | StepReport

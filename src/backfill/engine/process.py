@@ -15,12 +15,14 @@ from backfill.core.config import EngineConfig
 from backfill.core.errors import BackfillError
 from backfill.core.heap import freeze_heap
 from backfill.core.request import Request
+from backfill.costs.profile import CostProfile
 from backfill.engine.engine import Engine
 from backfill.engine.hang import hang_timeout_s, heartbeat_s
 from backfill.engine.messages import (
     AbortRequests,
     AddRequest,
     FromEngine,
+    ProfileRefined,
     Ready,
     StartFailed,
     StepReport,
@@ -43,13 +45,14 @@ EngineLoader = Callable[[EngineConfig], Engine]
 def load_engine(config: EngineConfig) -> Engine:
     """An engine that runs the configuration's model with torch. Raises: BackfillError."""
     from backfill.execution.create import create_torch_executor
-    from backfill.execution.profile import load_or_measure_profile
+    from backfill.execution.profile import create_refiner, load_or_measure_profile
 
-    executor = create_torch_executor(config)
-    profile = None
-    if config.scheduler.policy == "slo" or config.profile_path is not None:
-        profile = load_or_measure_profile(config, executor)
-    return Engine(config.scheduler, executor, WallClock(), profile)
+    executor, clock = create_torch_executor(config), WallClock()
+    if config.scheduler.policy != "slo" and config.profile_path is None:
+        return Engine(config.scheduler, executor, clock)
+    profile = load_or_measure_profile(config, executor)
+    refiner = create_refiner(config, executor.info, profile, clock)
+    return Engine(config.scheduler, executor, clock, profile, refiner)
 
 
 def run_engine_process(
@@ -74,11 +77,25 @@ def _serve(config: EngineConfig, channel: EngineChannel, load: EngineLoader) -> 
         channel.send(StartFailed(f"The engine could not start: {type(error).__name__}: {error}"))
         return
     freeze_heap()
-    slo, info, cost = engine.default_slo, engine.executor.info, engine.scheduler.cost
-    timeout_s = hang_timeout_s(config, info, cost)
+    slo, info, profile = engine.default_slo, engine.executor.info, engine.profile
+    timeout_s = hang_timeout_s(config, info, engine.scheduler.cost)
+    if profile is not None:
+        _log_profile("steps are predicted", profile)
     logger.info("online requests: first token within %.3g s, each next within %.3g s", slo.ttft_s, slo.tpot_s)
-    channel.send(Ready(info, time.monotonic() - started_at_s, slo, cost, timeout_s))
+    channel.send(Ready(info, time.monotonic() - started_at_s, slo, profile, timeout_s))
     EngineLoop(engine, channel, heartbeat_s(timeout_s)).run()
+
+
+def _log_profile(event: str, profile: CostProfile) -> None:
+    error = profile.error
+    logger.info(
+        "%s with a %s cost profile: error %.0f %% (median), %.0f %% (P95) on %d steps",
+        event,
+        profile.quality,
+        100 * error.median,
+        100 * error.p95,
+        error.num_steps,
+    )
 
 
 class EngineLoop:
@@ -88,6 +105,8 @@ class EngineLoop:
     interpreter's lock. It hands requests to ``Engine.arrive`` and leaves all else for between two steps.
 
     It reports every step, and every few seconds where there is none: an engine that says nothing hangs.
+
+    While no online request is there it refines the cost profile now and then.
 
     The loop ends after several failed steps in a row: a device in a broken state stays so until its process
     ends, and the client starts a new one.
@@ -121,11 +140,18 @@ class EngineLoop:
                 if isinstance(command, Stop):
                     return
                 engine.abort(command.request_ids)
+            self._refine_profile()
             if engine.has_work:
                 outputs += engine.step()
             elif not (commands or outputs) and self._has_news.wait(self._heartbeat_s):
                 continue
             self._channel.send(StepReport(outputs, engine.stats()))
+
+    def _refine_profile(self) -> None:
+        refined = self._engine.refine_profile()
+        if refined is not None:
+            _log_profile("from now on steps are predicted", refined)
+            self._channel.send(ProfileRefined(refined))
 
     def _listen(self) -> None:
         try:

@@ -14,11 +14,14 @@ from pathlib import Path
 import torch
 
 from backfill import __version__
-from backfill.core.clock import WallClock
+from backfill.core.clock import Clock, WallClock
 from backfill.core.config import EngineConfig
 from backfill.core.errors import ConfigError
+from backfill.costs.load import StepLoad
 from backfill.costs.profile import CostProfile, ProfileKey
 from backfill.costs.profiler import FULL, QUICK, Capacity, Grid, profile_executor
+from backfill.costs.refine import ProfileRefiner
+from backfill.execution.executor import ExecutorInfo
 from backfill.execution.torch_executor import TorchExecutor
 from backfill.kernels.cpu import CpuKernels
 from backfill.models.config import ModelConfig
@@ -52,10 +55,23 @@ def measure_profile(
     on_step: Callable[[int, int], None] | None = None,
 ) -> CostProfile:
     """Time the executor. It must have no requests; the contents of its KV pool are lost."""
-    info = executor.info
+    capacity = step_capacity(config, executor.info)
     # Unwritten memory is not there yet: reading it would cost nothing and writing it a page fault.
-    executor.fill_kv_pool()
-    capacity = Capacity(
+    executor.fill_kv_pool(grid.num_blocks(capacity))
+    return profile_executor(
+        executor,
+        WallClock(),
+        capacity,
+        grid,
+        key=profile_key(config, executor),
+        num_layers=executor.info.num_layers,
+        on_step=on_step,
+    )
+
+
+def step_capacity(config: EngineConfig, info: ExecutorInfo) -> Capacity:
+    """What a step of this executor may be at most."""
+    return Capacity(
         kv_tokens=info.num_blocks * info.block_size,
         block_size=info.block_size,
         max_model_len=info.max_model_len,
@@ -64,21 +80,39 @@ def measure_profile(
         num_host_blocks=info.num_host_blocks,
         block_bytes=info.block_bytes,
     )
-    return profile_executor(
-        executor,
-        WallClock(),
-        capacity,
-        grid,
-        key=profile_key(config, executor),
-        num_layers=info.num_layers,
-        on_step=on_step,
-    )
+
+
+def create_refiner(
+    config: EngineConfig, info: ExecutorInfo, profile: CostProfile, clock: Clock
+) -> ProfileRefiner | None:
+    """Refines the profile by what is served and saves it; None for a full one, which stays as it is.
+
+    A profile that the configuration names is refined too, but its file is the user's and is not written.
+    """
+    if profile.quality == "full":
+        return None
+    grid = (StepLoad.of(shape) for shape in FULL.shapes(step_capacity(config, info)))
+    if config.profile_path is not None:
+        return ProfileRefiner(profile, grid, clock)
+    return ProfileRefiner(profile, grid, clock, on_refined=save_for_next_start)
+
+
+def save_for_next_start(profile: CostProfile) -> None:
+    """Keep the profile for the next start, unless a full one is there. A disk that refuses is only logged."""
+    path = profile_path(profile.key)
+    try:
+        if os.path.exists(path) and CostProfile.load(path).quality == "full":
+            return
+    except ConfigError:  # damaged, or of another release: it is of no use to anybody
+        pass
+    try:
+        profile.save(path)
+    except OSError as error:
+        logger.warning("the cost profile %s cannot be saved: %s", path, error.strerror or error)
 
 
 def load_or_measure_profile(config: EngineConfig, executor: TorchExecutor) -> CostProfile:
-    """The profile named by the configuration, else the saved one, else a quick one for this run only.
-
-    A quick profile is not kept: one bad moment of the machine would serve every later start.
+    """The profile named by the configuration, else the saved one, else a coarse one, which is then saved.
 
     Raises: ConfigError when the named one cannot be read or is of another model, device or dtype.
     """
@@ -98,9 +132,10 @@ def load_or_measure_profile(config: EngineConfig, executor: TorchExecutor) -> Co
     began_s = time.monotonic()
     profile = measure_profile(config, executor, QUICK)
     logger.info(
-        "measured what steps cost in %.1f s, coarsely; `backfill profile` measures them well, once",
+        "measured what steps cost in %.1f s, coarsely; the steps that are served refine it",
         time.monotonic() - began_s,
     )
+    save_for_next_start(profile)
     return profile
 
 

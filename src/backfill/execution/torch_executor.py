@@ -60,9 +60,9 @@ class TorchExecutor:
         self._suspended: _Pass | None = None
         self._step_to_stop = -1  # written by another thread; a step compares it with its own number
 
-    def fill_kv_pool(self) -> None:
-        """Write zeros to the whole pool, so that its memory is really there."""
-        self._kv_pool.zero_()
+    def fill_kv_pool(self, num_blocks: int) -> None:
+        """Write zeros to the first blocks of the pool, so that their memory is really there."""
+        self._kv_pool[:num_blocks].zero_()
 
     def request_stop(self, step: int) -> None:
         self._step_to_stop = max(self._step_to_stop, step)  # a late word for the step before must not undo it

@@ -17,7 +17,7 @@ from backfill.core.errors import RequestError
 from backfill.core.request import ServiceClass
 from backfill.core.sampling import SamplingParams
 from backfill.core.slo import SLO
-from backfill.costs.model import CostModel
+from backfill.costs.profile import CostProfile
 from backfill.engine.messages import Ready
 from backfill.execution.executor import ExecutorInfo
 from backfill.generation.tokenizer import Tokenizer
@@ -36,7 +36,7 @@ from backfill.protocol.requests import (
     parse_generation,
 )
 from backfill.protocol.response_size import MAX_RESPONSE_TOKENS, bounded_max_tokens
-from backfill.scheduling.objectives import achievable_slo
+from backfill.scheduling.objectives import achievable_slo, impossible_slo
 
 TextEndpoint = Literal["/tokenize", "/detokenize"]
 
@@ -62,17 +62,17 @@ class EngineFacts:
 
     Attributes:
         default_slo: of online requests that bring no objectives.
-        cost: None where the engine has no profile; objectives are not checked then.
+        profile: what steps cost; None where that is not known. Objectives are not checked then.
     """
 
     info: ExecutorInfo
     default_slo: SLO
-    cost: CostModel | None
+    profile: CostProfile | None
     scheduler: SchedulerConfig
 
     @classmethod
     def of(cls, ready: Ready, scheduler: SchedulerConfig) -> EngineFacts:
-        return cls(info=ready.info, default_slo=ready.default_slo, cost=ready.cost, scheduler=scheduler)
+        return cls(info=ready.info, default_slo=ready.default_slo, profile=ready.profile, scheduler=scheduler)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -359,17 +359,21 @@ class RequestPreparer:
         )
 
     def _check_achievable(self, objectives: Mapping[str, Objective], num_prompt_tokens: int) -> None:
-        """Raise RequestError for an objective that the request could not meet even alone.
+        """Raise RequestError for an objective that no run of the request can meet, as far as that is certain.
 
         Only under the policy that works towards objectives: elsewhere they are but measured.
         """
-        cost, config = self.engine.cost, self.engine.scheduler
-        if not objectives or cost is None or config.policy != "slo":
+        profile, config = self.engine.profile, self.engine.scheduler
+        if not objectives or profile is None or config.policy != "slo":
             return
-        least = achievable_slo(cost, config, num_prompt_tokens)
-        for name, least_s in (("ttft", least.ttft_s), ("tpot", least.tpot_s)):
+        least = achievable_slo(profile.cost, config, num_prompt_tokens)
+        impossible = impossible_slo(profile, config, num_prompt_tokens)
+        for name, least_s, impossible_s in (
+            ("ttft", least.ttft_s, impossible.ttft_s),
+            ("tpot", least.tpot_s, impossible.tpot_s),
+        ):
             objective = objectives.get(name)
-            if objective is not None and objective.seconds < least_s:
+            if objective is not None and objective.seconds < impossible_s:
                 needed_s = math.ceil(1000 * least_s) / 1000
                 raise RequestError(
                     f"{objective.name} of {objective.show(objective.seconds)} cannot be met: on this server "

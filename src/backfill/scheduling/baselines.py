@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from backfill.core.request import Rank, Request
+from backfill.costs.model import CostModel
 from backfill.scheduling.policy import Lane, StepView
 
 _ONLINE = Lane(ranks=frozenset({Rank.ONLINE}))
@@ -42,6 +43,9 @@ class _Baseline:
         return math.inf
 
     def observe(self, predicted_s: float, observed_s: float) -> None:
+        pass
+
+    def adopt(self, cost: CostModel) -> None:
         pass
 
 

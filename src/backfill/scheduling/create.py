@@ -17,7 +17,7 @@ def create_policy(config: SchedulerConfig, cost: CostModel | None, *, can_stop: 
     Args:
         cost: of the model on its device; only ``slo`` needs it.
         can_stop: the executor stops the offline part of a step at safepoints.
-    Raises: ConfigError when the objectives are below what one request alone needs.
+    Raises: ConfigError where a policy that needs a cost model has none.
     """
     if config.policy == "slo":
         if cost is None:

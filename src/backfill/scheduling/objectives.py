@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 
 from backfill.core.config import SchedulerConfig
@@ -9,6 +10,9 @@ from backfill.core.errors import ConfigError
 from backfill.core.slo import SLO
 from backfill.costs.load import StepLoad
 from backfill.costs.model import CostModel
+from backfill.costs.profile import CostProfile
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_SLO = SLO(ttft_s=1.0, tpot_s=0.15)
 # A default objective is widened to this multiple of what one request alone needs.
@@ -16,7 +20,7 @@ _DEFAULT_HEADROOM = 4.0
 
 
 def achievable_slo(cost: CostModel, config: SchedulerConfig, num_prompt_tokens: int = 1) -> SLO:
-    """The least objectives that one request alone, with nothing beside it, can meet."""
+    """The least objectives that one request alone, with nothing beside it, is predicted to meet."""
     chunk_tokens = min(config.max_num_batched_tokens, config.max_prefill_chunk_tokens)
     return SLO(
         ttft_s=cost.prefill_time_s(num_prompt_tokens, chunk_tokens),
@@ -24,26 +28,46 @@ def achievable_slo(cost: CostModel, config: SchedulerConfig, num_prompt_tokens: 
     )
 
 
+def impossible_slo(profile: CostProfile, config: SchedulerConfig, num_prompt_tokens: int = 1) -> SLO:
+    """Objectives below these no run can meet, as far as the profile knows: 0 where it does not know.
+
+    Of a prompt that is longer than any the profile was fitted on, only the known length counts.
+    """
+    known_tokens = max(1, min(num_prompt_tokens, profile.known_tokens))
+    least, share = achievable_slo(profile.cost, config, known_tokens), profile.certain_share
+    return SLO(ttft_s=share * least.ttft_s, tpot_s=share * least.tpot_s)
+
+
 def server_slo(config: SchedulerConfig, cost: CostModel | None) -> SLO:
     """Objectives of online requests that bring none: the configured ones, else defaults.
 
     Args:
         cost: widens defaults that one request alone would hardly meet; None leaves them.
-    Raises: ConfigError for a configured objective that one request alone cannot meet.
     """
     least = SLO(0.0, 0.0) if cost is None else achievable_slo(cost, config)
     return SLO(
-        ttft_s=_objective("--ttft-slo", config.ttft_slo_s, DEFAULT_SLO.ttft_s, least.ttft_s),
-        tpot_s=_objective("--tpot-slo", config.tpot_slo_s, DEFAULT_SLO.tpot_s, least.tpot_s),
+        ttft_s=_objective(config.ttft_slo_s, DEFAULT_SLO.ttft_s, least.ttft_s),
+        tpot_s=_objective(config.tpot_slo_s, DEFAULT_SLO.tpot_s, least.tpot_s),
     )
 
 
-def _objective(option: str, asked_s: float | None, default_s: float, least_s: float) -> float:
-    if asked_s is None:
-        return max(default_s, _DEFAULT_HEADROOM * least_s)
-    if asked_s < least_s:
-        raise ConfigError(
-            f"{option} {asked_s:g}: one request alone needs {math.ceil(1000 * least_s) / 1000:g} s on this "
-            "device; give at least that."
-        )
-    return asked_s
+def check_server_slo(config: SchedulerConfig, profile: CostProfile) -> None:
+    """Warn of a configured objective that one request alone is not predicted to meet.
+
+    Raises: ConfigError for one that it cannot meet in any case.
+    """
+    least, impossible = achievable_slo(profile.cost, config), impossible_slo(profile, config)
+    for option, asked_s, least_s, impossible_s in (
+        ("--ttft-slo", config.ttft_slo_s, least.ttft_s, impossible.ttft_s),
+        ("--tpot-slo", config.tpot_slo_s, least.tpot_s, impossible.tpot_s),
+    ):
+        if asked_s is None or asked_s >= least_s:
+            continue
+        needs = f"{option} {asked_s:g}: one request alone needs {math.ceil(1000 * least_s) / 1000:g} s"
+        if asked_s < impossible_s:
+            raise ConfigError(f"{needs} on this device; give at least that.")
+        logger.warning("%s, by a %s cost profile; it may often be missed", needs, profile.quality)
+
+
+def _objective(asked_s: float | None, default_s: float, least_s: float) -> float:
+    return max(default_s, _DEFAULT_HEADROOM * least_s) if asked_s is None else asked_s

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from backfill.core.request import Rank, Request
+from backfill.costs.model import CostModel
 
 # The smallest prefill chunk that is worth a place in a step that is over its time.
 LEAST_PREFILL_TOKENS = 16
@@ -111,4 +112,8 @@ class Policy(Protocol):
 
     def observe(self, predicted_s: float, observed_s: float) -> None:
         """A step that was predicted to take one time took another."""
+        ...
+
+    def adopt(self, cost: CostModel) -> None:
+        """Predict with this model from now on. How far the one before was off says nothing of it."""
         ...

@@ -119,6 +119,18 @@ class Scheduler:
         """A step is due: for requests that are unfinished, or to clear up after some that have ended."""
         return bool(self._requests or self._to_release or self.blocks.num_copies_under_way)
 
+    @property
+    def has_online(self) -> bool:
+        """An online request is unfinished. Looks at every request."""
+        return any(request.service_class is ServiceClass.ONLINE for request in self._requests.values())
+
+    def adopt(self, cost: CostModel) -> None:
+        """Predict with this model from now on. Called between two steps."""
+        self.cost = cost
+        self.policy.adopt(cost)
+        if self._suspension is not None:
+            self._suspension.adopt(cost)
+
     def count_by_class(self) -> dict[ServiceClass, tuple[int, int]]:
         """(running, waiting) of each class; those that are restored hold blocks and count as running."""
         holders = (*self._running.values(), *self._host.restoring)

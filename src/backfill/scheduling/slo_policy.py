@@ -76,10 +76,9 @@ class SloPolicy:
     ) -> None:
         self.config = config
         self.correction = BiasCorrection()
-        self._cost = cost
-        self._can_stop = can_stop
         self._max_step_tokens = max_step_tokens
-        self._step_sizes = cost.efficient_step_sizes(config.step_efficiency, max_step_tokens)
+        self._can_stop = can_stop
+        self.adopt(cost)
         self._online_peak = 0.0
         self._seen_at_s: float | None = None
 
@@ -164,6 +163,11 @@ class SloPolicy:
 
     def observe(self, predicted_s: float, observed_s: float) -> None:
         self.correction.observe(predicted_s, observed_s)
+
+    def adopt(self, cost: CostModel) -> None:
+        self._cost = cost
+        self._step_sizes = cost.efficient_step_sizes(self.config.step_efficiency, self._max_step_tokens)
+        self.correction.restart()
 
     def _offline_batching(self, reserved: int) -> Sequence[Lane]:
         limit = math.inf

@@ -59,6 +59,10 @@ class Suspension:
         """Those with a slice in the suspended step; none where nothing is suspended."""
         return self._slices.keys()
 
+    def adopt(self, cost: CostModel) -> None:
+        """Predict with this model from now on."""
+        self._cost = cost
+
     def left_s(self) -> float:
         """Predicted seconds of the layers that are still before it."""
         if not self._slices:

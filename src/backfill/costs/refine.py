@@ -1,0 +1,213 @@
+"""Refines a cost profile by the steps that are served."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from backfill.core.clock import Clock
+from backfill.core.plan import StepPlan
+from backfill.costs.fit import TimedStep, fit_cost_model, fit_error
+from backfill.costs.load import StepLoad
+from backfill.costs.model import CostModel
+from backfill.costs.profile import CostProfile, FitError
+
+# Where the refined functions may bend. As far apart as the strata are wide, so that one sample ties a piece.
+_ROW_KNOTS = tuple(1 << power for power in range(15))
+_SAMPLED_KNOTS = (1, 8, 32, 128)
+
+_MAX_STRATA = 128
+_SAMPLES_PER_STRATUM = 9
+_HOLD_OUT_EVERY = 3
+# Fewer say more of the moment than of the load.
+_LEAST_SAMPLES = 3
+_CONTEXT_UNIT = 64
+
+_LEAST_NEW_STEPS = 32
+_LEAST_HELD_OUT = 8
+_LEAST_INTERVAL_S = 30.0
+# Of the error's median and P95 together. Less is chance.
+_LEAST_GAIN = 0.05
+_LOWEST_SCALE, _HIGHEST_SCALE = 0.5, 2.0
+# Of a stratum without served steps, beside 1 of one with. Attention's terms are common to all of them.
+_UNSERVED_WEIGHT = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class ServedStep:
+    """A step that was served whole, and how far into a prompt it reached; 0 without a prompt."""
+
+    timed: TimedStep
+    prompt_end: int
+
+
+@dataclass(slots=True)
+class Stratum:
+    """The latest steps of like loads. Every third is held out: no model is fitted to it."""
+
+    fitted: deque[ServedStep] = field(default_factory=lambda: deque(maxlen=_SAMPLES_PER_STRATUM))
+    held_out: deque[ServedStep] = field(default_factory=lambda: deque(maxlen=_SAMPLES_PER_STRATUM))
+    num_steps: int = 0
+
+    def add(self, step: ServedStep) -> None:
+        self.num_steps += 1
+        (self.held_out if self.num_steps % _HOLD_OUT_EVERY == 0 else self.fitted).append(step)
+
+
+class StepSample:
+    """A bounded sample of served steps, spread over kinds of load.
+
+    A stratum holds loads of like sizes, by powers of two, of their tokens, sampled rows and context. The one
+    that was met longest ago gives way to a new one.
+    """
+
+    def __init__(self) -> None:
+        self._strata: OrderedDict[tuple[int, int, int], Stratum] = OrderedDict()
+
+    def add(self, step: ServedStep) -> None:
+        key = stratum_of(step.timed.load)
+        stratum = self._strata.get(key)
+        if stratum is None:
+            if len(self._strata) == _MAX_STRATA:
+                self._strata.popitem(last=False)
+            stratum = self._strata[key] = Stratum()
+        self._strata.move_to_end(key)
+        stratum.add(step)
+
+    def held_out(self) -> list[TimedStep]:
+        return [step.timed for stratum in self._strata.values() for step in stratum.held_out]
+
+    def typical(self, cost: CostModel) -> dict[tuple[int, int, int], ServedStep]:
+        """Of each stratum with enough steps the one whose time over the predicted one is the median."""
+
+        def ratio(step: ServedStep) -> float:
+            return step.timed.seconds / cost.step_time_s(step.timed.load)
+
+        return {
+            key: sorted(stratum.fitted, key=ratio)[len(stratum.fitted) // 2]
+            for key, stratum in self._strata.items()
+            if len(stratum.fitted) >= _LEAST_SAMPLES
+        }
+
+
+class ProfileRefiner:
+    """Collects served steps and fits the profile's cost model to them now and then.
+
+    Where steps were served these count. Elsewhere the model in use does, at the grid's loads, scaled by what
+    the served steps took over their prediction: a machine that is slower than when it was measured is so for
+    all loads.
+
+    Attributes:
+        profile: the one in use.
+
+    Args:
+        grid: loads at which a model is kept where no steps were served.
+        on_refined: called with each new profile.
+    """
+
+    def __init__(
+        self,
+        profile: CostProfile,
+        grid: Iterable[StepLoad],
+        clock: Clock,
+        on_refined: Callable[[CostProfile], None] = lambda _: None,
+    ) -> None:
+        self.profile = profile
+        self._grid = list(grid)
+        self._clock = clock
+        self._on_refined = on_refined
+        self._sample = StepSample()
+        self._num_new = 0
+        self._fitted_at_s = -math.inf
+
+    @property
+    def is_due(self) -> bool:
+        """Enough steps were served since the last fit, and that is a while ago."""
+        return (
+            self._num_new >= _LEAST_NEW_STEPS and self._clock.now_s() - self._fitted_at_s >= _LEAST_INTERVAL_S
+        )
+
+    def observe(self, plan: StepPlan, seconds: float) -> None:
+        """A step ran whole, from its first layer to its last, and took so long."""
+        if seconds <= 0:
+            return
+        prompt_end = max((p.start + p.num_tokens for p in plan.slices if p.num_tokens > 1), default=0)
+        self._sample.add(ServedStep(TimedStep(StepLoad.of_plan(plan), seconds), prompt_end))
+        self._num_new += 1
+
+    def refine(self) -> CostProfile | None:
+        """Fit anew; the new profile, where there is one.
+
+        A new model is adopted where it predicts held-out steps better than the one in use. Else a coarse
+        profile keeps its model and becomes a refined one: its error on served steps is known from now on.
+        """
+        self._num_new = 0
+        self._fitted_at_s = self._clock.now_s()
+        held_out = self._sample.held_out()
+        typical = self._sample.typical(self.profile.cost)
+        if len(held_out) < _LEAST_HELD_OUT or not typical:
+            return None
+        cost, error = self.profile.cost, fit_error(self.profile.cost, held_out)
+        fitted = self._fit(typical)
+        fitted_error = fit_error(fitted, held_out)
+        is_better = _badness(fitted_error) < (1 - _LEAST_GAIN) * _badness(error)
+        if is_better:
+            cost, error = fitted, fitted_error
+        elif self.profile.quality != "coarse":
+            return None
+        self.profile = replace(
+            self.profile,
+            quality="refined",
+            cost=cost,
+            error=error,
+            known_tokens=max(step.prompt_end for step in typical.values()),
+            provenance=f"refined by served steps of {len(typical)} kinds; {len(held_out)} others held out.",
+        )
+        self._on_refined(self.profile)
+        return self.profile
+
+    def _fit(self, typical: dict[tuple[int, int, int], ServedStep]) -> CostModel:
+        cost = self.profile.cost
+        served = [step.timed for step in typical.values()]
+        ratio = statistics.median(step.seconds / cost.step_time_s(step.load) for step in served)
+        scale = min(max(ratio, _LOWEST_SCALE), _HIGHEST_SCALE)
+        unserved = [load for load in self._grid if stratum_of(load) not in typical]
+        steps = [*served, *(TimedStep(load, scale * cost.step_time_s(load)) for load in unserved)]
+        most_tokens = max(step.load.num_tokens for step in steps)
+        most_sampled = max(step.load.num_sampled for step in steps)
+        return fit_cost_model(
+            steps,
+            _knots_within(_ROW_KNOTS, most_tokens),
+            _knots_within(_SAMPLED_KNOTS, most_sampled),
+            weights=[1.0] * len(served) + _unserved_weights(unserved),
+        )
+
+
+def stratum_of(load: StepLoad) -> tuple[int, int, int]:
+    """Equal for loads of like sizes."""
+    context = load.prefill_context_tokens + load.decode_context_tokens
+    return (
+        load.num_tokens.bit_length(),
+        load.num_sampled.bit_length(),
+        (context // _CONTEXT_UNIT).bit_length(),
+    )
+
+
+def _unserved_weights(loads: Sequence[StepLoad]) -> list[float]:
+    """Each stratum's loads weigh alike together, however many there are."""
+    keys = [stratum_of(load) for load in loads]
+    counts = Counter(keys)
+    return [_UNSERVED_WEIGHT / counts[key] for key in keys]
+
+
+def _badness(error: FitError) -> float:
+    return error.median + error.p95
+
+
+def _knots_within(knots: Sequence[int], largest: int) -> list[int]:
+    """At least two, the first of them at most ``largest``."""
+    kept = [knot for knot in knots if knot <= largest]
+    return kept if len(kept) > 1 else [1, 2]

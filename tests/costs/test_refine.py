@@ -1,0 +1,207 @@
+"""What served steps make of a profile, where what they really cost is known."""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from backfill.core.clock import VirtualClock
+from backfill.core.plan import ScheduledSlice, StepPlan
+from backfill.core.request import RequestId
+from backfill.costs.fit import TimedStep
+from backfill.costs.load import StepLoad
+from backfill.costs.model import CostModel
+from backfill.costs.profile import CostProfile, FitError
+from backfill.costs.profiler import FULL, Capacity
+from backfill.costs.refine import ProfileRefiner, ServedStep, StepSample, stratum_of
+from tests.builders import make_profile
+from tests.costs.test_profiler import TRUTH
+
+Shape = Sequence[tuple[int, int, bool]]
+
+CAPACITY = Capacity(
+    kv_tokens=50_000, block_size=16, max_model_len=8192, max_num_seqs=256, max_num_batched_tokens=2048
+)
+GRID = [StepLoad.of(shape) for shape in FULL.shapes(CAPACITY)]
+
+
+def scaled(cost: CostModel, rows: float = 1.0, rest: float = 1.0) -> CostModel:
+    """The model with other prices of rows, and of attention."""
+    return replace(
+        cost,
+        rows_s=replace(cost.rows_s, y=tuple(rows * y for y in cost.rows_s.y)),
+        prefill_pair_s=rest * cost.prefill_pair_s,
+        prefill_context_s=rest * cost.prefill_context_s,
+        decode_context_s=rest * cost.decode_context_s,
+    )
+
+
+def coarse_profile(cost: CostModel) -> CostProfile:
+    return replace(make_profile(cost), quality="coarse", error=FitError(0.3, 0.9, 18))
+
+
+class Service:
+    """Serves random steps that take their true time, with noise."""
+
+    def __init__(self, profile: CostProfile, noise: float = 0.05, truth: CostModel = TRUTH) -> None:
+        self.clock = VirtualClock()
+        self.saved: list[CostProfile] = []
+        self.refiner = ProfileRefiner(profile, GRID, self.clock, self.saved.append)
+        self.truth = truth
+        self._rng = random.Random(3)
+        self._noise = noise
+
+    def serve(self, shape: Shape) -> None:
+        slices = tuple(
+            ScheduledSlice(RequestId(str(index)), start, count, (), samples)
+            for index, (start, count, samples) in enumerate(shape)
+        )
+        seconds = self.truth.step_time_s(StepLoad.of(shape)) * self._rng.lognormvariate(0.0, self._noise)
+        self.clock.advance(seconds)
+        self.refiner.observe(StepPlan(step=0, admitted=(), slices=slices, released=()), seconds)
+
+    def serve_chats(self, num_steps: int, most_tokens: int = 1000) -> None:
+        """Prompts of any length up to ``most_tokens``, and decodes behind them."""
+        for _ in range(num_steps):
+            decodes = [
+                (self._rng.randint(1, most_tokens), 1, True) for _ in range(self._rng.choice((1, 2, 4, 9)))
+            ]
+            prompt = (0, round(most_tokens ** self._rng.random()), True)
+            self.serve(self._rng.choice((decodes, decodes, [prompt], [*decodes, prompt])))
+
+    def refine(self) -> CostProfile | None:
+        self.clock.advance(30.0)
+        assert self.refiner.is_due
+        return self.refiner.refine()
+
+
+def errors(cost: CostModel, shapes: Sequence[Shape], truth: CostModel = TRUTH) -> list[float]:
+    loads = [StepLoad.of(shape) for shape in shapes]
+    return [abs(cost.step_time_s(load) / truth.step_time_s(load) - 1) for load in loads]
+
+
+CHAT_SHAPES: list[Shape] = [
+    *([(0, count, True)] for count in (3, 20, 50, 100, 200, 400, 800)),
+    *([(context, 1, True)] * batch for context in (50, 200, 700) for batch in (1, 2, 4, 8)),
+]
+
+
+@pytest.mark.parametrize(
+    ("rows", "rest"), [(2.0, 1.0), (0.5, 1.0), (1.3, 5.0), (1.0, 0.2), (3.0, 3.0)], ids=str
+)
+def test_a_wrong_profile_becomes_right_where_it_is_used(rows: float, rest: float) -> None:
+    profile = coarse_profile(scaled(TRUTH, rows, rest))
+    service = Service(profile)
+    found = [statistics.median(errors(profile.cost, CHAT_SHAPES))]
+    for _ in range(4):
+        service.serve_chats(200)
+        service.refine()
+        found.append(statistics.median(errors(service.refiner.profile.cost, CHAT_SHAPES)))
+    refined = service.refiner.profile
+    assert refined.quality == "refined"
+    assert refined == service.saved[-1]
+    assert found[-1] < 0.05
+    assert max(errors(refined.cost, CHAT_SHAPES)) < 0.2
+    assert refined.error.median < 0.08 and refined.error.p95 < 0.25
+    assert refined.error.num_steps > 30
+    assert 512 <= refined.known_tokens <= 1000
+
+
+def test_what_is_not_served_follows_the_speed_of_what_is() -> None:
+    """The machine was half as fast when it was measured; only decodes were served since."""
+    service = Service(coarse_profile(scaled(TRUTH, 2.0, 2.0)))
+    for _ in range(100):
+        service.serve([(300, 1, True)] * 8)
+        service.serve([(700, 1, True)] * 2)
+    refined = service.refine()
+    assert refined is not None
+    prompts: list[Shape] = [[(0, count, True)] for count in (16, 128, 1024)]
+    assert max(errors(refined.cost, prompts)) < 0.2
+    assert refined.known_tokens == 0, "it knows of no prompt"
+
+
+def test_a_model_that_no_other_betters_is_kept_and_its_error_is_known() -> None:
+    service = Service(coarse_profile(TRUTH))
+    service.serve_chats(300)
+    refined = service.refine()
+    assert refined is not None
+    assert refined.cost == TRUTH
+    assert refined.quality == "refined"
+    assert refined.error.median < 0.08
+    service.serve_chats(300)
+    assert service.refine() is None
+    assert service.saved == [refined]
+
+
+def test_a_model_that_is_worse_on_held_out_steps_is_not_adopted(monkeypatch: pytest.MonkeyPatch) -> None:
+    service = Service(coarse_profile(TRUTH))
+    service.serve_chats(300)
+    monkeypatch.setattr(ProfileRefiner, "_fit", lambda *_: scaled(TRUTH, 1.5))
+    refined = service.refine()
+    assert refined is not None and refined.cost == TRUTH
+
+
+def test_single_slow_steps_do_not_count() -> None:
+    service = Service(coarse_profile(scaled(TRUTH, 1.5)), noise=0.02)
+    for number in range(400):
+        service.truth = scaled(TRUTH, 10.0) if number % 10 == 0 else TRUTH
+        service.serve_chats(1)
+    refined = service.refine()
+    assert refined is not None
+    assert statistics.median(errors(refined.cost, CHAT_SHAPES)) < 0.05
+
+
+def test_it_is_due_after_enough_steps_and_not_again_at_once() -> None:
+    service = Service(coarse_profile(TRUTH))
+    refiner = service.refiner
+    service.serve_chats(31)
+    assert not refiner.is_due
+    service.serve_chats(1)
+    assert refiner.is_due, "a first time as soon as there are enough"
+    refiner.refine()
+    fitted_at_s = service.clock.now_s()
+    while service.clock.now_s() < fitted_at_s + 29.0:
+        service.serve_chats(1)
+        assert not refiner.is_due
+    service.clock.advance(1.0)
+    assert refiner.is_due
+    refiner.refine()
+    service.clock.advance(100.0)
+    assert not refiner.is_due, "nothing was served since"
+
+
+def test_too_few_steps_of_a_kind_change_nothing() -> None:
+    service = Service(coarse_profile(scaled(TRUTH, 2.0)))
+    for shape in CHAT_SHAPES * 2:
+        service.serve(shape)
+    assert service.refine() is None
+    assert service.refiner.profile.quality == "coarse"
+
+
+def test_the_sample_is_bounded_and_keeps_the_latest_of_each_kind() -> None:
+    sample = StepSample()
+    rng = random.Random(1)
+    for number in range(20_000):
+        load = StepLoad.of([(rng.randint(1, 8000), 1, True)] * rng.randint(1, 256))
+        sample.add(ServedStep(TimedStep(load, 1.0 + number), 0))
+    strata = sample._strata
+    assert len(strata) <= 128
+    assert all(len(each.fitted) <= 9 and len(each.held_out) <= 9 for each in strata.values())
+    assert max(step.seconds for step in sample.held_out()) > 19_900
+    assert not {id(s) for each in strata.values() for s in each.fitted} & set(map(id, sample.held_out()))
+
+
+def test_loads_of_like_sizes_are_of_one_stratum() -> None:
+    def stratum(*shape: tuple[int, int, bool]) -> tuple[int, int, int]:
+        return stratum_of(StepLoad.of(shape))
+
+    assert stratum((0, 100, True)) == stratum((0, 120, True))
+    assert stratum((0, 100, True)) != stratum((0, 200, True))
+    assert stratum((0, 100, True)) != stratum((0, 100, False))
+    assert stratum((0, 100, True)) != stratum((500, 100, True))
+    assert stratum(*[(300, 1, True)] * 5) == stratum(*[(340, 1, True)] * 6)
+    assert stratum(*[(300, 1, True)] * 5) != stratum((1500, 5, False))

@@ -1,0 +1,227 @@
+"""An engine whose profile is wrong, on a device whose true cost is known."""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from backfill.core.clock import VirtualClock
+from backfill.core.config import SchedulerConfig
+from backfill.core.request import ServiceClass
+from backfill.core.slo import SLO
+from backfill.costs.load import StepLoad
+from backfill.costs.profile import CostProfile
+from backfill.costs.profiler import FULL
+from backfill.costs.refine import ProfileRefiner
+from backfill.engine.engine import Engine
+from backfill.engine.messages import ProfileRefined, Stop, ToEngine
+from backfill.engine.process import EngineLoop
+from backfill.execution.simulated_executor import SimulatedExecutor
+from backfill.scheduling.objectives import achievable_slo, impossible_slo
+from backfill.scheduling.slo_policy import SloPolicy
+from tests.builders import make_info, make_request
+from tests.costs.test_profiler import TRUTH
+from tests.costs.test_refine import CAPACITY, coarse_profile, scaled
+
+CONFIG = SchedulerConfig(policy="slo", max_num_seqs=64, max_num_batched_tokens=2048)
+
+
+class LearningEngine:
+    """An engine with a coarse profile whose long prompts are predicted far too slow."""
+
+    def __init__(self, profile: CostProfile | None = None) -> None:
+        self.clock = VirtualClock()
+        info = make_info(num_blocks=4000, block_size=16, num_layers=30, can_stop=True, max_model_len=8192)
+        profile = profile or coarse_profile(scaled(TRUTH, 1.5, 8.0))
+        self.saved: list[CostProfile] = []
+        grid = (StepLoad.of(shape) for shape in FULL.shapes(CAPACITY))
+        self.refiner = ProfileRefiner(profile, grid, self.clock, self.saved.append)
+        executor = SimulatedExecutor(info, TRUTH, self.clock)
+        self.engine = Engine(CONFIG, executor, self.clock, profile, self.refiner)
+        self._rng = random.Random(5)
+
+    @property
+    def profile(self) -> CostProfile:
+        assert self.engine.profile is not None
+        return self.engine.profile
+
+    def serve_chats(self, num_requests: int, service_class: ServiceClass = ServiceClass.ONLINE) -> None:
+        """Up to four at a time, to their ends."""
+        while num_requests > 0:
+            batch = min(num_requests, self._rng.randint(1, 4))
+            num_requests -= batch
+            for _ in range(batch):
+                prompt_tokens = round(6000 ** self._rng.uniform(0.3, 1.0))
+                self.engine.add(
+                    make_request(
+                        prompt_token_ids=[5] * prompt_tokens,
+                        max_tokens=self._rng.randint(1, 12),
+                        service_class=service_class,
+                        arrived_at_s=self.clock.now_s(),
+                    )
+                )
+            while self.engine.has_unfinished:
+                self.engine.step()
+
+    def refine(self) -> CostProfile | None:
+        self.clock.advance(30.0)
+        return self.engine.refine_profile()
+
+
+def prompt_error(profile: CostProfile) -> float:
+    return statistics.median(
+        abs(profile.cost.prefill_time_s(count, 2048) / TRUTH.prefill_time_s(count, 2048) - 1)
+        for count in (20, 100, 300, 1000, 2500, 5000)
+    )
+
+
+def test_an_engine_learns_what_its_steps_cost() -> None:
+    learning = LearningEngine()
+    found = [prompt_error(learning.profile)]
+    for _ in range(4):
+        learning.serve_chats(60)
+        learning.refine()
+        found.append(prompt_error(learning.profile))
+    assert found[0] > 0.5
+    assert found[1] < found[0]
+    assert found[-1] < 0.05
+    assert learning.profile.quality == "refined"
+    assert learning.saved[-1] == learning.profile == learning.refiner.profile
+
+
+def test_what_it_learns_is_used_everywhere_and_the_objectives_stay() -> None:
+    learning = LearningEngine()
+    engine, slo = learning.engine, learning.engine.default_slo
+    policy = engine.scheduler.policy
+    assert isinstance(policy, SloPolicy)
+    learning.serve_chats(60)
+    assert policy.correction.mean < 0.9
+    deviation = policy.correction.upper - policy.correction.mean
+    refined = learning.refine()
+    assert refined is not None
+    assert engine.scheduler.cost is refined.cost
+    assert policy.correction.mean == 1.0
+    assert policy.correction.upper == pytest.approx(1.0 + deviation)
+    assert engine.default_slo == policy.config.default_slo == slo
+    # A step of decodes beside a suspended one has what the new model leaves.
+    learning.serve_chats(20)
+    step = engine.stats().step
+    assert step.seconds == pytest.approx(step.predicted_s, rel=0.3)
+
+
+def test_nothing_is_fitted_while_an_online_request_waits_for_it() -> None:
+    learning = LearningEngine()
+    learning.serve_chats(60)
+    learning.clock.advance(30.0)
+    request = make_request()
+    learning.engine.arrive(request)
+    assert learning.engine.refine_profile() is None, "it has arrived"
+    learning.engine.admit_arrived()
+    assert learning.engine.refine_profile() is None, "it is unfinished"
+    learning.engine.abort([request.request_id])
+    learning.engine.add(make_request(service_class=ServiceClass.OFFLINE))
+    assert learning.engine.refine_profile() is not None, "offline work can wait"
+
+
+def test_steps_that_did_not_run_whole_teach_nothing() -> None:
+    learning = LearningEngine()
+    engine = learning.engine
+    observed: list[Any] = []
+    learning.refiner.observe = lambda plan, seconds: observed.append(plan)  # type: ignore[method-assign]
+    engine.add(make_request(prompt_token_ids=[5] * 1500, service_class=ServiceClass.OFFLINE))
+
+    class ArrivalInStep:
+        at_s = learning.clock.now_s() + 0.1
+
+        def next_at_s(self) -> float:
+            return self.at_s
+
+        def deliver(self) -> None:
+            self.at_s = math.inf
+            engine.arrive(make_request(arrived_at_s=learning.clock.now_s()))
+
+    assert isinstance(engine.executor, SimulatedExecutor)
+    engine.executor.events = ArrivalInStep()
+    engine.step()
+    assert engine.num_stopped_steps == 1
+    assert observed == []
+    while engine.has_unfinished:
+        engine.step()
+    assert observed
+    assert not any(plan.resumes for plan in observed)
+
+
+@pytest.mark.parametrize("num_rounds", [0, 1, 4], ids=["coarse", "refined once", "refined"])
+def test_nothing_is_refused_that_a_run_would_meet(num_rounds: int) -> None:
+    """200 random prompts, each with an objective between what it really needs alone and three times that."""
+    learning = LearningEngine()
+    for _ in range(num_rounds):
+        learning.serve_chats(60)
+        learning.refine()
+    rng = random.Random(11)
+    for _ in range(200):
+        num_tokens = round(8000 ** rng.random())
+        needed = achievable_slo(TRUTH, CONFIG, num_tokens)
+        impossible = impossible_slo(learning.profile, CONFIG, num_tokens)
+        assert impossible.ttft_s <= needed.ttft_s * rng.uniform(1.0, 3.0)
+        assert impossible.tpot_s <= needed.tpot_s * rng.uniform(1.0, 3.0)
+    absurd = achievable_slo(TRUTH, CONFIG, 1000).ttft_s / 3
+    assert (impossible_slo(learning.profile, CONFIG, 1000).ttft_s > absurd) == (num_rounds > 0)
+
+
+def test_what_a_coarse_profile_predicted_would_have_been_refused() -> None:
+    """The check above can fail."""
+    coarse = LearningEngine().profile
+    full = replace(coarse, quality="full", error=replace(coarse.error, p95=0.05))
+    needed = achievable_slo(TRUTH, CONFIG, 6000)
+    assert impossible_slo(full, CONFIG, 6000).ttft_s > needed.ttft_s
+
+
+class WaitingChannel:
+    """Says Stop once the engine has sent a refined profile."""
+
+    def __init__(self) -> None:
+        self.refined: list[CostProfile] = []
+        self._commands = self._stop_when_refined()
+
+    def send(self, message: Any) -> None:
+        if isinstance(message, ProfileRefined):
+            self.refined.append(message.profile)
+
+    def receive(self) -> ToEngine | None:
+        return next(self._commands)
+
+    def close(self) -> None:
+        pass
+
+    def _stop_when_refined(self) -> Iterator[ToEngine | None]:
+        while not self.refined:
+            time.sleep(0.001)
+        yield Stop()
+        yield None
+
+
+def test_the_loop_tells_of_a_refined_profile() -> None:
+    learning = LearningEngine()
+    learning.serve_chats(60)
+    learning.clock.advance(30.0)
+    channel: Any = WaitingChannel()
+    EngineLoop(learning.engine, channel, heartbeat_s=0.01).run()
+    assert channel.refined == [learning.profile]
+    assert learning.profile.quality == "refined"
+
+
+def test_objectives_do_not_follow_the_profile() -> None:
+    slow = LearningEngine(coarse_profile(scaled(TRUTH, 20.0)))
+    assert slow.engine.default_slo.tpot_s > 0.15
+    slo = slow.engine.default_slo
+    slow.serve_chats(60)
+    assert slow.refine() is not None
+    assert slow.engine.default_slo == slo != SLO(1.0, 0.15)

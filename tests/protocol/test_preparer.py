@@ -1,0 +1,69 @@
+"""Which objectives are refused at the door."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from backfill.core.config import PolicyName, SchedulerConfig
+from backfill.core.errors import RequestError
+from backfill.core.slo import SLO
+from backfill.costs.profile import CostProfile, FitError
+from backfill.models.generation_config import GenerationDefaults
+from backfill.protocol.preparer import EngineFacts, Generation, RequestContext, RequestPreparer, ServedModel
+from tests.builders import linear_cost, make_info, make_profile
+
+NO_TOKENIZER: Any = None  # prompts are token ids
+# A millisecond a token; certain to 70 %, for prompts of up to 1000 tokens.
+FULL = replace(make_profile(linear_cost(0.001)), error=FitError(0.01, 0.05, 40), known_tokens=1000)
+COARSE = replace(FULL, quality="coarse")
+
+
+def prepare(
+    profile: CostProfile | None, slo: dict[str, float], num_tokens: int = 100, policy: PolicyName = "slo"
+) -> Generation:
+    model = ServedModel(names=("m",), root="m", folder=Path(), created=0)
+    preparer = RequestPreparer(model, NO_TOKENIZER, GenerationDefaults())
+    preparer.facts = EngineFacts(
+        info=make_info(num_blocks=1000, block_size=16),
+        default_slo=SLO(1.0, 0.15),
+        profile=profile,
+        scheduler=SchedulerConfig(policy=policy),
+    )
+    body = {"prompt": [5] * num_tokens, "max_tokens": 1, "slo": slo}
+    return preparer.prepare("/v1/completions", json.dumps(body).encode(), RequestContext())
+
+
+@pytest.mark.parametrize(("slo", "param"), [({"ttft": 0.069}, "slo.ttft"), ({"tpot": 0.0006}, "slo.tpot")])
+def test_what_a_good_profile_knows_to_be_impossible_is_refused(slo: dict[str, float], param: str) -> None:
+    for profile in (FULL, replace(FULL, quality="refined")):
+        with pytest.raises(RequestError, match=r"cannot be met: .* the request needs 0\.") as caught:
+            prepare(profile, slo)
+        assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    "profile",
+    [COARSE, replace(FULL, quality="refined", error=FitError(0.2, 0.6, 40)), None],
+    ids=["coarse", "refined with a large error", "none"],
+)
+def test_without_a_good_profile_every_objective_is_accepted_and_reported(profile: CostProfile | None) -> None:
+    assert prepare(profile, {"ttft": 1e-6, "tpot": 1e-6}).reported_slo == SLO(1e-6, 1e-6)
+
+
+def test_what_is_only_predicted_to_be_missed_is_accepted() -> None:
+    assert prepare(FULL, {"ttft": 0.071}).slo == SLO(0.071, 0.15)
+
+
+def test_of_a_long_prompt_only_the_known_part_is_certain() -> None:
+    assert prepare(FULL, {"ttft": 0.71}, num_tokens=8000).slo == SLO(0.71, 0.15)
+    with pytest.raises(RequestError, match="needs 8 s"):
+        prepare(FULL, {"ttft": 0.69}, num_tokens=8000)
+
+
+def test_a_policy_without_objectives_refuses_none() -> None:
+    assert prepare(FULL, {"ttft": 1e-6}, policy="priority").slo == SLO(1e-6, 0.15)
