@@ -14,6 +14,7 @@ import torch
 
 from backfill.cli.serve import _banner
 from backfill.core.config import EngineConfig
+from backfill.engine.client import EngineClient
 from backfill.engine.process import load_engine
 from tests.builders import make_info, make_profile
 from tests.cli.running import run_cli_here
@@ -36,6 +37,7 @@ class ServerInThisProcess:
 @pytest.fixture(autouse=True)
 def _in_this_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr("backfill.api.server.Server", ServerInThisProcess)
+    monkeypatch.setattr(EngineClient, "launch", lambda _: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     num_threads = torch.get_num_threads()
     yield

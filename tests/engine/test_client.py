@@ -304,3 +304,28 @@ def test_objectives_stay_when_the_engine_starts_again_with_another_profile(tmp_p
             await client.stop()
 
     asyncio.run(run())
+
+
+def test_an_engine_may_be_launched_before_there_is_an_event_loop() -> None:
+    client = EngineClient(EngineConfig(model_dir=""), load=load_slow)
+    client.launch()
+    launched = engine_process()
+
+    async def run() -> None:
+        try:
+            await client.start()
+            assert engine_process() is launched
+            assert await generate(client, "first") == 2
+        finally:
+            await client.stop()
+
+    asyncio.run(run())
+    assert not multiprocessing.active_children()
+
+
+def test_a_launched_engine_that_nobody_starts_can_be_abandoned() -> None:
+    client = EngineClient(EngineConfig(model_dir=""), load=load_slow)
+    client.launch()
+    client.abandon()
+    assert not multiprocessing.active_children()
+    client.abandon()

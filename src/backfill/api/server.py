@@ -26,7 +26,7 @@ from backfill.api.shedding import Shedder
 from backfill.api.state import Phase, ServerState
 from backfill.api.stats_log import StatsLog
 from backfill.core.config import EngineConfig
-from backfill.core.errors import ConfigError, EngineDead
+from backfill.core.errors import EngineDead
 from backfill.core.heap import freeze_heap
 from backfill.core.request import ServiceClass
 from backfill.costs.profile import CostProfile
@@ -52,25 +52,11 @@ _CLOSE_CONNECTIONS_S = 2
 _WHOLE_BODY_FACTOR = 10  # of the time that a body may pause
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """Take the port before anything slow happens, so that a clash is known at once. Raises: ConfigError."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-        # A deep backlog: load generators open all their connections at once.
-        listener.listen(4096)
-    except OSError as error:
-        listener.close()
-        raise ConfigError(f"Cannot listen on {host}:{port}: {error.strerror or error}.") from error
-    return listener
-
-
 class Server:
     """One HTTP server around one engine process.
 
     Args:
+        client: of the engine, which may have been launched.
         url: where clients reach it, for whoever finds the data folder taken.
         api_keys: None asks for none.
         jobs_config: None switches the Batch API off.
@@ -84,6 +70,7 @@ class Server:
         engine_config: EngineConfig,
         model: ServedModel,
         *,
+        client: EngineClient,
         url: str,
         api_keys: ApiKeys | None = None,
         jobs_config: JobsConfig | None,
@@ -98,13 +85,8 @@ class Server:
         self._stats_log = StatsLog(self._objective_counts)
         self._loop_lag = LoopLag(model.names[0])
         self._tasks = TaskWatch()
-        self._client = EngineClient(
-            engine_config,
-            on_report=self._on_report,
-            on_profile=self._on_profile,
-            log_level=server_config.log_level,
-            tasks=self._tasks,
-        )
+        self._client = client
+        client.observe(on_report=self._on_report, on_profile=self._on_profile, tasks=self._tasks)
         self._preparation = PreparationClient(
             PreparationSetup(
                 model=model,

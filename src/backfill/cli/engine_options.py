@@ -135,12 +135,23 @@ LogLevel = Annotated[
 
 def find_model(model: str, revision: str | None, names: tuple[str, ...]) -> ServedModel:
     """Fetch and convert the model where needed. Raises: ModelError for one that cannot be served."""
+    return served_model(model, find_folder(model, revision), names)
+
+
+def find_folder(model: str, revision: str | None) -> Path:
+    """The model's folder, likewise. Light to import, so that an engine can begin at once."""
     from backfill.models.config import ModelConfig
     from backfill.models.resolve import resolve_model
-    from backfill.protocol.preparer import ServedModel
 
     folder = resolve_model(model, revision=revision)
     ModelConfig.from_folder(folder)  # refused before anything starts
+    return folder
+
+
+def served_model(model: str, folder: Path, names: tuple[str, ...]) -> ServedModel:
+    """What a service answers for: by the names given, else by what the model is called."""
+    from backfill.protocol.preparer import ServedModel
+
     return ServedModel(
         names=names or (_default_name(model),),
         root=model if _is_hub_id(model) else str(folder),

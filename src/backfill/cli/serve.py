@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import json
 import math
@@ -289,8 +290,8 @@ def _run(
     started_at_s: float,
 ) -> None:
     from backfill.api.keys import ApiKeys
-    from backfill.api.server import Server, bind
-    from backfill.engine.messages import Ready
+    from backfill.api.listener import bind
+    from backfill.engine.client import EngineClient
 
     keys = None
     if server_config.asks_for_keys:
@@ -299,9 +300,16 @@ def _run(
     host, port = listener.getsockname()[:2]
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     with interruptible(LOADING):
-        served = engine.find_model(model, revision, server_config.served_model_names)
-    engine_config = dataclasses.replace(engine_config, model_dir=str(served.folder))
+        folder = engine.find_folder(model, revision)
+    engine_config = dataclasses.replace(engine_config, model_dir=str(folder))
     check_profile(engine_config)
+    client = EngineClient(engine_config, log_level=server_config.log_level)
+    atexit.register(client.abandon)  # wherever this ends
+    client.launch()  # now: it loads while the server is imported, which takes a second
+    from backfill.api.server import Server
+    from backfill.engine.messages import Ready
+
+    served = engine.served_model(model, folder, server_config.served_model_names)
 
     def on_started() -> None:
         _save_config(data_dir, server_config, engine_config, jobs_config, served)
@@ -315,6 +323,7 @@ def _run(
             server_config,
             engine_config,
             served,
+            client=client,
             url=url,
             api_keys=keys,
             jobs_config=jobs_config,

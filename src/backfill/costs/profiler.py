@@ -171,7 +171,7 @@ QUICK = Grid(
         ((16, 16, False),),
     ),
     rounds=3,
-    budget_s=1.0,
+    budget_s=0.8,
     num_held_out=0,
     row_knots=(1, 16, 128, 512),
     sampled_knots=(1, 32),

@@ -143,13 +143,25 @@ class EngineClient:
         """For how long the engine has reported nothing; of one that is dead, had reported."""
         return self._watchdog.silent_s
 
-    async def start(self) -> Ready:
-        """Launch the process and wait until the model is loaded.
+    def observe(
+        self,
+        *,
+        on_report: Callable[[StepReport], None],
+        on_profile: Callable[[CostProfile], None],
+        tasks: TaskWatch,
+    ) -> None:
+        """Give what a client that was launched early could not be made with. Called before ``start``."""
+        self._on_report, self._on_profile, self._tasks = on_report, on_profile, tasks
 
-        Raises: BackfillError with the reason when it cannot start; nothing is left of it then.
+    def launch(self) -> None:
+        """Begin the process, and leave it to ``start`` to wait for it. It needs no event loop.
+
+        The engine then loads while its caller does something else, such as importing what it needs.
+
+        Raises: BackfillError when it cannot be started; nothing is left of it then.
         """
         try:
-            return await self._start()
+            self._launch()
         except OSError as error:
             self._close()
             raise BackfillError(
@@ -159,15 +171,26 @@ class EngineClient:
             self._close()
             raise
 
-    async def _start(self) -> Ready:
+    async def start(self) -> Ready:
+        """Launch the process, if it was not, and wait until the model is loaded.
+
+        Raises: BackfillError with the reason when it cannot start; nothing is left of it then.
+        """
+        try:
+            return await self._start()
+        except BaseException:
+            self._close()
+            raise
+
+    def _launch(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="backfill-")
         commands_url = f"ipc://{Path(self._folder.name) / 'commands'}"
         reports_url = f"ipc://{Path(self._folder.name) / 'reports'}"
         self._context = zmq.asyncio.Context()
         # Not an asyncio socket: sending never waits, so it can neither hang nor be cancelled.
         self._commands = zmq.Context(self._context).socket(zmq.PUSH)
-        reports = self._reports = self._context.socket(zmq.PULL)
-        for socket, url in ((self._commands, commands_url), (reports, reports_url)):
+        self._reports = self._context.socket(zmq.PULL)
+        for socket, url in ((self._commands, commands_url), (self._reports, reports_url)):
             socket.set_hwm(0)
             socket.setsockopt(zmq.LINGER, 0)
             socket.bind(url)
@@ -178,6 +201,12 @@ class EngineClient:
             environment=engine_environment(os.environ),
         )
         self._process.start()
+
+    async def _start(self) -> Ready:
+        if self._reports is None:
+            self.launch()
+        reports = self._reports
+        assert reports is not None
         decoder = msgspec.msgpack.Decoder(FromEngine)
         first = await self._first_message(reports, decoder)
         if not isinstance(first, Ready):

@@ -6,7 +6,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Iterable
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from backfill.core.clock import Clock
 from backfill.core.config import SchedulerConfig
@@ -16,7 +16,6 @@ from backfill.core.request import FinishReason, Request, RequestId, ServiceClass
 from backfill.costs.load import StepLoad
 from backfill.costs.model import CostModel
 from backfill.costs.profile import CostProfile
-from backfill.costs.refine import ProfileRefiner
 from backfill.engine.messages import ClassStats, EngineStats, StepKind, StepStats, TokenOutput
 from backfill.execution.executor import Executor, StoppableExecutor
 from backfill.kvcache.block_manager import BlockManager
@@ -25,6 +24,9 @@ from backfill.scheduling.arrival import RunningStep, WaitingPrompt, must_stop
 from backfill.scheduling.create import create_policy
 from backfill.scheduling.objectives import server_slo
 from backfill.scheduling.scheduler import CommittedToken, Scheduler
+
+if TYPE_CHECKING:  # it takes numpy along, which the server has no use for
+    from backfill.costs.refine import ProfileRefiner
 
 logger = logging.getLogger(__name__)
 
