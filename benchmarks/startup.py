@@ -1,10 +1,11 @@
-"""Start-up time and peak memory of ``backfill serve`` with the model cached and a 1 GiB KV pool.
+"""Start-up time and memory of ``backfill serve`` with the model cached and a 1 GiB KV pool.
 
-Time runs from launching the command to the whole first chat answer. Memory is the sum of the peak
-resident sizes of the server's and the engine's process (pages they share counted twice), read after
-requests have filled the KV pool.
+Time runs from launching the command to ``/health`` being 200 (ready) and to the whole first chat answer, once
+without a cost profile, then with the coarse one that the first start left. Idle memory is the
+proportional set size of all its processes once they are up and one chat was answered. Peak memory is the sum
+of their peak resident sizes (pages they share counted twice), after requests have filled the KV pool.
 
-Usage: startup.py [--runs 3]. Prints a table and, as the last line, one JSON object.
+Usage: startup.py [--runs 3] [--no-fill]. Prints a table and, as the last line, one JSON object.
 """
 
 from __future__ import annotations
@@ -31,14 +32,25 @@ CHAT = {"messages": [{"role": "user", "content": "What is gravity?"}], "max_toke
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=3)
-    runs = [measure() for _ in range(parser.parse_args().runs)]
-    result = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
+    parser.add_argument("--no-fill", action="store_true", help="leave out the peak memory")
+    arguments = parser.parse_args()
+    runs = []
+    for number in range(arguments.runs):
+        with tempfile.TemporaryDirectory() as cache:
+            (Path(cache) / "models").symlink_to(cache_root() / "models")
+            first = measure(cache, fills=False)
+            second = measure(cache, fills=not arguments.no_fill and number == arguments.runs - 1)
+        runs.append({**{f"{key}_first": value for key, value in first.items()}, **second})
+    result = {key: statistics.median(run[key] for run in runs if key in run) for key in runs[-1]}
     for key, value in result.items():
-        print(f"{key:24s} {value:8.2f}   (runs: {', '.join(f'{run[key]:.2f}' for run in runs)})")
-    print(json.dumps({"benchmark": "startup", "runs": len(runs), **result}))
+        figures = ", ".join(f"{run[key]:.2f}" for run in runs if key in run)
+        print(f"{key:24s} {value:8.2f}   (runs: {figures})")
+    load = os.getloadavg()[0]
+    print(json.dumps({"benchmark": "startup", "runs": len(runs), "load_average": load, **result}))
 
 
-def measure() -> dict[str, float]:
+def measure(cache: str, *, fills: bool) -> dict[str, float]:
+    """Start a server whose profiles are in ``cache``, and let it answer."""
     port = free_port()
     with tempfile.TemporaryDirectory() as data_dir:
         options = ["--port", str(port), "--kv-gib", "1", "--data-dir", data_dir]
@@ -47,29 +59,43 @@ def measure() -> dict[str, float]:
             [sys.executable, "-m", "backfill", "serve", *options],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
+            env={**os.environ, "BACKFILL_CACHE_ROOT": cache},
         )
         try:
-            while not answered(port):
-                time.sleep(0.02)
+            wait_for(port, "/health")
+            ready_s = time.perf_counter() - started_at_s
+            post(port, "/v1/chat/completions", CHAT)
             first_answer_s = time.perf_counter() - started_at_s
-            most_used = fill_kv_pool(port)
+            while "backfill:preparation_up 1.0" not in wait_for(port, "/metrics"):
+                time.sleep(0.2)
             children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-            peaks = [peak_bytes(pid) for pid in (str(process.pid), *children)]
+            pids = [str(process.pid), *children]
+            figures = {
+                "ready_s": ready_s,
+                "first_answer_s": first_answer_s,
+                "idle_memory_gib": sum(map(proportional_bytes, pids)) / 2**30,
+            }
+            if fills:
+                figures["kv_use_frac"] = fill_kv_pool(port)
+                figures["peak_memory_gib"] = sum(map(peak_bytes, pids)) / 2**30
         finally:
             process.terminate()
             process.wait()
-    return {
-        "first_answer_s": first_answer_s,
-        "peak_memory_gib": sum(peaks) / 2**30,
-        "kv_use_frac": most_used,
-    }
+    return figures
 
 
-def answered(port: int) -> bool:
-    try:
-        return bool(post(port, "/v1/chat/completions", CHAT)["choices"])
-    except (urllib.error.URLError, ConnectionError):
-        return False
+def cache_root() -> Path:
+    return Path(os.environ.get("BACKFILL_CACHE_ROOT") or "~/.cache/backfill").expanduser()
+
+
+def wait_for(port: int, path: str) -> str:
+    """What is answered there, once it is."""
+    while True:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}") as response:
+                return response.read().decode()
+        except (urllib.error.URLError, ConnectionError):
+            time.sleep(0.02)
 
 
 def fill_kv_pool(port: int) -> float:
@@ -88,6 +114,12 @@ def fill_kv_pool(port: int) -> float:
                 most_used = max(most_used, float(line.rsplit(" ", 1)[1]))
         time.sleep(0.2)
     return most_used
+
+
+def proportional_bytes(pid: str) -> int:
+    """Resident pages, each divided by the processes that have it."""
+    sizes = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    return next(int(line.split()[1]) for line in sizes.splitlines() if line.startswith("Pss:")) * 1024
 
 
 def peak_bytes(pid: str) -> int:

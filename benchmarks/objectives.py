@@ -1,0 +1,115 @@
+"""Whether ``backfill serve`` refuses objectives that a run would meet, and accepts those that none can.
+
+A server starts without a saved cost profile, measures a coarse one, and refines it by what it serves here. Each
+of the random prompts is served alone for its measured TTFT and gap; then it is asked again with objectives of one
+to two times those, which must not be refused, and with a fifth of them, which a good profile may refuse. Counted
+are the refusals, by the quality of the profile in use when it was asked.
+
+Usage: objectives.py [--prompts 200] [--longest 7900] [--seed 0]. Ends with one JSON object on a line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import tempfile
+import urllib.error
+import urllib.request
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from startup import cache_root, free_port, wait_for
+
+OUTPUT_TOKENS = 4
+IMPOSSIBLE = 0.2
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--prompts", type=int, default=200)
+    parser.add_argument("--longest", type=int, default=7900, help="tokens; lengths are log-uniform")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    rng = random.Random(arguments.seed)
+    port = free_port()
+    with tempfile.TemporaryDirectory() as cache, tempfile.TemporaryDirectory() as data_dir:
+        (Path(cache) / "models").symlink_to(cache_root() / "models")
+        process = subprocess.Popen(
+            [sys.executable, "-m", "backfill", "serve", "--port", str(port), "--data-dir", data_dir],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, "BACKFILL_CACHE_ROOT": cache},
+        )
+        try:
+            wait_for(port, "/health")
+            counts: Counter[str] = Counter()
+            for number in range(arguments.prompts):
+                num_tokens = round(arguments.longest ** rng.uniform(0.3, 1.0))
+                ask_about(port, num_tokens, rng, counts)
+                if (number + 1) % 20 == 0:
+                    print(f"{number + 1} prompts: {dict(counts)}", flush=True)
+            error = {
+                quantile: sample(port, "cost_profile_error_ratio", f'quantile="{quantile}"')
+                for quantile in ("0.5", "0.95")
+            }
+        finally:
+            process.terminate()
+            process.wait()
+    load = os.getloadavg()[0]
+    print(json.dumps({"benchmark": "objectives", **counts, "error": error, "load_average": load}))
+
+
+def ask_about(port: int, num_tokens: int, rng: random.Random, counts: Counter[str]) -> None:
+    """Serve a prompt, and ask for it with objectives that it has met and with some that it cannot meet."""
+    prompt = [rng.randint(1000, 40_000) for _ in range(num_tokens)]
+    measured = ask(port, prompt, {"ttft": 1e6, "tpot": 1e6})
+    assert measured is not None, "an objective of days was refused"
+    ttft_s, gap_s = measured["ttft"], measured["max_itl"]
+    quality = next(
+        name
+        for name in ("coarse", "refined", "full")
+        if sample(port, "cost_profile_info", f'quality="{name}"')
+    )
+    factor = rng.uniform(1.0, 2.0)
+    for kind, slo in (
+        ("feasible", {"ttft": factor * ttft_s, "tpot": factor * gap_s}),
+        ("impossible", {"ttft": IMPOSSIBLE * ttft_s}),
+    ):
+        is_refused = ask(port, prompt, slo) is None
+        counts[f"{quality}_{kind}_{'refused' if is_refused else 'accepted'}"] += 1
+
+
+def ask(port: int, prompt: list[int], slo: dict[str, float]) -> dict[str, Any] | None:
+    """What the answer says of its objectives; None where they were refused."""
+    body = {"prompt": prompt, "max_tokens": OUTPUT_TOKENS, "ignore_eos": True, "slo": slo}
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}/v1/completions",
+        data=json.dumps(body).encode(),
+        headers={"content-type": "application/json"},
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=300) as response:
+            metrics: dict[str, Any] = json.load(response)["metrics"]
+            return metrics
+    except urllib.error.HTTPError as error:
+        if error.code != 400:
+            raise
+        return None
+
+
+def sample(port: int, name: str, label: str) -> float:
+    """A metric's value with that label; 0 where there is none."""
+    pattern = rf"backfill:{name}\{{[^}}]*{re.escape(label)}[^}}]*\}} (\S+)"
+    found = re.search(pattern, wait_for(port, "/metrics"))
+    return 0.0 if found is None else float(found[1])
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    main()
