@@ -1,9 +1,9 @@
 """Whether ``backfill serve`` refuses objectives that a run would meet, and accepts those that none can.
 
-A server starts without a saved cost profile, measures a coarse one, and refines it by what it serves here. Each
-of the random prompts is served alone for its measured TTFT and gap; then it is asked again with objectives of one
-to two times those, which must not be refused, and with a fifth of them, which a good profile may refuse. Counted
-are the refusals, by the quality of the profile in use when it was asked.
+A server starts without a saved cost profile, measures a coarse one, and refines it by what it serves here.
+Each of the random prompts is served alone for its measured TTFT and gap. Then it is asked again, with
+objectives of one to two times those, which must not be refused, and with a fifth of its TTFT, which a good
+profile may refuse. Refusals are counted by the quality of the profile in use when it was asked.
 
 Usage: objectives.py [--prompts 200] [--longest 7900] [--seed 0]. Ends with one JSON object on a line.
 """
@@ -71,11 +71,8 @@ def ask_about(port: int, num_tokens: int, rng: random.Random, counts: Counter[st
     measured = ask(port, prompt, {"ttft": 1e6, "tpot": 1e6})
     assert measured is not None, "an objective of days was refused"
     ttft_s, gap_s = measured["ttft"], measured["max_itl"]
-    quality = next(
-        name
-        for name in ("coarse", "refined", "full")
-        if sample(port, "cost_profile_info", f'quality="{name}"')
-    )
+    qualities = ("coarse", "refined", "full")
+    (quality,) = (name for name in qualities if sample(port, "cost_profile_info", f'quality="{name}"'))
     factor = rng.uniform(1.0, 2.0)
     for kind, slo in (
         ("feasible", {"ttft": factor * ttft_s, "tpot": factor * gap_s}),
