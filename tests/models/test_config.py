@@ -12,8 +12,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from backfill.core.errors import CorruptModel, ModelNotFound, UnsupportedModel
 from backfill.models.config import Architecture, ModelConfig
+from backfill.models.frequencies import inverse_frequencies
 from backfill.models.generation_config import GenerationDefaults, end_token_ids
-from backfill.models.rope import RopeConfig, inverse_frequencies
+from backfill.models.rope import RopeConfig
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

@@ -112,7 +112,8 @@ def _panels(weight: Tensor) -> Tensor:
     padded = F.pad(weight, (0, 0, 0, missing)) if missing else weight
     # A pair moves as one number: in a fifth of the time, and every start packs all weights.
     pairs = padded.contiguous().view(torch.int32).view(-1, 2, 16, weight.shape[1] // _TILE_DEPTH, 16)
-    return pairs.permute(0, 3, 1, 4, 2).contiguous().view(weight.dtype).unflatten(-1, (16, 2))
+    tiles = pairs.permute(0, 3, 1, 4, 2).contiguous()
+    return tiles.view(weight.dtype).view(*tiles.shape, 2)
 
 
 def copy_blocks(

@@ -11,7 +11,7 @@ from torch import Tensor
 from backfill.kernels.base import AttentionBatch, Kernels, Linear
 from backfill.models.config import ModelConfig
 from backfill.models.decoder import HiddenState
-from backfill.models.rope import inverse_frequencies
+from backfill.models.frequencies import inverse_frequencies
 from backfill.models.weights import Checkpoint
 
 

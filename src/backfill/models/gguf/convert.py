@@ -18,9 +18,10 @@ import numpy.typing as npt
 
 from backfill.core.errors import CorruptModel, ModelError, UnsupportedModel
 from backfill.models.config import ModelConfig
+from backfill.models.frequencies import inverse_frequencies
 from backfill.models.gguf.file import GgufFile, GgufTensor
 from backfill.models.gguf.tokenizer import build_tokenizer
-from backfill.models.rope import RopeConfig, inverse_frequencies
+from backfill.models.rope import RopeConfig
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, units done and units in all (bytes)."""
