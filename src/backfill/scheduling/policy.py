@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -59,7 +59,7 @@ class StepView:
 
     now_s: float
     running: Mapping[Rank, Sequence[Request]]
-    waiting: Mapping[Rank, Collection[Request]]
+    waiting: Mapping[Rank, Sequence[Request]]
     num_blocks: int
     online_blocks: int
     suspended_s: float = 0.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Sequence
 
 from backfill.core.request import OrderKey, Request
 
@@ -23,8 +23,10 @@ class RequestQueue:
     def __len__(self) -> int:
         return len(self._requests)
 
-    def __iter__(self) -> Iterator[Request]:
-        return iter(self._requests)
+    @property
+    def requests(self) -> Sequence[Request]:
+        """In their order."""
+        return self._requests
 
     def push(self, request: Request) -> None:
         insort(self._requests, request, key=_order_key)

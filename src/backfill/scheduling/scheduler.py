@@ -342,7 +342,7 @@ class Scheduler:
         return StepView(
             now_s=now_s,
             running=by_rank,
-            waiting=self._waiting,
+            waiting={rank: queue.requests for rank, queue in self._waiting.items()},
             num_blocks=self.blocks.num_blocks,
             online_blocks=sum(self.blocks.num_held_blocks(each.request_id) for each in online),
             suspended_s=0.0 if self._suspension is None else self._suspension.left_s(),
