@@ -76,13 +76,13 @@ def _serve(config: EngineConfig, channel: EngineChannel, load: EngineLoader) -> 
         logger.exception("the engine could not start")
         channel.send(StartFailed(f"The engine could not start: {type(error).__name__}: {error}"))
         return
-    freeze_heap()
     slo, info, profile = engine.default_slo, engine.executor.info, engine.profile
     timeout_s = hang_timeout_s(config, info, engine.scheduler.cost)
     if profile is not None:
         _log_profile("steps are predicted", profile)
     logger.info("online requests: first token within %.3g s, each next within %.3g s", slo.ttft_s, slo.tpot_s)
     channel.send(Ready(info, time.monotonic() - started_at_s, slo, profile, timeout_s))
+    freeze_heap()  # while the client does what it has left to do
     EngineLoop(engine, channel, heartbeat_s(timeout_s)).run()
 
 
