@@ -190,12 +190,9 @@ def test_a_step_that_fails_twice_loses_its_requests_and_the_engine_goes_on() -> 
 def test_a_stopped_engine_is_noticed_and_ended_and_can_be_started_again() -> None:
     async def run() -> None:
         async with started(load_slow, hang_timeout_s=2.0) as client:
-            pid = client.pid
-            assert pid is not None
             assert_lost(await lose(client, signal.SIGSTOP), 3, "hung for 2 s")
             await asyncio.wait_for(client.wait_dead(), 60.0)
-            with pytest.raises(ProcessLookupError):
-                os.kill(pid, 0)
+            assert_ended(client)
             assert client.silent_s >= 2.0
             await client.start()
             assert await generate(client, "again") == 2
@@ -267,6 +264,12 @@ def test_a_process_that_cannot_be_made_leaves_nothing_and_may_be_tried_again(
     asyncio.run(run())
 
 
+def assert_ended(client: EngineClient) -> None:
+    assert client.pid is not None
+    with pytest.raises(ProcessLookupError):
+        os.kill(client.pid, 0)
+
+
 def profiled_client(path: Path, **objectives: float) -> EngineClient:
     scheduler = SchedulerConfig(**objectives)  # type: ignore[arg-type]
     config = EngineConfig(model_dir="", profile_path=str(path), scheduler=scheduler)
@@ -281,7 +284,7 @@ def test_an_objective_that_cannot_be_met_stops_the_first_start(tmp_path: Path, o
         client = profiled_client(tmp_path / "profile.json", **{field: 1e-9})
         with pytest.raises(ConfigError, match=f"^{option} 1e-09: one request alone needs 0.1 s"):
             await client.start()
-        assert not multiprocessing.active_children()
+        assert_ended(client)
 
     asyncio.run(run())
 
@@ -294,9 +297,8 @@ def test_objectives_stay_when_the_engine_starts_again_with_another_profile(tmp_p
         try:
             assert (await client.start()).default_slo == SLO(1.0, 0.4)
             for step_s in (0.01, 10.0):  # the last cannot meet them, and serves all the same
-                process = engine_process()
-                assert process.pid is not None
-                os.kill(process.pid, signal.SIGKILL)
+                assert client.pid is not None
+                os.kill(client.pid, signal.SIGKILL)
                 await client.wait_dead()
                 make_profile(flat_cost(step_s)).save(path)
                 assert (await client.start()).default_slo == SLO(1.0, 0.4)
@@ -309,23 +311,23 @@ def test_objectives_stay_when_the_engine_starts_again_with_another_profile(tmp_p
 def test_an_engine_may_be_launched_before_there_is_an_event_loop() -> None:
     client = EngineClient(EngineConfig(model_dir=""), load=load_slow)
     client.launch()
-    launched = engine_process()
+    launched = client.pid
 
     async def run() -> None:
         try:
             await client.start()
-            assert engine_process() is launched
+            assert client.pid == launched
             assert await generate(client, "first") == 2
         finally:
             await client.stop()
 
     asyncio.run(run())
-    assert not multiprocessing.active_children()
+    assert_ended(client)
 
 
 def test_a_launched_engine_that_nobody_starts_can_be_abandoned() -> None:
     client = EngineClient(EngineConfig(model_dir=""), load=load_slow)
     client.launch()
     client.abandon()
-    assert not multiprocessing.active_children()
+    assert_ended(client)
     client.abandon()

@@ -203,8 +203,8 @@ class Server:
             freeze_heap()
             # From here on there are streams to hold up.
             self._lag_task = self._tasks.start(self._loop_lag.run(), "loop-lag")
-        if ready.profile is not None and self.state.metrics is not None:
-            self.state.metrics.engine.on_profile(ready.profile)
+        if ready.profile is not None:
+            self._show_profile(ready.profile)
         if self._stop_asked.is_set():
             return
         self.state.phase = Phase.READY
@@ -256,8 +256,13 @@ class Server:
         """The engine predicts steps with another profile."""
         if self.state.preparer is not None:
             self._use(self.state.preparer, replace(self.state.preparer.engine, profile=profile))
+        self._show_profile(profile)
+
+    def _show_profile(self, profile: CostProfile) -> None:
         if self.state.metrics is not None:
             self.state.metrics.engine.on_profile(profile)
+        if self.state.shedder is not None:
+            self.state.shedder.adopt(profile.cost)
 
     def _on_report(self, report: StepReport) -> None:
         self._stats_log.on_report(report)

@@ -84,6 +84,11 @@ class Shedder:
         self._correction = BiasCorrection()
         self._waiting: dict[int, StepLoad] = {}  # by priority
 
+    def adopt(self, cost: CostModel) -> None:
+        """Predict with this model from now on."""
+        self._cost = cost
+        self._correction = BiasCorrection()
+
     @property
     def num_waiting_tokens(self) -> int:
         return sum(load.num_tokens for load in self._waiting.values())

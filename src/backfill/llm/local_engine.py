@@ -14,6 +14,7 @@ from backfill.core.config import EngineConfig
 from backfill.core.errors import EngineDead, RequestAborted
 from backfill.core.request import ServiceClass
 from backfill.core.slo import SLO
+from backfill.costs.profile import CostProfile
 from backfill.engine.client import EngineClient
 from backfill.engine.options import check_profile
 from backfill.execution.executor import ExecutorInfo
@@ -131,23 +132,28 @@ class LocalEngine:
         if self._client is None:
             config = await asyncio.to_thread(_find_model, self._options)
             self._check_open()  # a download takes a while
-            self._client = EngineClient(config, log_level=self._options.log_level)
+            self._client = EngineClient(
+                config, on_profile=self._on_profile, log_level=self._options.log_level
+            )
         elif self._loaded is not None:
             logger.warning("the engine has died and is started again")
         client = self._client
         # Beside the engine: both take about as long.
         loading = asyncio.ensure_future(asyncio.to_thread(self._load, client))
         try:
-            await client.start()
+            ready = await client.start()
             self._loaded = await loading
         except BaseException:
             loading.cancel()
             await client.stop()
             raise
-        assert client.info is not None
         self._preparer = Preparer(
-            self._loaded.tokenizer, client.info, client.cost, client.config.scheduler, self._options.seed
+            self._loaded.tokenizer, ready.info, ready.profile, client.config.scheduler, self._options.seed
         )
+
+    def _on_profile(self, profile: CostProfile) -> None:
+        if self._preparer is not None:
+            self._preparer.profile = profile
 
     def _load(self, client: EngineClient) -> LoadedModel:
         """What of the model this process needs. Raises: ModelError."""

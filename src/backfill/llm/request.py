@@ -14,7 +14,7 @@ from backfill.core.config import SchedulerConfig
 from backfill.core.errors import RequestAborted
 from backfill.core.request import ServiceClass
 from backfill.core.slo import SLO
-from backfill.costs.model import CostModel
+from backfill.costs.profile import CostProfile
 from backfill.execution.executor import ExecutorInfo
 from backfill.generation.generator import GenerationRequest, TextDelta, TextGenerator, merge
 from backfill.generation.tokenizer import Tokenizer
@@ -22,7 +22,7 @@ from backfill.llm.errors import InvalidRequest
 from backfill.llm.inputs import PromptInput
 from backfill.llm.outputs import OutputSoFar, RequestMetrics, RequestOutput
 from backfill.llm.sampling_params import RequestOutputKind, SamplingParams
-from backfill.scheduling.objectives import achievable_slo
+from backfill.scheduling.objectives import achievable_slo, impossible_slo
 
 _MAX_PRIORITY = 2**31 - 1
 
@@ -51,6 +51,9 @@ class PreparedRequest:
 class Preparer:
     """Checks prompts and tokenizes them. Its methods may be called from any thread.
 
+    Attributes:
+        profile: what steps cost, as the engine predicts them now; None where it does not.
+
     Args:
         seed: of the seeds of requests that bring none.
     Raises, of all methods: RequestError for a request that can never be served.
@@ -60,13 +63,13 @@ class Preparer:
         self,
         tokenizer: Tokenizer,
         info: ExecutorInfo,
-        cost: CostModel | None,
+        profile: CostProfile | None,
         scheduler: SchedulerConfig,
         seed: int,
     ) -> None:
         self._tokenizer = tokenizer
         self._info = info
-        self._cost = cost
+        self.profile = profile
         self._scheduler = scheduler
         self._seeds = random.Random(seed)
 
@@ -138,17 +141,18 @@ class Preparer:
         )
 
     def _check_slo(self, slo: SLO | None, service_class: ServiceClass, num_prompt_tokens: int) -> None:
-        """Refuse objectives that the request could not meet even alone."""
+        """Refuse objectives that no run of the request can meet, as far as the profile is certain of it."""
         if slo is None:
             return
         if not isinstance(slo, SLO) or not (slo.ttft_s > 0 and slo.tpot_s > 0):
             raise InvalidRequest(f"slo must be an SLO of seconds above 0, got {slo!r:.80}.", param="slo")
         if service_class is ServiceClass.OFFLINE:
             raise InvalidRequest("slo is for online requests, not for offline ones.", param="slo")
-        if self._cost is None or self._scheduler.policy != "slo":
+        if self.profile is None or self._scheduler.policy != "slo":
             return  # objectives are but measured
-        least = achievable_slo(self._cost, self._scheduler, num_prompt_tokens)
-        if slo.ttft_s < least.ttft_s or slo.tpot_s < least.tpot_s:
+        impossible = impossible_slo(self.profile, self._scheduler, num_prompt_tokens)
+        if slo.ttft_s < impossible.ttft_s or slo.tpot_s < impossible.tpot_s:
+            least = achievable_slo(self.profile.cost, self._scheduler, num_prompt_tokens)
             raise InvalidRequest(
                 f"{slo} cannot be met: even alone the request needs SLO(ttft_s={least.ttft_s:.3g}, "
                 f"tpot_s={least.tpot_s:.3g}). Ask for more than that.",
