@@ -12,23 +12,30 @@ from backfill.api.config import ServerConfig
 from backfill.api.server import Server
 from backfill.core.config import EngineConfig
 from backfill.core.slo import SLO
+from backfill.engine.client import EngineClient
 from backfill.engine.messages import Ready
 from backfill.generation.tokenizer import Tokenizer
 from backfill.models.generation_config import GenerationDefaults
 from backfill.protocol.preparer import RequestPreparer, ServedModel
 from tests.api.test_shedding import step_report
-from tests.builders import linear_cost, make_info
+from tests.builders import linear_cost, make_info, make_profile
 from tests.cli.running import run_cli_here
 
 MODEL = ServedModel(names=("m",), root="m", folder=Path(), created=0)
 
 
+def new_server(**options: Any) -> Server:
+    config = EngineConfig(model_dir="")
+    client = EngineClient(config)
+    return Server(ServerConfig(**options), config, MODEL, client=client, url="", jobs_config=None)
+
+
 async def ready_server(**options: Any) -> Server:
     """A server whose engine has said that it is ready."""
-    server = Server(ServerConfig(**options), EngineConfig(model_dir=""), MODEL, url="", jobs_config=None)
+    server = new_server(**options)
     preparer = RequestPreparer(MODEL, cast(Tokenizer, None), GenerationDefaults())
     server._loading = asyncio.create_task(asyncio.sleep(0, preparer))
-    await server._on_engine_ready(Ready(make_info(), 0.0, SLO(1.0, 0.1), linear_cost()))
+    await server._on_engine_ready(Ready(make_info(), 0.0, SLO(1.0, 0.1), make_profile(linear_cost())))
     return server
 
 
@@ -50,10 +57,7 @@ def test_hopeless_requests_are_shed_where_that_is_asked_for() -> None:
 
 def test_a_strict_server_is_strict_in_both_processes() -> None:
     for is_strict in (False, True):
-        server = Server(
-            ServerConfig(is_strict=is_strict), EngineConfig(model_dir=""), MODEL, url="", jobs_config=None
-        )
-        setup = server.state.preparation.setup
+        setup = new_server(is_strict=is_strict).state.preparation.setup
         assert setup.is_strict == setup.line_check.is_strict == is_strict
         assert setup.create_preparer(cast(Tokenizer, None)).line_check.is_strict == is_strict
 
@@ -68,6 +72,7 @@ def test_the_options_reach_the_server(
         raise SystemExit(0)
 
     monkeypatch.setattr("backfill.api.server.Server", create)
+    monkeypatch.setattr(EngineClient, "launch", lambda client: None)
     options = (
         "--strict",
         "--shed-hopeless",

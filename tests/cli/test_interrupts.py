@@ -23,7 +23,7 @@ INTERRUPTS = """
 import os, signal, sys
 
 where, module = os.environ["INTERRUPT_AT"].split()
-is_here = where == ("child" if "spawn_main" in " ".join(sys.orig_argv) else "command")
+is_here = where == ("child" if "run_child" in " ".join(sys.orig_argv) else "command")
 
 class Interrupting:
     def find_spec(self, name, path=None, target=None):
@@ -92,7 +92,7 @@ def test_an_interrupt_while_a_command_loads_is_one_line(
 CHILDREN = """
 import json, os, signal, sys
 
-if "spawn_main" in " ".join(sys.orig_argv):
+if "run_child" in " ".join(sys.orig_argv):
     class Recording:
         def find_spec(self, name, path=None, target=None):
             # It loads the model; the preparation's process has a tokenizer to load.

@@ -316,5 +316,5 @@ def test_pull_prints_only_the_folder_on_stdout(tmp_path: Path, index: FakeIndex,
     failed = CliRunner().invoke(app, ["gpt-9"])
     assert failed.exit_code == 1
     assert failed.stdout == ""
-    assert failed.stderr.startswith("error: no model 'gpt-9'")
+    assert failed.stderr.startswith("backfill: no model 'gpt-9'")
     assert failed.stderr.count("\n") == 1

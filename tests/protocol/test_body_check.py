@@ -157,7 +157,7 @@ def test_a_line_is_refused_for_what_the_run_would_refuse_it_for(
     model = ServedModel(names=("m",), root="m", folder=Path(), created=0)
     preparer = RequestPreparer(model, cast(Tokenizer, TwoTokens()), GenerationDefaults())
     preparer.facts = EngineFacts(
-        info=make_info(), default_slo=SLO(1.0, 0.1), cost=None, scheduler=SchedulerConfig()
+        info=make_info(), default_slo=SLO(1.0, 0.1), profile=None, scheduler=SchedulerConfig()
     )
     raw = json.dumps({**(PROMPT if endpoint == "/v1/completions" else CHAT), **fields}).encode()
     at_the_run = refusal_of(lambda: preparer.prepare(endpoint, raw, RequestContext(is_batch_line=True)))
