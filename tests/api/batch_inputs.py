@@ -40,7 +40,7 @@ def submit(client: OpenAI, content: bytes, endpoint: Any = "/v1/chat/completions
     return client.batches.create(input_file_id=file_id, endpoint=endpoint, completion_window=window, **fields)
 
 
-def wait_ended(client: OpenAI, batch_id: str, timeout_s: float = 180.0) -> Batch:
+def wait_ended(client: OpenAI, batch_id: str) -> Batch:
     last: list[Batch] = []
 
     def has_ended() -> bool:
@@ -50,7 +50,7 @@ def wait_ended(client: OpenAI, batch_id: str, timeout_s: float = 180.0) -> Batch
             return False
         return last[0].status in FINAL
 
-    wait_until(has_ended, timeout_s, f"{batch_id} to end")
+    wait_until(has_ended, f"{batch_id} to end")
     return last[0]
 
 

@@ -23,8 +23,8 @@ from backfill.costs.profile import CostProfile, FitError
 from tests.shared import made_once
 
 MODEL = "smollm2-135m-instruct"
-# Far above what a start takes on a busy machine: only a server that hangs reaches it.
-START_TIMEOUT_S = 300.0
+# Far above what anything takes on a busy machine: only what hangs reaches it.
+TIMEOUT_S = 300.0
 # With these the small model (tests/conftest.py) is served: in float32, and with no threads to wait for.
 SMALL_MODEL = ("--dtype", "float32", "--threads", "1", "--kv-gib", "0.05")
 # A profile is of these.
@@ -41,13 +41,13 @@ class RunningServer:
         self.output: list[str] = []
         self._reader = threading.Thread(target=self._collect, daemon=True)
         self._reader.start()
-        self.http = httpx.Client(base_url=self.url, timeout=60.0)
+        self.http = httpx.Client(base_url=self.url, timeout=TIMEOUT_S)
 
     def client(self, api_key: str = "none", max_retries: int = 0) -> OpenAI:
-        return OpenAI(base_url=f"{self.url}/v1", api_key=api_key, max_retries=max_retries, timeout=60.0)
+        return OpenAI(base_url=f"{self.url}/v1", api_key=api_key, max_retries=max_retries, timeout=TIMEOUT_S)
 
     def wait_ready(self) -> None:
-        wait_until(self._is_ready, START_TIMEOUT_S, "the server to be ready")
+        wait_until(self._is_ready, "the server to be ready")
 
     def metric(self, name: str, **labels: str) -> float:
         """Sum of a metric's samples that have these labels."""
@@ -116,7 +116,7 @@ def _measure_profile(path: Path, model: str, options: Sequence[str]) -> None:
     # Not as large as by default: beside other tests there may be little memory.
     command = [sys.executable, "-m", "backfill", "profile", model, *options]
     command += ["--kv-gib", "0.25", "--max-model-len", "2048", "--quick", "--out", str(path)]
-    subprocess.run(command, check=True, capture_output=True, timeout=2 * START_TIMEOUT_S)
+    subprocess.run(command, check=True, capture_output=True, timeout=2 * TIMEOUT_S)
     # As a full one: what is refused then depends on no moment of the machine, and nothing refines it.
     sure = replace(CostProfile.load(path), quality="full", error=FitError(0.01, 0.05, 40), known_tokens=2048)
     sure.save(path)
@@ -161,9 +161,9 @@ def free_port() -> int:
         return port
 
 
-def wait_until(condition: object, timeout_s: float, what: str) -> None:
+def wait_until(condition: object, what: str) -> None:
     assert callable(condition)
-    deadline_at_s = time.monotonic() + timeout_s
+    deadline_at_s = time.monotonic() + TIMEOUT_S
     while not condition():
-        assert time.monotonic() < deadline_at_s, f"waited {timeout_s} s for {what}"
+        assert time.monotonic() < deadline_at_s, f"waited {TIMEOUT_S} s for {what}"
         time.sleep(0.02)

@@ -22,7 +22,6 @@ from tests.api.batch_inputs import (
 )
 from tests.api.servers import (
     MODEL,
-    START_TIMEOUT_S,
     RunningServer,
     ending,
     launch_small,
@@ -270,7 +269,7 @@ def test_batches_that_do_not_exist(server: RunningServer, batch_id: str) -> None
 def test_cancelling_keeps_what_is_done_and_stops_the_rest(server: RunningServer, client: OpenAI) -> None:
     lines = [chat_line("short"), *(chat_line(f"long-{number}", **LONG) for number in range(20))]
     batch = submit(client, as_jsonl(lines))
-    wait_until(lambda: num_completed(client, batch.id) == 1, 60, "the short line")
+    wait_until(lambda: num_completed(client, batch.id) == 1, "the short line")
     with pytest.raises(openai.ConflictError):
         client.files.delete(batch.input_file_id)
     assert server.metric("backfill:batch_jobs", status="in_progress") == 1
@@ -286,7 +285,7 @@ def test_cancelling_keeps_what_is_done_and_stops_the_rest(server: RunningServer,
     output, errors = result_lines(client, batch)
     assert [line["custom_id"] for line in output] == ["short"]
     assert {(line["error"]["code"], line["response"]) for line in errors} == {("batch_cancelled", None)}
-    wait_until(lambda: server.metric("backfill:num_requests_running") == 0, 60, "the engine to be empty")
+    wait_until(lambda: server.metric("backfill:num_requests_running") == 0, "the engine to be empty")
     assert client.files.delete(batch.input_file_id).deleted
 
 
@@ -346,7 +345,7 @@ def test_shutdown_leaves_unfinished_lines_for_the_next_start(small_model: Path, 
     few = ("--max-num-seqs", "4")
     with small_server(small_model, *few, data_dir=tmp_path) as server:
         batch = submit(server.client(), as_jsonl(lines))
-        wait_until(lambda: server.metric("backfill:batch_lines_total", outcome="completed") > 0, 60, "a line")
+        wait_until(lambda: server.metric("backfill:batch_lines_total", outcome="completed") > 0, "a line")
         assert server.stop() == 0
     results = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
     assert 0 < results.count(b'"id":"batch_req_') < len(lines), "offline lines are not waited for"
@@ -395,7 +394,7 @@ def test_files_and_batches_are_there_while_the_model_loads(small_model: Path, tm
                 return False
             return True
 
-        wait_until(submitted, START_TIMEOUT_S, "the server to listen")
+        wait_until(submitted, "the server to listen")
         server.wait_ready()
         (batch,) = server.client().batches.list().data
         assert wait_ended(server.client(), batch.id).status == "completed"

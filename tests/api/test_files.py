@@ -238,6 +238,6 @@ def test_a_client_that_leaves_within_its_upload_leaves_nothing(server: RunningSe
     part = '--x\r\nContent-Disposition: form-data; name="file"; filename="a.jsonl"\r\n\r\n'
     with socket.create_connection(("127.0.0.1", server.http.base_url.port or 80)) as leaver:
         leaver.sendall(f"{head}Content-Length: 5000000\r\n\r\n{part}".encode() + b"x" * 2_000_000)
-        wait_until(lambda: set(folder.rglob("*")) != before, 60, "the upload to begin")
-    wait_until(lambda: set(folder.rglob("*")) == before, 60, "the upload to be forgotten")
+        wait_until(lambda: set(folder.rglob("*")) != before, "the upload to begin")
+    wait_until(lambda: set(folder.rglob("*")) == before, "the upload to be forgotten")
     assert "Traceback" not in "".join(server.output)

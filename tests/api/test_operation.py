@@ -19,7 +19,6 @@ import pytest
 
 from tests.api.servers import (
     MODEL,
-    START_TIMEOUT_S,
     RunningServer,
     ending,
     launch_small,
@@ -77,15 +76,15 @@ def test_a_client_that_disconnects_has_its_request_aborted(server: RunningServer
     aborted = server.metric("backfill:request_success_total", finished_reason="abort")
     with server.http.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as response:
         next(response.iter_lines())
-    wait_until(lambda: server.metric("backfill:num_requests_running") == 0, 60, "it to be aborted")
+    wait_until(lambda: server.metric("backfill:num_requests_running") == 0, "it to be aborted")
     body = json.dumps(LONG).encode()
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
     head += b"Content-Type: application/json\r\nContent-Length: %d"
     with socket.create_connection((server.http.base_url.host, server.http.base_url.port or 80)) as leaver:
         leaver.sendall(head % len(body) + b"\r\n\r\n" + body)
-        wait_until(lambda: server.metric("backfill:num_requests_running") == 1, 60, "the next to run")
-    wait_until(lambda: server.metric("backfill:num_requests_running") == 0, 60, "this one too")
-    wait_until(lambda: server.metric("backfill:kv_cache_usage_perc") == 0, 60, "their blocks")
+        wait_until(lambda: server.metric("backfill:num_requests_running") == 1, "the next to run")
+    wait_until(lambda: server.metric("backfill:num_requests_running") == 0, "this one too")
+    wait_until(lambda: server.metric("backfill:kv_cache_usage_perc") == 0, "their blocks")
     assert server.metric("backfill:request_success_total", finished_reason="abort") == aborted + 2
 
 
@@ -95,8 +94,8 @@ def test_a_reader_that_stops_gives_its_place_back_when_the_engine_is_done(server
     with RawClient(server.http.base_url.port or 80, receive_buffer_bytes=4096) as client:
         headers = {"Content-Type": "application/json"}
         client.send(request(path="/v1/completions", body=json.dumps(body).encode(), headers=headers))
-        wait_until(lambda: server.http.get("/load").json() == {"server_load": 16}, 20, "its place")
-        wait_until(lambda: server.http.get("/load").json() == {"server_load": 0}, 60, "its place to be free")
+        wait_until(lambda: server.http.get("/load").json() == {"server_load": 16}, "its place")
+        wait_until(lambda: server.http.get("/load").json() == {"server_load": 0}, "its place to be free")
         assert client.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == 0, "it is not given up yet"
 
 
@@ -119,7 +118,7 @@ def test_keys_are_asked_for(small_model: Path, tmp_path: Path) -> None:
             return server.http.get("/v1/models", headers=headers).status_code == 200
 
         key_file.write_text("alice=sekret-of-alice-renewed\n")
-        wait_until(lambda: is_known("sekret-of-alice-renewed"), 30, "the key file to be read again")
+        wait_until(lambda: is_known("sekret-of-alice-renewed"), "the key file to be read again")
         assert not is_known("sekret-of-alice") and is_known("sekret")
         assert "sekret" not in (tmp_path / "config.json").read_text()
         assert "sekret" not in "".join(server.output)
@@ -131,7 +130,7 @@ def test_a_full_queue_answers_429_with_retry_after(small_model: Path, tmp_path: 
         with ThreadPoolExecutor(2) as pool:
             for _ in range(2):
                 pool.submit(server.http.post, "/v1/completions", json={**LONG, "max_tokens": 500})
-            wait_until(lambda: server.http.get("/load").json()["server_load"] == 2, 60, "a full queue")
+            wait_until(lambda: server.http.get("/load").json()["server_load"] == 2, "a full queue")
             response = server.http.post("/v1/completions", json={"prompt": "hi"})
             assert response.status_code == 429
             assert 1 <= int(response.headers["retry-after"]) <= 120
@@ -161,7 +160,7 @@ def test_a_killed_engine_fails_its_requests_and_comes_back(own_server: RunningSe
         rest = [line.removeprefix("data: ") for line in lines if line]
     assert rest[-1] == "[DONE]"
     assert "killed by signal 9" in json.loads(rest[-2])["error"]["message"]
-    wait_until(lambda: server.http.get("/health").status_code == 503, 60, "the engine to be missed")
+    wait_until(lambda: server.http.get("/health").status_code == 503, "the engine to be missed")
     refused = server.http.post("/v1/completions", json={"prompt": "hi"})
     assert refused.status_code == 503
     assert "retry-after" in refused.headers
@@ -190,13 +189,13 @@ def test_shutdown_lets_online_requests_end_and_stops_offline_ones(small_model: P
     with small_server(small_model, data_dir=tmp_path) as server, ThreadPoolExecutor(2) as pool:
         flex = pool.submit(server.http.post, "/v1/completions", json={**LONGER, "service_tier": "flex"})
         # First, and it keeps its blocks then: where online is late, no offline request begins.
-        wait_until(lambda: server.metric("backfill:num_requests_running") == 1, 60, "the first to run")
+        wait_until(lambda: server.metric("backfill:num_requests_running") == 1, "the first to run")
         online = pool.submit(server.http.post, "/v1/completions", json={**LONG, "max_tokens": 1000})
-        wait_until(lambda: server.metric("backfill:num_requests_running") == 2, 60, "both to run")
+        wait_until(lambda: server.metric("backfill:num_requests_running") == 2, "both to run")
         engine = server.engine_pid()
         for pid in (engine, server.process.pid):
             os.kill(pid, signal.SIGTERM)
-        wait_until(lambda: server.http.get("/health").status_code == 503, 60, "draining")
+        wait_until(lambda: server.http.get("/health").status_code == 503, "draining")
         assert server.http.post("/v1/completions", json={"prompt": "hi"}).status_code == 503
         assert online.result().json()["usage"]["completion_tokens"] == 1000
         assert flex.result().status_code == 503
@@ -207,9 +206,9 @@ def test_shutdown_lets_online_requests_end_and_stops_offline_ones(small_model: P
 def test_a_second_signal_ends_at_once(small_model: Path, tmp_path: Path) -> None:
     with small_server(small_model, data_dir=tmp_path) as server, ThreadPoolExecutor(1) as pool:
         pool.submit(server.http.post, "/v1/completions", json=LONGER)
-        wait_until(lambda: server.metric("backfill:num_requests_running") == 1, 60, "it to run")
+        wait_until(lambda: server.metric("backfill:num_requests_running") == 1, "it to run")
         server.process.send_signal(signal.SIGINT)
-        wait_until(lambda: server.http.get("/health").status_code == 503, 60, "draining")
+        wait_until(lambda: server.http.get("/health").status_code == 503, "draining")
         server.process.send_signal(signal.SIGINT)
         assert server.process.wait(60) != 0
 
@@ -227,14 +226,14 @@ def test_health_is_503_while_loading_and_the_engine_ends_with_its_server(
                 return False
             return statuses[-1] == 200
 
-        wait_until(loading_seen, START_TIMEOUT_S, "the server")
+        wait_until(loading_seen, "the server")
         assert statuses[0] == 503
         assert set(statuses) == {200, 503}
         # The output is read in a thread of its own.
-        wait_until(lambda: any("curl http" in line for line in server.output), 60, "a line to try")
+        wait_until(lambda: any("curl http" in line for line in server.output), "a line to try")
         engine = server.engine_pid()
         server.process.kill()
-        wait_until(lambda: not Path(f"/proc/{engine}").exists(), 60, "the engine to end")
+        wait_until(lambda: not Path(f"/proc/{engine}").exists(), "the engine to end")
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -249,10 +248,10 @@ def test_a_signal_while_the_model_loads_is_told_by_the_exit_status(
             except httpx.TransportError:
                 return False
 
-        wait_until(is_loading, 60, "the server to listen")
+        wait_until(is_loading, "the server to listen")
         server.process.send_signal(number)
         assert server.process.wait(30) == status
-        wait_until(lambda: "backfill: stopped while loading\n" in server.output, 10, "a line")
+        wait_until(lambda: "backfill: stopped while loading\n" in server.output, "a line")
 
 
 def test_a_chat_template_that_does_not_parse_is_refused_at_start(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ def waiting(server: InProcessServer, body: dict[str, Any], count: int) -> Iterat
     num_open = server.state.admission.num_open + count * body.get("n", 1)
     for thread in threads:
         thread.start()
-    wait_until(lambda: server.state.admission.num_open == num_open, 20, "the requests to be admitted")
+    wait_until(lambda: server.state.admission.num_open == num_open, "the requests to be admitted")
     try:
         yield statuses
     finally:
@@ -113,7 +113,7 @@ def test_bodies_over_all_connections_have_a_budget(default_model: Path) -> None:
     with in_process_server(default_model, **sizes) as server, RawClient(server.port) as slow:
         head = request(path="/v1/completions", headers={"Content-Length": "9000", **JSON_TYPE})
         slow.send(head + b'{"prompt": [7], "max_tokens": 1, ' + b" " * 5000)
-        wait_until(lambda: server.state.bodies.num_bytes > 5000, 20, "the slow body")
+        wait_until(lambda: server.state.bodies.num_bytes > 5000, "the slow body")
         for path in ("/v1/completions", "/tokenize", "/detokenize"):
             refused = httpx.post(f"{server.url}{path}", content=b" " * 8000, headers=JSON_TYPE)
             assert refused.status_code == 503, path
@@ -132,7 +132,7 @@ def test_offline_bodies_in_preparation_leave_room_for_online_ones(default_model:
         for _ in range(2):
             client = stack.enter_context(RawClient(server.port))
             client.send(request(path="/v1/completions", body=flex, headers=JSON_TYPE))
-        wait_until(lambda: server.preparation.num_held == 2, 20, "both to be in preparation")
+        wait_until(lambda: server.preparation.num_held == 2, "both to be in preparation")
         refused = post(server, {**FLEX, "user": "u" * 1000})
         assert refused.status_code == 429
         error = refused.json()["error"]
@@ -148,10 +148,10 @@ def test_a_client_that_leaves_takes_its_body_out_of_preparation(default_model: P
         with RawClient(server.port) as client:
             body = json.dumps({"prompt": "word " * 1000}).encode()
             client.send(request(path=path, body=body, headers=JSON_TYPE))
-            wait_until(lambda: server.preparation.num_held == 1, 20, "the body to be in preparation")
+            wait_until(lambda: server.preparation.num_held == 1, "the body to be in preparation")
             assert server.state.bodies.num_bytes == len(body)
-        wait_until(lambda: server.preparation.num_held == 0, 20, "it to be given up")
-        wait_until(lambda: server.state.bodies.num_bytes == 0, 20, "its memory to be given back")
+        wait_until(lambda: server.preparation.num_held == 0, "it to be given up")
+        wait_until(lambda: server.state.bodies.num_bytes == 0, "its memory to be given back")
         assert server.state.admission.num_open == 0
         assert server.engine.prompts == []
 
@@ -164,12 +164,12 @@ def test_a_reader_that_stops_holds_no_place_and_is_ended(default_model: Path) ->
     ):
         body = json.dumps({"prompt": [7], "max_tokens": 2000, "stream": True}).encode()
         client.send(request(path="/v1/completions", body=body, headers=JSON_TYPE))
-        wait_until(lambda: server.engine.num_running == 1, 20, "it to run")
+        wait_until(lambda: server.engine.num_running == 1, "it to run")
         assert server.state.admission.num_open == 1
         server.engine.may_end.set()
-        wait_until(lambda: server.state.admission.num_open == 0, 20, "the engine's end to free its place")
+        wait_until(lambda: server.state.admission.num_open == 0, "the engine's end to free its place")
         assert server.state.num_unanswered == 1, "its reader has not taken the answer"
-        wait_until(lambda: server.state.num_unanswered == 0, 20, "the reader to be given up")
+        wait_until(lambda: server.state.num_unanswered == 0, "the reader to be given up")
         with pytest.raises(ConnectionResetError):
             read_all(client)
 

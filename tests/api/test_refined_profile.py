@@ -33,7 +33,7 @@ def test_a_server_refuses_nothing_with_a_coarse_profile_and_refines_it(
         answer = server.http.post("/v1/completions", json={**BODY, "slo": {"ttft": 1e-6}})
         assert answer.status_code == 200, answer.text
         assert answer.json()["metrics"]["ttft_slo_met"] is False
-        wait_until(lambda: quality(server) == {"refined"}, 60, "the profile to be refined")
+        wait_until(lambda: quality(server) == {"refined"}, "the profile to be refined")
         assert server.metric("backfill:cost_profile_error_ratio", quantile="0.5") > 0
         (line,) = (line for line in server.output if "from now on steps are predicted" in line)
         assert "with a refined cost profile: error " in line

@@ -26,7 +26,7 @@ def complete(server: RunningServer, prompt: list[int], max_tokens: int, **fields
 def test_tokens_under_preemption_are_those_of_requests_alone(small_model: Path, tmp_path: Path) -> None:
     options = (*POOL, "--max-model-len", "400")
     with small_server(small_model, *options, data_dir=tmp_path) as server:
-        wait_until(lambda: "backfill:host_kv_cache" in server.http.get("/metrics").text, 60, "its gauges")
+        wait_until(lambda: "backfill:host_kv_cache" in server.http.get("/metrics").text, "its gauges")
         alone = [complete(server, prompt, NUM_OFFLINE_TOKENS) for prompt in OFFLINE]
         alone += [complete(server, prompt, 12) for prompt in ONLINE]
         assert len({tuple(tokens) for tokens in alone}) == len(alone), "tokens depend on the prompt"

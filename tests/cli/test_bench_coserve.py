@@ -103,7 +103,7 @@ def test_the_servers_counters_give_every_token_once(server: RunningServer) -> No
 def test_a_server_that_dies_midway(small_model: Path, tmp_path: Path) -> None:
     def kill_it() -> None:
         """Within its measurement, which begins after one second at three requests a second."""
-        wait_until(lambda: _num_online_answered(tmp_path) >= 10, 200, "the measurement")
+        wait_until(lambda: _num_online_answered(tmp_path) >= 10, "the measurement")
         os.kill(_config(tmp_path)["pid"], signal.SIGKILL)
 
     killer = threading.Thread(target=kill_it)
@@ -143,9 +143,7 @@ def test_interrupt_keeps_and_marks_what_was_measured(server: RunningServer) -> N
     before = server.metric("backfill:request_success_total", **{"class": "online"})
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     online = {"class": "online"}
-    wait_until(
-        lambda: server.metric("backfill:request_success_total", **online) >= before + 9, 180, "answers"
-    )
+    wait_until(lambda: server.metric("backfill:request_success_total", **online) >= before + 9, "answers")
     process.send_signal(signal.SIGINT)
     stdout, stderr = process.communicate(timeout=120)
     assert process.returncode == 130, stderr

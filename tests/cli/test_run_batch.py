@@ -27,7 +27,7 @@ from backfill.jobs.progress import TimeLeft, TokenRates
 from backfill.jobs.records import RequestCounts
 from backfill.jobs.results import ForeignResults
 from tests.api.batch_inputs import as_jsonl, chat_line, completion_line, parse_jsonl
-from tests.api.servers import MODEL, SMALL_MODEL, START_TIMEOUT_S, wait_until
+from tests.api.servers import MODEL, SMALL_MODEL, wait_until
 from tests.cli.running import run_cli_here
 
 
@@ -186,7 +186,7 @@ def test_killed_at_any_moment_it_goes_on_where_it_was(folder: Folder) -> None:
     few = ("--max-num-seqs", "2")
     for least in sorted(rng.sample(range(1, 50), 3)):
         process = folder.start(*few)
-        wait_until(lambda at=least: folder.num_results() >= at, START_TIMEOUT_S, f"{least} results")
+        wait_until(lambda at=least: folder.num_results() >= at, f"{least} results")
         time.sleep(rng.uniform(0.0, 0.05))
         process.kill()
         process.communicate()
@@ -210,13 +210,13 @@ def test_ctrl_c_keeps_what_is_done_and_a_killed_engine_is_started_again(folder: 
     )
     few = ("--max-num-seqs", "2", "--log-level", "INFO")
     process = folder.start(*few)
-    wait_until(lambda: folder.num_results() > 2, START_TIMEOUT_S, "results")
+    wait_until(lambda: folder.num_results() > 2, "results")
     refused = folder.run_here()
     assert refused.returncode == 1
     assert "another run-batch" in refused.stderr
     os.kill(engine_pid(process.pid), signal.SIGKILL)
     before = folder.num_results()
-    wait_until(lambda: folder.num_results() > before + 4, START_TIMEOUT_S, "results of the next engine")
+    wait_until(lambda: folder.num_results() > before + 4, "results of the next engine")
     process.send_signal(signal.SIGINT)
     _, stderr = process.communicate(timeout=90)
     assert process.returncode == 130, stderr
