@@ -240,6 +240,22 @@ def test_a_prompt_that_would_be_late_even_alone_leaves_other_requests_their_gaps
         assert bench.step().predicted_s <= SLO_100_MS.tpot_s
 
 
+def test_a_prompt_that_needs_most_of_its_objective_goes_before_gaps() -> None:
+    bench = Bench()
+    bench.add(*(make_request(4, 200, request_id=f"chat{i}") for i in range(30)))
+    bench.step()
+    bench.add(make_request(900, 1, request_id="long", arrived_at_s=bench.clock.now_s()))
+    assert sizes(bench.step())["long"] == 900
+
+
+def test_a_prompt_that_is_late_because_it_waited_goes_before_gaps() -> None:
+    bench = Bench()
+    bench.add(make_request(4, 200, request_id="chat"))
+    bench.step()
+    bench.add(make_request(400, 1, request_id="late", arrived_at_s=bench.clock.now_s() - 10.0))
+    assert sizes(bench.step())["late"] == 400
+
+
 def test_slow_steps_make_the_next_ones_smaller() -> None:
     bench = Bench()
     bench.add(make_request(4, 50, request_id="chat"), offline(3000, 2, request_id="job"))

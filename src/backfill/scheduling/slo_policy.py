@@ -192,7 +192,8 @@ class SloPolicy:
         """Whether a prompt would miss its TTFT objective if no step took longer than ``limit_s``.
 
         Prompts are taken to be computed one after another in what the decodes of now leave of each step. One
-        that would be late even alone does not count: giving up other requests' gaps does not save it.
+        that alone would be late does not count: other requests' gaps cannot save it. One that is late because
+        it had to wait counts on purpose: in overload all prompts are late, and each second makes it worse.
         """
         if limit_s == math.inf:
             return False
@@ -209,7 +210,7 @@ class SloPolicy:
         return False
 
     def _is_feasible(self, request: Request) -> bool:
-        """Whether the request would meet its TTFT objective with nothing beside it."""
+        """Whether the request would have met its TTFT objective with nothing beside it."""
         alone_s = self._cost.prefill_time_s(request.num_prompt_tokens, self._max_step_tokens)
         return self.correction.mean * alone_s <= self.slo_of(request).ttft_s
 
