@@ -59,6 +59,13 @@ def test_a_stream_joins_to_the_whole_answer(client: OpenAI) -> None:
     assert len({chunk.id for chunk in chunks}) == len({chunk.created for chunk in chunks}) == 1
 
 
+@pytest.mark.parametrize(("asked", "told"), [("flex", "flex"), ("priority", "default")])
+def test_every_chunk_says_the_service_tier(server: RunningServer, asked: str, told: str) -> None:
+    body = {"messages": QUESTION, "max_tokens": 2, "stream": True, "service_tier": asked, "ignore_eos": True}
+    chunks = sse_events(server, "/v1/chat/completions", body)
+    assert [json.loads(chunk)["service_tier"] for chunk in chunks] == [told] * 3
+
+
 def test_a_stream_has_one_chunk_a_token_and_no_usage_unasked(server: RunningServer) -> None:
     body = {"messages": QUESTION, "max_tokens": 9, "stream": True, "ignore_eos": True}
     events = [json.loads(event) for event in sse_events(server, "/v1/chat/completions", body)]

@@ -52,12 +52,19 @@ class ExecutorInfo:
         """Raise RequestError if this executor can never serve the request."""
         self.check_prompt(prompt_token_ids)
         num_prompt_tokens = len(prompt_token_ids)
+        if num_prompt_tokens >= self.max_model_len:
+            raise RequestError(
+                f"This model's maximum context length is {self.max_model_len} tokens, and the prompt has "
+                f"{num_prompt_tokens}. Please reduce the prompt: at least one token is left for the output.",
+                param="prompt",
+                code="context_length_exceeded",
+            )
         if num_prompt_tokens + sampling.max_tokens > self.max_model_len:
             raise RequestError(
                 f"This model's maximum context length is {self.max_model_len} tokens. However, you requested "
                 f"{num_prompt_tokens + sampling.max_tokens} tokens ({num_prompt_tokens} in the prompt, "
                 f"{sampling.max_tokens} in the output). Please reduce the prompt or max_tokens.",
-                param="max_tokens" if num_prompt_tokens < self.max_model_len else "prompt",
+                param="max_tokens",
                 code="context_length_exceeded",
             )
         sampling.validate(self.vocab_size)

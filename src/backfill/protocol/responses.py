@@ -188,6 +188,7 @@ def chunk(
         "created": head.created,
         "model": head.model,
         "choices": choices,
+        "service_tier": head.service_tier,
     }
     if usage is not None:
         body["usage"] = usage.as_json()
