@@ -47,10 +47,16 @@ def coarse_profile(cost: CostModel) -> CostProfile:
 class Service:
     """Serves random steps that take their true time, with noise."""
 
-    def __init__(self, profile: CostProfile, noise: float = 0.05, truth: CostModel = TRUTH) -> None:
+    def __init__(
+        self,
+        profile: CostProfile,
+        noise: float = 0.05,
+        truth: CostModel = TRUTH,
+        grid: Sequence[StepLoad] = GRID,
+    ) -> None:
         self.clock = VirtualClock()
         self.saved: list[CostProfile] = []
-        self.refiner = ProfileRefiner(profile, GRID, self.clock, self.saved.append)
+        self.refiner = ProfileRefiner(profile, grid, self.clock, self.saved.append)
         self.truth = truth
         self._rng = random.Random(3)
         self._noise = noise
@@ -122,6 +128,19 @@ def test_what_is_not_served_follows_the_speed_of_what_is() -> None:
     prompts: list[Shape] = [[(0, count, True)] for count in (16, 128, 1024)]
     assert max(errors(refined.cost, prompts)) < 0.2
     assert refined.known_tokens == 0, "it knows of no prompt"
+
+
+def test_fewer_kinds_of_steps_than_the_model_has_terms_refine_it() -> None:
+    """With a small context, or a small limit on a step's tokens."""
+    small = replace(CAPACITY, max_model_len=16, max_num_seqs=1)
+    grid = [StepLoad.of(shape) for shape in FULL.shapes(small)]
+    service = Service(coarse_profile(scaled(TRUTH, 2.0)), grid=grid)
+    for _ in range(40):
+        service.serve([(0, 8, True)])
+        service.serve([(8, 1, True)])
+    refined = service.refine()
+    assert refined is not None
+    assert max(errors(refined.cost, [[(0, 8, True)], [(8, 1, True)]])) < 0.1
 
 
 def test_a_model_that_no_other_betters_is_kept_and_its_error_is_known() -> None:

@@ -130,6 +130,25 @@ def test_nothing_is_fitted_while_an_online_request_waits_for_it() -> None:
     assert learning.engine.refine_profile() is not None, "offline work can wait"
 
 
+def test_a_refit_that_fails_ends_the_refining_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    learning = LearningEngine()
+    learning.serve_chats(60)
+
+    def fail() -> None:
+        raise ValueError("no fit")
+
+    monkeypatch.setattr(learning.refiner, "refine", fail)
+    before = learning.profile
+    for _ in range(2):
+        assert learning.refine() is None
+        learning.serve_chats(60)
+    assert learning.profile is before
+    (record,) = caplog.records
+    assert "cannot be refined" in record.getMessage() and record.exc_info is not None
+
+
 def test_steps_that_did_not_run_whole_teach_nothing() -> None:
     learning = LearningEngine()
     engine = learning.engine

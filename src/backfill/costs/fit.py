@@ -61,14 +61,23 @@ def fit_cost_model(
 
 
 def fit_few_steps(
-    steps: Sequence[TimedStep], row_knots: Sequence[int], sampled_knots: Sequence[int]
+    steps: Sequence[TimedStep],
+    row_knots: Sequence[int],
+    sampled_knots: Sequence[int],
+    *,
+    weights: Sequence[float] | None = None,
 ) -> CostModel:
     """As ``fit_cost_model``, of any number of steps from one on.
 
     Fewer than there are terms have many best fits, of which any will do: repeated they have the same ones.
     """
     repeats = -(-num_terms(row_knots, sampled_knots) // len(steps))
-    return fit_cost_model([*steps] * repeats, row_knots, sampled_knots)
+    return fit_cost_model(
+        [*steps] * repeats,
+        row_knots,
+        sampled_knots,
+        weights=None if weights is None else [*weights] * repeats,
+    )
 
 
 def fit_error(model: CostModel, steps: Sequence[TimedStep]) -> FitError:

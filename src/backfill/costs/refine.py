@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from backfill.core.clock import Clock
 from backfill.core.plan import StepPlan
-from backfill.costs.fit import TimedStep, fit_cost_model, fit_error
+from backfill.costs.fit import TimedStep, fit_error, fit_few_steps
 from backfill.costs.load import StepLoad
 from backfill.costs.model import CostModel
 from backfill.costs.profile import CostProfile, FitError
@@ -178,7 +178,7 @@ class ProfileRefiner:
         steps = [*served, *(TimedStep(load, scale * cost.step_time_s(load)) for load in unserved)]
         most_tokens = max(step.load.num_tokens for step in steps)
         most_sampled = max(step.load.num_sampled for step in steps)
-        return fit_cost_model(
+        return fit_few_steps(
             steps,
             _knots_within(_ROW_KNOTS, most_tokens),
             _knots_within(_SAMPLED_KNOTS, most_sampled),

@@ -183,7 +183,12 @@ class Engine:
         refiner = self._refiner
         if refiner is None or not refiner.is_due or self._arrived or self.scheduler.has_online:
             return None
-        refined = refiner.refine()
+        try:
+            refined = refiner.refine()
+        except Exception:  # steps go on as they are predicted now
+            logger.exception("the cost profile cannot be refined and stays as it is")
+            self._refiner = None
+            return None
         if refined is not None:
             self.profile = refined
             self.scheduler.adopt(refined.cost)
