@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,9 +17,10 @@ from backfill.core.clock import VirtualClock
 from backfill.core.config import EngineConfig, SchedulerConfig
 from backfill.core.errors import ConfigError
 from backfill.core.plan import ScheduledSlice, StepPlan
-from backfill.core.request import RequestId
+from backfill.core.request import RequestId, ServiceClass
 from backfill.costs.load import StepLoad
 from backfill.costs.profile import CostProfile, ProfileKey, Quality
+from backfill.engine.engine import Engine
 from backfill.execution import profile as execution_profile
 from backfill.execution.create import create_torch_executor
 from backfill.execution.profile import (
@@ -28,8 +31,9 @@ from backfill.execution.profile import (
     profile_path,
     save_for_next_start,
 )
+from backfill.execution.simulated_executor import SimulatedExecutor
 from backfill.execution.torch_executor import TorchExecutor
-from tests.builders import make_profile
+from tests.builders import make_info, make_profile, make_request
 from tests.models.tiny import save_tiny_llama_config
 
 
@@ -203,10 +207,57 @@ def test_all_but_a_full_profile_are_refined_and_a_named_file_is_left_alone(
         refiner.observe(StepPlan(step=0, admitted=(), slices=(piece,), released=()), 0.02)
     refined = refiner.refine()
     assert refined is not None
-    assert profile_path(profile.key).exists() != is_named
-    assert CostProfile.load(path if is_named else profile_path(profile.key)) == (
-        profile if is_named else refined
+    if is_named:
+        assert CostProfile.load(path) == profile
+        assert not profile_path(profile.key).exists()
+    else:
+        wait_for(lambda: profile_path(profile.key).exists())
+        assert CostProfile.load(profile_path(profile.key)) == refined
+
+
+def wait_for(is_so: Callable[[], bool]) -> None:
+    deadline_at_s = time.monotonic() + 60.0
+    while not is_so():
+        assert time.monotonic() < deadline_at_s
+        time.sleep(0.001)
+
+
+def test_steps_go_on_while_a_disk_hangs_and_the_latest_profile_is_saved(
+    running: tuple[EngineConfig, TorchExecutor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, disk_answers, saved = threading.Event(), threading.Event(), list[CostProfile]()
+
+    def hang(profile: CostProfile) -> None:
+        begun.set()
+        assert disk_answers.wait(60.0)
+        saved.append(profile)
+
+    monkeypatch.setattr(execution_profile, "save_for_next_start", hang)
+    config, executor = running
+    clock, info = VirtualClock(), make_info(num_blocks=100)
+    cost = make_profile().cost
+    twice = replace(cost, rows_s=replace(cost.rows_s, y=tuple(2 * y for y in cost.rows_s.y)))
+    profile = profile_of(running, cost=twice, quality="coarse")
+    refiner = create_refiner(config, executor.info, profile, clock)
+    assert refiner is not None
+    engine = Engine(
+        SchedulerConfig(policy="slo"), SimulatedExecutor(info, cost, clock), clock, profile, refiner
     )
+    engine.add(make_request(max_tokens=100, service_class=ServiceClass.OFFLINE))
+    for _ in range(40):
+        engine.step()
+    first = engine.refine_profile()
+    assert first is not None
+    assert begun.wait(60.0)
+    while engine.has_unfinished:
+        engine.step()
+    later = [replace(first, provenance=text) for text in ("second", "third")]
+    for each in later:
+        refiner._on_refined(each)
+    assert not saved
+    disk_answers.set()
+    wait_for(lambda: len(saved) == 2)
+    assert saved == [first, later[-1]]
 
 
 def test_only_the_blocks_that_are_timed_are_touched(

@@ -6,6 +6,7 @@ import hashlib
 import logging
 import os
 import platform
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import astuple
@@ -85,7 +86,7 @@ def step_capacity(config: EngineConfig, info: ExecutorInfo) -> Capacity:
 def create_refiner(
     config: EngineConfig, info: ExecutorInfo, profile: CostProfile, clock: Clock
 ) -> ProfileRefiner | None:
-    """Refines the profile by what is served and saves it; None for a full one, which stays as it is.
+    """Refines the profile by what is served and has it saved; None for a full one, which stays as it is.
 
     A profile that the configuration names is refined too, but its file is the user's and is not written.
     """
@@ -94,7 +95,30 @@ def create_refiner(
     grid = (StepLoad.of(shape) for shape in FULL.shapes(step_capacity(config, info)))
     if config.profile_path is not None:
         return ProfileRefiner(profile, grid, clock)
-    return ProfileRefiner(profile, grid, clock, on_refined=save_for_next_start)
+    return ProfileRefiner(profile, grid, clock, on_refined=ProfileSaver().put)
+
+
+class ProfileSaver:
+    """Saves profiles on a thread of its own, since a disk that hangs must not hold up the steps.
+
+    It lives in the engine's process, which `serve`, `run-batch` and `LLM` all have, so that none of them has to
+    save what it is told of. A profile that is not saved yet gives way to the next.
+    """
+
+    def __init__(self) -> None:
+        self._latest: CostProfile | None = None
+        self._has_news = threading.Event()
+        threading.Thread(target=self._save, name="profile-saver", daemon=True).start()
+
+    def put(self, profile: CostProfile) -> None:
+        self._latest = profile
+        self._has_news.set()
+
+    def _save(self) -> None:
+        while self._has_news.wait():
+            self._has_news.clear()  # before it is read: what comes after that is saved in the next round
+            assert self._latest is not None
+            save_for_next_start(self._latest)
 
 
 def save_for_next_start(profile: CostProfile) -> None:
