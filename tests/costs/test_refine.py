@@ -59,14 +59,14 @@ class Service:
         self.refiner = ProfileRefiner(profile, grid, self.clock, self.saved.append)
         self.truth = truth
         self._rng = random.Random(3)
-        self._noise = noise
+        self.noise = noise
 
     def serve(self, shape: Shape) -> None:
         slices = tuple(
             ScheduledSlice(RequestId(str(index)), start, count, (), samples)
             for index, (start, count, samples) in enumerate(shape)
         )
-        seconds = self.truth.step_time_s(StepLoad.of(shape)) * self._rng.lognormvariate(0.0, self._noise)
+        seconds = self.truth.step_time_s(StepLoad.of(shape)) * self._rng.lognormvariate(0.0, self.noise)
         self.clock.advance(seconds)
         self.refiner.observe(StepPlan(step=0, admitted=(), slices=slices, released=()), seconds)
 
@@ -144,16 +144,18 @@ def test_fewer_kinds_of_steps_than_the_model_has_terms_refine_it() -> None:
 
 
 def test_a_model_that_no_other_betters_is_kept_and_its_error_is_known() -> None:
-    service = Service(coarse_profile(TRUTH))
-    service.serve_chats(300)
+    service = Service(coarse_profile(TRUTH), noise=0.01)
+    for shape in CHAT_SHAPES * 20:
+        service.serve(shape)
     refined = service.refine()
     assert refined is not None
     assert refined.cost == TRUTH
     assert refined.quality == "refined"
     assert refined.error.median < 0.08
-    service.serve_chats(300)
+    for shape in CHAT_SHAPES * 20:
+        service.serve(shape)
     assert service.refine() is None
-    assert service.saved == [refined]
+    assert service.saved == [refined], "what moved by a little is not worth telling of"
 
 
 def test_a_model_that_is_worse_on_held_out_steps_is_not_adopted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,6 +164,35 @@ def test_a_model_that_is_worse_on_held_out_steps_is_not_adopted(monkeypatch: pyt
     monkeypatch.setattr(ProfileRefiner, "_fit", lambda *_: scaled(TRUTH, 1.5))
     refined = service.refine()
     assert refined is not None and refined.cost == TRUTH
+
+
+def test_a_profile_that_keeps_its_model_says_the_error_that_was_measured_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A quiet hour, and one in which another process takes the machine away at random."""
+    service = Service(coarse_profile(TRUTH), noise=0.02)
+    monkeypatch.setattr(ProfileRefiner, "_fit", lambda *_: scaled(TRUTH, 1.5))
+    service.serve_chats(400)
+    quiet = service.refine()
+    assert quiet is not None and quiet.error.p95 < 0.1 and quiet.certain_share > 0.6
+    service.noise = 1.0
+    for _ in range(4):
+        service.serve_chats(400)
+        service.refine()
+    noisy = service.refiner.profile
+    assert noisy.cost == TRUTH
+    assert noisy.error.p95 > 0.5 and noisy.certain_share == 0.0
+    assert service.saved[-1] == noisy
+
+
+def test_a_profile_knows_no_more_than_what_it_was_tried_on_last() -> None:
+    """As one that was saved by a server of long prompts."""
+    saved = replace(coarse_profile(TRUTH), quality="refined", error=FitError(0.02, 0.05, 90))
+    service = Service(replace(saved, known_tokens=8000), noise=0.02)
+    service.serve_chats(400)
+    refined = service.refine()
+    assert refined is not None and refined.cost == TRUTH
+    assert 512 <= refined.known_tokens <= 1000
 
 
 def test_single_slow_steps_do_not_count() -> None:

@@ -116,6 +116,18 @@ def test_what_it_learns_is_used_everywhere_and_the_objectives_stay() -> None:
     assert step.seconds == pytest.approx(step.predicted_s, rel=0.3)
 
 
+def test_a_profile_whose_error_alone_is_new_leaves_the_correction_as_it_is() -> None:
+    learning = LearningEngine(coarse_profile(TRUTH))
+    policy = learning.engine.scheduler.policy
+    assert isinstance(policy, SloPolicy)
+    learning.serve_chats(60)
+    policy.correction.observe(1.0, 1.3)
+    learned = policy.correction.mean
+    refined = learning.refine()
+    assert refined is not None and refined.cost == TRUTH
+    assert policy.correction.mean == learned != 1.0
+
+
 def test_nothing_is_fitted_while_an_online_request_waits_for_it() -> None:
     learning = LearningEngine()
     learning.serve_chats(60)

@@ -31,6 +31,8 @@ _LEAST_HELD_OUT = 8
 _LEAST_INTERVAL_S = 30.0
 # Of the error's median and P95 together. Less is chance.
 _LEAST_GAIN = 0.05
+# Of the median or the P95, and of the known tokens over what they were. Less is not worth telling of.
+_LEAST_MOVE, _LEAST_GROWTH = 0.02, 0.1
 _LOWEST_SCALE, _HIGHEST_SCALE = 0.5, 2.0
 # Of a stratum without served steps, beside 1 of one with. Attention's terms are common to all of them.
 _UNSERVED_WEIGHT = 0.1
@@ -141,8 +143,8 @@ class ProfileRefiner:
     def refine(self) -> CostProfile | None:
         """Fit anew; the new profile, where there is one.
 
-        A new model is adopted where it predicts held-out steps better than the one in use. Else a coarse
-        profile keeps its model and becomes a refined one: its error on served steps is known from now on.
+        A new model is adopted where it predicts held-out steps better than the one in use. Else the profile
+        keeps its model and gets the error that it has on these steps, unless that is what it says already.
         """
         self._num_new = 0
         self._fitted_at_s = self._clock.now_s()
@@ -156,9 +158,7 @@ class ProfileRefiner:
         is_better = _badness(fitted_error) < (1 - _LEAST_GAIN) * _badness(error)
         if is_better:
             cost, error = fitted, fitted_error
-        elif self.profile.quality != "coarse":
-            return None
-        self.profile = replace(
+        refined = replace(
             self.profile,
             quality="refined",
             cost=cost,
@@ -166,8 +166,11 @@ class ProfileRefiner:
             known_tokens=max(step.prompt_end for step in typical.values()),
             provenance=f"refined by served steps of {len(typical)} kinds; {len(held_out)} others held out.",
         )
-        self._on_refined(self.profile)
-        return self.profile
+        if not is_better and _says_the_same(refined, self.profile):
+            return None
+        self.profile = refined
+        self._on_refined(refined)
+        return refined
 
     def _fit(self, typical: dict[tuple[int, int, int], ServedStep]) -> CostModel:
         cost = self.profile.cost
@@ -205,6 +208,16 @@ def _unserved_weights(loads: Sequence[StepLoad]) -> list[float]:
 
 def _badness(error: FitError) -> float:
     return error.median + error.p95
+
+
+def _says_the_same(new: CostProfile, old: CostProfile) -> bool:
+    """But for little, of two profiles with one model."""
+    moved = max(abs(new.error.median - old.error.median), abs(new.error.p95 - old.error.p95))
+    return (
+        new.quality == old.quality
+        and moved <= _LEAST_MOVE
+        and abs(new.known_tokens - old.known_tokens) <= _LEAST_GROWTH * old.known_tokens
+    )
 
 
 def _knots_within(knots: Sequence[int], largest: int) -> list[int]:

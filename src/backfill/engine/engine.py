@@ -178,7 +178,8 @@ class Engine:
     def refine_profile(self) -> CostProfile | None:
         """Fit what steps cost anew, where that is due and no online request waits for it.
 
-        Returns: the profile that is in use from now on; None where it is the same as before.
+        Returns: the profile that is in use from now on, which may differ in its error alone; None where it is
+            the same as before.
         """
         refiner = self._refiner
         if refiner is None or not refiner.is_due or self._arrived or self.scheduler.has_online:
@@ -191,7 +192,8 @@ class Engine:
             return None
         if refined is not None:
             self.profile = refined
-            self.scheduler.adopt(refined.cost)
+            if refined.cost != self.scheduler.cost:
+                self.scheduler.adopt(refined.cost)
         return refined
 
     def stats(self) -> EngineStats:

@@ -101,8 +101,8 @@ def create_refiner(
 class ProfileSaver:
     """Saves profiles on a thread of its own, since a disk that hangs must not hold up the steps.
 
-    It lives in the engine's process, which `serve`, `run-batch` and `LLM` all have, so that none of them has to
-    save what it is told of. A profile that is not saved yet gives way to the next.
+    It lives in the engine's process, which `serve`, `run-batch` and `LLM` all have, so that none of them has
+    to save what it is told of. A profile that is not saved yet gives way to the next.
     """
 
     def __init__(self) -> None:
