@@ -205,6 +205,7 @@ def fit_target(
         cost=cost,
         error=fit_error(cost, unseen),
         known_tokens=target.shape.max_model_len,
+        known_chunk_tokens=min(target.shape.max_model_len, row_knots[-1]),
         copies=CopySpeed(target.copy_bytes_per_s, target.copy_bytes_per_s),
         provenance=provenance(target),
     )

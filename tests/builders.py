@@ -275,6 +275,7 @@ def make_profile(cost: CostModel | None = None, **key: str) -> CostProfile:
         cost=cost or linear_cost(token_s=1e-4, step_s=5e-3, context_s=1e-6),
         error=FitError(0.01, 0.02, 3),
         known_tokens=8192,
+        known_chunk_tokens=8192,
         copies=CopySpeed(1e10, 2e10),
         provenance="made up for tests",
     )

@@ -118,7 +118,13 @@ def _measure_profile(path: Path, model: str, options: Sequence[str]) -> None:
     command += ["--kv-gib", "0.25", "--max-model-len", "2048", "--quick", "--out", str(path)]
     subprocess.run(command, check=True, capture_output=True, timeout=2 * TIMEOUT_S)
     # As a full one: what is refused then depends on no moment of the machine, and nothing refines it.
-    sure = replace(CostProfile.load(path), quality="full", error=FitError(0.01, 0.05, 40), known_tokens=2048)
+    sure = replace(
+        CostProfile.load(path),
+        quality="full",
+        error=FitError(0.01, 0.05, 40),
+        known_tokens=2048,
+        known_chunk_tokens=2048,
+    )
     sure.save(path)
 
 

@@ -65,7 +65,7 @@ def test_options_that_the_engine_refuses_are_told_in_a_line(
     small_model: Path, tmp_path: Path, arguments: tuple[str, ...], part: str
 ) -> None:
     make_profile().save(tmp_path / "profile.json")
-    (tmp_path / "corrupt.json").write_text('{"format": 3, ')
+    (tmp_path / "corrupt.json").write_text('{"format": 4, ')
     options = [argument.format(folder=tmp_path) for argument in arguments]
     result = run_cli_here(
         *("serve", str(small_model), *MODEL_OPTIONS, "--port", "0", "--data-dir", str(tmp_path)), *options

@@ -221,6 +221,13 @@ def test_a_prompt_is_computed_in_chunks_the_last_of_which_samples() -> None:
     assert MODEL.prefill_time_s(0, 8) == 0.0
 
 
+def test_of_large_chunks_only_a_part_may_count() -> None:
+    chunks = [(0, 3, False), (8, 3, False), (16, 3, True)]
+    counted = MODEL.prefill_time_s(20, 8, counted_tokens=3)
+    assert counted == pytest.approx(sum(plain_time_s(MODEL, [chunk]) for chunk in chunks))
+    assert MODEL.prefill_time_s(20, 8, counted_tokens=8) == MODEL.prefill_time_s(20, 8)
+
+
 # Flat up to 64 rows, as where the weights' bytes bound a product, then 1 ms a row.
 KNEE = replace(MODEL, rows_s=PiecewiseLinear((1.0, 64.0, 128.0, 512.0), (0.064, 0.064, 0.128, 0.512)))
 

@@ -38,7 +38,7 @@ def test_saving_again_replaces_the_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"{", b'{"format": 3', b"not JSON", b"\xff\xfe\x00", b"\0" * 100, b"[" * 100_000, b"9" * 5000],
+    [b"", b"{", b'{"format": 4', b"not JSON", b"\xff\xfe\x00", b"\0" * 100, b"[" * 100_000, b"9" * 5000],
     ids=["empty", "brace", "torn", "text", "no-unicode", "zeros", "nested", "number"],
 )
 def test_what_is_no_json_is_refused(tmp_path: Path, content: bytes) -> None:
@@ -53,7 +53,7 @@ def test_what_is_no_json_is_refused(tmp_path: Path, content: bytes) -> None:
 def test_other_formats_are_refused(tmp_path: Path, content: str) -> None:
     path = tmp_path / "profile.json"
     path.write_text(content)
-    with pytest.raises(ConfigError, match="is not of format 3: run `backfill profile`") as caught:
+    with pytest.raises(ConfigError, match="is not of format 4: run `backfill profile`") as caught:
         CostProfile.load(path)
     assert str(path) in str(caught.value)
 
@@ -90,6 +90,7 @@ ROWS = ("cost", "rows_s")
         (drop("num_layers"), "num_layers"),
         (drop("quality"), "quality"),
         (drop("known_tokens"), "known_tokens"),
+        (drop("known_chunk_tokens"), "known_chunk_tokens"),
         (assign("quality", value="good"), "quality must be one of coarse, refined, full"),
         (assign("quality", value=[]), "quality must be one of coarse, refined, full"),
         (assign("known_tokens", value=-1), "known_tokens must be a number of at least 0"),

@@ -115,6 +115,7 @@ def test_a_wrong_profile_becomes_right_where_it_is_used(rows: float, rest: float
     assert refined.error.median < 0.08 and refined.error.p95 < 0.25
     assert refined.error.num_steps > 30
     assert 512 <= refined.known_tokens <= 1000
+    assert refined.known_chunk_tokens == refined.known_tokens, "no prompt was in two steps"
 
 
 def test_what_is_not_served_follows_the_speed_of_what_is() -> None:
@@ -127,7 +128,17 @@ def test_what_is_not_served_follows_the_speed_of_what_is() -> None:
     assert refined is not None
     prompts: list[Shape] = [[(0, count, True)] for count in (16, 128, 1024)]
     assert max(errors(refined.cost, prompts)) < 0.2
-    assert refined.known_tokens == 0, "it knows of no prompt"
+    assert refined.known_tokens == refined.known_chunk_tokens == 0, "it knows of no prompt"
+
+
+def test_how_far_into_a_prompt_it_knows_is_not_how_large_a_chunk() -> None:
+    service = Service(coarse_profile(TRUTH))
+    for _ in range(100):
+        service.serve([(4000, 64, False), *[(300, 1, True)] * 8])
+        service.serve([(1000, 128, False), (0, 96, True)])
+    refined = service.refine()
+    assert refined is not None
+    assert (refined.known_tokens, refined.known_chunk_tokens) == (4064, 128)
 
 
 def test_fewer_kinds_of_steps_than_the_model_has_terms_refine_it() -> None:
@@ -237,7 +248,7 @@ def test_the_sample_is_bounded_and_keeps_the_latest_of_each_kind() -> None:
     rng = random.Random(1)
     for number in range(20_000):
         load = StepLoad.of([(rng.randint(1, 8000), 1, True)] * rng.randint(1, 256))
-        sample.add(ServedStep(TimedStep(load, 1.0 + number), 0))
+        sample.add(ServedStep(TimedStep(load, 1.0 + number)))
     strata = sample._strata
     assert len(strata) <= 128
     assert all(len(each.fitted) <= 9 and len(each.held_out) <= 9 for each in strata.values())

@@ -17,6 +17,7 @@ from backfill.core.config import SchedulerConfig
 from backfill.core.request import ServiceClass
 from backfill.core.slo import SLO
 from backfill.costs.load import StepLoad
+from backfill.costs.model import PiecewiseLinear
 from backfill.costs.profile import CostProfile
 from backfill.costs.profiler import FULL
 from backfill.costs.refine import ProfileRefiner
@@ -28,7 +29,7 @@ from backfill.scheduling.objectives import achievable_slo, impossible_slo
 from backfill.scheduling.slo_policy import SloPolicy
 from tests.builders import make_info, make_request
 from tests.costs.test_profiler import TRUTH
-from tests.costs.test_refine import CAPACITY, coarse_profile, scaled
+from tests.costs.test_refine import CAPACITY, Service, coarse_profile, scaled
 
 CONFIG = SchedulerConfig(policy="slo", max_num_seqs=64, max_num_batched_tokens=2048)
 
@@ -205,6 +206,28 @@ def test_nothing_is_refused_that_a_run_would_meet(num_rounds: int) -> None:
         assert impossible.tpot_s <= needed.tpot_s * rng.uniform(1.0, 3.0)
     absurd = achievable_slo(TRUTH, CONFIG, 1000).ttft_s / 3
     assert (impossible_slo(learning.profile, CONFIG, 1000).ttft_s > absurd) == (num_rounds > 0)
+
+
+def test_large_chunks_are_not_refused_for_what_small_ones_took() -> None:
+    """Served in chunks of up to 128 tokens; the profile has larger ones at more than twice their time."""
+    x = (1.0, 16.0, 128.0, 256.0, 2048.0)
+    *y, last = map(TRUTH.rows_s, x)
+    wrong = replace(TRUTH, rows_s=PiecewiseLinear(x, (*y, y[-1] + 2.2 * (last - y[-1]))))
+    service = Service(coarse_profile(wrong))
+    rng = random.Random(5)
+    for _ in range(6):
+        for _ in range(100):
+            decodes = [(rng.randint(1, 1000), 1, True)] * rng.choice((1, 2, 4, 9))
+            start = rng.randrange(0, 4000, 64)
+            service.serve(rng.choice((decodes, [*decodes, (start, 64, False)], [(start, 128, False)])))
+        service.refine()
+    refined = service.refiner.profile
+    assert refined.known_tokens > 3000 and refined.known_chunk_tokens == 128
+    for num_tokens in (1000, 2000, 4000):
+        needed = achievable_slo(TRUTH, CONFIG, num_tokens)
+        assert impossible_slo(refined, CONFIG, num_tokens).ttft_s < needed.ttft_s
+        as_if_known = replace(refined, known_chunk_tokens=2048)
+        assert impossible_slo(as_if_known, CONFIG, num_tokens).ttft_s > needed.ttft_s
 
 
 def test_what_a_coarse_profile_predicted_would_have_been_refused() -> None:

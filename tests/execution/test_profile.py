@@ -162,7 +162,7 @@ def test_a_profile_of_an_older_format_is_measured_anew(
 ) -> None:
     path = profile_path(profile_key(*running))
     profile_of(running, provenance="old").save(path)
-    path.write_text(path.read_text().replace('"format": 3', '"format": 2'))
+    path.write_text(path.read_text().replace('"format": 4', '"format": 3'))
     assert load_or_measure_profile(*running).provenance == "measured 0"
     assert saved_profile(running).provenance == "measured 0"
 

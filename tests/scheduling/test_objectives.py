@@ -16,7 +16,7 @@ from backfill.scheduling.objectives import (
     impossible_slo,
     server_slo,
 )
-from tests.builders import flat_cost, make_profile
+from tests.builders import flat_cost, linear_cost, make_profile
 
 # A tenth of a second for each step, certain to 70 %.
 PROFILE = replace(make_profile(flat_cost(0.1)), error=FitError(0.01, 0.05, 40))
@@ -87,6 +87,16 @@ def test_of_a_prompt_longer_than_what_was_measured_only_the_known_length_is_cert
         impossible = impossible_slo(profile, config, num_prompt_tokens)
         assert impossible.ttft_s == pytest.approx(0.7 * 0.1 * num_steps)
         assert impossible.tpot_s == pytest.approx(0.7 * 0.1)
+
+
+def test_of_a_chunk_larger_than_what_was_measured_only_the_known_size_is_certain() -> None:
+    config = SchedulerConfig(max_num_batched_tokens=2048, max_prefill_chunk_tokens=2048)
+    profile = replace(PROFILE, cost=linear_cost(token_s=0.001, step_s=0.1), known_chunk_tokens=128)
+    for num_prompt_tokens, needed_s in ((100, 0.2), (128, 0.228), (2048, 0.228), (2100, 0.228 + 0.152)):
+        impossible = impossible_slo(profile, config, num_prompt_tokens)
+        assert impossible.ttft_s == pytest.approx(0.7 * needed_s)
+    of_nothing = impossible_slo(replace(profile, known_tokens=0, known_chunk_tokens=0), config, 1000)
+    assert of_nothing.ttft_s == pytest.approx(0.7 * 0.101)
 
 
 def test_a_coarse_profile_and_one_with_a_large_error_know_nothing_for_certain() -> None:

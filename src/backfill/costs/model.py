@@ -110,12 +110,17 @@ class CostModel:
                 high = middle
         return low
 
-    def prefill_time_s(self, num_tokens: int, chunk_tokens: int) -> float:
-        """Seconds to the first token of a prompt computed alone in chunks."""
+    def prefill_time_s(self, num_tokens: int, chunk_tokens: int, counted_tokens: int | None = None) -> float:
+        """Seconds to the first token of a prompt computed alone in chunks.
+
+        Args:
+            counted_tokens: so many tokens of a chunk count at most; all of them by default.
+        """
         total, start = 0.0, 0
         while start < num_tokens:
             chunk = min(chunk_tokens, num_tokens - start)
-            total += self.step_time_s(StepLoad.of([(start, chunk, start + chunk == num_tokens)]))
+            counted = chunk if counted_tokens is None else min(counted_tokens, chunk)
+            total += self.step_time_s(StepLoad.of([(start, counted, start + chunk == num_tokens)]))
             start += chunk
         return total
 

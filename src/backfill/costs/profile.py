@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 from backfill.core.errors import ConfigError
 from backfill.costs.model import CostModel, PiecewiseLinear
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 
 Quality = Literal["coarse", "refined", "full"]
 
@@ -69,6 +69,7 @@ class CostProfile:
         num_layers: decoder layers the step's time is spread over.
         error: on steps that were not fitted on.
         known_tokens: how far into a prompt the steps reached that it was fitted on. Beyond, it extrapolates.
+        known_chunk_tokens: the most tokens of one prompt that one of these steps computed.
         copies: None where it was not measured.
         provenance: in words: how and from what the figures were made.
     """
@@ -79,6 +80,7 @@ class CostProfile:
     cost: CostModel
     error: FitError
     known_tokens: int
+    known_chunk_tokens: int
     copies: CopySpeed | None
     provenance: str
 
@@ -130,6 +132,7 @@ class CostProfile:
                     int(_number(content["error"], "num_steps")),
                 ),
                 known_tokens=int(_number(content, "known_tokens")),
+                known_chunk_tokens=int(_number(content, "known_chunk_tokens")),
                 copies=None if content["copies"] is None else _copies(content["copies"]),
                 provenance=_text(content, "provenance"),
             )

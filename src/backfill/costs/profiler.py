@@ -216,13 +216,15 @@ def profile_executor(
     sampled_knots = _within(grid.sampled_knots, max(step.load.num_sampled for step in steps))
     cost = fit_few_steps(steps, row_knots, sampled_knots)
     error = fit_error(cost, unseen) if unseen else cross_validated_error(steps, row_knots, sampled_knots)
+    slices = [each for shape in fitted_on if shape in times for each in shape]
     return CostProfile(
         key=key,
         quality=grid.quality,
         num_layers=num_layers,
         cost=cost,
         error=error,
-        known_tokens=max(start + count for shape in fitted_on if shape in times for start, count, _ in shape),
+        known_tokens=max(start + count for start, count, _ in slices),
+        known_chunk_tokens=max(count for _, count, _ in slices),
         copies=_time_copies(executor, clock, capacity),
         provenance=f"{len(steps)} steps timed here, {counted}; {len(unseen)} others held out.",
     )

@@ -40,10 +40,16 @@ _UNSERVED_WEIGHT = 0.1
 
 @dataclass(frozen=True, slots=True)
 class ServedStep:
-    """A step that was served whole, and how far into a prompt it reached; 0 without a prompt."""
+    """A step that was served whole.
+
+    Attributes:
+        prompt_end: how far into a prompt it reached; 0 without a prompt.
+        chunk_tokens: the most tokens of one prompt in it; 0 without a prompt.
+    """
 
     timed: TimedStep
-    prompt_end: int
+    prompt_end: int = 0
+    chunk_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -136,8 +142,14 @@ class ProfileRefiner:
         """A step ran whole, from its first layer to its last, and took so long."""
         if seconds <= 0:
             return
-        prompt_end = max((p.start + p.num_tokens for p in plan.slices if p.num_tokens > 1), default=0)
-        self._sample.add(ServedStep(TimedStep(StepLoad.of_plan(plan), seconds), prompt_end))
+        chunks = [piece for piece in plan.slices if piece.num_tokens > 1]
+        self._sample.add(
+            ServedStep(
+                TimedStep(StepLoad.of_plan(plan), seconds),
+                prompt_end=max((chunk.start + chunk.num_tokens for chunk in chunks), default=0),
+                chunk_tokens=max((chunk.num_tokens for chunk in chunks), default=0),
+            )
+        )
         self._num_new += 1
 
     def refine(self) -> CostProfile | None:
@@ -164,6 +176,7 @@ class ProfileRefiner:
             cost=cost,
             error=error,
             known_tokens=max(step.prompt_end for step in typical.values()),
+            known_chunk_tokens=max(step.chunk_tokens for step in typical.values()),
             provenance=f"refined by served steps of {len(typical)} kinds; {len(held_out)} others held out.",
         )
         if not is_better and _says_the_same(refined, self.profile):
@@ -213,10 +226,11 @@ def _badness(error: FitError) -> float:
 def _says_the_same(new: CostProfile, old: CostProfile) -> bool:
     """But for little, of two profiles with one model."""
     moved = max(abs(new.error.median - old.error.median), abs(new.error.p95 - old.error.p95))
+    known = (new.known_tokens, old.known_tokens), (new.known_chunk_tokens, old.known_chunk_tokens)
     return (
         new.quality == old.quality
         and moved <= _LEAST_MOVE
-        and abs(new.known_tokens - old.known_tokens) <= _LEAST_GROWTH * old.known_tokens
+        and all(abs(now - before) <= _LEAST_GROWTH * before for now, before in known)
     )
 
 

@@ -21,21 +21,25 @@ _DEFAULT_HEADROOM = 4.0
 
 def achievable_slo(cost: CostModel, config: SchedulerConfig, num_prompt_tokens: int = 1) -> SLO:
     """The least objectives that one request alone, with nothing beside it, is predicted to meet."""
-    chunk_tokens = min(config.max_num_batched_tokens, config.max_prefill_chunk_tokens)
     return SLO(
-        ttft_s=cost.prefill_time_s(num_prompt_tokens, chunk_tokens),
-        tpot_s=cost.step_time_s(StepLoad.of([(num_prompt_tokens, 1, True)])),
+        ttft_s=cost.prefill_time_s(num_prompt_tokens, _chunk_tokens(config)),
+        tpot_s=_decode_s(cost, num_prompt_tokens),
     )
 
 
 def impossible_slo(profile: CostProfile, config: SchedulerConfig, num_prompt_tokens: int = 1) -> SLO:
     """Objectives below these no run can meet, as far as the profile knows: 0 where it does not know.
 
-    Of a prompt that is longer than any the profile was fitted on, only the known length counts.
+    Of a prompt, and of each of its chunks, that is longer than any the profile was fitted on, only the known
+    length counts.
     """
+    cost, share = profile.cost, profile.certain_share
     known_tokens = max(1, min(num_prompt_tokens, profile.known_tokens))
-    least, share = achievable_slo(profile.cost, config, known_tokens), profile.certain_share
-    return SLO(ttft_s=share * least.ttft_s, tpot_s=share * least.tpot_s)
+    known_chunk_tokens = max(1, profile.known_chunk_tokens)
+    return SLO(
+        ttft_s=share * cost.prefill_time_s(known_tokens, _chunk_tokens(config), known_chunk_tokens),
+        tpot_s=share * _decode_s(cost, known_tokens),
+    )
 
 
 def server_slo(config: SchedulerConfig, cost: CostModel | None) -> SLO:
@@ -67,6 +71,15 @@ def check_server_slo(config: SchedulerConfig, profile: CostProfile) -> None:
         if asked_s < impossible_s:
             raise ConfigError(f"{needs} on this device; give at least that.")
         logger.warning("%s, by a %s cost profile; it may often be missed", needs, profile.quality)
+
+
+def _chunk_tokens(config: SchedulerConfig) -> int:
+    """The most tokens of one prompt in a step."""
+    return min(config.max_num_batched_tokens, config.max_prefill_chunk_tokens)
+
+
+def _decode_s(cost: CostModel, num_context_tokens: int) -> float:
+    return cost.step_time_s(StepLoad.of([(num_context_tokens, 1, True)]))
 
 
 def _objective(asked_s: float | None, default_s: float, least_s: float) -> float:
