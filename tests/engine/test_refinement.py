@@ -143,6 +143,29 @@ def test_nothing_is_fitted_while_an_online_request_waits_for_it() -> None:
     assert learning.engine.refine_profile() is not None, "offline work can wait"
 
 
+def test_a_server_that_is_never_idle_fits_ten_minutes_after_it_began_and_after_each_fit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    learning = LearningEngine()
+    fitted_at_s: list[float] = []
+
+    def fit() -> None:
+        fitted_at_s.append(learning.clock.now_s())
+        fit_anew()
+
+    fit_anew = learning.refiner.refine
+    monkeypatch.setattr(learning.refiner, "refine", fit)
+    for due_at_s in (600.0, 1200.0):
+        learning.serve_chats(60)
+        learning.engine.add(make_request())
+        learning.clock.advance(due_at_s - 1.0 - learning.clock.now_s())
+        learning.engine.refine_profile()
+        learning.clock.advance(1.0)
+        learning.engine.refine_profile()
+        assert fitted_at_s[-1] == pytest.approx(due_at_s)
+    assert len(fitted_at_s) == 2
+
+
 def test_a_refit_that_fails_ends_the_refining_and_nothing_else(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

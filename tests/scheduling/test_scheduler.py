@@ -171,6 +171,19 @@ def test_finishing_a_request_in_any_state_frees_it_once() -> None:
     assert step(scheduler, executor).released == ("running",)
 
 
+def test_it_knows_whether_an_online_request_is_unfinished() -> None:
+    scheduler = make_scheduler(make_request(service_class=ServiceClass.OFFLINE))
+    assert not scheduler.has_online
+    scheduler.add(make_request(request_id="waiting"))
+    scheduler.add(make_request(request_id="running", max_tokens=1))
+    assert scheduler.has_online
+    scheduler.finish(RequestId("waiting"), FinishReason.ABORT)
+    assert scheduler.has_online
+    step(scheduler, ScriptedExecutor(make_info()))
+    assert not scheduler.has_online and scheduler.has_unfinished
+    scheduler.check_integrity()
+
+
 @st.composite
 def workloads(draw: st.DrawFn) -> Sequence[tuple[int, Request]]:
     """(step at which it arrives, request) pairs that each fit a pool of 8 blocks of 4 tokens."""

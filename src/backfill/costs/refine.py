@@ -29,6 +29,7 @@ _CONTEXT_UNIT = 64
 _LEAST_NEW_STEPS = 32
 _LEAST_HELD_OUT = 8
 _LEAST_INTERVAL_S = 30.0
+_MOST_INTERVAL_S = 600.0
 # Of the error's median and P95 together. Less is chance.
 _LEAST_GAIN = 0.05
 # Of the median or the P95, and of the known tokens over what they were. Less is not worth telling of.
@@ -129,6 +130,7 @@ class ProfileRefiner:
         self._on_refined = on_refined
         self._sample = StepSample()
         self._num_new = 0
+        self._began_at_s = clock.now_s()
         self._fitted_at_s = -math.inf
 
     @property
@@ -137,6 +139,12 @@ class ProfileRefiner:
         return (
             self._num_new >= _LEAST_NEW_STEPS and self._clock.now_s() - self._fitted_at_s >= _LEAST_INTERVAL_S
         )
+
+    @property
+    def is_overdue(self) -> bool:
+        """It has been due for so long that requests may wait for the few milliseconds that a fit takes."""
+        last_s = max(self._fitted_at_s, self._began_at_s)
+        return self.is_due and self._clock.now_s() - last_s >= _MOST_INTERVAL_S
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
         """A step ran whole, from its first layer to its last, and took so long."""

@@ -176,13 +176,15 @@ class Engine:
         return outputs
 
     def refine_profile(self) -> CostProfile | None:
-        """Fit what steps cost anew, where that is due and no online request waits for it.
+        """Fit what steps cost anew, where that is due and no online request waits for it, or it is overdue.
 
         Returns: the profile that is in use from now on, which may differ in its error alone; None where it is
             the same as before.
         """
         refiner = self._refiner
-        if refiner is None or not refiner.is_due or self._arrived or self.scheduler.has_online:
+        if refiner is None or not refiner.is_due:
+            return None
+        if (self._arrived or self.scheduler.has_online) and not refiner.is_overdue:
             return None
         try:
             refined = refiner.refine()

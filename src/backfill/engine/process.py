@@ -106,7 +106,7 @@ class EngineLoop:
 
     It reports every step, and every few seconds where there is none: an engine that says nothing hangs.
 
-    While no online request is there it refines the cost profile now and then.
+    It refines the cost profile now and then, while no online request is there if it can.
 
     The loop ends after several failed steps in a row: a device in a broken state stays so until its process
     ends, and the client starts a new one.

@@ -90,6 +90,7 @@ class Scheduler:
         self._host = HostTier(blocks, create_checkpoint_policy(config.checkpointing), self.counters)
         self._end_token_ids = frozenset(end_token_ids)
         self._requests: dict[RequestId, Request] = {}
+        self._num_online = 0
         self._waiting = {rank: RequestQueue() for rank in Rank}
         self._running: dict[RequestId, Request] = {}
         self._known_to_executor: set[RequestId] = set()
@@ -121,8 +122,8 @@ class Scheduler:
 
     @property
     def has_online(self) -> bool:
-        """An online request is unfinished. Looks at every request."""
-        return any(request.service_class is ServiceClass.ONLINE for request in self._requests.values())
+        """An online request is unfinished."""
+        return self._num_online > 0
 
     def adopt(self, cost: CostModel) -> None:
         """Predict with this model from now on. Called between two steps."""
@@ -154,6 +155,7 @@ class Scheduler:
         request.enqueue(self._num_added)
         self._num_added += 1
         self._requests[request.request_id] = request
+        self._num_online += request.service_class is ServiceClass.ONLINE
         self._waiting[request.rank].push(request)
         promote_at_s = self.policy.promote_at_s(request)
         if promote_at_s < math.inf and request.rank is Rank.OFFLINE:
@@ -280,6 +282,8 @@ class Scheduler:
         self.blocks.check_integrity()
         restoring = {request.request_id for request in self._host.restoring}
         assert len(self._running) + len(restoring) + self.num_waiting == len(self._requests)
+        num_online = sum(each.service_class is ServiceClass.ONLINE for each in self._requests.values())
+        assert num_online == self._num_online, f"{num_online} are online, {self._num_online} were counted"
         for request in self._requests.values():
             request_id, status = request.request_id, request.status
             held = self.blocks.num_held_blocks(request_id)
@@ -545,6 +549,7 @@ class Scheduler:
         self._host.forget(request_id)
         self._running.pop(request_id, None)
         del self._requests[request_id]
+        self._num_online -= request.service_class is ServiceClass.ONLINE
         self._release(request_id)
         request.finish(reason)
 
