@@ -49,7 +49,7 @@ def test_a_profile_is_measured_written_and_printed(model: str, cache: Path, tmp_
 def test_without_a_file_it_goes_where_serve_looks(model: str, cache: Path) -> None:
     done = run_cli("profile", model, *SMALL, "--quick")
     assert done.returncode == 0, done.stderr
-    (path,) = (cache / "profiles").iterdir()
+    (path,) = (cache / "profiles").glob("*.json")
     assert CostProfile.load(path).key.model.startswith("llama-3x48-")
     assert path.name in done.stdout.replace("\n", "")
     assert not done.stdout.rstrip().endswith("}"), "JSON only where it is asked for"

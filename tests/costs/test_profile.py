@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -34,6 +35,41 @@ def test_saving_again_replaces_the_file(tmp_path: Path) -> None:
     other = replace(PROFILE, provenance="measured anew, über Nacht")
     other.save(path)
     assert CostProfile.load(path) == other
+
+
+def test_a_disk_that_is_full_leaves_the_file_as_it_was_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, _ = saved(tmp_path)
+    write_text = Path.write_text
+
+    def run_full(partial: Path, text: str, **keywords: Any) -> int:
+        write_text(partial, text[:100], **keywords)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", run_full)
+    with pytest.raises(OSError, match="No space left"):
+        replace(PROFILE, provenance="another").save(path)
+    assert CostProfile.load(path) == PROFILE
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_processes_of_one_id_do_not_write_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in two containers. The second saves while the first is about to rename its file."""
+    path, first = tmp_path / "profile.json", replace(PROFILE, provenance="first")
+    renamed: list[Path] = []
+    rename = Path.replace
+
+    def save_another_first(partial: Path, target: Path) -> Path:
+        renamed.append(partial)
+        if len(renamed) == 1:
+            PROFILE.save(path)
+        return rename(partial, target)
+
+    monkeypatch.setattr(Path, "replace", save_another_first)
+    first.save(path)
+    assert CostProfile.load(path) == first
+    assert len(set(renamed)) == 2
 
 
 @pytest.mark.parametrize(

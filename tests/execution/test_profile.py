@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from filelock import FileLock
 
 from backfill.core.block import block_index
 from backfill.core.clock import VirtualClock
@@ -30,6 +31,7 @@ from backfill.execution.profile import (
     profile_key,
     profile_path,
     save_for_next_start,
+    save_in_cache,
 )
 from backfill.execution.simulated_executor import SimulatedExecutor
 from backfill.execution.torch_executor import TorchExecutor
@@ -174,6 +176,46 @@ def test_what_refines_itself_never_replaces_a_full_profile(
         profile_of(running, quality=quality).save(profile_path(profile_key(*running)))
         save_for_next_start(profile_of(running, quality="refined"))
         assert saved_profile(running).quality == next_quality
+
+
+def test_a_full_profile_that_is_saved_between_look_and_save_stays(
+    running: tuple[EngineConfig, TorchExecutor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    profile_of(running, quality="coarse").save(profile_path(profile_key(*running)))
+    looked, goes_on = threading.Event(), threading.Event()
+    is_full = execution_profile._is_full
+
+    def look(path: Path) -> bool:
+        found = is_full(path)
+        looked.set()
+        assert goes_on.wait(60.0)
+        return found
+
+    monkeypatch.setattr(execution_profile, "_is_full", look)
+    refined, full = (profile_of(running, quality=quality) for quality in ("refined", "full"))
+    first = threading.Thread(target=save_for_next_start, args=(refined,))
+    second = threading.Thread(target=save_in_cache, args=(full,), kwargs={"keep_full": False})
+    first.start()
+    assert looked.wait(60.0)
+    second.start()
+    second.join(0.1)  # time enough to save, could it
+    goes_on.set()
+    first.join(60.0)
+    second.join(60.0)
+    assert saved_profile(running) == full
+
+
+def test_a_lock_that_is_never_released_stops_nothing(
+    running: tuple[EngineConfig, TorchExecutor],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(execution_profile, "_LOCK_TIMEOUT_S", 0.0)
+    path = profile_path(profile_key(*running))
+    path.parent.mkdir(parents=True)
+    with FileLock(path.with_suffix(".lock")), caplog.at_level(logging.WARNING):
+        save_for_next_start(profile_of(running, quality="coarse"))
+    assert "cannot be saved" in caplog.messages[-1] and not path.exists()
 
 
 def test_a_profile_that_cannot_be_saved_stops_nothing(

@@ -67,7 +67,7 @@ def profile(
         config = replace(config, model_dir=str(served.folder))
         from backfill.costs.profiler import FULL, QUICK
         from backfill.execution.create import create_torch_executor
-        from backfill.execution.profile import measure_profile, profile_path
+        from backfill.execution.profile import measure_profile, profile_path, save_in_cache
 
         executor = create_torch_executor(config)
         bar = Progress(
@@ -84,7 +84,10 @@ def profile(
             )
         path = out or profile_path(measured.key)
         try:
-            measured.save(path)
+            if out is None:
+                save_in_cache(measured, keep_full=False)
+            else:
+                measured.save(out)
         except OSError as error:
             raise ConfigError(f"{path} cannot be written: {error.strerror or error}.") from error
     except BackfillError as error:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
+from uuid import uuid4
 
 from backfill.core.errors import ConfigError
 from backfill.costs.model import CostModel, PiecewiseLinear
@@ -99,11 +99,16 @@ class CostProfile:
         return None if self.copies is None else self.copies.seconds(block_bytes)
 
     def save(self, path: Path) -> None:
+        """Write the file whole; after an OSError it is as it was, and nothing else is left."""
         content = {"format": FORMAT_VERSION, **asdict(self)}
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(f".{os.getpid()}.partial")
-        partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        partial.replace(path)
+        # Two containers on one volume may have the same process id.
+        partial = path.with_suffix(f".{uuid4().hex}.partial")
+        try:
+            partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
 
     @classmethod
     def load(cls, path: Path) -> CostProfile:

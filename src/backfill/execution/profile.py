@@ -30,6 +30,8 @@ from backfill.models.resolve import cache_root
 
 logger = logging.getLogger(__name__)
 
+_LOCK_TIMEOUT_S = 10.0  # of what takes milliseconds; a start may wait for it
+
 
 def profile_key(config: EngineConfig, executor: TorchExecutor) -> ProfileKey:
     """What a profile of this executor holds for: the model's shape, the device and its kernels, the dtype."""
@@ -123,16 +125,35 @@ class ProfileSaver:
 
 def save_for_next_start(profile: CostProfile) -> None:
     """Keep the profile for the next start, unless a full one is there. A disk that refuses is only logged."""
-    path = profile_path(profile.key)
     try:
-        if os.path.exists(path) and CostProfile.load(path).quality == "full":
-            return
-    except ConfigError:  # damaged, or of another release: it is of no use to anybody
-        pass
-    try:
-        profile.save(path)
+        save_in_cache(profile, keep_full=True)
     except OSError as error:
+        path = profile_path(profile.key)
         logger.warning("the cost profile %s cannot be saved: %s", path, error.strerror or error)
+
+
+def save_in_cache(profile: CostProfile, *, keep_full: bool) -> None:
+    """Save the profile where starts look for it.
+
+    Args:
+        keep_full: leave a full one that is there.
+    Raises: OSError.
+    """
+    from filelock import FileLock  # where nothing is saved, it is not needed
+
+    path = profile_path(profile.key)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Another process may save a full one between the look and the save.
+    with FileLock(path.with_suffix(".lock"), timeout=_LOCK_TIMEOUT_S):
+        if not (keep_full and _is_full(path)):
+            profile.save(path)
+
+
+def _is_full(path: Path) -> bool:
+    try:
+        return os.path.exists(path) and CostProfile.load(path).quality == "full"
+    except ConfigError:  # damaged, or of another release: it is of no use to anybody
+        return False
 
 
 def load_or_measure_profile(config: EngineConfig, executor: TorchExecutor) -> CostProfile:
