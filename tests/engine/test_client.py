@@ -289,7 +289,9 @@ def test_an_objective_that_cannot_be_met_stops_the_first_start(tmp_path: Path, o
     asyncio.run(run())
 
 
-def test_objectives_stay_when_the_engine_starts_again_with_another_profile(tmp_path: Path) -> None:
+def test_objectives_stay_when_the_engine_starts_again_with_another_profile(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     async def run() -> None:
         path = tmp_path / "profile.json"
         make_profile(flat_cost(0.1)).save(path)
@@ -306,6 +308,8 @@ def test_objectives_stay_when_the_engine_starts_again_with_another_profile(tmp_p
             await client.stop()
 
     asyncio.run(run())
+    widened = "--tpot-slo is 0.4 s and not 0.15 until this server ends: one request alone is predicted to"
+    assert capfd.readouterr().err.count(widened) == 1
 
 
 def test_an_engine_may_be_launched_before_there_is_an_event_loop() -> None:

@@ -11,10 +11,11 @@ from collections import deque
 from collections.abc import Callable
 
 from backfill.core.clock import WallClock
-from backfill.core.config import EngineConfig
+from backfill.core.config import EngineConfig, SchedulerConfig
 from backfill.core.errors import BackfillError
 from backfill.core.heap import freeze_heap
 from backfill.core.request import Request
+from backfill.core.slo import SLO
 from backfill.costs.profile import CostProfile
 from backfill.engine.engine import Engine
 from backfill.engine.hang import hang_timeout_s, heartbeat_s
@@ -30,6 +31,7 @@ from backfill.engine.messages import (
     ToEngine,
 )
 from backfill.ipc.channel import Channel, open_channel
+from backfill.scheduling.objectives import DEFAULT_HEADROOM, DEFAULT_SLO
 
 logger = logging.getLogger(__name__)
 
@@ -80,10 +82,27 @@ def _serve(config: EngineConfig, channel: EngineChannel, load: EngineLoader) -> 
     timeout_s = hang_timeout_s(config, info, engine.scheduler.cost)
     if profile is not None:
         _log_profile("steps are predicted", profile)
-    logger.info("online requests: first token within %.3g s, each next within %.3g s", slo.ttft_s, slo.tpot_s)
+    _log_objectives(config.scheduler, slo)
     channel.send(Ready(info, time.monotonic() - started_at_s, slo, profile, timeout_s))
     freeze_heap()  # while the client does what it has left to do
     EngineLoop(engine, channel, heartbeat_s(timeout_s)).run()
+
+
+def _log_objectives(config: SchedulerConfig, slo: SLO) -> None:
+    logger.info("online requests: first token within %.3g s, each next within %.3g s", slo.ttft_s, slo.tpot_s)
+    for option, asked_s, default_s, used_s in (
+        ("--ttft-slo", config.ttft_slo_s, DEFAULT_SLO.ttft_s, slo.ttft_s),
+        ("--tpot-slo", config.tpot_slo_s, DEFAULT_SLO.tpot_s, slo.tpot_s),
+    ):
+        if asked_s is None and used_s > default_s:
+            logger.info(
+                "%s is %.3g s and not %g until this server ends: one request alone is predicted "
+                "to need %.3g s",
+                option,
+                used_s,
+                default_s,
+                used_s / DEFAULT_HEADROOM,
+            )
 
 
 def _log_profile(event: str, profile: CostProfile) -> None:

@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_SLO = SLO(ttft_s=1.0, tpot_s=0.15)
 # A default objective is widened to this multiple of what one request alone needs.
-_DEFAULT_HEADROOM = 4.0
+DEFAULT_HEADROOM = 4.0
 
 
 def achievable_slo(cost: CostModel, config: SchedulerConfig, num_prompt_tokens: int = 1) -> SLO:
@@ -83,4 +83,4 @@ def _decode_s(cost: CostModel, num_context_tokens: int) -> float:
 
 
 def _objective(asked_s: float | None, default_s: float, least_s: float) -> float:
-    return max(default_s, _DEFAULT_HEADROOM * least_s) if asked_s is None else asked_s
+    return max(default_s, DEFAULT_HEADROOM * least_s) if asked_s is None else asked_s
