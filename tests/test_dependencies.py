@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
+from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from tests.installed import ROOT, names_of, project
@@ -53,6 +54,12 @@ def test_the_package_imports_only_what_is_declared() -> None:
 def test_what_is_declared_is_imported() -> None:
     declared = names_of(project()["dependencies"])
     assert declared <= imported_distributions("src/backfill").keys()
+
+
+def test_starlette_is_new_enough_for_private_networks() -> None:
+    (starlette,) = (each for each in map(Requirement, project()["dependencies"]) if each.name == "starlette")
+    assert "0.51.0" in starlette.specifier  # the first whose CORSMiddleware has allow_private_network
+    assert "0.50.0" not in starlette.specifier
 
 
 def test_benchmarks_need_no_more_than_make_install() -> None:
