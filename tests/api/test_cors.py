@@ -53,6 +53,23 @@ def test_an_allowed_page_reads_answers_and_errors(server: InProcessServer) -> No
     assert (twice.status_code, twice.headers["access-control-allow-origin"]) == (400, PAGE)
 
 
+def test_an_allowed_page_reads_that_the_server_had_an_error(
+    server: InProcessServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail() -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(server.state.admission, "check_room", fail)
+    failed = post(server, **{"origin": PAGE, "x-request-id": "mine-1"})
+    assert (failed.status_code, failed.json()["error"]["type"]) == (500, "server_error")
+    assert failed.headers["access-control-allow-origin"] == PAGE
+    assert failed.headers["x-request-id"] == "mine-1"
+    (logged,) = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert "mine-1" in logged.getMessage()
+    assert logged.exc_info is not None
+    assert 'status="500"' in httpx.get(f"{server.url}/metrics").text
+
+
 def test_a_preflight_says_what_an_allowed_page_may_send(server: InProcessServer) -> None:
     answered = httpx.options(f"{server.url}/v1/completions", headers=ASKED)
     assert answered.status_code == 200

@@ -12,7 +12,12 @@ from backfill.api.docs_page import HEADERS as DOCS_HEADERS
 from backfill.api.docs_page import docs_page
 from backfill.api.errors import install_error_handlers
 from backfill.api.files import build_files_router
-from backfill.api.middleware import ApiKeyMiddleware, CountingMiddleware, RequestIdMiddleware
+from backfill.api.middleware import (
+    ApiKeyMiddleware,
+    CountingMiddleware,
+    ErrorMiddleware,
+    RequestIdMiddleware,
+)
 from backfill.api.openapi import openapi_document
 from backfill.api.request_head import RequestHeadMiddleware
 from backfill.api.routes import build_router
@@ -42,8 +47,9 @@ def create_app(state: ServerState) -> FastAPI:
     if state.api_keys is not None:
         app.add_middleware(ApiKeyMiddleware, keys=state.api_keys)
     app.add_middleware(RequestHeadMiddleware, config=state.server_config)
+    app.add_middleware(ErrorMiddleware)
     if state.server_config.allowed_origins:
-        # Around the checks: a preflight carries no key, and a page may read a refusal too.
+        # Around the checks: a preflight carries no key, and a page may read a refusal or error too.
         app.add_middleware(
             CORSMiddleware,
             allow_origins=state.server_config.allowed_origins,

@@ -11,6 +11,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.routing import Match
+from starlette.types import Scope
 
 from backfill.api.admission import OfflineSuspended, Overloaded
 from backfill.api.body_budget import OfflineUnavailable, Unavailable
@@ -87,8 +88,8 @@ _ANSWERS: Mapping[type[Exception], _Answer] = {
 }
 
 
-def answer(error: Exception) -> JSONResponse:
-    """The response for any exception a route may raise."""
+def answer(error: Exception, request_id: str = "") -> JSONResponse:
+    """The response for any exception a route may raise. A bug is logged, with the id of the request."""
     known = next((row for kind, row in _ANSWERS.items() if isinstance(error, kind)), None)
     if known is not None:
         return JSONResponse(error_body(str(error), known.type, code=known.code), known.status, known.headers)
@@ -110,13 +111,18 @@ def answer(error: Exception) -> JSONResponse:
             body = error_body(str(error.detail), "invalid_request_error")
             return JSONResponse(body, error.status_code, error.headers)
         case _:
-            logger.error("a request failed", exc_info=error)
+            logger.error("request %s failed", request_id or "without an id", exc_info=error)
             return JSONResponse(error_body("The server had an error.", "server_error"), 500)
+
+
+def answered_id(scope: Scope) -> str:
+    """The ``x-request-id`` of the request's answer."""
+    return str(scope.get("state", {}).get("answered_id", ""))
 
 
 def install_error_handlers(app: FastAPI) -> None:
     async def handle(request: Request, error: Exception) -> JSONResponse:
-        response = answer(error)
+        response = answer(error, answered_id(request.scope))
         if response.status_code == 405:
             response.headers["Allow"] = ", ".join(_allowed_methods(request))
         return response

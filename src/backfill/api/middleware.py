@@ -1,4 +1,4 @@
-"""What every request passes through: an id, a key check, counting.
+"""What every request passes through: an id, counting, answers to errors, a key check.
 
 Plain ASGI, so that streams are not buffered.
 """
@@ -11,7 +11,7 @@ import uuid
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from backfill.api.errors import InvalidApiKey, answer
+from backfill.api.errors import InvalidApiKey, answer, answered_id
 from backfill.api.keys import ApiKeys
 from backfill.api.state import ServerState
 
@@ -23,8 +23,8 @@ _UNCOUNTED_PATHS = frozenset({"/health", "/health/live", "/ping", "/metrics"})
 class RequestIdMiddleware:
     """Gives every response an ``x-request-id``: the client's own where it is printable, else a new one.
 
-    Routes find it in ``scope["state"]["request_id"]`` (None where the client sent none), and beside it
-    ``arrived_at_s``, when the request's head had been read, on the monotonic clock.
+    Routes find in ``scope["state"]``: ``answered_id``, the header's value; ``request_id``, the client's own
+    or None; ``arrived_at_s``, when the request's head had been read, on the monotonic clock.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -37,8 +37,10 @@ class RequestIdMiddleware:
         asked = Headers(scope=scope).get("x-request-id", "")
         if not (asked.isascii() and asked.isprintable() and 0 < len(asked) <= _MAX_REQUEST_ID_CHARS):
             asked = ""
-        scope.setdefault("state", {}).update(request_id=asked or None, arrived_at_s=time.monotonic())
         request_id = asked or f"req_{uuid.uuid4().hex}"
+        scope.setdefault("state", {}).update(
+            request_id=asked or None, answered_id=request_id, arrived_at_s=time.monotonic()
+        )
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -46,6 +48,34 @@ class RequestIdMiddleware:
             await send(message)
 
         await self._app(scope, receive, send_with_id)
+
+
+class ErrorMiddleware:
+    """Answers exceptions that nobody else does, so that the answer passes through the middleware around it.
+
+    Starlette's own such answer passes through none. An answer that has begun is cut off.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        has_begun = False
+
+        async def send_and_note(message: Message) -> None:
+            nonlocal has_begun
+            has_begun = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_and_note)
+        except Exception as error:
+            if has_begun:
+                raise
+            await answer(error, answered_id(scope))(scope, receive, send)
 
 
 class ApiKeyMiddleware:

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from backfill.api.connected import while_connected
-from backfill.api.errors import answer
+from backfill.api.errors import answer, answered_id
 from backfill.core.errors import BackfillError
 from backfill.protocol.encoding import EncodedBody
 from backfill.protocol.responses import Json, error_of
@@ -75,7 +75,7 @@ class WholeResponse(LongResponse):
         try:
             body = await self._work
         except Exception as error:
-            await answer(error)(scope, receive, send)
+            await answer(error, answered_id(scope))(scope, receive, send)
             return
         encoded = EncodedBody(body)
         headers = [
@@ -129,17 +129,17 @@ class EventStream(LongResponse):
                     await send({"type": "http.response.body", "body": data, "more_body": True})
             except Exception as error:
                 if not opened:
-                    await answer(error)(scope, receive, send)
+                    await answer(error, answered_id(scope))(scope, receive, send)
                     return
-                event = _error_event(error)
+                event = _error_event(error, answered_id(scope))
                 await send({"type": "http.response.body", "body": event, "more_body": True})
         await send({"type": "http.response.body", "body": _DONE, "more_body": False})
 
 
-def _error_event(error: Exception) -> bytes:
+def _error_event(error: Exception, request_id: str) -> bytes:
     if isinstance(error, BackfillError):
         return sse_event(error_of(error)[1])
-    return b"data: " + bytes(answer(error).body) + b"\n\n"
+    return b"data: " + bytes(answer(error, request_id).body) + b"\n\n"
 
 
 async def _with_pauses(
