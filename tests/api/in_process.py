@@ -59,6 +59,7 @@ class ScriptedEngine:
         prompt_token_ids: list[int],
         sampling: SamplingParams,
         *,
+        on_first_token: Callable[[], None] | None = None,
         on_end: Callable[[], None] | None = None,
         **_: object,
     ) -> AsyncGenerator[TokenOutput, None]:
@@ -67,6 +68,8 @@ class ScriptedEngine:
         try:
             while not self.may_end.is_set():
                 await asyncio.sleep(0.005)
+            if on_first_token is not None:
+                on_first_token()
         finally:
             self.num_running -= 1
             if on_end is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import httpx
@@ -13,6 +14,8 @@ from backfill.core.counters import ClassCounters
 from backfill.costs.load import StepLoad
 from backfill.engine.messages import ClassStats, EngineStats, StepReport, StepStats
 from tests.api.in_process import in_process_server
+from tests.api.servers import wait_until
+from tests.api.sockets import RawClient, request
 from tests.api.test_overload import ONLINE, post, waiting
 from tests.builders import linear_cost
 
@@ -96,6 +99,19 @@ def test_steps_correct_the_prediction() -> None:
         shedder.on_report(step_report(0.1, 0.15))
     with pytest.raises(Hopeless):
         shedder.admit([1], priority=0, objective_s=1.0, waited_s=0.0)
+
+
+def test_a_reader_that_takes_nothing_leaves_no_prompt_waiting(default_model: Path) -> None:
+    body = json.dumps({"prompt": [7] * 5, "n": 2, "max_tokens": 2000, "stream": True}).encode()
+    with (
+        in_process_server(default_model) as server,
+        RawClient(server.port, receive_buffer_bytes=99) as lazy,
+    ):
+        server.state.shedder = shedder = Shedder(linear_cost(token_s=1.0), CONFIG)
+        lazy.send(request("POST", "/v1/completions", body, {"Content-Type": "application/json"}))
+        wait_until(lambda: bool(server.engine.prompts), "the request")
+        wait_until(lambda: shedder.num_waiting_tokens == 0, "the first tokens")
+        assert server.state.num_unanswered == 1
 
 
 def test_over_http_it_is_429_and_counted(default_model: Path) -> None:

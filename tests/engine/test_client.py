@@ -15,11 +15,11 @@ import pytest
 
 from backfill.core.config import EngineConfig, SchedulerConfig
 from backfill.core.errors import BackfillError, ConfigError, EngineDead, RequestLost, StepFailed
-from backfill.core.request import RequestId, ServiceClass
+from backfill.core.request import FinishReason, RequestId, ServiceClass
 from backfill.core.sampling import SamplingParams
 from backfill.core.slo import SLO
-from backfill.engine.client import EngineClient
-from backfill.engine.messages import StepReport
+from backfill.engine.client import EngineClient, _Stream
+from backfill.engine.messages import StepReport, TokenOutput
 from backfill.engine.process import EngineLoader
 from backfill.ipc.python_process import PythonProcess
 from tests.builders import flat_cost, make_profile
@@ -66,6 +66,20 @@ async def generate(
             if begun is not None:
                 begun.set()
     return num_tokens
+
+
+def test_the_first_token_and_the_end_are_told_once_whether_or_not_anyone_reads() -> None:
+    told: list[str] = []
+    stream = _Stream(ServiceClass.ONLINE, "g", lambda: told.append("first"), lambda: told.append("end"))
+    stream.put(TokenOutput(RequestId("r"), 5))
+    assert told == ["first"]
+    stream.put(TokenOutput(RequestId("r"), 6))
+    stream.put(TokenOutput(RequestId("r"), 7, finish_reason=FinishReason.STOP))
+    stream.end()
+    assert told == ["first", "end"]
+    failed = _Stream(ServiceClass.ONLINE, "g", lambda: told.append("never"), None)
+    failed.put(EngineDead("gone"))
+    assert told == ["first", "end"]
 
 
 async def lose(client: EngineClient, kill: int | None = None) -> list[int | BaseException]:

@@ -23,7 +23,7 @@ class Recorder:
         self.requests: list[GenerationRequest] = []
 
     async def stream(
-        self, request: GenerationRequest, on_engine_end: object = None
+        self, request: GenerationRequest, on_first_token: object = None, on_engine_end: object = None
     ) -> AsyncGenerator[TextDelta, None]:
         self.requests.append(request)
         yield TextDelta("a", 7, None, FinishReason.STOP)

@@ -67,7 +67,10 @@ class WaitingPrompts:
             shedder.put(priority, length)
 
     def on_first_token(self, choice: int) -> None:
-        self._shedder.take(self._priority, self._lengths.pop(choice))
+        """Forget a choice's prompt; further calls do nothing."""
+        length = self._lengths.pop(choice, None)
+        if length is not None:
+            self._shedder.take(self._priority, length)
 
     def release(self) -> None:
         """Forget those that got no token; further calls do nothing."""

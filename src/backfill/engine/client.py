@@ -55,18 +55,26 @@ _POLL_S = 0.2
 class _Stream:
     """Where one request's outputs wait for its reader."""
 
-    __slots__ = ("_on_end", "group", "queue", "service_class")
+    __slots__ = ("_on_end", "_on_first_token", "group", "queue", "service_class")
 
     def __init__(
-        self, service_class: ServiceClass, group: Hashable, on_end: Callable[[], None] | None
+        self,
+        service_class: ServiceClass,
+        group: Hashable,
+        on_first_token: Callable[[], None] | None,
+        on_end: Callable[[], None] | None,
     ) -> None:
         self.service_class = service_class
         self.group = group
         self.queue: asyncio.Queue[TokenOutput | BackfillError] = asyncio.Queue()
+        self._on_first_token = on_first_token
         self._on_end = on_end
 
     def put(self, output: TokenOutput | BackfillError) -> None:
         self.queue.put_nowait(output)
+        if self._on_first_token is not None and isinstance(output, TokenOutput):
+            self._on_first_token()
+            self._on_first_token = None
         if isinstance(output, BackfillError) or output.finish_reason is not None:
             self.end()
 
@@ -281,12 +289,14 @@ class EngineClient:
         slo: SLO | None = None,
         complete_by_s: float | None = None,
         group: Hashable | None = None,
+        on_first_token: Callable[[], None] | None = None,
         on_end: Callable[[], None] | None = None,
     ) -> AsyncGenerator[TokenOutput, None]:
         """Yield the request's outputs to the last. Closing the iterator early aborts the request.
 
         Args:
             group: equal for the choices of one client request; None for a request of its own.
+            on_first_token: called once, when the first output comes from the engine; it may be unread still.
             on_end: called once, when the engine is done with the request; outputs may wait to be read still.
         Raises: EngineDead if the engine ends first or is not running, StepFailed if the request was lost in a
         step that failed, and what it is interrupted with.
@@ -295,7 +305,7 @@ class EngineClient:
             raise EngineDead("The engine is not running; it is being started. Please retry.")
         assert request_id not in self._streams, f"{request_id} is in flight already"
         stream = self._streams[request_id] = _Stream(
-            service_class, request_id if group is None else group, on_end
+            service_class, request_id if group is None else group, on_first_token, on_end
         )
         is_over = False
         try:

@@ -97,13 +97,18 @@ class TextGenerator:
         self._num_requests = itertools.count()
 
     async def stream(
-        self, request: GenerationRequest, on_engine_end: Callable[[], None] | None = None
+        self,
+        request: GenerationRequest,
+        on_first_token: Callable[[], None] | None = None,
+        on_engine_end: Callable[[], None] | None = None,
     ) -> AsyncGenerator[TextDelta, None]:
         """Yield one delta for each token, the last with a finish reason.
 
         Closing the iterator aborts the request.
 
         Args:
+            on_first_token: called once, when the first token comes from the engine; its delta may be unread
+                still.
             on_engine_end: called once, when the engine is done with the request; deltas may be unread still.
         Raises: RequestLost when the engine lost it, BackfillError when it refuses it.
         """
@@ -113,7 +118,7 @@ class TextGenerator:
         stops = StopStrings(request.stop, include_in_output=request.include_stop_str_in_output)
         timeline = _Timeline(request, self._observer)
         try:
-            async with aclosing(self._outputs(request, timeline, on_engine_end)) as outputs:
+            async with aclosing(self._outputs(request, timeline, on_first_token, on_engine_end)) as outputs:
                 async for output in outputs:
                     delta = self._delta(request, output, detokenizer, stops, timeline)
                     if delta.finish_reason is not None:
@@ -128,7 +133,11 @@ class TextGenerator:
             timeline.close()
 
     def _outputs(
-        self, request: GenerationRequest, timeline: _Timeline, on_engine_end: Callable[[], None] | None
+        self,
+        request: GenerationRequest,
+        timeline: _Timeline,
+        on_first_token: Callable[[], None] | None,
+        on_engine_end: Callable[[], None] | None,
     ) -> AsyncGenerator[TokenOutput, None]:
         return timeline.watch(
             self._client.generate(
@@ -142,6 +151,7 @@ class TextGenerator:
                 slo=request.slo,
                 complete_by_s=request.complete_by_s,
                 group=request.group,
+                on_first_token=on_first_token,
                 on_end=on_engine_end,
             )
         )

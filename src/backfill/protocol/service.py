@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
+from functools import partial
 
 from backfill.generation.generator import GenerationRequest, TextDelta, TextGenerator, merge
 from backfill.generation.tokenizer import Tokenizer
@@ -48,17 +49,15 @@ class CompletionService:
         Args:
             arrived_at_s: when the request came in, on the monotonic clock; None for now.
             on_choice_end: called when the engine is done with a choice.
-            on_first_token: called with a choice's index when its first token has come.
+            on_first_token: called with a choice's index when its first token comes, read or not.
         """
         head, shape = self._head(generation), self._shapes[generation.endpoint]
         states = [ChoiceState() for _ in generation.samplings]
         usage = Usage(head.num_prompt_tokens)
         attainment = _attainment(generation)
-        streams = self._streams(generation, arrived_at_s, on_choice_end)
+        streams = self._streams(generation, arrived_at_s, on_choice_end, on_first_token)
         async with aclosing(merge(streams)) as deltas:
             async for index, delta in deltas:
-                if on_first_token is not None and not states[index].token_ids:
-                    on_first_token(index)
                 states[index].add_logprobs(shape.logprobs(delta, states[index]))
                 if attainment is not None:
                     attainment.add(delta.waited_s, is_first=not states[index].token_ids)
@@ -86,7 +85,7 @@ class CompletionService:
         usage = Usage(head.num_prompt_tokens)
         attainment = _attainment(generation)
         num_open = len(states)
-        streams = self._streams(generation, arrived_at_s, on_choice_end)
+        streams = self._streams(generation, arrived_at_s, on_choice_end, on_first_token)
         async with aclosing(merge(streams)) as deltas:
             async for index, delta in deltas:
                 state = states[index]
@@ -96,8 +95,6 @@ class CompletionService:
                 if attainment is not None:
                     attainment.add(delta.waited_s, is_first=not state.token_ids)
                 if not state.token_ids:
-                    if on_first_token is not None:
-                        on_first_token(index)
                     opening = opening_choice(head, shape, index)
                     if opening is not None:
                         chunks.append(chunk(head, shape, [opening], running_usage))
@@ -129,6 +126,7 @@ class CompletionService:
         generation: Generation,
         arrived_at_s: float | None,
         on_choice_end: Callable[[], None] | None,
+        on_first_token: Callable[[int], None] | None,
     ) -> list[AsyncGenerator[TextDelta, None]]:
         """One for each choice; none has begun."""
         arrived_at_s = time.monotonic() if arrived_at_s is None else arrived_at_s
@@ -148,6 +146,7 @@ class CompletionService:
                     arrived_at_s=arrived_at_s,
                     group=group,
                 ),
+                None if on_first_token is None else partial(on_first_token, choice),
                 on_choice_end,
             )
             for choice, sampling in enumerate(generation.samplings)
