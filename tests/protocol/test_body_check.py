@@ -1,4 +1,4 @@
-"""Fields without an effect; faults of lines are in tests/preparation/test_validation.py."""
+"""Unknown fields; faults of lines are in tests/preparation/test_validation.py."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from backfill.core.errors import RequestError
 from backfill.core.slo import SLO
 from backfill.generation.tokenizer import Tokenizer
 from backfill.models.generation_config import GenerationDefaults
-from backfill.protocol.body_check import refuse_idle_fields, warning_of
+from backfill.protocol.body_check import has_warning, refuse_unknown_fields, warning_of
 from backfill.protocol.preparer import EngineFacts, RequestContext, RequestPreparer, ServedModel
 from backfill.protocol.requests import (
     SERVICE_TIERS,
@@ -76,8 +76,9 @@ def test_the_official_clients_tiers_are_taken() -> None:
         ({"tools": [], "guided_json": None, "echo": True}, None),
     ],
 )
-def test_what_has_no_effect_is_told(fields: dict[str, Any], warning: str | None) -> None:
+def test_unknown_fields_are_warned_of(fields: dict[str, Any], warning: str | None) -> None:
     assert warning_of(body_of(fields)) == warning
+    assert has_warning(body_of(fields)) == (warning is not None)
 
 
 @pytest.mark.parametrize("name", ["", "a\r\nset-cookie: x", "\0", "caf\u00e9", "\U0001f600", "x" * 100_000])
@@ -88,7 +89,7 @@ def test_a_warning_can_be_a_header_whatever_the_name(name: str) -> None:
     assert warning.isprintable()
     assert len(warning) < 600
     with pytest.raises(RequestError) as refused:
-        refuse_idle_fields(body_of({name: 1}))
+        refuse_unknown_fields(body_of({name: 1}))
     assert refused.value.param is not None
     assert refused.value.param.isprintable()
     assert len(refused.value.param) < 50
@@ -96,9 +97,11 @@ def test_a_warning_can_be_a_header_whatever_the_name(name: str) -> None:
 
 def test_a_refusal_names_the_field_that_was_meant() -> None:
     with pytest.raises(RequestError, match="did you mean temperature") as refused:
-        refuse_idle_fields(body_of({"temprature": 1}))
+        refuse_unknown_fields(body_of({"temprature": 1}))
     assert (refused.value.param, refused.value.code) == ("temprature", "unknown_parameter")
-    refuse_idle_fields(body_of({"user": "u", "store": True}))
+    refuse_unknown_fields(body_of({"user": "u", "store": True}))
+    message = {"role": "user", "content": "x", "contnet": "y"}
+    refuse_unknown_fields(body_of({"messages": [message]}, "/v1/chat/completions"))
 
 
 def test_what_a_chat_cannot_echo_is_refused() -> None:

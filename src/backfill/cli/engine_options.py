@@ -118,7 +118,11 @@ ChatTemplate = Annotated[
 ]
 Strict = Annotated[
     bool,
-    typer.Option("--strict", help="Refuse requests with unknown fields, rather than warn of them."),
+    typer.Option(
+        "--strict",
+        help="Refuse requests with unknown fields or an empty slo, rather than warn of them. Known fields that "
+        "are ignored, such as metadata, and keys inside messages are accepted.",
+    ),
 ]
 GenerationConfig = Annotated[str, typer.Option(help="auto: sampling defaults from the model; vllm: none.")]
 EngineHangTimeout = Annotated[

@@ -9,7 +9,7 @@ from typing import cast
 from backfill.core.errors import RequestError
 from backfill.preparation.lines import BadLine, InputLine, LineError, check_target, parse_line, read_lines
 from backfill.preparation.messages import InputLimits, InputReport
-from backfill.protocol.body_check import BodyCheck, has_idle_fields, warning_of
+from backfill.protocol.body_check import BodyCheck, has_warning, warning_of
 from backfill.protocol.requests import GenerationEndpoint, parse_generation
 from backfill.protocol.responses import shortened
 
@@ -105,7 +105,7 @@ class InputCheck:
         except RequestError as error:
             message = shortened(str(error))
             raise BadLine(error.code or "invalid_value", message, line.number, error.param) from None
-        if has_idle_fields(body):
+        if has_warning(body):
             self._first_warning = self._first_warning or f"line {line.number}: {warning_of(body)}"
             self._num_warned += 1
 

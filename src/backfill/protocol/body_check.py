@@ -1,4 +1,4 @@
-"""What can be said of a body before it is tokenized: fields without an effect, and faults of batch lines."""
+"""What can be said of a body before it is tokenized: unknown fields, and faults of batch lines."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _LEAST_SIMILARITY = 0.75
 _EMPTY_SLO = "slo has neither ttft nor tpot, so it has no effect"
 
 
-def has_idle_fields(body: GenerationFields) -> bool:
-    """Whether there is something that ``warning_of`` would tell; it takes a hundredth of the time."""
+def has_warning(body: GenerationFields) -> bool:
+    """Whether ``warning_of`` is not None, in a hundredth of its time."""
     return bool(body.unknown_fields) or _has_empty_slo(body)
 
 
 def warning_of(body: GenerationFields) -> str | None:
-    """What of the body has no effect, in printable ASCII and of bounded length; None where nothing."""
+    """The body's unknown fields, and an empty ``slo``, in printable ASCII of bounded length; None without any."""
     parts = []
     unknown = body.unknown_fields
     if unknown:
@@ -41,8 +41,8 @@ def warning_of(body: GenerationFields) -> str | None:
     return "; ".join(parts) or None
 
 
-def refuse_idle_fields(body: GenerationFields) -> None:
-    """Raise RequestError for the first of what ``warning_of`` would tell."""
+def refuse_unknown_fields(body: GenerationFields) -> None:
+    """Raise RequestError for the first unknown field, or an empty ``slo``."""
     unknown = body.unknown_fields
     if unknown:
         name = _named(unknown[0], body.known_fields())
@@ -71,7 +71,7 @@ class BodyCheck:
         body.become_batch_line()
         body.check()
         if self.is_strict:
-            refuse_idle_fields(body)
+            refuse_unknown_fields(body)
         self._check_sampling(body)
 
     def _check_sampling(self, body: GenerationBody) -> None:

@@ -22,7 +22,7 @@ from backfill.engine.messages import Ready
 from backfill.execution.executor import ExecutorInfo
 from backfill.generation.tokenizer import Tokenizer
 from backfill.models.generation_config import GenerationDefaults
-from backfill.protocol.body_check import BodyCheck, refuse_idle_fields, warning_of
+from backfill.protocol.body_check import BodyCheck, refuse_unknown_fields, warning_of
 from backfill.protocol.requests import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -142,7 +142,7 @@ class RequestPreparer:
 
     Args:
         max_response_tokens: choices x max_tokens x (1 + logprobs) of one request; more is refused.
-        is_strict: fields without an effect are refused, rather than told of.
+        is_strict: what ``warning_of`` would warn of is refused instead.
 
     Attributes:
         facts: of the running engine; set before anything but ``check_model`` is called.
@@ -284,7 +284,7 @@ class RequestPreparer:
         body.take_headers(context.headers)
         body.check()
         if self._is_strict:
-            refuse_idle_fields(body)
+            refuse_unknown_fields(body)
 
     def _most_prompt_tokens(self, body: GenerationFields) -> int | None:
         """Beyond this a prompt is refused unread; None where it will be truncated."""

@@ -66,8 +66,8 @@ _UNSUPPORTED_FIELDS = frozenset(
     }
 )
 
-# What clients of OpenAI and vLLM send as well, and what changes nothing here.
-_IDLE_FIELDS = frozenset(
+# Clients of OpenAI and vLLM send these too. They change nothing here: accepted without a warning.
+_IGNORED_FIELDS = frozenset(
     {
         "cache_salt",
         "guided_decoding_backend",
@@ -91,7 +91,7 @@ _IDLE_FIELDS = frozenset(
         "vllm_xargs",
     }
 )
-_IDLE_STREAM_OPTIONS = frozenset({"include_obfuscation"})
+_IGNORED_STREAM_OPTIONS = frozenset({"include_obfuscation"})
 
 MAX_LOGIT_BIASES = 300  # OpenAI's
 MAX_STOP_TOKENS = 128
@@ -237,10 +237,10 @@ class GenerationFields(BaseModel):
         unknown = [
             name
             for name in self.model_extra or ()
-            if name not in _IDLE_FIELDS and name not in _UNSUPPORTED_FIELDS
+            if name not in _IGNORED_FIELDS and name not in _UNSUPPORTED_FIELDS
         ]
         options = (self.stream_options and self.stream_options.model_extra) or ()
-        return unknown + [f"stream_options.{name}" for name in options if name not in _IDLE_STREAM_OPTIONS]
+        return unknown + [f"stream_options.{name}" for name in options if name not in _IGNORED_STREAM_OPTIONS]
 
     def become_batch_line(self) -> None:
         """Be offline, whatever the body says. Raises: RequestError for what a line of a batch cannot have."""
