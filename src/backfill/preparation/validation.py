@@ -44,7 +44,8 @@ class InputCheck:
     def report(self) -> InputReport:
         warning = None
         if self._num_warned:
-            warning = f"{self._num_warned} lines have what has no effect; the first is {self._first_warning}"
+            lines = "1 line has" if self._num_warned == 1 else f"{self._num_warned} lines have"
+            warning = f"{lines} fields with no effect, first in {self._first_warning}"
         return InputReport(self._total, self._model, self._errors, warning)
 
     def advance(self, num_bytes: int = _SLICE_BYTES) -> bool:
