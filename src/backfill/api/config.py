@@ -35,8 +35,9 @@ class ServerConfig:
         api_keys: ``NAME=KEY`` or ``KEY``; when any are given here or in the file, requests must carry one.
         api_key_file: lines ``NAME=KEY``; read again when it changes.
         sheds_hopeless: online requests that would miss their TTFT objective by far get 429.
-        is_strict: requests with fields that the server does not know, or with an empty ``slo``, get 400 rather
-            than a warning. Known fields that it ignores (``metadata``), and keys inside messages, get neither.
+        is_strict: requests with fields that the server does not know, or with an empty ``slo``, get 400
+            rather than a warning. Known fields that it ignores (``metadata``) and keys inside messages get
+            neither.
     """
 
     host: str = "127.0.0.1"

@@ -120,8 +120,8 @@ Strict = Annotated[
     bool,
     typer.Option(
         "--strict",
-        help="Refuse requests with unknown fields or an empty slo, rather than warn of them. Known fields that "
-        "are ignored, such as metadata, and keys inside messages are accepted.",
+        help="Refuse requests with unknown fields or an empty slo, rather than warn of them. Known fields "
+        "that are ignored, such as metadata, and keys inside messages are accepted.",
     ),
 ]
 GenerationConfig = Annotated[str, typer.Option(help="auto: sampling defaults from the model; vllm: none.")]

@@ -26,7 +26,7 @@ def has_warning(body: GenerationFields) -> bool:
 
 
 def warning_of(body: GenerationFields) -> str | None:
-    """The body's unknown fields, and an empty ``slo``, in printable ASCII of bounded length; None without any."""
+    """The body's unknown fields and empty ``slo``, in printable ASCII of bounded length; None without any."""
     parts = []
     unknown = body.unknown_fields
     if unknown:
