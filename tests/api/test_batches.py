@@ -163,6 +163,7 @@ def bad(**changes: Any) -> bytes:
         (b"\n\n  \n", "empty_file", None),
         (b"not json\n", "invalid_json_line", 1),
         (as_jsonl([chat_line("a")]) + b"[1]\n", "invalid_value", 2),
+        (as_jsonl([chat_line("a"), chat_line("b", "x" * 200_000)]), "invalid_value", 2),  # --max-body-bytes
         (as_jsonl([chat_line("a")]) + b"\n\xff\xfe{}\n", "invalid_json_line", 3),
         (as_jsonl([chat_line("a"), chat_line("a")]), "duplicate_custom_id", 2),
         (bad(url="/v1/completions"), "url_mismatch", 2),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 import pytest
 
@@ -32,6 +32,18 @@ def checked(
     while not check.advance(100):
         pass
     return check.report
+
+
+def test_a_file_is_read_in_few_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+
+    def open_and_note(path: Path, mode: str, buffering: int = -1) -> BinaryIO:
+        sizes.append(buffering)
+        return cast(BinaryIO, open(path, mode, buffering))
+
+    monkeypatch.setattr(Path, "open", open_and_note)
+    checked(tmp_path, input_of(2))
+    assert sizes[-1] >= 1 << 20, "other threads starve when the check reads often"
 
 
 def test_blank_lines_are_neither_lines_nor_errors(tmp_path: Path) -> None:

@@ -5,21 +5,35 @@ import json
 import pytest
 
 from backfill.core.errors import RequestError
-from backfill.protocol.body_shape import MAX_CONTAINERS, check_num_containers
+from backfill.protocol.body_shape import MAX_CONTAINERS, MAX_ITEMS, MAX_KEYS, check_shape
 from backfill.protocol.requests import ChatCompletionRequest, parse_body
 
 
 def test_brackets_within_strings_are_text() -> None:
-    check_num_containers(json.dumps({"prompt": '{[ "quoted" \\ {' * MAX_CONTAINERS}).encode())
-    check_num_containers(b'{"prompt": "' + b"[" * 100_000)
-    check_num_containers(b'{"prompt": "' + b'\\"[' * 100_000)
-    check_num_containers(b"[" * MAX_CONTAINERS)
+    check_shape(json.dumps({"prompt": '{[ "quoted" \\ {' * MAX_CONTAINERS}).encode())
+    check_shape(b'{"prompt": "' + b"[" * 100_000)
+    check_shape(b'{"prompt": "' + b'\\"[' * 100_000)
+    check_shape(b"[" * MAX_CONTAINERS)
+    check_shape(json.dumps({"prompt": [":,{" * 100] * MAX_CONTAINERS}).encode())
 
 
 @pytest.mark.parametrize("item", [b"{}", b"[]", b'{"a": "["}', b'[{"b": "\\""}]'])
 def test_a_body_of_countless_items_is_refused(item: bytes) -> None:
     with pytest.raises(RequestError, match=str(MAX_CONTAINERS)):
-        check_num_containers(b'{"x": [' + b",".join([item] * MAX_CONTAINERS) + b"]}")
+        check_shape(b'{"x": [' + b",".join([item] * MAX_CONTAINERS) + b"]}")
+
+
+@pytest.mark.parametrize("item", [b"1", b'"a"', b'"\\",["'])
+def test_a_body_of_too_many_items_is_refused(item: bytes) -> None:
+    check_shape(b'{"prompt": [' + b",".join([item] * MAX_ITEMS) + b"]}")
+    with pytest.raises(RequestError, match=f"{MAX_ITEMS} items"):
+        check_shape(b'{"prompt": [' + b",".join([item] * (MAX_ITEMS + 2)) + b"]}")
+
+
+def test_a_body_of_too_many_keys_is_refused() -> None:
+    check_shape(json.dumps(dict.fromkeys(map(str, range(MAX_KEYS)), ":")).encode())
+    with pytest.raises(RequestError, match=f"{MAX_KEYS} keys"):
+        check_shape(json.dumps(dict.fromkeys(map(str, range(MAX_KEYS + 1)), ":")).encode())
 
 
 def test_messages_and_their_parts_are_counted() -> None:

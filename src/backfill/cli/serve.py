@@ -81,7 +81,11 @@ def serve(
         ),
     ] = False,
     max_body_bytes: Annotated[
-        int, typer.Option(help="Larger JSON bodies get HTTP 413; uploads have limits of their own.")
+        int,
+        typer.Option(
+            help="Larger JSON bodies get HTTP 413, and a batch with a longer line fails; uploads have limits "
+            "of their own."
+        ),
     ] = 4 << 20,
     max_inflight_body_bytes: Annotated[
         int, typer.Option(help="Bytes of all JSON bodies being read or prepared; beyond, HTTP 503.")
@@ -251,6 +255,7 @@ def serve(
             database_url=batch_database_url,
             max_lines=batch_max_lines,
             max_batch_bytes=batch_max_bytes,
+            max_line_bytes=max_body_bytes,
             # A batch's file may be as large as asked, so any file may.
             max_file_bytes=max(batch_max_bytes, _JOBS_DEFAULTS.max_file_bytes),
             max_stored_bytes=_finite_above_0("--batch-max-storage-gib", batch_max_storage_gib, GIB),

@@ -20,7 +20,7 @@ class JobsConfig:
         max_lines: lines of one batch.
         max_batch_bytes: bytes of one batch's input file.
         max_file_bytes: bytes of any file.
-        max_line_bytes: bytes of one line.
+        max_line_bytes: bytes of one line; the server allows as many as of an online body.
         max_stored_bytes: bytes of all files; uploads beyond are refused, results never are. None: no limit.
         max_owner_bytes: the same for one owner's files.
         min_free_bytes: of the disk; below, uploads and new batches are refused, results never are.
@@ -36,7 +36,7 @@ class JobsConfig:
     max_lines: int = 50_000
     max_batch_bytes: int = 200_000_000
     max_file_bytes: int = 512_000_000
-    max_line_bytes: int = 32 << 20
+    max_line_bytes: int = 4 << 20
     max_stored_bytes: int | None = None
     max_owner_bytes: int | None = None
     min_free_bytes: int = 1 << 30

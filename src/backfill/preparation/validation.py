@@ -27,7 +27,9 @@ class InputCheck:
     """
 
     def __init__(self, path: Path, limits: InputLimits, body_check: BodyCheck) -> None:
-        self._file = path.open("rb")
+        # Few reads: each gives up the interpreter's lock for too short a time for another thread to take it,
+        # and those that wait for it begin to wait anew.
+        self._file = path.open("rb", buffering=_SLICE_BYTES)
         self._lines = read_lines(self._file, limits.max_line_bytes)
         self._limits = limits
         self._body_check = body_check

@@ -23,7 +23,7 @@ from backfill.core.errors import RequestError
 from backfill.core.request import ServiceClass
 from backfill.core.sampling import SamplingParams, choice_seed
 from backfill.models.generation_config import GenerationDefaults
-from backfill.protocol.body_shape import check_num_containers
+from backfill.protocol.body_shape import check_shape
 
 MAX_CHOICES = 128
 MAX_MESSAGES = 2048  # OpenAI's
@@ -503,7 +503,7 @@ def parse_generation(endpoint: GenerationEndpoint, raw: bytes) -> GenerationBody
 
 def parse_body(kind: type[Body], raw: bytes) -> Body:
     """Parse a JSON body, naming in a RequestError the first field that is wrong."""
-    check_num_containers(raw)
+    check_shape(raw)
     try:
         return kind.model_validate_json(raw)
     except ValidationError as error:
