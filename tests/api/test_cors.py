@@ -8,6 +8,7 @@ from typing import cast
 
 import httpx
 import pytest
+from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
 from backfill.api.app import create_app
@@ -90,18 +91,46 @@ def test_other_pages_and_rebound_names_stay_out(server: InProcessServer) -> None
     assert post(server, origin=PAGE, host="evil.example").status_code == 403
 
 
-def test_a_preflight_needs_no_key_and_a_refusal_for_want_of_one_can_be_read(tmp_path: Path) -> None:
+def unstarted_app(api_keys: ApiKeys | None, *allowed_origins: str) -> FastAPI:
     state = ServerState(
-        ServerConfig(allowed_origins=(PAGE,)),
-        EngineConfig(model_dir=str(tmp_path)),
+        ServerConfig(allowed_origins=allowed_origins),
+        EngineConfig(model_dir=""),
         cast(EngineClient, None),
         cast(PreparationClient, None),
-        api_keys=ApiKeys(["key"], None),
+        api_keys=api_keys,
     )
-    client = TestClient(create_app(state), base_url="http://localhost")
+    return create_app(state)
+
+
+def test_a_preflight_needs_no_key_and_a_refusal_for_want_of_one_can_be_read() -> None:
+    client = TestClient(unstarted_app(ApiKeys(["key"], None), PAGE), base_url="http://localhost")
     assert client.options("/v1/completions", headers=ASKED).status_code == 200
     refused = client.post("/v1/completions", json=BODY, headers={"Origin": PAGE})
     assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (401, PAGE)
+
+
+@pytest.mark.parametrize(
+    ("allowed", "sent"),
+    [
+        ("https://App.Example", PAGE),
+        ("HTTPS://app.example:443", PAGE),
+        ("http://localhost:80", "http://localhost"),
+        ("http://[::1]:8080", "http://[::1]:8080"),
+        ("http://app.example:443", "http://app.example:443"),
+    ],
+)
+def test_an_origin_may_be_written_as_no_browser_does(allowed: str, sent: str) -> None:
+    ServerConfig(allowed_origins=(allowed,)).validate()
+    client = TestClient(unstarted_app(None, allowed), base_url="http://localhost")
+    assert client.post("/v1/nothing", headers={"Origin": sent}).headers["access-control-allow-origin"] == sent
+
+
+def test_letting_any_page_in_without_a_key_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    unstarted_app(ApiKeys(["key"], None), "*")
+    unstarted_app(None, PAGE)
+    assert not caplog.records
+    unstarted_app(None, "*")
+    assert "any web page" in caplog.text
 
 
 def test_any_page_may_come_where_all_are_allowed(default_model: Path) -> None:
@@ -119,7 +148,19 @@ def test_without_the_option_nothing_is_said_of_origins(default_model: Path) -> N
         assert not any(name.startswith("access-control") for name in answered.headers)
 
 
-@pytest.mark.parametrize("origin", ["app.example", "https://app.example/", "https://a.example/b", "", "null"])
+@pytest.mark.parametrize(
+    "origin",
+    [
+        "app.example",
+        "https://app.example/",
+        "https://a.example/b",
+        "https://a.example?b",
+        "https://*.example",
+        "https://b\u00fccher.example",
+        "",
+        "null",
+    ],
+)
 def test_what_is_no_origin_is_named(origin: str) -> None:
     with pytest.raises(ConfigError, match="--allowed-origins"):
         ServerConfig(allowed_origins=(origin,)).validate()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 from fastapi import FastAPI
 from fastapi.responses import HTMLResponse
 from starlette.middleware.cors import CORSMiddleware
@@ -24,6 +26,12 @@ from backfill.api.routes import build_router
 from backfill.api.state import ServerState
 from backfill.api.unbuilt import build_unbuilt_router
 
+logger = logging.getLogger(__name__)
+
+_ANY_PAGE = (
+    "--allowed-origins * without --api-key: any web page that is opened where this server can be reached "
+    "may use it, and read and delete its files and batches"
+)
 _CORS_METHODS = ("GET", "HEAD", "POST", "DELETE")
 _CORS_HEADERS = ("retry-after", "x-backfill-warning", "x-request-id", "x-should-retry")
 
@@ -48,11 +56,13 @@ def create_app(state: ServerState) -> FastAPI:
         app.add_middleware(ApiKeyMiddleware, keys=state.api_keys)
     app.add_middleware(RequestHeadMiddleware, config=state.server_config)
     app.add_middleware(ErrorMiddleware)
+    if "*" in state.server_config.allowed_origins and state.api_keys is None:
+        logger.warning(_ANY_PAGE)
     if state.server_config.allowed_origins:
         # Around the checks: a preflight carries no key, and a page may read a refusal or error too.
         app.add_middleware(
             CORSMiddleware,
-            allow_origins=state.server_config.allowed_origins,
+            allow_origins=state.server_config.known_origins,
             allow_methods=_CORS_METHODS,
             allow_headers=("*",),
             expose_headers=_CORS_HEADERS,

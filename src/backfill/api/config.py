@@ -10,7 +10,9 @@ from pathlib import Path
 from backfill.core.errors import ConfigError
 from backfill.protocol.response_size import MAX_RESPONSE_TOKENS
 
-_ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s]+", re.ASCII)
+# A browser writes a name in Punycode, so nothing but ASCII can match.
+_ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[a-z0-9._:\[\]-]+", re.ASCII | re.IGNORECASE)
+_DEFAULT_PORTS = {"http": ":80", "https": ":443"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +69,11 @@ class ServerConfig:
     def asks_for_keys(self) -> bool:
         return bool(self.api_keys) or self.api_key_file is not None
 
+    @property
+    def known_origins(self) -> tuple[str, ...]:
+        """``allowed_origins`` as browsers write them."""
+        return tuple(map(_as_browsers_write, self.allowed_origins))
+
     def validate(self) -> None:
         """Raise ConfigError naming the first option out of range."""
         if not 0 <= self.port <= 65535:
@@ -100,3 +107,9 @@ class ServerConfig:
         ):
             if not (math.isfinite(seconds) and seconds > 0):
                 raise ConfigError(f"{option} must be above 0 seconds, got {seconds:g}.")
+
+
+def _as_browsers_write(origin: str) -> str:
+    """In lower case, without the scheme's default port."""
+    scheme, separator, host = origin.lower().partition("://")
+    return scheme + separator + host.removesuffix(_DEFAULT_PORTS.get(scheme, ""))

@@ -83,7 +83,7 @@ class RequestHeadMiddleware:
     def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
         self._app = app
         self._allowed_hosts = allowed_hosts(config)
-        self._allowed_origins = frozenset(config.allowed_origins)
+        self._allowed_origins = frozenset(config.known_origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
