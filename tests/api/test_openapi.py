@@ -12,6 +12,7 @@ from fastapi.testclient import TestClient
 from backfill.api.app import create_app
 from backfill.api.config import ServerConfig
 from backfill.api.docs_page import docs_page
+from backfill.api.keys import ApiKeys
 from backfill.api.state import ServerState
 from backfill.core.config import EngineConfig
 from backfill.engine.client import EngineClient
@@ -29,6 +30,19 @@ def app(tmp_path: Path) -> FastAPI:
     state = ServerState(ServerConfig(), config, cast(EngineClient, None), preparation)
     state.jobs = JobManager(JobsConfig(data_dir=tmp_path), preparation, model_names=("m",), url="")
     return create_app(state)
+
+
+def test_a_browser_reads_the_docs_without_a_key() -> None:
+    state = ServerState(
+        ServerConfig(),
+        EngineConfig(model_dir=""),
+        cast(EngineClient, None),
+        cast(PreparationClient, None),
+        api_keys=ApiKeys(["key"], None),
+    )
+    client = TestClient(create_app(state), base_url="http://localhost")
+    for path, status in (("/docs", 200), ("/openapi.json", 200), ("/v1/models", 401), ("/load", 401)):
+        assert client.get(path).status_code == status
 
 
 @pytest.fixture

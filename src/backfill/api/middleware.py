@@ -16,7 +16,10 @@ from backfill.api.keys import ApiKeys
 from backfill.api.state import ServerState
 
 _MAX_REQUEST_ID_CHARS = 128
-_OPEN_PATHS = frozenset({"/health", "/health/live", "/ping", "/metrics", "/version"})
+# A browser sends no key with a page that it opens, and ``/docs`` shows nothing of any client.
+_OPEN_PATHS = frozenset(
+    {"/docs", "/health", "/health/live", "/metrics", "/openapi.json", "/ping", "/version"}
+)
 _UNCOUNTED_PATHS = frozenset({"/health", "/health/live", "/ping", "/metrics"})
 
 
