@@ -120,6 +120,8 @@ def test_unknown_and_ignored_fields_are_accepted(server: RunningServer) -> None:
         ({}, "messages", "missing_required_parameter"),
         ({"messages": "hi"}, "messages", None),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages", None),
+        ({"messages": [{"role": "user"}]}, "messages", None),
+        ({"messages": [*MESSAGES, {"role": "tool", "content": None}]}, "messages", None),
         ({"messages": [{"content": "x"}]}, "messages", "missing_required_parameter"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
@@ -228,7 +230,11 @@ def test_another_content_type_is_refused(server: RunningServer) -> None:
 
 def test_unknown_routes_and_methods_have_openais_shape(server: RunningServer) -> None:
     assert server.http.get("/v1/nothing").status_code == 404
-    assert server.http.get("/v1/completions").status_code == 405
+    wrong = server.http.get("/v1/completions")
+    assert wrong.status_code == 405
+    assert wrong.json()["error"]["message"] == "GET is not allowed for /v1/completions, only POST."
+    nothing = server.http.get("/v1/nothing")
+    assert nothing.json()["error"]["message"].startswith("There is no /v1/nothing on this server")
     assert "error" in server.http.get("/v1/nothing").json()
 
 

@@ -56,7 +56,7 @@ def test_conversations_come_alone_or_in_a_list() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("hello", r"messages\[0\] must be a list of messages"),
+        ("hello", "messages must be a conversation"),
         (5, "messages must be a conversation"),
         ([], "messages must be a list of messages"),
         ([{"role": "user", "content": 5}], r"messages\[0\]\['content'\]"),

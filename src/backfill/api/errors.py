@@ -122,13 +122,22 @@ def answered_id(scope: Scope) -> str:
 
 def install_error_handlers(app: FastAPI) -> None:
     async def handle(request: Request, error: Exception) -> JSONResponse:
-        response = answer(error, answered_id(request.scope))
-        if response.status_code == 405:
-            response.headers["Allow"] = ", ".join(_allowed_methods(request))
-        return response
+        if isinstance(error, HTTPException) and error.status_code in (404, 405):
+            error = _without_route(request, error.status_code)
+        return answer(error, answered_id(request.scope))
 
     for kind in (*_ANSWERS, Overloaded, Hopeless, BackfillError, ClientDisconnect, HTTPException, Exception):
         app.add_exception_handler(kind, handle)
+
+
+def _without_route(request: Request, status: int) -> HTTPException:
+    """What a path, or a method of it, that does not exist is answered with; it says what does."""
+    path = request.url.path
+    if status == 404:
+        return HTTPException(404, f"There is no {path} on this server; /docs lists what there is.")
+    allowed = ", ".join(_allowed_methods(request))
+    message = f"{request.method} is not allowed for {path}, only {allowed}."
+    return HTTPException(405, message, {"Allow": allowed})
 
 
 def _allowed_methods(request: Request) -> list[str]:

@@ -58,7 +58,7 @@ def parse_prompt(prompt: object, name: str = "prompt") -> PromptInput:
 
 def parse_conversations(messages: Any) -> list[list[dict[str, Any]]]:
     """One conversation or a list of them, as chat templates expect them. Raises: InvalidRequest."""
-    if not _is_list(messages):
+    if isinstance(messages, str | bytes) or not _is_list(messages):
         raise InvalidRequest(
             f"messages must be a conversation, a list of dicts, or a list of conversations, "
             f"got {messages!r:.80}.",

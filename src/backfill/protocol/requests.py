@@ -403,7 +403,7 @@ class ChatCompletionRequest(GenerationFields):
         super().check()
         if not self.messages:
             raise RequestError("messages must have at least one message.", param="messages")
-        _check_parts(self.messages)
+        _check_messages(self.messages)
         if self.top_logprobs is not None and not self.logprobs:
             raise RequestError("top_logprobs is only allowed when logprobs is true.", param="top_logprobs")
         if self.continue_final_message:
@@ -477,7 +477,7 @@ class TokenizeRequest(BaseModel):
         """Raise RequestError for the first combination of fields that cannot be served."""
         if (self.prompt is None) == (self.messages is None):
             raise RequestError("Send either prompt or messages.", param="prompt")
-        _check_parts(self.messages or ())
+        _check_messages(self.messages or ())
         if self.continue_final_message:
             _check_continued(self.messages)
 
@@ -540,8 +540,10 @@ def _names_a_type(part: int | str) -> bool:
     return isinstance(part, str) and (part in {"str", "int"} or "[" in part)
 
 
-def _check_parts(messages: Sequence[ChatMessage]) -> None:
-    for message in messages:
+def _check_messages(messages: Sequence[ChatMessage]) -> None:
+    for index, message in enumerate(messages):
+        if message.content is None and message.role != "assistant":
+            raise RequestError(f"messages[{index}] of role {message.role} has no content.", param="messages")
         for part in message.content if isinstance(message.content, list) else ():
             if part.type != "text" or part.text is None:
                 raise RequestError(
