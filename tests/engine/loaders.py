@@ -67,3 +67,9 @@ def load_crowded(config: EngineConfig) -> Engine:
 def load_hanging(config: EngineConfig) -> Engine:
     """It hangs in its first step."""
     return Engine(config.scheduler, _Hanging(make_info(num_blocks=20_000)), WallClock())
+
+
+def load_never(config: EngineConfig) -> Engine:
+    """It loads for ever."""
+    time.sleep(3600.0)
+    raise AssertionError("loaded")

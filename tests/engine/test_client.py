@@ -23,7 +23,14 @@ from backfill.engine.messages import StepReport, TokenOutput
 from backfill.engine.process import EngineLoader
 from backfill.ipc.python_process import PythonProcess
 from tests.builders import flat_cost, make_profile
-from tests.engine.loaders import load_crowded, load_failing, load_hanging, load_profiled, load_slow
+from tests.engine.loaders import (
+    load_crowded,
+    load_failing,
+    load_hanging,
+    load_never,
+    load_profiled,
+    load_slow,
+)
 
 LONG = 50_000
 
@@ -276,6 +283,55 @@ def test_a_process_that_cannot_be_made_leaves_nothing_and_may_be_tried_again(
         await client.stop()
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("num_turns", [0, 1, 1000])
+def test_a_start_that_is_stopped_says_that_the_engine_is_dead(num_turns: int) -> None:
+    async def run() -> None:
+        client = EngineClient(EngineConfig(model_dir=""), load=load_never)
+        starting = asyncio.create_task(client.start())
+        while client.pid is None:
+            await asyncio.sleep(0)
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        await client.stop()
+        with pytest.raises(EngineDead, match="stopped while it was started"):
+            await starting
+        assert_ended(client)
+
+    asyncio.run(asyncio.wait_for(run(), 60.0))
+
+
+def test_an_engine_may_be_stopped_by_several_at_once() -> None:
+    async def stop_after(client: EngineClient, num_turns: int) -> None:
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        await client.stop()
+
+    async def run() -> None:
+        client = EngineClient(EngineConfig(model_dir=""), load=load_slow)
+        await client.start()
+        first = asyncio.create_task(client.stop())
+        await asyncio.sleep(0)
+        process = client._process
+        assert process is not None
+        while process.is_alive():
+            await asyncio.sleep(0)
+        await asyncio.gather(first, *(stop_after(client, num_turns) for num_turns in range(12)))
+        assert_ended(client)
+
+    asyncio.run(asyncio.wait_for(run(), 60.0))
+
+
+def test_one_process_is_launched_at_a_time() -> None:
+    client = EngineClient(EngineConfig(model_dir=""), load=load_never)
+    client.launch()
+    pid = client.pid
+    with pytest.raises(AssertionError, match="there is a process already"):
+        client.launch()
+    assert client.pid == pid
+    client.abandon()
+    assert_ended(client)
 
 
 def assert_ended(client: EngineClient) -> None:

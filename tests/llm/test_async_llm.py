@@ -212,11 +212,24 @@ def test_one_that_is_shut_down_while_it_looks_for_the_model_starts_nothing(
         await asyncio.to_thread(is_looking.wait, 60.0)
         await llm.shutdown()
         may_find.set()
-        with pytest.raises(EngineDead, match="was shut down"):
+        with pytest.raises(EngineDead, match="was closed"):
             await starting
         assert llm._engine._client is None
 
     asyncio.run(asyncio.wait_for(shut_down_early(), 120.0))
+
+
+def test_requests_of_one_that_is_shut_down_while_it_loads_fail(small_model: Any) -> None:
+    async def shut_down_early() -> list[Any]:
+        llm = AsyncLLM(str(small_model), dtype="float32", threads=1, kv_gib=0.05, policy="fcfs")
+        tasks = [asyncio.create_task(collect(llm.generate(PROMPT, GREEDY))) for _ in range(2)]
+        while llm._engine._client is None or llm._engine.client.pid is None:
+            await asyncio.sleep(0.001)
+        await llm.shutdown()
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    failures = asyncio.run(asyncio.wait_for(shut_down_early(), 120.0))
+    assert [type(failure) for failure in failures] == [EngineDead] * 2
 
 
 def test_the_end_of_the_block_ends_the_requests(async_llm: AsyncLLM, small_model: Any) -> None:
@@ -226,7 +239,7 @@ def test_the_end_of_the_block_ends_the_requests(async_llm: AsyncLLM, small_model
             while not llm._engine.client.num_in_flight:
                 await asyncio.sleep(0.01)
         (ending,) = await asyncio.gather(task, return_exceptions=True)
-        with pytest.raises(EngineDead, match="This AsyncLLM was shut down; make another one"):
+        with pytest.raises(EngineDead, match="This engine was closed; make another one"):
             await collect(llm.generate(PROMPT, GREEDY))
         return ending
 

@@ -226,9 +226,55 @@ def test_a_closed_one_says_so(small_model: Path) -> None:
         assert len(generate(llm, "a")) == 1
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
-    with pytest.raises(EngineDead, match="This LLM was closed; make another one"):
+    with pytest.raises(EngineDead, match="This engine was closed; make another one"):
         generate(llm, "a")
     llm.close()
+
+
+def test_closing_one_whose_engine_is_started_again_fails_the_call(small_model: Path) -> None:
+    llm = LLM(str(small_model), dtype="float32", threads=1, kv_gib=0.01)
+    client, failures = llm._engine.client, []
+    dead = client.pid
+    assert dead is not None
+    os.kill(dead, signal.SIGKILL)
+
+    def call() -> None:
+        try:
+            generate(llm, "a")
+        except BaseException as error:
+            failures.append(error)
+
+    pause = threading.Event()
+    while llm.info is not None:
+        pause.wait(0.01)
+    calling = threading.Thread(target=call)
+    calling.start()
+    while client.pid == dead:
+        pause.wait(0.01)
+    llm.close()
+    calling.join(60.0)
+    assert [type(failure) for failure in failures] == [EngineDead]
+
+
+def test_a_fork_is_told_that_the_engine_is_its_parents(llm: LLM) -> None:
+    def use() -> int:
+        signal.alarm(30)  # rather than hang
+        with pytest.raises(EngineDead, match=f"belongs to process {os.getppid()}, and a fork of it cannot"):
+            generate(llm, "a")
+        llm.close()
+        llm._engine.abandon()  # as AsyncLLM's finalizer does
+        asyncio.run(llm._engine.close())
+        return 0
+
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            status = use()
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert len(generate(llm, "a", GREEDY)) == 1
 
 
 @contextmanager

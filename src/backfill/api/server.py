@@ -86,7 +86,7 @@ class Server:
         self._loop_lag = LoopLag(model.names[0])
         self._tasks = TaskWatch()
         self._client = client
-        client.observe(on_report=self._on_report, on_profile=self._on_profile, tasks=self._tasks)
+        client.set_callbacks(on_report=self._on_report, on_profile=self._on_profile, tasks=self._tasks)
         self._preparation = PreparationClient(
             PreparationSetup(
                 model=model,

@@ -5,12 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import tempfile
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Hashable
 from dataclasses import replace
-from pathlib import Path
 
 import msgspec
 import zmq
@@ -40,6 +38,7 @@ from backfill.engine.process import DUMP_SIGNAL, EngineLoader, load_engine, run_
 from backfill.engine.tasks import TaskWatch
 from backfill.execution.executor import ExecutorInfo
 from backfill.ipc.python_process import PythonProcess
+from backfill.ipc.socket_folder import SocketFolder
 from backfill.scheduling.objectives import check_server_slo
 
 logger = logging.getLogger(__name__)
@@ -126,7 +125,8 @@ class EngineClient:
         self._commands: zmq.Socket[bytes] | None = None
         self._reports: zmq.asyncio.Socket | None = None
         self._reader: asyncio.Task[None] | None = None
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._folder: SocketFolder | None = None
+        self._starting: asyncio.Task[Ready] | None = None
         self._encoder = msgspec.msgpack.Encoder()
         self._streams: dict[RequestId, _Stream] = {}  # of the requests the engine has
         self.info: ExecutorInfo | None = None
@@ -151,7 +151,7 @@ class EngineClient:
         """For how long the engine has reported nothing; of one that is dead, had reported."""
         return self._watchdog.silent_s
 
-    def observe(
+    def set_callbacks(
         self,
         *,
         on_report: Callable[[StepReport], None],
@@ -168,6 +168,7 @@ class EngineClient:
 
         Raises: BackfillError when it cannot be started; nothing is left of it then.
         """
+        assert self._folder is None, "there is a process already"
         try:
             self._launch()
         except OSError as error:
@@ -182,18 +183,21 @@ class EngineClient:
     async def start(self) -> Ready:
         """Launch the process, if it was not, and wait until the model is loaded.
 
-        Raises: BackfillError with the reason when it cannot start; nothing is left of it then.
+        Raises: BackfillError with the reason when it cannot start, EngineDead where ``stop`` ends the start;
+        nothing is left of it then.
         """
+        starting = self._starting = asyncio.ensure_future(self._start())
         try:
-            return await self._start()
-        except BaseException:
+            return await starting
+        except BaseException as error:
             self._close()
+            if isinstance(error, asyncio.CancelledError) and self._starting is not starting:
+                raise EngineDead("The engine was stopped while it was started.") from None
             raise
 
     def _launch(self) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="backfill-")
-        commands_url = f"ipc://{Path(self._folder.name) / 'commands'}"
-        reports_url = f"ipc://{Path(self._folder.name) / 'reports'}"
+        self._folder = SocketFolder()
+        commands_url, reports_url = self._folder.url("commands"), self._folder.url("reports")
         self._context = zmq.asyncio.Context()
         # Not an asyncio socket: sending never waits, so it can neither hang nor be cancelled.
         self._commands = zmq.Context(self._context).socket(zmq.PUSH)
@@ -237,16 +241,21 @@ class EngineClient:
 
     async def stop(self) -> None:
         """End the process, also one that is still loading; requests in flight get EngineDead."""
+        starting, self._starting = self._starting, None
+        if starting is not None and not starting.done():
+            starting.cancel()
+            await asyncio.wait([starting])
         if self.is_ready and self._process is not None:
             self._send(Stop())
             deadline_at_s = time.monotonic() + _STOP_TIMEOUT_S
             while self._process.is_alive() and time.monotonic() < deadline_at_s:
                 await asyncio.sleep(0.01)
         self.kill()
-        if self._reader is not None:
-            await asyncio.wait([self._reader], timeout=_STOP_TIMEOUT_S)
-            self._reader.cancel()
-            await asyncio.wait([self._reader])
+        reader = self._reader
+        if reader is not None:  # several callers may wait for it
+            await asyncio.wait([reader], timeout=_STOP_TIMEOUT_S)
+            reader.cancel()
+            await asyncio.wait([reader])
             self._reader = None
         self._close()
 
@@ -260,7 +269,7 @@ class EngineClient:
         """End the process and remove its files at once, for a caller that is about to exit."""
         self.kill()
         if self._folder is not None:
-            self._folder.cleanup()
+            self._folder.remove()
 
     def interrupt(self, service_class: ServiceClass, error: EngineDead) -> None:
         """Abort every request of a class in flight; each gets ``error``."""
@@ -457,7 +466,7 @@ class EngineClient:
             self._context.term()
             self._context = None
         if self._folder is not None:
-            self._folder.cleanup()
+            self._folder.remove()
             self._folder = None
 
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import tempfile
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, cast
 
 import zmq
 import zmq.asyncio
 
 from backfill.ipc.python_process import PythonProcess
+from backfill.ipc.socket_folder import SocketFolder
 
 _REAP_S = 2.0  # a killed process is gone in milliseconds, unless the kernel holds it
 
@@ -39,8 +38,8 @@ class ChildProcess:
         target: Callable[..., None],
         args: tuple[Any, ...],
     ) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="backfill-")
-        urls = [f"ipc://{Path(self._folder.name) / which}" for which in ("commands", "reports")]
+        self._folder = SocketFolder()
+        urls = [self._folder.url(name) for name in ("commands", "reports")]
         self._context = zmq.asyncio.Context()
         # Not an asyncio socket: sending never waits, so it can neither hang nor be cancelled.
         self._commands: zmq.Socket[bytes] = zmq.Context(self._context).socket(zmq.PUSH)
@@ -92,7 +91,7 @@ class ChildProcess:
     def abandon(self) -> None:
         """End the process and remove its folder, without waiting for anything."""
         self.kill()
-        self._folder.cleanup()
+        self._folder.remove()
 
     async def close(self) -> None:
         """Kill the process if it still runs, reap it, and give back sockets and folder."""
@@ -109,7 +108,7 @@ class ChildProcess:
         for socket in (self._commands, self._reports):
             socket.close()
         self._context.term()
-        self._folder.cleanup()
+        self._folder.remove()
         _open_children.discard(self)
 
     def how_it_ended(self) -> str:

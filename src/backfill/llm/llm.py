@@ -12,7 +12,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from backfill.core.errors import EngineDead
 from backfill.core.request import ServiceClass
 from backfill.execution.executor import ExecutorInfo
 from backfill.llm.errors import in_library_terms
@@ -45,7 +44,8 @@ class LLM:
     is named. Its event loop runs in a thread of its own, so it works in a notebook too.
 
     An engine that dies fails the call that it worked for with EngineDead; the next call starts it again.
-    ``close``, the end of a ``with`` block, garbage collection and the interpreter's exit end it.
+    ``close``, the end of a ``with`` block, garbage collection and the interpreter's exit end it. A forked
+    process cannot use it, and gets EngineDead.
 
     Args: as those of ``AsyncLLM``.
     Raises: TypeError for an unknown keyword, InvalidOption for a value that cannot be, ModelError, and
@@ -175,8 +175,7 @@ class LLM:
         *,
         add_special_tokens: bool,
     ) -> list[RequestOutput]:
-        if not self._finalizer.alive:
-            raise EngineDead("This LLM was closed; make another one.")
+        self._engine.check_usable()  # else the loop has ended, or is another process's
         self._loop.run(self._engine.start())  # again, where it has died
         given = self.get_default_sampling_params() if sampling_params is None else sampling_params
         params = one_each(given, len(prompts), "sampling_params")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import os
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -58,7 +59,8 @@ class LoadedModel:
 class LocalEngine:
     """An engine process and what requests need of it, started when first needed. One event loop owns it.
 
-    An engine that has died is started again by the next request.
+    An engine that has died is started again by the next request. It serves the process that made it: in a
+    fork of that, only ``check_usable``, ``close`` and ``abandon`` may be called.
     """
 
     def __init__(self, options: LLMOptions) -> None:
@@ -68,6 +70,7 @@ class LocalEngine:
         self._preparer: Preparer | None = None
         self._starting = asyncio.Lock()
         self._is_closed = False
+        self._pid = os.getpid()
 
     @property
     def client(self) -> EngineClient:
@@ -94,20 +97,28 @@ class LocalEngine:
 
         Raises: BackfillError with the reason when there can be none, EngineDead after ``close``.
         """
+        self.check_usable()
         async with self._starting:
-            self._check_open()
+            self.check_usable()
             if self.info is None:
                 with in_library_terms():
                     await self._start()
 
     async def close(self) -> None:
-        """End the engine; requests in flight get EngineDead. It cannot be started again."""
+        """End the engine, also one that is being started; requests in flight get EngineDead.
+
+        It cannot be started again. In a fork nothing happens: the engine is the parent's.
+        """
+        if os.getpid() != self._pid:
+            return
         self._is_closed = True
         if self._client is not None:
             await self._client.stop()
 
     def abandon(self) -> None:
-        """End the engine at once, without the event loop."""
+        """``close`` at once, without the event loop."""
+        if os.getpid() != self._pid:
+            return
         self._is_closed = True
         if self._client is not None:
             self._client.abandon()
@@ -124,14 +135,20 @@ class LocalEngine:
             async for output in outputs:
                 yield output
 
-    def _check_open(self) -> None:
+    def check_usable(self) -> None:
+        """Raises: EngineDead after ``close``, and in a fork of the process that it serves."""
+        if os.getpid() != self._pid:
+            raise EngineDead(
+                f"This engine belongs to process {self._pid}, and a fork of it cannot use it; "
+                "make another one."
+            )
         if self._is_closed:
-            raise EngineDead("This AsyncLLM was shut down; make another one.")
+            raise EngineDead("This engine was closed; make another one.")
 
     async def _start(self) -> None:
         if self._client is None:
             config = await asyncio.to_thread(_find_model, self._options)
-            self._check_open()  # a download takes a while
+            self.check_usable()  # a download takes a while
             self._client = EngineClient(
                 config, on_profile=self._on_profile, log_level=self._options.log_level
             )
@@ -143,6 +160,7 @@ class LocalEngine:
         try:
             ready = await client.start()
             self._loaded = await loading
+            self.check_usable()
         except BaseException:
             loading.cancel()
             await client.stop()

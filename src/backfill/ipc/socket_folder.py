@@ -1,0 +1,68 @@
+"""Where the sockets between a process and one child of it lie."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+_PREFIX = "backfill-"
+
+
+class SocketFolder:
+    """A new folder. Making one removes those that ended processes of this user left behind.
+
+    It is not a TemporaryDirectory: a forked process that exits would remove its parent's.
+
+    Attributes:
+        path: of the folder; its name holds this process's id.
+    """
+
+    def __init__(self) -> None:
+        remove_left_folders()
+        self.path = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-"))
+        # Held while this process lives: a container with the same /tmp does not know its id.
+        self._lock: int | None = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        fcntl.flock(self._lock, fcntl.LOCK_SH)
+
+    def url(self, name: str) -> str:
+        return f"ipc://{self.path / name}"
+
+    def remove(self) -> None:
+        """May be called again."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            os.close(lock)
+
+
+def remove_left_folders() -> None:
+    """Remove the folders of processes that have ended, such as by SIGKILL."""
+    for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*-*"):
+        pid = path.name.removeprefix(_PREFIX).partition("-")[0]
+        with suppress(OSError):  # another process removes it
+            if pid.isdigit() and path.stat().st_uid == os.getuid() and not _is_alive(int(pid)):
+                _remove_unless_held(path)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, OverflowError):
+        pass
+    return True
+
+
+def _remove_unless_held(path: Path) -> None:
+    """Raises: OSError where it is held."""
+    lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(path, ignore_errors=True)
+    finally:
+        os.close(lock)
