@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import io
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from unittest import mock
 
 import pytest
@@ -23,10 +25,22 @@ def run_cli(*arguments: str, timeout_s: float = 120.0) -> subprocess.CompletedPr
     )
 
 
+@contextlib.contextmanager
+def signal_handlers_kept() -> Iterator[None]:
+    """The tests' handlers come back after a block that sets others."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
 def run_cli_here(*arguments: str) -> subprocess.CompletedProcess[str]:
     """The same in this process, seconds sooner: for commands that end before they start another one."""
     stdout, stderr = io.StringIO(), io.StringIO()
     with (
+        signal_handlers_kept(),
         mock.patch.object(sys, "argv", ["backfill", *arguments]),
         contextlib.redirect_stdout(stdout),
         contextlib.redirect_stderr(stderr),

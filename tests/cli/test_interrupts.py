@@ -1,4 +1,4 @@
-"""Ctrl-C at any moment ends a command with one line at most and status 130, its children too.
+"""Ctrl-C at any moment ends a command with one line at most and status 130, its children and folders too.
 
 The moment is an import, and not a time: the first of a module, in the command or in a child of it, interrupts
 the whole process group, as a terminal does.
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from backfill.cli.interrupts import LOADING, interruptible
+from backfill.cli.interrupts import LOADING, SIGNALS, interruptible
 from tests.api.batch_inputs import as_jsonl, completion_line
 from tests.api.servers import MODEL, SMALL_MODEL, quick_profile
 
@@ -29,7 +29,7 @@ class Interrupting:
     def find_spec(self, name, path=None, target=None):
         if name == module and is_here and not os.path.exists(os.environ["INTERRUPTED"]):
             open(os.environ["INTERRUPTED"], "w").close()
-            os.killpg(os.getpgrp(), signal.SIGINT)
+            os.killpg(os.getpgrp(), signal.Signals[os.environ["INTERRUPT_WITH"]])
 
 sys.meta_path.insert(0, Interrupting())
 """
@@ -43,22 +43,29 @@ def run_batch_options(model: Path) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize(
-    ("start", "command", "moment"),
+    ("start", "command", "moment", "number"),
     [
-        (SCRIPT, "serve", "command typer"),
-        (MODULE, "serve", "command backfill.api.server"),
-        (SCRIPT, "serve", "child backfill.engine.engine"),
-        (MODULE, "serve", "child torch"),
-        (SCRIPT, "run-batch", "child backfill.preparation.process"),
-        (SCRIPT, "simulate", "command numpy"),
-        (SCRIPT, "bench serve", "command aiohttp"),
-        (MODULE, "profile", "command backfill.costs.profiler"),
-        (SCRIPT, "pull", "command filelock"),
+        (SCRIPT, "serve", "command typer", signal.SIGINT),
+        (MODULE, "serve", "command backfill.api.server", signal.SIGINT),
+        (MODULE, "serve", "command backfill.api.server", signal.SIGTERM),
+        (SCRIPT, "serve", "child backfill.engine.engine", signal.SIGINT),
+        (MODULE, "serve", "child torch", signal.SIGINT),
+        (SCRIPT, "run-batch", "child backfill.preparation.process", signal.SIGINT),
+        (SCRIPT, "simulate", "command numpy", signal.SIGINT),
+        (SCRIPT, "bench serve", "command aiohttp", signal.SIGINT),
+        (MODULE, "profile", "command backfill.costs.profiler", signal.SIGINT),
+        (SCRIPT, "pull", "command filelock", signal.SIGINT),
     ],
 )
 def test_an_interrupt_while_a_command_loads_is_one_line(
-    tmp_path: Path, small_model: Path, start: tuple[str, ...], command: str, moment: str
+    tmp_path: Path,
+    small_model: Path,
+    start: tuple[str, ...],
+    command: str,
+    moment: str,
+    number: signal.Signals,
 ) -> None:
+    (tmp_path / "tmp").mkdir()
     (tmp_path / "sitecustomize.py").write_text(INTERRUPTS)
     (tmp_path / "in.jsonl").write_bytes(as_jsonl([completion_line("a")]))
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
@@ -73,7 +80,12 @@ def test_an_interrupt_while_a_command_loads_is_one_line(
     if command == "serve":
         profile = quick_profile(str(small_model), *SMALL_MODEL[:4])
         arguments += ("--profile", profile, "--log-level", "WARNING")
-    environment = {"INTERRUPT_AT": moment, "INTERRUPTED": str(tmp_path / "interrupted")}
+    environment = {
+        "INTERRUPT_AT": moment,
+        "INTERRUPT_WITH": number.name,
+        "INTERRUPTED": str(tmp_path / "interrupted"),
+        "TMPDIR": str(tmp_path / "tmp"),
+    }
     process = subprocess.Popen(
         [*start, *command.split(), *arguments],
         cwd=tmp_path,
@@ -85,8 +97,32 @@ def test_an_interrupt_while_a_command_loads_is_one_line(
     )
     stdout, stderr = process.communicate(timeout=200)
     assert (tmp_path / "interrupted").exists(), stderr
-    assert (process.returncode, stdout) == (130, ""), stderr
+    assert (process.returncode, stdout) == (128 + number, ""), stderr
+    assert list((tmp_path / "tmp").glob("backfill-*")) == []
     assert stderr in (f"backfill: {LOADING}\n", "backfill: interrupted\n")
+
+
+AFTER_THE_LOOP = """
+import asyncio, os, signal
+from backfill.cli.interrupts import SIGNALS, exit_at_once, take_from_loop
+
+async def main():
+    loop = asyncio.get_running_loop()
+    for number in SIGNALS:
+        loop.add_signal_handler(number, print, "the loop")
+    take_from_loop(loop)
+
+signal.signal(signal.SIGINT, exit_at_once)
+asyncio.run(main())
+os.kill(os.getpid(), signal.{name})
+"""
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_after_the_loop_has_closed_says_nothing(number: signal.Signals) -> None:
+    script = AFTER_THE_LOOP.format(name=number.name)
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (128 + number, "", "")
 
 
 CHILDREN = """

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from backfill.cli.run_batch import _LiveProgress, describe
+from backfill.cli.run_batch import _LiveProgress, _run, describe
 from backfill.core.errors import ConfigError
 from backfill.jobs.local_run import _check_tail, _held
 from backfill.jobs.progress import TimeLeft, TokenRates
@@ -28,7 +28,7 @@ from backfill.jobs.records import RequestCounts
 from backfill.jobs.results import ForeignResults
 from tests.api.batch_inputs import as_jsonl, chat_line, completion_line, parse_jsonl
 from tests.api.servers import MODEL, SMALL_MODEL, wait_until
-from tests.cli.running import run_cli_here
+from tests.cli.running import run_cli_here, signal_handlers_kept
 
 
 class Folder:
@@ -204,7 +204,7 @@ def parse_head(path: Path) -> bytes:
     return path.read_bytes()[:60]
 
 
-def test_ctrl_c_keeps_what_is_done_and_a_killed_engine_is_started_again(folder: Folder) -> None:
+def test_a_signal_keeps_what_is_done_and_a_killed_engine_is_started_again(folder: Folder) -> None:
     folder.input.write_bytes(
         as_jsonl(completion_line(str(number), max_tokens=200, ignore_eos=True) for number in range(40))
     )
@@ -217,9 +217,9 @@ def test_ctrl_c_keeps_what_is_done_and_a_killed_engine_is_started_again(folder: 
     os.kill(engine_pid(process.pid), signal.SIGKILL)
     before = folder.num_results()
     wait_until(lambda: folder.num_results() > before + 4, "results of the next engine")
-    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGTERM)
     _, stderr = process.communicate(timeout=90)
-    assert process.returncode == 130, stderr
+    assert process.returncode == 143, stderr
     assert re.search(r"Interrupted: [1-9]\d* lines in flight are dropped\. The same command goes on", stderr)
     num_done = folder.num_results()
     assert 0 < num_done < 40
@@ -227,6 +227,42 @@ def test_ctrl_c_keeps_what_is_done_and_a_killed_engine_is_started_again(folder: 
     assert result.returncode == 0
     assert summary(result)["resumed"] == num_done
     assert len({line["id"] for line in parse_jsonl(folder.output.read_bytes())}) == 40
+
+
+class SignalledRun:
+    """A run that a signal stops, or two end."""
+
+    rates, time_left, is_stopping, phase = None, None, False, "loading"
+
+    def __init__(self, numbers: Sequence[signal.Signals]) -> None:
+        self.counts = RequestCounts(1)
+        self.calls: list[str] = []
+        self._numbers = numbers
+
+    def stop(self) -> None:
+        self.calls.append("stop")
+
+    def abandon(self) -> None:
+        self.calls.append("abandon")
+
+    async def run(self) -> bool:
+        for count, number in enumerate(self._numbers, start=1):
+            os.kill(os.getpid(), number)
+            while len(self.calls) < count:
+                await asyncio.sleep(0.001)
+        return False
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_ends_a_run_at_once(number: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> None:
+    statuses: list[int] = []
+    monkeypatch.setattr(os, "_exit", statuses.append)
+    for numbers, calls in (([number], ["stop"]), ([number, signal.SIGINT], ["stop", "abandon"])):
+        run: Any = SignalledRun(numbers)
+        with signal_handlers_kept():
+            assert asyncio.run(_run(run, Console(file=io.StringIO()))) is number
+        assert run.calls[: len(calls)] == calls  # a process that has ended calls nothing more
+    assert statuses == [1]
 
 
 def engine_pid(pid: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import socket
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from backfill.cli.serve import _banner
 from backfill.core.config import EngineConfig
 from backfill.engine.client import EngineClient
 from backfill.engine.process import load_engine
+from backfill.jobs.lock import DataFolderLock
 from tests.builders import make_info, make_profile
 from tests.cli.running import run_cli_here
 
@@ -96,3 +98,19 @@ def test_shedding_needs_the_policy_that_knows_costs(small_model: Path, tmp_path:
     result = run_cli_here("serve", str(small_model), *options)
     assert result.returncode == 1
     assert "--shed-hopeless needs --policy slo" in result.stderr
+
+
+def test_a_data_folder_that_is_taken_is_refused_before_an_engine_is_launched(
+    small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched: list[EngineClient] = []
+    monkeypatch.setattr(EngineClient, "launch", launched.append)
+    lock = DataFolderLock(tmp_path, "http://127.0.0.1:1")
+    lock.acquire()
+    result = run_cli_here(
+        "serve", str(small_model), *MODEL_OPTIONS, "--port", "0", "--data-dir", str(tmp_path)
+    )
+    lock.release()
+    assert result.returncode == 1
+    assert f"is in use by the server with process id {os.getpid()} at http://127.0.0.1:1" in result.stderr
+    assert launched == []

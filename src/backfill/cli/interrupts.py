@@ -1,8 +1,8 @@
-"""What Ctrl-C does to a command: one line at most, and exit status 130.
+"""What SIGINT (Ctrl-C) and SIGTERM do to a command: one line at most, and exit status 130 or 143.
 
-While a command loads, Ctrl-C ends the process at once: nothing is open that has to be closed, and an
-exception would come out of an import as another error, or not at all. Where there is something to close,
-``interruptible`` raises KeyboardInterrupt instead; event loops have handlers of their own.
+While a command loads, a signal ends the process at once: an exception would come out of an import as another
+error, or not at all. A command that launches a process while it loads has it ended first (``exit_after``).
+Elsewhere ``interruptible`` raises KeyboardInterrupt; event loops have handlers of their own.
 """
 
 from __future__ import annotations
@@ -10,23 +10,45 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import TYPE_CHECKING
 
-EXIT_STATUS = 128 + signal.SIGINT
+if TYPE_CHECKING:
+    import asyncio
+
 LOADING = "stopped while loading"
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def exit_at_once(number: int, frame: FrameType | None) -> None:
-    """Signal handler."""
+    """Signal handler, for a command that has nothing to close."""
     os.write(2, f"backfill: {LOADING}\n".encode())
-    os._exit(EXIT_STATUS)
+    os._exit(128 + number)
 
 
 def exit_silently(number: int, frame: FrameType | None) -> None:
     """Signal handler, for a command that has said what there was to say."""
-    os._exit(EXIT_STATUS)
+    os._exit(128 + number)
+
+
+def exit_after(close: Callable[[], None]) -> None:
+    """Signals from now on call ``close``, perhaps twice, and then exit as ``exit_at_once`` does."""
+
+    def close_and_exit(number: int, frame: FrameType | None) -> None:
+        close()
+        exit_at_once(number, frame)
+
+    for number in SIGNALS:
+        signal.signal(number, close_and_exit)
+
+
+def take_from_loop(loop: asyncio.AbstractEventLoop) -> None:
+    """Signals exit silently from now on. For a loop about to close, which would set Python's handlers."""
+    for number in SIGNALS:
+        loop.remove_signal_handler(number)
+        signal.signal(number, exit_silently)
 
 
 @contextmanager
@@ -40,6 +62,6 @@ def interruptible(message: str = "interrupted") -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         print(f"backfill: {message}", file=sys.stderr)
-        raise SystemExit(EXIT_STATUS) from None
+        raise SystemExit(128 + signal.SIGINT) from None
     finally:
         signal.signal(signal.SIGINT, previous)

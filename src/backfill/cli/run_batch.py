@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import os
 import signal
 import time
 from pathlib import Path
@@ -17,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from backfill.cli import engine_options as engine
 from backfill.cli.engine_options import ENGINE_DEFAULTS, LIMITS
-from backfill.cli.interrupts import EXIT_STATUS, LOADING, interruptible
+from backfill.cli.interrupts import LOADING, SIGNALS, interruptible, take_from_loop
 from backfill.core.errors import BackfillError
 from backfill.engine.options import EngineOptions, uses_generation_config
 from backfill.generation.chat_template import read_template
@@ -67,8 +68,8 @@ def run_batch(
 ) -> None:
     """Answer every line of a file without a server. The same command goes on where it was interrupted.
 
-    Exit status: 0 every line is answered; 1 it cannot run, or not to the end; 3 every line has a result,
-    some of them errors; 130 interrupted.
+    Exit status: 0 every line is answered; 1 it cannot run, or not to the end, or a second signal ended it
+    at once; 3 every line has a result, some of them errors; 130 or 143 interrupted by SIGINT or SIGTERM.
     """
     console = Console(stderr=True)
     try:
@@ -106,25 +107,38 @@ def run_batch(
             is_strict=strict,
             log_level=log_level.upper(),
         )
-        with interruptible(LOADING):
-            is_whole = engine.run_in_loop(_run(run, console))
+        stopped_by = engine.run_in_loop(_run(run, console))
     except BackfillError as error:
         typer.echo(f"backfill: {error}", err=True)
         raise typer.Exit(1) from None
-    _print_summary(run, console, is_whole=is_whole, as_json=as_json)
-    if not is_whole:
-        raise typer.Exit(EXIT_STATUS)
+    _print_summary(run, console, is_whole=stopped_by is None, as_json=as_json)
+    if stopped_by is not None:
+        raise typer.Exit(128 + stopped_by)
     if run.counts.failed:
         raise typer.Exit(_EXIT_FAILED_LINES)
 
 
-async def _run(run: LocalRun, console: Console) -> bool:
-    """Whether every line has a result; False after a signal."""
+async def _run(run: LocalRun, console: Console) -> signal.Signals | None:
+    """The signal that stopped the run before every line had a result."""
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, run.stop)
-    async with _LiveProgress(run, console):
-        return await run.run()
+    received: list[signal.Signals] = []
+
+    def on_signal(number: signal.Signals) -> None:
+        if received:
+            run.abandon()
+            console.show_cursor(True)  # a bar hides it
+            os._exit(1)
+        received.append(number)
+        run.stop()
+
+    for number in SIGNALS:
+        loop.add_signal_handler(number, on_signal, number)
+    try:
+        async with _LiveProgress(run, console):
+            is_whole = await run.run()
+    finally:
+        take_from_loop(loop)
+    return None if is_whole else received[0]
 
 
 def _print_summary(run: LocalRun, console: Console, *, is_whole: bool, as_json: bool) -> None:

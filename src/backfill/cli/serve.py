@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import dataclasses
 import json
@@ -16,12 +17,13 @@ import typer
 
 from backfill.cli import engine_options as engine
 from backfill.cli.engine_options import ENGINE_DEFAULTS, LIMITS
-from backfill.cli.interrupts import LOADING, interruptible
+from backfill.cli.interrupts import LOADING, exit_after, interruptible, take_from_loop
 from backfill.core.config import GIB, EngineConfig
 from backfill.core.errors import BackfillError, ConfigError
 from backfill.engine.options import EngineOptions, check_profile, uses_generation_config
 from backfill.generation.chat_template import read_template
 from backfill.jobs.config import JobsConfig
+from backfill.jobs.lock import DataFolderLock
 from backfill.jobs.private_files import make_folder, write_durably
 
 if TYPE_CHECKING:
@@ -191,8 +193,8 @@ def serve(
 ) -> None:
     """Serve MODEL over an OpenAI-compatible HTTP API. Fetches and converts the model first, where needed.
 
-    Exit status: 0 ended by a signal; 1 it cannot serve, or not any more; 130 or 143 ended by SIGINT or
-    SIGTERM before the model was loaded.
+    Exit status: 0 ended by a signal; 1 it cannot serve, or not any more, or a second signal ended it at
+    once; 130 or 143 ended by SIGINT or SIGTERM before the model was loaded.
     """
     from backfill.api.config import ServerConfig
 
@@ -308,8 +310,11 @@ def _run(
         folder = engine.find_folder(model, revision)
     engine_config = dataclasses.replace(engine_config, model_dir=str(folder))
     check_profile(engine_config)
+    if jobs_config is not None:
+        _check_data_folder(jobs_config.data_dir, url)
     client = EngineClient(engine_config, log_level=server_config.log_level)
     atexit.register(client.abandon)  # wherever this ends
+    exit_after(client.abandon)
     client.launch()  # now: it loads while the server is imported, which takes a second
     from backfill.api.server import Server
     from backfill.engine.messages import Ready
@@ -337,10 +342,12 @@ def _run(
             on_started=on_started,
             on_ready=on_ready,
         )
-        return await server.run(listener)
+        try:
+            return await server.run(listener)
+        finally:
+            take_from_loop(asyncio.get_running_loop())
 
-    with interruptible(LOADING):
-        stopped_by = engine.run_in_loop(run())
+    stopped_by = engine.run_in_loop(run())
     if stopped_by is not None:
         typer.echo(f"backfill: {LOADING}", err=True)
         raise typer.Exit(128 + stopped_by)
@@ -368,6 +375,16 @@ def _banner(info: ExecutorInfo, name: str, url: str, took_s: float, *, asks_for_
         "",
     ]
     return "\n".join(lines)
+
+
+def _check_data_folder(folder: Path, url: str) -> None:
+    """Refuse a folder that another server holds before an engine is launched; the server takes it later.
+
+    Raises: ConfigError.
+    """
+    lock = DataFolderLock(folder, url)
+    lock.acquire()
+    lock.release()
 
 
 def _finite_above_0(option: str, value: float | None, factor: int) -> int | None:

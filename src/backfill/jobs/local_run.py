@@ -23,6 +23,7 @@ from backfill.engine.messages import Ready, StepReport
 from backfill.engine.supervisor import EngineSupervisor
 from backfill.generation.generator import RequestRecord, TextGenerator
 from backfill.generation.tokenizer import Tokenizer
+from backfill.ipc.child import abandon_children
 from backfill.jobs.feed import Feed
 from backfill.jobs.feeder import Feeder
 from backfill.jobs.lines import LineResult
@@ -138,6 +139,11 @@ class LocalRun:
     def stop(self) -> None:
         """End the run soon; finished results are kept and the rest is for the next run."""
         self._stop_asked.set()
+
+    def abandon(self) -> None:
+        """End its processes and remove their files at once, for a caller that is about to exit."""
+        self._client.abandon()
+        abandon_children()
 
     async def run(self) -> bool:
         """Whether every line has a result at the end.
