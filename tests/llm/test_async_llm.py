@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import random
 import threading
 from collections.abc import Coroutine
 from contextlib import aclosing
@@ -103,6 +104,39 @@ def test_chat_and_prompts_of_text(async_llm: AsyncLLM, run: Run) -> None:
     assert "Hello" in chat.prompt and chat.outputs[0].text == same.outputs[0].text
     (*_, long) = run(collect(async_llm.generate("word " * 2000, GREEDY)))  # tokenized in a thread
     assert len(long.prompt_token_ids) >= 2000
+
+
+def test_seeds_follow_the_order_of_requests_however_long_they_take_to_prepare(
+    async_llm: AsyncLLM, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    preparer = async_llm._engine.preparer
+    prepare = preparer.prepare
+    prompts = {"long": "word " * 1000, "short": "word"}
+    seeds: dict[str, Any] = {}
+    is_short_prepared = threading.Event()
+
+    def note(*args: Any, **fields: Any) -> Any:
+        name = fields["request_id"]
+        if name == "long":
+            is_short_prepared.wait(60.0)
+        prepared = prepare(*args, **fields)
+        seeds[name] = prepared.choices[0].seed
+        if name == "short":
+            is_short_prepared.set()
+        return prepared
+
+    async def generate(*names: str) -> None:
+        params = SamplingParams(max_tokens=1)
+        await asyncio.gather(*(collect(async_llm.generate(prompts[name], params, name)) for name in names))
+
+    monkeypatch.setattr(preparer, "prepare", note)
+    monkeypatch.setattr(preparer, "_seeds", random.Random(1))
+    run(generate("long", "short"))
+    at_once = dict(seeds)
+    monkeypatch.setattr(preparer, "_seeds", random.Random(1))
+    for name in prompts:
+        run(generate(name))
+    assert at_once == seeds
 
 
 @pytest.mark.parametrize("num_outputs", [1, 3])

@@ -13,6 +13,7 @@ from backfill.scheduling.objectives import (
     DEFAULT_SLO,
     achievable_slo,
     check_server_slo,
+    impossible_objectives,
     impossible_slo,
     server_slo,
 )
@@ -97,6 +98,25 @@ def test_of_a_chunk_larger_than_what_was_measured_only_the_known_size_is_certain
         assert impossible.ttft_s == pytest.approx(0.7 * needed_s)
     of_nothing = impossible_slo(replace(profile, known_tokens=0, known_chunk_tokens=0), config, 1000)
     assert of_nothing.ttft_s == pytest.approx(0.7 * 0.101)
+
+
+@pytest.mark.parametrize(
+    ("asked", "impossible"),
+    [
+        ({}, {}),
+        ({"ttft": 0.2, "tpot": 0.1}, {}),
+        ({"ttft": 0.1}, {"ttft": 0.201}),
+        ({"tpot": 0.06}, {"tpot": 0.101}),
+        ({"ttft": 0.1, "tpot": 0.06}, {"ttft": 0.201, "tpot": 0.101}),
+        ({"ttft": 0.15, "tpot": 0.06}, {"tpot": 0.101}),  # 0.7 of what is predicted is not certain
+    ],
+)
+def test_objectives_are_impossible_one_by_one(asked: dict[str, float], impossible: dict[str, float]) -> None:
+    config = SchedulerConfig(policy="slo", max_num_batched_tokens=128, max_prefill_chunk_tokens=64)
+    profile = replace(PROFILE, cost=flat_cost(0.1002))
+    assert impossible_objectives(asked, profile, config, 100) == impossible
+    assert impossible_objectives(asked, None, config, 100) == {}
+    assert impossible_objectives(asked, profile, replace(config, policy="priority"), 100) == {}
 
 
 def test_a_coarse_profile_and_one_with_a_large_error_know_nothing_for_certain() -> None:

@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 import typer
 
 from backfill.cli.bench_options import authorization, check_at_least, note, server_url
-from backfill.cli.engine_options import DEFAULT_MODEL, run_in_loop
+from backfill.cli.engine_options import run_in_loop
 from backfill.cli.interrupts import interruptible
 from backfill.cli.plots import check_folder, check_plot
 from backfill.core.config import PolicyName
 from backfill.core.errors import BackfillError, ConfigError
+from backfill.models.resolve import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     from backfill.bench.coserve import CoserveRun

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 
-DEFAULT_MODEL = "smollm2-135m-instruct"
 ENGINE_DEFAULTS = EngineConfig(model_dir="")
 LIMITS = SchedulerConfig()
 

@@ -20,12 +20,13 @@ from backfill.costs.load import StepLoad
 from backfill.costs.profile import CostProfile
 from backfill.engine.environment import engine_environment, restart_with
 from backfill.engine.options import EngineOptions
+from backfill.models.resolve import DEFAULT_MODEL
 
 _ENGINE, _LIMITS = options.ENGINE_DEFAULTS, options.LIMITS
 
 
 def profile(
-    model: Annotated[str, typer.Argument(help=options.MODEL_HELP)] = options.DEFAULT_MODEL,
+    model: Annotated[str, typer.Argument(help=options.MODEL_HELP)] = DEFAULT_MODEL,
     revision: options.Revision = None,
     device: options.Device = _ENGINE.device,
     dtype: options.DType = _ENGINE.dtype,

@@ -22,6 +22,7 @@ from backfill.cli.interrupts import LOADING, SIGNALS, interruptible, take_from_l
 from backfill.core.errors import BackfillError
 from backfill.engine.options import EngineOptions, uses_generation_config
 from backfill.generation.chat_template import read_template
+from backfill.models.resolve import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     from backfill.jobs.local_run import LocalRun
@@ -42,7 +43,7 @@ def run_batch(
     error_file: Annotated[
         Path | None, typer.Option(help="Where failed lines go. Default: into the output file.")
     ] = None,
-    model: Annotated[str, typer.Option(help=engine.MODEL_HELP)] = engine.DEFAULT_MODEL,
+    model: Annotated[str, typer.Option(help=engine.MODEL_HELP)] = DEFAULT_MODEL,
     served_model_name: engine.ServedModelName = None,
     revision: engine.Revision = None,
     device: engine.Device = "auto",

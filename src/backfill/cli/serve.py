@@ -25,6 +25,7 @@ from backfill.generation.chat_template import read_template
 from backfill.jobs.config import JobsConfig
 from backfill.jobs.lock import DataFolderLock
 from backfill.jobs.private_files import make_folder, write_durably
+from backfill.models.resolve import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     from backfill.execution.executor import ExecutorInfo
@@ -34,7 +35,7 @@ _TINY_CONTEXT = 128
 
 
 def serve(
-    model: Annotated[str, typer.Argument(help=engine.MODEL_HELP)] = engine.DEFAULT_MODEL,
+    model: Annotated[str, typer.Argument(help=engine.MODEL_HELP)] = DEFAULT_MODEL,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on.")] = 8000,
     served_model_name: engine.ServedModelName = None,

@@ -87,6 +87,16 @@ class Observer(Protocol):
     def on_finished(self, record: RequestRecord) -> None: ...
 
 
+class NoObserver:
+    """An Observer where nobody counts requests."""
+
+    def on_first_token(
+        self, service_class: ServiceClass, since_arrival_s: float, slo: SLO | None
+    ) -> None: ...
+    def on_next_token(self, service_class: ServiceClass, since_last_s: float, slo: SLO | None) -> None: ...
+    def on_finished(self, record: RequestRecord) -> None: ...
+
+
 class TextGenerator:
     """Runs requests on an engine and turns their tokens into text."""
 

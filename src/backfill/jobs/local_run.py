@@ -16,12 +16,10 @@ from typing import Any
 
 from backfill.core.config import EngineConfig
 from backfill.core.errors import BackfillError, ConfigError
-from backfill.core.request import ServiceClass
-from backfill.core.slo import SLO
 from backfill.engine.client import EngineClient
 from backfill.engine.messages import Ready, StepReport
 from backfill.engine.supervisor import EngineSupervisor
-from backfill.generation.generator import RequestRecord, TextGenerator
+from backfill.generation.generator import NoObserver, TextGenerator
 from backfill.generation.tokenizer import Tokenizer
 from backfill.ipc.child import abandon_children
 from backfill.jobs.feed import Feed
@@ -52,18 +50,6 @@ class BadInput(BackfillError):
     def __init__(self, path: Path, errors: Sequence[LineError]) -> None:
         shown = [_describe(error) for error in errors]
         super().__init__(f"{path} cannot be run, and nothing of it was:\n" + "\n".join(shown))
-
-
-class _NoObserver:
-    """A generation Observer. Tokens are counted by step: here a prompt is known when its request ends."""
-
-    def on_first_token(
-        self, service_class: ServiceClass, since_arrival_s: float, slo: SLO | None
-    ) -> None: ...
-
-    def on_next_token(self, service_class: ServiceClass, since_last_s: float, slo: SLO | None) -> None: ...
-
-    def on_finished(self, record: RequestRecord) -> None: ...
 
 
 class LocalRun:
@@ -286,7 +272,8 @@ class LocalRun:
     async def _on_engine_ready(self, ready: Ready) -> None:
         tokenizer = await self._loading
         self._preparation.configure(EngineFacts.of(ready, self._engine_config.scheduler))
-        generator = TextGenerator(self._client, tokenizer, _NoObserver())
+        # Tokens are counted by step: here a prompt is known when its request ends.
+        generator = TextGenerator(self._client, tokenizer, NoObserver())
         self._service = CompletionService(self._model, tokenizer, generator)
         num_at_once = self._engine_config.scheduler.max_num_seqs
         if self.rates is None:

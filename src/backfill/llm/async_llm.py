@@ -207,12 +207,14 @@ class AsyncLLM:
             await self.start()
             with in_library_terms():
                 prompt = prompt_of(self._engine.preparer)
+                seed = self._engine.preparer.next_seed()  # now: a long prompt is prepared later than the next
 
                 def prepare() -> PreparedRequest:
                     return self._engine.preparer.prepare(
                         prompt,
                         self._engine.loaded.default_params if params is None else params,
                         request_id=request_id,
+                        seed=seed,
                         service_class=_service_class(service_class),
                         priority=priority,
                         slo=slo,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, TypeAlias, TypedDict, TypeVar
 
-from backfill.llm.errors import InvalidRequest
+from backfill.llm.errors import InvalidRequest, in_library_terms
 
 
 class TextPrompt(TypedDict):
@@ -105,7 +105,7 @@ def _parse_message(message: object, name: str) -> dict[str, Any]:
     # Here and not above: without a conversation nobody needs to wait for them.
     from pydantic import ValidationError
 
-    from backfill.protocol.requests import ChatMessage
+    from backfill.protocol.requests import ChatMessage, check_parts
 
     try:
         parsed = ChatMessage.model_validate(message)
@@ -113,10 +113,8 @@ def _parse_message(message: object, name: str) -> dict[str, Any]:
         first = error.errors(include_url=False)[0]
         where = f"{name}['{first['loc'][0]}']" if first["loc"] else name
         raise InvalidRequest(f"{where}: {first['msg']}, got {message!r:.80}.", param="messages") from None
-    if isinstance(parsed.content, list):
-        for part in parsed.content:
-            if part.type != "text" or part.text is None:
-                raise InvalidRequest(f"{name}: only parts of type 'text' are supported.", param="messages")
+    with in_library_terms(f"{name}: "):
+        check_parts([parsed])
     return parsed.as_template_input()
 
 

@@ -188,6 +188,7 @@ class LLM:
                         prompt,
                         params[index],
                         request_id=str(index),
+                        seed=self._engine.preparer.next_seed(),
                         service_class=ServiceClass.OFFLINE,
                         priority=priorities[index],
                         output_kind=RequestOutputKind.FINAL_ONLY,

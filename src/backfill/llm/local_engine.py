@@ -13,13 +13,11 @@ from pathlib import Path
 
 from backfill.core.config import EngineConfig
 from backfill.core.errors import EngineDead, RequestAborted
-from backfill.core.request import ServiceClass
-from backfill.core.slo import SLO
 from backfill.costs.profile import CostProfile
 from backfill.engine.client import EngineClient
 from backfill.engine.options import check_profile
 from backfill.execution.executor import ExecutorInfo
-from backfill.generation.generator import RequestRecord, TextGenerator
+from backfill.generation.generator import NoObserver, TextGenerator
 from backfill.generation.tokenizer import Tokenizer
 from backfill.llm.errors import in_library_terms
 from backfill.llm.options import LLMOptions
@@ -32,19 +30,6 @@ from backfill.models.generation_config import GenerationDefaults
 from backfill.models.resolve import resolve_model
 
 logger = logging.getLogger(__name__)
-
-
-class _NoObserver:
-    """Nobody counts here; each output has its own metrics."""
-
-    def on_first_token(self, service_class: ServiceClass, since_arrival_s: float, slo: SLO | None) -> None:
-        pass
-
-    def on_next_token(self, service_class: ServiceClass, since_last_s: float, slo: SLO | None) -> None:
-        pass
-
-    def on_finished(self, record: RequestRecord) -> None:
-        pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +167,7 @@ class LocalEngine:
         from_model = self._options.uses_generation_config
         defaults = GenerationDefaults.from_folder(folder) if from_model else GenerationDefaults()
         return LoadedModel(
-            tokenizer, TextGenerator(client, tokenizer, _NoObserver()), SamplingParams.recommended(defaults)
+            tokenizer, TextGenerator(client, tokenizer, NoObserver()), SamplingParams.recommended(defaults)
         )
 
 

@@ -22,7 +22,7 @@ from backfill.llm.errors import InvalidRequest
 from backfill.llm.inputs import PromptInput
 from backfill.llm.outputs import OutputSoFar, RequestMetrics, RequestOutput
 from backfill.llm.sampling_params import RequestOutputKind, SamplingParams
-from backfill.scheduling.objectives import achievable_slo, impossible_slo
+from backfill.scheduling.objectives import impossible_objectives
 
 _MAX_PRIORITY = 2**31 - 1
 
@@ -49,13 +49,13 @@ class PreparedRequest:
 
 
 class Preparer:
-    """Checks prompts and tokenizes them. Its methods may be called from any thread.
+    """Checks prompts and tokenizes them. Its methods may be called from any thread, but ``next_seed``.
 
     Attributes:
         profile: what steps cost, as the engine predicts them now; None where it does not.
 
     Args:
-        seed: of the seeds of requests that bring none.
+        seed: of ``next_seed``.
     Raises, of all methods: RequestError for a request that can never be served.
     """
 
@@ -72,6 +72,10 @@ class Preparer:
         self.profile = profile
         self._scheduler = scheduler
         self._seeds = random.Random(seed)
+
+    def next_seed(self) -> int:
+        """For the next request; called in the order of the requests, which may be prepared in another."""
+        return self._seeds.getrandbits(62)
 
     def render_chat(
         self,
@@ -99,6 +103,7 @@ class Preparer:
         params: SamplingParams,
         *,
         request_id: str,
+        seed: int,
         service_class: ServiceClass,
         priority: int = 0,
         slo: SLO | None = None,
@@ -107,6 +112,7 @@ class Preparer:
     ) -> PreparedRequest:
         """
         Args:
+            seed: where ``params`` brings none.
             output_kind: None for what ``params`` asks for.
         """
         if not isinstance(params, SamplingParams):
@@ -123,9 +129,7 @@ class Preparer:
                 prompt.text, add_special_tokens=add_special_tokens, most_tokens=self._info.max_model_len
             )
         self._check_slo(slo, service_class, len(token_ids))
-        choices = params.choices(
-            max(1, self._info.max_model_len - len(token_ids)), self._seeds.getrandbits(62)
-        )
+        choices = params.choices(max(1, self._info.max_model_len - len(token_ids)), seed)
         for choice in choices:
             self._info.check_request(token_ids, choice)
         return PreparedRequest(
@@ -148,14 +152,12 @@ class Preparer:
             raise InvalidRequest(f"slo must be an SLO of seconds above 0, got {slo!r:.80}.", param="slo")
         if service_class is ServiceClass.OFFLINE:
             raise InvalidRequest("slo is for online requests, not for offline ones.", param="slo")
-        if self.profile is None or self._scheduler.policy != "slo":
-            return  # objectives are but measured
-        impossible = impossible_slo(self.profile, self._scheduler, num_prompt_tokens)
-        if slo.ttft_s < impossible.ttft_s or slo.tpot_s < impossible.tpot_s:
-            least = achievable_slo(self.profile.cost, self._scheduler, num_prompt_tokens)
+        asked = {"ttft": slo.ttft_s, "tpot": slo.tpot_s}
+        impossible = impossible_objectives(asked, self.profile, self._scheduler, num_prompt_tokens)
+        if impossible:
+            needs = " and ".join(f"{name}_s={needed_s:g}" for name, needed_s in impossible.items())
             raise InvalidRequest(
-                f"{slo} cannot be met: even alone the request needs SLO(ttft_s={least.ttft_s:.3g}, "
-                f"tpot_s={least.tpot_s:.3g}). Ask for more than that.",
+                f"{slo} cannot be met: even alone the request needs {needs}. Ask for at least that.",
                 param="slo",
             )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 import uuid
 from collections.abc import Mapping
@@ -36,7 +35,7 @@ from backfill.protocol.requests import (
     parse_generation,
 )
 from backfill.protocol.response_size import MAX_RESPONSE_TOKENS, bounded_max_tokens
-from backfill.scheduling.objectives import achievable_slo, impossible_slo
+from backfill.scheduling.objectives import impossible_objectives
 
 TextEndpoint = Literal["/tokenize", "/detokenize"]
 
@@ -359,24 +358,16 @@ class RequestPreparer:
         )
 
     def _check_achievable(self, objectives: Mapping[str, Objective], num_prompt_tokens: int) -> None:
-        """Raise RequestError for an objective that no run of the request can meet, as far as that is certain.
-
-        Only under the policy that works towards objectives: elsewhere they are but measured.
-        """
-        profile, config = self.engine.profile, self.engine.scheduler
-        if not objectives or profile is None or config.policy != "slo":
-            return
-        least = achievable_slo(profile.cost, config, num_prompt_tokens)
-        impossible = impossible_slo(profile, config, num_prompt_tokens)
-        for name, least_s, impossible_s in (
-            ("ttft", least.ttft_s, impossible.ttft_s),
-            ("tpot", least.tpot_s, impossible.tpot_s),
-        ):
-            objective = objectives.get(name)
-            if objective is not None and objective.seconds < impossible_s:
-                needed_s = math.ceil(1000 * least_s) / 1000
-                raise RequestError(
-                    f"{objective.name} of {objective.show(objective.seconds)} cannot be met: on this server "
-                    f"the request needs {objective.show(needed_s)} even alone. Ask for at least that.",
-                    param=objective.name,
-                )
+        """Raise RequestError for an objective that no run of the request can meet."""
+        asked = {name: objective.seconds for name, objective in objectives.items()}
+        impossible = impossible_objectives(
+            asked, self.engine.profile, self.engine.scheduler, num_prompt_tokens
+        )
+        if impossible:
+            name, needed_s = next(iter(impossible.items()))
+            objective = objectives[name]
+            raise RequestError(
+                f"{objective.name} of {objective.show(objective.seconds)} cannot be met: on this server "
+                f"the request needs {objective.show(needed_s)} even alone. Ask for at least that.",
+                param=objective.name,
+            )

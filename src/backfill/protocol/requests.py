@@ -544,6 +544,12 @@ def _check_messages(messages: Sequence[ChatMessage]) -> None:
     for index, message in enumerate(messages):
         if message.content is None and message.role != "assistant":
             raise RequestError(f"messages[{index}] of role {message.role} has no content.", param="messages")
+    check_parts(messages)
+
+
+def check_parts(messages: Sequence[ChatMessage]) -> None:
+    """Raises: RequestError for a part that is no text."""
+    for message in messages:
         for part in message.content if isinstance(message.content, list) else ():
             if part.type != "text" or part.text is None:
                 raise RequestError(

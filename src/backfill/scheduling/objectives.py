@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Mapping
 
 from backfill.core.config import SchedulerConfig
 from backfill.core.errors import ConfigError
@@ -42,6 +43,29 @@ def impossible_slo(profile: CostProfile, config: SchedulerConfig, num_prompt_tok
     )
 
 
+def impossible_objectives(
+    asked: Mapping[str, float], profile: CostProfile | None, config: SchedulerConfig, num_prompt_tokens: int
+) -> dict[str, float]:
+    """Those of the objectives that no run of a request can meet, as far as the profile is certain of it.
+
+    None is under a policy that does not work towards objectives: there they are but measured.
+
+    Args:
+        asked: seconds, by ``ttft`` and ``tpot``.
+    Returns: what the request needs even alone, in seconds rounded up to milliseconds.
+    """
+    if profile is None or config.policy != "slo":
+        return {}
+    least = achievable_slo(profile.cost, config, num_prompt_tokens)
+    impossible = impossible_slo(profile, config, num_prompt_tokens)
+    rules = {"ttft": (least.ttft_s, impossible.ttft_s), "tpot": (least.tpot_s, impossible.tpot_s)}
+    return {
+        name: _rounded_up(least_s)
+        for name, (least_s, impossible_s) in rules.items()
+        if name in asked and asked[name] < impossible_s
+    }
+
+
 def server_slo(config: SchedulerConfig, cost: CostModel | None) -> SLO:
     """Objectives of online requests that bring none: the configured ones, else defaults.
 
@@ -67,7 +91,7 @@ def check_server_slo(config: SchedulerConfig, profile: CostProfile) -> None:
     ):
         if asked_s is None or asked_s >= least_s:
             continue
-        needs = f"{option} {asked_s:g}: one request alone needs {math.ceil(1000 * least_s) / 1000:g} s"
+        needs = f"{option} {asked_s:g}: one request alone needs {_rounded_up(least_s):g} s"
         if asked_s < impossible_s:
             raise ConfigError(f"{needs} on this device; give at least that.")
         logger.warning("%s, by a %s cost profile; it may often be missed", needs, profile.quality)
@@ -80,6 +104,10 @@ def _chunk_tokens(config: SchedulerConfig) -> int:
 
 def _decode_s(cost: CostModel, num_context_tokens: int) -> float:
     return cost.step_time_s(StepLoad.of([(num_context_tokens, 1, True)]))
+
+
+def _rounded_up(seconds: float) -> float:
+    return math.ceil(1000 * seconds) / 1000
 
 
 def _objective(asked_s: float | None, default_s: float, least_s: float) -> float:
