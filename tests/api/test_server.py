@@ -10,7 +10,8 @@ import pytest
 
 from backfill.api.config import ServerConfig
 from backfill.api.server import Server
-from backfill.core.config import EngineConfig
+from backfill.core.config import EngineConfig, SchedulerConfig
+from backfill.core.errors import ConfigError
 from backfill.core.slo import SLO
 from backfill.engine.client import EngineClient
 from backfill.engine.messages import Ready
@@ -18,14 +19,14 @@ from backfill.generation.tokenizer import Tokenizer
 from backfill.models.generation_config import GenerationDefaults
 from backfill.protocol.preparer import RequestPreparer, ServedModel
 from tests.api.test_shedding import step_report
-from tests.builders import linear_cost, make_info, make_profile
+from tests.builders import flat_cost, linear_cost, make_info, make_profile
 from tests.cli.running import run_cli_here
 
 MODEL = ServedModel(names=("m",), root="m", folder=Path(), created=0)
 
 
-def new_server(**options: Any) -> Server:
-    config = EngineConfig(model_dir="")
+def new_server(scheduler: SchedulerConfig | None = None, **options: Any) -> Server:
+    config = EngineConfig(model_dir="", scheduler=scheduler or SchedulerConfig())
     client = EngineClient(config)
     return Server(ServerConfig(**options), config, MODEL, client=client, url="", jobs_config=None)
 
@@ -86,3 +87,17 @@ def test_the_options_reach_the_server(
     assert config.is_strict
     assert config.sheds_hopeless
     assert config.allowed_origins == ("https://a.example", "*")
+
+
+def test_objectives_that_cannot_be_met_are_refused_or_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    async def ready(ttft_slo_s: float) -> None:
+        profile = make_profile(flat_cost(0.1))
+        server = new_server(SchedulerConfig(policy="slo", ttft_slo_s=ttft_slo_s))
+        preparer = RequestPreparer(MODEL, cast(Tokenizer, None), GenerationDefaults())
+        server._loading = asyncio.create_task(asyncio.sleep(0, preparer))
+        await server._on_engine_ready(Ready(make_info(), 0.0, SLO(ttft_slo_s, 0.1), profile))
+
+    with pytest.raises(ConfigError, match=r"^--ttft-slo 1e-09: one request alone needs 0.1 s on this device"):
+        asyncio.run(ready(1e-9))
+    asyncio.run(ready(0.09))
+    assert "--ttft-slo 0.09: one request alone needs 0.1 s, by a" in caplog.text

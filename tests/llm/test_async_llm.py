@@ -9,11 +9,15 @@ import threading
 from collections.abc import Coroutine
 from contextlib import aclosing
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
 from backfill import SLO, AsyncLLM, EngineDead, RequestOutput, RequestOutputKind, SamplingParams
+from backfill.engine.client import EngineClient
+from backfill.engine.messages import Ready
 from backfill.llm import local_engine
+from tests.builders import flat_cost, make_info, make_profile
 
 PROMPT = [1000, 2000, 3000]
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -278,3 +282,25 @@ def test_the_end_of_the_block_ends_the_requests(async_llm: AsyncLLM, small_model
         return ending
 
     assert isinstance(asyncio.run(asyncio.wait_for(end_early(), 120.0)), EngineDead)
+
+
+@pytest.mark.parametrize("objective", ["ttft_slo", "tpot_slo"])
+def test_objectives_of_the_engine_that_cannot_be_met_are_named_as_keywords(
+    async_llm: AsyncLLM, run: Run, monkeypatch: pytest.MonkeyPatch, objective: str
+) -> None:
+    ready = Ready(make_info(), 0.0, SLO(1.0, 1.0), make_profile(flat_cost(0.1)))
+    monkeypatch.setattr(EngineClient, "start", AsyncMock(return_value=ready))
+    with pytest.raises(ValueError, match=f"^{objective} 1e-09: one request alone needs 0.1 s on this device"):
+        run(AsyncLLM(async_llm._engine.client.config.model_dir, **{objective: 1e-9}).start())
+
+
+def test_objectives_that_may_be_missed_are_warned_of_once(
+    async_llm: AsyncLLM, run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ready = Ready(make_info(), 0.0, SLO(1.0, 1.0), make_profile(flat_cost(0.1)))
+    monkeypatch.setattr(EngineClient, "start", AsyncMock(return_value=ready))
+    llm = AsyncLLM(async_llm._engine.client.config.model_dir, ttft_slo=0.09)
+    for _ in range(2):
+        run(llm.start())
+    assert caplog.text.count("ttft_slo 0.09: one request alone needs 0.1 s, by a") == 1
+    assert "--ttft" not in caplog.text

@@ -42,6 +42,7 @@ from backfill.preparation.client import PreparationClient
 from backfill.preparation.messages import PreparationSetup
 from backfill.protocol.preparer import EngineFacts, RequestPreparer, ServedModel
 from backfill.protocol.service import CompletionService
+from backfill.scheduling.objectives import check_server_slo
 
 logger = logging.getLogger(__name__)
 
@@ -177,7 +178,13 @@ class Server:
         return None if self._was_ready else self._stopped_by
 
     async def _on_engine_ready(self, ready: Ready) -> None:
-        """Take requests; the service is made once and outlives the engines behind it."""
+        """Take requests; the service is made once and outlives the engines behind it.
+
+        Raises: ConfigError for objectives of the server that the first engine can never meet.
+        """
+        if self.state.service is None:
+            for warning in check_server_slo(self.state.engine_config.scheduler, ready.profile):
+                logger.warning(warning)
         assert self._loading is not None
         preparer = await self._loading
         self._use(preparer, EngineFacts.of(ready, self.state.engine_config.scheduler))

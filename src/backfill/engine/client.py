@@ -39,7 +39,6 @@ from backfill.engine.tasks import TaskWatch
 from backfill.execution.executor import ExecutorInfo
 from backfill.ipc.python_process import PythonProcess
 from backfill.ipc.socket_folder import SocketFolder
-from backfill.scheduling.objectives import check_server_slo
 
 logger = logging.getLogger(__name__)
 
@@ -224,8 +223,6 @@ class EngineClient:
         if not isinstance(first, Ready):
             raise BackfillError(first.message if isinstance(first, StartFailed) else self._how_it_ended())
         if self.default_slo is None:
-            if first.profile is not None:
-                check_server_slo(self.config.scheduler, first.profile)
             self.default_slo = first.default_slo
             self.config = _with_objectives(self.config, first.default_slo)
         self.info = first.info

@@ -30,13 +30,14 @@ def in_library_terms(where: str = "") -> Iterator[None]:
     try:
         yield
     except RequestError as error:
-        raise InvalidRequest(where + _with_keywords(str(error)), param=error.param, code=error.code) from None
+        raise InvalidRequest(where + with_keywords(str(error)), param=error.param, code=error.code) from None
     except ConfigError as error:
-        raise InvalidOption(_with_keywords(str(error))) from None
+        raise InvalidOption(with_keywords(str(error))) from None
     except BackfillError as error:
-        error.args = (_with_keywords(str(error)),)
+        error.args = (with_keywords(str(error)),)
         raise
 
 
-def _with_keywords(message: str) -> str:
+def with_keywords(message: str) -> str:
+    """A message of the layers below, with options named as keywords."""
     return _FLAG.sub(lambda flag: flag[1].replace("-", "_"), message)

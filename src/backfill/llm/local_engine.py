@@ -19,7 +19,7 @@ from backfill.engine.options import check_profile
 from backfill.execution.executor import ExecutorInfo
 from backfill.generation.generator import NoObserver, TextGenerator
 from backfill.generation.tokenizer import Tokenizer
-from backfill.llm.errors import in_library_terms
+from backfill.llm.errors import in_library_terms, with_keywords
 from backfill.llm.options import LLMOptions
 from backfill.llm.outputs import RequestOutput
 from backfill.llm.progress import FetchLines
@@ -28,6 +28,7 @@ from backfill.llm.sampling_params import SamplingParams
 from backfill.models.config import ModelConfig
 from backfill.models.generation_config import GenerationDefaults
 from backfill.models.resolve import resolve_model
+from backfill.scheduling.objectives import check_server_slo
 
 logger = logging.getLogger(__name__)
 
@@ -144,6 +145,9 @@ class LocalEngine:
         loading = asyncio.ensure_future(asyncio.to_thread(self._load, client))
         try:
             ready = await client.start()
+            if self._loaded is None:
+                for warning in check_server_slo(self._options.engine_config.scheduler, ready.profile):
+                    logger.warning(with_keywords(warning))
             self._loaded = await loading
             self.check_usable()
         except BaseException:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Mapping
 
@@ -12,8 +11,6 @@ from backfill.core.slo import SLO
 from backfill.costs.load import StepLoad
 from backfill.costs.model import CostModel
 from backfill.costs.profile import CostProfile
-
-logger = logging.getLogger(__name__)
 
 DEFAULT_SLO = SLO(ttft_s=1.0, tpot_s=0.15)
 # A default objective is widened to this multiple of what one request alone needs.
@@ -79,11 +76,14 @@ def server_slo(config: SchedulerConfig, cost: CostModel | None) -> SLO:
     )
 
 
-def check_server_slo(config: SchedulerConfig, profile: CostProfile) -> None:
-    """Warn of a configured objective that one request alone is not predicted to meet.
+def check_server_slo(config: SchedulerConfig, profile: CostProfile | None) -> list[str]:
+    """A warning for each configured objective that one request alone is not predicted to meet.
 
     Raises: ConfigError for one that it cannot meet in any case.
     """
+    if profile is None:
+        return []
+    warnings = []
     least, impossible = achievable_slo(profile.cost, config), impossible_slo(profile, config)
     for option, asked_s, least_s, impossible_s in (
         ("--ttft-slo", config.ttft_slo_s, least.ttft_s, impossible.ttft_s),
@@ -94,7 +94,8 @@ def check_server_slo(config: SchedulerConfig, profile: CostProfile) -> None:
         needs = f"{option} {asked_s:g}: one request alone needs {_rounded_up(least_s):g} s"
         if asked_s < impossible_s:
             raise ConfigError(f"{needs} on this device; give at least that.")
-        logger.warning("%s, by a %s cost profile; it may often be missed", needs, profile.quality)
+        warnings.append(f"{needs}, by a {profile.quality} cost profile; it may often be missed")
+    return warnings
 
 
 def _chunk_tokens(config: SchedulerConfig) -> int:
