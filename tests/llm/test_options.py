@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from backfill import LLM, AsyncLLM, BackfillError
+from backfill.cli.run_batch import run_batch
+from backfill.cli.serve import serve
 from backfill.engine.options import EngineOptions
 from backfill.llm.options import parse_engine_options
 from tests.test_docs import options as command_options
@@ -66,6 +69,16 @@ def test_a_model_that_is_not_there_is_refused(tmp_path: Path) -> None:
 def test_options_are_those_of_the_server() -> None:
     flags = {flag.removeprefix("--").replace("-", "_") for flag in command_options("serve")}
     assert set(inspect.signature(EngineOptions).parameters) <= flags
+
+
+@pytest.mark.parametrize("command", [serve, run_batch])
+def test_commands_repeat_the_defaults_of_the_options(command: Callable[..., None]) -> None:
+    options = inspect.signature(EngineOptions).parameters
+    repeated = {name: each for name, each in inspect.signature(command).parameters.items() if name in options}
+    expected = {name: options[name].default for name in repeated}
+    if "policy" in expected:
+        expected["policy"] = "slo"  # a server's, and AsyncLLM's
+    assert {name: each.default for name, each in repeated.items()} == expected
 
 
 def test_help_names_every_option() -> None:

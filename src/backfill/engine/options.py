@@ -1,4 +1,7 @@
-"""What a user may ask of an engine: options of the commands, keywords of ``LLM``; each is written once."""
+"""What a user may ask of an engine: options of the commands, keywords of ``LLM``.
+
+Their rules are written here alone. The commands' signatures repeat names and defaults; a test compares them.
+"""
 
 from __future__ import annotations
 
