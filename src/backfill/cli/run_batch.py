@@ -148,13 +148,14 @@ def _print_summary(run: LocalRun, console: Console, *, is_whole: bool, as_json: 
     if not is_whole and run.rates is None:
         lines = [f"backfill: {LOADING}"]
     else:
+        resumed = f" ({run.num_resumed} of them in an earlier run)" if run.num_resumed else ""
         lines = [
-            f"{num_ended} of {counts.total} lines: {counts.completed} completed, {counts.failed} failed; "
-            f"{usage.input_tokens} tokens in, {usage.output_tokens} out"
+            f"{num_ended} of {counts.total} lines: {counts.completed} completed, {counts.failed} failed"
+            f"{resumed}; {usage.input_tokens} tokens in, {usage.output_tokens} out"
         ]
         if not is_whole:
             lines.append(
-                f"Interrupted: {run.num_dropped} lines in flight are dropped. "
+                f"Interrupted: what was computed of {run.num_dropped} lines in flight is dropped. "
                 "The same command goes on from here."
             )
     for line in lines:
