@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -58,6 +60,7 @@ def run_batch_options(model: Path) -> tuple[str, ...]:
     ],
 )
 def test_an_interrupt_while_a_command_loads_is_one_line(
+    request: pytest.FixtureRequest,
     tmp_path: Path,
     small_model: Path,
     start: tuple[str, ...],
@@ -65,7 +68,8 @@ def test_an_interrupt_while_a_command_loads_is_one_line(
     moment: str,
     number: signal.Signals,
 ) -> None:
-    (tmp_path / "tmp").mkdir()
+    temporary = Path(tempfile.mkdtemp(prefix="bf-"))  # tmp_path is too long for sockets
+    request.addfinalizer(lambda: shutil.rmtree(temporary))
     (tmp_path / "sitecustomize.py").write_text(INTERRUPTS)
     (tmp_path / "in.jsonl").write_bytes(as_jsonl([completion_line("a")]))
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
@@ -84,7 +88,7 @@ def test_an_interrupt_while_a_command_loads_is_one_line(
         "INTERRUPT_AT": moment,
         "INTERRUPT_WITH": number.name,
         "INTERRUPTED": str(tmp_path / "interrupted"),
-        "TMPDIR": str(tmp_path / "tmp"),
+        "TMPDIR": str(temporary),
     }
     process = subprocess.Popen(
         [*start, *command.split(), *arguments],
@@ -98,7 +102,7 @@ def test_an_interrupt_while_a_command_loads_is_one_line(
     stdout, stderr = process.communicate(timeout=200)
     assert (tmp_path / "interrupted").exists(), stderr
     assert (process.returncode, stdout) == (128 + number, ""), stderr
-    assert list((tmp_path / "tmp").glob("backfill-*")) == []
+    assert list(temporary.glob("backfill-*")) == []
     assert stderr in (f"backfill: {LOADING}\n", "backfill: interrupted\n")
 
 

@@ -1,13 +1,23 @@
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from backfill.ipc.socket_folder import SocketFolder
+
+
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    """Shorter than pytest's, in which there may be no room for sockets."""
+    folder = Path(tempfile.mkdtemp(prefix="bf-"))
+    yield folder
+    shutil.rmtree(folder)
 
 
 @pytest.fixture(autouse=True)
@@ -21,6 +31,21 @@ def run(script: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60
     )
+
+
+def test_sockets_can_be_made_where_the_temporary_folder_has_a_long_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = tmp_path / ("x" * 80)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    folder = SocketFolder()
+    try:
+        assert list(long.iterdir()) == []
+        assert len(folder.url("commands").removeprefix("ipc://")) <= 107
+    finally:
+        folder.remove()
+    assert not folder.path.exists()
 
 
 def test_a_new_folder_clears_away_those_of_killed_processes_alone(tmp_path: Path) -> None:

@@ -170,7 +170,7 @@ class EngineClient:
         assert self._folder is None, "there is a process already"
         try:
             self._launch()
-        except OSError as error:
+        except (OSError, zmq.ZMQError) as error:
             self._close()
             raise BackfillError(
                 f"The engine process cannot be started: {error.strerror or error}."

@@ -10,6 +10,9 @@ from contextlib import suppress
 from pathlib import Path
 
 _PREFIX = "backfill-"
+# A socket's path has 107 bytes at most, of which this folder's own name and the socket's take up to 35.
+_LONGEST_PARENT = 72
+_SHORT_PARENT = "/tmp"
 
 
 class SocketFolder:
@@ -22,8 +25,9 @@ class SocketFolder:
     """
 
     def __init__(self) -> None:
-        remove_left_folders()
-        self.path = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-"))
+        parent = _parent()
+        remove_left_folders(parent)
+        self.path = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=parent))
         # Held while this process lives: a container with the same /tmp does not know its id.
         self._lock: int | None = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         fcntl.flock(self._lock, fcntl.LOCK_SH)
@@ -39,9 +43,15 @@ class SocketFolder:
             os.close(lock)
 
 
-def remove_left_folders() -> None:
+def _parent() -> Path:
+    """The folder for temporary files, unless its path is too long for sockets in it."""
+    parent = tempfile.gettempdir()
+    return Path(parent if len(os.fsencode(parent)) <= _LONGEST_PARENT else _SHORT_PARENT)
+
+
+def remove_left_folders(parent: Path) -> None:
     """Remove the folders of processes that have ended, such as by SIGKILL."""
-    for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*-*"):
+    for path in parent.glob(f"{_PREFIX}*-*"):
         pid = path.name.removeprefix(_PREFIX).partition("-")[0]
         with suppress(OSError):  # another process removes it
             if pid.isdigit() and path.stat().st_uid == os.getuid() and not _is_alive(int(pid)):
