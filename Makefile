@@ -17,7 +17,7 @@ PIP := $(BIN)/pip install --disable-pip-version-check -c constraints.txt
 TORCH_INDEX ?= $(if $(wildcard /dev/nvidia0 /dev/nvidiactl /dev/dxg),,https://download.pytorch.org/whl/cpu)
 
 # What depends on the kernels, and which of their variants to run it with; by default all that this machine has.
-NUMERIC_TESTS := $(addprefix tests/,kernels models execution engine api cli bench/test_throughput.py)
+NUMERIC_TESTS := $(addprefix tests/,kernels models execution engine llm api cli bench/test_throughput.py)
 VARIANTS = $(shell $(BIN)/python -c 'from backfill.kernels.cpu import available_isas; print(*available_isas())')
 
 .PHONY: install install-dev serve test test-variants lint bench clean
