@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import torch
 
-from backfill.kernels.base import AttentionBatch
+from backfill.kernels.base import AttentionMetadata
 from backfill.kernels.cpu import CpuKernels, available_isas
 
 
@@ -102,7 +102,9 @@ def measure_prefill(args: argparse.Namespace, kernels: CpuKernels) -> dict[str, 
         batch = make_batch(args, [length], [length], torch.arange(num_blocks))
         qkv = torch.randn(length, (args.heads + 2 * args.kv_heads) * args.head_dim).to(pool.dtype)
 
-        def step(qkv: torch.Tensor = qkv, pool: torch.Tensor = pool, batch: AttentionBatch = batch) -> None:
+        def step(
+            qkv: torch.Tensor = qkv, pool: torch.Tensor = pool, batch: AttentionMetadata = batch
+        ) -> None:
             for layer in range(args.layers):
                 kernels.attention(qkv, pool, layer, batch, args.heads, args.head_dim**-0.5)
 
@@ -119,19 +121,19 @@ def make_pool(args: argparse.Namespace, num_blocks: int) -> torch.Tensor:
 
 
 def make_batch(
-    args: argparse.Namespace, query_lens: list[int], context_lens: list[int], blocks: torch.Tensor
-) -> AttentionBatch:
+    args: argparse.Namespace, query_lens: list[int], seq_lens: list[int], blocks: torch.Tensor
+) -> AttentionMetadata:
     """Sequences that own ``blocks`` in turn, filled forwards."""
-    counts = torch.tensor([-(-context // args.block_size) for context in context_lens])
-    return AttentionBatch(
+    counts = torch.tensor([-(-context // args.block_size) for context in seq_lens])
+    return AttentionMetadata(
         positions=torch.zeros(sum(query_lens), dtype=torch.int64),
-        slots=torch.zeros(sum(query_lens), dtype=torch.int64),
-        query_offsets=torch.tensor([0, *query_lens]).cumsum(0).int(),
-        context_lens=torch.tensor(context_lens).int(),
-        block_refs=(blocks << 1).int(),
-        block_offsets=torch.cat((torch.zeros(1), counts.cumsum(0))).int(),
+        slot_mapping=torch.zeros(sum(query_lens), dtype=torch.int64),
+        cu_seqlens_q=torch.tensor([0, *query_lens]).cumsum(0).int(),
+        seq_lens=torch.tensor(seq_lens).int(),
+        block_table=(blocks << 1).int(),
+        block_table_offsets=torch.cat((torch.zeros(1), counts.cumsum(0))).int(),
         max_query_len=max(query_lens),
-        max_context_len=max(context_lens),
+        max_seq_len=max(seq_lens),
     )
 
 

@@ -117,7 +117,7 @@ async def read_stream(port: int, request: bytes, num_tokens: int) -> float:
 
 
 async def body_parts(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
-    """The pieces of a response in chunked transfer encoding, whatever reads they arrive in.
+    """The chunks of a response in chunked transfer encoding, whatever reads they arrive in.
 
     Raises: SystemExit for another response, IncompleteReadError when the connection ends before it.
     """

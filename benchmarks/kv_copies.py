@@ -22,7 +22,7 @@ import torch
 
 from backfill.core.block import BlockCopy, pack_block_ref
 from backfill.core.config import GIB, EngineConfig, SchedulerConfig
-from backfill.core.plan import AdmittedRequest, CopyKinds, ScheduledSlice, StepPlan
+from backfill.core.plan import AdmittedRequest, CopyDirections, ScheduledSlice, StepPlan
 from backfill.core.request import RequestId
 from backfill.core.sampling import SamplingParams
 from backfill.engine.environment import engine_environment
@@ -44,10 +44,10 @@ class TimedCopier:
         self.spent_s = 0.0
 
     def begin(
-        self, checkpoint: Sequence[BlockCopy], restore: Sequence[BlockCopy], waits_for: CopyKinds
+        self, checkpoint: Sequence[BlockCopy], restore: Sequence[BlockCopy], blocking_copies: CopyDirections
     ) -> None:
         began = time.perf_counter()
-        self._copier.begin(checkpoint, restore, waits_for)
+        self._copier.begin(checkpoint, restore, blocking_copies)
         self.spent_s += time.perf_counter() - began
 
     def take_completed(self) -> tuple[BlockCopy, ...]:
@@ -95,11 +95,11 @@ def alone(executor: TorchExecutor, rounds: int) -> dict[str, float]:
     pairs = tuple(map(BlockCopy, random.sample(range(info.num_blocks), count),
                       random.sample(range(info.num_host_blocks), count)))  # fmt: skip
     volume = count * info.block_bytes
-    first = volume / seconds(lambda: fresh.begin(pairs, (), CopyKinds.CHECKPOINT))
+    first = volume / seconds(lambda: fresh.begin(pairs, (), CopyDirections.CHECKPOINT))
     speeds = {"to_host_untouched": first}
     for name, begin in (
-        ("to_host", lambda: fresh.begin(pairs, (), CopyKinds.CHECKPOINT)),
-        ("to_device", lambda: fresh.begin((), pairs, CopyKinds.RESTORE)),
+        ("to_host", lambda: fresh.begin(pairs, (), CopyDirections.CHECKPOINT)),
+        ("to_device", lambda: fresh.begin((), pairs, CopyDirections.RESTORE)),
     ):
         speeds[name] = statistics.median(volume / seconds(begin) for _ in range(rounds))
     fresh.close()
@@ -126,9 +126,9 @@ def decode_step(executor: TorchExecutor) -> StepPlan:
 
 
 def drain(executor: TorchExecutor, under_way: int) -> None:
-    idle = StepPlan(step=0, admitted=(), slices=(), released=(), awaits_copy=True)
+    idle = StepPlan(step=0, admitted=(), slices=(), released=(), is_idle_until_copy=True)
     while under_way:
-        under_way -= len(executor.run(idle).copied)
+        under_way -= len(executor.run(idle).completed_copies)
 
 
 def beside_steps(executor: TorchExecutor, copier: TimedCopier, rounds: int) -> list[dict[str, object]]:
@@ -158,7 +158,7 @@ def beside_steps(executor: TorchExecutor, copier: TimedCopier, rounds: int) -> l
             outcome = executor.run(with_copies)
             times[case] = time.perf_counter() - began
             own_s[case].append(copier.spent_s)
-            left[case].append(count - len(outcome.copied))
+            left[case].append(count - len(outcome.completed_copies))
             drain(executor, left[case][-1])
         plain_s.append(times["none", 0])
         for case in cases:
@@ -198,7 +198,7 @@ def main() -> None:
     assert executor._copier is not None
     # Touch the whole host pool: the first copy into a page is slower, once.
     everything = tuple(BlockCopy(index % info.num_blocks, index) for index in range(info.num_host_blocks))
-    executor._copier.begin(everything, (), CopyKinds.CHECKPOINT)
+    executor._copier.begin(everything, (), CopyDirections.CHECKPOINT)
     copier = TimedCopier(executor._copier)
     executor._copier = copier
     steps = beside_steps(executor, copier, options.rounds)

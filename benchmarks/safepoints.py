@@ -45,15 +45,17 @@ def make_plan(executor: TorchExecutor) -> StepPlan:
             count,
             tuple(pack_block_ref(index * blocks_each + block) for block in range(blocks_each)),
             samples=False,
-            yields=True,
+            preemptible=True,
         )
         for index, (start, count) in enumerate(shapes)
     )
     admitted = tuple(
         AdmittedRequest(
-            piece.request_id, (5,) * (piece.start + piece.num_tokens), SamplingParams(max_tokens=1)
+            scheduled.request_id,
+            (5,) * (scheduled.start + scheduled.num_tokens),
+            SamplingParams(max_tokens=1),
         )
-        for piece in slices
+        for scheduled in slices
     )
     executor.fill_kv_pool(executor.info.num_blocks)
     executor.run(StepPlan(step=0, admitted=admitted, slices=(), released=()))

@@ -83,8 +83,8 @@ def _step(scheduler: Scheduler, clock: VirtualClock) -> float:
     planned_s = time.perf_counter() - began
     clock.advance(plan.predicted_s)
     outcome = StepOutcome(
-        tuple(SampledToken(piece.request_id, 5) for piece in plan.slices if piece.samples),
-        copied=plan.checkpoint + plan.restore,
+        tuple(SampledToken(scheduled.request_id, 5) for scheduled in plan.slices if scheduled.samples),
+        completed_copies=plan.checkpoint + plan.restore,
     )
     began = time.perf_counter()
     scheduler.commit(plan, outcome, clock.now_s())

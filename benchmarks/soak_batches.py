@@ -59,7 +59,7 @@ class BatchClient:
         def form() -> aiohttp.FormData:
             data = aiohttp.FormData()
             data.add_field("purpose", "batch")
-            data.add_field("file", _pieces(lines()), filename="soak.jsonl")
+            data.add_field("file", _copy_groups(lines()), filename="soak.jsonl")
             return data
 
         answer = await self._json("POST", "/v1/files", form=form)
@@ -197,11 +197,11 @@ async def audit(url: str) -> tuple[dict[str, int], list[str]]:
     return totals, faults
 
 
-async def _pieces(lines: Iterator[bytes]) -> AsyncIterator[bytes]:
-    piece = bytearray()
+async def _copy_groups(lines: Iterator[bytes]) -> AsyncIterator[bytes]:
+    chunk = bytearray()
     for line in lines:
-        piece += line
-        if len(piece) >= _PIECE_BYTES:
-            yield bytes(piece)
-            piece.clear()
-    yield bytes(piece)
+        chunk += line
+        if len(chunk) >= _PIECE_BYTES:
+            yield bytes(chunk)
+            chunk.clear()
+    yield bytes(chunk)

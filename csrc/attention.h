@@ -42,7 +42,7 @@ struct Totals {
 };
 
 BACKFILL_INLINE int64_t num_rows(const AttentionArgs& args, int64_t seq) {
-  return args.query_offsets[seq + 1] - args.query_offsets[seq];
+  return args.cu_seqlens_q[seq + 1] - args.cu_seqlens_q[seq];
 }
 
 // Times are rough figures of one core, good enough to decide whether to wake another.
@@ -50,7 +50,7 @@ BACKFILL_INLINE Totals measure(const AttentionArgs& args, int64_t element_bytes)
   Totals totals;
   const PoolShape& shape = args.shape;
   for (int64_t seq = 0; seq < args.num_seqs; seq++) {
-    const int64_t rows = num_rows(args, seq), context = args.context_lens[seq];
+    const int64_t rows = num_rows(args, seq), context = args.seq_lens[seq];
     if (rows == 1) {
       totals.decode_seqs++;
       totals.decode_keys += context;
@@ -101,7 +101,7 @@ BACKFILL_INLINE void plan_prefill(const AttentionArgs& args, const Totals& total
 BACKFILL_INLINE void plan_decode(const AttentionArgs& args, int64_t most_keys, Plan& plan) {
   for (int64_t seq = 0; seq < args.num_seqs; seq++) {
     if (num_rows(args, seq) != 1) continue;
-    const int64_t context = args.context_lens[seq], count = ceil_divide(context, most_keys);
+    const int64_t context = args.seq_lens[seq], count = ceil_divide(context, most_keys);
     if (count > 1) plan.splits[plan.num_splits++] = {(int32_t)seq, (int32_t)count, (int32_t)plan.num_parts};
     const int64_t step = round_up(ceil_divide(context, count), 16);
     for (int64_t g = 0; g < args.shape.num_kv_heads; g++)
@@ -122,7 +122,7 @@ BACKFILL_INLINE Plan empty_plan(const AttentionArgs& args, const Totals& totals,
   for (int64_t seq = 0; seq < args.num_seqs; seq++) {
     const int64_t rows = num_rows(args, seq);
     if (rows == 1) {
-      const int64_t count = ceil_divide(args.context_lens[seq], most_keys);
+      const int64_t count = ceil_divide(args.seq_lens[seq], most_keys);
       items += count;
       if (count > 1) splits++, parts += count;
     } else if (rows > 1) {
@@ -165,7 +165,7 @@ template <class T>
 void merge_split(const AttentionArgs& args, const Plan& plan, const Split& split) {
   const int64_t dim = args.shape.head_dim, size = partial_size(dim);
   const int64_t group = args.num_heads / args.shape.num_kv_heads;
-  T* out = static_cast<T*>(args.out) + args.query_offsets[split.seq] * args.num_heads * dim;
+  T* out = static_cast<T*>(args.out) + args.cu_seqlens_q[split.seq] * args.num_heads * dim;
   for (int64_t head = 0; head < args.num_heads; head++) {
     const int64_t first = split.first_part + head / group * split.count;
     const float* partials = plan.partials + (first * group + head % group) * size;

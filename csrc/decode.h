@@ -207,7 +207,7 @@ class DecodeItem {
         padded_dim_(padded_head_dim(dim_)),
         group_(args.num_heads / args.shape.num_kv_heads),
         scale_(args.scale * kLog2e) {
-    const int64_t row = args.query_offsets[seq];
+    const int64_t row = args.cu_seqlens_q[seq];
     const int64_t row_size = (args.num_heads + 2 * args.shape.num_kv_heads) * dim_;
     query_ = static_cast<const T*>(args.qkv) + row * row_size + kv_head * group_ * dim_;
     out_ = static_cast<T*>(args.out) + (row * args.num_heads + kv_head * group_) * dim_;

@@ -60,7 +60,7 @@ class TileDecodeItem {
         group_(args.num_heads / args.shape.num_kv_heads),
         lanes_(group_ <= 4 ? 4 : 8),
         scale_(args.scale * kLog2e) {
-    const int64_t row = args.query_offsets[seq];
+    const int64_t row = args.cu_seqlens_q[seq];
     const int64_t row_size = (args.num_heads + 2 * args.shape.num_kv_heads) * kDim;
     query_ = static_cast<const bf16*>(args.qkv) + row * row_size + kv_head * group_ * kDim;
     out_ = static_cast<bf16*>(args.out) + (row * args.num_heads + kv_head * group_) * kDim;

@@ -41,7 +41,7 @@ struct RotateArgs {
   void* pool;
   PoolShape shape;
   const int64_t* positions;
-  const int64_t* slots;
+  const int64_t* slot_mapping;
   const float* cos_sin;  // null: no rotary embedding
   const void* q_norm;    // null: no norm of q and k
   const void* k_norm;
@@ -54,10 +54,10 @@ struct AttentionArgs {
   const void* pool;
   void* out;
   PoolShape shape;
-  const int32_t* query_offsets;
-  const int32_t* context_lens;
-  const int32_t* block_refs;
-  const int32_t* block_offsets;
+  const int32_t* cu_seqlens_q;
+  const int32_t* seq_lens;
+  const int32_t* block_table;
+  const int32_t* block_table_offsets;
   int64_t num_seqs, num_heads;
   float scale;
 };

@@ -38,7 +38,7 @@ template <class T>
 BACKFILL_INLINE KeyRows<T> key_rows(const AttentionArgs& args, int64_t seq, int64_t kv_head) {
   const PoolShape& shape = args.shape;
   const T* base = static_cast<const T*>(args.pool) + shape.layer_offset;
-  return {base + kv_head * shape.block_size * shape.head_dim, args.block_refs + args.block_offsets[seq],
+  return {base + kv_head * shape.block_size * shape.head_dim, args.block_table + args.block_table_offsets[seq],
           shape};
 }
 

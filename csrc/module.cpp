@@ -55,18 +55,18 @@ struct KvPool {
 };
 
 struct Batch {
-  const int64_t *positions, *slots;
-  const int32_t *query_offsets, *context_lens, *block_refs, *block_offsets;
+  const int64_t *positions, *slot_mapping;
+  const int32_t *cu_seqlens_q, *seq_lens, *block_table, *block_table_offsets;
   int64_t rows, num_seqs;
 
-  Batch(uintptr_t positions, uintptr_t slots, uintptr_t query_offsets, uintptr_t context_lens,
-        uintptr_t block_refs, uintptr_t block_offsets, int64_t rows, int64_t num_seqs)
+  Batch(uintptr_t positions, uintptr_t slot_mapping, uintptr_t cu_seqlens_q, uintptr_t seq_lens,
+        uintptr_t block_table, uintptr_t block_table_offsets, int64_t rows, int64_t num_seqs)
       : positions(address<int64_t>(positions)),
-        slots(address<int64_t>(slots)),
-        query_offsets(address<int32_t>(query_offsets)),
-        context_lens(address<int32_t>(context_lens)),
-        block_refs(address<int32_t>(block_refs)),
-        block_offsets(address<int32_t>(block_offsets)),
+        slot_mapping(address<int64_t>(slot_mapping)),
+        cu_seqlens_q(address<int32_t>(cu_seqlens_q)),
+        seq_lens(address<int32_t>(seq_lens)),
+        block_table(address<int32_t>(block_table)),
+        block_table_offsets(address<int32_t>(block_table_offsets)),
         rows(rows),
         num_seqs(num_seqs) {}
 };
@@ -100,15 +100,15 @@ class KernelSet {
                            int64_t num_heads, uintptr_t cos_sin, uintptr_t q_norm, uintptr_t k_norm,
                            float eps) const {
     isa_.table->rotate_and_write_kv[pool.type](
-        {address<void>(qkv), pool.data, pool.layer(layer), batch.positions, batch.slots,
+        {address<void>(qkv), pool.data, pool.layer(layer), batch.positions, batch.slot_mapping,
          address<float>(cos_sin), address<void>(q_norm), address<void>(k_norm), batch.rows, num_heads, eps});
   }
 
   void attention(uintptr_t qkv, uintptr_t out, const KvPool& pool, const Batch& batch, int64_t layer,
                  int64_t num_heads, float scale) const {
     isa_.table->attention[pool.type]({address<void>(qkv), pool.data, address<void>(out), pool.layer(layer),
-                                      batch.query_offsets, batch.context_lens, batch.block_refs,
-                                      batch.block_offsets, batch.num_seqs, num_heads, scale});
+                                      batch.cu_seqlens_q, batch.seq_lens, batch.block_table,
+                                      batch.block_table_offsets, batch.num_seqs, num_heads, scale});
   }
 
  private:
@@ -165,7 +165,7 @@ NB_MODULE(_kernels, m) {
            "num_kv_heads"_a, "block_size"_a, "head_dim"_a);
   nb::class_<backfill::Batch>(m, "Batch")
       .def(nb::init<Address, Address, Address, Address, Address, Address, int64_t, int64_t>(), "positions"_a,
-           "slots"_a, "query_offsets"_a, "context_lens"_a, "block_refs"_a, "block_offsets"_a, "rows"_a,
+           "slot_mapping"_a, "cu_seqlens_q"_a, "seq_lens"_a, "block_table"_a, "block_table_offsets"_a, "rows"_a,
            "num_seqs"_a);
   nb::class_<KernelSet>(m, "KernelSet")
       .def(nb::init<const std::string&>(), "isa"_a = "",

@@ -39,8 +39,8 @@ class PrefillItem {
         row_size_((args.num_heads + 2 * args.shape.num_kv_heads) * dim_),
         out_size_(args.num_heads * dim_),
         scale_(args.scale * kLog2e) {
-    const int64_t first = args.query_offsets[seq], rows = args.query_offsets[seq + 1] - first;
-    first_position_ = args.context_lens[seq] - rows + begin;
+    const int64_t first = args.cu_seqlens_q[seq], rows = args.cu_seqlens_q[seq + 1] - first;
+    first_position_ = args.seq_lens[seq] - rows + begin;
     query_ = static_cast<const T*>(args.qkv) + (first + begin) * row_size_ + kv_head * group_ * dim_;
     out_ = static_cast<T*>(args.out) + (first + begin) * out_size_ + kv_head * group_ * dim_;
     share_memory();

@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from backfill.core.block import BlockCopy
-from backfill.core.plan import CopyKinds, SampledToken, ScheduledSlice, StepOutcome, StepPlan
+from backfill.core.plan import CopyDirections, SampledToken, ScheduledSlice, StepOutcome, StepPlan
 from backfill.core.request import Request, RequestId, ServiceClass
 from backfill.core.sampling import SamplingParams
 from backfill.core.slo import SLO
@@ -118,17 +118,17 @@ class ScriptedExecutor:
         if fails:
             self._perhaps_known |= {admitted.request_id for admitted in plan.admitted}
             raise RuntimeError("scripted failure")
-        blocks = [ref >> 1 for piece in plan.slices for ref in piece.blocks]
+        blocks = [ref >> 1 for scheduled in plan.slices for ref in scheduled.blocks]
         assert len(blocks) == len(set(blocks)), "a block is in two requests' tables"
         sampled = []
-        for piece in plan.slices:
-            end = piece.start + piece.num_tokens
-            assert piece.num_tokens > 0
-            assert end <= len(piece.blocks) * self.info.block_size
-            assert piece.samples == (end == self.num_tokens[piece.request_id])
-            if piece.samples:
-                self.num_tokens[piece.request_id] += 1
-                sampled.append(SampledToken(piece.request_id, self.next_token))
+        for scheduled in plan.slices:
+            end = scheduled.start + scheduled.num_tokens
+            assert scheduled.num_tokens > 0
+            assert end <= len(scheduled.blocks) * self.info.block_size
+            assert scheduled.samples == (end == self.num_tokens[scheduled.request_id])
+            if scheduled.samples:
+                self.num_tokens[scheduled.request_id] += 1
+                sampled.append(SampledToken(scheduled.request_id, self.next_token))
         return StepOutcome(tuple(sampled))
 
 
@@ -173,26 +173,33 @@ class TwoTierExecutor(ScriptedExecutor):
 
     def run(self, plan: StepPlan) -> StepOutcome:
         self._begin(plan)
-        assert plan.awaits_copy == (not plan.slices and bool(self.under_way))
+        assert plan.is_idle_until_copy == (not plan.slices and bool(self.under_way))
         reading = {each.copy.device for each in self.under_way if each.to_host}
         writing = {each.copy.device for each in self.under_way if not each.to_host}
-        for piece in plan.slices:
-            self._check(piece, reading, writing)
+        for scheduled in plan.slices:
+            self._check(scheduled, reading, writing)
         if not plan.keeps_suspended and not plan.resumes:
             self._suspended = {}
         stopped, layers_done = self._stopped(plan)
         if plan.slices and self._rng.random() < self._fails:
             self.fail_at_step = plan.step
             self.num_admitted_by_failure = self._rng.randint(0, len(plan.admitted))
-        for piece in plan.slices:
-            is_undefined = piece.request_id in stopped or self.fail_at_step == plan.step
-            self._write(piece, None if is_undefined else piece.request_id)
+        for scheduled in plan.slices:
+            is_undefined = scheduled.request_id in stopped or self.fail_at_step == plan.step
+            self._write(scheduled, None if is_undefined else scheduled.request_id)
         outcome = self._sample(plan, stopped)
-        copied = self._complete(plan.awaits_copy)
-        return StepOutcome(outcome.sampled, tuple(stopped), layers_done, None, copied)
+        completed = self._complete(plan.is_idle_until_copy)
+        suspends = plan.safepoints is not None and plan.safepoints.suspends
+        return StepOutcome(
+            outcome.sampled,
+            suspended=tuple(stopped) if suspends else (),
+            discarded=() if suspends else tuple(stopped),
+            layers_done=layers_done,
+            completed_copies=completed,
+        )
 
     def _sample(self, plan: StepPlan, stopped: Collection[RequestId]) -> StepOutcome:
-        slices = tuple(piece for piece in plan.slices if piece.request_id not in stopped)
+        slices = tuple(scheduled for scheduled in plan.slices if scheduled.request_id not in stopped)
         return super().run(replace(plan, slices=slices))
 
     def _begin(self, plan: StepPlan) -> None:
@@ -201,7 +208,7 @@ class TwoTierExecutor(ScriptedExecutor):
         self.num_copies["checkpoint"] += len(plan.checkpoint)
         self.num_copies["restore"] += len(plan.restore)
         for to_host, copies in ((True, plan.checkpoint), (False, plan.restore)):
-            waits = (CopyKinds.CHECKPOINT if to_host else CopyKinds.RESTORE) in plan.waits_for
+            waits = (CopyDirections.CHECKPOINT if to_host else CopyDirections.RESTORE) in plan.blocking_copies
             for copy in copies:
                 for other in self.under_way:
                     assert copy.device != other.copy.device, "a block is in two copies"
@@ -233,35 +240,35 @@ class TwoTierExecutor(ScriptedExecutor):
             self.under_way.remove(each)
         return tuple(each.copy for each in done)
 
-    def _check(self, piece: ScheduledSlice, reading: Collection[int], writing: Collection[int]) -> None:
-        size, blocks = self.info.block_size, [ref >> 1 for ref in piece.blocks]
-        for position in range(piece.start):
+    def _check(self, scheduled: ScheduledSlice, reading: Collection[int], writing: Collection[int]) -> None:
+        size, blocks = self.info.block_size, [ref >> 1 for ref in scheduled.blocks]
+        for position in range(scheduled.start):
             found = self._device[blocks[position // size]][position % size]
-            assert found == (piece.request_id, position), f"{piece.request_id} at {position}: {found}"
+            assert found == (scheduled.request_id, position), f"{scheduled.request_id} at {position}: {found}"
         assert not set(writing).intersection(blocks), "a slice uses a block that is being copied to"
-        written = blocks[piece.start // size : -(-(piece.start + piece.num_tokens) // size)]
+        written = blocks[scheduled.start // size : -(-(scheduled.start + scheduled.num_tokens) // size)]
         assert not set(reading).intersection(written), "a slice writes a block that is being copied"
 
-    def _write(self, piece: ScheduledSlice, request_id: RequestId | None) -> None:
+    def _write(self, scheduled: ScheduledSlice, request_id: RequestId | None) -> None:
         size = self.info.block_size
-        for position in range(piece.start, piece.start + piece.num_tokens):
+        for position in range(scheduled.start, scheduled.start + scheduled.num_tokens):
             tag = None if request_id is None else (request_id, position)
-            self._device[piece.blocks[position // size] >> 1][position % size] = tag
+            self._device[scheduled.blocks[position // size] >> 1][position % size] = tag
 
     def _stopped(self, plan: StepPlan) -> tuple[Sequence[RequestId], int]:
         """What is stopped in this step, and the layers behind it."""
         num_layers = self.info.num_layers
         first = self._layers_done if plan.resumes else 0
         if plan.resumes:
-            assert all(self._suspended[piece.request_id] == piece for piece in plan.slices)
+            assert all(self._suspended[scheduled.request_id] == scheduled for scheduled in plan.slices)
         last = num_layers if plan.max_layers is None else min(num_layers, first + plan.max_layers)
         if plan.safepoints is not None and last - first > 1 and self._rng.random() < self._stops:
             last = self._rng.randint(first + 1, last - 1)
-        stopped = [piece for piece in plan.slices if piece.yields and last < num_layers]
+        stopped = [scheduled for scheduled in plan.slices if scheduled.preemptible and last < num_layers]
         if stopped and plan.safepoints is not None and plan.safepoints.suspends:
-            self._suspended = {piece.request_id: piece for piece in stopped}
+            self._suspended = {scheduled.request_id: scheduled for scheduled in stopped}
             self._layers_done = last
-        return [piece.request_id for piece in stopped], last
+        return [scheduled.request_id for scheduled in stopped], last
 
     def _undefined(self, num_blocks: int) -> list[list[tuple[RequestId, int] | None]]:
         return [[None] * self.info.block_size for _ in range(num_blocks)]

@@ -11,7 +11,7 @@ import pytest
 
 from backfill.api.downloads import DownloadResponse, parse_range
 from backfill.api.errors import answer
-from backfill.jobs.downloads import PIECE_BYTES, Download
+from backfill.jobs.downloads import CHUNK_BYTES, Download
 from backfill.jobs.errors import StorageFull, TooMany
 from backfill.jobs.threads import ThreadPool
 
@@ -42,7 +42,7 @@ def test_ranges(header: str, found: tuple[int, int] | None) -> None:
 def download(
     path: Path, byte_range: str | None = None, *, leaves_after: int | None = None
 ) -> tuple[int, dict[str, str], bytes]:
-    """Status, headers and body; the client leaves once it has so many pieces."""
+    """Status, headers and body; the client leaves once it has so many chunks."""
     path.write_bytes(CONTENT if not path.exists() else path.read_bytes())
 
     async def run() -> list[Any]:
@@ -89,9 +89,9 @@ def test_a_range_beyond_the_file(tmp_path: Path) -> None:
 
 
 def test_no_more_is_read_for_a_client_that_has_left(tmp_path: Path) -> None:
-    (tmp_path / "f").write_bytes(bytes(5 * PIECE_BYTES))
+    (tmp_path / "f").write_bytes(bytes(5 * CHUNK_BYTES))
     _, _, body = download(tmp_path / "f", leaves_after=2)
-    assert len(body) == 2 * PIECE_BYTES
+    assert len(body) == 2 * CHUNK_BYTES
 
 
 @pytest.mark.parametrize(

@@ -54,8 +54,8 @@ def ended(**changes: Any) -> RequestRecord:
     return RequestRecord(**{**fields, **changes})
 
 
-def report(step: StepStats, num_stopped_steps: int = 0, num_aborted_tokens: int = 0) -> StepReport:
-    idle = ClassStats(0, 0, ClassCounters(num_aborted_tokens=num_aborted_tokens))
+def report(step: StepStats, num_stopped_steps: int = 0, num_discarded_tokens: int = 0) -> StepReport:
+    idle = ClassStats(0, 0, ClassCounters(num_discarded_tokens=num_discarded_tokens))
     return StepReport([], EngineStats(idle, idle, 0.0, 16, 0, 0.0, num_stopped_steps, step))
 
 

@@ -86,9 +86,9 @@ def test_a_file_arrives_whole_however_its_body_is_cut(content: bytes, data: st.D
 def test_large_files_come_in_pieces_of_a_megabyte_or_a_little_more() -> None:
     content = bytes(range(256)) * 20_000
     body = form(part('name="file"; filename="a"', content))
-    pieces = [event for event in read(body, range(0, len(body), 65536)) if isinstance(event, bytearray)]
-    assert b"".join(pieces) == content
-    assert all((1 << 20) <= len(piece) <= (1 << 20) + 65536 for piece in pieces[:-1])
+    chunks = [event for event in read(body, range(0, len(body), 65536)) if isinstance(event, bytearray)]
+    assert b"".join(chunks) == content
+    assert all((1 << 20) <= len(chunk) <= (1 << 20) + 65536 for chunk in chunks[:-1])
 
 
 FILE = part('name="file"; filename="a"', b"x" * (2 * MAX_OVERHEAD_BYTES))

@@ -68,23 +68,25 @@ class TimedExecutor:
         self.clock.advance(0.5 * len(plan.admitted) + 0.25 * len(plan.released))
         factor = 1 + self._rng.gauss(0, self._noise) if self._noise else 1.0
         self.clock.advance(TRUTH.step_time_s(StepLoad.of_plan(plan)) * factor)
-        return StepOutcome(tuple(SampledToken(piece.request_id, 7) for piece in plan.slices if piece.samples))
+        return StepOutcome(
+            tuple(SampledToken(scheduled.request_id, 7) for scheduled in plan.slices if scheduled.samples)
+        )
 
     def _check(self, plan: StepPlan) -> None:
         capacity = self.capacity
         assert len(plan.slices) <= capacity.max_num_seqs
         assert plan.num_tokens <= capacity.max_num_batched_tokens
-        assert {piece.request_id for piece in plan.slices} == self.num_tokens.keys()
-        blocks = [block_index(ref) for piece in plan.slices for ref in piece.blocks]
+        assert {scheduled.request_id for scheduled in plan.slices} == self.num_tokens.keys()
+        blocks = [block_index(ref) for scheduled in plan.slices for ref in scheduled.blocks]
         assert len(blocks) == len(set(blocks)), "a block is in two slices' tables"
         assert min(blocks) >= 0 and (max(blocks) + 1) * capacity.block_size <= capacity.kv_tokens
-        assert not any(is_reversed(ref) for piece in plan.slices for ref in piece.blocks)
-        for piece in plan.slices:
-            end = piece.start + piece.num_tokens
-            assert piece.num_tokens > 0
-            assert end <= len(piece.blocks) * capacity.block_size
-            assert end <= self.num_tokens[piece.request_id] <= capacity.max_model_len
-            assert piece.samples == (end == self.num_tokens[piece.request_id])
+        assert not any(is_reversed(ref) for scheduled in plan.slices for ref in scheduled.blocks)
+        for scheduled in plan.slices:
+            end = scheduled.start + scheduled.num_tokens
+            assert scheduled.num_tokens > 0
+            assert end <= len(scheduled.blocks) * capacity.block_size
+            assert end <= self.num_tokens[scheduled.request_id] <= capacity.max_model_len
+            assert scheduled.samples == (end == self.num_tokens[scheduled.request_id])
 
 
 def profiled(

@@ -177,7 +177,7 @@ def test_an_arrival_at_any_point_of_a_step_changes_no_token(
     assert engine.num_stopped_steps <= len(ONLINE_SHAPES)
     if preemption == "suspend" and layer < NUM_LAYERS // 2:
         assert engine.num_stopped_steps > 0
-        assert engine.scheduler.counters[ServiceClass.OFFLINE].num_aborted_tokens == 0
+        assert engine.scheduler.counters[ServiceClass.OFFLINE].num_discarded_tokens == 0
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -253,7 +253,7 @@ def test_blocks_of_suspended_requests_can_be_taken(
     drain(engine, executor)
     assert large.finish_reason is FinishReason.LENGTH
     assert sum(request.num_preemptions for request in offline) > 0
-    assert engine.scheduler.counters[ServiceClass.OFFLINE].num_aborted_tokens > 0
+    assert engine.scheduler.counters[ServiceClass.OFFLINE].num_discarded_tokens > 0
     for request in offline:
         assert request.output_token_ids == expected[request.request_id]
 
@@ -267,7 +267,7 @@ def test_suspended_work_of_which_no_layer_fits_is_dropped_so_that_offline_work_g
     resume_s = engine.scheduler.policy.resume_s
     engine.scheduler.policy.resume_s = lambda view: min(resume_s(view), 1e-6)  # type: ignore[method-assign]
     drain(engine, executor)
-    assert engine.scheduler.counters[ServiceClass.OFFLINE].num_aborted_tokens > 0
+    assert engine.scheduler.counters[ServiceClass.OFFLINE].num_discarded_tokens > 0
     for request in offline:
         assert request.output_token_ids == expected[request.request_id]
 

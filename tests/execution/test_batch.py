@@ -8,7 +8,7 @@ from backfill.core.block import pack_block_ref
 from backfill.core.errors import InsufficientMemory
 from backfill.core.plan import ScheduledSlice
 from backfill.core.request import RequestId
-from backfill.execution.batch import build_batch, slot_addresses
+from backfill.execution.batch import build_batch, slot_mapping_of
 from backfill.execution.machine import check_fits
 
 
@@ -24,18 +24,18 @@ def test_slices_lie_one_after_another() -> None:
     assert batch.token_ids.tolist() == [10, 11, 12, 13, 20]
     assert attention.positions.tolist() == [3, 4, 5, 6, 2]
     # Position 3 is in block 7; 4, 5 and 6 fill block 3 from its end.
-    assert attention.slots.tolist() == [31, 15, 14, 13, 22]
-    assert attention.query_offsets.tolist() == [0, 4, 5]
-    assert attention.context_lens.tolist() == [7, 3]
-    assert attention.block_refs.tolist() == list(refs)
-    assert attention.block_offsets.tolist() == [0, 2, 3]
-    assert (attention.max_query_len, attention.max_context_len) == (4, 7)
+    assert attention.slot_mapping.tolist() == [31, 15, 14, 13, 22]
+    assert attention.cu_seqlens_q.tolist() == [0, 4, 5]
+    assert attention.seq_lens.tolist() == [7, 3]
+    assert attention.block_table.tolist() == list(refs)
+    assert attention.block_table_offsets.tolist() == [0, 2, 3]
+    assert (attention.max_query_len, attention.max_seq_len) == (4, 7)
     assert batch.sampled_rows.tolist() == [4]
 
 
 def test_slot_addresses_follow_the_direction() -> None:
     refs = np.array([pack_block_ref(2), pack_block_ref(2, reverse=True)])
-    assert slot_addresses(refs, np.array([1, 1]), 8).tolist() == [17, 22]
+    assert slot_mapping_of(refs, np.array([1, 1]), 8).tolist() == [17, 22]
 
 
 def test_what_does_not_fit_is_refused_with_what_would() -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from backfill.core.block import BlockCopy, pack_block_ref
 from backfill.core.config import EngineConfig, SchedulerConfig
 from backfill.core.errors import InsufficientMemory
-from backfill.core.plan import AdmittedRequest, CopyKinds, ScheduledSlice, StepOutcome, StepPlan
+from backfill.core.plan import AdmittedRequest, CopyDirections, ScheduledSlice, StepOutcome, StepPlan
 from backfill.core.request import RequestId
 from backfill.core.sampling import SamplingParams
 from backfill.execution import create
@@ -33,7 +33,7 @@ from backfill.models.config import ModelConfig
 from tests.models.tiny import save_tiny_model
 
 GIB = 1 << 30
-BOTH = CopyKinds.CHECKPOINT | CopyKinds.RESTORE
+BOTH = CopyDirections.CHECKPOINT | CopyDirections.RESTORE
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 NUM_BLOCKS, NUM_HOST_BLOCKS = 40, 30
 SHAPE = (3, 2, 2, 8, 8)  # layers, K and V, heads, tokens, head size
@@ -68,13 +68,13 @@ def make_pool(device: str = "cpu", dtype: torch.dtype = torch.float32) -> Tensor
     return torch.randn((NUM_BLOCKS, *SHAPE), generator=generator).to(dtype).to(device)
 
 
-def make_copier(pool: Tensor, blocks_per_piece: int | None = None) -> tuple[BlockCopier, Tensor]:
+def make_copier(pool: Tensor, blocks_per_group: int | None = None) -> tuple[BlockCopier, Tensor]:
     host_pool = torch.empty((NUM_HOST_BLOCKS, *SHAPE), dtype=pool.dtype)
     if pool.is_cuda:
         return CudaBlockCopier(pool, host_pool), host_pool
     copier = ThreadBlockCopier(pool, host_pool)
-    if blocks_per_piece is not None:
-        copier._blocks_per_piece = blocks_per_piece
+    if blocks_per_group is not None:
+        copier._blocks_per_group = blocks_per_group
     return copier, host_pool
 
 
@@ -99,17 +99,17 @@ def test_bytes_arrive_both_ways(device: str, dtype: torch.dtype) -> None:
     pool = make_pool(device, dtype)
     original = pool.cpu().clone()
     rng = random.Random(0)
-    copier, host_pool = make_copier(pool, blocks_per_piece=7)
+    copier, host_pool = make_copier(pool, blocks_per_group=7)
     pairs = copies(
         list(zip(rng.sample(range(NUM_BLOCKS), 25), rng.sample(range(NUM_HOST_BLOCKS), 25), strict=True))
     )
-    copier.begin(pairs, (), CopyKinds.NONE)
+    copier.begin(pairs, (), CopyDirections.NONE)
     assert sorted(wait_for(copier, 25)) == sorted(pairs)
     for copied in pairs:
         assert torch.equal(host_pool[copied.host], original[copied.device])
     pool.zero_()
     back = copies(list(zip(rng.sample(range(NUM_BLOCKS), 25), (pair.host for pair in pairs), strict=True)))
-    copier.begin((), back, CopyKinds.NONE)
+    copier.begin((), back, CopyDirections.NONE)
     assert sorted(wait_for(copier, 25)) == sorted(back)
     expected = torch.zeros_like(original)
     for (came_from, _), (device_block, _) in zip(pairs, back, strict=True):
@@ -119,11 +119,11 @@ def test_bytes_arrive_both_ways(device: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("blocks_per_piece", [1, 2, 100])
-def test_a_block_is_saved_before_another_is_restored_into_it(device: str, blocks_per_piece: int) -> None:
+@pytest.mark.parametrize("blocks_per_group", [1, 2, 100])
+def test_a_block_is_saved_before_another_is_restored_into_it(device: str, blocks_per_group: int) -> None:
     pool = make_pool(device)
     original = pool.cpu().clone()
-    copier, host_pool = make_copier(pool, blocks_per_piece)
+    copier, host_pool = make_copier(pool, blocks_per_group)
     copier.begin(copies([(1, 4), (2, 5), (3, 6)]), (), BOTH)
     copier.begin(copies([(7, 0), (8, 1), (9, 2)]), copies([(7, 4), (8, 0), (9, 6)]), BOTH)
     assert copier.take_completed() == ()
@@ -136,14 +136,16 @@ def test_a_block_is_saved_before_another_is_restored_into_it(device: str, blocks
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("waits_for", [CopyKinds.CHECKPOINT, CopyKinds.RESTORE])
-def test_what_is_waited_for_is_complete_and_not_reported(device: str, waits_for: CopyKinds) -> None:
+@pytest.mark.parametrize("blocking_copies", [CopyDirections.CHECKPOINT, CopyDirections.RESTORE])
+def test_what_is_waited_for_is_complete_and_not_reported(
+    device: str, blocking_copies: CopyDirections
+) -> None:
     pool = make_pool(device)
-    copier, host_pool = make_copier(pool, blocks_per_piece=1)
+    copier, host_pool = make_copier(pool, blocks_per_group=1)
     copier.begin(copies([(0, 0), (1, 1)]), (), BOTH)
     saves, restores = copies([(2, 2), (3, 3)]), copies([(4, 0), (5, 1)])
-    copier.begin(saves, restores, waits_for)
-    if waits_for is CopyKinds.CHECKPOINT:
+    copier.begin(saves, restores, blocking_copies)
+    if blocking_copies is CopyDirections.CHECKPOINT:
         assert torch.equal(host_pool[2:4], pool[2:4].cpu())
         reported = restores
     else:
@@ -162,7 +164,7 @@ def test_copies_wait_for_what_is_queued_on_the_device() -> None:
     torch.cuda._sleep(100_000_000)  # type: ignore[no-untyped-call]  # cycles: tens of milliseconds
     pool[3].fill_(5.0)
     began_s = time.monotonic()
-    copier.begin(copies([(3, 0)]), (), CopyKinds.NONE)
+    copier.begin(copies([(3, 0)]), (), CopyDirections.NONE)
     assert copier.take_completed() == ()
     assert time.monotonic() - began_s < 0.01
     assert wait_for(copier, 1) == list(copies([(3, 0)]))
@@ -172,10 +174,10 @@ def test_copies_wait_for_what_is_queued_on_the_device() -> None:
 
 
 def test_completions_are_reported_once_as_they_come_and_nothing_blocks(gate: Gate) -> None:
-    copier, _ = make_copier(make_pool(), blocks_per_piece=2)
+    copier, _ = make_copier(make_pool(), blocks_per_group=2)
     pairs = copies([(index, index) for index in range(5)])
-    copier.begin(pairs[:4], (), CopyKinds.NONE)
-    copier.begin((), pairs[4:], CopyKinds.NONE)
+    copier.begin(pairs[:4], (), CopyDirections.NONE)
+    copier.begin((), pairs[4:], CopyDirections.NONE)
     assert copier.take_completed() == ()
     copier.wait(0.0)  # the timeout ends it: the thread is held
     assert copier.take_completed() == ()
@@ -189,11 +191,11 @@ def test_completions_are_reported_once_as_they_come_and_nothing_blocks(gate: Gat
     assert copier.take_completed() == ()
 
 
-@pytest.mark.parametrize("waits_for", [CopyKinds.NONE, BOTH])
-def test_a_copy_that_fails_is_raised_by_every_call_after_it(waits_for: CopyKinds) -> None:
+@pytest.mark.parametrize("blocking_copies", [CopyDirections.NONE, BOTH])
+def test_a_copy_that_fails_is_raised_by_every_call_after_it(blocking_copies: CopyDirections) -> None:
     copier, _ = make_copier(make_pool())
     with pytest.raises(RuntimeError, match="between device and host memory failed") as raised:  # noqa: PT012
-        copier.begin(copies([(0, NUM_HOST_BLOCKS)]), (), waits_for)
+        copier.begin(copies([(0, NUM_HOST_BLOCKS)]), (), blocking_copies)
         copier.wait(30.0)
     assert isinstance(raised.value.__cause__, ValueError)
     for call in (lambda: copier.begin((), (), BOTH), copier.take_completed, lambda: copier.wait(30.0)):
@@ -209,9 +211,9 @@ def test_copies_that_cannot_be_begun_end_the_copier_too(monkeypatch: pytest.Monk
         raise MemoryError("none left")
 
     with monkeypatch.context() as patch:
-        patch.setattr("backfill.execution.copies._pieces", no_memory)
+        patch.setattr("backfill.execution.copies._copy_groups", no_memory)
         with pytest.raises(MemoryError):
-            copier.begin(copies([(0, 0)]), (), CopyKinds.NONE)
+            copier.begin(copies([(0, 0)]), (), CopyDirections.NONE)
     with pytest.raises(RuntimeError, match="failed"):
         copier.take_completed()
     copier.close()
@@ -234,10 +236,10 @@ def test_a_process_may_end_while_blocks_are_copied() -> None:
     script = """if True:
         import torch
         from backfill.core.block import BlockCopy
-        from backfill.core.plan import CopyKinds
+        from backfill.core.plan import CopyDirections
         from backfill.execution.copies import create_copier
         copier = create_copier(torch.ones(64, 1 << 18), 64)
-        copier.begin([BlockCopy(block, block) for block in range(64)] * 50, (), CopyKinds.NONE)
+        copier.begin([BlockCopy(block, block) for block in range(64)] * 50, (), CopyDirections.NONE)
         copier.wait(30.0)
         print("ends")
     """
@@ -319,8 +321,8 @@ def compute(
     executor: TorchExecutor, blocks: Sequence[int], start: int, count: int, plan: StepPlan = EMPTY
 ) -> tuple[int, StepOutcome]:
     refs = tuple(pack_block_ref(block) for block in blocks)
-    piece = ScheduledSlice(REQUEST, start, count, refs, samples=True)
-    outcome = executor.run(replace(plan, slices=(piece,)))
+    group = ScheduledSlice(REQUEST, start, count, refs, samples=True)
+    outcome = executor.run(replace(plan, slices=(group,)))
     return outcome.sampled[0].token_id, outcome
 
 
@@ -340,17 +342,17 @@ def undisturbed(executor: TorchExecutor) -> list[int]:
 
 def await_copies(executor: TorchExecutor, outcome: StepOutcome, count: int) -> list[BlockCopy]:
     """Copies reported until there are ``count``: the outcome's, then those of steps that wait for more."""
-    copied = list(outcome.copied)
+    copied = list(outcome.completed_copies)
     until_s = time.monotonic() + 30.0
     while len(copied) < count:
         assert time.monotonic() < until_s
-        copied += executor.run(replace(EMPTY, awaits_copy=True)).copied
+        copied += executor.run(replace(EMPTY, is_idle_until_copy=True)).completed_copies
     return copied
 
 
-@pytest.mark.parametrize("waits_for", [CopyKinds.NONE, BOTH])
+@pytest.mark.parametrize("blocking_copies", [CopyDirections.NONE, BOTH])
 def test_a_request_goes_on_where_its_kv_was_restored(
-    executor: TorchExecutor, undisturbed: list[int], waits_for: CopyKinds
+    executor: TorchExecutor, undisturbed: list[int], blocking_copies: CopyDirections
 ) -> None:
     pool = executor._kv_pool
     pool.fill_(7.0)
@@ -359,17 +361,20 @@ def test_a_request_goes_on_where_its_kv_was_restored(
     # The three full blocks are copied beside the decodes, the partly filled ones at the end.
     saves = copies(list(zip(blocks, hosts, strict=True)))
     second, outcome = compute(
-        executor, blocks, 29, 1, replace(EMPTY, checkpoint=saves[:3], waits_for=waits_for)
+        executor, blocks, 29, 1, replace(EMPTY, checkpoint=saves[:3], blocking_copies=blocking_copies)
     )
     tokens = [first, second, *generate(executor, blocks, 30, 6)]
-    if waits_for:
-        assert outcome.copied == ()
-    assert executor.run(replace(EMPTY, checkpoint=saves[3:], waits_for=BOTH)).copied == () or not waits_for
+    if blocking_copies:
+        assert outcome.completed_copies == ()
+    assert (
+        executor.run(replace(EMPTY, checkpoint=saves[3:], blocking_copies=BOTH)).completed_copies == ()
+        or not blocking_copies
+    )
     pool.fill_(float("nan"))
     restores = copies(list(zip(others, hosts, strict=True)))
-    outcome = executor.run(replace(EMPTY, restore=restores, waits_for=waits_for))
-    if waits_for:
-        assert outcome.copied == ()
+    outcome = executor.run(replace(EMPTY, restore=restores, blocking_copies=blocking_copies))
+    if blocking_copies:
+        assert outcome.completed_copies == ()
     else:
         reported = await_copies(executor, outcome, len(restores))
         assert set(restores) <= set(reported)
@@ -384,12 +389,12 @@ def test_every_outcome_reports_and_a_failed_step_has_begun_its_copies(executor: 
     with pytest.raises(KeyError):
         executor.run(replace(EMPTY, slices=(unknown,), checkpoint=saves))
     assert await_copies(executor, executor.run(EMPTY), 3) == list(saves)
-    assert executor.run(replace(EMPTY, awaits_copy=True)).copied == ()
+    assert executor.run(replace(EMPTY, is_idle_until_copy=True)).completed_copies == ()
 
 
 def test_an_executor_that_awaits_a_copy_waits_a_bounded_time(executor: TorchExecutor, gate: Gate) -> None:
     saves = copies([(0, 0)])
-    assert executor.run(replace(EMPTY, checkpoint=saves, awaits_copy=True)).copied == ()
+    assert executor.run(replace(EMPTY, checkpoint=saves, is_idle_until_copy=True)).completed_copies == ()
     gate.let(1)
     assert await_copies(executor, executor.run(EMPTY), 1) == list(saves)
 
@@ -413,7 +418,7 @@ def test_without_checkpointing_or_with_a_size_of_0_there_is_none(model_dir: Path
     ):
         executor = create_torch_executor(config)
         assert executor.info.num_host_blocks == 0
-        assert executor.run(EMPTY).copied == ()
+        assert executor.run(EMPTY).completed_copies == ()
 
 
 def test_by_default_it_is_as_large_as_the_pool_or_a_quarter_of_what_is_left(

@@ -244,9 +244,9 @@ def test_all_but_a_full_profile_are_refined_and_a_named_file_is_left_alone(
     assert (refiner is None) == (quality == "full")
     if refiner is None:
         return
-    piece = ScheduledSlice(RequestId("a"), 100, 1, (), samples=True)
+    scheduled = ScheduledSlice(RequestId("a"), 100, 1, (), samples=True)
     for _ in range(32):
-        refiner.observe(StepPlan(step=0, admitted=(), slices=(piece,), released=()), 0.02)
+        refiner.observe(StepPlan(step=0, admitted=(), slices=(scheduled,), released=()), 0.02)
     refined = refiner.refine()
     assert refined is not None
     if is_named:
@@ -312,7 +312,7 @@ def test_only_the_blocks_that_are_timed_are_touched(
     run = executor.run
 
     def noted(plan: StepPlan) -> Any:
-        highest.extend(block_index(ref) for piece in plan.slices for ref in piece.blocks)
+        highest.extend(block_index(ref) for scheduled in plan.slices for ref in scheduled.blocks)
         return run(plan)
 
     monkeypatch.setattr(executor, "run", noted)

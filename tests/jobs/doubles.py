@@ -165,7 +165,7 @@ async def in_status(
 async def content_of(manager: JobManager, record: FileRecord) -> bytes:
     download = await manager.open_content(record)
     try:
-        return b"".join([piece async for piece in download.pieces()])
+        return b"".join([chunk async for chunk in download.chunks()])
     finally:
         await download.close()
 

@@ -40,7 +40,7 @@ pytestmark = pytest.mark.anyio
 
 @pytest.fixture(autouse=True)
 def short_delays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("backfill.jobs.patience.FIRST_RETRY_S", 0.001)
+    monkeypatch.setattr("backfill.jobs.retry.FIRST_RETRY_S", 0.001)
 
 
 async def half_done(manager: JobManager, runner: InstantRunner) -> BatchRecord:

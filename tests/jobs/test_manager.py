@@ -283,7 +283,7 @@ async def test_a_full_disk_delays_results_and_loses_none(
         return real_write(file, data)
 
     monkeypatch.setattr(os, "write", write)
-    monkeypatch.setattr("backfill.jobs.patience.FIRST_RETRY_S", 0.001)
+    monkeypatch.setattr("backfill.jobs.retry.FIRST_RETRY_S", 0.001)
     ready(manager)
     batch = await ended(manager, (await submit(manager, input_of(30))).id)
     assert num_refused == 3

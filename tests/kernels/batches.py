@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from backfill.core.block import KVLayout, pack_block_ref, slot_in_block
-from backfill.kernels.base import AttentionBatch
+from backfill.kernels.base import AttentionMetadata
 
 
 def make_pool(
@@ -24,11 +24,11 @@ def make_batch(
     num_blocks: int,
     generator: torch.Generator,
     reversed_share: float = 0.5,
-) -> AttentionBatch:
+) -> AttentionMetadata:
     """Sequences of (query length, context length), in randomly placed and directed blocks."""
     free = torch.randperm(num_blocks, generator=generator).tolist()
     refs: list[list[int]] = []
-    slots, positions = [], []
+    slot_mapping, positions = [], []
     for query_len, context_len in lens:
         needed = -(-context_len // block_size)
         directions = (torch.rand(needed, generator=generator) < reversed_share).tolist()
@@ -37,17 +37,17 @@ def make_batch(
         for position in range(context_len - query_len, context_len):
             ref = mine[position // block_size]
             slot = slot_in_block(position % block_size, block_size, bool(ref & 1))
-            slots.append((ref >> 1) * block_size + slot)
+            slot_mapping.append((ref >> 1) * block_size + slot)
             positions.append(position)
     offsets = [0, *itertools.accumulate(len(mine) for mine in refs)]
-    query_offsets = [0, *itertools.accumulate(query_len for query_len, _ in lens)]
-    return AttentionBatch(
+    cu_seqlens_q = [0, *itertools.accumulate(query_len for query_len, _ in lens)]
+    return AttentionMetadata(
         positions=torch.tensor(positions, dtype=torch.int64),
-        slots=torch.tensor(slots, dtype=torch.int64),
-        query_offsets=torch.tensor(query_offsets, dtype=torch.int32),
-        context_lens=torch.tensor([context for _, context in lens], dtype=torch.int32),
-        block_refs=torch.tensor([ref for mine in refs for ref in mine], dtype=torch.int32),
-        block_offsets=torch.tensor(offsets, dtype=torch.int32),
+        slot_mapping=torch.tensor(slot_mapping, dtype=torch.int64),
+        cu_seqlens_q=torch.tensor(cu_seqlens_q, dtype=torch.int32),
+        seq_lens=torch.tensor([context for _, context in lens], dtype=torch.int32),
+        block_table=torch.tensor([ref for mine in refs for ref in mine], dtype=torch.int32),
+        block_table_offsets=torch.tensor(offsets, dtype=torch.int32),
         max_query_len=max(query_len for query_len, _ in lens),
-        max_context_len=max(context for _, context in lens),
+        max_seq_len=max(context for _, context in lens),
     )

@@ -13,7 +13,7 @@ from torch import Tensor
 from backfill import _kernels  # type: ignore[attr-defined]
 from backfill.core.block import KVLayout
 from backfill.core.errors import ConfigError
-from backfill.kernels.base import AttentionBatch
+from backfill.kernels.base import AttentionMetadata
 from backfill.kernels.cpu import CpuKernels, TiledLinear, available_isas
 from backfill.kernels.isa import ISA_VARIABLE
 from backfill.kernels.reference import ReferenceKernels
@@ -82,15 +82,15 @@ def fill_unused(pool: Tensor, used: Tensor, value: float) -> None:
     by_slot[unused.view(num_blocks, block_size)] = value
 
 
-def context_slots(batch: AttentionBatch, block_size: int) -> Tensor:
+def context_slots(batch: AttentionMetadata, block_size: int) -> Tensor:
     """Every slot that holds a token of the batch's contexts."""
-    slots: list[int] = []
-    for seq, context in enumerate(batch.context_lens.tolist()):
-        refs = batch.block_refs[batch.block_offsets[seq] : batch.block_offsets[seq + 1]].tolist()
+    slot_mapping: list[int] = []
+    for seq, context in enumerate(batch.seq_lens.tolist()):
+        refs = batch.block_table[batch.block_table_offsets[seq] : batch.block_table_offsets[seq + 1]].tolist()
         for position in range(context):
             ref, offset = refs[position // block_size], position % block_size
-            slots.append((ref >> 1) * block_size + (block_size - 1 - offset if ref & 1 else offset))
-    return torch.tensor(slots)
+            slot_mapping.append((ref >> 1) * block_size + (block_size - 1 - offset if ref & 1 else offset))
+    return torch.tensor(slot_mapping)
 
 
 def check_attention(
@@ -104,7 +104,7 @@ def check_attention(
     num_blocks = sum(-(-context // block_size) for _, context in lens) + 3
     pool = make_pool(KVLayout(2, num_kv_heads, head_dim, block_size, 4), num_blocks, dtype, generator)
     batch = make_batch(lens, block_size=block_size, num_blocks=num_blocks, generator=generator)
-    rows = int(batch.query_offsets[-1])
+    rows = int(batch.cu_seqlens_q[-1])
     qkv = random_rows(generator, rows, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
     scale = head_dim**-0.5
     expected = REFERENCE.attention(qkv, pool, 1, batch, num_heads, scale)
@@ -192,7 +192,7 @@ def test_attention_of_an_empty_batch(kernels: CpuKernels, dtype: torch.dtype) ->
     pool = torch.zeros(2, 1, 2, 1, 16, 64, dtype=dtype)
     empty = torch.zeros(0, dtype=torch.int64)
     offsets = torch.zeros(1, dtype=torch.int32)
-    batch = AttentionBatch(empty, empty, offsets, empty.int(), empty.int(), offsets, 0, 0)
+    batch = AttentionMetadata(empty, empty, offsets, empty.int(), empty.int(), offsets, 0, 0)
     qkv = torch.zeros(0, 3 * 64, dtype=dtype)
     kernels.rotate_and_write_kv(qkv, pool, 0, batch, 1, None)
     assert kernels.attention(qkv, pool, 0, batch, 1, 1.0).shape == (0, 64)
@@ -219,7 +219,7 @@ def test_rotate_and_write_kv(
     assert_close(qkv[:, :q_size], expected_qkv[:, :q_size])
     assert_close(pool, expected_pool)
     written = torch.zeros(30 * block_size, dtype=torch.bool)
-    written[batch.slots] = True
+    written[batch.slot_mapping] = True
     untouched = ~written.view(30, block_size)
     assert torch.equal(
         pool[:, 1].permute(0, 3, 1, 2, 4)[untouched], before[:, 1].permute(0, 3, 1, 2, 4)[untouched]
@@ -372,7 +372,7 @@ class Arguments:
 
     qkv: Tensor
     pool: Tensor
-    batch: AttentionBatch
+    batch: AttentionMetadata
     layer: int = 1
     num_heads: int = 2
     scale: float = 0.25
@@ -423,11 +423,11 @@ def _with(name: str, value: Callable[[Arguments], object]) -> Callable[[Argument
         ("num_heads", _with("num_heads", lambda a: 0)),
         ("qkv", _with("num_heads", lambda a: 3)),
         ("batch.positions", _with_batch("positions", Tensor.int)),
-        ("batch.slots", _with_batch("slots", lambda t: t[1:])),
-        ("batch.context_lens", _with_batch("context_lens", Tensor.long)),
-        ("batch.query_offsets", _with_batch("query_offsets", lambda t: t[1:])),
-        ("batch.block_offsets", _with_batch("block_offsets", Tensor.long)),
-        ("batch.block_refs", _with_batch("block_refs", Tensor.long)),
+        ("batch.slot_mapping", _with_batch("slot_mapping", lambda t: t[1:])),
+        ("batch.seq_lens", _with_batch("seq_lens", Tensor.long)),
+        ("batch.cu_seqlens_q", _with_batch("cu_seqlens_q", lambda t: t[1:])),
+        ("batch.block_table_offsets", _with_batch("block_table_offsets", Tensor.long)),
+        ("batch.block_table", _with_batch("block_table", Tensor.long)),
     ],
 )
 def test_attention_operators_refuse_what_does_not_fit(

@@ -11,7 +11,7 @@ import torch
 import triton
 from torch import Tensor
 
-from backfill.kernels.base import AttentionBatch
+from backfill.kernels.base import AttentionMetadata
 from backfill.kernels.reference import ReferenceKernels
 from backfill.kernels.triton_ops import TritonKernels
 from tests.kernels.batches import make_batch
@@ -53,7 +53,7 @@ def generator() -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def on(device: str, batch: AttentionBatch) -> AttentionBatch:
+def on(device: str, batch: AttentionMetadata) -> AttentionMetadata:
     tensors = {
         field.name: value.to(device)
         for field in dataclasses.fields(batch)
@@ -67,7 +67,7 @@ def random(generator: torch.Generator, *shape: int, dtype: torch.dtype) -> Tenso
 
 
 def poisoned_pool(
-    batch: AttentionBatch,
+    batch: AttentionMetadata,
     shape: tuple[int, int, int, int, int, int],
     dtype: torch.dtype,
     generator: torch.Generator,
@@ -76,8 +76,8 @@ def poisoned_pool(
     pool = torch.full(shape, float("nan"), dtype=dtype)
     block_size = shape[4]
     for seq in range(batch.num_seqs):
-        offsets = torch.arange(int(batch.context_lens[seq]))
-        refs = batch.block_refs[int(batch.block_offsets[seq]) :].long()[offsets // block_size]
+        offsets = torch.arange(int(batch.seq_lens[seq]))
+        refs = batch.block_table[int(batch.block_table_offsets[seq]) :].long()[offsets // block_size]
         places = torch.where(refs & 1 == 1, block_size - 1 - offsets % block_size, offsets % block_size)
         rows = random(generator, len(offsets), 2, shape[3], shape[5], dtype=dtype)
         pool[refs >> 1, LAYER, :, :, places] = rows
@@ -164,9 +164,9 @@ def test_attention_in_a_cuda_graph(generator: torch.Generator) -> None:
     new_pool = poisoned_pool(batch, shape, torch.bfloat16, generator)
     qkv.copy_(new_qkv)
     pool.copy_(new_pool)
-    captured.context_lens.copy_(batch.context_lens)
-    captured.block_offsets.copy_(batch.block_offsets)
-    captured.block_refs[: len(batch.block_refs)].copy_(batch.block_refs)
+    captured.seq_lens.copy_(batch.seq_lens)
+    captured.block_table_offsets.copy_(batch.block_table_offsets)
+    captured.block_table[: len(batch.block_table)].copy_(batch.block_table)
     graph.replay()
     assert_close(out, REFERENCE.attention(new_qkv, new_pool, LAYER, batch, heads, 0.125))
 
@@ -298,10 +298,10 @@ class TestBadArguments:
             ("kv_pool", {"kv_pool": lambda t: t[..., :12].contiguous()}),
             ("layer", {"layer": lambda _: LAYERS}),
             ("num_heads", {"num_heads": lambda _: 3}),
-            ("context_lens", {"context_lens": lambda t: t.long()}),
-            ("query_offsets", {"query_offsets": lambda t: t[:-1]}),
-            ("block_offsets", {"block_offsets": lambda t: t[:-1]}),
-            ("block_refs", {"block_refs": lambda t: t.repeat_interleave(2)[::2]}),
+            ("seq_lens", {"seq_lens": lambda t: t.long()}),
+            ("cu_seqlens_q", {"cu_seqlens_q": lambda t: t[:-1]}),
+            ("block_table_offsets", {"block_table_offsets": lambda t: t[:-1]}),
+            ("block_table", {"block_table": lambda t: t.repeat_interleave(2)[::2]}),
         ],
     )
     def test_attention(
@@ -323,8 +323,8 @@ class TestBadArguments:
         arguments = self.arguments(device, generator)
         batch, head_norm = arguments["batch"], torch.ones(16, device=device)
         cos_sin = torch.zeros(64, 16, device=device)
-        short = dataclasses.replace(batch, slots=batch.slots[:-1])
-        with pytest.raises(ValueError, match=r"^slots: "):
+        short = dataclasses.replace(batch, slot_mapping=batch.slot_mapping[:-1])
+        with pytest.raises(ValueError, match=r"^slot_mapping: "):
             kernels.rotate_and_write_kv(**arguments | {"batch": short}, cos_sin=None)
         narrow = dataclasses.replace(batch, positions=batch.positions.int())
         with pytest.raises(ValueError, match=r"^positions: "):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, precondition, rule
 
 from backfill.core.block import BlockCopy, block_index
-from backfill.core.plan import CopyKinds
+from backfill.core.plan import CopyDirections
 from backfill.core.request import RequestId
 from backfill.kvcache.block_manager import BlockManager
 
@@ -85,7 +85,7 @@ A, B = RequestId("a"), RequestId("b")
 
 
 def two_tiers(
-    num_blocks: int = 8, num_host_blocks: int = 8, blocking: CopyKinds = CopyKinds.NONE
+    num_blocks: int = 8, num_host_blocks: int = 8, blocking: CopyDirections = CopyDirections.NONE
 ) -> BlockManager:
     return BlockManager(num_blocks, 4, num_host_blocks, blocking)
 
@@ -108,9 +108,9 @@ def test_reclaimed_blocks_that_are_still_being_copied_are_free_once_they_are() -
     blocks.checkpoint(A, 8, at_most=1)
     checkpoint, _ = blocks.take_copies()
     assert blocks.reclaim(A, 8) == 4
-    assert (blocks.num_free_blocks, blocks.num_ownerless_blocks) == (7, 1)
+    assert (blocks.num_free_blocks, blocks.num_unreferenced_blocks) == (7, 1)
     blocks.complete(checkpoint)
-    assert (blocks.num_free_blocks, blocks.num_ownerless_blocks) == (8, 0)
+    assert (blocks.num_free_blocks, blocks.num_unreferenced_blocks) == (8, 0)
 
 
 def test_a_shared_prefix_is_checkpointed_once_and_outlives_its_first_owner() -> None:
@@ -167,7 +167,7 @@ def test_only_as_many_blocks_are_saved_as_may_be_and_there_is_room_for() -> None
 
 
 def test_blocks_that_a_step_waits_to_save_are_free_at_once() -> None:
-    blocks = two_tiers(blocking=CopyKinds.CHECKPOINT)
+    blocks = two_tiers(blocking=CopyDirections.CHECKPOINT)
     blocks.grow(A, 10)
     assert blocks.reclaim(A, 10, needed=3, may_save=8) == 10, "none is dropped to be free at once"
     assert blocks.num_free_blocks == 8
@@ -177,7 +177,7 @@ def test_blocks_that_a_step_waits_to_save_are_free_at_once() -> None:
 
 
 def test_a_save_for_a_request_that_loses_it_before_the_plan_is_not_made() -> None:
-    blocks = two_tiers(num_host_blocks=1, blocking=CopyKinds.CHECKPOINT)
+    blocks = two_tiers(num_host_blocks=1, blocking=CopyDirections.CHECKPOINT)
     blocks.grow(A, 4)
     blocks.grow(B, 4)
     kept_block = blocks.table(B)[0]
@@ -201,12 +201,12 @@ def test_a_last_block_that_is_not_full_comes_back_and_its_copy_is_given_up() -> 
     blocks.complete(blocks.take_copies()[1])
     assert blocks.end_restore(A) == 6
     assert blocks.num_free_host_blocks == 7, "the block will be written on"
-    assert blocks.num_saved_blocks(A) == 1
+    assert blocks.num_checkpointed_blocks_of(A) == 1
     assert blocks.checkpoint(A, 8, at_most=8) == 1, "now it is full"
 
 
 def test_a_host_block_that_the_next_plan_reads_is_not_written_by_that_plan() -> None:
-    blocks = two_tiers(num_host_blocks=1, blocking=CopyKinds.RESTORE)
+    blocks = two_tiers(num_host_blocks=1, blocking=CopyDirections.RESTORE)
     blocks.grow(A, 2)
     blocks.reclaim(A, 2, may_save=1)
     blocks.complete(blocks.take_copies()[0])
@@ -240,7 +240,7 @@ def test_what_a_cancelled_restore_was_copied_to_is_free_when_the_copies_are_comp
     blocks.begin_restore(A)
     blocks.restore(A, 1)
     blocks.cancel_restore(A)
-    assert (blocks.num_free_blocks, blocks.num_ownerless_blocks) == (7, 1)
+    assert (blocks.num_free_blocks, blocks.num_unreferenced_blocks) == (7, 1)
     blocks.begin_restore(A)
     assert blocks.restore(A, 8) == 2, "one host block may be read twice"
     blocks.release(A)
@@ -324,7 +324,7 @@ class TwoTierMachine(RuleBasedStateMachine):
     completion, so that a block that is given out, or read, too early shows as a wrong tag.
     """
 
-    blocking = CopyKinds.NONE
+    blocking = CopyDirections.NONE
     picks = st.integers(0, 11)
 
     def __init__(self) -> None:
@@ -352,13 +352,13 @@ class TwoTierMachine(RuleBasedStateMachine):
     def untouchable(self) -> tuple[set[int], set[int]]:
         """Device and host blocks with a copy under way, whether a plan has taken it or not."""
         copies = [*(each.copy for each in self.under_way), *self.blocks._restore]
-        if CopyKinds.CHECKPOINT not in self.blocking:
+        if CopyDirections.CHECKPOINT not in self.blocking:
             copies += self.saves_begun()
         return {copy.device for copy in copies}, {copy.host for copy in copies}
 
     def restored_at_once(self) -> set[int]:
         """Device blocks that the next plan fills before it computes anything."""
-        return {c.device for c in self.blocks._restore} if CopyKinds.RESTORE in self.blocking else set()
+        return {c.device for c in self.blocks._restore} if CopyDirections.RESTORE in self.blocking else set()
 
     def name(self) -> RequestId:
         self.num_named += 1
@@ -422,7 +422,7 @@ class TwoTierMachine(RuleBasedStateMachine):
             return
         _, busy = self.untouchable()
         before, num_tokens = len(self.saves_begun()), len(self.streams[request_id].tags)
-        uncopied = self.blocks.num_uncopied_blocks(request_id, num_tokens)
+        uncopied = self.blocks.num_blocks_without_copy(request_id, num_tokens)
         room = self.blocks.num_free_host_blocks
         begun = self.blocks.checkpoint(request_id, num_tokens, at_most)
         assert begun == min(at_most, uncopied, room)
@@ -495,7 +495,7 @@ class TwoTierMachine(RuleBasedStateMachine):
 
     def restore_some(self, request_id: RequestId, at_most: int) -> None:
         being_written = {each.copy.host for each in self.under_way if each.to_host}
-        if CopyKinds.CHECKPOINT not in self.blocking:
+        if CopyDirections.CHECKPOINT not in self.blocking:
             being_written |= {copy.host for copy in self.saves_begun()}
         before = len(self.blocks._restore)
         begun = self.blocks.restore(request_id, at_most)
@@ -512,7 +512,7 @@ class TwoTierMachine(RuleBasedStateMachine):
     def end(self, request_id: RequestId) -> None:
         stream = self.streams[request_id]
         assert self.blocks.end_restore(request_id) == len(stream.tags)
-        assert self.blocks.num_saved_blocks(request_id) == len(stream.tags) // BLOCK_SIZE
+        assert self.blocks.num_checkpointed_blocks_of(request_id) == len(stream.tags) // BLOCK_SIZE
         stream.place = "device"
 
     @rule(pick=picks)
@@ -550,7 +550,7 @@ class TwoTierMachine(RuleBasedStateMachine):
         assert len({copy.device for copy in restore}) == len(restore), "two copies into one device block"
         assert len({copy.host for copy in checkpoint}) == len(checkpoint), "two copies into one host block"
         for to_host, copies in ((True, checkpoint), (False, restore)):
-            waits = (CopyKinds.CHECKPOINT if to_host else CopyKinds.RESTORE) in self.blocking
+            waits = (CopyDirections.CHECKPOINT if to_host else CopyDirections.RESTORE) in self.blocking
             for index, copy in enumerate(copies):
                 is_moved = waits or bool(moves_at_once >> index & 1)
                 if is_moved:
@@ -606,9 +606,9 @@ class TwoTierMachine(RuleBasedStateMachine):
             if stream.place == "device":
                 indices = list(map(block_index, table.refs))
                 self.check(stream.tags, self.device, indices, unfilled, request_id)
-                num_saved = self.blocks.num_saved_blocks(request_id)
+                num_saved = self.blocks.num_checkpointed_blocks_of(request_id)
                 first = [self.blocks._copy_of[ref] for ref in table.refs[:num_saved]]
-                assert CopyKinds.CHECKPOINT in self.blocking or unwritten.isdisjoint(first)
+                assert CopyDirections.CHECKPOINT in self.blocking or unwritten.isdisjoint(first)
             else:
                 assert len(stream.tags) <= len(first) * BLOCK_SIZE
             self.check(stream.tags, self.host, first, unwritten, request_id)
@@ -634,19 +634,19 @@ class TwoTierMachine(RuleBasedStateMachine):
         self.blocks.check_integrity()
         assert self.blocks.num_free_blocks == NUM_BLOCKS
         assert self.blocks.num_free_host_blocks == NUM_HOST_BLOCKS
-        assert self.blocks.num_copies_under_way == self.blocks.num_ownerless_blocks == 0
+        assert self.blocks.num_copies_under_way == self.blocks.num_unreferenced_blocks == 0
 
 
 class SavingAtOnceMachine(TwoTierMachine):
-    blocking = CopyKinds.CHECKPOINT
+    blocking = CopyDirections.CHECKPOINT
 
 
 class RestoringAtOnceMachine(TwoTierMachine):
-    blocking = CopyKinds.RESTORE
+    blocking = CopyDirections.RESTORE
 
 
 class BlockingMachine(TwoTierMachine):
-    blocking = CopyKinds.CHECKPOINT | CopyKinds.RESTORE
+    blocking = CopyDirections.CHECKPOINT | CopyDirections.RESTORE
 
 
 MACHINES = (TwoTierMachine, SavingAtOnceMachine, RestoringAtOnceMachine, BlockingMachine)

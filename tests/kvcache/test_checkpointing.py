@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from backfill.core.config import CheckpointingName
-from backfill.core.request import Rank, Request, ServiceClass
+from backfill.core.request import PriorityLevel, Request, ServiceClass
 from backfill.kvcache.checkpointing import AdaptiveCheckpoints, PoolView, create_checkpoint_policy
 from tests.builders import make_request
 
@@ -37,7 +37,7 @@ def test_only_eager_and_adaptive_checkpoint_before_a_preemption(view: PoolView) 
     for name in ("none", "swap"):
         assert create_checkpoint_policy(name).num_blocks(view) == 0
     assert create_checkpoint_policy("eager").num_blocks(view) >= view.num_blocks - view.num_free
-    saving = {name for name in NAMES if create_checkpoint_policy(name).saves_at_preemption}
+    saving = {name for name in NAMES if create_checkpoint_policy(name).checkpoints_at_preemption}
     assert saving == {"adaptive", "eager", "swap"}
 
 
@@ -89,9 +89,11 @@ def test_adaptive_copies_more_than_that_while_use_grows(num_used: int, num_fille
     assert copied >= share * num_filled - 1
 
 
-def ranked(rank: Rank, **fields: float) -> Request:
-    request = make_request(service_class=ServiceClass.ONLINE if rank is Rank.ONLINE else ServiceClass.OFFLINE)
-    request.rank = rank
+def with_level(rank: PriorityLevel, **fields: float) -> Request:
+    request = make_request(
+        service_class=ServiceClass.ONLINE if rank is PriorityLevel.ONLINE else ServiceClass.OFFLINE
+    )
+    request.priority_level = rank
     request.order_key = (int(fields.get("priority", 0)), fields.get("arrived_at_s", 0.0), 0)
     return request
 
@@ -99,12 +101,12 @@ def ranked(rank: Rank, **fields: float) -> Request:
 @pytest.mark.parametrize("name", NAMES)
 def test_the_least_urgent_is_copied_first(name: CheckpointingName) -> None:
     expected = [
-        ranked(Rank.OFFLINE, priority=1),
-        ranked(Rank.OFFLINE, arrived_at_s=2.0),
-        ranked(Rank.OFFLINE, arrived_at_s=1.0),
-        ranked(Rank.PROMOTED, arrived_at_s=2.0),
-        ranked(Rank.ONLINE, arrived_at_s=3.0),
-        ranked(Rank.ONLINE),
+        with_level(PriorityLevel.OFFLINE, priority=1),
+        with_level(PriorityLevel.OFFLINE, arrived_at_s=2.0),
+        with_level(PriorityLevel.OFFLINE, arrived_at_s=1.0),
+        with_level(PriorityLevel.PROMOTED, arrived_at_s=2.0),
+        with_level(PriorityLevel.ONLINE, arrived_at_s=3.0),
+        with_level(PriorityLevel.ONLINE),
     ]
     mixed = expected[::-1]
     mixed.sort(key=create_checkpoint_policy(name).order_key)
@@ -113,8 +115,10 @@ def test_the_least_urgent_is_copied_first(name: CheckpointingName) -> None:
 
 def test_copies_of_what_is_on_the_device_give_way_first_and_there_the_most_urgent_ones() -> None:
     key = create_checkpoint_policy("adaptive").drop_key
-    order = [(rank, True) for rank in (Rank.ONLINE, Rank.PROMOTED, Rank.OFFLINE)]
-    order += [(rank, False) for rank in (Rank.OFFLINE, Rank.PROMOTED, Rank.ONLINE)]
-    keys = [key(ranked(rank), on_device=on_device) for rank, on_device in order]
+    order = [(level, True) for level in (PriorityLevel.ONLINE, PriorityLevel.PROMOTED, PriorityLevel.OFFLINE)]
+    order += [
+        (level, False) for level in (PriorityLevel.OFFLINE, PriorityLevel.PROMOTED, PriorityLevel.ONLINE)
+    ]
+    keys = [key(with_level(level), on_device=on_device) for level, on_device in order]
     assert keys == sorted(keys, reverse=True)
     assert len(set(keys)) == 6

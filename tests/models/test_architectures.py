@@ -46,6 +46,6 @@ def test_logits_equal_transformers(kind: str, kernels: Kernels, tmp_path: Path) 
     state = model.embed(torch.cat(prompts), batch)
     for index in range(model.num_layers):
         state = model.run_layer(index, state, pool, batch)
-    logits = model.logits(state, torch.arange(int(batch.query_offsets[-1])))
+    logits = model.logits(state, torch.arange(int(batch.cu_seqlens_q[-1])))
     expected = torch.cat([expected_model(prompt[None]).logits[0] for prompt in prompts])
     torch.testing.assert_close(logits, expected, rtol=2e-4, atol=2e-4)

@@ -28,7 +28,7 @@ def test_a_body_with_encoded_lists_is_the_body_with_those_lists() -> None:
     }
     encoded = EncodedBody(body)
     assert json.loads(bytes(encoded)) == plain
-    assert b"".join(encoded.pieces()) == bytes(encoded)
+    assert b"".join(encoded.chunks()) == bytes(encoded)
     assert encoded.num_bytes == len(bytes(encoded))
 
 
@@ -39,9 +39,9 @@ def test_a_body_without_lists_and_an_empty_list() -> None:
 
 def test_a_long_body_comes_in_pieces() -> None:
     entries: list[object] = ["x" * 1000] * 2000
-    pieces = list(EncodedBody({"a": encoded_list(entries, 1), "b": encoded_list(entries, 2)}).pieces())
-    assert max(map(len, pieces)) < 300_000
-    assert json.loads(b"".join(pieces)) == {"a": entries, "b": entries}
+    chunks = list(EncodedBody({"a": encoded_list(entries, 1), "b": encoded_list(entries, 2)}).chunks())
+    assert max(map(len, chunks)) < 300_000
+    assert json.loads(b"".join(chunks)) == {"a": entries, "b": entries}
 
 
 def test_what_is_no_json_is_refused() -> None:

@@ -19,7 +19,7 @@ def running(predicted_s: float = 1.0, *, staying_s: float = 0.0, suspends: bool 
 
 
 @pytest.mark.parametrize(
-    ("step", "first_token_by_s", "now_s", "expected"),
+    ("step", "ttft_deadline_at_s", "now_s", "expected"),
     [
         pytest.param(running(), 11.5, 10.2, False, id="the prompt is in time after the step"),
         pytest.param(running(), 10.9, 10.2, True, id="it would be late, and is in time if the step stops"),
@@ -29,9 +29,9 @@ def running(predicted_s: float = 1.0, *, staying_s: float = 0.0, suspends: bool 
     ],
 )
 def test_work_is_dropped_only_where_that_saves_a_first_token(
-    step: RunningStep, first_token_by_s: float, now_s: float, expected: bool
+    step: RunningStep, ttft_deadline_at_s: float, now_s: float, expected: bool
 ) -> None:
-    assert must_stop(step, [WaitingPrompt(100, first_token_by_s)], now_s, COST) is expected
+    assert must_stop(step, [WaitingPrompt(100, ttft_deadline_at_s)], now_s, COST) is expected
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_work_is_dropped_only_where_that_saves_a_first_token(
 def test_work_is_suspended_wherever_that_saves_a_wait(
     step: RunningStep, now_s: float, expected: bool
 ) -> None:
-    prompt = WaitingPrompt(100, first_token_by_s=100.0)
+    prompt = WaitingPrompt(100, ttft_deadline_at_s=100.0)
     assert must_stop(step, [prompt], now_s, COST) is expected
     assert not must_stop(step, [], now_s, COST)
 

@@ -251,7 +251,7 @@ def test_others_run_while_a_request_is_restored_unless_they_wait_for_it() -> Non
         while_restoring = [plan for plan in run.plans if plan.restore and plan.slices]
         assert while_restoring
         for plan in run.plans:
-            assert bool(plan.waits_for) == (restore == "blocking")
+            assert bool(plan.blocking_copies) == (restore == "blocking")
 
 
 class BrokenPlan(BaseException):
@@ -296,7 +296,7 @@ def test_failing_steps_cost_only_requests_with_tokens_or_a_second_failure(
         outputs = engine.step()
         plan = unforgiving.plan
         assert plan is not None
-        in_step = {piece.request_id for piece in plan.slices}
+        in_step = {scheduled.request_id for scheduled in plan.slices}
         if executor.fail_at_step == plan.step:
             num_failures.update(each for each in in_step if not num_sent[each])
             lost = {each for each in in_step if num_sent[each] or num_failures[each] == 2}

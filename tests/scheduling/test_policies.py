@@ -12,7 +12,7 @@ from backfill.core.clock import VirtualClock
 from backfill.core.config import SchedulerConfig
 from backfill.core.errors import ConfigError
 from backfill.core.plan import StepPlan
-from backfill.core.request import Rank, Request, RequestStatus, ServiceClass
+from backfill.core.request import PriorityLevel, Request, RequestStatus, ServiceClass
 from backfill.core.slo import SLO
 from backfill.kvcache.block_manager import BlockManager
 from backfill.scheduling.baselines import FcfsPolicy, OnlineOnlyPolicy, PriorityPolicy, RoundRobinPolicy
@@ -74,7 +74,7 @@ class Bench:
 
 
 def sizes(plan: StepPlan) -> dict[str, int]:
-    return {piece.request_id: piece.num_tokens for piece in plan.slices}
+    return {scheduled.request_id: scheduled.num_tokens for scheduled in plan.slices}
 
 
 def offline(prompt_tokens: int = 4, max_tokens: int = 500, **fields: object) -> Request:
@@ -155,8 +155,8 @@ def test_online_requests_are_served_even_where_their_objective_cannot_be_met() -
     assert "chat0" in sizes(first)
     for _ in range(30):
         plan = bench.step()
-        decoding = [piece for piece in plan.slices if piece.num_tokens == 1]
-        prefill = [piece for piece in plan.slices if piece.num_tokens > 1]
+        decoding = [scheduled for scheduled in plan.slices if scheduled.num_tokens == 1]
+        prefill = [scheduled for scheduled in plan.slices if scheduled.num_tokens > 1]
         assert decoding or prefill
         if not bench.scheduler.count_by_class()[ServiceClass.ONLINE][0]:
             break
@@ -271,11 +271,11 @@ def test_an_offline_request_is_promoted_near_the_end_of_its_window() -> None:
     starving = offline(8, 40, request_id="starving", complete_by_s=10_000.0)
     bench.add(make_request(4, 400, request_id="chat"), starving, offline(8, request_id="other"))
     bench.step()
-    assert starving.rank is Rank.OFFLINE
+    assert starving.priority_level is PriorityLevel.OFFLINE
     bench.clock.advance(10_000.0 - 3600.0)
     bench.add(make_request(60, 2, request_id="prompt"))
     plan = bench.step()
-    assert starving.rank is Rank.PROMOTED
+    assert starving.priority_level is PriorityLevel.PROMOTED
     assert "starving" in sizes(plan), "it is served beside an online prompt"
     assert "other" not in sizes(plan)
 
@@ -398,7 +398,7 @@ def test_offline_slices_never_take_a_step_past_the_tightest_objective(
     bench = Bench(num_blocks=48)
     for num_steps in range(60):
         bench.add(*(request for arrives_at, request in workload if arrives_at == num_steps))
-        online = [r for r in bench.scheduler._running.values() if r.rank is Rank.ONLINE]
+        online = [r for r in bench.scheduler._running.values() if r.priority_level is PriorityLevel.ONLINE]
         tightest = min(
             ((r.slo or SLO_100_MS).tpot_s for r in online if r.last_token_at_s is not None),
             default=math.inf,
@@ -406,8 +406,8 @@ def test_offline_slices_never_take_a_step_past_the_tightest_objective(
         before_s = bench.clock.now_s()
         plan = bench.step()
         is_offline = {r.request_id for _, r in workload if r.service_class is OFFLINE}
-        promoted = {r.request_id for _, r in workload if r.rank is Rank.PROMOTED}
-        placed = {piece.request_id for piece in plan.slices}
+        promoted = {r.request_id for _, r in workload if r.priority_level is PriorityLevel.PROMOTED}
+        placed = {scheduled.request_id for scheduled in plan.slices}
         if placed & (is_offline - promoted) and tightest < math.inf and not placed & promoted:
             assert bench.clock.now_s() - before_s <= tightest
 
@@ -447,7 +447,7 @@ def test_an_online_request_that_is_being_restored_bounds_the_steps() -> None:
     )
     chat = make_request(4, 8, arrived_at_s=0.0)
     chat.last_token_at_s = 5.0
-    empty = {rank: [] for rank in Rank}
+    empty = {level: [] for level in PriorityLevel}
     view = StepView(
         now_s=5.01,
         running=empty,
@@ -458,7 +458,7 @@ def test_an_online_request_that_is_being_restored_bounds_the_steps() -> None:
         restoring=[chat],
     )
     assert policy.resume_s(view) < SLO_100_MS.tpot_s
-    assert all(lane.limit_s < SLO_100_MS.tpot_s for lane in policy.lanes(view))
+    assert all(budget.max_step_s < SLO_100_MS.tpot_s for budget in policy.next_budgets(view))
     alone = replace(view, restoring=())
     assert policy.resume_s(alone) == math.inf
-    assert any(lane.limit_s == math.inf for lane in policy.lanes(alone))
+    assert any(budget.max_step_s == math.inf for budget in policy.next_budgets(alone))

@@ -52,7 +52,7 @@ def step(scheduler: Scheduler, executor: ScriptedExecutor) -> StepPlan:
 
 
 def sizes(plan: StepPlan) -> dict[str, int]:
-    return {piece.request_id: piece.num_tokens for piece in plan.slices}
+    return {scheduled.request_id: scheduled.num_tokens for scheduled in plan.slices}
 
 
 def test_a_long_prompt_is_computed_in_chunks_and_samples_only_at_its_end() -> None:

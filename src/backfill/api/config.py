@@ -25,7 +25,7 @@ class ServerConfig:
             allows any.
         max_connections: open at once; None derives it from the limit of open files.
         head_timeout_s: from the first byte of a request's head to its last.
-        body_timeout_s: between two pieces of a request's body, which may take ten times as long in all, or
+        body_timeout_s: between two chunks of a request's body, which may take ten times as long in all, or
             longer if it comes at 16 KiB/s.
         write_timeout_s: how long a client may take nothing of its answer.
         max_queued_requests: online choices accepted beyond those that can run at once; more get 429.

@@ -19,7 +19,7 @@ _RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})")
 
 
 class DownloadResponse(Response):
-    """Sends a download in pieces and closes it.
+    """Sends a download in chunks and closes it.
 
     Starlette's FileResponse reads in threads of a pool that all its users share, and that the end of the
     process waits for: a hung disk would hold both.
@@ -56,11 +56,11 @@ class DownloadResponse(Response):
             await send(
                 {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
             )
-            async with aclosing(self._download.pieces(self._start, self._end)) as pieces:
-                async for piece in pieces:
+            async with aclosing(self._download.chunks(self._start, self._end)) as chunks:
+                async for chunk in chunks:
                     if disconnect.done():
                         return
-                    await send({"type": "http.response.body", "body": piece, "more_body": True})
+                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
             await send({"type": "http.response.body", "body": b""})
         except OSError as error:  # the connection is closed on an answer that has no end
             logger.error("a download broke off: %s", error.strerror or error)

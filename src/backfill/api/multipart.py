@@ -1,4 +1,4 @@
-"""A ``multipart/form-data`` body, read as it arrives: small fields whole, files in pieces."""
+"""A ``multipart/form-data`` body, read as it arrives: small fields whole, files in chunks."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ MAX_FIELD_BYTES = 4096
 MAX_PARTS = 32
 # Of a body without the data of its files: preamble, boundaries, heads of parts, fields, epilogue.
 MAX_OVERHEAD_BYTES = 64 << 10
-# A piece costs its reader a trip to another thread and back; this many bytes make that negligible.
-PIECE_BYTES = 1 << 20
+# A chunk costs its reader a trip to another thread and back; this many bytes make that negligible.
+CHUNK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ FormEvent = FormField | FileStart | bytearray
 
 
 async def read_form(body: AsyncIterable[bytes], content_type: str) -> AsyncGenerator[FormEvent, None]:
-    """The form's parts in their order. After a ``FileStart`` come its bytes, each piece at most a MiB
+    """The form's parts in their order. After a ``FileStart`` come its bytes, each chunk at most a MiB
     and one chunk of ``body`` long; an empty file has none.
 
     Raises: RequestError for a body that is not a whole and well-formed form.
@@ -104,7 +104,7 @@ class _Parts:
         if self._num_overhead_bytes > MAX_OVERHEAD_BYTES:
             message = f"The multipart body has more than {MAX_OVERHEAD_BYTES} bytes beside its file."
             raise RequestError(message)
-        if self._is_file and len(self._data) >= PIECE_BYTES:
+        if self._is_file and len(self._data) >= CHUNK_BYTES:
             self._flush()
         return self._events
 
@@ -160,6 +160,6 @@ class _Parts:
 
     def _flush(self) -> None:
         if self._data:
-            # Handed over rather than copied: the next piece gets a buffer of its own.
+            # Handed over rather than copied: the next chunk gets a buffer of its own.
             self._events.append(self._data)
             self._data = bytearray()

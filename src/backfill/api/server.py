@@ -269,7 +269,7 @@ class Server:
         if self.state.metrics is not None:
             self.state.metrics.engine.on_profile(profile)
         if self.state.shedder is not None:
-            self.state.shedder.adopt(profile.cost)
+            self.state.shedder.set_cost_model(profile.cost)
 
     def _on_report(self, report: StepReport) -> None:
         self._stats_log.on_report(report)

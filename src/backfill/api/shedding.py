@@ -87,7 +87,7 @@ class Shedder:
         self._correction = BiasCorrection()
         self._waiting: dict[int, StepLoad] = {}  # by priority
 
-    def adopt(self, cost: CostModel) -> None:
+    def set_cost_model(self, cost: CostModel) -> None:
         """Predict with this model from now on."""
         self._cost = cost
         self._correction = BiasCorrection()

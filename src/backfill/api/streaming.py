@@ -63,7 +63,7 @@ class LongResponse(Response):
 
 
 class WholeResponse(LongResponse):
-    """One JSON body, once ``work`` is done, in pieces that a slow reader holds up."""
+    """One JSON body, once ``work`` is done, in chunks that a slow reader holds up."""
 
     def __init__(
         self, work: Coroutine[Any, Any, Json], on_end: Callable[[], None], *, warning: str | None = None
@@ -84,9 +84,9 @@ class WholeResponse(LongResponse):
         ]
         await self._start(send, headers)
         num_left = encoded.num_bytes
-        for piece in encoded.pieces():
-            num_left -= len(piece)
-            await send({"type": "http.response.body", "body": piece, "more_body": num_left > 0})
+        for chunk in encoded.chunks():
+            num_left -= len(chunk)
+            await send({"type": "http.response.body", "body": chunk, "more_body": num_left > 0})
             if num_left > 0:
                 await asyncio.sleep(0)  # a fast reader never makes ``send`` wait
 

@@ -12,8 +12,8 @@ class ClassCounters:
     Attributes:
         num_computed_tokens: in steps that were committed, recomputation included.
         num_recomputed_tokens: of these, tokens that had been computed before a preemption.
-        num_aborted_tokens: computed in steps that were stopped, for nothing; a token counts by the part of
-            the layers it had passed.
+        num_discarded_tokens: computed in slices that were stopped and discarded; a token counts by the share
+            of the layers that it had passed.
         num_checkpointed_tokens: whose KV was copied to host memory, at a preemption or before.
         num_reclaimed_tokens: of preempted requests, kept in host memory when their blocks were taken back.
         num_restored_tokens: whose KV was copied back.
@@ -22,7 +22,7 @@ class ClassCounters:
     num_preemptions: int = 0
     num_computed_tokens: int = 0
     num_recomputed_tokens: int = 0
-    num_aborted_tokens: float = 0.0
+    num_discarded_tokens: float = 0.0
     num_checkpointed_tokens: int = 0
     num_reclaimed_tokens: int = 0
     num_restored_tokens: int = 0

@@ -28,8 +28,8 @@ class ScheduledSlice:
     """What one request computes in one step: its tokens at positions ``[start, start + num_tokens)``.
 
     ``blocks`` are all the blocks of the request, in token order, enough for ``start + num_tokens``
-    tokens. ``samples`` says that the last token's logits yield the next output token. What ``yields`` may
-    be taken out of the running step at a safepoint: the slices of offline requests.
+    tokens. ``samples`` says that the last token's logits yield the next output token. ``preemptible``
+    slices, those of offline requests, may be taken out of the running step at a safepoint.
     """
 
     request_id: RequestId
@@ -37,23 +37,23 @@ class ScheduledSlice:
     num_tokens: int
     blocks: tuple[BlockRef, ...]
     samples: bool
-    yields: bool = False
+    preemptible: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Safepoints:
-    """Where a step may be stopped: between two layers, ``layers_apart`` of them from one point to the next.
+    """A step may be stopped between two layers, at every ``layers_apart``-th layer.
 
-    What is stopped is *suspended* where ``suspends``: its rows' hidden states are kept, and a later step goes
-    on at the layer they reached. Else it is dropped and computed anew.
+    With ``suspends``, stopped slices are suspended: the executor keeps their hidden states, and a later step
+    resumes them at their layer. Otherwise they are discarded and computed again.
     """
 
     layers_apart: int
     suspends: bool
 
 
-class CopyKinds(Flag):
-    """Of the copies between device and host: none, those of one direction, or all."""
+class CopyDirections(Flag):
+    """Directions of copies: device to host (checkpoint), host to device (restore)."""
 
     NONE = 0
     CHECKPOINT = 1
@@ -71,15 +71,14 @@ class StepPlan:
         released: requests whose state the executor drops before it takes in those admitted.
         predicted_s: what the cost model gives for the step; 0 without one.
         safepoints: None where they are not armed.
-        resumes: the slices go on where they were suspended; they are all or some of the suspended ones, and
-            the others are dropped.
-        max_layers: of a step that resumes: it runs so many layers, and is suspended again if more are left.
-        keeps_suspended: what is suspended stays so; else the executor may forget it.
-        checkpoint: copies from the device to the host that begin now.
-        restore: copies from the host to the device that begin now, after those of ``checkpoint``.
-        waits_for: copies that are complete before a slice is computed, and are not reported; all others go on
-            beside the step and those after it. No slice of this step reads or writes their blocks.
-        awaits_copy: there are no slices; the executor waits until a copy that is under way is complete.
+        resumes: the step resumes suspended slices. Suspended slices that are not in ``slices`` are dropped.
+        max_layers: layers that a resuming step runs; it is suspended again if more are left. None: all.
+        keeps_suspended: the executor keeps what is suspended; otherwise it may drop it.
+        checkpoint: copies from the device to the host that begin with this step.
+        restore: copies from the host to the device that begin with this step, after those of ``checkpoint``.
+        blocking_copies: copies of these directions complete before a slice is computed and are not reported.
+            Other copies run beside this step and later ones; no slice of this step uses their blocks.
+        is_idle_until_copy: there are no slices; the executor waits until a copy in flight completes.
     """
 
     step: int
@@ -93,28 +92,28 @@ class StepPlan:
     keeps_suspended: bool = False
     checkpoint: tuple[BlockCopy, ...] = ()
     restore: tuple[BlockCopy, ...] = ()
-    waits_for: CopyKinds = CopyKinds.NONE
-    awaits_copy: bool = False
+    blocking_copies: CopyDirections = CopyDirections.NONE
+    is_idle_until_copy: bool = False
 
     @property
     def stalls(self) -> bool:
-        """The slices wait for copies."""
+        """The slices wait for blocking copies."""
         return bool(
-            (CopyKinds.CHECKPOINT in self.waits_for and self.checkpoint)
-            or (CopyKinds.RESTORE in self.waits_for and self.restore)
+            (CopyDirections.CHECKPOINT in self.blocking_copies and self.checkpoint)
+            or (CopyDirections.RESTORE in self.blocking_copies and self.restore)
         )
 
     @property
     def has_online(self) -> bool:
-        return any(not piece.yields for piece in self.slices)
+        return any(not scheduled.preemptible for scheduled in self.slices)
 
     @property
     def has_offline(self) -> bool:
-        return any(piece.yields for piece in self.slices)
+        return any(scheduled.preemptible for scheduled in self.slices)
 
     @property
     def num_tokens(self) -> int:
-        return sum(piece.num_tokens for piece in self.slices)
+        return sum(scheduled.num_tokens for scheduled in self.slices)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,16 +140,23 @@ class StepOutcome:
 
     Attributes:
         sampled: one token for each slice that samples and was not stopped, in the plan's order.
-        stopped: requests whose slices were taken out at a safepoint. What they wrote lies in slots not yet
-            counted as computed.
-        layers_done: layers that the stopped slices have behind them, those of earlier steps included.
-        stopped_at_s: when they were taken out, on the executor's clock; None where nothing was.
-        copied: copies, of this plan or of earlier ones, that have completed since the outcome before, in any
-            order.
+        suspended: requests whose slices were stopped at a safepoint and kept. The KV that they wrote lies in
+            slots not yet counted as computed.
+        discarded: requests whose slices were stopped at a safepoint and dropped.
+        layers_done: layers that the stopped slices have passed, earlier steps included.
+        stopped_at_s: time of the stop on the executor's clock; None without one.
+        completed_copies: copies of this plan or earlier ones that completed since the previous outcome, in
+            any order.
     """
 
     sampled: tuple[SampledToken, ...]
-    stopped: tuple[RequestId, ...] = ()
+    suspended: tuple[RequestId, ...] = ()
+    discarded: tuple[RequestId, ...] = ()
     layers_done: int = 0
     stopped_at_s: float | None = None
-    copied: tuple[BlockCopy, ...] = ()
+    completed_copies: tuple[BlockCopy, ...] = ()
+
+    @property
+    def stopped(self) -> tuple[RequestId, ...]:
+        """Requests whose slices were taken out of the step."""
+        return self.suspended + self.discarded

@@ -15,7 +15,7 @@ OrderKey: TypeAlias = tuple[int, float, int]
 
 
 class ServiceClass(Enum):
-    """Whose objective a request has: ``ONLINE`` latency, ``OFFLINE`` throughput only."""
+    """What a request asks for: ``ONLINE`` latency objectives, ``OFFLINE`` throughput only."""
 
     __hash__ = object.__hash__  # members are singletons; Enum's own is Python code, and every slice pays it
 
@@ -23,21 +23,21 @@ class ServiceClass(Enum):
     OFFLINE = "offline"
 
 
-class Rank(Enum):
-    """In whose turn a request is served: its class, or above it when its completion window runs out."""
+class PriorityLevel(Enum):
+    """The order in which the scheduler serves requests; the smaller value is the more urgent."""
 
     __hash__ = object.__hash__  # members are singletons; Enum's own is Python code, and every slice pays it
 
-    ONLINE = "online"
-    PROMOTED = "promoted"  # offline, near the end of its completion window
-    OFFLINE = "offline"
+    ONLINE = 0
+    PROMOTED = 1  # offline, near the end of its completion window
+    OFFLINE = 2
 
 
 class RequestStatus(Enum):
     WAITING = "waiting"  # admitted to no batch yet
     RUNNING = "running"  # holds blocks and takes part in steps
-    PREEMPTED = "preempted"  # its blocks were taken back; what of its KV is not in host memory is recomputed
-    RESTORING = "restoring"  # holds blocks that its KV is being copied back to; takes no part in steps yet
+    PREEMPTED = "preempted"  # holds no device blocks; KV that is not in host memory is recomputed
+    RESTORING = "restoring"  # holds device blocks while its KV is copied back to them; not in steps yet
     FINISHED = "finished"
 
 
@@ -91,13 +91,15 @@ class Request:
     num_preemptions: int = 0
     was_retried: bool = False  # it was in a step that failed, and runs once more
     # Kept, not computed: a step reads each of them for every request that runs.
-    rank: Rank = field(init=False)
+    priority_level: PriorityLevel = field(init=False)
     num_tokens: int = field(init=False)  # of prompt and output
-    order_key: OrderKey = field(init=False)  # smaller is more urgent among requests of one rank
+    order_key: OrderKey = field(init=False)  # smaller is more urgent among requests of one priority level
 
     def __post_init__(self) -> None:
         assert len(self.prompt_token_ids) > 0, f"{self.request_id} has no prompt tokens"
-        self.rank = Rank.ONLINE if self.service_class is ServiceClass.ONLINE else Rank.OFFLINE
+        self.priority_level = (
+            PriorityLevel.ONLINE if self.service_class is ServiceClass.ONLINE else PriorityLevel.OFFLINE
+        )
         self.num_tokens = len(self.prompt_token_ids) + len(self.output_token_ids)
         self.enqueue(0)
 

@@ -64,7 +64,7 @@ class StepLoad:
 
     @classmethod
     def of_plan(cls, plan: StepPlan) -> StepLoad:
-        return cls.of((piece.start, piece.num_tokens, piece.samples) for piece in plan.slices)
+        return cls.of((scheduled.start, scheduled.num_tokens, scheduled.samples) for scheduled in plan.slices)
 
     def _add(self, start: int, num_tokens: int, samples: bool, sign: int) -> None:
         self.num_tokens += sign * num_tokens

@@ -13,7 +13,7 @@ from typing import Protocol
 from backfill.core.block import BlockCopy, BlockRef, pack_block_ref
 from backfill.core.clock import Clock
 from backfill.core.errors import ConfigError
-from backfill.core.plan import AdmittedRequest, CopyKinds, ScheduledSlice, StepOutcome, StepPlan
+from backfill.core.plan import AdmittedRequest, CopyDirections, ScheduledSlice, StepOutcome, StepPlan
 from backfill.core.request import RequestId
 from backfill.core.sampling import SamplingParams
 from backfill.costs.fit import TimedStep, cross_validated_error, fit_error, fit_few_steps
@@ -329,8 +329,8 @@ def _time_copies(executor: RunsPlans, clock: Clock, capacity: Capacity) -> CopyS
     copies = tuple(BlockCopy(index, index) for index in range(count))
     empty = StepPlan(step=0, admitted=(), slices=(), released=())
     plans = (
-        replace(empty, checkpoint=copies, waits_for=CopyKinds.CHECKPOINT),
-        replace(empty, restore=copies, waits_for=CopyKinds.RESTORE),
+        replace(empty, checkpoint=copies, blocking_copies=CopyDirections.CHECKPOINT),
+        replace(empty, restore=copies, blocking_copies=CopyDirections.RESTORE),
     )
     speeds = []
     for plan in plans:

@@ -15,7 +15,7 @@ from backfill.costs.load import StepLoad
 from backfill.costs.model import CostModel
 from backfill.costs.profile import CostProfile, FitError
 
-# Where the refined functions may bend. As far apart as the strata are wide, so that one sample ties a piece.
+# Knots of the refined functions: as far apart as the strata are wide, so that each segment has a sample.
 _ROW_KNOTS = tuple(1 << power for power in range(15))
 _SAMPLED_KNOTS = (1, 8, 32, 128)
 
@@ -150,7 +150,7 @@ class ProfileRefiner:
         """A step ran whole, from its first layer to its last, and took so long."""
         if seconds <= 0:
             return
-        chunks = [piece for piece in plan.slices if piece.num_tokens > 1]
+        chunks = [scheduled for scheduled in plan.slices if scheduled.num_tokens > 1]
         self._sample.add(
             ServedStep(
                 TimedStep(StepLoad.of_plan(plan), seconds),

@@ -115,7 +115,7 @@ class Engine:
             return
         assert cost is not None
         waiting = [
-            WaitingPrompt(each.num_pending_tokens, policy.first_token_by_s(each))
+            WaitingPrompt(each.num_pending_tokens, policy.ttft_deadline_at_s(each))
             for each in tuple(self._arrived)
             if each.service_class is ServiceClass.ONLINE
         ]
@@ -139,7 +139,7 @@ class Engine:
         outputs = self.admit_arrived()
         planning_at = time.perf_counter()
         plan = self.scheduler.plan_step(self._clock.now_s())
-        self._is_stalled = not plan.slices and not plan.awaits_copy
+        self._is_stalled = not plan.slices and not plan.is_idle_until_copy
         started_at_s = self._step_started_at_s = self._clock.now_s()
         self._running_plan = plan
         if self._arrived:  # while the plan was made, which does not hold them
@@ -195,7 +195,7 @@ class Engine:
         if refined is not None:
             self.profile = refined
             if refined.cost != self.scheduler.cost:
-                self.scheduler.adopt(refined.cost)
+                self.scheduler.set_cost_model(refined.cost)
         return refined
 
     def stats(self) -> EngineStats:
@@ -230,7 +230,7 @@ class Engine:
         return stopped_at_s - requested_at_s
 
     def _as_running(self, plan: StepPlan, points: Safepoints, cost: CostModel) -> RunningStep:
-        staying = StepLoad.of((p.start, p.num_tokens, p.samples) for p in plan.slices if not p.yields)
+        staying = StepLoad.of((p.start, p.num_tokens, p.samples) for p in plan.slices if not p.preemptible)
         num_layers = plan.max_layers or self.executor.info.num_layers
         scale = self.scheduler.policy.time_scale
         return RunningStep(
@@ -243,7 +243,7 @@ class Engine:
 
     def _fail(self, plan: StepPlan, error: Exception) -> list[TokenOutput]:
         message = f"The step failed: {type(error).__name__}."
-        request_ids = tuple(piece.request_id for piece in plan.slices)
+        request_ids = tuple(scheduled.request_id for scheduled in plan.slices)
         self._last_step = StepStats("none", 0, 0.0, 0.0, failed_request_ids=request_ids)
         return [
             TokenOutput(

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from backfill.core.plan import ScheduledSlice
-from backfill.kernels.base import AttentionBatch
+from backfill.kernels.base import AttentionMetadata
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class FlatBatch:
     """One step's tokens, sequence after sequence, and where the sampled rows are."""
 
     token_ids: Tensor  # int64 [T]
-    attention: AttentionBatch
+    attention: AttentionMetadata
     sampled_rows: Tensor  # int64 [number of slices that sample]
 
 
@@ -36,41 +36,41 @@ def build_batch(
         slices: at least one.
         token_ids: for each slice, the ``num_tokens`` tokens it computes.
     """
-    starts = np.array([piece.start for piece in slices], dtype=np.int64)
-    lens = np.array([piece.num_tokens for piece in slices], dtype=np.int64)
-    num_blocks = np.array([len(piece.blocks) for piece in slices], dtype=np.int64)
-    block_offsets = _offsets(num_blocks)
-    block_refs = np.fromiter(
-        chain.from_iterable(piece.blocks for piece in slices), dtype=np.int64, count=int(block_offsets[-1])
+    starts = np.array([scheduled.start for scheduled in slices], dtype=np.int64)
+    lens = np.array([scheduled.num_tokens for scheduled in slices], dtype=np.int64)
+    num_blocks = np.array([len(scheduled.blocks) for scheduled in slices], dtype=np.int64)
+    block_table_offsets = _offsets(num_blocks)
+    block_table = np.fromiter(
+        chain.from_iterable(scheduled.blocks for scheduled in slices),
+        dtype=np.int64,
+        count=int(block_table_offsets[-1]),
     )
-    query_offsets = _offsets(lens)
-    positions = np.arange(int(query_offsets[-1]), dtype=np.int64) + np.repeat(
-        starts - query_offsets[:-1], lens
-    )
-    refs_of_rows = block_refs[np.repeat(block_offsets[:-1], lens) + positions // block_size]
-    context_lens = starts + lens
-    samples = np.array([piece.samples for piece in slices], dtype=bool)
+    cu_seqlens_q = _offsets(lens)
+    positions = np.arange(int(cu_seqlens_q[-1]), dtype=np.int64) + np.repeat(starts - cu_seqlens_q[:-1], lens)
+    refs_of_rows = block_table[np.repeat(block_table_offsets[:-1], lens) + positions // block_size]
+    seq_lens = starts + lens
+    samples = np.array([scheduled.samples for scheduled in slices], dtype=bool)
 
     def tensor(array: NDArray[np.int64], dtype: torch.dtype) -> Tensor:
         return torch.from_numpy(array).to(device=device, dtype=dtype)
 
     return FlatBatch(
         token_ids=tensor(np.concatenate(token_ids), torch.int64),
-        attention=AttentionBatch(
+        attention=AttentionMetadata(
             positions=tensor(positions, torch.int64),
-            slots=tensor(slot_addresses(refs_of_rows, positions, block_size), torch.int64),
-            query_offsets=tensor(query_offsets, torch.int32),
-            context_lens=tensor(context_lens, torch.int32),
-            block_refs=tensor(block_refs, torch.int32),
-            block_offsets=tensor(block_offsets, torch.int32),
+            slot_mapping=tensor(slot_mapping_of(refs_of_rows, positions, block_size), torch.int64),
+            cu_seqlens_q=tensor(cu_seqlens_q, torch.int32),
+            seq_lens=tensor(seq_lens, torch.int32),
+            block_table=tensor(block_table, torch.int32),
+            block_table_offsets=tensor(block_table_offsets, torch.int32),
             max_query_len=int(lens.max()),
-            max_context_len=int(context_lens.max()),
+            max_seq_len=int(seq_lens.max()),
         ),
-        sampled_rows=tensor((query_offsets[1:] - 1)[samples], torch.int64),
+        sampled_rows=tensor((cu_seqlens_q[1:] - 1)[samples], torch.int64),
     )
 
 
-def slot_addresses(
+def slot_mapping_of(
     refs: NDArray[np.int64], positions: NDArray[np.int64], block_size: int
 ) -> NDArray[np.int64]:
     """Pool slot (block index * block_size + slot) of each position, given its packed BlockRef."""

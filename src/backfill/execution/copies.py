@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from backfill.core.block import BlockCopy
-from backfill.core.plan import CopyKinds
+from backfill.core.plan import CopyDirections
 
 # Copied by the thread in one go: under a millisecond, and long beside what handing over costs (11.0 GB/s at
 # 4 MiB, 12.1 at 16, where the copying alone gives 12.1).
@@ -31,11 +31,11 @@ class BlockCopier(Protocol):
     """
 
     def begin(
-        self, checkpoint: Sequence[BlockCopy], restore: Sequence[BlockCopy], waits_for: CopyKinds
+        self, checkpoint: Sequence[BlockCopy], restore: Sequence[BlockCopy], blocking_copies: CopyDirections
     ) -> None:
         """Begin copies to the host, and after them those to the device.
 
-        Returns once those of the kinds in ``waits_for``, which ``take_completed`` leaves out, are complete.
+        Returns when the blocking copies are complete; ``take_completed`` does not report these.
         """
         ...
 
@@ -64,20 +64,20 @@ def create_copier(kv_pool: Tensor, num_host_blocks: int) -> BlockCopier:
     return CudaBlockCopier(kv_pool, host_pool) if kv_pool.is_cuda else ThreadBlockCopier(kv_pool, host_pool)
 
 
-class _Piece(NamedTuple):
+class _CopyGroup(NamedTuple):
     """Copies of one direction that complete together."""
 
-    kind: CopyKinds
+    kind: CopyDirections
     copies: tuple[BlockCopy, ...]
     is_reported: bool
 
 
-def _pieces(
-    checkpoint: Sequence[BlockCopy], restore: Sequence[BlockCopy], waits_for: CopyKinds, size: int
-) -> Iterator[_Piece]:
-    for kind, copies in ((CopyKinds.CHECKPOINT, checkpoint), (CopyKinds.RESTORE, restore)):
+def _copy_groups(
+    checkpoint: Sequence[BlockCopy], restore: Sequence[BlockCopy], blocking_copies: CopyDirections, size: int
+) -> Iterator[_CopyGroup]:
+    for kind, copies in ((CopyDirections.CHECKPOINT, checkpoint), (CopyDirections.RESTORE, restore)):
         for first in range(0, len(copies), size):
-            yield _Piece(kind, tuple(copies[first : first + size]), kind not in waits_for)
+            yield _CopyGroup(kind, tuple(copies[first : first + size]), kind not in blocking_copies)
 
 
 class ThreadBlockCopier:
@@ -90,7 +90,7 @@ class ThreadBlockCopier:
     """
 
     def __init__(self, kv_pool: Tensor, host_pool: Tensor) -> None:
-        self._blocks_per_piece = max(1, _CHUNK_BYTES // kv_pool[:1].nbytes)
+        self._blocks_per_group = max(1, _CHUNK_BYTES // kv_pool[:1].nbytes)
         # The thread holds this and not the copier, so that a copier nobody uses any more can go.
         self._queue = _CopyQueue()
         thread = threading.Thread(
@@ -101,17 +101,17 @@ class ThreadBlockCopier:
         thread.start()
 
     def begin(
-        self, checkpoint: Sequence[BlockCopy], restore: Sequence[BlockCopy], waits_for: CopyKinds
+        self, checkpoint: Sequence[BlockCopy], restore: Sequence[BlockCopy], blocking_copies: CopyDirections
     ) -> None:
         try:
-            pieces = list(_pieces(checkpoint, restore, waits_for, self._blocks_per_piece))
-            self._queue.put(pieces)
+            groups = list(_copy_groups(checkpoint, restore, blocking_copies, self._blocks_per_group))
+            self._queue.put(groups)
         except Exception as error:  # the control plane takes them to be under way
             self._queue.fail(error)
             raise
-        awaited = [index for index, piece in enumerate(pieces) if not piece.is_reported]
+        awaited = [index for index, group in enumerate(groups) if not group.is_reported]
         if awaited:
-            self._queue.wait_until_left(len(pieces) - 1 - awaited[-1])
+            self._queue.wait_until_left(len(groups) - 1 - awaited[-1])
 
     def take_completed(self) -> tuple[BlockCopy, ...]:
         return self._queue.take_completed()
@@ -131,30 +131,30 @@ class _CopyQueue:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._pieces: deque[_Piece] = deque()  # the first one is being copied
+        self._groups: deque[_CopyGroup] = deque()  # the first one is being copied
         self._completed: list[BlockCopy] = []
         self._error: Exception | None = None
         self._is_closed = False
 
-    def put(self, pieces: Sequence[_Piece]) -> None:
+    def put(self, groups: Sequence[_CopyGroup]) -> None:
         self._raise_if_failed()
-        if not pieces:
+        if not groups:
             return
         with self._changed:
-            self._pieces.extend(pieces)
+            self._groups.extend(groups)
             self._changed.notify_all()
 
-    def first(self) -> _Piece | None:
+    def first(self) -> _CopyGroup | None:
         """Block until there is something to copy; None once closed."""
         with self._changed:
-            self._changed.wait_for(lambda: self._pieces or self._is_closed)
-            return None if self._is_closed else self._pieces[0]
+            self._changed.wait_for(lambda: self._groups or self._is_closed)
+            return None if self._is_closed else self._groups[0]
 
     def complete_first(self) -> None:
         with self._changed:
-            piece = self._pieces.popleft()
-            if piece.is_reported:
-                self._completed += piece.copies
+            group = self._groups.popleft()
+            if group.is_reported:
+                self._completed += group.copies
             self._changed.notify_all()
 
     def fail(self, error: Exception) -> None:
@@ -175,16 +175,16 @@ class _CopyQueue:
             completed, self._completed = tuple(self._completed), []
             return completed
 
-    def wait_until_left(self, num_pieces: int) -> None:
-        """Block until so many pieces, or fewer, are left."""
+    def wait_until_left(self, num_groups: int) -> None:
+        """Block until so many groups, or fewer, are left."""
         with self._changed:
-            self._changed.wait_for(lambda: len(self._pieces) <= num_pieces or self._error)
+            self._changed.wait_for(lambda: len(self._groups) <= num_groups or self._error)
             self._raise_if_failed()
 
     def wait_for_completed(self, timeout_s: float) -> None:
         """Block until a completed copy can be taken, unless none is under way."""
         with self._changed:
-            self._changed.wait_for(lambda: self._completed or not self._pieces or self._error, timeout_s)
+            self._changed.wait_for(lambda: self._completed or not self._groups or self._error, timeout_s)
             self._raise_if_failed()
 
     def _raise_if_failed(self) -> None:
@@ -197,9 +197,9 @@ def _copy_all(queue: _CopyQueue, kv_pool: Tensor, host_pool: Tensor) -> None:
     from backfill.kernels import cpu
 
     try:
-        while (piece := queue.first()) is not None:
-            devices, hosts = [copy.device for copy in piece.copies], [copy.host for copy in piece.copies]
-            if piece.kind is CopyKinds.CHECKPOINT:
+        while (group := queue.first()) is not None:
+            devices, hosts = [copy.device for copy in group.copies], [copy.host for copy in group.copies]
+            if group.kind is CopyDirections.CHECKPOINT:
                 cpu.copy_blocks(host_pool, hosts, kv_pool, devices)
             else:
                 cpu.copy_blocks(kv_pool, devices, host_pool, hosts)
@@ -230,30 +230,30 @@ class CudaBlockCopier:
         self._stream = torch.cuda.Stream(kv_pool.device)  # type: ignore[no-untyped-call]
         self._finalizer = weakref.finalize(self, _unpin, host_pool, self._stream)
         self._finalizer.atexit = False  # the process's end does it, and CUDA may be gone before
-        self._under_way: deque[tuple[torch.cuda.Event, _Piece]] = deque()
+        self._under_way: deque[tuple[torch.cuda.Event, _CopyGroup]] = deque()
         self._error: Exception | None = None
 
     def begin(
-        self, checkpoint: Sequence[BlockCopy], restore: Sequence[BlockCopy], waits_for: CopyKinds
+        self, checkpoint: Sequence[BlockCopy], restore: Sequence[BlockCopy], blocking_copies: CopyDirections
     ) -> None:
         self._raise_if_failed()
         try:
-            self._begin(checkpoint, restore, waits_for)
+            self._begin(checkpoint, restore, blocking_copies)
         except Exception as error:
             self._error = error
             raise
 
     def _begin(
-        self, checkpoint: Sequence[BlockCopy], restore: Sequence[BlockCopy], waits_for: CopyKinds
+        self, checkpoint: Sequence[BlockCopy], restore: Sequence[BlockCopy], blocking_copies: CopyDirections
     ) -> None:
         awaited: torch.cuda.Event | None = None
         if checkpoint or restore:
             # What is queued already writes the blocks that are read, and reads those that are written.
             self._stream.wait_stream(torch.cuda.current_stream(self._kv_pool.device))
-        for piece in _pieces(checkpoint, restore, waits_for, _BLOCKS_PER_EVENT):
-            event = self._queue(piece)
-            if piece.is_reported:
-                self._under_way.append((event, piece))
+        for group in _copy_groups(checkpoint, restore, blocking_copies, _BLOCKS_PER_EVENT):
+            event = self._queue(group)
+            if group.is_reported:
+                self._under_way.append((event, group))
             else:
                 awaited = event
         if awaited is not None:
@@ -280,11 +280,11 @@ class CudaBlockCopier:
         if self._error is not None:
             raise RuntimeError("a copy between device and host memory failed") from self._error
 
-    def _queue(self, piece: _Piece) -> torch.cuda.Event:
+    def _queue(self, group: _CopyGroup) -> torch.cuda.Event:
         device_pool, host_pool = self._kv_pool, self._host_pool
         with torch.cuda.stream(self._stream):
-            for device, host in piece.copies:
-                if piece.kind is CopyKinds.CHECKPOINT:
+            for device, host in group.copies:
+                if group.kind is CopyDirections.CHECKPOINT:
                     host_pool[host].copy_(device_pool[device], non_blocking=True)
                 else:
                     device_pool[device].copy_(host_pool[host], non_blocking=True)

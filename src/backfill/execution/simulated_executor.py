@@ -8,7 +8,7 @@ from typing import Protocol
 
 from backfill.core.block import BlockCopy
 from backfill.core.clock import VirtualClock
-from backfill.core.plan import CopyKinds, SampledToken, ScheduledSlice, StepOutcome, StepPlan
+from backfill.core.plan import CopyDirections, SampledToken, ScheduledSlice, StepOutcome, StepPlan
 from backfill.core.request import RequestId
 from backfill.costs.load import StepLoad
 from backfill.costs.model import CostModel
@@ -73,46 +73,57 @@ class SimulatedExecutor:
             self._num_tokens[admitted.request_id] = len(admitted.prompt_token_ids)
         self._begin_copies(plan)
         if not plan.slices:
-            if plan.awaits_copy:
+            if plan.is_idle_until_copy:
                 self._wait(self._copies[0][0] - self._clock.now_s())
-            return StepOutcome((), copied=self._take_copied())
+            return StepOutcome((), completed_copies=self._take_completed_copies())
         first = self._suspended_at if plan.resumes else 0
         stopped_at = self._pass_layers(plan, first)
         if stopped_at is None:
-            return StepOutcome(self._sample(plan.slices), copied=self._take_copied())
+            return StepOutcome(self._sample(plan.slices), completed_copies=self._take_completed_copies())
         stopped_at_s = self._clock.now_s()
-        if plan.safepoints is not None and plan.safepoints.suspends:
+        suspends = plan.safepoints is not None and plan.safepoints.suspends
+        if suspends:
             self._suspended_at = stopped_at
-        stopped = tuple(piece.request_id for piece in plan.slices if piece.yields)
-        staying = tuple(piece for piece in plan.slices if not piece.yields)
+        stopped = tuple(scheduled.request_id for scheduled in plan.slices if scheduled.preemptible)
+        staying = tuple(scheduled for scheduled in plan.slices if not scheduled.preemptible)
         self._wait(self._seconds(staying) * (self.info.num_layers - stopped_at) / self.info.num_layers)
-        return StepOutcome(self._sample(staying), stopped, stopped_at, stopped_at_s, self._take_copied())
+        return StepOutcome(
+            self._sample(staying),
+            suspended=stopped if suspends else (),
+            discarded=() if suspends else stopped,
+            layers_done=stopped_at,
+            stopped_at_s=stopped_at_s,
+            completed_copies=self._take_completed_copies(),
+        )
 
     def _begin_copies(self, plan: StepPlan) -> None:
         """Queue the plan's copies; those it waits for take their time here."""
-        for kind, copies in ((CopyKinds.CHECKPOINT, plan.checkpoint), (CopyKinds.RESTORE, plan.restore)):
+        for kind, copies in (
+            (CopyDirections.CHECKPOINT, plan.checkpoint),
+            (CopyDirections.RESTORE, plan.restore),
+        ):
             for copy in copies:
                 began_s = max(self._copying_until_s, self._clock.now_s())
                 self._copying_until_s = began_s + self._copy_s(kind)
-                if kind not in plan.waits_for:
+                if kind not in plan.blocking_copies:
                     self._copies.append((self._copying_until_s, copy))
-            if copies and kind in plan.waits_for:
+            if copies and kind in plan.blocking_copies:
                 self._wait(self._copying_until_s - self._clock.now_s())
 
-    def _copy_s(self, kind: CopyKinds) -> float:
+    def _copy_s(self, kind: CopyDirections) -> float:
         assert self._copy_speed is not None, "there is no host pool to copy to and from"
         speed = self._copy_speed
-        to_host = kind is CopyKinds.CHECKPOINT
+        to_host = kind is CopyDirections.CHECKPOINT
         return self.info.block_bytes / (speed.to_host_bytes_per_s if to_host else speed.to_device_bytes_per_s)
 
-    def _take_copied(self) -> tuple[BlockCopy, ...]:
-        copied = []
+    def _take_completed_copies(self) -> tuple[BlockCopy, ...]:
+        completed = []
         while self._copies and self._copies[0][0] <= self._clock.now_s():
-            copied.append(self._copies.popleft()[1])
-        return tuple(copied)
+            completed.append(self._copies.popleft()[1])
+        return tuple(completed)
 
     def _pass_layers(self, plan: StepPlan, first: int) -> int | None:
-        """Move the clock through the layers; the layer before which the yielding slices were stopped."""
+        """Move the clock through the layers; the layer before which the preemptible slices were stopped."""
         num_layers, points = self.info.num_layers, plan.safepoints
         last = num_layers if plan.max_layers is None else min(num_layers, first + plan.max_layers)
         layer_s = self._seconds(plan.slices) / num_layers
@@ -133,15 +144,15 @@ class SimulatedExecutor:
 
     def _seconds(self, slices: tuple[ScheduledSlice, ...]) -> float:
         return self._cost.step_time_s(
-            StepLoad.of((piece.start, piece.num_tokens, piece.samples) for piece in slices)
+            StepLoad.of((scheduled.start, scheduled.num_tokens, scheduled.samples) for scheduled in slices)
         )
 
     def _sample(self, slices: tuple[ScheduledSlice, ...]) -> tuple[SampledToken, ...]:
         sampled = []
-        for piece in slices:
-            if piece.samples:
-                self._num_tokens[piece.request_id] += 1
-                sampled.append(SampledToken(piece.request_id, _SAMPLED_TOKEN))
+        for scheduled in slices:
+            if scheduled.samples:
+                self._num_tokens[scheduled.request_id] += 1
+                sampled.append(SampledToken(scheduled.request_id, _SAMPLED_TOKEN))
         return tuple(sampled)
 
     def _wait(self, seconds: float) -> None:

@@ -65,7 +65,7 @@ class TorchExecutor:
         self._kv_pool[:num_blocks].zero_()
 
     def request_stop(self, step: int) -> None:
-        self._step_to_stop = max(self._step_to_stop, step)  # a late word for the step before must not undo it
+        self._step_to_stop = max(self._step_to_stop, step)  # a late call for an earlier step must not undo it
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepOutcome:
@@ -73,7 +73,7 @@ class TorchExecutor:
             self._states.pop(request_id, None)
         if self._copier is not None:
             # Before anything that may fail: a failed step's copies have begun.
-            self._copier.begin(plan.checkpoint, plan.restore, plan.waits_for)
+            self._copier.begin(plan.checkpoint, plan.restore, plan.blocking_copies)
         else:
             assert not (plan.checkpoint or plan.restore), "there is no host pool to copy to and from"
         for admitted in plan.admitted:
@@ -81,9 +81,9 @@ class TorchExecutor:
         if not (plan.keeps_suspended or plan.resumes):
             self._suspended = None
         if not plan.slices:
-            if plan.awaits_copy and self._copier is not None:
+            if plan.is_idle_until_copy and self._copier is not None:
                 self._copier.wait(_LONGEST_WAIT_S)
-            return StepOutcome(sampled=(), copied=self._take_copied())
+            return StepOutcome(sampled=(), completed_copies=self._take_completed_copies())
         if plan.resumes:
             running = self._resumed(plan.slices)
         else:
@@ -93,13 +93,21 @@ class TorchExecutor:
         stopped, stopped_at_s = self._run_layers(running, plan)
         sampled = self._sample(running)
         # Last: what is taken must reach the outcome.
-        copied = self._take_copied()
+        completed = self._take_completed_copies()
         if stopped is None:
-            return StepOutcome(sampled, copied=copied)
-        ids = tuple(piece.request_id for piece in stopped.slices)
-        return StepOutcome(sampled, ids, stopped.layers_done, stopped_at_s, copied)
+            return StepOutcome(sampled, completed_copies=completed)
+        ids = tuple(scheduled.request_id for scheduled in stopped.slices)
+        is_suspended = stopped is self._suspended
+        return StepOutcome(
+            sampled,
+            suspended=ids if is_suspended else (),
+            discarded=() if is_suspended else ids,
+            layers_done=stopped.layers_done,
+            stopped_at_s=stopped_at_s,
+            completed_copies=completed,
+        )
 
-    def _take_copied(self) -> tuple[BlockCopy, ...]:
+    def _take_completed_copies(self) -> tuple[BlockCopy, ...]:
         return () if self._copier is None else self._copier.take_completed()
 
     def _run_layers(self, running: _Pass, plan: StepPlan) -> tuple[_Pass | None, float | None]:
@@ -139,13 +147,13 @@ class TorchExecutor:
         return event
 
     def _take_out(self, running: _Pass, *, suspends: bool) -> _Pass:
-        """Split what yields off the pass and return it, kept for later where it is suspended."""
-        yielding = [piece.yields for piece in running.slices]
-        if all(yielding):
+        """Split the preemptible slices off the pass and return them; keep them if the step suspends."""
+        preemptible = [scheduled.preemptible for scheduled in running.slices]
+        if all(preemptible):
             taken, running.slices = replace(running), ()
         else:
-            taken = self._split(running, yielding)
-            kept = self._split(running, [not each for each in yielding])
+            taken = self._split(running, preemptible)
+            kept = self._split(running, [not each for each in preemptible])
             running.slices, running.batch, running.state = kept.slices, kept.batch, kept.state
         self._suspended = taken if suspends else None
         return taken
@@ -154,16 +162,16 @@ class TorchExecutor:
         """The suspended pass, without the slices that are not resumed."""
         suspended, self._suspended = self._suspended, None
         assert suspended is not None, "nothing is suspended"
-        going_on = {piece.request_id for piece in slices}
-        assert going_on <= {piece.request_id for piece in suspended.slices}
+        going_on = {scheduled.request_id for scheduled in slices}
+        assert going_on <= {scheduled.request_id for scheduled in suspended.slices}
         if len(going_on) == len(suspended.slices):
             return suspended
-        return self._split(suspended, [piece.request_id in going_on for piece in suspended.slices])
+        return self._split(suspended, [scheduled.request_id in going_on for scheduled in suspended.slices])
 
     def _split(self, running: _Pass, keep: Sequence[bool]) -> _Pass:
         """A pass of the kept slices only, with rows of its own."""
-        slices = tuple(piece for piece, kept in zip(running.slices, keep, strict=True) if kept)
-        counts = torch.tensor([piece.num_tokens for piece in running.slices])
+        slices = tuple(scheduled for scheduled, kept in zip(running.slices, keep, strict=True) if kept)
+        counts = torch.tensor([scheduled.num_tokens for scheduled in running.slices])
         rows = torch.repeat_interleave(torch.tensor(keep), counts).nonzero().squeeze(1)
         rows = rows.to(running.state.residual.device)
         residual, delta = running.state
@@ -171,7 +179,7 @@ class TorchExecutor:
         return _Pass(slices, self._batch_of(slices), state, running.layers_done)
 
     def _sample(self, running: _Pass) -> tuple[SampledToken, ...]:
-        sampling = [piece.request_id for piece in running.slices if piece.samples]
+        sampling = [scheduled.request_id for scheduled in running.slices if scheduled.samples]
         if not sampling:
             if self._kv_pool.is_cuda:  # nothing was read from the device, which may still be at work
                 torch.cuda.current_stream(self._kv_pool.device).synchronize()
@@ -188,7 +196,7 @@ class TorchExecutor:
 
     def _batch_of(self, slices: Sequence[ScheduledSlice]) -> FlatBatch:
         tokens = [
-            self._states[piece.request_id].tokens(piece.start, piece.start + piece.num_tokens)
-            for piece in slices
+            self._states[scheduled.request_id].tokens(scheduled.start, scheduled.start + scheduled.num_tokens)
+            for scheduled in slices
         ]
         return build_batch(slices, tokens, self.info.block_size, self._kv_pool.device)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from backfill.jobs.threads import ThreadPool
 
-PIECE_BYTES = 1 << 20
+CHUNK_BYTES = 1 << 20
 
 
 class Download:
@@ -29,15 +29,15 @@ class Download:
         """Raises: OSError."""
         return await threads.run(lambda: cls(FileIO(path, "rb"), threads))
 
-    async def pieces(self, start: int = 0, end: int | None = None) -> AsyncGenerator[bytes, None]:
+    async def chunks(self, start: int = 0, end: int | None = None) -> AsyncGenerator[bytes, None]:
         """The bytes of [start, end), at most a MiB at a time. Raises: OSError."""
         end = self.num_bytes if end is None else end
         while start < end:
-            piece = await self._threads.run(self._read, start, min(PIECE_BYTES, end - start))
-            if not piece:
+            chunk = await self._threads.run(self._read, start, min(CHUNK_BYTES, end - start))
+            if not chunk:
                 raise OSError(f"{self._file.name!r} has become shorter")
-            start += len(piece)
-            yield piece
+            start += len(chunk)
+            yield chunk
 
     async def close(self) -> None:
         await self._threads.run(self._file.close)

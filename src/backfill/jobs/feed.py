@@ -11,7 +11,7 @@ from typing import Protocol
 
 from backfill.core.errors import BackfillError
 from backfill.jobs.lines import LineResult
-from backfill.jobs.patience import ResultSink
+from backfill.jobs.retry import ResultSink
 from backfill.jobs.suspects import Suspects
 from backfill.preparation.lines import BatchLine
 

@@ -12,7 +12,7 @@ from backfill.engine.tasks import TaskWatch
 from backfill.jobs.feed import Feed, RunningLine
 from backfill.jobs.lines import LineResult, unrun
 from backfill.jobs.order import FairOrder
-from backfill.jobs.patience import until_durable
+from backfill.jobs.retry import until_durable
 from backfill.jobs.threads import ThreadPool, until_done
 from backfill.preparation.lines import BatchLine
 

@@ -20,7 +20,6 @@ from backfill.jobs.feed import Feed, InputChanged
 from backfill.jobs.feeder import Feeder
 from backfill.jobs.lines import LineResult, unrun
 from backfill.jobs.open_batch import OpenBatch, num_unfinished
-from backfill.jobs.patience import persist, retry_delays_s, until_durable
 from backfill.jobs.records import (
     FINAL_STATUSES,
     BatchRecord,
@@ -31,6 +30,7 @@ from backfill.jobs.records import (
     TokenUsage,
 )
 from backfill.jobs.results import ForeignResults, ResultLog, ResultsLost
+from backfill.jobs.retry import persist, retry_delays_s, until_durable
 from backfill.jobs.store import JobStore, counts_changes
 from backfill.jobs.suspects import Suspects
 from backfill.jobs.threads import JobThreads

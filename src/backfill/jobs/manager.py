@@ -23,7 +23,6 @@ from backfill.jobs.lifecycle import SUSPECTS_FOLDER, BatchDriver, InputReader
 from backfill.jobs.lines import LineResult
 from backfill.jobs.lock import DataFolderLock
 from backfill.jobs.open_batch import OpenBatch, num_unfinished
-from backfill.jobs.patience import ask, persist
 from backfill.jobs.private_files import make_private
 from backfill.jobs.records import (
     BatchRecord,
@@ -35,6 +34,7 @@ from backfill.jobs.records import (
     new_batch_id,
     new_file_id,
 )
+from backfill.jobs.retry import ask, persist
 from backfill.jobs.runner import ServiceRunner
 from backfill.jobs.store import JobStore
 from backfill.jobs.suspects import sweep as sweep_suspects

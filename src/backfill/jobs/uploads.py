@@ -1,4 +1,4 @@
-"""Takes files in, piece by piece, within what may be stored."""
+"""Takes files in, chunk by chunk, within what may be stored."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from io import FileIO
 from backfill.jobs.blobs import BlobStore
 from backfill.jobs.config import JobsConfig
 from backfill.jobs.errors import StorageFull, TooLarge, TooManyUploads
-from backfill.jobs.patience import ask
 from backfill.jobs.private_files import write_all
 from backfill.jobs.records import FileRecord, new_file_id
+from backfill.jobs.retry import ask
 from backfill.jobs.store import JobStore
 from backfill.jobs.threads import JobThreads
 

@@ -14,28 +14,26 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionBatch:
+class AttentionMetadata:
     """Where each token of a step's flat batch is and which KV it reads; the same for all layers.
 
-    Sequence s owns rows ``[query_offsets[s], query_offsets[s + 1])`` of the batch. Its last row is
-    the token at position ``context_lens[s] - 1``; row i of its n rows is at position
-    ``context_lens[s] - n + i`` and attends to every position up to its own.
+    Sequence s owns rows ``[cu_seqlens_q[s], cu_seqlens_q[s + 1])`` of the batch. Its last row is
+    the token at position ``seq_lens[s] - 1``; row i of its n rows is at position
+    ``seq_lens[s] - n + i`` and attends to every position up to its own.
     """
 
     positions: Tensor  # int64 [T]
-    slots: Tensor  # int64 [T]: block index * B + slot, where the row's K and V are written
-    query_offsets: Tensor  # int32 [S + 1]
-    context_lens: Tensor  # int32 [S]: tokens of KV once this step's rows are written
-    block_refs: Tensor  # int32 [sum of blocks]: packed BlockRef (index << 1 | reverse), sequence by sequence
-    block_offsets: (
-        Tensor  # int32 [S + 1]: sequence s reads block_refs[block_offsets[s] : block_offsets[s + 1]]
-    )
+    slot_mapping: Tensor  # int64 [T]: block index * B + slot, where the row's K and V are written
+    cu_seqlens_q: Tensor  # int32 [S + 1]
+    seq_lens: Tensor  # int32 [S]: tokens of KV once this step's rows are written
+    block_table: Tensor  # int32 [sum of blocks]: packed BlockRef (index << 1 | reverse), sequence by sequence
+    block_table_offsets: Tensor  # int32 [S + 1]: where each sequence's blocks begin in block_table
     max_query_len: int
-    max_context_len: int
+    max_seq_len: int
 
     @property
     def num_seqs(self) -> int:
-        return self.context_lens.shape[0]
+        return self.seq_lens.shape[0]
 
 
 class Linear(Protocol):
@@ -73,7 +71,7 @@ class Kernels(Protocol):
         qkv: Tensor,
         kv_pool: Tensor,
         layer: int,
-        batch: AttentionBatch,
+        batch: AttentionMetadata,
         num_heads: int,
         cos_sin: Tensor | None,
         q_norm: Tensor | None = None,
@@ -85,7 +83,7 @@ class Kernels(Protocol):
         Args:
             qkv: ``[T, (H + 2G) * D]``, heads of q, then k, then v. q is replaced in place by its
                 normalised, rotated form; the k and v part may be left in any state.
-            kv_pool: ``[num_blocks, L, 2, G, B, D]`` in qkv's dtype; rows go to ``batch.slots``.
+            kv_pool: ``[num_blocks, L, 2, G, B, D]`` in qkv's dtype; rows go to ``batch.slot_mapping``.
             cos_sin: float32 ``[max positions, D]``: cosines of the D/2 angles, then sines; rotation
                 pairs element i with i + D/2 (the "neox" form). None: no rotary embedding.
             q_norm, k_norm: ``[D]`` weights, both or neither.
@@ -93,7 +91,7 @@ class Kernels(Protocol):
         ...
 
     def attention(
-        self, qkv: Tensor, kv_pool: Tensor, layer: int, batch: AttentionBatch, num_heads: int, scale: float
+        self, qkv: Tensor, kv_pool: Tensor, layer: int, batch: AttentionMetadata, num_heads: int, scale: float
     ) -> Tensor:
         """Causal attention of every row over its sequence's KV, read in place from the blocks.
 

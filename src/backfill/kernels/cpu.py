@@ -19,7 +19,7 @@ from torch import Tensor
 # After torch: both use the OpenMP runtime that torch brings, so that there is one pool of threads.
 from backfill import _kernels  # type: ignore[attr-defined]
 from backfill.core.errors import ConfigError
-from backfill.kernels.base import AttentionBatch, Linear
+from backfill.kernels.base import AttentionMetadata, Linear
 from backfill.kernels.isa import ISA_VARIABLE
 
 _TYPE_CODES = {torch.bfloat16: 0, torch.float32: 1}
@@ -161,7 +161,7 @@ class _Pool(NamedTuple):
 class _Batch(NamedTuple):
     """The last batch seen, likewise. Holding it keeps its tensors, whose addresses are in ``cpp``, alive."""
 
-    batch: AttentionBatch
+    batch: AttentionMetadata
     cpp: _kernels.Batch
     rows: int
 
@@ -251,7 +251,7 @@ class CpuKernels:
         qkv: Tensor,
         kv_pool: Tensor,
         layer: int,
-        batch: AttentionBatch,
+        batch: AttentionMetadata,
         num_heads: int,
         cos_sin: Tensor | None,
         q_norm: Tensor | None = None,
@@ -284,7 +284,7 @@ class CpuKernels:
         )
 
     def attention(
-        self, qkv: Tensor, kv_pool: Tensor, layer: int, batch: AttentionBatch, num_heads: int, scale: float
+        self, qkv: Tensor, kv_pool: Tensor, layer: int, batch: AttentionMetadata, num_heads: int, scale: float
     ) -> Tensor:
         pool, known = self._check_attention_inputs(qkv, kv_pool, layer, batch, num_heads)
         if scale <= 0:
@@ -294,7 +294,7 @@ class CpuKernels:
         return out
 
     def _check_attention_inputs(
-        self, qkv: Tensor, kv_pool: Tensor, layer: int, batch: AttentionBatch, num_heads: int
+        self, qkv: Tensor, kv_pool: Tensor, layer: int, batch: AttentionMetadata, num_heads: int
     ) -> tuple[_Pool, _Batch]:
         pool, known = self._last_pool, self._last_batch
         if pool is None or pool.tensor is not kv_pool:
@@ -329,21 +329,21 @@ def _take_pool_apart(kv_pool: Tensor) -> _Pool:
     return _Pool(kv_pool, cpp, kv_pool.dtype, num_layers, num_kv_heads, head_dim)
 
 
-def _take_batch_apart(batch: AttentionBatch) -> _Batch:
-    rows, num_seqs = batch.positions.shape[0], batch.context_lens.shape[0]
+def _take_batch_apart(batch: AttentionMetadata) -> _Batch:
+    rows, num_seqs = batch.positions.shape[0], batch.seq_lens.shape[0]
     _check_indices("positions", batch.positions, rows, torch.int64)
-    _check_indices("slots", batch.slots, rows, torch.int64)
-    _check_indices("query_offsets", batch.query_offsets, num_seqs + 1, torch.int32)
-    _check_indices("context_lens", batch.context_lens, num_seqs, torch.int32)
-    _check_indices("block_refs", batch.block_refs, batch.block_refs.shape[0], torch.int32)
-    _check_indices("block_offsets", batch.block_offsets, num_seqs + 1, torch.int32)
+    _check_indices("slot_mapping", batch.slot_mapping, rows, torch.int64)
+    _check_indices("cu_seqlens_q", batch.cu_seqlens_q, num_seqs + 1, torch.int32)
+    _check_indices("seq_lens", batch.seq_lens, num_seqs, torch.int32)
+    _check_indices("block_table", batch.block_table, batch.block_table.shape[0], torch.int32)
+    _check_indices("block_table_offsets", batch.block_table_offsets, num_seqs + 1, torch.int32)
     cpp = _kernels.Batch(
         batch.positions.data_ptr(),
-        batch.slots.data_ptr(),
-        batch.query_offsets.data_ptr(),
-        batch.context_lens.data_ptr(),
-        batch.block_refs.data_ptr(),
-        batch.block_offsets.data_ptr(),
+        batch.slot_mapping.data_ptr(),
+        batch.cu_seqlens_q.data_ptr(),
+        batch.seq_lens.data_ptr(),
+        batch.block_table.data_ptr(),
+        batch.block_table_offsets.data_ptr(),
         rows,
         num_seqs,
     )

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from backfill.kernels.base import AttentionBatch, Linear
+from backfill.kernels.base import AttentionMetadata, Linear
 
 
 class ReferenceLinear:
@@ -46,7 +46,7 @@ class ReferenceKernels:
         qkv: Tensor,
         kv_pool: Tensor,
         layer: int,
-        batch: AttentionBatch,
+        batch: AttentionMetadata,
         num_heads: int,
         cos_sin: Tensor | None,
         q_norm: Tensor | None = None,
@@ -63,20 +63,22 @@ class ReferenceKernels:
             q_rotated = _rotate(q_rotated, cos_sin[batch.positions])
             k = _rotate(k, cos_sin[batch.positions])
         q.copy_(q_rotated)
-        blocks, places = batch.slots // block_size, batch.slots % block_size
+        blocks, places = batch.slot_mapping // block_size, batch.slot_mapping % block_size
         kv_pool[blocks, layer, 0, :, places] = k
         kv_pool[blocks, layer, 1, :, places] = v
 
     def attention(
-        self, qkv: Tensor, kv_pool: Tensor, layer: int, batch: AttentionBatch, num_heads: int, scale: float
+        self, qkv: Tensor, kv_pool: Tensor, layer: int, batch: AttentionMetadata, num_heads: int, scale: float
     ) -> Tensor:
         _, _, _, num_kv_heads, _, head_dim = kv_pool.shape
         q, _, _ = _split_heads(qkv, num_heads, num_kv_heads, head_dim)
         out = torch.empty_like(q)
         for seq in range(batch.num_seqs):
-            start, end = int(batch.query_offsets[seq]), int(batch.query_offsets[seq + 1])
-            context = int(batch.context_lens[seq])
-            refs = batch.block_refs[int(batch.block_offsets[seq]) : int(batch.block_offsets[seq + 1])]
+            start, end = int(batch.cu_seqlens_q[seq]), int(batch.cu_seqlens_q[seq + 1])
+            context = int(batch.seq_lens[seq])
+            refs = batch.block_table[
+                int(batch.block_table_offsets[seq]) : int(batch.block_table_offsets[seq + 1])
+            ]
             k = gather_tokens(kv_pool[:, layer, 0], refs, context).float()
             v = gather_tokens(kv_pool[:, layer, 1], refs, context).float()
             k = k.repeat_interleave(num_heads // num_kv_heads, dim=0)

@@ -1,7 +1,7 @@
 """CUDA kernels in Triton. The meaning of every operator is in ``backfill.kernels.reference``.
 
 Kernels come first, then ``TritonKernels``, whose methods check and launch them. A grid is made only
-from shapes and from the integers in ``AttentionBatch``. Nothing reads a tensor's contents on the
+from shapes and from the integers in ``AttentionMetadata``. Nothing reads a tensor's contents on the
 host, so launches queue without synchronisation and can be captured in a CUDA graph; where the
 contents decide how much there is to do, the grid is an upper bound and surplus programs return at once.
 
@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from backfill.kernels.base import AttentionBatch, Linear
+from backfill.kernels.base import AttentionMetadata, Linear
 from backfill.kernels.reference import ReferenceLinear
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -143,9 +143,9 @@ def _attend(
 
 
 @triton.jit
-def _keys_per_split(context_len, num_splits, tile_keys: tl.constexpr):
+def _keys_per_split(seq_len, num_splits, tile_keys: tl.constexpr):
     """Whole tiles, so that only the last split of a sequence needs masks."""
-    return tl.cdiv(tl.cdiv(context_len, num_splits), tile_keys) * tile_keys
+    return tl.cdiv(tl.cdiv(seq_len, num_splits), tile_keys) * tile_keys
 
 
 @triton.jit(do_not_specialize=["layer", "num_splits"])
@@ -155,10 +155,10 @@ def _decode_kernel(
     partial_logs,
     qkv,
     kv_pool,
-    query_offsets,
-    context_lens,
-    block_refs,
-    block_offsets,
+    cu_seqlens_q,
+    seq_lens,
+    block_table,
+    block_table_offsets,
     qkv_stride,
     scale_log2,
     layer,
@@ -182,15 +182,15 @@ def _decode_kernel(
     seq = tl.program_id(0)
     group = tl.program_id(1)
     split = tl.program_id(2)
-    row = tl.load(query_offsets + seq)
-    if tl.load(query_offsets + seq + 1) - row != 1:
+    row = tl.load(cu_seqlens_q + seq)
+    if tl.load(cu_seqlens_q + seq + 1) - row != 1:
         return
-    context_len = tl.load(context_lens + seq)
-    split_keys = _keys_per_split(context_len, num_splits, tile_keys)
+    seq_len = tl.load(seq_lens + seq)
+    split_keys = _keys_per_split(seq_len, num_splits, tile_keys)
     start = split * split_keys
-    if start >= context_len:
+    if start >= seq_len:
         return
-    key_end = tl.minimum(start + split_keys, context_len)
+    key_end = tl.minimum(start + split_keys, seq_len)
     full_end = start + (key_end - start) // tile_keys * tile_keys
 
     heads = tl.arange(0, num_rows)
@@ -207,7 +207,7 @@ def _decode_kernel(
         full_end,
         key_end,
         kv_pool + layer * (2 * v_stride) + group * (block_size * head_dim),
-        block_refs + tl.load(block_offsets + seq),
+        block_table + tl.load(block_table_offsets + seq),
         scale_log2,
         num_layers * 2 * v_stride,
         v_stride,
@@ -231,8 +231,8 @@ def _merge_kernel(
     out,
     partial_sums,
     partial_logs,
-    query_offsets,
-    context_lens,
+    cu_seqlens_q,
+    seq_lens,
     num_splits,
     num_heads: tl.constexpr,
     head_dim: tl.constexpr,
@@ -243,13 +243,13 @@ def _merge_kernel(
     """Program (s, h): combine the splits that ``_decode_kernel`` wrote for head h of sequence s."""
     seq = tl.program_id(0)
     head = tl.program_id(1)
-    row = tl.load(query_offsets + seq)
-    if tl.load(query_offsets + seq + 1) - row != 1:
+    row = tl.load(cu_seqlens_q + seq)
+    if tl.load(cu_seqlens_q + seq + 1) - row != 1:
         return
-    context_len = tl.load(context_lens + seq)
-    if context_len == 0:
+    seq_len = tl.load(seq_lens + seq)
+    if seq_len == 0:
         return
-    written = tl.cdiv(context_len, _keys_per_split(context_len, num_splits, tile_keys))
+    written = tl.cdiv(seq_len, _keys_per_split(seq_len, num_splits, tile_keys))
     splits = tl.arange(0, splits_padded)
     dims = tl.arange(0, dims_padded)
     place = (seq.to(tl.int64) * num_heads + head) * num_splits + splits
@@ -264,8 +264,8 @@ def _merge_kernel(
 
 
 @triton.jit
-def _sequence_of_tile(query_offsets, num_seqs, tile, tile_tokens: tl.constexpr):
-    """Sequence s whose tiles, numbered from ``query_offsets[s] // tile_tokens + s``, include ``tile``.
+def _sequence_of_tile(cu_seqlens_q, num_seqs, tile, tile_tokens: tl.constexpr):
+    """Sequence s whose tiles, numbered from ``cu_seqlens_q[s] // tile_tokens + s``, include ``tile``.
 
     That leaves s at least ``ceil(query length / tile_tokens)`` numbers, and needs no prefix sum of tiles.
     """
@@ -273,7 +273,7 @@ def _sequence_of_tile(query_offsets, num_seqs, tile, tile_tokens: tl.constexpr):
     high = num_seqs - 1
     while low < high:
         middle = (low + high + 1) // 2
-        if tl.load(query_offsets + middle) // tile_tokens + middle <= tile:
+        if tl.load(cu_seqlens_q + middle) // tile_tokens + middle <= tile:
             low = middle
         else:
             high = middle - 1
@@ -285,10 +285,10 @@ def _prefill_kernel(
     out,
     qkv,
     kv_pool,
-    query_offsets,
-    context_lens,
-    block_refs,
-    block_offsets,
+    cu_seqlens_q,
+    seq_lens,
+    block_table,
+    block_table_offsets,
     qkv_stride,
     scale_log2,
     layer,
@@ -311,13 +311,13 @@ def _prefill_kernel(
     tile_tokens: tl.constexpr = num_rows // heads_per_group
     tile = tl.program_id(0)
     group = tl.program_id(1)
-    seq = _sequence_of_tile(query_offsets, num_seqs, tile, tile_tokens)
-    first_row = tl.load(query_offsets + seq)
-    query_len = tl.load(query_offsets + seq + 1) - first_row
+    seq = _sequence_of_tile(cu_seqlens_q, num_seqs, tile, tile_tokens)
+    first_row = tl.load(cu_seqlens_q + seq)
+    query_len = tl.load(cu_seqlens_q + seq + 1) - first_row
     first_token = (tile - first_row // tile_tokens - seq) * tile_tokens
     if query_len <= 1 or first_token >= query_len:
         return
-    first_position = tl.load(context_lens + seq) - query_len
+    first_position = tl.load(seq_lens + seq) - query_len
     key_end = first_position + tl.minimum(first_token + tile_tokens, query_len)
     full_end = (first_position + first_token + 1) // tile_keys * tile_keys
 
@@ -338,7 +338,7 @@ def _prefill_kernel(
         full_end,
         key_end,
         kv_pool + layer * (2 * v_stride) + group * (block_size * head_dim),
-        block_refs + tl.load(block_offsets + seq),
+        block_table + tl.load(block_table_offsets + seq),
         scale_log2,
         num_layers * 2 * v_stride,
         v_stride,
@@ -386,7 +386,7 @@ def _rotate_and_write_kernel(
     qkv,
     kv_pool,
     positions,
-    slots,
+    slot_mapping,
     cos_sin,
     q_norm,
     k_norm,
@@ -432,7 +432,7 @@ def _rotate_and_write_kernel(
         tl.load(k, mask=one_head, other=0.0), tl.load(k + half, mask=one_head, other=0.0),
         k_norm, cos, sin, eps, halves, half_used, head_dim, cos_sin is not None,
     )  # fmt: skip
-    slot = tl.load(slots + token)
+    slot = tl.load(slot_mapping + token)
     plane = (slot // block_size * num_layers + layer) * (2 * num_groups) + group
     k_out = kv_pool + (plane * block_size + slot % block_size) * head_dim + halves[None, :]
     tl.store(k_out, first.to(kv_pool.dtype.element_ty), mask=one_head)
@@ -554,7 +554,7 @@ class TritonKernels:
         qkv: Tensor,
         kv_pool: Tensor,
         layer: int,
-        batch: AttentionBatch,
+        batch: AttentionMetadata,
         num_heads: int,
         cos_sin: Tensor | None,
         q_norm: Tensor | None = None,
@@ -565,7 +565,7 @@ class TritonKernels:
         _, num_layers, _, num_groups, block_size, head_dim = kv_pool.shape
         num_tokens = qkv.shape[0]
         self._check_vector("positions", batch.positions, num_tokens, torch.int64)
-        self._check_vector("slots", batch.slots, num_tokens, torch.int64)
+        self._check_vector("slot_mapping", batch.slot_mapping, num_tokens, torch.int64)
         if cos_sin is not None:
             self._check_matrix("cos_sin", cos_sin)
             if cos_sin.dtype != torch.float32 or cos_sin.shape[1] != head_dim or not cos_sin.is_contiguous():
@@ -583,7 +583,7 @@ class TritonKernels:
             qkv,
             kv_pool,
             batch.positions,
-            batch.slots,
+            batch.slot_mapping,
             cos_sin,
             q_norm,
             k_norm,
@@ -601,14 +601,14 @@ class TritonKernels:
         )
 
     def attention(
-        self, qkv: Tensor, kv_pool: Tensor, layer: int, batch: AttentionBatch, num_heads: int, scale: float
+        self, qkv: Tensor, kv_pool: Tensor, layer: int, batch: AttentionMetadata, num_heads: int, scale: float
     ) -> Tensor:
         self._check_heads(qkv, kv_pool, layer, num_heads)
         num_seqs = batch.num_seqs
-        self._check_vector("query_offsets", batch.query_offsets, num_seqs + 1, torch.int32)
-        self._check_vector("context_lens", batch.context_lens, num_seqs, torch.int32)
-        self._check_vector("block_refs", batch.block_refs, None, torch.int32)
-        self._check_vector("block_offsets", batch.block_offsets, num_seqs + 1, torch.int32)
+        self._check_vector("cu_seqlens_q", batch.cu_seqlens_q, num_seqs + 1, torch.int32)
+        self._check_vector("seq_lens", batch.seq_lens, num_seqs, torch.int32)
+        self._check_vector("block_table", batch.block_table, None, torch.int32)
+        self._check_vector("block_table_offsets", batch.block_table_offsets, num_seqs + 1, torch.int32)
         num_tokens = qkv.shape[0]
         out = torch.empty((num_tokens, num_heads * kv_pool.shape[5]), dtype=qkv.dtype, device=qkv.device)
         if num_tokens == 0:
@@ -626,7 +626,7 @@ class TritonKernels:
         qkv: Tensor,
         kv_pool: Tensor,
         layer: int,
-        batch: AttentionBatch,
+        batch: AttentionMetadata,
         num_heads: int,
         scale: float,
     ) -> None:
@@ -639,10 +639,10 @@ class TritonKernels:
             out,
             qkv,
             kv_pool,
-            batch.query_offsets,
-            batch.context_lens,
-            batch.block_refs,
-            batch.block_offsets,
+            batch.cu_seqlens_q,
+            batch.seq_lens,
+            batch.block_table,
+            batch.block_table_offsets,
             qkv.stride(0),
             scale * math.log2(math.e),
             layer,
@@ -659,13 +659,13 @@ class TritonKernels:
         qkv: Tensor,
         kv_pool: Tensor,
         layer: int,
-        batch: AttentionBatch,
+        batch: AttentionMetadata,
         num_heads: int,
         scale: float,
     ) -> None:
         constants = self._attention_constants(kv_pool, num_heads)
         num_seqs, num_groups, head_dim = batch.num_seqs, kv_pool.shape[3], kv_pool.shape[5]
-        num_splits = self._num_splits(num_seqs * num_groups, batch.max_context_len)
+        num_splits = self._num_splits(num_seqs * num_groups, batch.max_seq_len)
         sums: Tensor | None = None
         logs: Tensor | None = None
         if num_splits > 1:
@@ -678,10 +678,10 @@ class TritonKernels:
             logs,
             qkv,
             kv_pool,
-            batch.query_offsets,
-            batch.context_lens,
-            batch.block_refs,
-            batch.block_offsets,
+            batch.cu_seqlens_q,
+            batch.seq_lens,
+            batch.block_table,
+            batch.block_table_offsets,
             qkv.stride(0),
             scale * math.log2(math.e),
             layer,
@@ -695,8 +695,8 @@ class TritonKernels:
                 out,
                 sums,
                 logs,
-                batch.query_offsets,
-                batch.context_lens,
+                batch.cu_seqlens_q,
+                batch.seq_lens,
                 num_splits,
                 num_heads=num_heads,
                 head_dim=head_dim,
@@ -725,10 +725,10 @@ class TritonKernels:
             "num_stages": 2,
         }
 
-    def _num_splits(self, num_programs: int, max_context_len: int) -> int:
+    def _num_splits(self, num_programs: int, max_seq_len: int) -> int:
         """Parts per context that turn ``num_programs`` into ``decode_programs`` without becoming tiny."""
         wanted = -(-self._decode_programs // num_programs)
-        return max(1, min(wanted, max_context_len // _MIN_SPLIT_KEYS, _MAX_SPLITS))
+        return max(1, min(wanted, max_seq_len // _MIN_SPLIT_KEYS, _MAX_SPLITS))
 
     def _norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         self._check_matrix("x", x)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from backfill.core.block import BlockCopy, BlockRef, block_index, pack_block_ref
-from backfill.core.plan import CopyKinds
+from backfill.core.plan import CopyDirections
 from backfill.core.request import RequestId
 
 Key = TypeVar("Key", BlockRef, int)
@@ -52,7 +52,7 @@ class BlockManager:
         block_size: tokens a block holds.
         num_host_blocks: blocks in the host's pool.
         blocking: copies of these directions are complete before the step that they are begun with computes
-            anything (``StepPlan.waits_for``): their blocks are free, or whole, at once.
+            anything (``StepPlan.blocking_copies``): their blocks are free, or whole, at once.
     """
 
     def __init__(
@@ -60,15 +60,15 @@ class BlockManager:
         num_blocks: int,
         block_size: int,
         num_host_blocks: int = 0,
-        blocking: CopyKinds = CopyKinds.NONE,
+        blocking: CopyDirections = CopyDirections.NONE,
     ) -> None:
         assert num_blocks > 0 and block_size > 0 and num_host_blocks >= 0
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.num_host_blocks = num_host_blocks
         self.blocking = blocking
-        self._saves_at_once = CopyKinds.CHECKPOINT in blocking
-        self._restores_at_once = CopyKinds.RESTORE in blocking
+        self._saves_at_once = CopyDirections.CHECKPOINT in blocking
+        self._restores_at_once = CopyDirections.RESTORE in blocking
         self._free: list[BlockRef] = [pack_block_ref(index) for index in range(num_blocks - 1, -1, -1)]
         self._free_host: list[int] = list(range(num_host_blocks - 1, -1, -1))
         self._tables: dict[RequestId, _Table] = {}
@@ -82,8 +82,8 @@ class BlockManager:
         self._restoring: dict[BlockRef, int] = {}
         self._num_copies_on: dict[int, int] = {}
         self._unwritten: set[int] = set()  # host blocks that are not whole yet
-        self._ownerless: set[BlockRef] = set()  # freed when the copy on them completes
-        self._ownerless_host: set[int] = set()
+        self._unreferenced: set[BlockRef] = set()  # freed when the copy on them completes
+        self._unreferenced_host: set[int] = set()
         self._checkpoint: dict[int, BlockCopy] = {}  # begun since the last plan, by host block
         self._restore: list[BlockCopy] = []
 
@@ -94,9 +94,9 @@ class BlockManager:
         return len(self._free)
 
     @property
-    def num_ownerless_blocks(self) -> int:
+    def num_unreferenced_blocks(self) -> int:
         """Blocks that become free when the copies on them are complete."""
-        return len(self._ownerless)
+        return len(self._unreferenced)
 
     @property
     def usage_frac(self) -> float:
@@ -156,10 +156,10 @@ class BlockManager:
         if table is None:
             return
         if table.host:
-            self._let_go_host(table.host)
+            self._release_host(table.host)
         elif self._copy_of:
             self._forget_copies(table.refs[: self._num_copied(table)])
-        self._let_go(table.refs)
+        self._release_refs(table.refs)
 
     # Host copies.
 
@@ -181,7 +181,7 @@ class BlockManager:
         at_once = len(self._restore) if self._restores_at_once else 0
         return len(self._saving) + len(self._restoring) - at_once
 
-    def num_saved_blocks(self, request_id: RequestId) -> int:
+    def num_checkpointed_blocks_of(self, request_id: RequestId) -> int:
         """Leading device blocks of the request whose host copy is complete."""
         table = self._tables.get(request_id)
         if table is None or not self._copy_of:
@@ -193,7 +193,7 @@ class BlockManager:
         table.num_saved = num_saved
         return num_saved
 
-    def num_uncopied_blocks(self, request_id: RequestId, num_tokens: int) -> int:
+    def num_blocks_without_copy(self, request_id: RequestId, num_tokens: int) -> int:
         """Full blocks of the request's first ``num_tokens`` tokens that have no host copy and get none."""
         table = self._tables.get(request_id)
         return 0 if table is None else max(0, num_tokens // self.block_size - self._num_copied(table))
@@ -236,8 +236,8 @@ class BlockManager:
         num_written = self.blocks_for(num_tokens)
         host = self._move_copies(refs[:num_copied])
         free_before = len(self._free)
-        self._let_go(refs[:num_copied])
-        self._let_go(refs[num_written:])
+        self._release_refs(refs[:num_copied])
+        self._release_refs(refs[num_written:])
         uncopied = refs[num_copied:num_written]
         num_dropped = 0
         if not self._saves_at_once:
@@ -249,7 +249,7 @@ class BlockManager:
             if ref in self._more_owners:  # others still use it, and now it has a copy
                 self._copy_of[ref] = saved
                 self._add_host_owner(saved)
-        self._let_go(uncopied)
+        self._release_refs(uncopied)
         kept = min(num_tokens, len(host) * self.block_size)
         if host:
             self._tables[request_id] = _Table(host=tuple(host), num_host_tokens=kept)
@@ -268,7 +268,7 @@ class BlockManager:
         assert not (table.host and table.refs), f"{request_id} is being restored"
         if table.host:
             keep = max(0, len(table.host) - at_most)
-            self._let_go_host(table.host[keep:])
+            self._release_host(table.host[keep:])
             table.host = table.host[:keep]
             table.num_host_tokens = min(table.num_host_tokens, keep * self.block_size)
             if not keep:
@@ -279,7 +279,7 @@ class BlockManager:
         busy = self._more_owners.keys() | self._saving.keys()
         while last > first and table.refs[last - 1] not in busy:
             last -= 1
-            self._let_go_host((self._copy_of.pop(table.refs[last]),))
+            self._release_host((self._copy_of.pop(table.refs[last]),))
         table.num_copied = last
         table.num_saved = min(table.num_saved, last)
         return 0
@@ -331,7 +331,7 @@ class BlockManager:
         assert self.is_restored(request_id), f"copies to {request_id} are under way"
         num_full = table.num_host_tokens // self.block_size
         self._copy_of.update(zip(table.refs[:num_full], table.host, strict=False))
-        self._let_go_host(table.host[num_full:])
+        self._release_host(table.host[num_full:])
         self._tables[request_id] = _Table(refs=table.refs, num_copied=num_full, num_saved=num_full)
         return table.num_host_tokens
 
@@ -339,7 +339,7 @@ class BlockManager:
         """Take the device blocks back from a request that is being restored; its host copies stay."""
         table = self._tables[request_id]
         assert table.host, f"{request_id} is not being restored"
-        self._let_go(table.refs)
+        self._release_refs(table.refs)
         table.refs, table.num_restored = (), 0
 
     # Copies.
@@ -368,11 +368,11 @@ class BlockManager:
             left = self._num_copies_on.pop(host) - 1
             if left:
                 self._num_copies_on[host] = left
-            elif host in self._ownerless_host:
-                self._ownerless_host.remove(host)
+            elif host in self._unreferenced_host:
+                self._unreferenced_host.remove(host)
                 self._free_host.append(host)
-            if ref in self._ownerless:
-                self._ownerless.remove(ref)
+            if ref in self._unreferenced:
+                self._unreferenced.remove(ref)
                 self._free.append(ref)
 
     # Parts.
@@ -382,7 +382,7 @@ class BlockManager:
         assert count <= len(free)
         return tuple(free.pop() for _ in range(count))
 
-    def _let_go(self, refs: Sequence[BlockRef]) -> None:
+    def _release_refs(self, refs: Sequence[BlockRef]) -> None:
         """Device blocks lose an owner; without one they are free, or will be when no copy uses them."""
         shared, saving, restoring = self._more_owners, self._saving, self._restoring
         if all(not each or each.keys().isdisjoint(refs) for each in (shared, saving, restoring)):
@@ -392,16 +392,16 @@ class BlockManager:
             if ref in shared:
                 _decrement(shared, ref)
             elif ref in saving or ref in restoring:
-                self._ownerless.add(ref)
+                self._unreferenced.add(ref)
             else:
                 self._free.append(ref)
 
-    def _let_go_host(self, blocks: Sequence[int]) -> None:
+    def _release_host(self, blocks: Sequence[int]) -> None:
         for host in reversed(blocks):
             if host in self._more_host_owners:
                 _decrement(self._more_host_owners, host)
             elif host in self._num_copies_on:
-                self._ownerless_host.add(host)
+                self._unreferenced_host.add(host)
             else:
                 self._checkpoint.pop(host, None)  # saved at once for an owner that did not last to the plan
                 self._free_host.append(host)
@@ -413,7 +413,7 @@ class BlockManager:
         """An owner of device blocks is about to go: their copies go too, where it is the last one."""
         for ref in refs:
             if ref not in self._more_owners:
-                self._let_go_host((self._copy_of.pop(ref),))
+                self._release_host((self._copy_of.pop(ref),))
 
     def _move_copies(self, refs: Sequence[BlockRef]) -> list[int]:
         """The copies of device blocks whose owner is about to go, now owned by that request."""
@@ -454,12 +454,12 @@ class BlockManager:
             owners[ref] = owners.get(ref, 0) + 1
         more = {ref: count - 1 for ref, count in owners.items() if count > 1}
         assert more == self._more_owners, "shared device blocks are miscounted"
-        assert self._ownerless.isdisjoint(owners)
-        assert self._ownerless <= self._saving.keys() | self._restoring.keys()
+        assert self._unreferenced.isdisjoint(owners)
+        assert self._unreferenced <= self._saving.keys() | self._restoring.keys()
         assert not self._saving.keys() & self._restoring.keys()
-        everything = sorted([*owners, *self._ownerless, *self._free])
+        everything = sorted([*owners, *self._unreferenced, *self._free])
         assert everything == sorted(map(pack_block_ref, range(self.num_blocks))), (
-            f"{len(owners)} owned + {len(self._ownerless)} in copies + {len(self._free)} free "
+            f"{len(owners)} owned + {len(self._unreferenced)} in copies + {len(self._free)} free "
             f"!= {self.num_blocks} blocks, or one is held twice"
         )
         host_owners: dict[int, int] = {}
@@ -467,11 +467,11 @@ class BlockManager:
             host_owners[host] = host_owners.get(host, 0) + 1
         more_host = {host: count - 1 for host, count in host_owners.items() if count > 1}
         assert more_host == self._more_host_owners, "shared host blocks are miscounted"
-        assert self._ownerless_host.isdisjoint(host_owners)
-        everything_host = sorted([*host_owners, *self._ownerless_host, *self._free_host])
+        assert self._unreferenced_host.isdisjoint(host_owners)
+        everything_host = sorted([*host_owners, *self._unreferenced_host, *self._free_host])
         assert everything_host == list(range(self.num_host_blocks)), (
-            f"{len(host_owners)} owned + {len(self._ownerless_host)} in copies + {len(self._free_host)} free "
-            f"!= {self.num_host_blocks} host blocks, or one is held twice"
+            f"{len(host_owners)} owned + {len(self._unreferenced_host)} in copies + "
+            f"{len(self._free_host)} free != {self.num_host_blocks} host blocks, or one is held twice"
         )
         on: dict[int, int] = {}
         for host in [*self._saving.values(), *self._restoring.values()]:

@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from backfill.core.config import CheckpointingName
-from backfill.core.request import Rank, Request
-
-_URGENCY = {Rank.ONLINE: 2, Rank.PROMOTED: 1, Rank.OFFLINE: 0}
+from backfill.core.request import Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +28,7 @@ class CheckpointPolicy(Protocol):
     """Decides how many blocks are copied before a step, whose, and what a full host pool drops."""
 
     name: CheckpointingName
-    saves_at_preemption: bool  # what a preempted request has no copy of is copied then
+    checkpoints_at_preemption: bool  # what a preempted request has no copy of is copied then
 
     def num_blocks(self, view: PoolView) -> int:
         """Blocks to begin copying before the next step, if there are so many without a copy."""
@@ -53,21 +51,22 @@ class _ByUrgency:
 
     def order_key(self, request: Request) -> Any:
         """The least urgent first: they are preempted first."""
-        return (_URGENCY[request.rank], *(-part for part in request.order_key))
+        return (-request.priority_level.value, *(-part for part in request.order_key))
 
     def drop_key(self, request: Request, *, on_device: bool) -> Any:
         """Copies of what is on the device first, and of these the most urgent request's, which stays longest.
 
         Off the device the copy is all there is; there the least urgent class gives way.
         """
-        return (on_device, _URGENCY[request.rank] * (1 if on_device else -1))
+        level = request.priority_level.value
+        return (on_device, -level if on_device else level)
 
 
 class NoCheckpoints(_ByUrgency):
     """Preempted requests are recomputed."""
 
     name: CheckpointingName = "none"
-    saves_at_preemption = False
+    checkpoints_at_preemption = False
 
     def num_blocks(self, view: PoolView) -> int:
         return 0
@@ -77,7 +76,7 @@ class SwapAtPreemption(_ByUrgency):
     """Everything is copied when a request is preempted, and the step waits: what swapping engines do."""
 
     name: CheckpointingName = "swap"
-    saves_at_preemption = True
+    checkpoints_at_preemption = True
 
     def num_blocks(self, view: PoolView) -> int:
         return 0
@@ -87,7 +86,7 @@ class EagerCheckpoints(_ByUrgency):
     """Every block as soon as it is full."""
 
     name: CheckpointingName = "eager"
-    saves_at_preemption = True
+    checkpoints_at_preemption = True
 
     def num_blocks(self, view: PoolView) -> int:
         return view.num_blocks
@@ -105,7 +104,7 @@ class AdaptiveCheckpoints(_ByUrgency):
     """
 
     name: CheckpointingName = "adaptive"
-    saves_at_preemption = True
+    checkpoints_at_preemption = True
 
     def __init__(self, begins_at: float = 0.5, complete_at: float = 0.9) -> None:
         assert 0.0 <= begins_at < complete_at <= 1.0

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 from backfill.core.config import SchedulerConfig
 from backfill.core.counters import ClassCounters
-from backfill.core.plan import CopyKinds
+from backfill.core.plan import CopyDirections
 from backfill.core.request import Request, RequestId, ServiceClass
 from backfill.kvcache.block_manager import BlockManager
 from backfill.kvcache.checkpointing import CheckpointPolicy, PoolView
@@ -15,7 +15,7 @@ from backfill.kvcache.checkpointing import CheckpointPolicy, PoolView
 class HostTier:
     """Joins requests, the block manager and a checkpoint policy.
 
-    After a step its requests are marked with ``checkpoint``; ``blocks_to_checkpoint`` then begins the copies
+    After a step its requests are marked with ``add_candidate``; ``start_checkpoints`` then begins the copies
     that the policy wants, just before the next plan (ConServe, section 5). Preempted requests are reclaimed
     here and come back here, a part before each step, so that a long one never holds up what runs.
 
@@ -34,7 +34,7 @@ class HostTier:
         self._blocking = blocks.blocking
         self._counters = counters
         self._candidates: dict[RequestId, Request] = {}
-        self._away: dict[RequestId, Request] = {}  # preempted, with KV in host memory
+        self._preempted: dict[RequestId, Request] = {}  # preempted, with KV in host memory
         self._restoring: dict[RequestId, Request] = {}
         self._most_under_way = 0
 
@@ -47,29 +47,29 @@ class HostTier:
         """No copy begins from now on that brings those under way above this."""
         self._most_under_way = num_blocks
 
-    def holds(self, request: Request) -> bool:
+    def has_host_copy(self, request: Request) -> bool:
         """The request is off the device and has KV in host memory."""
-        return request.request_id in self._away
+        return request.request_id in self._preempted
 
     def lost_tokens(self, request: Request) -> int:
         """Tokens that preempting the request might lose, but for those of a last block that is not full.
 
         A copy under way counts as none: its block is not free before it is complete.
         """
-        if not self._policy.saves_at_preemption or not self._blocks.num_host_blocks:
+        if not self._policy.checkpoints_at_preemption or not self._blocks.num_host_blocks:
             return request.num_computed_tokens
-        if CopyKinds.CHECKPOINT in self._blocking:
+        if CopyDirections.CHECKPOINT in self._blocking:
             return 0
-        saved = self._blocks.num_saved_blocks(request.request_id)
+        saved = self._blocks.num_checkpointed_blocks_of(request.request_id)
         num_full = request.num_computed_tokens // self._blocks.block_size
         return (num_full - saved) * self._blocks.block_size
 
-    def checkpoint(self, request: Request) -> None:
+    def add_candidate(self, request: Request) -> None:
         """The request has full blocks that it had not before the step: candidates for copying."""
         if self._blocks.num_host_blocks:
             self._candidates[request.request_id] = request
 
-    def blocks_to_checkpoint(self) -> None:
+    def start_checkpoints(self) -> None:
         """Begin the copies that the policy wants and the limits allow."""
         blocks = self._blocks
         if not self._candidates:
@@ -81,7 +81,7 @@ class HostTier:
             now = blocks.checkpoint(request.request_id, request.num_computed_tokens, left - begun)
             begun += now
             self._counters[request.service_class].num_checkpointed_tokens += now * blocks.block_size
-            if not blocks.num_uncopied_blocks(request.request_id, request.num_computed_tokens):
+            if not blocks.num_blocks_without_copy(request.request_id, request.num_computed_tokens):
                 del self._candidates[request.request_id]
             if begun == left:
                 break
@@ -95,32 +95,32 @@ class HostTier:
         """
         blocks, request_id = self._blocks, request.request_id
         may_save = 0
-        if self._policy.saves_at_preemption and blocks.num_host_blocks:
-            may_save = blocks.num_blocks if CopyKinds.CHECKPOINT in self._blocking else self._num_allowed
+        if self._policy.checkpoints_at_preemption and blocks.num_host_blocks:
+            may_save = blocks.num_blocks if CopyDirections.CHECKPOINT in self._blocking else self._num_allowed
             uncopied = blocks.blocks_for(request.num_computed_tokens) - blocks.num_host_blocks_of(request_id)
             dropped = max(0, needed - (blocks.num_held_blocks(request_id) - uncopied))
             wanted = min(may_save, uncopied - dropped)
             if wanted > blocks.num_free_host_blocks:
-                self._make_room(wanted, request, others)
+                self._evict_host_copies(wanted, request, others)
         self._candidates.pop(request_id, None)
         had_copies = blocks.num_host_blocks_of(request_id) * blocks.block_size
         kept = blocks.reclaim(request_id, request.num_computed_tokens, needed=needed, may_save=may_save)
         request.num_computed_tokens = kept
         if kept:
-            self._away[request_id] = request
+            self._preempted[request_id] = request
             counters = self._counters[request.service_class]
             counters.num_reclaimed_tokens += kept
             counters.num_checkpointed_tokens += max(0, kept - had_copies)
 
     def can_begin_restore(self, request: Request) -> bool:
         """False while it would have to wait for copies to the host that are still under way."""
-        return CopyKinds.RESTORE not in self._blocking or self._blocks.is_saved(request.request_id)
+        return CopyDirections.RESTORE not in self._blocking or self._blocks.is_saved(request.request_id)
 
     def begin_restore(self, request: Request) -> bool:
         """Give the request device blocks and begin to fill them; True if it can be served at once."""
-        del self._away[request.request_id]
+        del self._preempted[request.request_id]
         self._blocks.begin_restore(request.request_id)
-        if CopyKinds.RESTORE not in self._blocking:
+        if CopyDirections.RESTORE not in self._blocking:
             self._restoring[request.request_id] = request
             return False
         self._blocks.restore(request.request_id, self._blocks.num_blocks)
@@ -146,11 +146,11 @@ class HostTier:
         """Take the device blocks back; what the request has in host memory stays."""
         del self._restoring[request.request_id]
         self._blocks.cancel_restore(request.request_id)
-        self._away[request.request_id] = request
+        self._preempted[request.request_id] = request
 
     def forget(self, request_id: RequestId) -> None:
         """The request has ended: take back all it has in both pools."""
-        for requests in (self._candidates, self._away, self._restoring):
+        for requests in (self._candidates, self._preempted, self._restoring):
             requests.pop(request_id, None)
         self._blocks.release(request_id)
 
@@ -163,10 +163,10 @@ class HostTier:
     def _num_allowed(self) -> int:
         return max(0, self._most_under_way - self._blocks.num_copies_under_way)
 
-    def _make_room(self, num_blocks: int, victim: Request, others: Iterable[Request]) -> None:
+    def _evict_host_copies(self, num_blocks: int, victim: Request, others: Iterable[Request]) -> None:
         """Free host blocks for the victim's KV as far as others must give way to it."""
         blocks, drop_key = self._blocks, self._policy.drop_key
-        holders = [(drop_key(each, on_device=False), each) for each in self._away.values()]
+        holders = [(drop_key(each, on_device=False), each) for each in self._preempted.values()]
         holders += [(drop_key(each, on_device=True), each) for each in others if each is not victim]
         own_key = drop_key(victim, on_device=False)
         holders = [holder for holder in holders if holder[0] > own_key]
@@ -174,25 +174,25 @@ class HostTier:
             missing = num_blocks - blocks.num_free_host_blocks
             if missing <= 0:
                 break
-            is_away = holder.request_id in self._away
+            is_preempted = holder.request_id in self._preempted
             if not blocks.num_host_blocks_of(holder.request_id) or (
-                is_away and not blocks.is_saved(holder.request_id)  # a copy still writes them
+                is_preempted and not blocks.is_saved(holder.request_id)  # a copy still writes them
             ):
                 continue
             left = blocks.drop_copies(holder.request_id, missing)
-            if is_away:
+            if is_preempted:
                 holder.num_computed_tokens = left
                 if not left:
-                    del self._away[holder.request_id]
+                    del self._preempted[holder.request_id]
             else:
                 self._candidates[holder.request_id] = holder
 
 
-def blocking_copies(config: SchedulerConfig) -> CopyKinds:
+def blocking_copies(config: SchedulerConfig) -> CopyDirections:
     """The directions of which a step waits for its copies."""
-    blocking = CopyKinds.NONE
+    blocking = CopyDirections.NONE
     if config.checkpointing == "swap":
-        blocking |= CopyKinds.CHECKPOINT
+        blocking |= CopyDirections.CHECKPOINT
     if config.restore == "blocking":
-        blocking |= CopyKinds.RESTORE
+        blocking |= CopyDirections.RESTORE
     return blocking

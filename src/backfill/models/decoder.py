@@ -6,7 +6,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from backfill.kernels.base import AttentionBatch
+from backfill.kernels.base import AttentionMetadata
 
 
 class HiddenState(NamedTuple):
@@ -26,12 +26,12 @@ class DecoderModel(Protocol):
 
     num_layers: int
 
-    def embed(self, token_ids: Tensor, batch: AttentionBatch) -> HiddenState:
+    def embed(self, token_ids: Tensor, batch: AttentionMetadata) -> HiddenState:
         """``token_ids`` int64 ``[T]`` to the first layer's input."""
         ...
 
     def run_layer(
-        self, index: int, state: HiddenState, kv_pool: Tensor, batch: AttentionBatch
+        self, index: int, state: HiddenState, kv_pool: Tensor, batch: AttentionMetadata
     ) -> HiddenState:
         """Run layer ``index`` and write its KV of the batch's tokens. ``state`` is consumed."""
         ...

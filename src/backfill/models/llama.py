@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from backfill.kernels.base import AttentionBatch, Kernels, Linear
+from backfill.kernels.base import AttentionMetadata, Kernels, Linear
 from backfill.models.config import ModelConfig
 from backfill.models.decoder import HiddenState
 from backfill.models.frequencies import inverse_frequencies
@@ -59,11 +59,11 @@ class LlamaModel:
             self._lm_head = kernels.linear(checkpoint.get("lm_head.weight", shape).to(device))
         self._cos_sin = rotary_table(config, max_positions).to(device)
 
-    def embed(self, token_ids: Tensor, batch: AttentionBatch) -> HiddenState:
+    def embed(self, token_ids: Tensor, batch: AttentionMetadata) -> HiddenState:
         return HiddenState(F.embedding(token_ids, self._embedding), None)
 
     def run_layer(
-        self, index: int, state: HiddenState, kv_pool: Tensor, batch: AttentionBatch
+        self, index: int, state: HiddenState, kv_pool: Tensor, batch: AttentionMetadata
     ) -> HiddenState:
         layer, kernels, config = self._layers[index], self.kernels, self.config
         x = self._norm_of(state, layer.input_norm)

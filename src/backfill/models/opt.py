@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from backfill.kernels.base import AttentionBatch, Kernels, Linear
+from backfill.kernels.base import AttentionMetadata, Kernels, Linear
 from backfill.models.config import OPT_POSITION_OFFSET, ModelConfig
 from backfill.models.decoder import HiddenState
 from backfill.models.weights import Checkpoint
@@ -80,14 +80,14 @@ class OPTModel:
             head = checkpoint.get("lm_head.weight", (config.vocab_size, embed_dim)).to(device)
         self._lm_head = kernels.linear(head)
 
-    def embed(self, token_ids: Tensor, batch: AttentionBatch) -> HiddenState:
+    def embed(self, token_ids: Tensor, batch: AttentionMetadata) -> HiddenState:
         hidden = F.embedding(token_ids, self._embedding)
         if self._project_in is not None:
             hidden = self._project_in(hidden)
         return HiddenState(hidden + F.embedding(batch.positions, self._positions), None)
 
     def run_layer(
-        self, index: int, state: HiddenState, kv_pool: Tensor, batch: AttentionBatch
+        self, index: int, state: HiddenState, kv_pool: Tensor, batch: AttentionMetadata
     ) -> HiddenState:
         layer, norm_first = self._layers[index], self.config.do_layer_norm_before
         hidden = state.residual
@@ -110,7 +110,7 @@ class OPTModel:
         return self._lm_head(hidden)
 
     def _attend(
-        self, layer: OPTLayer, index: int, x: Tensor, kv_pool: Tensor, batch: AttentionBatch
+        self, layer: OPTLayer, index: int, x: Tensor, kv_pool: Tensor, batch: AttentionMetadata
     ) -> Tensor:
         qkv, num_heads = layer.qkv(x), self.config.num_heads
         self.kernels.rotate_and_write_kv(qkv, kv_pool, index, batch, num_heads, None)

@@ -1,4 +1,4 @@
-"""JSON bodies in pieces: to encode or copy a long answer at once would stall the event loop."""
+"""JSON bodies in chunks: to encode or copy a long answer at once would stall the event loop."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ class EncodedBody:
     def __bytes__(self) -> bytes:
         return b"".join(self._parts)
 
-    def pieces(self) -> Iterator[bytes]:
-        """The text in pieces of about 256 KiB."""
+    def chunks(self) -> Iterator[bytes]:
+        """The text in chunks of about 256 KiB."""
         group: list[bytes] = []
         num_bytes = 0
         for part in self._parts:

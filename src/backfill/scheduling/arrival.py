@@ -45,7 +45,7 @@ class WaitingPrompt:
     """An online request that waits for the step to end: tokens to compute and its TTFT deadline."""
 
     num_tokens: int
-    first_token_by_s: float
+    ttft_deadline_at_s: float
 
 
 def must_stop(step: RunningStep, waiting: Sequence[WaitingPrompt], now_s: float, cost: CostModel) -> bool:
@@ -68,6 +68,6 @@ def must_stop(step: RunningStep, waiting: Sequence[WaitingPrompt], now_s: float,
         return at_end_s - stopped_s > _LEAST_GAIN * step.stop_s
     prompts_s = cost.step_time_s(StepLoad.of((0, prompt.num_tokens, True) for prompt in waiting))
     return any(
-        now_s + stopped_s + prompts_s <= prompt.first_token_by_s < now_s + at_end_s + prompts_s
+        now_s + stopped_s + prompts_s <= prompt.ttft_deadline_at_s < now_s + at_end_s + prompts_s
         for prompt in waiting
     )

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from backfill.core.request import Rank, Request
+from backfill.core.request import PriorityLevel, Request
 from backfill.costs.model import CostModel
-from backfill.scheduling.policy import Lane, StepView
+from backfill.scheduling.policy import StepBudget, StepView
 
-_ONLINE = Lane(ranks=frozenset({Rank.ONLINE}))
-_OFFLINE = Lane(ranks=frozenset({Rank.PROMOTED, Rank.OFFLINE}))
-_ALL = Lane(ranks=frozenset(Rank))
+_ONLINE = StepBudget(levels=frozenset({PriorityLevel.ONLINE}))
+_OFFLINE = StepBudget(levels=frozenset({PriorityLevel.PROMOTED, PriorityLevel.OFFLINE}))
+_ALL = StepBudget(levels=frozenset(PriorityLevel))
 _COPY_S = 0.1  # about one step
 
 
@@ -30,13 +30,13 @@ class _Baseline:
     def resume_s(self, view: StepView) -> float:
         return math.inf
 
-    def victim_key(self, request: Request, lost_tokens: float) -> Any:
-        return (request.rank is not Rank.ONLINE, request.order_key)
+    def preemption_key(self, request: Request, lost_tokens: float) -> Any:
+        return (request.priority_level is not PriorityLevel.ONLINE, request.order_key)
 
     def copy_s(self, view: StepView) -> float:
         return _COPY_S
 
-    def first_token_by_s(self, request: Request) -> float:
+    def ttft_deadline_at_s(self, request: Request) -> float:
         return math.inf
 
     def promote_at_s(self, request: Request) -> float:
@@ -45,7 +45,7 @@ class _Baseline:
     def observe(self, predicted_s: float, observed_s: float) -> None:
         pass
 
-    def adopt(self, cost: CostModel) -> None:
+    def set_cost_model(self, cost: CostModel) -> None:
         pass
 
 
@@ -54,7 +54,7 @@ class OnlineOnlyPolicy(_Baseline):
 
     name = "online-only"
 
-    def lanes(self, view: StepView) -> Sequence[Lane]:
+    def next_budgets(self, view: StepView) -> Sequence[StepBudget]:
         return (_ONLINE,)
 
 
@@ -63,10 +63,10 @@ class FcfsPolicy(_Baseline):
 
     name = "fcfs"
 
-    def lanes(self, view: StepView) -> Sequence[Lane]:
+    def next_budgets(self, view: StepView) -> Sequence[StepBudget]:
         return (_ALL,)
 
-    def victim_key(self, request: Request, lost_tokens: float) -> Any:
+    def preemption_key(self, request: Request, lost_tokens: float) -> Any:
         return request.order_key
 
 
@@ -78,7 +78,7 @@ class PriorityPolicy(_Baseline):
 
     name = "priority"
 
-    def lanes(self, view: StepView) -> Sequence[Lane]:
+    def next_budgets(self, view: StepView) -> Sequence[StepBudget]:
         return (_ONLINE, _OFFLINE)
 
 
@@ -90,7 +90,7 @@ class RoundRobinPolicy(_Baseline):
     def __init__(self) -> None:
         self._offline_first = True
 
-    def lanes(self, view: StepView) -> Sequence[Lane]:
+    def next_budgets(self, view: StepView) -> Sequence[StepBudget]:
         self._offline_first = not self._offline_first
         first, second = (_OFFLINE, _ONLINE) if self._offline_first else (_ONLINE, _OFFLINE)
         return (first, replace(second, only_if_empty=True))

@@ -17,7 +17,7 @@ class Batch:
         self._max_num_seqs = max_num_seqs
 
     @property
-    def has_room(self) -> bool:
+    def has_headroom(self) -> bool:
         return self.num_tokens_left > 0 and len(self.members) < self._max_num_seqs
 
     def put(self, request: Request, num_tokens: int) -> None:

@@ -12,7 +12,7 @@ _order_key = operator.attrgetter("order_key")
 
 
 class RequestQueue:
-    """Waiting and preempted requests of one rank by ``Request.order_key``, most urgent first.
+    """Waiting and preempted requests of one priority level by ``Request.order_key``, most urgent first.
 
     A preempted request keeps its key, so it returns to its old place and not to the end.
     """

@@ -15,19 +15,19 @@ from backfill.core.config import SchedulerConfig
 from backfill.core.counters import ClassCounters
 from backfill.core.plan import (
     AdmittedRequest,
-    CopyKinds,
+    CopyDirections,
     SampledToken,
     ScheduledSlice,
     StepOutcome,
     StepPlan,
 )
-from backfill.core.request import FinishReason, Rank, Request, RequestId, RequestStatus, ServiceClass
+from backfill.core.request import FinishReason, PriorityLevel, Request, RequestId, RequestStatus, ServiceClass
 from backfill.costs.model import CostModel
 from backfill.kvcache.block_manager import BlockManager
 from backfill.kvcache.checkpointing import create_checkpoint_policy
 from backfill.kvcache.host_tier import HostTier
 from backfill.scheduling.batch import Batch
-from backfill.scheduling.policy import Lane, Policy, StepView
+from backfill.scheduling.policy import Policy, StepBudget, StepView
 from backfill.scheduling.queue import RequestQueue
 from backfill.scheduling.suspension import Suspension
 
@@ -48,9 +48,9 @@ _ORDER_KEY = operator.attrgetter("order_key")
 
 
 class Scheduler:
-    """Builds each step in the lanes a policy gives, then commits its outcome. Never touches a tensor.
+    """Builds each step in the budgets a policy gives, then commits its outcome. Never touches a tensor.
 
-    Within a lane, running requests come first, those that decode before those that prefill: a decode costs
+    Within a budget, running requests come first, those that decode before those that prefill: a decode costs
     one token of the step and its user is reading. Then waiting requests join in order of urgency while the
     step's tokens and time, the batch's places and the pool's blocks last. When a running request lacks a
     block, the policy's victim is preempted: its blocks are freed; what of its KV is in host memory is copied
@@ -91,7 +91,7 @@ class Scheduler:
         self._end_token_ids = frozenset(end_token_ids)
         self._requests: dict[RequestId, Request] = {}
         self._num_online = 0
-        self._waiting = {rank: RequestQueue() for rank in Rank}
+        self._waiting = {level: RequestQueue() for level in PriorityLevel}
         self._running: dict[RequestId, Request] = {}
         self._known_to_executor: set[RequestId] = set()
         self._to_release: list[RequestId] = []
@@ -125,23 +125,23 @@ class Scheduler:
         """An online request is unfinished."""
         return self._num_online > 0
 
-    def adopt(self, cost: CostModel) -> None:
+    def set_cost_model(self, cost: CostModel) -> None:
         """Predict with this model from now on. Called between two steps."""
         self.cost = cost
-        self.policy.adopt(cost)
+        self.policy.set_cost_model(cost)
         if self._suspension is not None:
-            self._suspension.adopt(cost)
+            self._suspension.set_cost_model(cost)
 
     def count_by_class(self) -> dict[ServiceClass, tuple[int, int]]:
         """(running, waiting) of each class; those that are restored hold blocks and count as running."""
         holders = (*self._running.values(), *self._host.restoring)
         running = Counter(request.service_class for request in holders)
-        waiting = {rank: len(queue) for rank, queue in self._waiting.items()}
+        waiting = {level: len(queue) for level, queue in self._waiting.items()}
         return {
-            ServiceClass.ONLINE: (running[ServiceClass.ONLINE], waiting[Rank.ONLINE]),
+            ServiceClass.ONLINE: (running[ServiceClass.ONLINE], waiting[PriorityLevel.ONLINE]),
             ServiceClass.OFFLINE: (
                 running[ServiceClass.OFFLINE],
-                waiting[Rank.OFFLINE] + waiting[Rank.PROMOTED],
+                waiting[PriorityLevel.OFFLINE] + waiting[PriorityLevel.PROMOTED],
             ),
         }
 
@@ -156,9 +156,9 @@ class Scheduler:
         self._num_added += 1
         self._requests[request.request_id] = request
         self._num_online += request.service_class is ServiceClass.ONLINE
-        self._waiting[request.rank].push(request)
+        self._waiting[request.priority_level].push(request)
         promote_at_s = self.policy.promote_at_s(request)
-        if promote_at_s < math.inf and request.rank is Rank.OFFLINE:
+        if promote_at_s < math.inf and request.priority_level is PriorityLevel.OFFLINE:
             if len(self._to_promote) > 2 * len(self._requests) + _MIN_PROMOTIONS:
                 self._to_promote = [
                     entry for entry in self._to_promote if entry[2].status is not RequestStatus.FINISHED
@@ -171,7 +171,7 @@ class Scheduler:
         request = self._requests.get(request_id)
         if request is not None:
             if request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
-                self._waiting[request.rank].remove(request)
+                self._waiting[request.priority_level].remove(request)
             self._end(request, reason)
         return request
 
@@ -184,11 +184,11 @@ class Scheduler:
         for restored in self._host.take_restored():
             restored.move_to(RequestStatus.RUNNING)
             self._running[restored.request_id] = restored
-        by_rank: dict[Rank, list[Request]] = {rank: [] for rank in Rank}
+        by_level: dict[PriorityLevel, list[Request]] = {level: [] for level in PriorityLevel}
         for each in self._running.values():
             if each.request_id not in self._suspended:
-                by_rank[each.rank].append(each)
-        view = self._view(by_rank, now_s)
+                by_level[each.priority_level].append(each)
+        view = self._view(by_level, now_s)
         self._host.allow_copies(self._most_copies(view))
         if self._suspension is not None and self._suspended:
             resumption = self._suspension.resume(self.policy.resume_s(view))
@@ -200,20 +200,20 @@ class Scheduler:
                     resumes=True,
                     max_layers=resumption.num_layers,
                 )
-        lanes = self.policy.lanes(view)
+        budgets = self.policy.next_budgets(view)
         batch = Batch(self.config.max_num_seqs, self.config.max_num_batched_tokens)
         admitted: list[AdmittedRequest] = []
         preempted_any = False
-        for index, lane in enumerate(lanes):
-            if lane.only_if_empty and batch.members:
+        for index, budget in enumerate(budgets):
+            if budget.only_if_empty and batch.members:
                 continue
-            if batch.num_prefill_tokens and not lane.beside_prefill:
+            if batch.num_prefill_tokens and not budget.mixes_with_prefill:
                 continue
-            running = [request for rank in lane.ranks for request in by_rank[rank]]
-            preempted_any |= self._place_running(lane, running, batch)
-            if lane.displaces or not preempted_any:
-                later = {rank for after in lanes[index + 1 :] for rank in after.ranks}
-                admitted += self._admit(lane, later, batch, now_s)
+            running = [request for level in budget.levels for request in by_level[level]]
+            preempted_any |= self._schedule_running(budget, running, batch)
+            if budget.may_preempt or not preempted_any:
+                later = {level for after in budgets[index + 1 :] for level in after.levels}
+                admitted += self._schedule_waiting(budget, later, batch, now_s)
         predicted_s = 0.0 if self.cost is None else self.cost.step_time_s(batch.load)
         return self._next_plan(
             admitted=tuple(admitted),
@@ -225,22 +225,22 @@ class Scheduler:
 
     def commit(self, plan: StepPlan, outcome: StepOutcome, now_s: float) -> list[CommittedToken]:
         """Enter the outcome of ``plan`` into the requests. What was stopped in it is as it was before."""
-        self.blocks.complete(outcome.copied)
+        self.blocks.complete(outcome.completed_copies)
         stopped = set(outcome.stopped)
         if self._suspension is not None:
-            self._suspension.commit(plan, stopped, outcome.layers_done)
-        for piece in plan.slices:
-            if piece.request_id in stopped:
+            self._suspension.commit(plan, outcome)
+        for scheduled in plan.slices:
+            if scheduled.request_id in stopped:
                 continue
-            request = self._requests[piece.request_id]
+            request = self._requests[scheduled.request_id]
             counters = self.counters[request.service_class]
-            counters.num_computed_tokens += piece.num_tokens
-            end = request.num_computed_tokens = piece.start + piece.num_tokens
-            if end // self.blocks.block_size > piece.start // self.blocks.block_size:
-                self._host.checkpoint(request)
+            counters.num_computed_tokens += scheduled.num_tokens
+            end = request.num_computed_tokens = scheduled.start + scheduled.num_tokens
+            if end // self.blocks.block_size > scheduled.start // self.blocks.block_size:
+                self._host.add_candidate(request)
             known = request.num_ever_computed_tokens
-            if piece.start < known:
-                counters.num_recomputed_tokens += min(known, end) - piece.start
+            if scheduled.start < known:
+                counters.num_recomputed_tokens += min(known, end) - scheduled.start
             if end > known:
                 request.num_ever_computed_tokens = end
         committed = []
@@ -266,8 +266,8 @@ class Scheduler:
         for admitted in plan.admitted:
             self._release(admitted.request_id)
         ended = []
-        for piece in plan.slices:
-            request = self._requests[piece.request_id]
+        for scheduled in plan.slices:
+            request = self._requests[scheduled.request_id]
             if request.output_token_ids or request.was_retried:
                 self._end(request, FinishReason.ERROR)
                 ended.append(request)
@@ -295,29 +295,31 @@ class Scheduler:
             assert 0 <= request.num_computed_tokens <= request.num_tokens
             if status is not RequestStatus.RUNNING:
                 held = self.blocks.num_host_blocks_of(request_id)
-                assert bool(held) == (self._host.holds(request) or request_id in restoring)
+                assert bool(held) == (self._host.has_host_copy(request) or request_id in restoring)
             assert held * self.blocks.block_size >= request.num_computed_tokens
         assert all(each in self._running for each in self._suspended), "a suspended slice has no blocks"
-        held_in_all = self.blocks.num_blocks - self.blocks.num_free_blocks - self.blocks.num_ownerless_blocks
+        held_in_all = (
+            self.blocks.num_blocks - self.blocks.num_free_blocks - self.blocks.num_unreferenced_blocks
+        )
         held_by_known = sum(self.blocks.num_held_blocks(request_id) for request_id in self._requests)
         assert held_in_all == held_by_known, f"{held_in_all - held_by_known} blocks belong to no request"
 
     def _promote(self, now_s: float) -> None:
-        """Raise the offline requests whose time has come to the rank above."""
+        """Raise the offline requests whose time has come to the priority level above."""
         while self._to_promote and self._to_promote[0][0] <= now_s:
             request = heapq.heappop(self._to_promote)[2]
             if request.status is RequestStatus.FINISHED:
                 continue
             is_waiting = request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
             if is_waiting:
-                self._waiting[request.rank].remove(request)
-            request.rank = Rank.PROMOTED
+                self._waiting[request.priority_level].remove(request)
+            request.priority_level = PriorityLevel.PROMOTED
             if is_waiting:
-                self._waiting[request.rank].push(request)
+                self._waiting[request.priority_level].push(request)
 
     def _next_plan(self, *, slices: tuple[ScheduledSlice, ...], **fields: Any) -> StepPlan:
         self._host.continue_restores()
-        self._host.blocks_to_checkpoint()
+        self._host.start_checkpoints()
         checkpoint, restore = self.blocks.take_copies()
         plan = StepPlan(
             step=self._num_plans,
@@ -325,8 +327,8 @@ class Scheduler:
             released=tuple(self._to_release),
             checkpoint=checkpoint,
             restore=restore,
-            waits_for=self.blocks.blocking,
-            awaits_copy=not slices and self.blocks.num_copies_under_way > 0,
+            blocking_copies=self.blocks.blocking,
+            is_idle_until_copy=not slices and self.blocks.num_copies_under_way > 0,
             **{"admitted": (), **fields},
         )
         self._to_release.clear()
@@ -338,15 +340,18 @@ class Scheduler:
             self._suspension.drop(request_id)
 
     def _count_lost(self, request_id: RequestId, num_tokens: float) -> None:
-        self.counters[self._requests[request_id].service_class].num_aborted_tokens += num_tokens
+        self.counters[self._requests[request_id].service_class].num_discarded_tokens += num_tokens
 
-    def _view(self, by_rank: dict[Rank, list[Request]], now_s: float) -> StepView:
+    def _view(self, by_level: dict[PriorityLevel, list[Request]], now_s: float) -> StepView:
         restoring = tuple(self._host.restoring)
-        online = [*by_rank[Rank.ONLINE], *(each for each in restoring if each.rank is Rank.ONLINE)]
+        online = [
+            *by_level[PriorityLevel.ONLINE],
+            *(each for each in restoring if each.priority_level is PriorityLevel.ONLINE),
+        ]
         return StepView(
             now_s=now_s,
-            running=by_rank,
-            waiting={rank: queue.requests for rank, queue in self._waiting.items()},
+            running=by_level,
+            waiting={level: queue.requests for level, queue in self._waiting.items()},
             num_blocks=self.blocks.num_blocks,
             online_blocks=sum(self.blocks.num_held_blocks(each.request_id) for each in online),
             suspended_s=0.0 if self._suspension is None else self._suspension.left_s(),
@@ -367,28 +372,30 @@ class Scheduler:
             return _MOST_UNTIMED_COPIES
         return max(1, int(self.policy.copy_s(view) / self._block_copy_s))
 
-    def _place_running(self, lane: Lane, running: list[Request], batch: Batch) -> bool:
-        """Give the lane's running requests their tokens, preempting for blocks; True if any was preempted."""
+    def _schedule_running(self, budget: StepBudget, running: list[Request], batch: Batch) -> bool:
+        """Schedule the budget's running requests; True if one was preempted for blocks."""
         running.sort(key=_ORDER_KEY)
         preempted_any = False
         decodes = [request for request in running if request.is_decoding]
         prefills = [request for request in running if not request.is_decoding]
         for request in decodes:
-            if request.status is RequestStatus.RUNNING and batch.has_room:
+            if request.status is RequestStatus.RUNNING and batch.has_headroom:
                 preempted_any |= self._grow(request, 1, batch)
-        self._trim(lane, decodes, batch)
+        self._trim(budget, decodes, batch)
         for request in prefills:
-            if request.status is RequestStatus.RUNNING and batch.has_room:
-                num_tokens = self._prefill_tokens(request, lane, batch)
+            if request.status is RequestStatus.RUNNING and batch.has_headroom:
+                num_tokens = self._prefill_tokens(request, budget, batch)
                 if num_tokens:
                     preempted_any |= self._grow(request, num_tokens, batch)
         return preempted_any
 
-    def _trim(self, lane: Lane, decodes: list[Request], batch: Batch) -> None:
-        """Take the lane's least urgent decodes out again while the step is over its time."""
-        if lane.limit_s < math.inf and not lane.protected:
+    def _trim(self, budget: StepBudget, decodes: list[Request], batch: Batch) -> None:
+        """Take the budget's least urgent decodes out again while the step is over its time."""
+        if budget.max_step_s < math.inf and not budget.guarantees_progress:
             assert self.cost is not None
-            while decodes and len(batch.members) > 1 and self.cost.step_time_s(batch.load) > lane.limit_s:
+            while (
+                decodes and len(batch.members) > 1 and self.cost.step_time_s(batch.load) > budget.max_step_s
+            ):
                 batch.drop(decodes.pop())
 
     def _grow(self, request: Request, num_tokens: int, batch: Batch) -> bool:
@@ -397,9 +404,12 @@ class Scheduler:
         missing = self.blocks.num_missing_blocks(request.request_id, needed)
         preempted_any = False
         while missing > self.blocks.num_free_blocks:
-            victim = max((*self._running.values(), *self._host.restoring), key=self._victim_key)
-            soon_free = self.blocks.num_free_blocks + self.blocks.num_ownerless_blocks
-            if missing <= soon_free and (request.rank is not Rank.ONLINE or victim.rank is Rank.ONLINE):
+            victim = max((*self._running.values(), *self._host.restoring), key=self._preemption_key)
+            soon_free = self.blocks.num_free_blocks + self.blocks.num_unreferenced_blocks
+            if missing <= soon_free and (
+                request.priority_level is not PriorityLevel.ONLINE
+                or victim.priority_level is PriorityLevel.ONLINE
+            ):
                 return preempted_any  # copies are about to free enough: the request waits for them
             batch.drop(victim)
             self._preempt(victim, missing - self.blocks.num_free_blocks)
@@ -411,22 +421,24 @@ class Scheduler:
         batch.put(request, num_tokens)
         return preempted_any
 
-    def _admit(self, lane: Lane, later: set[Rank], batch: Batch, now_s: float) -> list[AdmittedRequest]:
-        """Start the lane's waiting requests while their known tokens fit beside what running ones need next.
+    def _schedule_waiting(
+        self, budget: StepBudget, later: set[PriorityLevel], batch: Batch, now_s: float
+    ) -> list[AdmittedRequest]:
+        """Schedule waiting requests while their known tokens fit beside what running ones need next.
 
         That is the blocks for the rest of their prompts and one block each to grow into, so that an
-        admission does not cause a preemption in the next steps. What a displacing lane may take from later
-        lanes does not count as needed.
+        admission does not cause a preemption in the next steps. What a displacing budget may take from later
+        budgets does not count as needed.
         """
         admitted: list[AdmittedRequest] = []
-        queues = [self._waiting[rank] for rank in lane.ranks if len(self._waiting[rank])]
+        queues = [self._waiting[level] for level in budget.levels if len(self._waiting[level])]
         if not queues:
             return admitted
-        yielding = later if lane.displaces else set()
-        if not yielding and all(self._is_too_large(queue) for queue in queues):
+        preemptible = later if budget.may_preempt else set()
+        if not preemptible and all(self._is_too_large(queue) for queue in queues):
             return admitted  # the common case where memory is full, before anything is summed
         holders = (*self._running.values(), *self._host.restoring)
-        kept = [request for request in holders if request.rank not in yielding]
+        kept = [request for request in holders if request.priority_level not in preemptible]
         promised = sum(map(self._blocks_needed_next, kept))
         num_kept = len(kept)
         while num_kept < self.config.max_num_seqs:
@@ -434,18 +446,18 @@ class Scheduler:
             request = None if queue is None else queue.peek()
             if queue is None or request is None:
                 break
-            is_away = self._host.holds(request)
-            if is_away and not self._host.can_begin_restore(request):
+            is_restored = self._host.has_host_copy(request)
+            if is_restored and not self._host.can_begin_restore(request):
                 break
-            num_tokens = self._prefill_tokens(request, lane, batch)
-            reserved = promised + (lane.reserved_blocks if self._running else 0)
+            num_tokens = self._prefill_tokens(request, budget, batch)
+            reserved = promised + (budget.reserved_blocks if self._running else 0)
             needed = self.blocks.blocks_for(request.num_tokens)
-            takes_part = not is_away or CopyKinds.RESTORE in self.blocks.blocking
-            if (num_tokens == 0 and takes_part) or not self._free_up(needed + reserved, yielding, batch):
+            takes_part = not is_restored or CopyDirections.RESTORE in self.blocks.blocking
+            if (num_tokens == 0 and takes_part) or not self._free_up(needed + reserved, preemptible, batch):
                 break
             queue.pop()
             num_kept += 1
-            if is_away and not self._host.begin_restore(request):
+            if is_restored and not self._host.begin_restore(request):
                 request.move_to(RequestStatus.RESTORING)
                 promised += self._blocks_needed_next(request)
                 continue
@@ -467,50 +479,52 @@ class Scheduler:
         head = queue.peek()
         return head is not None and self.blocks.blocks_for(head.num_tokens) > self.blocks.num_free_blocks
 
-    def _free_up(self, num_blocks: int, yielding: set[Rank], batch: Batch) -> bool:
-        """Whether so many blocks are free, preempting requests of the ranks that yield if that is enough."""
-        if num_blocks <= self.blocks.num_free_blocks:
+    def _free_up(self, num_needed: int, preemptible: set[PriorityLevel], batch: Batch) -> bool:
+        """Whether ``num_needed`` blocks are free, preempting the given levels if that suffices."""
+        if num_needed <= self.blocks.num_free_blocks:
             return True
         holders = (*self._running.values(), *self._host.restoring)
-        victims = [request for request in holders if request.rank in yielding]
+        victims = [request for request in holders if request.priority_level in preemptible]
         at_once = sum(self.blocks.num_idle_blocks(request.request_id) for request in victims)
-        if num_blocks > self.blocks.num_free_blocks + at_once:
+        if num_needed > self.blocks.num_free_blocks + at_once:
             return False
-        victims.sort(key=self._victim_key)
-        while victims and num_blocks > self.blocks.num_free_blocks:
+        victims.sort(key=self._preemption_key)
+        while victims and num_needed > self.blocks.num_free_blocks:
             victim = victims.pop()
             batch.drop(victim)
-            self._preempt(victim, num_blocks - self.blocks.num_free_blocks)
-        return num_blocks <= self.blocks.num_free_blocks
+            self._preempt(victim, num_needed - self.blocks.num_free_blocks)
+        return num_needed <= self.blocks.num_free_blocks
 
-    def _victim_key(self, request: Request) -> Any:
+    def _preemption_key(self, request: Request) -> Any:
         lost = 0.0
         if request.status is RequestStatus.RUNNING:
             lost += self._host.lost_tokens(request)
             if self._suspension is not None:
                 lost += self._suspension.lost_tokens(request.request_id)
-        return self.policy.victim_key(request, lost)
+        return self.policy.preemption_key(request, lost)
 
     def _blocks_needed_next(self, request: Request) -> int:
         return 1 + self.blocks.num_missing_blocks(request.request_id, request.num_tokens)
 
-    def _prefill_tokens(self, request: Request, lane: Lane, batch: Batch) -> int:
+    def _prefill_tokens(self, request: Request, budget: StepBudget, batch: Batch) -> int:
         """Tokens of a prompt, or of what is recomputed of a request, that the step has room and time for."""
-        if not batch.has_room:
+        if not batch.has_headroom:
             return 0
         pending = request.num_pending_tokens
         most = min(pending, self.config.max_prefill_chunk_tokens, batch.num_tokens_left)
-        least = min(most, lane.least_tokens)
-        if lane.step_sizes:
-            least_size = batch.load.num_tokens - batch.num_prefill_tokens + lane.step_sizes[0] // 2
-            index = min(bisect_left(lane.step_sizes, least_size), len(lane.step_sizes) - 1)
-            most = min(most, max(0, lane.step_sizes[index] - batch.load.num_tokens))
-        if lane.limit_s < math.inf:
+        least = min(most, budget.min_chunk_tokens)
+        if budget.step_sizes:
+            least_size = batch.load.num_tokens - batch.num_prefill_tokens + budget.step_sizes[0] // 2
+            index = min(bisect_left(budget.step_sizes, least_size), len(budget.step_sizes) - 1)
+            most = min(most, max(0, budget.step_sizes[index] - batch.load.num_tokens))
+        if budget.max_step_s < math.inf:
             assert self.cost is not None
-            most = self.cost.max_tokens(batch.load, request.num_computed_tokens, pending, lane.limit_s, most)
+            most = self.cost.max_tokens(
+                batch.load, request.num_computed_tokens, pending, budget.max_step_s, most
+            )
         if most >= least:
             return most
-        is_owed = not batch.members or (lane.protected and not batch.num_prefill_tokens)
+        is_owed = not batch.members or (budget.guarantees_progress and not batch.num_prefill_tokens)
         return least if is_owed else 0
 
     def _slice_of(self, request: Request, num_tokens: int) -> ScheduledSlice:
@@ -520,7 +534,7 @@ class Scheduler:
             num_tokens=num_tokens,
             blocks=self.blocks.table(request.request_id),
             samples=num_tokens == request.num_pending_tokens,
-            yields=request.rank is not Rank.ONLINE,
+            preemptible=request.priority_level is not PriorityLevel.ONLINE,
         )
 
     def _preempt(self, request: Request, needed: int | None) -> None:
@@ -541,7 +555,7 @@ class Scheduler:
             else:
                 self._host.reclaim(request, needed, self._running.values())
         request.move_to(RequestStatus.PREEMPTED)
-        self._waiting[request.rank].push(request)
+        self._waiting[request.priority_level].push(request)
 
     def _end(self, request: Request, reason: FinishReason) -> None:
         request_id = request.request_id

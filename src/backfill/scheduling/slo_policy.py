@@ -10,17 +10,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from backfill.core.config import VictimOrder
-from backfill.core.request import Rank, Request
+from backfill.core.request import PriorityLevel, Request
 from backfill.core.slo import SLO
 from backfill.costs.correction import BiasCorrection
 from backfill.costs.load import StepLoad
 from backfill.costs.model import CostModel
-from backfill.scheduling.policy import LEAST_PREFILL_TOKENS, Lane, StepView
+from backfill.scheduling.policy import MIN_PREFILL_CHUNK_TOKENS, StepBudget, StepView
 
 # Part of the window left at its arrival that a request may spend promoted.
 _LONGEST_PROMOTION = 0.5
-# Offline work is curbed where online requests leave it less than 1 / this of the pool.
-_ROOM = 1.5
+# Offline work is limited once online requests leave it less than 1 / this of the pool.
+_HEADROOM_FACTOR = 1.5
 
 _ORDER_KEY = operator.attrgetter("order_key")
 
@@ -40,7 +40,7 @@ class SloPolicyConfig:
         promote_before_s: an offline request is promoted when its completion window ends within this, or
             when half of the window it arrived in is over if that is later.
         reserve_decay_s: time constant with which the memory of online's largest use of blocks fades.
-        victims: of one rank, that which loses least work yields first, or the latest.
+        victims: of one priority level, that which loses least work yields first, or the latest.
     """
 
     default_slo: SLO
@@ -78,7 +78,7 @@ class SloPolicy:
         self.correction = BiasCorrection()
         self._max_step_tokens = max_step_tokens
         self._can_stop = can_stop
-        self.adopt(cost)
+        self.set_cost_model(cost)
         self._online_peak = 0.0
         self._seen_at_s: float | None = None
 
@@ -89,37 +89,37 @@ class SloPolicy:
     def slo_of(self, request: Request) -> SLO:
         return request.slo or self.config.default_slo
 
-    def lanes(self, view: StepView) -> Sequence[Lane]:
+    def next_budgets(self, view: StepView) -> Sequence[StepBudget]:
         reserved = self._reserve(view)
         online = _present(view)
-        if not online and not view.waiting[Rank.ONLINE]:
+        if not online and not view.waiting[PriorityLevel.ONLINE]:
             return self._offline_batching(reserved)
         tightest, slack = self._tpot(online, view.now_s)
         usable = (1.0 - self.config.margin) / self.correction.upper
         # Longer steps keep online requests, and so their blocks, longer: as these fill the pool, offline
         # work has less to gain and more to spoil. The shape was found by simulation (docs/coserving.md).
-        room = min(1.0, _ROOM * (1.0 - view.online_blocks / view.num_blocks)) ** 2
-        bound = min(tightest * room, slack, self._ttft_slack(online, view.now_s)) * usable
+        headroom = min(1.0, _HEADROOM_FACTOR * (1.0 - view.online_blocks / view.num_blocks)) ** 2
+        bound = min(tightest * headroom, slack, self._ttft_slack(online, view.now_s)) * usable
         is_overloaded = self._misses_first_tokens(view, online, tightest * usable)
         if view.suspended_s:
             bound = 0.0  # what was stopped goes on first
         return (
-            Lane(
-                ranks=frozenset({Rank.ONLINE}),
-                limit_s=math.inf if is_overloaded else min(tightest, slack) * usable,
-                protected=True,
-                displaces=True,
+            StepBudget(
+                levels=frozenset({PriorityLevel.ONLINE}),
+                max_step_s=math.inf if is_overloaded else min(tightest, slack) * usable,
+                guarantees_progress=True,
+                may_preempt=True,
             ),
-            Lane(
-                ranks=frozenset({Rank.PROMOTED}),
-                limit_s=min(tightest, self.config.default_slo.tpot_s) * usable,
+            StepBudget(
+                levels=frozenset({PriorityLevel.PROMOTED}),
+                max_step_s=min(tightest, self.config.default_slo.tpot_s) * usable,
                 step_sizes=self._step_sizes,
-                displaces=True,
+                may_preempt=True,
             ),
-            Lane(
-                ranks=frozenset({Rank.OFFLINE}),
-                limit_s=bound,
-                beside_prefill=False,
+            StepBudget(
+                levels=frozenset({PriorityLevel.OFFLINE}),
+                max_step_s=bound,
+                mixes_with_prefill=False,
                 step_sizes=self._step_sizes,
                 reserved_blocks=reserved,
             ),
@@ -128,7 +128,7 @@ class SloPolicy:
     def resume_s(self, view: StepView) -> float:
         """What the slack of online decodes leaves after a step of their own; nothing beside a prompt."""
         online = _present(view)
-        if view.waiting[Rank.ONLINE] or any(request.last_token_at_s is None for request in online):
+        if view.waiting[PriorityLevel.ONLINE] or any(request.last_token_at_s is None for request in online):
             return 0.0
         if not online:
             return math.inf
@@ -137,22 +137,22 @@ class SloPolicy:
         usable_s = slack * (1.0 - self.config.margin) / self.correction.upper
         return max(0.0, usable_s - self._cost.step_time_s(decode))
 
-    def victim_key(self, request: Request, lost_tokens: float) -> Any:
+    def preemption_key(self, request: Request, lost_tokens: float) -> Any:
         """Offline before online; of these that which loses least work, then that with least to restore.
 
         Online requests yield to those that came before them, whatever that costs.
         """
-        urgency = {Rank.OFFLINE: 2, Rank.PROMOTED: 1, Rank.ONLINE: 0}[request.rank]
-        if request.rank is Rank.ONLINE or self.config.victims == "latest":
-            return (urgency, request.order_key)
-        return (urgency, -lost_tokens, -request.num_computed_tokens, request.order_key)
+        level = request.priority_level
+        if level is PriorityLevel.ONLINE or self.config.victims == "latest":
+            return (level.value, request.order_key)
+        return (level.value, -lost_tokens, -request.num_computed_tokens, request.order_key)
 
     def copy_s(self, view: StepView) -> float:
         """A step's worth: the tightest TPOT objective (section 4.5)."""
         tightest, _ = self._tpot(_present(view), view.now_s)
         return min(tightest, self.config.default_slo.tpot_s)
 
-    def first_token_by_s(self, request: Request) -> float:
+    def ttft_deadline_at_s(self, request: Request) -> float:
         return request.arrived_at_s + self.slo_of(request).ttft_s
 
     def promote_at_s(self, request: Request) -> float:
@@ -164,18 +164,18 @@ class SloPolicy:
     def observe(self, predicted_s: float, observed_s: float) -> None:
         self.correction.observe(predicted_s, observed_s)
 
-    def adopt(self, cost: CostModel) -> None:
+    def set_cost_model(self, cost: CostModel) -> None:
         self._cost = cost
         self._step_sizes = cost.efficient_step_sizes(self.config.step_efficiency, self._max_step_tokens)
         self.correction.restart()
 
-    def _offline_batching(self, reserved: int) -> Sequence[Lane]:
+    def _offline_batching(self, reserved: int) -> Sequence[StepBudget]:
         limit = math.inf
         if not self._can_stop:
             limit = self.config.default_slo.ttft_s * self.config.unsafe_ttft_share / self.correction.upper
         return (
-            Lane(ranks=frozenset({Rank.PROMOTED}), limit_s=limit, displaces=True),
-            Lane(ranks=frozenset({Rank.OFFLINE}), limit_s=limit, reserved_blocks=reserved),
+            StepBudget(levels=frozenset({PriorityLevel.PROMOTED}), max_step_s=limit, may_preempt=True),
+            StepBudget(levels=frozenset({PriorityLevel.OFFLINE}), max_step_s=limit, reserved_blocks=reserved),
         )
 
     def _tpot(self, online: Sequence[Request], now_s: float) -> tuple[float, float]:
@@ -198,14 +198,18 @@ class SloPolicy:
         if limit_s == math.inf:
             return False
         load = StepLoad.of((each.num_computed_tokens, 1, True) for each in online if each.is_decoding)
-        chunk = max(LEAST_PREFILL_TOKENS, self._cost.max_tokens(load, 0, self._max_step_tokens, limit_s))
+        chunk = max(MIN_PREFILL_CHUNK_TOKENS, self._cost.max_tokens(load, 0, self._max_step_tokens, limit_s))
         token_s = self.correction.upper * self._cost.time_with_s(load, 0, chunk, False) / chunk
         first_token_at_s = view.now_s
         prefilling = sorted((each for each in online if not each.is_decoding), key=_ORDER_KEY)
-        for request in itertools.chain(prefilling, view.waiting[Rank.ONLINE]):
+        for request in itertools.chain(prefilling, view.waiting[PriorityLevel.ONLINE]):
             first_token_at_s += request.num_pending_tokens * token_s
             is_prompt = request.last_token_at_s is None
-            if is_prompt and first_token_at_s > self.first_token_by_s(request) and self._is_feasible(request):
+            if (
+                is_prompt
+                and first_token_at_s > self.ttft_deadline_at_s(request)
+                and self._is_feasible(request)
+            ):
                 return True
         return False
 
@@ -217,7 +221,7 @@ class SloPolicy:
     def _ttft_slack(self, online: Sequence[Request], now_s: float) -> float:
         """Least time left to a first token, of the requests that can still meet it."""
         slacks = (
-            self.first_token_by_s(request) - now_s for request in online if request.last_token_at_s is None
+            self.ttft_deadline_at_s(request) - now_s for request in online if request.last_token_at_s is None
         )
         return min((slack for slack in slacks if slack > 0), default=math.inf)
 
@@ -236,6 +240,6 @@ class SloPolicy:
 
 def _present(view: StepView) -> Sequence[Request]:
     """Online requests that run or are being restored: these wait for their next token too."""
-    online = view.running[Rank.ONLINE]
-    back_soon = [request for request in view.restoring if request.rank is Rank.ONLINE]
+    online = view.running[PriorityLevel.ONLINE]
+    back_soon = [request for request in view.restoring if request.priority_level is PriorityLevel.ONLINE]
     return [*online, *back_soon] if back_soon else online

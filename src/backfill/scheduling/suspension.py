@@ -6,8 +6,8 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from backfill.core.config import SchedulerConfig
-from backfill.core.plan import Safepoints, ScheduledSlice, StepPlan
-from backfill.core.request import Rank, RequestId
+from backfill.core.plan import Safepoints, ScheduledSlice, StepOutcome, StepPlan
+from backfill.core.request import PriorityLevel, RequestId
 from backfill.costs.load import StepLoad
 from backfill.costs.model import CostModel
 from backfill.scheduling.batch import Batch
@@ -59,7 +59,7 @@ class Suspension:
         """Those with a slice in the suspended step; none where nothing is suspended."""
         return self._slices.keys()
 
-    def adopt(self, cost: CostModel) -> None:
+    def set_cost_model(self, cost: CostModel) -> None:
         """Predict with this model from now on."""
         self._cost = cost
 
@@ -72,14 +72,14 @@ class Suspension:
 
     def lost_tokens(self, request_id: RequestId) -> float:
         """Work that dropping the request would lose."""
-        piece = self._slices.get(request_id)
-        return 0.0 if piece is None else self._work(piece, self._layers_done)
+        scheduled = self._slices.get(request_id)
+        return 0.0 if scheduled is None else self._work(scheduled, self._layers_done)
 
     def safepoints(self, batch: Batch, predicted_s: float) -> Safepoints | None:
         """Armed where an arrival may stop a part of the step; one step at a time is suspended."""
         if predicted_s == 0.0 or self._slices:
             return None
-        if all(request.rank is Rank.ONLINE for request, _ in batch.members.values()):
+        if all(request.priority_level is PriorityLevel.ONLINE for request, _ in batch.members.values()):
             return None
         suspends = self._config.preemption == "suspend"
         return Safepoints(self._layers_apart(predicted_s / self._num_layers), suspends)
@@ -102,28 +102,28 @@ class Suspension:
             Safepoints(self._layers_apart(layer_s), suspends=True),
         )
 
-    def commit(self, plan: StepPlan, stopped: Collection[RequestId], layers_done: int) -> None:
-        """A step is over, of which these requests' slices were stopped."""
+    def commit(self, plan: StepPlan, outcome: StepOutcome) -> None:
+        """Keep the slices that the step suspended; count those that it discarded."""
         if plan.resumes:
             self._slices = {}
-        if not stopped:
+        if not outcome.stopped:
             return
-        slices = {piece.request_id: piece for piece in plan.slices if piece.request_id in stopped}
         assert plan.safepoints is not None, "a step without safepoints was stopped"
-        if plan.safepoints.suspends:
-            self._slices, self._layers_done, self._num_refusals = slices, layers_done, 0
-            return
-        for request_id, piece in slices.items():
-            self._on_lost(request_id, self._work(piece, layers_done))
+        slices = {scheduled.request_id: scheduled for scheduled in plan.slices}
+        if outcome.suspended:
+            self._slices = {each: slices[each] for each in outcome.suspended}
+            self._layers_done, self._num_refusals = outcome.layers_done, 0
+        for request_id in outcome.discarded:
+            self._on_lost(request_id, self._work(slices[request_id], outcome.layers_done))
 
     def drop(self, request_id: RequestId) -> None:
         """Give up a request's part of the suspended step, if it has one."""
-        piece = self._slices.pop(request_id, None)
-        if piece is not None:
-            self._on_lost(request_id, self._work(piece, self._layers_done))
+        scheduled = self._slices.pop(request_id, None)
+        if scheduled is not None:
+            self._on_lost(request_id, self._work(scheduled, self._layers_done))
 
-    def _work(self, piece: ScheduledSlice, layers_done: int) -> float:
-        return piece.num_tokens * layers_done / self._num_layers
+    def _work(self, scheduled: ScheduledSlice, layers_done: int) -> float:
+        return scheduled.num_tokens * layers_done / self._num_layers
 
     def _layers_apart(self, layer_s: float) -> int:
         return max(1, int(self._config.max_stop_s / (layer_s * self._policy.time_scale)))

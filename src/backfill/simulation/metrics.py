@@ -55,7 +55,7 @@ def metrics_of(result: ReplayResult, slo: SLO) -> PolicyMetrics:
     useful = [counters.num_computed_tokens - counters.num_recomputed_tokens for counters in (online, offline)]
     computed = online.num_computed_tokens + offline.num_computed_tokens
     recomputed = online.num_recomputed_tokens + offline.num_recomputed_tokens
-    aborted = online.num_aborted_tokens + offline.num_aborted_tokens
+    aborted = online.num_discarded_tokens + offline.num_discarded_tokens
     checkpointed = online.num_checkpointed_tokens + offline.num_checkpointed_tokens
     restored = online.num_restored_tokens + offline.num_restored_tokens
     return PolicyMetrics(
