@@ -58,7 +58,9 @@ def main() -> None:
 
 
 async def measure(folder: Path, num_lines: int, upload_mib: int) -> dict[str, float]:
-    config = JobsConfig(data_dir=folder, max_lines=num_lines, max_batch_bytes=1 << 40, max_file_bytes=1 << 40)
+    config = JobsConfig(
+        data_dir=folder, batch_max_lines=num_lines, batch_max_bytes=1 << 40, max_file_bytes=1 << 40
+    )
     model = ServedModel(names=("m",), root="m", folder=resolve_model("smollm2-135m-instruct"), created=0)
     preparation = PreparationClient(PreparationSetup(model=model))
     preparation.start()

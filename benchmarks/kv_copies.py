@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from backfill.core.block import BlockCopy, pack_block_ref
-from backfill.core.config import GIB, EngineConfig, SchedulerConfig
+from backfill.core.config import EngineConfig, SchedulerConfig
 from backfill.core.plan import AdmittedRequest, CopyDirections, ScheduledSlice, StepPlan
 from backfill.core.request import RequestId
 from backfill.core.sampling import SamplingParams
@@ -186,7 +186,7 @@ def main() -> None:
     executor = create_torch_executor(
         EngineConfig(
             model_dir=str(resolve_model(options.model)),
-            host_kv_bytes=GIB,
+            host_kv_gib=1.0,
             scheduler=SchedulerConfig(checkpointing="adaptive"),
         )
     )

@@ -38,8 +38,8 @@ def time_decisions(num_running: int, num_queued: int, *, has_host_pool: bool) ->
         max_num_seqs=num_running,
         max_num_batched_tokens=8192,
         policy="slo",
-        ttft_slo_s=1.5,
-        tpot_slo_s=0.11,
+        ttft_slo=1.5,
+        tpot_slo=0.11,
         checkpointing="adaptive",
     )
     clock = VirtualClock()

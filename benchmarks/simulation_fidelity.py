@@ -67,7 +67,7 @@ def main() -> None:
         raise SystemExit(f"run it with the engine's environment: env {names} python {__file__}")
     config = EngineConfig(
         model_dir=str(resolve_model(options.model)),
-        scheduler=SchedulerConfig(policy="slo", ttft_slo_s=_SLO.ttft_s, tpot_slo_s=_SLO.tpot_s),
+        scheduler=SchedulerConfig(policy="slo", ttft_slo=_SLO.ttft_s, tpot_slo=_SLO.tpot_s),
     )
     executor = create_torch_executor(config)
     profile = load_or_measure_profile(config, executor)

@@ -56,7 +56,7 @@ def main() -> None:
     if settings:
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **settings})
     folder = resolve_model("smollm2-135m-instruct")
-    executor = create_torch_executor(EngineConfig(model_dir=str(folder), kv_bytes=1 << 30))
+    executor = create_torch_executor(EngineConfig(model_dir=str(folder), kv_gib=1.0))
     whole = profile_whole(executor, args.seqs, args.context, args.steps)
     parts, step_s = profile_parts(executor, args.seqs, args.context, args.steps)
     limits = measure_limits()

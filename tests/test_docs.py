@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import typer.main
+from cyclopts import App
 
 from backfill.api.loop_lag import LoopLag
 from backfill.api.metrics import JobMetrics, Metrics
@@ -15,6 +15,7 @@ from backfill.bench.metrics import compute_metrics
 from backfill.bench.report import result_json
 from backfill.bench.runner import Run
 from backfill.cli.main import app
+from backfill.cli.typer_command import CLICK_COMMANDS
 from backfill.core.slo import SLO
 from backfill.jobs.manager import JobsSnapshot
 from backfill.preparation.client import PreparationClient
@@ -25,23 +26,37 @@ from tests.builders import make_info, make_profile
 ROOT = Path(__file__).parent.parent
 
 
-def commands() -> dict[str, Any]:
+def commands() -> dict[str, App]:
     """Every command by its words after ``backfill``."""
-    found: dict[str, Any] = {}
+    found: dict[str, App] = {}
 
-    def collect(words: tuple[str, ...], command: Any) -> None:
-        children = getattr(command, "commands", None)
-        if children is None:
+    def collect(words: tuple[str, ...], command: App) -> None:
+        children = {
+            name: child for name, child in command.resolved_commands().items() if not name.startswith("-")
+        }
+        if not children:
             found[" ".join(words)] = command
-        for name, child in (children or {}).items():
+        for name, child in children.items():
             collect((*words, name), child)
 
-    collect((), typer.main.get_command(app))
+    collect((), app)
     return found
 
 
 def options(command: str) -> set[str]:
-    return {option for parameter in commands()[command].params for option in parameter.opts}
+    """The flags of a command, without negative ones."""
+    if command in CLICK_COMMANDS:
+        return {option for parameter in CLICK_COMMANDS[command].params for option in parameter.opts}
+    arguments = commands()[command].assemble_argument_collection()
+    return {name for each in arguments for name in (*each.parameter.name, *each.parameter.alias)}
+
+
+def parse(command: str, arguments: Sequence[str]) -> None:
+    """Raises: an exception for arguments that are not understood."""
+    if command in CLICK_COMMANDS:
+        CLICK_COMMANDS[command].make_context(command, list(arguments))
+    else:
+        commands()[command].parse_args(arguments, exit_on_error=False, print_error=False)
 
 
 def test_every_metric_is_documented() -> None:
@@ -66,9 +81,9 @@ def test_every_command_and_option_has_help() -> None:
     found = commands()
     assert found.keys() >= {"serve", "run-batch", "pull", "bench serve"}
     for name, command in found.items():
-        assert command.help, name
-        for parameter in command.params:
-            assert parameter.name == "help" or parameter.help, (name, parameter.name)
+        assert command.help or name in CLICK_COMMANDS, name
+        for argument in command.assemble_argument_collection():
+            assert argument.parameter.help or name in CLICK_COMMANDS, (name, argument.name)
 
 
 def test_options_in_the_readme_exist() -> None:

@@ -20,7 +20,7 @@ import pytest
 
 from tests.api.servers import MODEL, SMALL_MODEL, RunningServer, ending, free_port, quick_profile
 from tests.installed import write_blocker
-from tests.test_docs import ROOT, commands
+from tests.test_docs import ROOT, commands, parse
 
 _BACKFILL = ".venv/bin/backfill"
 _SERVER_OPTIONS = (*SMALL_MODEL, "--max-model-len", "2048", "--served-model-name", MODEL)
@@ -121,7 +121,7 @@ def test_each_command_of_ours_is_understood(line: str) -> None:
     name = max((name for name in known if words[: len(name.split())] == name.split()), key=len)
     arguments = words[len(name.split()) :]
     if PARSED.get(line) != "a name":
-        known[name].make_context(name, arguments)
+        parse(name, arguments)
 
 
 @pytest.mark.parametrize("line", sorted({line for _, line in COMMANDS if line.startswith("make ")}))

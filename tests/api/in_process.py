@@ -167,7 +167,7 @@ def in_process_server(
         tokenizer,
         GenerationDefaults(),
         max_response_tokens=server_config.max_response_tokens,
-        is_strict=server_config.is_strict,
+        is_strict=server_config.strict,
     )
     preparer.facts = EngineFacts(
         info=engine.info, default_slo=SLO(1.0, 0.15), profile=None, scheduler=engine_config.scheduler

@@ -125,7 +125,7 @@ def test_an_answer_says_which_fields_had_no_effect(server: InProcessServer, stre
 
 
 def test_a_strict_server_refuses_fields_that_have_no_effect() -> None:
-    with in_process_server(Path(), tokenizer=make_tokenizer(), is_strict=True) as server:
+    with in_process_server(Path(), tokenizer=make_tokenizer(), strict=True) as server:
         body = {"prompt": [3], "max_tokens": 1, "user": "u"}
         assert httpx.post(f"{server.url}/v1/completions", json=body).status_code == 200
         for fields, param in (({"max_tokns": 5}, "max_tokns"), ({"slo": {}}, "slo")):

@@ -76,7 +76,7 @@ def test_hosts_are_checked_only_where_anyone_on_the_machine_is_trusted() -> None
     assert allowed_hosts(ServerConfig(host="0.0.0.0")) is None
     assert allowed_hosts(ServerConfig(host="10.0.0.1")) is None
     assert allowed_hosts(ServerConfig(api_key_file=Path("keys"))) is None
-    assert allowed_hosts(ServerConfig(api_keys=("key",))) is None
+    assert allowed_hosts(ServerConfig(api_key=("key",))) is None
     assert allowed_hosts(ServerConfig(allowed_hosts=("*",))) is None
 
 

@@ -43,7 +43,7 @@ async def ready_server(**options: Any) -> Server:
 def test_hopeless_requests_are_shed_where_that_is_asked_for() -> None:
     async def run() -> None:
         assert (await ready_server()).state.shedder is None
-        server = await ready_server(sheds_hopeless=True)
+        server = await ready_server(shed_hopeless=True)
         shedder = server.state.shedder
         assert shedder is not None
         shedder.admit([1000], priority=0, objective_s=1.0, waited_s=0.0)
@@ -58,7 +58,7 @@ def test_hopeless_requests_are_shed_where_that_is_asked_for() -> None:
 
 def test_a_strict_server_is_strict_in_both_processes() -> None:
     for is_strict in (False, True):
-        setup = new_server(is_strict=is_strict).state.preparation.setup
+        setup = new_server(strict=is_strict).state.preparation.setup
         assert setup.is_strict == setup.line_check.is_strict == is_strict
         assert setup.create_preparer(cast(Tokenizer, None)).line_check.is_strict == is_strict
 
@@ -84,20 +84,20 @@ def test_the_options_reach_the_server(
     )
     run_cli_here("serve", str(small_model), "--port", "0", "--data-dir", str(tmp_path), *options)
     (config,) = configs
-    assert config.is_strict
-    assert config.sheds_hopeless
+    assert config.strict
+    assert config.shed_hopeless
     assert config.allowed_origins == ("https://a.example", "*")
 
 
 def test_objectives_that_cannot_be_met_are_refused_or_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    async def ready(ttft_slo_s: float) -> None:
+    async def ready(ttft_slo: float) -> None:
         profile = make_profile(flat_cost(0.1))
-        server = new_server(SchedulerConfig(policy="slo", ttft_slo_s=ttft_slo_s))
+        server = new_server(SchedulerConfig(policy="slo", ttft_slo=ttft_slo))
         preparer = RequestPreparer(MODEL, cast(Tokenizer, None), GenerationDefaults())
         server._loading = asyncio.create_task(asyncio.sleep(0, preparer))
-        await server._on_engine_ready(Ready(make_info(), 0.0, SLO(ttft_slo_s, 0.1), profile))
+        await server._on_engine_ready(Ready(make_info(), 0.0, SLO(ttft_slo, 0.1), profile))
 
-    with pytest.raises(ConfigError, match=r"^--ttft-slo 1e-09: one request alone needs 0.1 s on this device"):
+    with pytest.raises(ConfigError, match=r"^`ttft_slo` 1e-09: one request alone needs 0.1 s on this device"):
         asyncio.run(ready(1e-9))
     asyncio.run(ready(0.09))
-    assert "--ttft-slo 0.09: one request alone needs 0.1 s, by a" in caplog.text
+    assert "`ttft_slo` 0.09: one request alone needs 0.1 s, by a" in caplog.text

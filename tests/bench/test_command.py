@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from backfill.cli.main import app
 from tests.api.servers import RunningServer
+from tests.cli.running import run_cli_here
 
 
 def bench(*arguments: str) -> Any:
-    return CliRunner().invoke(app, ["bench", "serve", *arguments])
+    return run_cli_here("bench", "serve", *arguments)
 
 
 def test_eight_requests_to_the_real_server(server: RunningServer, tmp_path: Path) -> None:
@@ -29,7 +28,7 @@ def test_eight_requests_to_the_real_server(server: RunningServer, tmp_path: Path
         *("--ready-check-timeout-sec", "5", "--json", "--plot", str(tmp_path / "report.png")),
         *("--save-result", "--save-detailed", "--result-dir", str(tmp_path), "--result-filename", "r.json"),
     )
-    assert result.exit_code == 0, result.output
+    assert result.returncode == 0, result.stderr
     assert " Serving Benchmark Result " in result.stdout
     figures = json.loads(result.stdout.splitlines()[-1])
     assert (figures["status"], figures["completed"], figures["failed"]) == ("complete", 8, 0)
@@ -48,7 +47,7 @@ def test_chat_prompts_have_the_length_asked_for(server: RunningServer) -> None:
         *("--backend", "openai-chat", "--base-url", server.url, "--num-prompts", "2", "--input-len", "50"),
         *("--output-len", "3", "--ignore-eos", "--percentile-metrics", "ttft", "--json"),
     )
-    assert result.exit_code == 0, result.output
+    assert result.returncode == 0, result.stderr
     figures = json.loads(result.stdout.splitlines()[-1])
     # The template adds its own tokens, the same to both.
     assert figures["total_output_tokens"] == 6 and 100 < figures["total_input_tokens"] < 200
@@ -56,7 +55,7 @@ def test_chat_prompts_have_the_length_asked_for(server: RunningServer) -> None:
 
 def test_refused_requests_are_shown_and_decide_the_exit_code(server: RunningServer) -> None:
     result = bench("--base-url", server.url, "--num-prompts", "2", "--input-len", "600", "--output-len", "4")
-    assert result.exit_code == 1
+    assert result.returncode == 1
     assert "2 of 2 requests exceed the server's context of 512 tokens." in result.stderr
     assert "     2 x HTTP 400: " in result.stdout
 
@@ -113,7 +112,7 @@ def test_interrupt_keeps_and_marks_what_was_measured(server: RunningServer) -> N
 )
 def test_bad_input_is_one_line(arguments: list[str], message: str) -> None:
     result = bench("--tokenizer", "none", *arguments)
-    assert result.exit_code == 1
+    assert result.returncode == 1
     assert message in result.stderr
     assert result.stderr.count("\n") == 1
     assert result.stdout == ""
@@ -124,7 +123,7 @@ def test_a_plot_without_matplotlib_is_refused_before_anything_is_sent(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     result = bench("--plot", "a.png", "--base-url", "http://127.0.0.1:1")
-    assert result.exit_code == 1
+    assert result.returncode == 1
     assert result.stderr == (
         "backfill: --plot needs matplotlib, which is not installed: pip install 'backfill[plot]'.\n"
     )
@@ -134,7 +133,7 @@ def test_a_dataset_that_is_missing_says_where_one_is_published() -> None:
     result = bench(
         "--dataset-name", "trace", "--dataset-path", "no-such.csv", "--base-url", "http://127.0.0.1:1"
     )
-    assert result.exit_code == 1
+    assert result.returncode == 1
     assert result.stderr.startswith(
         "backfill: --dataset-path no-such.csv cannot be read: there is no such file."
     )

@@ -13,7 +13,7 @@ from tests.models.tiny import save_tiny_model
 
 def test_first_tokens_are_sampled_and_their_median_given(tmp_path: Path) -> None:
     save_tiny_model("llama", tmp_path)
-    config = EngineConfig(model_dir=str(tmp_path), device="cpu", dtype="float32", kv_bytes=1 << 22)
+    config = EngineConfig(model_dir=str(tmp_path), device="cpu", dtype="float32", kv_gib=1 / 256)
     work = {"num_prompts": 2, "input_len": 8, "output_len": 3, "stream_len": 4, "seed": 0}
     figures = measure(config, **work, first_token_samples=4)
     samples = figures["first_token_samples_s"]

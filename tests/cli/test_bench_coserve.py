@@ -14,11 +14,10 @@ from typing import Any
 
 import httpx
 import pytest
-from typer.testing import CliRunner
 
 from backfill.bench.scrape import parse_totals, total_tokens
-from backfill.cli.main import app
 from tests.api.servers import SMALL_MODEL, RunningServer, small_server, wait_until
+from tests.cli.running import run_cli_here
 
 SHORT = (
     *("--duration", "3", "--warmup", "1", "--rate", "3", "--input-len", "20", "--output-len", "8"),
@@ -28,7 +27,7 @@ CONTEXT = ("--max-model-len", "512")
 
 
 def coserve(*arguments: str) -> Any:
-    return CliRunner().invoke(app, ["bench", "coserve", "--no-progress", *arguments])
+    return run_cli_here("bench", "coserve", "--no-progress", *arguments)
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +46,7 @@ def test_policies_one_after_another(small_model: Path, tmp_path: Path) -> None:
     logs = ("--log-dir", str(tmp_path / "logs"))
     options = own_server_options(small_model)
     result = coserve("--policies", "online-only,fcfs", *SHORT, *options, *files, *logs, "--json")
-    assert result.exit_code == 0, result.output
+    assert result.returncode == 0, result.stderr
     content = json.loads(result.stdout.splitlines()[-1])
     assert content["scenario"] == "coserve" and list(content["policies"]) == ["online-only", "fcfs"]
     for name, figures in content["policies"].items():
@@ -73,10 +72,10 @@ def test_a_batch_on_a_running_server_beside_an_earlier_result(server: RunningSer
     earlier = tmp_path / "earlier.json"
     result = coserve("--base-url", server.url, "--label", "alone", *SHORT, "--duration", "2",
                      "--offline-mode", "none", "--result", str(earlier))  # fmt: skip
-    assert result.exit_code == 0, result.output
+    assert result.returncode == 0, result.stderr
     result = coserve("--base-url", server.url, "--label", "ours", *SHORT, "--offline-mode", "batch",
                      "--offline-lines", "40", "--compare", str(earlier), "--json")  # fmt: skip
-    assert result.exit_code == 0, result.output
+    assert result.returncode == 0, result.stderr
     content = json.loads(result.stdout.splitlines()[-1])
     ours, alone = content["policies"]["ours"], content["policies"]["alone"]
     assert ours["failed"] == 0 and ours["offline_completed"] > 0 and ours["offline_tok_s"] > 0
@@ -112,7 +111,7 @@ def test_a_server_that_dies_midway(small_model: Path, tmp_path: Path) -> None:
     options += ("--log-dir", str(tmp_path))
     result = coserve("--policies", "priority", *SHORT, "--duration", "60", *options, "--json")
     killer.join()
-    assert result.exit_code == 1
+    assert result.returncode == 1
     assert "The server of priority ended with status -9. Its whole log is" in result.stderr
     figures = json.loads(result.stdout.splitlines()[-1])["policies"]["priority"]
     assert figures["status"] == "server lost" and 0 < figures["measured_s"] < 60
@@ -176,28 +175,28 @@ def test_interrupt_keeps_and_marks_what_was_measured(server: RunningServer) -> N
 )
 def test_bad_input_is_one_line(arguments: list[str], message: str) -> None:
     result = coserve(*arguments)
-    assert result.exit_code == 1
+    assert result.returncode == 1
     assert message in result.stderr
     assert result.stderr.count("\n") == 1 and result.stdout == ""
 
 
 def test_nobody_answers() -> None:
     result = coserve("--base-url", "http://127.0.0.1:1", "--json")
-    assert result.exit_code == 1
+    assert result.returncode == 1
     assert "backfill: No server answers at http://127.0.0.1:1: Connection refused.\n" in result.stderr
     assert json.loads(result.stdout)["policies"] == {}
 
 
 def test_requests_beyond_the_context(server: RunningServer) -> None:
     result = coserve("--base-url", server.url)
-    assert result.exit_code == 1
+    assert result.returncode == 1
     assert "ask for up to 640 tokens, more than the server's context of 512." in result.stderr
 
 
 def test_a_server_that_does_not_start_shows_its_log(tmp_path: Path) -> None:
     options = ("--server-option", "--chat-template /no/such_file", "--log-dir", str(tmp_path))
     result = coserve(*options)
-    assert result.exit_code == 1
+    assert result.returncode == 1
     assert (
         "backfill: Policy online-only: The server ended with status 1: "
         "--chat-template /no/such_file cannot be read"

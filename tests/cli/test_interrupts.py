@@ -47,7 +47,7 @@ def run_batch_options(model: Path) -> tuple[str, ...]:
 @pytest.mark.parametrize(
     ("start", "command", "moment", "number"),
     [
-        (SCRIPT, "serve", "command typer", signal.SIGINT),
+        (SCRIPT, "serve", "command cyclopts", signal.SIGINT),
         (MODULE, "serve", "command backfill.api.server", signal.SIGINT),
         (MODULE, "serve", "command backfill.api.server", signal.SIGTERM),
         (SCRIPT, "serve", "child backfill.engine.engine", signal.SIGINT),
@@ -144,7 +144,7 @@ if "run_child" in " ".join(sys.orig_argv):
     sys.meta_path.insert(0, Recording())
 """
 OF_OTHERS = {"cli", "api", "bench", "simulation", "jobs", "preparation", "protocol", "generation"}
-LIBRARIES_OF_OTHERS = {"typer", "rich", "fastapi", "uvicorn", "aiohttp", "transformers", "sqlalchemy"}
+LIBRARIES_OF_OTHERS = {"cyclopts", "rich", "fastapi", "uvicorn", "aiohttp", "transformers", "sqlalchemy"}
 
 
 @pytest.mark.parametrize("start", [SCRIPT, MODULE])

@@ -60,22 +60,22 @@ def test_the_edges_of_every_range_are_allowed() -> None:
 @pytest.mark.parametrize(
     ("config", "option"),
     [
-        (EngineConfig(model_dir="", block_size=12), "--block-size"),
-        (EngineConfig(model_dir="", kv_bytes=0), "--kv-gib"),
-        (EngineConfig(model_dir="", gpu_memory_utilization=0.0), "--gpu-memory-utilization"),
-        (EngineConfig(model_dir="", max_model_len=0), "--max-model-len"),
-        (EngineConfig(model_dir="", num_threads=0), "--threads"),
-        (EngineConfig(model_dir="", scheduler=SchedulerConfig(max_num_seqs=0)), "--max-num-seqs"),
-        (EngineConfig(model_dir="", scheduler=SchedulerConfig(ttft_slo_s=0.0)), "--ttft-slo"),
-        (EngineConfig(model_dir="", scheduler=SchedulerConfig(tpot_slo_s=float("nan"))), "--tpot-slo"),
-        (EngineConfig(model_dir="", scheduler=SchedulerConfig(promote_before_s=-1.0)), "--promote-before"),
+        (EngineConfig(model_dir="", block_size=12), "`block_size`"),
+        (EngineConfig(model_dir="", kv_gib=0), "`kv_gib`"),
+        (EngineConfig(model_dir="", gpu_memory_utilization=0.0), "`gpu_memory_utilization`"),
+        (EngineConfig(model_dir="", max_model_len=0), "`max_model_len`"),
+        (EngineConfig(model_dir="", threads=0), "`threads`"),
+        (EngineConfig(model_dir="", scheduler=SchedulerConfig(max_num_seqs=0)), "`max_num_seqs`"),
+        (EngineConfig(model_dir="", scheduler=SchedulerConfig(ttft_slo=0.0)), "`ttft_slo`"),
+        (EngineConfig(model_dir="", scheduler=SchedulerConfig(tpot_slo=float("nan"))), "`tpot_slo`"),
+        (EngineConfig(model_dir="", scheduler=SchedulerConfig(promote_before=-1.0)), "`promote_before`"),
         (
             EngineConfig(model_dir="", scheduler=SchedulerConfig(max_num_seqs=9, max_num_batched_tokens=8)),
-            "--max-num-batched-tokens",
+            "`max_num_batched_tokens`",
         ),
         (
             EngineConfig(model_dir="", scheduler=SchedulerConfig(max_prefill_chunk_tokens=0)),
-            "--max-prefill-chunk-tokens",
+            "`max_prefill_chunk_tokens`",
         ),
     ],
 )

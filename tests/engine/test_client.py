@@ -41,7 +41,7 @@ async def started(
     hang_timeout_s: float = 0.0,
     on_report: Callable[[StepReport], None] | None = None,
 ) -> AsyncIterator[EngineClient]:
-    config = EngineConfig(model_dir="", hang_timeout_s=hang_timeout_s)
+    config = EngineConfig(engine_hang_timeout=hang_timeout_s)
     client = EngineClient(config, on_report=on_report, load=load)
     await client.start()
     try:
@@ -346,7 +346,7 @@ def test_objectives_stay_when_the_engine_starts_again_with_another_profile(
     async def run() -> None:
         path = tmp_path / "profile.json"
         make_profile(flat_cost(0.1)).save(path)
-        config = EngineConfig(model_dir="", profile_path=str(path))
+        config = EngineConfig(model_dir="", profile=path)
         client = EngineClient(config, load=load_profiled)
         try:
             assert (await client.start()).default_slo == SLO(1.0, 0.4)
@@ -360,7 +360,7 @@ def test_objectives_stay_when_the_engine_starts_again_with_another_profile(
             await client.stop()
 
     asyncio.run(run())
-    widened = "--tpot-slo is 0.4 s and not 0.15 until this server ends: one request alone is predicted to"
+    widened = "tpot_slo is 0.4 s and not 0.15 until this server ends: one request alone is predicted to"
     assert capfd.readouterr().err.count(widened) == 1
 
 

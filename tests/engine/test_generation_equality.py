@@ -51,9 +51,9 @@ def create_executor(model: Path, num_threads: int | None = None) -> TorchExecuto
             model_dir=str(model),
             dtype="float32",
             block_size=8,  # small blocks, so that requests outgrow them often
-            kv_bytes=256 << 20,
+            kv_gib=0.25,
             max_model_len=512,
-            num_threads=num_threads,
+            threads=num_threads,
         )
     )
 

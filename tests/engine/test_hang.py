@@ -19,13 +19,16 @@ def test_the_timeout_follows_the_longest_step_unless_it_is_given() -> None:
     in_large_steps = hang_timeout_s(config, info, linear_cost(token_s=0.001))
     assert in_large_steps == pytest.approx(20 * 0.001 * config.scheduler.max_num_batched_tokens)
     for given in (0.0, 5.0):
-        assert hang_timeout_s(EngineConfig(model_dir="", hang_timeout_s=given), info, flat_cost(4.0)) == given
+        assert (
+            hang_timeout_s(EngineConfig(model_dir="", engine_hang_timeout=given), info, flat_cost(4.0))
+            == given
+        )
 
 
 @pytest.mark.parametrize("given", [-1.0, float("nan"), float("inf")])
 def test_a_timeout_out_of_range_is_refused(given: float) -> None:
-    with pytest.raises(ConfigError, match="--engine-hang-timeout"):
-        EngineConfig(model_dir="", hang_timeout_s=given).validate()
+    with pytest.raises(ConfigError, match="`engine_hang_timeout`"):
+        EngineConfig(model_dir="", engine_hang_timeout=given).validate()
 
 
 def test_an_idle_engine_is_heard_several_times_within_the_timeout() -> None:

@@ -19,7 +19,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def check(folder: Path, path: Path | None) -> None:
-    check_profile(EngineConfig(model_dir=str(folder), profile_path=None if path is None else str(path)))
+    check_profile(EngineConfig(model_dir=str(folder), profile=path))
 
 
 def test_a_profile_of_the_model_is_good_whatever_its_device(folder: Path) -> None:

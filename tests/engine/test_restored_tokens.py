@@ -9,7 +9,14 @@ import pytest
 import torch
 
 from backfill.core.clock import VirtualClock
-from backfill.core.config import CheckpointingName, EngineConfig, PolicyName, RestoreMode, SchedulerConfig
+from backfill.core.config import (
+    GIB,
+    CheckpointingName,
+    EngineConfig,
+    PolicyName,
+    RestoreMode,
+    SchedulerConfig,
+)
 from backfill.core.plan import StepOutcome, StepPlan
 from backfill.core.request import FinishReason, Request, ServiceClass
 from backfill.engine.engine import Engine
@@ -39,8 +46,8 @@ def make_executor(tmp_path_factory: pytest.TempPathFactory) -> MakeExecutor:
             device="cpu",
             dtype="float32",
             block_size=8,
-            kv_bytes=num_blocks * BLOCK_BYTES,
-            host_kv_bytes=HOST * BLOCK_BYTES,
+            kv_gib=num_blocks * BLOCK_BYTES / GIB,
+            host_kv_gib=HOST * BLOCK_BYTES / GIB,
             scheduler=scheduler,
         )
         return create_torch_executor(config)
@@ -121,7 +128,7 @@ def test_preempted_requests_continue_with_the_same_tokens(
     checkpointing: CheckpointingName,
     restore: RestoreMode,
 ) -> None:
-    config = SchedulerConfig(checkpointing=checkpointing, restore=restore)
+    config = SchedulerConfig(checkpointing=checkpointing, kv_restore=restore)
     executor = make_executor(TOO_FEW, config)
     engine, tokens, _ = serve(executor, config)
     counters = engine.scheduler.counters[ServiceClass.OFFLINE]

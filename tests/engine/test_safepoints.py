@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from backfill.core.clock import VirtualClock, WallClock
-from backfill.core.config import EngineConfig, PreemptionMode, SchedulerConfig
+from backfill.core.config import GIB, EngineConfig, PreemptionMode, SchedulerConfig
 from backfill.core.plan import StepPlan
 from backfill.core.request import FinishReason, Request, RequestId, ServiceClass
 from backfill.costs.profile import CostProfile
@@ -55,7 +55,7 @@ def executor(tmp_path_factory: pytest.TempPathFactory) -> TorchExecutor:
     folder: Path = tmp_path_factory.mktemp("model")
     save_tiny_model("llama", folder, num_hidden_layers=NUM_LAYERS)
     layers = EngineConfig(
-        model_dir=str(folder), dtype="float32", block_size=8, kv_bytes=NUM_BLOCKS * _BLOCK_BYTES
+        model_dir=str(folder), dtype="float32", block_size=8, kv_gib=NUM_BLOCKS * _BLOCK_BYTES / GIB
     )
     executor = create_torch_executor(layers)
     executor._model = Interruptions(executor._model)  # type: ignore[assignment]
@@ -73,8 +73,8 @@ def make_engine(executor: TorchExecutor, preemption: PreemptionMode = "suspend",
         policy="slo",
         preemption=preemption,
         max_stop_s=1e-9,  # a safepoint before every layer
-        ttft_slo_s=0.5,
-        tpot_slo_s=0.3,
+        ttft_slo=0.5,
+        tpot_slo=0.3,
         **limits,
     )
     executor._step_to_stop = -1  # the engine of the test before counted its steps from 0 too
@@ -317,7 +317,7 @@ def test_a_request_that_arrives_while_the_step_is_planned_stops_it(executor: Tor
 def test_the_engine_hears_an_arrival_from_another_thread_while_a_step_runs(executor: TorchExecutor) -> None:
     executor._step_to_stop = -1
     profile: CostProfile = make_profile(linear_cost(token_s=0.01, step_s=0.1))
-    config = SchedulerConfig(policy="slo", max_stop_s=1e-9, ttft_slo_s=5.0, tpot_slo_s=3.0)
+    config = SchedulerConfig(policy="slo", max_stop_s=1e-9, ttft_slo=5.0, tpot_slo=3.0)
     engine = Engine(config, executor, WallClock(), profile)
     for request in requests(ServiceClass.OFFLINE, OFFLINE_SHAPES):
         engine.add(request)

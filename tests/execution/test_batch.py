@@ -42,7 +42,7 @@ def test_what_does_not_fit_is_refused_with_what_would() -> None:
     gib = 1 << 30
     check_fits(weights_bytes=gib, kv_bytes=gib, available_bytes=2 * gib, device="cpu")
     check_fits(weights_bytes=gib, kv_bytes=gib, available_bytes=None, device="cpu")
-    with pytest.raises(InsufficientMemory, match=r"use --kv-gib 0\.5 or less"):
+    with pytest.raises(InsufficientMemory, match=r"use `kv_gib` 0\.5 or less"):
         check_fits(weights_bytes=gib, kv_bytes=gib, available_bytes=gib * 3 // 2, device="cpu")
     with pytest.raises(InsufficientMemory, match="the weights alone do not fit"):
         check_fits(weights_bytes=2 * gib, kv_bytes=gib, available_bytes=gib, device="cpu")

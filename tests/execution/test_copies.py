@@ -295,14 +295,14 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def make_config(model_dir: Path, host_kv_bytes: int | None = 12 * BLOCK_BYTES) -> EngineConfig:
+def make_config(model_dir: Path, host_kv_gib: float | None = 12 * BLOCK_BYTES / GIB) -> EngineConfig:
     return EngineConfig(
         model_dir=str(model_dir),
         dtype="float32",
         block_size=8,
         device="cpu",
-        kv_bytes=24 * BLOCK_BYTES,
-        host_kv_bytes=host_kv_bytes,
+        kv_gib=24 * BLOCK_BYTES / GIB,
+        host_kv_gib=host_kv_gib,
         scheduler=SchedulerConfig(checkpointing="adaptive"),
     )
 
@@ -413,7 +413,7 @@ def test_the_pool_in_host_memory_is_as_large_as_asked_for(executor: TorchExecuto
 
 def test_without_checkpointing_or_with_a_size_of_0_there_is_none(model_dir: Path) -> None:
     for config in (
-        make_config(model_dir, host_kv_bytes=0),
+        make_config(model_dir, host_kv_gib=0),
         replace(make_config(model_dir), scheduler=SchedulerConfig()),
     ):
         executor = create_torch_executor(config)
@@ -424,7 +424,7 @@ def test_without_checkpointing_or_with_a_size_of_0_there_is_none(model_dir: Path
 def test_by_default_it_is_as_large_as_the_pool_or_a_quarter_of_what_is_left(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = make_config(model_dir, host_kv_bytes=None)
+    config = make_config(model_dir, host_kv_gib=None)
     for num_bytes in (None, GIB):
         available(monkeypatch, num_bytes)
         with caplog.at_level("INFO"):
@@ -438,12 +438,12 @@ def test_by_default_it_is_as_large_as_the_pool_or_a_quarter_of_what_is_left(
 def test_a_size_that_does_not_fit_or_holds_no_block_is_refused(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(InsufficientMemory, match=r"holds no block.*--host-kv-gib"):
-        create_torch_executor(make_config(model_dir, BLOCK_BYTES - 1))
+    with pytest.raises(InsufficientMemory, match=r"holds no block.*`host_kv_gib`"):
+        create_torch_executor(make_config(model_dir, (BLOCK_BYTES - 1) / GIB))
     available(monkeypatch, GIB)
-    with pytest.raises(InsufficientMemory, match=r"use --host-kv-gib 0\.99 or less"):
-        create_torch_executor(make_config(model_dir, GIB))
-    with pytest.raises(InsufficientMemory, match=r"0\.00 GiB are left for it; use --host-kv-gib 0\."):
+    with pytest.raises(InsufficientMemory, match=r"use `host_kv_gib` 0\.99 or less"):
+        create_torch_executor(make_config(model_dir, 1.0))
+    with pytest.raises(InsufficientMemory, match=r"0\.00 GiB are left for it; use `host_kv_gib` 0\."):
         check_host_pool_fits(host_kv_bytes=1, left_bytes=-1)
     check_host_pool_fits(host_kv_bytes=GIB, left_bytes=None)
     check_host_pool_fits(host_kv_bytes=GIB, left_bytes=GIB)

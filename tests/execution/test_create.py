@@ -20,8 +20,8 @@ def test_end_tokens_outside_the_vocabulary_fail_no_step(tmp_path: Path) -> None:
         device="cpu",
         dtype="float32",
         load_format="dummy",
-        kv_bytes=1 << 20,
-        num_threads=1,
+        kv_gib=1 / 1024,
+        threads=1,
     )
     engine = Engine(SchedulerConfig(), create_torch_executor(config), VirtualClock())
     engine.add(make_request(max_tokens=2, min_tokens=1))

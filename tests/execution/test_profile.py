@@ -47,8 +47,8 @@ def make_config(folder: Path, **model: Any) -> EngineConfig:
         device="cpu",
         dtype="float32",
         load_format="dummy",
-        kv_bytes=1 << 20,
-        num_threads=1,
+        kv_gib=1 / 1024,
+        threads=1,
         scheduler=SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=256),
     )
 
@@ -238,7 +238,7 @@ def test_all_but_a_full_profile_are_refined_and_a_named_file_is_left_alone(
     if is_named:
         path = tmp_path / "named.json"
         profile.save(path)
-        config = replace(config, profile_path=str(path))
+        config = replace(config, profile=str(path))
     clock = VirtualClock()
     refiner = create_refiner(config, executor.info, profile, clock)
     assert (refiner is None) == (quality == "full")
@@ -347,7 +347,7 @@ def test_the_profile_that_is_named_is_used(
     replace(make_profile(), key=key, provenance="saved").save(profile_path(key))
     named = replace(make_profile(), key=key, provenance="named")
     named.save(tmp_path / "named.json")
-    config = replace(config, profile_path=str(tmp_path / "named.json"))
+    config = replace(config, profile=str(tmp_path / "named.json"))
     assert load_or_measure_profile(config, executor) == named
     assert not measured
 
@@ -374,7 +374,7 @@ def test_the_profile_that_is_named_must_be_a_good_one(
     elif content is not None:
         path.write_text(content)
     with pytest.raises(ConfigError, match=message) as caught:
-        load_or_measure_profile(replace(config, profile_path=str(path)), executor)
+        load_or_measure_profile(replace(config, profile=str(path)), executor)
     assert str(path) in str(caught.value)
     assert not measured, "what the user named is not replaced by something else"
 

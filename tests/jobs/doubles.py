@@ -107,7 +107,7 @@ def make_manager(
     **options: Any,
 ) -> JobManager:
     # Whatever the disk has left: no test depends on it.
-    values = {"min_free_bytes": 0, **(limits or {})}
+    values = {"batch_min_free_gib": 0, **(limits or {})}
     config = JobsConfig(data_dir=folder, max_in_flight=num_in_flight, **values)
     return JobManager(
         config, reader or InThreadReader(), model_names=["m", "alias"], runner=runner, **options

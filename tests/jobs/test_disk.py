@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from backfill.core.config import GIB
 from backfill.core.errors import ConfigError
 from backfill.jobs import manager as manager_module
 from backfill.jobs.manager import JobManager
@@ -113,7 +114,7 @@ async def test_results_that_wait_for_the_disk(tmp_path: Path, disk: HangingDisk,
 
 @pytest.mark.parametrize("name", ["open", "write", "fsync", "replace", "statvfs"])
 async def test_an_upload_that_waits_for_the_disk(tmp_path: Path, disk: HangingDisk, name: str) -> None:
-    async with running(tmp_path, limits={"min_free_bytes": 1}) as manager:
+    async with running(tmp_path, limits={"batch_min_free_gib": 1 / GIB}) as manager:
         disk.hang(name)
         upload = asyncio.create_task(store_input(manager, b"x" * 3_000_000))
         await disk.hangs()

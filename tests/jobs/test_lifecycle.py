@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from sqlalchemy.exc import OperationalError
 
+from backfill.core.config import GIB
 from backfill.core.errors import ConfigError
 from backfill.jobs.database import open_database
 from backfill.jobs.errors import TooLarge
@@ -231,7 +232,7 @@ async def test_a_commit_whose_answer_is_lost_counts_once(tmp_path: Path, status:
 async def test_a_database_serves_one_data_folder(tmp_path: Path) -> None:
     def manager_of(folder: str) -> JobManager:
         manager = make_manager(tmp_path / folder, InstantRunner())
-        object.__setattr__(manager.config, "database_url", f"sqlite:///{tmp_path / 'shared.db'}")
+        object.__setattr__(manager.config, "batch_database_url", f"sqlite:///{tmp_path / 'shared.db'}")
         return manager
 
     first = manager_of("first")
@@ -282,7 +283,7 @@ async def test_a_folder_among_the_files_is_left_alone(tmp_path: Path) -> None:
 
 async def test_uploads_at_one_time_share_the_room_there_is(tmp_path: Path) -> None:
     manager = make_manager(tmp_path, InstantRunner())
-    object.__setattr__(manager.config, "max_stored_bytes", 100)
+    object.__setattr__(manager.config, "batch_max_storage_gib", 100 / GIB)
     await manager.start()
     uploads = [await manager.begin_upload(OWNER) for _ in range(3)]
     await uploads[0].write(b"x" * 60)

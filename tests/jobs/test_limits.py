@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from backfill.core.config import GIB
 from backfill.core.errors import ConfigError
 from backfill.jobs.config import JobsConfig
 from backfill.jobs.errors import StorageFull, TooLarge, TooMany, TooManyUploads
@@ -44,7 +45,7 @@ async def create(manager: JobManager, file_id: str, owner: str = OWNER) -> Batch
 
 
 async def test_open_batches_of_one_owner_are_limited(tmp_path: Path) -> None:
-    manager = make_manager(tmp_path, InstantRunner(), limits={"max_open_batches": 5})
+    manager = make_manager(tmp_path, InstantRunner(), limits={"batch_max_open": 5})
     await manager.start()
     file_id = await store_input(manager, input_of(3))
     made = await asyncio.gather(*(create(manager, file_id) for _ in range(20)), return_exceptions=True)
@@ -64,7 +65,7 @@ async def test_open_batches_of_one_owner_are_limited(tmp_path: Path) -> None:
 
 
 async def test_unfinished_lines_of_one_owner_are_limited(tmp_path: Path) -> None:
-    manager = make_manager(tmp_path, InstantRunner(), limits={"max_queued_lines": 25})
+    manager = make_manager(tmp_path, InstantRunner(), limits={"batch_max_queued_lines": 25})
     await manager.start()
     file_id = await store_input(manager, input_of(10))
     batches = await asyncio.gather(*(create(manager, file_id) for _ in range(4)))
@@ -91,7 +92,7 @@ async def until_validated(manager: JobManager, batches: list[BatchRecord]) -> No
 
 
 async def test_a_full_queue_refuses_and_an_input_longer_than_it_fails(tmp_path: Path) -> None:
-    manager = make_manager(tmp_path, InstantRunner(), limits={"max_queued_lines": 10})
+    manager = make_manager(tmp_path, InstantRunner(), limits={"batch_max_queued_lines": 10})
     await manager.start()
     long = await ended(manager, (await submit(manager, input_of(11))).id)
     assert [error.code for error in long.errors] == ["too_many_tasks"]
@@ -107,7 +108,7 @@ async def test_a_full_queue_refuses_and_an_input_longer_than_it_fails(tmp_path: 
 
 async def test_what_a_batch_had_done_before_a_restart_is_not_queued(tmp_path: Path) -> None:
     runner = InstantRunner()
-    manager = make_manager(tmp_path, runner, limits={"max_queued_lines": 20})
+    manager = make_manager(tmp_path, runner, limits={"batch_max_queued_lines": 20})
     await manager.start()
     batch = await submit(manager, input_of(20))
     ready(manager)
@@ -120,7 +121,7 @@ async def test_what_a_batch_had_done_before_a_restart_is_not_queued(tmp_path: Pa
     other = await create(manager, file_id)  # validated by the next start
     await manager.stop()
     runner = InstantRunner()
-    manager = make_manager(tmp_path, runner, limits={"max_queued_lines": 20})
+    manager = make_manager(tmp_path, runner, limits={"batch_max_queued_lines": 20})
     await manager.start()
     ready(manager)
     for made in (batch, other):
@@ -129,7 +130,7 @@ async def test_what_a_batch_had_done_before_a_restart_is_not_queued(tmp_path: Pa
 
 
 async def test_bytes_of_one_owner_are_limited(tmp_path: Path) -> None:
-    manager = make_manager(tmp_path, InstantRunner(), limits={"max_owner_bytes": 100})
+    manager = make_manager(tmp_path, InstantRunner(), limits={"batch_max_owner_gib": 100 / GIB})
     await manager.start()
     first = await store_input(manager, b"x" * 60)
     with pytest.raises(TooLarge, match="limited to 100 bytes together"):
@@ -150,7 +151,7 @@ async def test_bytes_of_one_owner_are_limited(tmp_path: Path) -> None:
 
 async def test_results_are_written_though_their_owner_has_no_room(tmp_path: Path) -> None:
     content = input_of(10)
-    manager = make_manager(tmp_path, InstantRunner(), limits={"max_owner_bytes": len(content)})
+    manager = make_manager(tmp_path, InstantRunner(), limits={"batch_max_owner_gib": len(content) / GIB})
     await manager.start()
     ready(manager)
     batch = await ended(manager, (await submit(manager, content)).id)
@@ -161,7 +162,7 @@ async def test_results_are_written_though_their_owner_has_no_room(tmp_path: Path
 async def test_the_rest_of_the_disk_is_kept_for_results(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    manager = make_manager(tmp_path, InstantRunner(), limits={"min_free_bytes": 1000})
+    manager = make_manager(tmp_path, InstantRunner(), limits={"batch_min_free_gib": 1000 / GIB})
     await manager.start()
     num_free = 5000
     real = os.statvfs(tmp_path)
@@ -190,23 +191,23 @@ async def test_the_rest_of_the_disk_is_kept_for_results(
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "option"),
+    ("field", "value"),
     [
-        ("max_uploads", 0, "--batch-max-uploads"),
-        ("max_open_batches", 0, "--batch-max-open"),
-        ("max_queued_lines", 0, "--batch-max-queued-lines"),
-        ("max_owner_bytes", 0, "--batch-max-owner-gib"),
-        ("min_free_bytes", -1, "--batch-min-free-gib"),
+        ("batch_max_uploads", 0),
+        ("batch_max_open", 0),
+        ("batch_max_queued_lines", 0),
+        ("batch_max_owner_gib", 0),
+        ("batch_min_free_gib", -1),
     ],
 )
-def test_limits_out_of_range_are_refused(field: str, value: int, option: str) -> None:
-    config = JobsConfig(data_dir=Path(), **{field: value})  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=option):
+def test_limits_out_of_range_are_refused(field: str, value: int) -> None:
+    config = JobsConfig(**{field: value})  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=f"`{field}` must be"):
         config.validate()
 
 
 async def test_open_uploads_are_limited_for_each_owner_and_for_all(tmp_path: Path) -> None:
-    manager = make_manager(tmp_path, InstantRunner(), limits={"max_uploads": 8, "max_batch_bytes": 100})
+    manager = make_manager(tmp_path, InstantRunner(), limits={"batch_max_uploads": 8, "batch_max_bytes": 100})
     await manager.start()
     uploads = [await manager.begin_upload(f"owner {number // 2}") for number in range(8)]
     with pytest.raises(TooManyUploads, match="2 of your uploads"):

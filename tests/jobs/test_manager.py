@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from backfill.core.config import GIB
 from backfill.core.errors import ConfigError, EngineDead, RequestError
 from backfill.engine.tasks import TaskWatch
 from backfill.jobs import manager as manager_module
@@ -430,8 +431,8 @@ async def test_other_owners_see_nothing(tmp_path: Path) -> None:
 
 async def test_limits_of_storage(tmp_path: Path) -> None:
     manager = make_manager(tmp_path, InstantRunner())
-    object.__setattr__(manager.config, "max_stored_bytes", 100)
-    object.__setattr__(manager.config, "max_batch_bytes", 60)
+    object.__setattr__(manager.config, "batch_max_storage_gib", 100 / GIB)
+    object.__setattr__(manager.config, "batch_max_bytes", 60)
     await manager.start()
     with pytest.raises(TooLarge, match="limited to 60 bytes"):
         await store_input(manager, b"x" * 61)

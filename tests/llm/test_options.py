@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from backfill import LLM, AsyncLLM, BackfillError
-from backfill.cli.run_batch import run_batch
-from backfill.cli.serve import serve
-from backfill.engine.options import EngineOptions
+from backfill.core.config import EngineConfig
+from backfill.core.options import options_of
 from backfill.llm.options import parse_engine_options
 from tests.test_docs import options as command_options
 
@@ -68,29 +66,19 @@ def test_a_model_that_is_not_there_is_refused(tmp_path: Path) -> None:
 
 def test_options_are_those_of_the_server() -> None:
     flags = {flag.removeprefix("--").replace("-", "_") for flag in command_options("serve")}
-    assert set(inspect.signature(EngineOptions).parameters) <= flags
-
-
-@pytest.mark.parametrize("command", [serve, run_batch])
-def test_commands_repeat_the_defaults_of_the_options(command: Callable[..., None]) -> None:
-    options = inspect.signature(EngineOptions).parameters
-    repeated = {name: each for name, each in inspect.signature(command).parameters.items() if name in options}
-    expected = {name: options[name].default for name in repeated}
-    if "policy" in expected:
-        expected["policy"] = "slo"  # a server's, and AsyncLLM's
-    assert {name: each.default for name, each in repeated.items()} == expected
+    assert set(options_of(EngineConfig)) <= flags
 
 
 def test_help_names_every_option() -> None:
     for kind in (LLM, AsyncLLM):
         parameters = inspect.signature(kind).parameters
-        assert {"model", "seed", *inspect.signature(EngineOptions).parameters} <= set(parameters)
+        assert {"model", "seed", *options_of(EngineConfig)} <= set(parameters)
         assert all(each.kind is not each.VAR_KEYWORD for each in parameters.values())
 
 
 def test_an_engine_without_online_requests_needs_no_profile_and_keeps_what_it_preempts() -> None:
-    offline = parse_engine_options({"max_model_len": 64}, "LLM").for_offline_work().config()
+    offline = parse_engine_options({"max_model_len": 64}, "LLM").for_offline_work()
     assert (offline.scheduler.policy, offline.scheduler.checkpointing) == ("priority", "adaptive")
     assert offline.max_model_len == 64
-    frugal = parse_engine_options({"host_kv_gib": 0}, "LLM").for_offline_work().config()
+    frugal = parse_engine_options({"host_kv_gib": 0}, "LLM").for_offline_work()
     assert frugal.scheduler.checkpointing == "none"

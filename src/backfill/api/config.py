@@ -7,7 +7,10 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from backfill.core.config import at_least
 from backfill.core.errors import ConfigError
+from backfill.core.options import secret
+from backfill.protocol.options import RequestOptions
 from backfill.protocol.response_size import MAX_RESPONSE_TOKENS
 
 # A browser writes a name in Punycode, so nothing but ASCII can match.
@@ -16,58 +19,60 @@ _DEFAULT_PORTS = {"http": ":80", "https": ":443"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServerConfig:
+class ServerConfig(RequestOptions):
     """How the server meets its clients.
 
     Attributes:
-        allowed_hosts: further names that a Host header may have, where it is checked; ``*`` allows any.
-        allowed_origins: of web pages that may use the server (CORS), such as ``https://app.example``; ``*``
-            allows any.
-        max_connections: open at once; None derives it from the limit of open files.
-        head_timeout_s: from the first byte of a request's head to its last.
-        body_timeout_s: between two chunks of a request's body, which may take ten times as long in all, or
-            longer if it comes at 16 KiB/s.
-        write_timeout_s: how long a client may take nothing of its answer.
-        max_queued_requests: online choices accepted beyond those that can run at once; more get 429.
-        max_queued_offline_requests: offline choices (flex) accepted at once; more get 429.
-        max_body_bytes: larger JSON bodies get 413.
-        max_inflight_body_bytes: of all JSON bodies that are being read or prepared; beyond, 503.
-        max_response_tokens: choices x max_tokens x (1 + logprobs) of one request.
-        drain_timeout_s: how long online requests may go on after a signal to stop.
-        api_keys: ``NAME=KEY`` or ``KEY``; when any are given here or in the file, requests must carry one.
-        api_key_file: lines ``NAME=KEY``; read again when it changes.
-        sheds_hopeless: online requests that would miss their TTFT objective by far get 429.
-        is_strict: requests with fields that the server does not know, or with an empty ``slo``, get 400
-            rather than a warning. Known fields that it ignores (``metadata``) and keys inside messages get
-            neither.
+        host: address to listen on.
+        port: port to listen on.
+        api_key: key clients must send, as KEY or NAME=KEY; repeatable. Files and batches belong to NAME,
+            which may have several keys, or to the KEY itself. Without a name, a KEY with an '=' within is
+            written =KEY.
+        api_key_file: file with lines NAME=KEY; read again when it changes.
+        allowed_hosts: further Host that requests may name, where it is checked: on loopback without an API
+            key. Repeatable; * allows any.
+        allowed_origins: origin of web pages that may use the server (CORS), such as https://app.example.
+            Repeatable; * allows any.
+        max_connections: connections open at once. Default: what open files allow, at most 8192.
+        head_timeout: seconds that a request's head may take; then HTTP 408.
+        body_timeout: seconds that a request's body may pause, ten times as many for all of it; then HTTP 408.
+        write_timeout: seconds that a client may take nothing of its response; then the request is aborted.
+        max_queued_requests: online requests accepted beyond ``max_num_seqs``; more get HTTP 429.
+        max_queued_offline_requests: requests of service_tier flex accepted at once; more get HTTP 429.
+        max_body_bytes: larger JSON bodies get HTTP 413, and a batch with a longer line fails. Uploads have
+            limits of their own.
+        max_inflight_body_bytes: bytes of all JSON bodies being read or prepared; beyond, HTTP 503.
+        max_response_tokens: choices x max_tokens x (1 + logprobs) of one request; more get HTTP 400.
+        shutdown_timeout: seconds that running requests have to end after a signal.
+        sse_keep_alive_interval: seconds between comments on a silent stream; 0 sends none.
+        vllm_metrics: also expose the core metrics under vllm: names.
+        shed_hopeless: refuse online requests whose first token would come more than twice as late as their
+            objective, with HTTP 429.
     """
 
     host: str = "127.0.0.1"
     port: int = 8000
-    served_model_names: tuple[str, ...] = ()
-    api_keys: tuple[str, ...] = ()
+    api_key: tuple[str, ...] = secret(())
     api_key_file: Path | None = None
     allowed_hosts: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
     max_connections: int | None = None
-    head_timeout_s: float = 10.0
-    body_timeout_s: float = 30.0
-    write_timeout_s: float = 30.0
+    head_timeout: float = 10.0
+    body_timeout: float = 30.0
+    write_timeout: float = 30.0
     max_queued_requests: int = 1024
     max_queued_offline_requests: int = 1024
     max_body_bytes: int = 4 << 20
     max_inflight_body_bytes: int = 256 << 20
     max_response_tokens: int = MAX_RESPONSE_TOKENS
-    drain_timeout_s: float = 30.0
-    keep_alive_interval_s: float = 0.0
+    shutdown_timeout: float = 30.0
+    sse_keep_alive_interval: float = 0.0
     vllm_metrics: bool = False
-    is_strict: bool = False
-    sheds_hopeless: bool = False
-    log_level: str = "INFO"
+    shed_hopeless: bool = False
 
     @property
     def asks_for_keys(self) -> bool:
-        return bool(self.api_keys) or self.api_key_file is not None
+        return bool(self.api_key) or self.api_key_file is not None
 
     @property
     def known_origins(self) -> tuple[str, ...]:
@@ -75,38 +80,30 @@ class ServerConfig:
         return tuple(map(_as_browsers_write, self.allowed_origins))
 
     def validate(self) -> None:
-        """Raise ConfigError naming the first option out of range."""
+        """Raises: ConfigError for the first field out of range."""
+        super(ServerConfig, self).validate()  # slots make a new class, which super() alone does not find
         if not 0 <= self.port <= 65535:
-            raise ConfigError(f"--port must be between 0 and 65535, got {self.port}.")
+            raise ConfigError(f"must be between 0 and 65535, got {self.port}.", field="port")
         for origin in self.allowed_origins:
             if not _ORIGIN.fullmatch(origin):
                 raise ConfigError(
-                    "--allowed-origins must be * or scheme://host[:port] without a path, such as "
-                    f"https://app.example, got {origin!r}."
+                    "must be * or scheme://host[:port] without a path, such as https://app.example, "
+                    f"got {origin!r}.",
+                    field="allowed_origins",
                 )
-        for option, number, least in (
-            ("--max-queued-requests", self.max_queued_requests, 0),
-            ("--max-queued-offline-requests", self.max_queued_offline_requests, 0),
-            ("--max-body-bytes", self.max_body_bytes, 1),
-            ("--max-inflight-body-bytes", self.max_inflight_body_bytes, self.max_body_bytes),
-            ("--max-response-tokens", self.max_response_tokens, 1),
-            ("--max-connections", 1 if self.max_connections is None else self.max_connections, 1),
-        ):
-            if number < least:
-                raise ConfigError(f"{option} must be at least {least}, got {number}.")
-        for option, seconds in (
-            ("--shutdown-timeout", self.drain_timeout_s),
-            ("--sse-keep-alive-interval", self.keep_alive_interval_s),
-        ):
-            if not seconds >= 0:
-                raise ConfigError(f"{option} must be at least 0 seconds, got {seconds:g}.")
-        for option, seconds in (
-            ("--head-timeout", self.head_timeout_s),
-            ("--body-timeout", self.body_timeout_s),
-            ("--write-timeout", self.write_timeout_s),
-        ):
-            if not (math.isfinite(seconds) and seconds > 0):
-                raise ConfigError(f"{option} must be above 0 seconds, got {seconds:g}.")
+        at_least("max_queued_requests", self.max_queued_requests, 0)
+        at_least("max_queued_offline_requests", self.max_queued_offline_requests, 0)
+        at_least("max_body_bytes", self.max_body_bytes, 1)
+        at_least("max_inflight_body_bytes", self.max_inflight_body_bytes, self.max_body_bytes)
+        at_least("max_response_tokens", self.max_response_tokens, 1)
+        if self.max_connections is not None:
+            at_least("max_connections", self.max_connections, 1)
+        for field in ("shutdown_timeout", "sse_keep_alive_interval"):
+            if not (seconds := getattr(self, field)) >= 0:
+                raise ConfigError(f"must be at least 0 seconds, got {seconds:g}.", field=field)
+        for field in ("head_timeout", "body_timeout", "write_timeout"):
+            if not (math.isfinite(seconds := getattr(self, field)) and seconds > 0):
+                raise ConfigError(f"must be above 0 seconds, got {seconds:g}.", field=field)
 
 
 def _as_browsers_write(origin: str) -> str:

@@ -125,7 +125,7 @@ async def _generate(request: Request, state: ServerState, endpoint: GenerationEn
         return EventStream(
             service.run_stream(*arguments),
             on_end,
-            keep_alive_s=state.server_config.keep_alive_interval_s,
+            keep_alive_s=state.server_config.sse_keep_alive_interval,
             warning=generation.warning,
         )
     return WholeResponse(service.run_whole(*arguments), on_end, warning=generation.warning)

@@ -94,8 +94,8 @@ class Server:
                 chat_template=chat_template,
                 uses_generation_config=uses_generation_config,
                 max_response_tokens=server_config.max_response_tokens,
-                is_strict=server_config.is_strict,
-                log_level=server_config.log_level,
+                is_strict=server_config.strict,
+                log_level=server_config.log_level.upper(),
             ),
             self._tasks,
         )
@@ -205,7 +205,7 @@ class Server:
                 preparer.tokenizer,
                 TextGenerator(self._client, preparer.tokenizer, self.state.metrics.requests),
             )
-            if self.state.server_config.sheds_hopeless and ready.cost is not None:
+            if self.state.server_config.shed_hopeless and ready.cost is not None:
                 self.state.shedder = Shedder(ready.cost, self.state.engine_config.scheduler)
             freeze_heap()
             # From here on there are streams to hold up.
@@ -239,7 +239,7 @@ class Server:
         """
         self.state.phase = Phase.DRAINING
         self._supervisor.expect_end()
-        timeout_s = self.state.server_config.drain_timeout_s
+        timeout_s = self.state.server_config.shutdown_timeout
         logger.info(
             "shutting down: %d open requests have %g s to end; offline work is left for the next start",
             self.state.num_unanswered,
@@ -317,8 +317,8 @@ class HttpServer(uvicorn.Server):
 def _connection_limits(config: ServerConfig, num_open_files: int) -> ConnectionLimits:
     return ConnectionLimits(
         max_connections=config.max_connections or default_max_connections(num_open_files),
-        head_timeout_s=config.head_timeout_s,
-        body_timeout_s=config.body_timeout_s,
-        whole_body_timeout_s=_WHOLE_BODY_FACTOR * config.body_timeout_s,
-        write_timeout_s=config.write_timeout_s,
+        head_timeout_s=config.head_timeout,
+        body_timeout_s=config.body_timeout,
+        whole_body_timeout_s=_WHOLE_BODY_FACTOR * config.body_timeout,
+        write_timeout_s=config.write_timeout,
     )

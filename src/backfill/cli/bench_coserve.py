@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 import typer
 
 from backfill.cli.bench_options import authorization, check_at_least, note, server_url
-from backfill.cli.engine_options import run_in_loop
 from backfill.cli.interrupts import interruptible
 from backfill.cli.plots import check_folder, check_plot
+from backfill.cli.startup import run_in_loop
+from backfill.cli.typer_command import typer_command
 from backfill.core.config import PolicyName
 from backfill.core.errors import BackfillError, ConfigError
 from backfill.models.resolve import DEFAULT_MODEL
@@ -507,3 +508,6 @@ def _show_log(server: OwnServer, message: str) -> None:
 
 def _range(lengths: tuple[int, int]) -> str:
     return f"{lengths[0]}" if lengths[0] == lengths[1] else f"{lengths[0]} to {lengths[1]}"
+
+
+app = typer_command("bench coserve", coserve)

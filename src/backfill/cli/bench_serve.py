@@ -17,9 +17,10 @@ import typer
 from typer.core import TyperCommand
 
 from backfill.cli.bench_options import authorization, check_at_least, note, server_url
-from backfill.cli.engine_options import run_in_loop
 from backfill.cli.interrupts import interruptible
 from backfill.cli.plots import check_plot
+from backfill.cli.startup import run_in_loop
+from backfill.cli.typer_command import typer_command
 from backfill.core.errors import BackfillError, ConfigError
 
 if TYPE_CHECKING:
@@ -654,3 +655,6 @@ def _of(option: str, value: str, allowed: dict[str, str]) -> str:
     if value not in allowed:
         raise ConfigError(f"{option} must be one of {', '.join(allowed)}, got {value!r}.")
     return allowed[value]
+
+
+app = typer_command("bench serve", serve, cls=ManyValuesCommand)

@@ -4,47 +4,65 @@ from __future__ import annotations
 
 import re
 import sys
-from typing import Annotated
 
-import typer
+from cyclopts import App, CycloptsError, UnknownOptionError, UnusedCliTokensError
 
-from backfill.cli.bench import bench_app
-from backfill.cli.profile import profile
-from backfill.cli.pull import pull
-from backfill.cli.run_batch import run_batch
-from backfill.cli.serve import serve
-from backfill.cli.simulate import simulate
+from backfill.cli.help import HelpText
+from backfill.core.errors import BackfillError
 
-app = typer.Typer(
+
+def _version() -> str:
+    from backfill import __version__
+
+    return f"backfill {__version__}"
+
+
+# Commands are named by their modules, which are imported when they are run.
+bench = App(name="bench", help="Measure a server or the engine.", help_formatter=HelpText())
+bench.command("backfill.cli.bench_serve:app", name="serve", help="Load a server and measure its latencies.")
+bench.command("backfill.cli.bench_throughput:app", name="throughput", help="Time the engine without HTTP.")
+bench.command("backfill.cli.bench_coserve:app", name="coserve", help="Measure online and offline load.")
+
+app = App(
     name="backfill",
     help="Serve one language model to latency-critical and batch requests on the same accelerators.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
+    help_format="plaintext",
+    help_formatter=HelpText(),
+    version=_version,
+    result_action="return_value",
 )
-app.command()(serve)
-app.command()(run_batch)
-app.command()(pull)
-app.command()(profile)
-app.command()(simulate)
-app.add_typer(bench_app, name="bench")
-
-
-@app.callback(invoke_without_command=True)
-def root(
-    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
-) -> None:
-    if version:
-        from backfill import __version__
-
-        typer.echo(f"backfill {__version__}")
-        raise typer.Exit
+app.command("backfill.cli.serve:app", name="serve", help="Serve a model over an OpenAI-compatible HTTP API.")
+app.command(
+    "backfill.cli.run_batch:app", name="run-batch", help="Answer requests of a file without a server."
+)
+app.command("backfill.cli.pull:app", name="pull", help="Fetch a model, and print its folder.")
+app.command("backfill.cli.profile:app", name="profile", help="Time a model and save its cost profile.")
+app.command("backfill.cli.simulate:app", name="simulate", help="Run a scenario in simulated time.")
+app.command(bench)
 
 
 def main() -> None:
     """Run the command line; ``--some_option`` and ``--some-option`` are equal, as in vLLM."""
-    sys.argv[1:] = [_with_hyphens(argument) for argument in sys.argv[1:]]
-    app()
+    arguments = [_with_hyphens(argument) for argument in sys.argv[1:]]
+    try:
+        app(arguments, exit_on_error=False, print_error=False)
+    except CycloptsError as error:
+        print(f"backfill: {_usage_error(error)}", file=sys.stderr)
+        raise SystemExit(2) from None
+    except BackfillError as error:
+        print(f"backfill: {error}", file=sys.stderr)
+        raise SystemExit(1) from None
+    raise SystemExit(0)
+
+
+def _usage_error(error: CycloptsError) -> str:
+    if isinstance(error, UnusedCliTokensError):
+        return f"Unexpected argument: {(error.unused_tokens or [''])[0]}."
+    error.verbose = False
+    if isinstance(error, UnknownOptionError):
+        name = (error.token.keyword or error.token.value).partition("=")[0]
+        error.token = error.token.evolve(keyword=name, value="")  # the value may be a key
+    return str(error)
 
 
 def _with_hyphens(argument: str) -> str:

@@ -2,45 +2,42 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
-import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from backfill.cli import groups
+from backfill.cli.command import command
 from backfill.cli.interrupts import interruptible
-from backfill.core.errors import BackfillError
-from backfill.models.resolve import DEFAULT_MODEL, KNOWN_MODELS, resolve_model
+from backfill.engine.options import ModelOptions
+from backfill.models.resolve import resolve_model
 
 
-def pull(
-    model: Annotated[
-        str,
-        typer.Argument(
-            help=f"Known name ({', '.join(KNOWN_MODELS)}), model folder, .gguf file, or hub id org/name."
-        ),
-    ] = DEFAULT_MODEL,
-    revision: Annotated[
-        str | None, typer.Option(help="Branch, tag or commit of a Hugging Face hub model.")
-    ] = None,
-    download_dir: Annotated[
-        Path | None,
-        typer.Option(
-            envvar="BACKFILL_CACHE_ROOT",
-            help="Cache folder of converted models (default: ~/.cache/backfill). Hub models go to HF_HOME.",
-        ),
-    ] = None,
-) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PullOptions(ModelOptions):
+    """What to fetch.
+
+    Attributes:
+        download_dir: cache folder of converted models. Hub models go to HF_HOME. Default: ~/.cache/backfill.
+    """
+
+    download_dir: Path | None = None
+
+
+def pull(options: PullOptions) -> None:
     """Fetch MODEL, convert it if need be, and print the folder it is in."""
-    console = Console(stderr=True)
-    try:
-        with interruptible(), _ProgressBar(console) as bar:
-            folder = resolve_model(model, cache_dir=download_dir, revision=revision, progress=bar.update)
-    except BackfillError as error:
-        typer.echo(f"backfill: {error}", err=True)
-        raise typer.Exit(code=1) from None
-    typer.echo(str(folder))
+    with interruptible(), _ProgressBar(Console(stderr=True)) as bar:
+        folder = resolve_model(
+            options.model, cache_dir=options.download_dir, revision=options.revision, progress=bar.update
+        )
+    print(folder)
+
+
+app = command(
+    pull, {"Model": ("model", "revision", "download_dir")}, positional="model", variables=groups.VARIABLES
+)
 
 
 class _ProgressBar:

@@ -8,21 +8,22 @@ import json
 import os
 import signal
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from backfill.cli import engine_options as engine
-from backfill.cli.engine_options import ENGINE_DEFAULTS, LIMITS
+from backfill.cli import groups
+from backfill.cli.command import command
 from backfill.cli.interrupts import LOADING, SIGNALS, interruptible, take_from_loop
-from backfill.core.errors import BackfillError
-from backfill.engine.options import EngineOptions, uses_generation_config
+from backfill.cli.startup import configure_logging, find_folder, run_in_loop, served_model
+from backfill.core.config import EngineConfig
+from backfill.engine.options import ModelOptions
 from backfill.generation.chat_template import read_template
-from backfill.models.resolve import DEFAULT_MODEL
+from backfill.protocol.options import RequestOptions
 
 if TYPE_CHECKING:
     from backfill.jobs.local_run import LocalRun
@@ -33,90 +34,75 @@ _BAR_WIDTH = 80  # of a terminal that has room for a bar beside the figures
 _EXIT_FAILED_LINES = 3
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunBatchOptions:
+    """Files of one run.
+
+    Attributes:
+        input_file: JSONL of requests, one per line, as in the Batch API.
+        output_file: where results go. An output file of an earlier run is continued.
+        error_file: where failed lines go. Default: into the output file.
+        json: print the summary as one JSON object, the last line of output.
+    """
+
+    input_file: Path
+    output_file: Path
+    error_file: Path | None = None
+    json: bool = False
+
+
 def run_batch(
-    input_file: Annotated[
-        Path, typer.Option("--input-file", "-i", help="JSONL of requests, one a line, as the Batch API's.")
-    ],
-    output_file: Annotated[
-        Path, typer.Option("--output-file", "-o", help="Where results go; one that is begun is gone on with.")
-    ],
-    error_file: Annotated[
-        Path | None, typer.Option(help="Where failed lines go. Default: into the output file.")
-    ] = None,
-    model: Annotated[str, typer.Option(help=engine.MODEL_HELP)] = DEFAULT_MODEL,
-    served_model_name: engine.ServedModelName = None,
-    revision: engine.Revision = None,
-    device: engine.Device = "auto",
-    dtype: engine.DType = "auto",
-    load_format: engine.LoadFormat = "auto",
-    max_model_len: engine.MaxModelLen = None,
-    max_num_seqs: engine.MaxNumSeqs = LIMITS.max_num_seqs,
-    max_num_batched_tokens: engine.MaxNumBatchedTokens = LIMITS.max_num_batched_tokens,
-    max_prefill_chunk_tokens: engine.MaxPrefillChunkTokens = LIMITS.max_prefill_chunk_tokens,
-    block_size: engine.BlockSize = ENGINE_DEFAULTS.block_size,
-    kv_gib: engine.KvGib = None,
-    host_kv_gib: engine.HostKvGib = None,
-    gpu_memory_utilization: engine.GpuMemoryUtilization = ENGINE_DEFAULTS.gpu_memory_utilization,
-    threads: engine.Threads = None,
-    engine_hang_timeout: engine.EngineHangTimeout = None,
-    strict: engine.Strict = False,
-    chat_template: engine.ChatTemplate = None,
-    generation_config: engine.GenerationConfig = "auto",
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the summary as one JSON object, the last line of output.")
-    ] = False,
-    log_level: engine.LogLevel = "WARNING",
+    files: RunBatchOptions,
+    model: ModelOptions,
+    engine: EngineConfig,
+    requests: RequestOptions = RequestOptions(log_level="WARNING"),  # noqa: B008  # frozen
 ) -> None:
-    """Answer every line of a file without a server. The same command goes on where it was interrupted.
+    """Answer every line of a file without a server. The same command continues an interrupted run.
 
     Exit status: 0 every line is answered; 1 it cannot run, or not to the end, or a second signal ended it
     at once; 3 every line has a result, some of them errors; 130 or 143 interrupted by SIGINT or SIGTERM.
     """
     console = Console(stderr=True)
-    try:
-        engine.configure_logging(log_level, "run-batch")
-        options = EngineOptions(
-            device=device,
-            dtype=dtype,
-            load_format=load_format,
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            max_prefill_chunk_tokens=max_prefill_chunk_tokens,
-            block_size=block_size,
-            kv_gib=kv_gib,
-            host_kv_gib=host_kv_gib,
-            gpu_memory_utilization=gpu_memory_utilization,
-            threads=threads,
-            engine_hang_timeout=engine_hang_timeout,
-        )
-        engine_config = options.for_offline_work().config()
-        template = read_template(chat_template)
-        from_model = uses_generation_config(generation_config)
-        from backfill.jobs.local_run import LocalRun
+    configure_logging(requests.log_level, "run-batch")
+    engine = engine.for_offline_work()
+    template = read_template(requests.chat_template)
+    from backfill.jobs.local_run import LocalRun
 
-        with interruptible(LOADING):
-            served = engine.find_model(model, revision, tuple(served_model_name or ()))
-        run = LocalRun(
-            input_file,
-            output_file,
-            error_file,
-            model=served,
-            engine_config=dataclasses.replace(engine_config, model_dir=str(served.folder)),
-            chat_template=template,
-            uses_generation_config=from_model,
-            is_strict=strict,
-            log_level=log_level.upper(),
-        )
-        stopped_by = engine.run_in_loop(_run(run, console))
-    except BackfillError as error:
-        typer.echo(f"backfill: {error}", err=True)
-        raise typer.Exit(1) from None
-    _print_summary(run, console, is_whole=stopped_by is None, as_json=as_json)
+    with interruptible(LOADING):
+        folder = find_folder(model)
+        served = served_model(model.model, folder, requests.served_model_name)
+    run = LocalRun(
+        files.input_file,
+        files.output_file,
+        files.error_file,
+        model=served,
+        engine_config=dataclasses.replace(engine, model_dir=str(folder)),
+        chat_template=template,
+        uses_generation_config=requests.uses_generation_config,
+        is_strict=requests.strict,
+        log_level=requests.log_level.upper(),
+    )
+    stopped_by = run_in_loop(_run(run, console))
+    _print_summary(run, console, is_whole=stopped_by is None, as_json=files.json)
     if stopped_by is not None:
-        raise typer.Exit(128 + stopped_by)
+        raise SystemExit(128 + stopped_by)
     if run.counts.failed:
-        raise typer.Exit(_EXIT_FAILED_LINES)
+        raise SystemExit(_EXIT_FAILED_LINES)
+
+
+app = command(
+    run_batch,
+    {
+        "Files": ("input_file", "output_file", "error_file", "json"),
+        "Model": groups.MODEL,
+        "Engine": ("device", "threads", "gpu_memory_utilization", "engine_hang_timeout"),
+        "Scheduling": groups.LIMITS,
+        "KV memory": ("kv_gib", "block_size", "host_kv_gib"),
+        "Requests": ("strict", "log_level"),
+    },
+    spellings={"input_file": ("-i",), "output_file": ("-o",)},
+    variables=groups.VARIABLES,
+)
 
 
 async def _run(run: LocalRun, console: Console) -> signal.Signals | None:
@@ -170,7 +156,7 @@ def _print_summary(run: LocalRun, console: Console, *, is_whole: bool, as_json: 
             "output_tokens": usage.output_tokens,
             "duration_s": round(run.duration_s, 3),
         }
-        typer.echo(json.dumps(summary))
+        print(json.dumps(summary))
 
 
 class _LiveProgress:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from backfill.cli.interrupts import interruptible
+from backfill.cli.typer_command import typer_command
 from backfill.core.errors import BackfillError, ConfigError
 
 if TYPE_CHECKING:
@@ -144,3 +145,6 @@ def _print_point(console: Console, point: PointResult, result: ScenarioResult) -
             columns[f"{policy} (paper)"] = cells
     title = ", ".join(f"{name} {value:g}" for name, value in point.setting.items())
     print_figures(console, title, [name for name, _, _ in _FIGURES], columns)
+
+
+app = typer_command("simulate", simulate)

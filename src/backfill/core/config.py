@@ -1,14 +1,17 @@
-"""Configuration of one engine, validated once at the edge and immutable afterwards."""
+"""Configuration of one engine. Its fields are options of the commands and keywords of ``LLM``."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Literal, get_args
+from pathlib import Path
+from typing import Literal
 
 from backfill.core.errors import ConfigError
+from backfill.core.options import check_types, internal
 
-DType = Literal["auto", "bfloat16", "float32", "float16"]
+DType = Literal["auto", "bfloat16", "float16", "float32"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 DeviceKind = Literal["auto", "cpu", "cuda"]
 PreemptionMode = Literal["suspend", "discard"]
@@ -18,70 +21,70 @@ VictimOrder = Literal["least-lost", "latest"]
 PolicyName = Literal["slo", "online-only", "fcfs", "priority", "round-robin"]
 
 GIB = 1 << 30
+_LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
+_TOKEN_UNITS = {"k": 1000, "K": 1024, "m": 10**6, "M": 1 << 20}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """Limits of one step.
+    """What one step may hold, and which requests it serves.
 
     Attributes:
         max_num_seqs: requests in one step, and requests that hold blocks where none may displace another.
         max_num_batched_tokens: tokens computed in one step, prefill and decode together.
-        max_prefill_chunk_tokens: tokens of one prompt computed in one step; bounds how long a long
-            prompt delays the decodes it shares a step with.
-        policy: who is served when; ``slo`` is ConServe's and needs a cost profile, the others are baselines.
-        ttft_slo_s, tpot_slo_s: objectives of online requests that bring none; None takes a default.
-        preemption: what becomes of offline work that an arrival stops inside a step.
+        max_prefill_chunk_tokens: tokens of one prompt computed in one step. Bounds how long a long prompt
+            delays the decodes it shares a step with.
+        policy: which requests are served when. slo keeps online requests' objectives and serves offline
+            requests in the slack; it needs a cost profile. The others are baselines.
+        ttft_slo: seconds to the first token of online requests that bring no objective of their own. Default:
+            1, or 4 times what one request alone needs if that is more.
+        tpot_slo: seconds that each gap between two tokens may take for online requests that bring no
+            objective of their own. Default: 0.15, or 4 times what one decode alone takes if that is more.
+        promote_before: seconds before the end of its completion window at which an offline request goes
+            before other offline requests; 0 is never. Only with ``policy`` slo.
+        preemption: what becomes of offline work that an arrival stops inside a step. suspend: it resumes at
+            its layer; discard: it is computed again.
         max_stop_s: an arrival waits no longer for a running step to reach a safepoint, as predicted.
-        promote_before_s: an offline request is served above its class when its completion window ends
-            within this; 0 never promotes.
-        checkpointing: when KV is copied to host memory: as memory fills (``adaptive``), as soon as a block is
-            full (``eager``), only at a preemption, which waits for it (``swap``), or never, so that
-            preempted requests are recomputed (``none``).
-        restore: how a preempted request's KV comes back: while other requests run, or while all wait.
-        victims: which offline request is preempted first: that which loses least work, or the latest.
+        checkpointing: when KV is copied to host memory. adaptive: as the KV pool fills; eager: as soon as a
+            block is full; swap: at a preemption, which waits for it; none: preempted requests are computed
+            again. Default: adaptive with ``policy`` slo or with ``host_kv_gib``, else none.
+        kv_restore: how the KV of preempted requests is restored. background: while other requests run;
+            blocking: while all wait.
+        victims: offline request to preempt first with ``policy`` slo: the one that loses the least work, or
+            the latest.
     """
 
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     max_prefill_chunk_tokens: int = 2048
     policy: PolicyName = "priority"
-    ttft_slo_s: float | None = None
-    tpot_slo_s: float | None = None
-    promote_before_s: float = 3600.0
+    ttft_slo: float | None = None
+    tpot_slo: float | None = None
+    promote_before: float = 3600.0
     preemption: PreemptionMode = "suspend"
-    max_stop_s: float = 0.005
-    checkpointing: CheckpointingName = "none"
-    restore: RestoreMode = "background"
+    max_stop_s: float = internal(0.005)
+    checkpointing: CheckpointingName | None = None
+    kv_restore: RestoreMode = "background"
     victims: VictimOrder = "least-lost"
 
     def validate(self) -> None:
-        if self.policy not in get_args(PolicyName):
+        """Raises: ConfigError for the first field out of range."""
+        check_types(self)
+        for field, seconds in (("ttft_slo", self.ttft_slo), ("tpot_slo", self.tpot_slo)):
+            if seconds is not None and not (math.isfinite(seconds) and seconds > 0):
+                raise ConfigError(f"must be a number of seconds above 0, got {seconds:g}.", field=field)
+        if not (math.isfinite(self.promote_before) and self.promote_before >= 0):
             raise ConfigError(
-                f"--policy must be one of {', '.join(get_args(PolicyName))}, got {self.policy!r}."
+                f"must be a number of seconds of at least 0, got {self.promote_before:g}.",
+                field="promote_before",
             )
-        for option, value in (("--ttft-slo", self.ttft_slo_s), ("--tpot-slo", self.tpot_slo_s)):
-            if value is not None and not (math.isfinite(value) and value > 0):
-                raise ConfigError(f"{option} must be a number of seconds above 0, got {value:g}.")
-        for option, name, allowed in (
-            ("--preemption", self.preemption, get_args(PreemptionMode)),
-            ("--checkpointing", self.checkpointing, get_args(CheckpointingName)),
-            ("--kv-restore", self.restore, get_args(RestoreMode)),
-            ("--victims", self.victims, get_args(VictimOrder)),
-        ):
-            if name not in allowed:
-                raise ConfigError(f"{option} must be one of {', '.join(allowed)}, got {name!r}.")
-        if not (math.isfinite(self.promote_before_s) and self.promote_before_s >= 0):
-            raise ConfigError(
-                f"--promote-before must be a number of seconds of at least 0, got {self.promote_before_s:g}."
-            )
-        _at_least("--max-num-seqs", self.max_num_seqs, 1)
-        _at_least("--max-num-batched-tokens", self.max_num_batched_tokens, 1)
-        _at_least("--max-prefill-chunk-tokens", self.max_prefill_chunk_tokens, 1)
+        at_least("max_num_seqs", self.max_num_seqs, 1)
+        at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
+        at_least("max_prefill_chunk_tokens", self.max_prefill_chunk_tokens, 1)
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
-                f"--max-num-batched-tokens ({self.max_num_batched_tokens}) must be at least "
-                f"--max-num-seqs ({self.max_num_seqs}): each decoding request takes one token of a step."
+                f"`max_num_batched_tokens` ({self.max_num_batched_tokens}) must be at least `max_num_seqs` "
+                f"({self.max_num_seqs}): each decoding request takes one token of a step."
             )
 
 
@@ -90,55 +93,128 @@ class EngineConfig:
     """Everything the engine process needs to start.
 
     Attributes:
-        model_dir: Hugging Face style folder, as ``backfill pull`` leaves it.
-        max_model_len: tokens of prompt and output together; None takes what the model and the KV
-            pool allow.
-        kv_bytes: size of the KV pool; None takes the device's default.
-        host_kv_bytes: size of the second KV pool, in host memory; None takes a default, 0 has none.
-        profile_path: cost profile to use; None takes the one saved for this model and device.
-        num_threads: threads of the CPU kernels; None takes the processors this process may use.
-        hang_timeout_s: seconds without a report after which a loaded engine is taken to hang and killed; 0 is
-            never, None a default (``engine/hang.py``).
+        model_dir: Hugging Face style folder, as ``backfill pull`` leaves it; empty until the model is found.
+        seed: of the random weights of the load format dummy.
+        device: where the model runs.
+        dtype: type of weights and KV.
+        load_format: where weights come from. dummy: random weights of the model's shapes.
+        max_model_len: tokens of prompt and output together, such as 4096 or 4k. Default: what the model and
+            the KV pool allow.
+        block_size: tokens of a KV block: 8, 16, 32 or 64.
+        kv_gib: size of the KV pool in GiB. Default: 1 on CPU, what is free on CUDA.
+        host_kv_gib: size in GiB of a second KV pool in host memory, which holds checkpointed blocks; 0 is
+            none. Default: as large as the KV pool, at most a quarter of the memory available.
+        gpu_memory_utilization: share of the GPU's memory to use.
+        threads: threads of the CPU kernels. Default: the processors available.
+        profile: cost profile that predicts step times. Default: the one saved for this model and device.
+        engine_hang_timeout: seconds without a report after which a loaded engine is killed and started again;
+            0 is never. Default: 20 times the longest step, at least 30; 300 without a cost profile.
     """
 
-    model_dir: str
+    model_dir: str = internal("")
+    seed: int = internal(0)
     device: DeviceKind = "auto"
     dtype: DType = "auto"
     load_format: LoadFormat = "auto"
+    max_model_len: int | str | None = None
     block_size: int = 16
-    kv_bytes: int | None = None
-    host_kv_bytes: int | None = None
+    kv_gib: float | None = None
+    host_kv_gib: float | None = None
     gpu_memory_utilization: float = 0.9
-    max_model_len: int | None = None
-    num_threads: int | None = None
-    seed: int = 0
-    profile_path: str | None = None
-    hang_timeout_s: float | None = None
+    threads: int | None = None
+    profile: str | Path | None = None
+    engine_hang_timeout: float | None = None
     scheduler: SchedulerConfig = SchedulerConfig()
 
+    @property
+    def max_model_tokens(self) -> int | None:
+        """``max_model_len`` as a number; 4k is 4000 and 4K is 4096, as in vLLM. Raises: ConfigError."""
+        given = self.max_model_len
+        if given is None or given == "auto" or isinstance(given, int):
+            return None if isinstance(given, str) else given
+        unit = _TOKEN_UNITS.get(given[-1:])
+        digits = given if unit is None else given[:-1]
+        if not digits.isdigit():
+            raise ConfigError(
+                f"must be a number such as 4096 or 4k, or auto, got {given!r}.", field="max_model_len"
+            )
+        return int(digits) * (unit or 1)
+
+    @property
+    def kv_bytes(self) -> int | None:
+        return None if self.kv_gib is None else int(self.kv_gib * GIB)
+
+    @property
+    def host_kv_bytes(self) -> int | None:
+        return None if self.host_kv_gib is None else int(self.host_kv_gib * GIB)
+
+    @property
+    def profile_path(self) -> str | None:
+        return None if self.profile is None else str(Path(self.profile).expanduser())
+
     def validate(self) -> None:
-        """Raise ConfigError naming the first option out of range and what it allows."""
+        """Raises: ConfigError for the first field out of range."""
+        check_types(self)
         if self.block_size not in (8, 16, 32, 64):
-            raise ConfigError(f"--block-size must be 8, 16, 32 or 64, got {self.block_size}.")
-        if self.kv_bytes is not None:
-            _at_least("--kv-gib", self.kv_bytes, 1)
-        if self.host_kv_bytes is not None:
-            _at_least("--host-kv-gib", self.host_kv_bytes, 0)
+            raise ConfigError(f"must be 8, 16, 32 or 64, got {self.block_size}.", field="block_size")
+        if self.kv_gib is not None and not 0.0 < self.kv_gib < math.inf:
+            raise ConfigError(f"must be a finite number above 0, got {self.kv_gib:g}.", field="kv_gib")
+        if self.host_kv_gib is not None and not 0.0 <= self.host_kv_gib < math.inf:
+            raise ConfigError(
+                f"must be a finite number of at least 0, got {self.host_kv_gib:g}.", field="host_kv_gib"
+            )
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ConfigError(
-                f"--gpu-memory-utilization must be above 0 and at most 1, got {self.gpu_memory_utilization}."
+                f"must be above 0 and at most 1, got {self.gpu_memory_utilization}.",
+                field="gpu_memory_utilization",
             )
-        if self.max_model_len is not None:
-            _at_least("--max-model-len", self.max_model_len, 1)
-        if self.num_threads is not None:
-            _at_least("--threads", self.num_threads, 1)
-        if self.hang_timeout_s is not None and not 0.0 <= self.hang_timeout_s < math.inf:
+        if self.max_model_tokens is not None:
+            at_least("max_model_len", self.max_model_tokens, 1)
+        if self.threads is not None:
+            at_least("threads", self.threads, 1)
+        if self.engine_hang_timeout is not None and not 0.0 <= self.engine_hang_timeout < math.inf:
             raise ConfigError(
-                f"--engine-hang-timeout must be a number of at least 0, got {self.hang_timeout_s:g}."
+                f"must be a number of at least 0, got {self.engine_hang_timeout:g}.",
+                field="engine_hang_timeout",
             )
+        asked = self.scheduler.checkpointing
+        if self.host_kv_gib == 0 and asked not in (None, "none"):
+            raise ConfigError(f"`checkpointing` {asked} needs a pool, and `host_kv_gib` is 0.")
+        if self.host_kv_gib and asked == "none":
+            raise ConfigError(f"`host_kv_gib` {self.host_kv_gib:g} is of no use with `checkpointing` none.")
         self.scheduler.validate()
 
+    def with_checkpointing(self) -> EngineConfig:
+        """With the checkpointing that suits the policy and the host pool, where none is named."""
+        if self.scheduler.checkpointing is not None:
+            return self
+        has_pool = self.host_kv_gib != 0 and (self.scheduler.policy == "slo" or self.host_kv_gib is not None)
+        return self._with(checkpointing="adaptive" if has_pool else "none")
 
-def _at_least(option: str, value: int, low: int) -> None:
-    if value < low:
-        raise ConfigError(f"{option} must be at least {low}, got {value}.")
+    def for_offline_work(self) -> EngineConfig:
+        """The same for an engine without online requests.
+
+        It has no objectives to keep, and the policy slo would need a cost profile. It checkpoints what it
+        preempts, unless it has no host pool.
+        """
+        asked = self.scheduler.checkpointing
+        default: CheckpointingName = "none" if self.host_kv_gib == 0 else "adaptive"
+        return self._with(policy="priority", checkpointing=asked or default)
+
+    def _with(self, *, checkpointing: CheckpointingName, policy: PolicyName | None = None) -> EngineConfig:
+        scheduler = dataclasses.replace(
+            self.scheduler, policy=policy or self.scheduler.policy, checkpointing=checkpointing
+        )
+        return dataclasses.replace(self, scheduler=scheduler)
+
+
+def at_least(field: str, value: float, low: float) -> None:
+    """Raises: ConfigError for a value that is less."""
+    if not value >= low:
+        raise ConfigError(f"must be at least {low:g}, got {value:g}.", field=field)
+
+
+def check_log_level(level: str) -> None:
+    """Raises: ConfigError."""
+    if level.upper() not in _LOG_LEVELS:
+        raise ConfigError(f"must be DEBUG, INFO, WARNING or ERROR, got {level!r}.", field="log_level")

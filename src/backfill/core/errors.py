@@ -23,7 +23,18 @@ class BackfillError(Exception):
 
 
 class ConfigError(BackfillError):
-    """An option is out of range; the message names it and what is allowed."""
+    """An option or a configuration value is out of range.
+
+    Messages name fields of configurations in backticks. Commands and ``LLM`` spell them as their users do
+    (``core.options.spell``).
+
+    Args:
+        reason: what is wrong and what is allowed.
+        field: what the reason is about; it begins the message.
+    """
+
+    def __init__(self, reason: str, *, field: str | None = None) -> None:
+        super().__init__(reason if field is None else f"`{field}` {reason}")
 
 
 class ModelError(BackfillError):

@@ -199,7 +199,7 @@ def profile_executor(
     if not fitted_on:
         raise ConfigError(
             f"There is no step to time within a context of {capacity.max_model_len} tokens and a KV pool of "
-            f"{capacity.kv_tokens}; raise --max-model-len or --kv-gib."
+            f"{capacity.kv_tokens}; raise `max_model_len` or `kv_gib`."
         )
     timer = _StepTimer(executor, clock, capacity, on_step)
     if grid.budget_s is None:

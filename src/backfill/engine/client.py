@@ -468,5 +468,5 @@ class EngineClient:
 
 
 def _with_objectives(config: EngineConfig, slo: SLO) -> EngineConfig:
-    scheduler = replace(config.scheduler, ttft_slo_s=slo.ttft_s, tpot_slo_s=slo.tpot_s)
+    scheduler = replace(config.scheduler, ttft_slo=slo.ttft_s, tpot_slo=slo.tpot_s)
     return replace(config, scheduler=scheduler)

@@ -22,8 +22,8 @@ def hang_timeout_s(config: EngineConfig, info: ExecutorInfo, cost: CostModel | N
 
     Default: 20 times the longest step there can be, as predicted, at least 30 s; 300 s without a profile.
     """
-    if config.hang_timeout_s is not None:
-        return config.hang_timeout_s
+    if config.engine_hang_timeout is not None:
+        return config.engine_hang_timeout
     if cost is None:
         return _WITHOUT_PROFILE_S
     return max(_LEAST_S, _LONGEST_STEPS * _longest_step_s(config, info, cost))

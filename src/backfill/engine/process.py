@@ -90,15 +90,15 @@ def _serve(config: EngineConfig, channel: EngineChannel, load: EngineLoader) -> 
 
 def _log_objectives(config: SchedulerConfig, slo: SLO) -> None:
     logger.info("online requests: first token within %.3g s, each next within %.3g s", slo.ttft_s, slo.tpot_s)
-    for option, asked_s, default_s, used_s in (
-        ("--ttft-slo", config.ttft_slo_s, DEFAULT_SLO.ttft_s, slo.ttft_s),
-        ("--tpot-slo", config.tpot_slo_s, DEFAULT_SLO.tpot_s, slo.tpot_s),
+    for field, asked_s, default_s, used_s in (
+        ("ttft_slo", config.ttft_slo, DEFAULT_SLO.ttft_s, slo.ttft_s),
+        ("tpot_slo", config.tpot_slo, DEFAULT_SLO.tpot_s, slo.tpot_s),
     ):
         if asked_s is None and used_s > default_s:
             logger.info(
                 "%s is %.3g s and not %g until this server ends: one request alone is predicted "
                 "to need %.3g s",
-                option,
+                field,
                 used_s,
                 default_s,
                 used_s / DEFAULT_HEADROOM,

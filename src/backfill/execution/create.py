@@ -45,10 +45,10 @@ def create_torch_executor(config: EngineConfig) -> TorchExecutor:
     device = _choose_device(config)
     dtype = _choose_dtype(config, model_config, device)
     num_processors = os.cpu_count() or 1
-    if config.num_threads is not None and config.num_threads > num_processors:
-        raise ConfigError(f"--threads must be at most {num_processors} here, got {config.num_threads}.")
+    if config.threads is not None and config.threads > num_processors:
+        raise ConfigError(f"`threads` must be at most {num_processors} here, got {config.threads}.")
     if device.type == "cpu":
-        torch.set_num_threads(config.num_threads or available_processors())
+        torch.set_num_threads(config.threads or available_processors())
     layout = KVLayout(
         num_layers=model_config.num_layers,
         num_kv_heads=model_config.num_kv_heads,
@@ -90,7 +90,7 @@ def _choose_device(config: EngineConfig) -> torch.device:
     if config.device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if config.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device cuda: torch finds no CUDA device here; use --device cpu.")
+        raise ConfigError("`device` cuda: torch finds no CUDA device here; use `device` cpu.")
     return torch.device(config.device)
 
 
@@ -101,7 +101,7 @@ def _choose_dtype(config: EngineConfig, model_config: ModelConfig, device: torch
         if name == "float16" and device.type == "cpu":
             name = "bfloat16"
     if name == "float16" and device.type == "cpu":
-        raise ConfigError("--dtype float16 is not supported on CPU; use bfloat16 or float32.")
+        raise ConfigError("`dtype` float16 is not supported on CPU; use bfloat16 or float32.")
     return _TORCH_DTYPES[name]
 
 
@@ -137,7 +137,7 @@ def _choose_num_host_blocks(
     Args:
         taken_bytes: host memory that the weights and the device's pool will take.
     """
-    if config.scheduler.checkpointing == "none" or config.host_kv_bytes == 0:
+    if config.scheduler.checkpointing in (None, "none") or config.host_kv_bytes == 0:
         return 0
     available = available_host_bytes()
     left = None if available is None else available - taken_bytes
@@ -150,7 +150,7 @@ def _choose_num_host_blocks(
     if config.host_kv_bytes < layout.block_bytes:
         raise InsufficientMemory(
             f"The KV pool in host memory holds no block: one takes {layout.block_bytes / GIB:.4f} GiB; raise "
-            "--host-kv-gib, or use 0 to have none."
+            "`host_kv_gib`, or use 0 to have none."
         )
     return config.host_kv_bytes // layout.block_bytes
 
@@ -163,21 +163,20 @@ def _choose_max_model_len(
         # Attention here is over the whole context; up to the window that is the same.
         model_limit = min(model_limit, model_config.sliding_window)
     pool_limit = num_blocks * layout.block_size
-    if config.max_model_len is not None:
-        if config.max_model_len > model_limit:
-            raise ConfigError(
-                f"--max-model-len {config.max_model_len} exceeds the model's context of {model_limit} tokens."
-            )
-        if config.max_model_len > pool_limit:
-            needed_gib = -(-config.max_model_len // layout.block_size) * layout.block_bytes / GIB
+    asked = config.max_model_tokens
+    if asked is not None:
+        if asked > model_limit:
+            raise ConfigError(f"`max_model_len` {asked} exceeds the model's context of {model_limit} tokens.")
+        if asked > pool_limit:
+            needed_gib = -(-asked // layout.block_size) * layout.block_bytes / GIB
             raise InsufficientMemory(
-                f"--max-model-len {config.max_model_len} needs a KV pool of {needed_gib:.3f} GiB, and it "
-                f"holds {pool_limit} tokens; raise --kv-gib or lower --max-model-len."
+                f"`max_model_len` {asked} needs a KV pool of {needed_gib:.3f} GiB, and it "
+                f"holds {pool_limit} tokens; raise `kv_gib` or lower `max_model_len`."
             )
-        return config.max_model_len
+        return asked
     if pool_limit < 1:
         raise InsufficientMemory(
-            f"The KV pool holds no block: one takes {layout.block_bytes / GIB:.4f} GiB; raise --kv-gib."
+            f"The KV pool holds no block: one takes {layout.block_bytes / GIB:.4f} GiB; raise `kv_gib`."
         )
     if pool_limit < model_limit:
         logger.warning(
@@ -196,7 +195,7 @@ def _allocate_pool(
     except (RuntimeError, MemoryError) as error:
         pool_gib = num_blocks * layout.block_bytes / GIB
         raise InsufficientMemory(
-            f"A KV pool of {pool_gib:.2f} GiB could not be allocated on {device}; lower --kv-gib."
+            f"A KV pool of {pool_gib:.2f} GiB could not be allocated on {device}; lower `kv_gib`."
         ) from error
 
 
@@ -206,7 +205,7 @@ def _create_copier(kv_pool: torch.Tensor, layout: KVLayout, num_host_blocks: int
         copier = create_copier(kv_pool, num_host_blocks)
     except (RuntimeError, MemoryError) as error:
         raise InsufficientMemory(
-            f"A KV pool of {pool_gib:.2f} GiB could not be allocated in host memory; lower --host-kv-gib."
+            f"A KV pool of {pool_gib:.2f} GiB could not be allocated in host memory; lower `host_kv_gib`."
         ) from error
     logger.info("KV pool in host memory: %d blocks, %.2f GiB", num_host_blocks, pool_gib)
     return copier

@@ -26,7 +26,7 @@ def check_fits(*, weights_bytes: int, kv_bytes: int, available_bytes: int | None
     if available_bytes is None or weights_bytes + kv_bytes <= available_bytes:
         return
     advice = (
-        _at_most("--kv-gib", available_bytes - weights_bytes)
+        _at_most("`kv_gib`", available_bytes - weights_bytes)
         or "the weights alone do not fit; use a smaller model"
     )
     raise InsufficientMemory(
@@ -43,9 +43,9 @@ def check_host_pool_fits(*, host_kv_bytes: int, left_bytes: int | None) -> None:
     """
     if left_bytes is None or host_kv_bytes <= left_bytes:
         return
-    advice = _at_most("--host-kv-gib", left_bytes) or "use --host-kv-gib 0"
+    advice = _at_most("`host_kv_gib`", left_bytes) or "use `host_kv_gib` 0"
     raise InsufficientMemory(
-        f"Not enough host memory: the KV pool of --host-kv-gib needs {host_kv_bytes / GIB:.2f} GiB, and "
+        f"Not enough host memory: the KV pool of `host_kv_gib` needs {host_kv_bytes / GIB:.2f} GiB, and "
         f"{max(0, left_bytes) / GIB:.2f} GiB are left for it; {advice}."
     )
 

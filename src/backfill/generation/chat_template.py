@@ -16,7 +16,7 @@ def read_template(path: Path | None) -> str | None:
     try:
         template = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--chat-template {path} cannot be read: {error}.") from error
+        raise ConfigError(f"`chat_template` {path} cannot be read: {error}.") from error
     check_template(template, f" {path}")
     return template
 
@@ -27,4 +27,4 @@ def check_template(template: str, which: str = "") -> None:
         jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(template)
     except jinja2.TemplateSyntaxError as error:
         if "'generation'" not in str(error):  # a tag of transformers' own
-            raise ConfigError(f"--chat-template{which}, line {error.lineno}: {error.message}") from error
+            raise ConfigError(f"`chat_template`{which}, line {error.lineno}: {error.message}") from error

@@ -151,8 +151,8 @@ class Tokenizer:
             )
         if not self.has_chat_template:
             raise RequestError(
-                "This model has no chat template: give it a prompt (/v1/completions, generate), or give it a "
-                "template when it is started (--chat-template).",
+                "This model has no chat template: send a prompt (/v1/completions, generate), or start it "
+                "with the option chat_template.",
                 param="messages",
             )
         try:

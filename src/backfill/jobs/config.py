@@ -1,68 +1,92 @@
-"""Limits of the Batch API and where it keeps things."""
+"""Limits of the Batch API, and where it stores files and batches."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
+from backfill.core.config import GIB
 from backfill.core.errors import ConfigError
+from backfill.core.options import check_types, internal, secret
 
-DAY_S = 24 * 3600
+HOUR_S = 3600
+DAY_S = 24 * HOUR_S
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobsConfig:
-    """Defaults are OpenAI's limits.
+    """Defaults are OpenAI's limits. Below the limit of free disk space results are still stored.
 
     Attributes:
-        data_dir: folder of one server: files, the SQLite database, the lock.
-        database_url: SQLAlchemy URL; None takes SQLite in ``data_dir``.
-        max_lines: lines of one batch.
-        max_batch_bytes: bytes of one batch's input file.
+        data_dir: folder of one server: configuration, files, batches, the lock.
+        batch_api: serve /v1/files and /v1/batches.
+        batch_database_url: SQLAlchemy URL of the job store. Default: SQLite in the data folder.
+        batch_max_lines: lines in one batch; a file with more fails validation.
+        batch_max_bytes: bytes of one batch's input file; larger ones get HTTP 413.
+        batch_max_storage_gib: GiB of all stored files together. Default: no limit.
+        batch_max_owner_gib: GiB of one API key's files together. Default: no limit.
+        batch_min_free_gib: GiB of the disk kept for results; below, uploads and batches are refused.
+        batch_max_uploads: uploads open at once, a quarter of them one API key's; more get HTTP 429.
+        batch_max_open: open batches of one API key; more get HTTP 429.
+        batch_max_queued_lines: unfinished lines of one API key's open batches together.
+        batch_retention_hours: hours after which input and result files are deleted.
         max_file_bytes: bytes of any file.
         max_line_bytes: bytes of one line; the server allows as many as of an online body.
-        max_stored_bytes: bytes of all files; uploads beyond are refused, results never are. None: no limit.
-        max_owner_bytes: the same for one owner's files.
-        min_free_bytes: of the disk; below, uploads and new batches are refused, results never are.
-        max_uploads: open at once; a quarter of them may be one owner's.
-        max_open_batches: of one owner; more are refused.
-        max_queued_lines: unfinished lines of one owner's open batches; a batch with more fails.
-        retention_s: life of a batch's input and result files, in seconds.
         max_in_flight: lines handed to the engine at once; None takes twice what runs in one step.
     """
 
-    data_dir: Path
-    database_url: str | None = None
-    max_lines: int = 50_000
-    max_batch_bytes: int = 200_000_000
-    max_file_bytes: int = 512_000_000
-    max_line_bytes: int = 4 << 20
-    max_stored_bytes: int | None = None
-    max_owner_bytes: int | None = None
-    min_free_bytes: int = 1 << 30
-    max_uploads: int = 64
-    max_open_batches: int = 100
-    max_queued_lines: int = 1_000_000
-    retention_s: float = 30 * DAY_S
-    max_in_flight: int | None = None
+    data_dir: Path = Path("~/.local/share/backfill")
+    batch_api: bool = True
+    batch_database_url: str | None = secret(None)
+    batch_max_lines: int = 50_000
+    batch_max_bytes: int = 200_000_000
+    batch_max_storage_gib: float | None = None
+    batch_max_owner_gib: float | None = None
+    batch_min_free_gib: float = 1.0
+    batch_max_uploads: int = 64
+    batch_max_open: int = 100
+    batch_max_queued_lines: int = 1_000_000
+    batch_retention_hours: float = 30 * 24
+    max_file_bytes: int = internal(512_000_000)
+    max_line_bytes: int = internal(4 << 20)
+    max_in_flight: int | None = internal(None)
+
+    @property
+    def max_stored_bytes(self) -> int | None:
+        """Of all files; None is no limit."""
+        return None if self.batch_max_storage_gib is None else int(self.batch_max_storage_gib * GIB)
+
+    @property
+    def max_owner_bytes(self) -> int | None:
+        """Of one owner's files; None is no limit."""
+        return None if self.batch_max_owner_gib is None else int(self.batch_max_owner_gib * GIB)
+
+    @property
+    def min_free_bytes(self) -> int:
+        return int(self.batch_min_free_gib * GIB)
+
+    @property
+    def retention_s(self) -> float:
+        return self.batch_retention_hours * HOUR_S
 
     def validate(self) -> None:
-        """Raise ConfigError naming the first option out of range."""
-        for option, value in (
-            ("--batch-max-lines", self.max_lines),
-            ("--batch-max-bytes", self.max_batch_bytes),
-            ("--batch-max-uploads", self.max_uploads),
-            ("--batch-max-open", self.max_open_batches),
-            ("--batch-max-queued-lines", self.max_queued_lines),
-            ("--batch-retention-hours", self.retention_s),
+        """Raises: ConfigError for the first field out of range."""
+        check_types(self)
+        for field in (
+            "batch_max_lines",
+            "batch_max_bytes",
+            "batch_max_uploads",
+            "batch_max_open",
+            "batch_max_queued_lines",
+            "batch_max_storage_gib",
+            "batch_max_owner_gib",
+            "batch_retention_hours",
         ):
-            if not value > 0:
-                raise ConfigError(f"{option} must be above 0, got {value:g}.")
-        for option, num_bytes in (
-            ("--batch-max-storage-gib", self.max_stored_bytes),
-            ("--batch-max-owner-gib", self.max_owner_bytes),
-        ):
-            if num_bytes is not None and num_bytes < 1:
-                raise ConfigError(f"{option} must be above 0, got {num_bytes} bytes.")
-        if self.min_free_bytes < 0:
-            raise ConfigError(f"--batch-min-free-gib must not be negative, got {self.min_free_bytes} bytes.")
+            limit = getattr(self, field)
+            if limit is not None and not 0 < limit < math.inf:
+                raise ConfigError(f"must be above 0, got {limit:g}.", field=field)
+        if not 0 <= self.batch_min_free_gib < math.inf:
+            raise ConfigError(
+                f"must be 0 or more, got {self.batch_min_free_gib:g}.", field="batch_min_free_gib"
+            )

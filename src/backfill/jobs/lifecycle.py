@@ -192,7 +192,7 @@ class BatchDriver:
         limits = InputLimits(
             endpoint=job.batch.endpoint,
             model_names=tuple(self._model_names),
-            max_lines=self._config.max_lines,
+            max_lines=self._config.batch_max_lines,
             max_line_bytes=self._config.max_line_bytes,
         )
         path = str(self._blobs.path(job.batch.input_file_id))
@@ -210,7 +210,7 @@ class BatchDriver:
 
     def _over_the_queue(self, job: OpenBatch, num_lines: int) -> list[LineError]:
         """Why the owner's queue does not take so many lines more, if it does not."""
-        most = self._config.max_queued_lines
+        most = self._config.batch_max_queued_lines
         if num_lines > most:
             message = f"The input file has {num_lines} lines; the batches of one owner are limited to {most}."
             return [LineError("too_many_tasks", message)]

@@ -155,7 +155,7 @@ class JobManager:
         data_dir = self.config.data_dir
         await self._threads.results.run(make_private, data_dir)
         self._store = JobStore(
-            await self._threads.database.run(open_database, self.config.database_url, data_dir)
+            await self._threads.database.run(open_database, self.config.batch_database_url, data_dir)
         )
         await self._threads.database.run(self._store.tie_to_folder, data_dir)
         known = await persist(self._threads.database, self._store.blob_ids)
@@ -282,9 +282,10 @@ class JobManager:
         if file.purpose != "batch":
             message = f"The file {input_file_id} has purpose {file.purpose!r}; a batch needs one of 'batch'."
             raise RequestError(message, param="input_file_id")
-        if self._num_queued_lines(owner) >= self.config.max_queued_lines:
+        most = self.config.batch_max_queued_lines
+        if self._num_queued_lines(owner) >= most:
             raise TooMany(
-                f"Your open batches have the {self.config.max_queued_lines} unfinished lines that they may "
+                f"Your open batches have the {most} unfinished lines that they may "
                 "have together. Wait until some have ended, or cancel them."
             )
         await self._uploads.check_free_space()
@@ -305,7 +306,7 @@ class JobManager:
             ),
             metadata=metadata,
         )
-        await ask(self._threads.database, self._store.add_batch, batch, self.config.max_open_batches)
+        await ask(self._threads.database, self._store.add_batch, batch, self.config.batch_max_open)
         logger.info("%s: created for %s, window %s", batch.id, input_file_id, completion_window)
         if not self._is_paused:  # else the next start takes it up
             self._begin(batch)

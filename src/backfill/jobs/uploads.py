@@ -138,7 +138,7 @@ class Uploads:
         return self._config
 
     def _check_open(self, owner: str) -> None:
-        most = self._config.max_uploads
+        most = self._config.batch_max_uploads
         most_of_owner = max(1, most // 4)
         if self._num_open_of[owner] >= most_of_owner:
             raise TooManyUploads(
@@ -204,9 +204,9 @@ class Upload:
     async def finish(self, *, filename: str, purpose: str, expires_after_s: int | None) -> FileRecord:
         """Make the file durable. Raises: TooLarge for a batch's input over its limit, which is then gone."""
         config = self._uploads.config
-        if purpose == "batch" and self._num_bytes > config.max_batch_bytes:
+        if purpose == "batch" and self._num_bytes > config.batch_max_bytes:
             await self.abort()
-            raise TooLarge(f"The input file of a batch is limited to {config.max_batch_bytes} bytes.")
+            raise TooLarge(f"The input file of a batch is limited to {config.batch_max_bytes} bytes.")
         record = self._uploads.new_record(
             self._id,
             self._owner,

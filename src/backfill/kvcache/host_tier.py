@@ -193,6 +193,6 @@ def blocking_copies(config: SchedulerConfig) -> CopyDirections:
     blocking = CopyDirections.NONE
     if config.checkpointing == "swap":
         blocking |= CopyDirections.CHECKPOINT
-    if config.restore == "blocking":
+    if config.kv_restore == "blocking":
         blocking |= CopyDirections.RESTORE
     return blocking

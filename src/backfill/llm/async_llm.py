@@ -45,7 +45,7 @@ class AsyncLLM:
         generation_config: "auto" takes sampling defaults from the model, "vllm" does not.
         seed: of the seeds of requests that bring none: the same requests in the same order get the same.
         log_level: of the engine process, to standard error.
-        engine_options: fields of ``backfill.engine.options.EngineOptions``.
+        engine_options: fields of ``backfill.core.config.EngineConfig`` and its scheduler.
     Raises: TypeError for an unknown keyword, InvalidOption for a value that cannot be.
     """
 
@@ -58,7 +58,7 @@ class AsyncLLM:
         generation_config: str = "auto",
         seed: int = 0,
         log_level: str = "WARNING",
-        **engine_options: Any,
+        **engine_options: object,
     ) -> None:
         with in_library_terms():
             options = resolve_options(

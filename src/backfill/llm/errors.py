@@ -1,15 +1,12 @@
-"""What callers of the library get wrong, in its words: also a ValueError, and ``kv_gib`` where commands say
-``--kv-gib``."""
+"""Errors of the library's callers: also a ValueError, and with options named as keywords."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from backfill.core.errors import BackfillError, ConfigError, RequestError
-
-_FLAG = re.compile(r"(?<![\w-])--([a-z][a-z0-9]*(?:-[a-z0-9]+)*)")
+from backfill.core.options import spell
 
 
 class InvalidRequest(RequestError, ValueError):
@@ -30,7 +27,7 @@ def in_library_terms(where: str = "") -> Iterator[None]:
     try:
         yield
     except RequestError as error:
-        raise InvalidRequest(where + with_keywords(str(error)), param=error.param, code=error.code) from None
+        raise InvalidRequest(where + str(error), param=error.param, code=error.code) from None
     except ConfigError as error:
         raise InvalidOption(with_keywords(str(error))) from None
     except BackfillError as error:
@@ -40,4 +37,4 @@ def in_library_terms(where: str = "") -> Iterator[None]:
 
 def with_keywords(message: str) -> str:
     """A message of the layers below, with options named as keywords."""
-    return _FLAG.sub(lambda flag: flag[1].replace("-", "_"), message)
+    return spell(message, lambda name: name)

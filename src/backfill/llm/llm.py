@@ -61,7 +61,7 @@ class LLM:
         generation_config: str = "auto",
         seed: int = 0,
         log_level: str = "WARNING",
-        **engine_options: Any,
+        **engine_options: object,
     ) -> None:
         with in_library_terms():
             engine = parse_engine_options(engine_options, "LLM")

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from backfill.core.config import EngineConfig
-from backfill.core.errors import ConfigError
-from backfill.engine.options import EngineOptions, uses_generation_config
+from backfill.core.config import EngineConfig, check_log_level
+from backfill.core.options import options_of, with_options
 from backfill.generation.chat_template import check_template, read_template
-
-_TYPES = typing.get_type_hints(EngineOptions)
+from backfill.protocol.options import RequestOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,22 +33,18 @@ class LLMOptions:
     log_level: str
 
 
-def parse_engine_options(keywords: Mapping[str, Any], callee: str) -> EngineOptions:
+def parse_engine_options(keywords: Mapping[str, object], callee: str) -> EngineConfig:
     """Raises: TypeError for a keyword that is no option, ConfigError for a value of the wrong type."""
-    unknown = sorted(keywords.keys() - _TYPES.keys())
+    options = options_of(EngineConfig)
+    unknown = sorted(keywords.keys() - options)
     if unknown:
-        known = ", ".join(field.name for field in dataclasses.fields(EngineOptions))
         raise TypeError(
             f"{callee}() got an unexpected keyword argument {', '.join(map(repr, unknown))}; "
-            f"options of the engine are {known}."
+            f"options of the engine are {', '.join(options)}."
         )
     for name, value in keywords.items():
-        allowed = typing.get_args(_TYPES[name]) or (_TYPES[name],)
-        accepted = (*allowed, int) if float in allowed else allowed
-        if not isinstance(value, accepted) or isinstance(value, bool):
-            names = " or ".join("None" if each is type(None) else each.__name__ for each in allowed)
-            raise ConfigError(f"{name} must be {names}, got {value!r:.80}.")
-    return EngineOptions(**keywords)
+        options[name].check(value)
+    return with_options(EngineConfig, keywords)
 
 
 def resolve_options(
@@ -63,37 +55,38 @@ def resolve_options(
     generation_config: str,
     seed: int,
     log_level: str,
-    engine: EngineOptions,
+    engine: EngineConfig,
 ) -> LLMOptions:
     """Raises: ConfigError for the first value that cannot be."""
-    if log_level.upper() not in ("DEBUG", "INFO", "WARNING", "ERROR"):
-        raise ConfigError(f"--log-level must be DEBUG, INFO, WARNING or ERROR, got {log_level!r}.")
+    check_log_level(log_level)
+    options_of(RequestOptions)["generation_config"].check(generation_config)
+    engine.validate()
     return LLMOptions(
         model=str(model),
         revision=revision,
-        engine_config=dataclasses.replace(engine.config(), seed=seed),
+        engine_config=dataclasses.replace(engine.with_checkpointing(), seed=seed),
         chat_template=_template_text(chat_template),
-        uses_generation_config=uses_generation_config(generation_config),
+        uses_generation_config=generation_config == "auto",
         seed=seed,
         log_level=log_level.upper(),
     )
 
 
 def signature_with_options(init: Callable[..., None]) -> inspect.Signature:
-    """That of a class with this ``__init__``, with the engine's options by name, for ``help``."""
+    """The signature of a class with this ``__init__``, with the engine's options by name, for ``help``."""
     signature = inspect.signature(init)
     _, *given = (each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD)
     options = [
         inspect.Parameter(
-            field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=field.type
+            option.name, inspect.Parameter.KEYWORD_ONLY, default=option.default, annotation=option.kind
         )
-        for field in dataclasses.fields(EngineOptions)
+        for option in options_of(EngineConfig).values()
     ]
     return signature.replace(parameters=[*given, *options])
 
 
 def _template_text(given: str | Path | None) -> str | None:
-    """Jinja source as it is, or that of the file of this name."""
+    """Jinja source as it is, or the source in the file of this name."""
     if isinstance(given, str) and ("{{" in given or "{%" in given):
         check_template(given)
         return given

@@ -21,11 +21,11 @@ def create_policy(config: SchedulerConfig, cost: CostModel | None, *, can_stop: 
     """
     if config.policy == "slo":
         if cost is None:
-            raise ConfigError("--policy slo needs a cost profile of the model: run `backfill profile`.")
+            raise ConfigError("`policy` slo needs a cost profile of the model: run `backfill profile`.")
         return SloPolicy(
             SloPolicyConfig(
                 default_slo=server_slo(config, cost),
-                promote_before_s=config.promote_before_s,
+                promote_before_s=config.promote_before,
                 victims=config.victims,
             ),
             cost,

@@ -71,8 +71,8 @@ def server_slo(config: SchedulerConfig, cost: CostModel | None) -> SLO:
     """
     least = SLO(0.0, 0.0) if cost is None else achievable_slo(cost, config)
     return SLO(
-        ttft_s=_objective(config.ttft_slo_s, DEFAULT_SLO.ttft_s, least.ttft_s),
-        tpot_s=_objective(config.tpot_slo_s, DEFAULT_SLO.tpot_s, least.tpot_s),
+        ttft_s=_objective(config.ttft_slo, DEFAULT_SLO.ttft_s, least.ttft_s),
+        tpot_s=_objective(config.tpot_slo, DEFAULT_SLO.tpot_s, least.tpot_s),
     )
 
 
@@ -85,13 +85,13 @@ def check_server_slo(config: SchedulerConfig, profile: CostProfile | None) -> li
         return []
     warnings = []
     least, impossible = achievable_slo(profile.cost, config), impossible_slo(profile, config)
-    for option, asked_s, least_s, impossible_s in (
-        ("--ttft-slo", config.ttft_slo_s, least.ttft_s, impossible.ttft_s),
-        ("--tpot-slo", config.tpot_slo_s, least.tpot_s, impossible.tpot_s),
+    for field, asked_s, least_s, impossible_s in (
+        ("ttft_slo", config.ttft_slo, least.ttft_s, impossible.ttft_s),
+        ("tpot_slo", config.tpot_slo, least.tpot_s, impossible.tpot_s),
     ):
         if asked_s is None or asked_s >= least_s:
             continue
-        needs = f"{option} {asked_s:g}: one request alone needs {_rounded_up(least_s):g} s"
+        needs = f"`{field}` {asked_s:g}: one request alone needs {_rounded_up(least_s):g} s"
         if asked_s < impossible_s:
             raise ConfigError(f"{needs} on this device; give at least that.")
         warnings.append(f"{needs}, by a {profile.quality} cost profile; it may often be missed")

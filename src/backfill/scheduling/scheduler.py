@@ -87,7 +87,7 @@ class Scheduler:
             self._suspension = Suspension(config, policy, cost, num_layers, self._count_lost)
         self.counters = {service_class: ClassCounters() for service_class in ServiceClass}
         self._block_copy_s = block_copy_s
-        self._host = HostTier(blocks, create_checkpoint_policy(config.checkpointing), self.counters)
+        self._host = HostTier(blocks, create_checkpoint_policy(config.checkpointing or "none"), self.counters)
         self._end_token_ids = frozenset(end_token_ids)
         self._requests: dict[RequestId, Request] = {}
         self._num_online = 0

@@ -69,11 +69,11 @@ def simulate_on(
     config = SchedulerConfig(
         max_num_batched_tokens=max_num_batched_tokens,
         max_prefill_chunk_tokens=max_num_batched_tokens,
-        ttft_slo_s=slo.ttft_s,
-        tpot_slo_s=slo.tpot_s,
+        ttft_slo=slo.ttft_s,
+        tpot_slo=slo.tpot_s,
         policy=variant.policy,
         checkpointing=variant.checkpointing,
-        restore=variant.restore,
+        kv_restore=variant.restore,
         victims=variant.victims,
     )
     return simulate(

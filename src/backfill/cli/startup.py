@@ -1,0 +1,71 @@
+"""What commands do before their engine starts. Light to import, so that an engine can start at once."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+import time
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from backfill.engine.options import ModelOptions
+    from backfill.protocol.preparer import ServedModel
+
+Result = TypeVar("Result")
+
+
+def find_folder(options: ModelOptions) -> Path:
+    """The model's folder; fetches and converts the model where needed.
+
+    Raises: ModelError for a model that cannot be served.
+    """
+    from backfill.models.config import ModelConfig
+    from backfill.models.resolve import resolve_model
+
+    folder = resolve_model(options.model, revision=options.revision)
+    ModelConfig.from_folder(folder)  # refused before anything starts
+    return folder
+
+
+def served_model(model: str, folder: Path, names: tuple[str, ...]) -> ServedModel:
+    """The model as clients name it: by ``names``, else by what it is called."""
+    from backfill.protocol.preparer import ServedModel
+
+    return ServedModel(
+        names=names or (_default_name(model),),
+        root=model if _is_hub_id(model) else str(folder),
+        folder=folder,
+        created=int(time.time()),
+    )
+
+
+def configure_logging(level: str, program: str) -> None:
+    """Log to standard error; each line names ``program``."""
+    logging.basicConfig(
+        level=level.upper(), format=f"%(asctime)s %(levelname)s {program}: %(message)s", stream=sys.stderr
+    )
+    for noisy in ("httpx", "huggingface_hub", "filelock", "asyncio"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    logging.getLogger("python_multipart").setLevel(logging.ERROR)  # warns of every malformed body
+
+
+def run_in_loop(main: Coroutine[Any, Any, Result]) -> Result:
+    """``asyncio.run`` on uvloop, where there is one."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.run(main)
+    return uvloop.run(main)
+
+
+def _is_hub_id(model: str) -> bool:
+    return model.count("/") == 1 and not Path(model).exists()
+
+
+def _default_name(model: str) -> str:
+    """What clients call the model: a known name or hub id as given, else the folder's or file's name."""
+    path = Path(model)
+    return (path.stem if path.is_file() else path.resolve().name) if path.exists() else model

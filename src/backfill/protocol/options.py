@@ -1,0 +1,41 @@
+"""How requests are read, by a server or from a file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from backfill.core.config import check_log_level
+from backfill.core.options import check_types
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOptions:
+    """Rules for requests, and the names that they call the model by.
+
+    Attributes:
+        served_model_name: name clients use; repeatable, the first is echoed. Default: what the model is
+            called.
+        chat_template: file with a Jinja chat template to use instead of the model's.
+        generation_config: where sampling defaults come from. auto: the model; vllm: none.
+        strict: refuse requests with unknown fields or an empty slo, rather than warn of them. Known fields
+            that are ignored, such as metadata, and keys inside messages are accepted.
+        log_level: DEBUG, INFO, WARNING or ERROR.
+    """
+
+    served_model_name: tuple[str, ...] = ()
+    chat_template: Path | None = None
+    generation_config: Literal["auto", "vllm"] = "auto"
+    strict: bool = False
+    log_level: str = "INFO"
+
+    @property
+    def uses_generation_config(self) -> bool:
+        """Whether the model's own sampling defaults hold."""
+        return self.generation_config == "auto"
+
+    def validate(self) -> None:
+        """Raises: ConfigError for the first field out of range."""
+        check_types(self)
+        check_log_level(self.log_level)
