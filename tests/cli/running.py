@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from unittest import mock
 
 import pytest
+from cyclopts import App
 
-from backfill.cli.main import main
+from backfill.cli.main import app, main
 
 
 def run_cli(*arguments: str, timeout_s: float = 120.0) -> subprocess.CompletedProcess[str]:
@@ -36,7 +37,7 @@ def signal_handlers_kept() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def run_cli_here(*arguments: str) -> subprocess.CompletedProcess[str]:
+def run_cli_here(*arguments: str, commands: App = app) -> subprocess.CompletedProcess[str]:
     """The same in this process, seconds sooner: for commands that end before they start another one."""
     stdout, stderr = io.StringIO(), io.StringIO()
     with (
@@ -46,7 +47,7 @@ def run_cli_here(*arguments: str) -> subprocess.CompletedProcess[str]:
         contextlib.redirect_stderr(stderr),
         pytest.raises(SystemExit) as ended,
     ):
-        main()
+        main(commands)
     return subprocess.CompletedProcess(
         arguments, int(ended.value.code or 0), stdout.getvalue(), stderr.getvalue()
     )

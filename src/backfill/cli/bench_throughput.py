@@ -78,9 +78,9 @@ def throughput(
 app = command(
     throughput,
     {
-        "Model": ("model", "dtype", "load_format"),
-        "Load": ("num_prompts", "input_len", "output_len", "stream_len", "first_token_samples", "seed"),
-        "Engine": ("threads", "max_num_seqs", "max_num_batched_tokens", "kv_gib"),
+        "Model": "model dtype load_format",
+        "Load": "num_prompts input_len output_len stream_len first_token_samples seed",
+        "Engine": "threads max_num_seqs max_num_batched_tokens kv_gib",
     },
     positional="model",
     variables=groups.VARIABLES,

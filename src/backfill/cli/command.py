@@ -17,7 +17,7 @@
     def pull(options: PullOptions) -> None:
         \"\"\"Fetch MODEL and print its folder.\"\"\"
 
-    app = command(pull, {"Model": ("model", "download_dir")}, positional="model")
+    app = command(pull, {"Model": "model download_dir"}, positional="model")
 
 A field's name, type and default are the option's, and its entry under ``Attributes:`` is its help
 (``core/options.py``). Its rules are in ``validate()`` of its class, whose ConfigError names the field. The
@@ -31,14 +31,16 @@ variable, or the key of the file.
 
 from __future__ import annotations
 
+import functools
 import inspect
+import operator
 import sys
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 from cyclopts import App, Group, Parameter
 from cyclopts.config import Dict
@@ -46,7 +48,7 @@ from cyclopts.config import Dict
 from backfill.cli.config_file import read_config
 from backfill.cli.help import HelpText
 from backfill.core.errors import BackfillError
-from backfill.core.options import Dataclass, Option, options_of, spell, with_options
+from backfill.core.options import Dataclass, Option, alternatives, options_of, spell, with_options
 
 if TYPE_CHECKING:
     from cyclopts import ArgumentCollection, Token
@@ -64,32 +66,22 @@ _CONFIG = Option(
 
 def command(
     function: Callable[..., None],
-    groups: Mapping[str, Sequence[str]],
+    groups: Mapping[str, str],
     *,
-    positional: str | None = None,
-    spellings: Mapping[str, Sequence[str]] = types.MappingProxyType({}),
+    positional: str = "",
+    spellings: Mapping[str, str] = types.MappingProxyType({}),
     variables: Mapping[str, str] = types.MappingProxyType({}),
 ) -> App:
     """A command line for ``function``.
 
     Args:
         function: takes dataclasses; its docstring is the command's help.
-        groups: names of fields by title of the section of ``--help``.
+        groups: names of fields, separated by spaces, by title of the section of ``--help``.
         positional: field that may be given without its flag.
-        spellings: more flags of a field, such as ``-i``; flags with ``--`` replace the field's own.
+        spellings: flags of a field beside its own, separated by spaces, such as ``-i``.
         variables: environment variable of a field beside ``BACKFILL_<FIELD>``.
     """
     return _Command(function, groups, positional, spellings, variables).app
-
-
-def fail(message: object) -> typing.NoReturn:
-    """End the command with exit status 1 and one line."""
-    print(f"backfill: {message}", file=sys.stderr)
-    raise SystemExit(1)
-
-
-def flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 class _Command:
@@ -98,26 +90,27 @@ class _Command:
     def __init__(
         self,
         function: Callable[..., None],
-        groups: Mapping[str, Sequence[str]],
-        positional: str | None,
-        spellings: Mapping[str, Sequence[str]],
+        groups: Mapping[str, str],
+        positional: str,
+        spellings: Mapping[str, str],
         variables: Mapping[str, str],
     ) -> None:
         self._function = function
-        self._configs = _configs_of(function)
+        self._positional = positional
         self._spellings = spellings
         self._variables = variables
         self._sources: dict[str, str] = {}
+        self._configs = _configs_of(function)
         known = {name: option for config in self._configs for name, option in options_of(config).items()}
-        self._options = {name: known[name] for names in groups.values() for name in names}
-        self._options["config"] = _CONFIG
-        parameters = []
-        for title, names in {**groups, "Configuration": ("config",)}.items():
-            group = Group.create_ordered(title)
-            parameters += [self._parameter(self._options[name], group, positional) for name in names]
-        parameters.sort(key=lambda parameter: parameter.kind)
-
-        signature = inspect.Signature(parameters)
+        self._options = {name: known[name] for names in groups.values() for name in names.split()}
+        parameters = [
+            self._parameter(self._options[name], group)
+            for title, names in groups.items()
+            for group in (Group.create_ordered(title),)
+            for name in names.split()
+        ]
+        parameters.append(self._parameter(_CONFIG, Group.create_ordered("Configuration")))
+        signature = inspect.Signature(sorted(parameters, key=lambda parameter: parameter.kind))
 
         def call(*arguments: object, **values: object) -> None:
             self._call(signature.bind_partial(*arguments, **values).arguments)
@@ -128,44 +121,42 @@ class _Command:
         self.app = App(
             default_command=call,
             help_format="plaintext",
-            help_formatter=HelpText(inspect.getdoc(function), positional.upper() if positional else None),
+            help_formatter=HelpText(inspect.getdoc(function), positional.upper()),
             version_flags=(),
             config=(self._read_sources,),
         )
 
-    def _parameter(self, option: Option, group: Group, positional: str | None) -> inspect.Parameter:
-        names = (flag(option.name), *self._spellings.get(option.name, ()))
-        variables = [f"BACKFILL_{option.name.upper()}"]
-        variables += [self._variables[option.name]] if option.name in self._variables else []
-        is_flag = option.kind is bool
+    def _parameter(self, option: Option, group: Group) -> inspect.Parameter:
+        kind = _kind_of_text(option.kind)
+        is_positional, is_flag = option.name == self._positional, kind is bool
         parameter = Parameter(
-            name=names if len(names) == 1 or (names[1].startswith("-") and names[1][1] != "-") else names[1:],
+            name=(_flag(option.name), *self._spellings.get(option.name, "").split()),
             group=group,
             help=self._help(option),
-            env_var=variables,
+            env_var=(f"BACKFILL_{option.name.upper()}", *self._variables.get(option.name, "").split()),
             show_env_var=False,
             show_default=False,
             negative=None if is_flag else (),
             allow_repeating=True,  # the last one counts, or all of a list
-            allow_leading_hyphen=not is_flag and option.name != positional,
-            converter=_whole_number if _kind_on_a_command_line(option.kind) is int else None,
-            metavar=None if is_flag else _metavar(option),
+            allow_leading_hyphen=not (is_flag or is_positional),
+            converter=_whole_number if kind is int else None,
+            metavar=_metavar(option, kind),
         )
-        kind = _kind_on_a_command_line(option.kind)
         is_required = option.default is MISSING
         return inspect.Parameter(
             option.name,
-            _POSITIONAL if option.name == positional else inspect.Parameter.KEYWORD_ONLY,
+            _POSITIONAL if is_positional else inspect.Parameter.KEYWORD_ONLY,
             default=inspect.Parameter.empty if is_required else None,  # the configuration has the default
             annotation=Annotated[kind if is_required else kind | None, parameter],
         )
 
     def _help(self, option: Option) -> str:
-        text = spell(option.help, lambda name: flag(name) if name in self._options else name)
+        text = spell(option.help, lambda name: _flag(name) if name in self._options else name)
         notes = []
         if option.choices:
             notes.append(f"choices: {', '.join(option.choices)}")
-        if option.default not in (MISSING, None, (), "", False) and not option.is_secret:
+        is_set = option.default not in (MISSING, None, (), "") and option.default is not False
+        if is_set and not option.is_secret:
             notes.append(f"default: {_shown(option.default)}")
         if option.name in self._variables:
             notes.append(f"variable: {self._variables[option.name]}")
@@ -176,16 +167,12 @@ class _Command:
         for argument in arguments:  # a variable that is empty is not set
             argument.tokens[:] = [token for token in argument.tokens if token.source != "env" or token.value]
         by_name = {argument.field_info.name: argument for argument in arguments}
-        if by_name["config"].tokens:
-            path = Path(by_name["config"].tokens[-1].value).expanduser()
-            values = read_config(
-                path, {name: each for name, each in self._options.items() if name != "config"}
-            )
+        if tokens := by_name["config"].tokens:
+            path = Path(tokens[-1].value).expanduser()
+            values = read_config(path, self._options)
             Dict(values, source=str(path), use_commands_as_keys=False)(app, commands, arguments)
         self._sources = {
-            name: _source(name, token.source, token.keyword)
-            for name, argument in by_name.items()
-            for token in argument.tokens[-1:]
+            name: _source(name, argument.tokens[-1]) for name, argument in by_name.items() if argument.tokens
         }
 
     def _call(self, values: Mapping[str, object]) -> None:
@@ -196,14 +183,16 @@ class _Command:
                     validate()
             self._function(*configs)
         except BackfillError as error:
-            fail(spell(str(error), self._spelling))
+            print(f"backfill: {spell(str(error), self._spelling)}", file=sys.stderr)
+            raise SystemExit(1) from None
 
     def _spelling(self, name: str) -> str | None:
-        return self._sources.get(name, flag(name)) if name in self._options else None
+        """The option as the user wrote it; None for what is not an option of this command."""
+        return self._sources.get(name, _flag(name)) if name in self._options else None
 
 
 def _configs_of(function: Callable[..., None]) -> list[Dataclass | type[Dataclass]]:
-    """The dataclasses of its parameters, as the instances that are their defaults where there are some."""
+    """The dataclasses that the function takes: instances where its parameters have defaults, else classes."""
     kinds = typing.get_type_hints(function)
     return [
         kinds[name] if parameter.default is parameter.empty else parameter.default
@@ -211,20 +200,21 @@ def _configs_of(function: Callable[..., None]) -> list[Dataclass | type[Dataclas
     ]
 
 
-def _source(name: str, source: str, keyword: str | None) -> str:
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _source(name: str, token: Token) -> str:
     """The option as the user wrote it."""
-    if source == "cli":
-        return flag(name)
-    return str(keyword) if source == "env" else f"{name} in {source}"
+    if token.source == "cli":
+        return _flag(name)
+    return str(token.keyword) if token.source == "env" else f"{name} in {token.source}"
 
 
-def _kind_on_a_command_line(kind: Any) -> Any:
-    """Without None, which no text stands for, and with text for a choice, which ``validate`` checks."""
-    kinds = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
-    kinds = tuple(
-        str if get_origin(each) is Literal else each for each in kinds if each is not types.NoneType
-    )
-    return Union[kinds]  # noqa: UP007  # of types that are known when it runs
+def _kind_of_text(kind: object) -> Any:
+    """The type that text is converted to: without None, and text for a choice, which ``validate`` checks."""
+    kinds = [each for each in alternatives(kind) if each is not types.NoneType]
+    return functools.reduce(operator.or_, (str if get_origin(each) is Literal else each for each in kinds))
 
 
 def _whole_number(kind: type[int], tokens: Sequence[Token]) -> int:
@@ -235,14 +225,12 @@ def _whole_number(kind: type[int], tokens: Sequence[Token]) -> int:
         raise ValueError(f'unable to convert "{value}" into {kind.__name__}.') from None
 
 
-def _metavar(option: Option) -> str:
-    """The word for a value."""
+def _metavar(option: Option, kind: Any) -> str | None:
+    """The word for a value; None for a flag without one."""
     if option.choices:
         return "CHOICE"
-    kind = _kind_on_a_command_line(option.kind)
-    while get_args(kind):  # the last member of a union, the items of a tuple
-        kind = [each for each in get_args(kind) if each is not Ellipsis][-1]
-    return str(kind.__name__.upper())
+    members = [each for each in get_args(kind) if each is not Ellipsis]  # of a union or a tuple
+    return None if kind is bool else str((members[-1] if members else kind).__name__.upper())
 
 
 def _shown(default: object) -> str:

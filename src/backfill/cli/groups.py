@@ -2,20 +2,8 @@
 
 from __future__ import annotations
 
-MODEL = (
-    "model",
-    "revision",
-    "served_model_name",
-    "dtype",
-    "load_format",
-    "max_model_len",
-    "chat_template",
-    "generation_config",
-)
-ENGINE = ("device", "threads", "gpu_memory_utilization", "profile", "engine_hang_timeout")
-LIMITS = ("max_num_seqs", "max_num_batched_tokens", "max_prefill_chunk_tokens")
-SCHEDULING = (*LIMITS, "policy", "ttft_slo", "tpot_slo", "promote_before", "preemption")
-KV_MEMORY = ("kv_gib", "block_size", "host_kv_gib", "checkpointing", "kv_restore", "victims")
+MODEL = "model revision served_model_name dtype load_format max_model_len chat_template generation_config"
+LIMITS = "max_num_seqs max_num_batched_tokens max_prefill_chunk_tokens"
 
 VARIABLES = {
     "kv_gib": "BACKFILL_CPU_KVCACHE_SPACE",

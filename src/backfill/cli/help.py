@@ -22,7 +22,7 @@ class HelpText:
         positional: name of the argument without a flag.
     """
 
-    def __init__(self, description: str | None = None, positional: str | None = None) -> None:
+    def __init__(self, description: str | None = None, positional: str = "") -> None:
         self._description = description
         self._positional = positional
 

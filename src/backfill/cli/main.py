@@ -29,7 +29,6 @@ app = App(
     help_format="plaintext",
     help_formatter=HelpText(),
     version=_version,
-    result_action="return_value",
 )
 app.command("backfill.cli.serve:app", name="serve", help="Serve a model over an OpenAI-compatible HTTP API.")
 app.command(
@@ -41,11 +40,14 @@ app.command("backfill.cli.simulate:app", name="simulate", help="Run a scenario i
 app.command(bench)
 
 
-def main() -> None:
-    """Run the command line; ``--some_option`` and ``--some-option`` are equal, as in vLLM."""
+def main(commands: App = app) -> None:
+    """Run the command line; ``--some_option`` and ``--some-option`` are equal, as in vLLM.
+
+    Raises: SystemExit, with status 2 for what is no command line.
+    """
     arguments = [_with_hyphens(argument) for argument in sys.argv[1:]]
     try:
-        app(arguments, exit_on_error=False, print_error=False)
+        commands(arguments, result_action="return_value", exit_on_error=False, print_error=False)
     except CycloptsError as error:
         print(f"backfill: {_usage_error(error)}", file=sys.stderr)
         raise SystemExit(2) from None

@@ -59,11 +59,11 @@ def profile(options: ProfileOptions, model: ModelOptions, engine: EngineConfig) 
 app = command(
     profile,
     {
-        "Model": ("model", "revision", "dtype", "load_format", "max_model_len"),
-        "Engine": ("device", "threads", "gpu_memory_utilization"),
-        "Scheduling": ("max_num_seqs", "max_num_batched_tokens"),
-        "KV memory": ("kv_gib", "block_size"),
-        "Profile": ("quick", "out", "json"),
+        "Model": "model revision dtype load_format max_model_len",
+        "Engine": "device threads gpu_memory_utilization",
+        "Scheduling": "max_num_seqs max_num_batched_tokens",
+        "KV memory": "kv_gib block_size",
+        "Profile": "quick out json",
     },
     positional="model",
     variables=groups.VARIABLES,

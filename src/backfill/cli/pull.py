@@ -35,9 +35,7 @@ def pull(options: PullOptions) -> None:
     print(folder)
 
 
-app = command(
-    pull, {"Model": ("model", "revision", "download_dir")}, positional="model", variables=groups.VARIABLES
-)
+app = command(pull, {"Model": "model revision download_dir"}, positional="model", variables=groups.VARIABLES)
 
 
 class _ProgressBar:

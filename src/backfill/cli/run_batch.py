@@ -93,14 +93,14 @@ def run_batch(
 app = command(
     run_batch,
     {
-        "Files": ("input_file", "output_file", "error_file", "json"),
+        "Files": "input_file output_file error_file json",
         "Model": groups.MODEL,
-        "Engine": ("device", "threads", "gpu_memory_utilization", "engine_hang_timeout"),
+        "Engine": "device threads gpu_memory_utilization engine_hang_timeout",
         "Scheduling": groups.LIMITS,
-        "KV memory": ("kv_gib", "block_size", "host_kv_gib"),
-        "Requests": ("strict", "log_level"),
+        "KV memory": "kv_gib block_size host_kv_gib",
+        "Requests": "strict log_level",
     },
-    spellings={"input_file": ("-i",), "output_file": ("-o",)},
+    spellings={"input_file": "-i", "output_file": "-o"},
     variables=groups.VARIABLES,
 )
 

@@ -33,45 +33,6 @@ if TYPE_CHECKING:
     from backfill.protocol.preparer import ServedModel
 
 _TINY_CONTEXT = 128
-_SERVER = (
-    "host",
-    "port",
-    "data_dir",
-    "api_key",
-    "api_key_file",
-    "allowed_hosts",
-    "allowed_origins",
-    "strict",
-    "shed_hopeless",
-    "shutdown_timeout",
-    "sse_keep_alive_interval",
-    "vllm_metrics",
-    "log_level",
-)
-_LIMITS = (
-    "max_queued_requests",
-    "max_queued_offline_requests",
-    "max_body_bytes",
-    "max_inflight_body_bytes",
-    "max_response_tokens",
-    "max_connections",
-    "head_timeout",
-    "body_timeout",
-    "write_timeout",
-)
-_BATCHES = (
-    "batch_api",
-    "batch_database_url",
-    "batch_max_lines",
-    "batch_max_bytes",
-    "batch_max_storage_gib",
-    "batch_max_owner_gib",
-    "batch_min_free_gib",
-    "batch_max_uploads",
-    "batch_max_open",
-    "batch_max_queued_lines",
-    "batch_retention_hours",
-)
 
 
 def serve(
@@ -103,12 +64,16 @@ app = command(
     serve,
     {
         "Model": groups.MODEL,
-        "Engine": groups.ENGINE,
-        "Scheduling": groups.SCHEDULING,
-        "KV memory": groups.KV_MEMORY,
-        "Server": _SERVER,
-        "Limits": _LIMITS,
-        "Batches": _BATCHES,
+        "Engine": "device threads gpu_memory_utilization profile engine_hang_timeout",
+        "Scheduling": f"{groups.LIMITS} policy ttft_slo tpot_slo promote_before preemption",
+        "KV memory": "kv_gib block_size host_kv_gib checkpointing kv_restore victims",
+        "Server": "host port data_dir api_key api_key_file allowed_hosts allowed_origins strict "
+        "shed_hopeless shutdown_timeout sse_keep_alive_interval vllm_metrics log_level",
+        "Limits": "max_queued_requests max_queued_offline_requests max_body_bytes max_inflight_body_bytes "
+        "max_response_tokens max_connections head_timeout body_timeout write_timeout",
+        "Batches": "batch_api batch_database_url batch_max_lines batch_max_bytes batch_max_storage_gib "
+        "batch_max_owner_gib batch_min_free_gib batch_max_uploads batch_max_open batch_max_queued_lines "
+        "batch_retention_hours",
     },
     positional="model",
     variables=groups.VARIABLES,

@@ -51,17 +51,16 @@ class Option:
     @property
     def choices(self) -> tuple[str, ...]:
         """The values of a ``Literal``."""
-        return tuple(value for kind in _alternatives(self.kind) for value in _literals(kind))
+        return tuple(value for kind in alternatives(self.kind) for value in _literals(kind))
 
     def check(self, value: object) -> None:
         """Raises: ConfigError for a value of another type, or not of the choices."""
         if _is_of(self.kind, value):
             return
-        *others, last = self.choices or [_name_of(kind) for kind in _alternatives(self.kind)]
-        reason = "must be " + (f"{', '.join(others)} or {last}" if others else last)
-        raise ConfigError(
-            f"{reason}." if self.is_secret else f"{reason}, got {value!r:.80}.", field=self.name
-        )
+        *others, last = self.choices or [_name_of(kind) for kind in alternatives(self.kind)]
+        allowed = f"{', '.join(others)} or {last}" if others else last
+        got = "" if self.is_secret else f", got {value!r:.80}"
+        raise ConfigError(f"must be {allowed}{got}.", field=self.name)
 
 
 def internal(default: Default) -> Default:
@@ -77,7 +76,7 @@ def secret(default: Default) -> Default:
 
 
 def options_of(config: Dataclass | type[Dataclass]) -> dict[str, Option]:
-    """The options of a dataclass by name. An instance gives the defaults, if it is one."""
+    """The options of a dataclass by name. The values of an instance are the defaults."""
     cls = config if isinstance(config, type) else type(config)
     kinds = typing.get_type_hints(cls)
     help_texts = _help_texts(cls)
@@ -95,7 +94,7 @@ def options_of(config: Dataclass | type[Dataclass]) -> dict[str, Option]:
 
 
 def with_options(config: Config | type[Config], values: Mapping[str, object]) -> Config:
-    """``config`` with these values, wherever their fields are; a class's other values are its defaults."""
+    """``config`` with these values, in dataclasses that it holds too. A class is made with its defaults."""
     given: dict[str, Any] = {}
     for field in dataclasses.fields(config):
         default = field.default if isinstance(config, type) else getattr(config, field.name)
@@ -113,7 +112,7 @@ def check_types(config: Dataclass) -> None:
 
 
 def without_secrets(config: Dataclass) -> dict[str, object]:
-    """The fields by name, with asterisks for the parts of secrets."""
+    """The fields by name, with asterisks for secrets."""
     values: dict[str, object] = dataclasses.asdict(config)
     for name, option in options_of(config).items():
         if option.is_secret and option.default:
@@ -122,7 +121,7 @@ def without_secrets(config: Dataclass) -> dict[str, object]:
 
 
 def spell(text: str, spelling: Callable[[str], str | None]) -> str:
-    """``text`` with names of options, which are in backticks, as a user writes them; None leaves a name."""
+    """``text`` with the names in backticks as ``spelling`` writes them; None leaves a name as it is."""
     return _NAME.sub(lambda name: spelling(name[1]) or name[0], text)
 
 
@@ -135,7 +134,7 @@ def _help_texts(cls: type) -> dict[str, str]:
     return found
 
 
-def _alternatives(kind: Any) -> tuple[object, ...]:
+def alternatives(kind: Any) -> tuple[object, ...]:
     """The members of a union, ``None`` last."""
     members = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
     return tuple(sorted(members, key=lambda member: member is types.NoneType))
@@ -147,9 +146,9 @@ def _literals(kind: Any) -> tuple[str, ...]:
 
 def _is_of(kind: object, value: object) -> bool:
     """Whether ``value`` is of this type. Numbers may be whole where they need not; paths may be text."""
-    alternatives = _alternatives(kind)
-    if len(alternatives) > 1:
-        return any(_is_of(each, value) for each in alternatives)
+    members = alternatives(kind)
+    if len(members) > 1:
+        return any(_is_of(each, value) for each in members)
     if literals := _literals(kind):
         return value in literals
     if get_origin(kind) is tuple:

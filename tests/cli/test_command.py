@@ -1,0 +1,241 @@
+"""Commands are made of dataclasses: flags, variables, files, and what is said of mistakes."""
+
+from __future__ import annotations
+
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import pytest
+from cyclopts import App
+
+from backfill.api.config import ServerConfig
+from backfill.cli.command import command
+from backfill.core.config import EngineConfig
+from backfill.core.errors import ConfigError
+from backfill.core.options import check_types, options_of, secret
+from backfill.engine.options import ModelOptions
+from backfill.jobs.config import JobsConfig
+from tests.cli.running import run_cli_here
+from tests.test_docs import commands
+
+COMMANDS = ("serve", "run-batch", "pull", "profile", "bench throughput")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """Options of a command of these tests.
+
+    Attributes:
+        place: where.
+        max_seats: how many at most.
+        price: of one.
+        day: which.
+        guests: who; repeatable.
+        quiet: whether nobody speaks; needs ``max_seats``.
+        door_code: to come in.
+    """
+
+    place: str = "here"
+    max_seats: int = 8
+    price: float | None = None
+    day: Literal["mon", "tue"] = "mon"
+    guests: tuple[str, ...] = ()
+    quiet: bool = False
+    door_code: tuple[str, ...] = secret(())
+
+    def validate(self) -> None:
+        check_types(self)
+        if self.max_seats < 1:
+            raise ConfigError(f"must be at least 1, got {self.max_seats}; see `day`.", field="max_seats")
+
+
+class Meal:
+    """A command whose options can be seen."""
+
+    def __init__(self) -> None:
+        self.seen: list[Options] = []
+        seen = self.seen
+
+        def meal(options: Options = Options(price=2.5)) -> None:  # frozen
+            """Eat."""
+            seen.append(options)
+
+        eat = command(
+            meal,
+            {"Where": "place day", "Who": "max_seats price guests quiet door_code"},
+            positional="place",
+            spellings={"guests": "-g"},
+            variables={"max_seats": "SEATS"},
+        )
+        self.commands = App("backfill")
+        self.commands.command(eat, name="meal")
+
+    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return run_cli_here("meal", *arguments, commands=self.commands)
+
+    def options(self, *arguments: str) -> Options:
+        done = self.run(*arguments)
+        assert done.returncode == 0, done.stderr
+        return self.seen.pop()
+
+
+@pytest.fixture
+def meal() -> Meal:
+    return Meal()
+
+
+def test_flags_and_defaults(meal: Meal) -> None:
+    assert meal.options() == Options(price=2.5)
+    assert meal.options("there", "--max-seats", "3", "--price=1") == Options(
+        place="there", max_seats=3, price=1.0
+    )
+    assert meal.options("--max_seats", "3", "--max_seats=4").max_seats == 4
+    assert meal.options("--guests", "a", "-g", "-b", "--door-code", "-x").guests == ("a", "-b")
+    assert meal.options("--quiet", "--no-quiet", "--place", "none") == Options(place="none", price=2.5)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.toml", 'max-seats = 5\nday = "tue"\nquiet = true\nguests = ["a", "b"]\n'),
+        ("a.yaml", "max_seats: 5\nday: tue\nquiet: true\nguests: [a, b]\nprice: null\n"),
+        ("a.yml", "max_seats: 5\nday: tue\nquiet: yes\nguests:\n- a\n- b\n"),
+    ],
+)
+def test_a_flag_goes_before_a_variable_and_that_before_the_file(
+    meal: Meal, name: str, content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / name).write_text(content)
+    file = ("--config", str(tmp_path / name))
+    expected = Options(max_seats=5, day="tue", quiet=True, guests=("a", "b"), price=2.5)
+    assert meal.options(*file) == expected
+    monkeypatch.setenv("BACKFILL_MAX_SEATS", "6")
+    monkeypatch.setenv("BACKFILL_GUESTS", "c d")
+    monkeypatch.setenv("BACKFILL_QUIET", "false")
+    monkeypatch.setenv("BACKFILL_PLACE", "")
+    of_variables = meal.options(*file)
+    assert (of_variables.max_seats, of_variables.guests, of_variables.quiet) == (6, ("c", "d"), False)
+    assert of_variables.place == "here", "an empty variable is not set"
+    of_flags = meal.options(*file, "--max-seats", "7", "-g", "e", "--quiet")
+    assert (of_flags.max_seats, of_flags.guests, of_flags.quiet, of_flags.day) == (7, ("e",), True, "tue")
+    monkeypatch.setenv("BACKFILL_CONFIG", file[1])
+    assert meal.options().day == "tue"
+
+
+def test_a_variable_may_have_a_name_of_its_own(meal: Meal, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SEATS", "3")
+    assert meal.options().max_seats == 3
+    monkeypatch.setenv("BACKFILL_MAX_SEATS", "4")
+    assert meal.options().max_seats == 4
+    monkeypatch.setenv("BACKFILL_CPU_ISA", "avx2")  # is no option
+    assert meal.options().max_seats == 4
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("max_seat = 3", "unknown option max_seat; did you mean max_seats?"),
+        ("zzz = 3", "unknown option zzz."),
+        ("config = 'b.toml'", "unknown option config."),
+        ("max_seats = 'many'", "max_seats must be int, got 'many'."),
+        ("max_seats = 2.5", "max_seats must be int, got 2.5."),
+        ("day = 'sun'", "day must be mon or tue, got 'sun'."),
+        ("guests = 'a'", "guests must be a list of str, got 'a'."),
+        ("door_code = 12345", "door_code must be a list of str."),
+        ("= 3", "is not TOML"),
+    ],
+)
+def test_files_are_refused_with_their_name_and_key(
+    meal: Meal, content: str, message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "a.toml"
+    path.write_text(content)
+    done = meal.run("--config", str(path))
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
+    assert done.stderr.startswith(f"backfill: {path}") and message in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("none.toml", "cannot be read: No such file"),
+        ("a.yaml", "is not YAML"),
+        ("a.ini", "must be named .toml"),
+    ],
+)
+def test_what_is_no_configuration_file_is_refused(
+    meal: Meal, name: str, message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "a.yaml").write_text("a: [")
+    (tmp_path / "a.ini").write_text("")
+    done = meal.run("--config", str(tmp_path / name))
+    assert done.returncode == 1 and message in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_an_error_names_an_option_as_the_user_wrote_it(
+    meal: Meal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reason = "must be at least 1, got 0; see --day.\n"
+    assert meal.run("--max-seats", "0").stderr == f"backfill: --max-seats {reason}"
+    path = tmp_path / "a.toml"
+    path.write_text("max-seats = 0")
+    assert meal.run("--config", str(path)).stderr == f"backfill: max_seats in {path} {reason}"
+    monkeypatch.setenv("BACKFILL_MAX_SEATS", "0")
+    done = meal.run()
+    assert (done.returncode, done.stderr) == (1, f"backfill: BACKFILL_MAX_SEATS {reason}")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--max-seats", "x"), 'Invalid value for --max-seats: unable to convert "x" into int.'),
+        (("--max-seats", "2.5"), 'Invalid value for --max-seats: unable to convert "2.5" into int.'),
+        (("--max-seat", "2"), "Unknown option: --max-seat. Did you mean --max-seats?"),
+        (("--door-cod=sesame",), "Unknown option: --door-cod. Did you mean --door-code?"),
+        (("--max-seats",), 'Command "meal" parameter --max-seats requires an argument.'),
+        (("here", "there"), "Unexpected argument: there."),
+    ],
+)
+def test_what_is_no_command_line_has_exit_status_2(
+    meal: Meal, arguments: tuple[str, ...], message: str
+) -> None:
+    done = meal.run(*arguments)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"backfill: {message}\n")
+
+
+def test_help_says_groups_choices_defaults_and_variables(meal: Meal, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    text = meal.run("--help").stdout
+    for part in (
+        "Usage: backfill meal [OPTIONS] [PLACE]\n\nEat.\n\n",
+        "\n\nWhere:\n  PLACE                     Where. [default: here]\n",
+        "  --day CHOICE              Which. [choices: mon, tue; default: mon]\n\nWho:\n",
+        "  --max-seats INT           How many at most. [default: 8; variable: SEATS]\n",
+        "  --price FLOAT             Of one. [default: 2.5]\n",
+        "  -g, --guests STR          Who; repeatable.\n",
+        "  --[no-]quiet              Whether nobody speaks; needs --max-seats.\n",
+        "  --door-code STR           To come in.\n",
+        "  --config PATH",
+    ):
+        assert part in text, part
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_is_whole_at_80_columns(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    done = run_cli_here(*name.split(), "-h")
+    assert done.returncode == 0
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    assert "\u2026" not in done.stdout, "nothing is cut"
+    groups = [block for block in done.stdout.split("\n\n") if ":\n  " in block]
+    assert all(block.count("\n  -") <= 14 for block in groups)
+
+
+def test_every_option_of_the_configurations_is_a_flag_of_serve() -> None:
+    flags = {each.field_info.name for each in commands()["serve"].assemble_argument_collection()}
+    known = {
+        name for kind in (ModelOptions, ServerConfig, EngineConfig, JobsConfig) for name in options_of(kind)
+    }
+    assert flags == known | {"config"}

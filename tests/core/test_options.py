@@ -1,0 +1,122 @@
+"""Options are read from dataclasses."""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, dataclass
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from backfill.core.errors import ConfigError
+from backfill.core.options import (
+    check_types,
+    internal,
+    options_of,
+    secret,
+    spell,
+    with_options,
+    without_secrets,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Paint:
+    """Paint.
+
+    Attributes:
+        colour: what the eye sees, of a
+            long list.
+        gloss: between 0 and 1.
+
+    Source: a shop.
+    """
+
+    colour: Literal["red", "blue"] = "red"
+    gloss: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wall:
+    """A wall.
+
+    Attributes:
+        width, height: metres.
+    """
+
+    width: int
+    height: int = 2
+    hooks: tuple[str, ...] = ()
+    picture: Path | None = None
+    is_load_bearing: bool = False
+    safe: str | None = secret(None)
+    id: int = internal(0)
+    paint: Paint = Paint(colour="blue")
+
+
+def test_options_of_nested_dataclasses_are_one_list() -> None:
+    options = options_of(Wall)
+    assert list(options) == [
+        *("width", "height", "hooks", "picture", "is_load_bearing", "safe", "colour", "gloss")
+    ]
+    assert options["width"].default is MISSING
+    assert options["colour"].default == "blue", "of the instance that the field holds"
+    assert options["colour"].choices == ("red", "blue")
+    assert options["colour"].help == "what the eye sees, of a long list."
+    assert options["gloss"].help == "between 0 and 1."
+    assert options["width"].help == options["height"].help == "metres."
+    assert options_of(Wall(width=3))["width"].default == 3
+
+
+def test_values_go_where_their_fields_are() -> None:
+    wall = with_options(Wall, {"width": 4, "gloss": 0.5})
+    assert wall == Wall(width=4, paint=Paint(colour="blue", gloss=0.5))
+    assert with_options(wall, {"colour": "red"}).paint == Paint(colour="red", gloss=0.5)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("colour", "green", r"^`colour` must be red or blue, got 'green'\.$"),
+        ("gloss", "0.5", r"^`gloss` must be float or None, got '0\.5'"),
+        ("gloss", True, "must be float or None, got True"),
+        ("height", 2.5, r"must be int, got 2\.5"),
+        ("height", True, "must be int, got True"),
+        ("height", None, "must be int, got None"),
+        ("hooks", "a", "must be a list of str, got 'a'"),
+        ("hooks", [1], "must be a list of str"),
+        ("picture", 1, "must be Path or None"),
+        ("is_load_bearing", 1, "must be bool, got 1"),
+        ("safe", 12345, r"^`safe` must be str or None\.$"),
+    ],
+)
+def test_a_value_of_another_type_is_refused_in_one_way(name: str, value: object, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        options_of(Wall)[name].check(value)
+    with pytest.raises(ConfigError, match=message):
+        check_types(with_options(Wall(width=1), {name: value}))
+
+
+def test_numbers_may_be_whole_and_paths_text() -> None:
+    options = options_of(Wall)
+    for name, value in (
+        ("gloss", 1),
+        ("gloss", None),
+        ("picture", "a.png"),
+        ("hooks", ["a"]),
+        ("hooks", ("a",)),
+    ):
+        options[name].check(value)
+
+
+def test_secrets_are_not_shown() -> None:
+    wall = Wall(width=1, safe="behind the picture")
+    assert "behind" not in repr(wall)
+    assert without_secrets(wall)["safe"] == "***"
+    assert without_secrets(Wall(width=1))["safe"] is None
+
+
+def test_names_in_backticks_are_spelled() -> None:
+    names = {"kv_gib": "--kv-gib"}
+    text = "`kv_gib` must be above 0, as ``kv_gib`` of `other`."
+    assert spell(text, names.get) == "--kv-gib must be above 0, as --kv-gib of `other`."
