@@ -15,7 +15,6 @@ from backfill.bench.metrics import compute_metrics
 from backfill.bench.report import result_json
 from backfill.bench.runner import Run
 from backfill.cli.main import app
-from backfill.cli.typer_command import CLICK_COMMANDS
 from backfill.core.slo import SLO
 from backfill.jobs.manager import JobsSnapshot
 from backfill.preparation.client import PreparationClient
@@ -45,18 +44,13 @@ def commands() -> dict[str, App]:
 
 def options(command: str) -> set[str]:
     """The flags of a command, without negative ones."""
-    if command in CLICK_COMMANDS:
-        return {option for parameter in CLICK_COMMANDS[command].params for option in parameter.opts}
     arguments = commands()[command].assemble_argument_collection()
     return {name for each in arguments for name in (*each.parameter.name, *each.parameter.alias)}
 
 
 def parse(command: str, arguments: Sequence[str]) -> None:
     """Raises: an exception for arguments that are not understood."""
-    if command in CLICK_COMMANDS:
-        CLICK_COMMANDS[command].make_context(command, list(arguments))
-    else:
-        commands()[command].parse_args(arguments, exit_on_error=False, print_error=False)
+    commands()[command].parse_args(arguments, exit_on_error=False, print_error=False)
 
 
 def test_every_metric_is_documented() -> None:
@@ -81,9 +75,9 @@ def test_every_command_and_option_has_help() -> None:
     found = commands()
     assert found.keys() >= {"serve", "run-batch", "pull", "bench serve"}
     for name, command in found.items():
-        assert command.help or name in CLICK_COMMANDS, name
+        assert command.help, name
         for argument in command.assemble_argument_collection():
-            assert argument.parameter.help or name in CLICK_COMMANDS, (name, argument.name)
+            assert argument.parameter.help, (name, argument.name)
 
 
 def test_options_in_the_readme_exist() -> None:

@@ -85,7 +85,7 @@ def test_interrupt_keeps_and_marks_what_was_measured(server: RunningServer) -> N
             "No server answers at http://127.0.0.1:1: Connection refused.",
         ),
         (["--base-url", "127.0.0.1:1"], "--base-url must begin with http:// or https://"),
-        (["--backend", "tgi"], "--backend must be one of openai, vllm, openai-chat, got 'tgi'."),
+        (["--backend", "tgi"], "--backend must be openai, vllm or openai-chat, got 'tgi'."),
         (["--cv", "-1"], "--cv must be a number of at least 0"),
         (["--cv", "1", "--burstiness", "1"], "give one of them"),
         (["--burstiness", "0"], "--burstiness must be above 0"),
@@ -106,7 +106,7 @@ def test_interrupt_keeps_and_marks_what_was_measured(server: RunningServer) -> N
         (["--metric-percentiles", "101"], "--metric-percentiles takes numbers"),
         (["--percentile-metrics", "speed"], "--percentile-metrics must be one of"),
         (["--dataset-name", "trace"], "--dataset-name trace needs --dataset-path"),
-        (["--dataset-name", "hf"], "--dataset-name must be one of random, sharegpt, trace"),
+        (["--dataset-name", "hf"], "--dataset-name must be random, sharegpt or trace"),
         (["--plot", "/no/such/folder/a.png"], "there is no folder /no/such/folder"),
     ],
 )

@@ -12,22 +12,22 @@ import pytest
 from backfill.bench.client import Endpoint
 from backfill.bench.coserve import CoserveRun, Status, run_coserve
 from backfill.bench.coserve_figures import figures_of, timeline_of
-from backfill.bench.coserve_load import CoserveLoad, LengthRange, OfflineMode
+from backfill.bench.coserve_load import CoserveLoad, OfflineMode
 from backfill.bench.offline import BatchLoad
 from backfill.core.errors import ConfigError
 from tests.bench.fake_server import FakeServer
 
 LOAD = CoserveLoad(
-    duration_s=1.5,
-    warmup_s=0.5,
-    rate_per_s=8.0,
-    input_len=LengthRange(4, 4),
-    output_len=LengthRange(3, 3),
-    offline_input_len=LengthRange(20, 30),
-    offline_output_len=LengthRange(5, 9),
+    duration=1.5,
+    warmup=0.5,
+    rate=8.0,
+    input_len="4",
+    output_len="3",
+    offline_input_len="20:30",
+    offline_output_len="5:9",
     offline_concurrency=4,
     offline_lines=5,
-    drain_s=1.0,
+    drain_timeout=1.0,
 )
 
 
@@ -86,14 +86,14 @@ def test_both_classes_are_sent_and_counted() -> None:
 
 def test_no_offline_load_at_all() -> None:
     server = FakeServer()
-    figures = figures_of(coserve(server, with_mode(OfflineMode.NONE)))
+    figures = figures_of(coserve(server, with_mode("none")))
     assert all(body.get("stream") for body in server.bodies)
     assert figures.offline_tok_s == 0.0 and figures.total_tok_s == figures.online_tok_s
 
 
 def test_priorities_as_vllm_reads_them_and_no_metrics() -> None:
     server = FakeServer(has_metrics=False)
-    figures = figures_of(coserve(server, with_mode(OfflineMode.PRIORITY)))
+    figures = figures_of(coserve(server, with_mode("priority")))
     priorities = {(bool(body.get("stream")), body["priority"]) for body in server.bodies}
     assert priorities == {(True, 0), (False, 1)}
     assert figures.tokens_from == "client" and figures.recomputed_token_share is None
@@ -102,7 +102,7 @@ def test_priorities_as_vllm_reads_them_and_no_metrics() -> None:
 
 def test_a_batch_is_submitted_again_until_the_run_ends() -> None:
     server = FakeServer(has_metrics=False, batch_lines=3)
-    load = dataclasses.replace(with_mode(OfflineMode.BATCH), duration_s=4.0)
+    load = dataclasses.replace(with_mode("batch"), duration=4.0)
     run = coserve(server, load)
     assert len(server.lines) == 5 and len(server.batches) >= 2
     assert server.lines[0]["body"]["max_tokens"] in range(5, 10)
@@ -120,7 +120,7 @@ def test_a_server_that_is_gone_leaves_what_was_measured() -> None:
         await num_online(server, 12)
         await server.die()
 
-    run = coserve(server, dataclasses.replace(LOAD, duration_s=100.0), die)
+    run = coserve(server, dataclasses.replace(LOAD, duration=100.0), die)
     figures = figures_of(run)
     assert run.status is Status.SERVER_LOST and figures.status == "server lost"
     assert figures.num_online < 8 * 100 and run.online.duration_s < 100
@@ -133,7 +133,7 @@ def test_stopping_leaves_what_was_measured() -> None:
         await num_online(server, 12)
         stop.set()
 
-    load = dataclasses.replace(LOAD, duration_s=100.0, ttft_slo_s=100.0)
+    load = dataclasses.replace(LOAD, duration=100.0, ttft_slo=100.0)
     figures = figures_of(coserve(server, load, soon))
     assert figures.status == "interrupted"
     assert 0 < figures.measured_s < 100 and figures.num_online > 0
@@ -141,7 +141,7 @@ def test_stopping_leaves_what_was_measured() -> None:
 
 
 def test_requests_without_a_token_count_with_what_they_waited() -> None:
-    load = dataclasses.replace(LOAD, drain_s=0.5, ttft_slo_s=0.2, offline_mode=OfflineMode.NONE)
+    load = dataclasses.replace(LOAD, drain_timeout=0.5, ttft_slo=0.2, offline_mode="none")
     figures = figures_of(coserve(_Silent(), load))
     assert figures.unfinished == figures.num_online and figures.ttft_attainment == 0.0
     assert 0.5 < (figures.ttft_p50_s or 0.0) < 3 and figures.itl_p99_s is None
@@ -157,7 +157,7 @@ class _Silent(FakeServer):
 
 
 @pytest.mark.parametrize(
-    ("mode", "message"), [(OfflineMode.BATCH, "The server takes no batch: HTTP 404: no batches here.")]
+    ("mode", "message"), [("batch", "The server takes no batch: HTTP 404: no batches here.")]
 )
 def test_a_refused_batch_ends_the_run(mode: OfflineMode, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -173,7 +173,7 @@ def test_refused_offline_requests_are_counted_and_not_hammered() -> None:
 
 def test_requests_beyond_the_context_are_refused_before_they_are_sent() -> None:
     server = FakeServer()
-    load = dataclasses.replace(LOAD, offline_input_len=LengthRange(4000, 4095))
+    load = dataclasses.replace(LOAD, offline_input_len="4000:4095")
     with pytest.raises(ConfigError, match="up to 4104 tokens, more than the server's context of 4096"):
         coserve(server, load)
     assert server.bodies == []

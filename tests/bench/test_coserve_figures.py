@@ -14,14 +14,14 @@ from backfill.bench.coserve_figures import (
     policy_json,
     timeline_of,
 )
-from backfill.bench.coserve_load import CoserveLoad, OfflineMode
+from backfill.bench.coserve_load import CoserveLoad
 from backfill.bench.coserve_plot import save_plot
 from backfill.bench.offline import NoLoad
 from backfill.bench.record import Outcome, RequestRecord
 from backfill.bench.runner import Run
 from backfill.bench.scrape import Sample
 
-LOAD = CoserveLoad(duration_s=10.0, warmup_s=5.0, ttft_slo_s=1.0, tpot_slo_s=0.15)
+LOAD = CoserveLoad(duration=10.0, warmup=5.0, ttft_slo=1.0, tpot_slo=0.15)
 
 
 def record(sent_at_s: float, *chunks: float, outcome: Outcome = Outcome.COMPLETED) -> RequestRecord:
@@ -116,6 +116,6 @@ def test_a_timeline_counts_in_windows(tmp_path: Path) -> None:
 
 def test_without_offline_load_all_tokens_are_online() -> None:
     run = run_of(record(6.0, 1.0), tokens_per_s=70.0)
-    run.load = CoserveLoad(duration_s=10.0, warmup_s=5.0, offline_mode=OfflineMode.NONE)
+    run.load = CoserveLoad(duration=10.0, warmup=5.0, offline_mode="none")
     figures = figures_of(run)
     assert figures.offline_tok_s == 0.0 and figures.total_tok_s == figures.online_tok_s == pytest.approx(10.1)

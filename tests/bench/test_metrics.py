@@ -118,7 +118,7 @@ def test_report_has_the_layout_of_vllm() -> None:
 
 
 def test_objectives() -> None:
-    assert parse_objectives(["ttft:1000", "tpot:50.5"], "--goodput") == {"ttft": 1.0, "tpot": 0.0505}
+    assert parse_objectives(["ttft:1000", "tpot:50.5"], "goodput") == {"ttft": 1.0, "tpot": 0.0505}
     for bad in ("ttft", "ttft:", "speed:5", "ttft:-1", "ttft:nan"):
-        with pytest.raises(ConfigError, match="--goodput takes NAME:MILLISECONDS"):
-            parse_objectives([bad], "--goodput")
+        with pytest.raises(ConfigError, match="`goodput` takes NAME:MILLISECONDS"):
+            parse_objectives([bad], "goodput")

@@ -8,9 +8,9 @@ import pytest
 
 from backfill.bench.client import BenchClient, Endpoint
 from backfill.bench.metrics import compute_metrics
-from backfill.bench.progress import describe_run
 from backfill.bench.record import BenchRequest, Outcome
 from backfill.bench.runner import Run, send_load, warm_up
+from backfill.cli.live import describe_run
 from tests.bench.scripted_server import DONE, Script, ScriptedServer, event, refusal, streamed, token, usage
 
 # How much later than scripted something may happen on a busy machine.

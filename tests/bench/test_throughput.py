@@ -19,5 +19,5 @@ def test_first_tokens_are_sampled_and_their_median_given(tmp_path: Path) -> None
     samples = figures["first_token_samples_s"]
     assert isinstance(samples, list) and len(samples) == 4 and min(samples) > 0
     assert figures["first_token_s"] == statistics.median(samples)
-    with pytest.raises(ConfigError, match="--input-len and output tokens together"):
+    with pytest.raises(ConfigError, match="`input_len` and output tokens together"):
         measure(config, **{**work, "input_len": 1 << 20})

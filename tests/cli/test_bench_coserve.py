@@ -158,7 +158,7 @@ def test_interrupt_keeps_and_marks_what_was_measured(server: RunningServer) -> N
         (["--policies", ","], "--policies names none"),
         (["--input-len", "512:256"], "--input-len takes tokens as N or LOW:HIGH"),
         (["--offline-output-len", "0"], "--offline-output-len takes tokens"),
-        (["--offline-mode", "bulk"], "--offline-mode must be one of none, flex, priority, batch"),
+        (["--offline-mode", "bulk"], "--offline-mode must be none, flex, priority or batch"),
         (["--rate", "0"], "--rate must be a number above 0"),
         (["--duration", "nan"], "--duration must be a number above 0"),
         (["--rounds", "0"], "--rounds must be at least 1"),

@@ -22,7 +22,7 @@ def test_uniform_covers_the_range_of_vllm() -> None:
     assert lengths.mean() == pytest.approx(101, rel=0.01)
 
 
-@pytest.mark.parametrize(("law", "spread"), [(LengthLaw.NORMAL, 0.2), (LengthLaw.LOGNORMAL, 1.5)])
+@pytest.mark.parametrize(("law", "spread"), [("normal", 0.2), ("lognormal", 1.5)])
 def test_mean_and_deviation_are_those_of_the_lengths(law: LengthLaw, spread: float) -> None:
     lengths = LengthDistribution(500, spread, law).sample(200_000, rng())
     assert lengths.mean() == pytest.approx(500, rel=0.02)
@@ -30,17 +30,17 @@ def test_mean_and_deviation_are_those_of_the_lengths(law: LengthLaw, spread: flo
 
 
 def test_never_below_one_token() -> None:
-    assert LengthDistribution(2, 3.0, LengthLaw.NORMAL).sample(1000, rng()).min() == 1
+    assert LengthDistribution(2, 3.0, "normal").sample(1000, rng()).min() == 1
     assert LengthDistribution(1, 0.9).sample(1000, rng()).min() == 1
 
 
 @pytest.mark.parametrize(
     "distribution",
-    [LengthDistribution(0), LengthDistribution(5, 1.0), LengthDistribution(5, -1, LengthLaw.NORMAL)],
+    [LengthDistribution(0), LengthDistribution(5, 1.0), LengthDistribution(5, -1, "normal")],
 )
 def test_out_of_range(distribution: LengthDistribution) -> None:
-    with pytest.raises(ConfigError, match="--input-len"):
-        distribution.validate("--input-len")
+    with pytest.raises(ConfigError, match="`random_input_len`"):
+        distribution.validate("random_input_len")
 
 
 def test_random_prompts_share_the_prefix_only() -> None:

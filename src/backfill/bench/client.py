@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import aiohttp
 import msgspec
@@ -17,26 +17,28 @@ from backfill.bench.sse import SseDecoder
 from backfill.core.errors import ConfigError
 
 _DONE = b"[DONE]"
-# uvicorn closes idle connections after 5 s; sending on one as it closes would be a failure of our making.
+# uvicorn closes idle connections after 5 s. A request sent on a closing connection would fail.
 _KEEP_ALIVE_S = 4.0
 _CALL_TIMEOUT_S = 60.0
+_MODELS_RETRY_S = 1.0
 
 
 class StreamError(Exception):
-    """The server's answer cannot count as completed; the message says why."""
+    """The response does not count as completed; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where requests go and what all of them carry.
+    """The server's address, and the fields and headers of every request.
 
-    Args:
+    Attributes:
         base_url: scheme, host and port, without ``/v1``.
         path: such as ``/v1/completions``.
+        model: name of the model at the server; empty for the server's first.
         is_chat: prompts are sent as a user message.
-        is_streaming: without it the answer comes whole and counts as one chunk.
-        body: fields of every request, over the client's own.
-        timeout_s: of one request, from send to end.
+        is_streaming: if False, the response comes whole and counts as one chunk.
+        body: fields of every request. They replace the client's own.
+        timeout_s: limit of one request, from send to end.
     """
 
     base_url: str
@@ -55,7 +57,7 @@ class BenchClient:
     """Sends requests to one endpoint. Use as an async context manager.
 
     Args:
-        count_tokens: counts an output's tokens where the server sends no ``usage``; without it, chunks count.
+        count_tokens: counts an output's tokens if the server sends no ``usage``; if None, chunks are counted.
     """
 
     def __init__(self, endpoint: Endpoint, count_tokens: Callable[[str], int] | None = None) -> None:
@@ -76,11 +78,11 @@ class BenchClient:
         await self._session.close()
 
     async def send(self, request: BenchRequest, record: RequestRecord, run_started_at: float) -> None:
-        """Send one request and fill in its record; every failure of server or network ends up there.
+        """Send one request and fill in its record, which also keeps every failure of server or network.
 
         Args:
             run_started_at: ``time.perf_counter()`` at the start of the run.
-        Raises: CancelledError only, with the record marked as interrupted and what arrived kept.
+        Raises: CancelledError only. The record is then interrupted and keeps the chunks that arrived.
         """
         body = msgspec.json.encode(self._body(request))
         sent_at = time.perf_counter()
@@ -102,7 +104,7 @@ class BenchClient:
             self._count_output(record)
 
     async def get_models(self) -> list[dict[str, Any]]:
-        """The entries of ``GET /v1/models``; empty when the server answers, but not with a list of them.
+        """The entries of ``GET /v1/models``; empty when the response is not a list of models.
 
         Raises: ConfigError when no server answers at the URL.
         """
@@ -170,6 +172,40 @@ class BenchClient:
             record.output_tokens = len(record.chunk_after_s)
 
 
+class ServerModel(NamedTuple):
+    """A model as ``/v1/models`` describes it; None where the server does not say."""
+
+    name: str
+    root: str | None
+    max_model_len: int | None
+
+
+async def find_model(endpoint: Endpoint, timeout_s: float = 0.0) -> ServerModel:
+    """The endpoint's model, or the server's first if it names none.
+
+    Args:
+        timeout_s: how long to wait for the server to answer.
+    Raises: ConfigError when no server answers, or neither names a model.
+    """
+    deadline_at = time.monotonic() + timeout_s
+    async with BenchClient(endpoint) as client:
+        while True:
+            try:
+                entries = await client.get_models()
+                break
+            except ConfigError:
+                if time.monotonic() >= deadline_at:
+                    raise
+                await asyncio.sleep(_MODELS_RETRY_S)
+    named = [entry for entry in entries if entry["id"] == endpoint.model]
+    entry = next(iter(named or entries), {})
+    name = endpoint.model or str(entry.get("id", ""))
+    if not name:
+        raise ConfigError(f"{endpoint.base_url}/v1/models names no model; give `model`.")
+    root, limit = entry.get("root"), entry.get("max_model_len")
+    return ServerModel(name, str(root) if root else None, limit if isinstance(limit, int) else None)
+
+
 _Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
@@ -189,7 +225,7 @@ class _Usage(msgspec.Struct):
 
 
 class _Chunk(msgspec.Struct):
-    """What the client reads of an event; other fields may be anything."""
+    """The fields of an event that the client reads."""
 
     choices: list[_Choice] | None = None
     usage: _Usage | None = None
@@ -200,11 +236,11 @@ _decoder = msgspec.json.Decoder(_Chunk)
 
 
 class ServerApi:
-    """What a load needs of a server beside completions. Use as an async context manager.
+    """Calls of a server beside completions. Use as an async context manager.
 
     Args:
         base_url: scheme, host and port, without ``/v1``.
-        timeout_s: of one call.
+        timeout_s: limit of one call.
     """
 
     def __init__(
@@ -231,18 +267,18 @@ class ServerApi:
         await self._session.close()
 
     async def get_text(self, path: str) -> str | None:
-        """The body of an answer with status 200, None for another status.
+        """The body of a response with status 200; None for another status.
 
-        Raises: aiohttp.ClientError or TimeoutError when the server cannot be asked.
+        Raises: aiohttp.ClientError or TimeoutError when the server does not answer.
         """
         async with self._session.get(self._base_url + path, headers=self._headers) as response:
             body = await response.read()
             return body.decode(errors="replace") if response.status == 200 else None
 
     async def call(self, method: str, path: str, body: Any = None) -> dict[str, Any]:
-        """Send a JSON body, or a form, and return the JSON object of the answer.
+        """Send a JSON body or a form, and return the JSON object of the response.
 
-        Raises: StreamError for a refusal or an answer of another shape; aiohttp.ClientError, TimeoutError.
+        Raises: StreamError for a refusal or a response of another shape; aiohttp.ClientError, TimeoutError.
         """
         payload = {"data": body} if isinstance(body, aiohttp.FormData) else {"json": body}
         url = self._base_url + path
@@ -260,15 +296,17 @@ class ServerApi:
 
 
 class _ChunkReader:
-    """Takes the events of one response into its record."""
+    """Adds the events of one response to its record."""
 
     def __init__(self, record: RequestRecord) -> None:
         self._record = record
         self._is_ended = False
 
     def read(self, event: bytes, after_s: float) -> None:
-        """Raises: StreamError for an error the server sent or an event of another shape, ValueError for
-        what is not JSON. A refused event leaves no trace in the record.
+        """Add one event. On an error the record is unchanged.
+
+        Raises: StreamError for an error that the server sent or an event of another shape; ValueError for
+            bytes that are not JSON.
         """
         if event == _DONE:
             self._is_ended = True
@@ -289,7 +327,7 @@ class _ChunkReader:
             self._record.input_tokens = chunk.usage.prompt_tokens or self._record.input_tokens
 
     def check_complete(self) -> None:
-        """Raises: StreamError when the response ended without a chunk, or without saying that it is over."""
+        """Raises: StreamError when the response ended without a chunk or without an end marker."""
         if not self._record.chunk_after_s:
             raise StreamError("the response ended without a chunk")
         if not self._is_ended:
@@ -297,14 +335,14 @@ class _ChunkReader:
 
 
 def describe(error: BaseException) -> str:
-    """One line; the class's name where the error has no message of its own."""
+    """The error in one line; its class's name if it has no message."""
     if isinstance(error, aiohttp.ServerDisconnectedError):
         return "the server closed the connection without an answer"
     if isinstance(error, aiohttp.ClientPayloadError):
         return "the connection broke off within the response"
     if isinstance(error, aiohttp.ClientConnectorError):
         cause = error.os_error
-        # asyncio puts the address into the system's text; name resolution has numbers below 0.
+        # asyncio adds the address to the system's text. Name resolution has numbers below 0.
         number = cause.errno or 0
         return os.strerror(number) if number > 0 else cause.strerror or str(cause)
     text = " ".join(str(error).split())
@@ -320,7 +358,7 @@ def _refusal(status: int, body: bytes) -> str:
 
 
 def _message(answer: Any) -> str:
-    """The message in an OpenAI error body, or the body itself where it has another shape."""
+    """The message in an OpenAI error body; the body itself if it has another shape."""
     error = answer.get("error", answer) if isinstance(answer, dict) else answer
     message = error.get("message", error) if isinstance(error, dict) else error
     return " ".join(str(message).split())[:300]

@@ -1,4 +1,4 @@
-"""Runs online and offline load against one server and keeps what happened."""
+"""Runs online and offline load against one server, and records it."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ from typing import Any
 import aiohttp
 import numpy as np
 
-from backfill.bench.client import BenchClient, Endpoint, ServerApi
+from backfill.bench.client import BenchClient, Endpoint, ServerApi, find_model
 from backfill.bench.coserve_load import CoserveLoad
 from backfill.bench.offline import OfflineLoad, offline_load
-from backfill.bench.runner import Run, new_run, send_load, wait_until_ready
+from backfill.bench.runner import Run, cancel, new_run, send_load, wait_until_ready
 from backfill.bench.scrape import Sample, num_present, parse_totals
-from backfill.core.errors import ConfigError
 
-# Often enough for a timeline of windows of 5 s; an answer of /metrics takes the server some milliseconds.
+# Half of the timeline's windows. A response of /metrics takes the server some milliseconds.
 _SAMPLE_S = 2.5
 _RETRY_S = 0.5
 _ATTEMPTS = 3
@@ -31,22 +30,22 @@ _IDLE_TIMEOUT_S = 30.0
 
 
 class Status(StrEnum):
-    """How a run ended; all but COMPLETE leave partial results."""
+    """How a run ended. Results are partial unless it is COMPLETE."""
 
     COMPLETE = "complete"
     INTERRUPTED = "interrupted"  # by the user
-    SERVER_LOST = "server lost"  # it no longer takes connections
+    SERVER_LOST = "server lost"  # it takes no more connections
 
 
 @dataclass(slots=True)
 class CoserveRun:
     """One run under one policy.
 
-    Args:
-        model: the name it has at the server.
-        online: every online request's record, those of the warm-up too.
-        samples: the server's totals, in order of time; empty where it exposes none.
-        ended_at_s: end of what can be measured: that of the load, or when the run broke off.
+    Attributes:
+        model: its name at the server.
+        online: the online requests, also those of the warm-up.
+        samples: the server's totals, in order of time; empty if it exposes none.
+        ended_at_s: end of the measurement, or of the run if that was stopped before.
     """
 
     load: CoserveLoad
@@ -65,15 +64,18 @@ async def run_coserve(
     stop: asyncio.Event,
     watch: Callable[[Run], AbstractAsyncContextManager[Any]] | None = None,
 ) -> CoserveRun:
-    """Send the load and return when its last measured request has ended, or cannot any more.
+    """Send the load, and return when the last measured request has ended or the run was stopped.
 
     Args:
-        endpoint: where; an empty model stands for the server's first.
-        stop: once set, the run is broken off and marked as interrupted.
+        endpoint: the server; an empty model is the server's first.
+        stop: once set, the run ends and is marked as interrupted.
         watch: shows the online requests while the run goes on.
-    Raises: ConfigError when no server answers, the load does not fit it, or it refuses the offline work.
+    Raises: ConfigError when no server answers, it refuses the offline work, or the load exceeds its context.
     """
-    endpoint = await _with_model(endpoint, load)
+    model = await find_model(endpoint)
+    if model.max_model_len is not None:
+        load.check_fits(model.max_model_len)
+    endpoint = dataclasses.replace(endpoint, model=model.name)
     requests = load.online_requests()
     offline = offline_load(load, endpoint)
     online_endpoint = dataclasses.replace(endpoint, body=load.online_fields())
@@ -85,47 +87,47 @@ async def run_coserve(
         run = CoserveRun(load, endpoint.model, new_run(len(requests)), offline)
         ending = asyncio.Event()
         sending = asyncio.create_task(send_load(client, requests, stop=ending, run=run.online))
-        await asyncio.sleep(0)  # its first turn sets the start from which all instants count
-        async with watch(run.online) if watch else contextlib.nullcontext(), _cancelled(sending, ending):
+        await asyncio.sleep(0)  # sets the run's start, from which all times count
+        async with watch(run.online) if watch else contextlib.nullcontext(), _ended(sending, ending):
             await _supervise(run, api, sending, stop)
         with contextlib.suppress(aiohttp.ClientError, TimeoutError):
             await offline.finish()
             if run.status is not Status.SERVER_LOST:
-                await _wait_until_idle(api)  # the next run begins with an empty server
+                await _wait_until_idle(api)  # so that the next run begins on an idle server
     return run
 
 
 async def _supervise(
     run: CoserveRun, api: ServerApi, sending: asyncio.Task[Run], stop: asyncio.Event
 ) -> None:
-    """Return once the load is over; fills in the run's samples, status and end."""
+    """Fill in the run's samples, status and end; return when the load is over."""
     load = run.load
-    flooding = asyncio.create_task(run.offline.run(run.online))
+    offline = asyncio.create_task(run.offline.run(run.online))
     sampling = asyncio.create_task(_sample(run, api))
     stopping = asyncio.create_task(stop.wait())
     measuring = asyncio.create_task(_until_measured(run, sending))
-    tasks: tuple[asyncio.Task[Any], ...] = (flooding, sampling, stopping, measuring)
+    tasks: tuple[asyncio.Task[Any], ...] = (offline, sampling, stopping, measuring)
     try:
-        await asyncio.wait(tasks, timeout=load.end_s + load.drain_s, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(
+            tasks, timeout=load.end_s + load.drain_timeout, return_when=asyncio.FIRST_COMPLETED
+        )
         run.ended_at_s = min(time.perf_counter() - run.online.started_at, load.end_s)
         if stopping.done():
             run.status = Status.INTERRUPTED
         elif sampling.done():
             sampling.result()
             run.status = Status.SERVER_LOST
-            # When it went is not known to the second, but then it was still there.
+            # The server's end is not known exactly. It was still there at the last sample.
             run.ended_at_s = min(run.ended_at_s, run.samples[-1].at_s if run.samples else 0.0)
-        for task in (flooding, measuring):
+        for task in (offline, measuring):
             if task.done():
                 task.result()
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel(tasks)
 
 
 async def _until_measured(run: CoserveRun, sending: asyncio.Task[Run]) -> None:
-    """Until every online request has ended, and the last sample is taken."""
+    """Wait until every online request has ended and the last sample is taken."""
     await asyncio.shield(sending)
     while time.perf_counter() - run.online.started_at < run.load.end_s or _lacks_last_sample(run):
         await asyncio.sleep(0.02)
@@ -136,8 +138,8 @@ def _lacks_last_sample(run: CoserveRun) -> bool:
 
 
 @contextlib.asynccontextmanager
-async def _cancelled(sending: asyncio.Task[Run], ending: asyncio.Event) -> AsyncIterator[None]:
-    """Afterwards nothing is sent any more, and what runs is marked as interrupted."""
+async def _ended(sending: asyncio.Task[Run], ending: asyncio.Event) -> AsyncIterator[None]:
+    """End the sending after the block. Requests that still run are marked as interrupted."""
     try:
         yield
     finally:
@@ -148,7 +150,7 @@ async def _cancelled(sending: asyncio.Task[Run], ending: asyncio.Event) -> Async
 async def _sample(run: CoserveRun, api: ServerApi) -> None:
     """Read the server's totals at instants that include both ends of the measurement.
 
-    Goes on after them only to notice a server that is gone, and returns when it is.
+    Continues after the measurement until cancelled. Returns only when the server takes no more connections.
     """
     num_refused = 0
     for at_s in _instants(run.load):
@@ -174,10 +176,10 @@ async def _sample(run: CoserveRun, api: ServerApi) -> None:
 
 
 def _instants(load: CoserveLoad) -> Sequence[float]:
-    """Evenly spaced in the warm-up, in the measurement and in the time its last requests may take."""
+    """Sampling times, evenly spaced in the warm-up, in the measurement and in the drain after it."""
     instants: list[float] = []
     start_s = 0.0
-    for end_s in (load.warmup_s, load.end_s, load.end_s + load.drain_s):
+    for end_s in (load.warmup, load.end_s, load.end_s + load.drain_timeout):
         steps = max(round((end_s - start_s) / _SAMPLE_S), 1)
         if end_s > start_s:
             instants += np.linspace(start_s, end_s, steps, endpoint=False).tolist()
@@ -185,23 +187,11 @@ def _instants(load: CoserveLoad) -> Sequence[float]:
     return sorted({*instants, load.end_s})
 
 
-async def _with_model(endpoint: Endpoint, load: CoserveLoad) -> Endpoint:
-    """The endpoint with the name of its model. Raises: ConfigError."""
-    async with BenchClient(endpoint) as client:
-        entries = await client.get_models()
-    named = [entry for entry in entries if entry["id"] == endpoint.model]
-    entry = next(iter(named or entries), {})
-    name = endpoint.model or str(entry.get("id", ""))
-    if not name:
-        raise ConfigError(f"{endpoint.base_url}/v1/models names no model; give --model.")
-    limit = entry.get("max_model_len")
-    if isinstance(limit, int):
-        load.check_fits(limit)
-    return dataclasses.replace(endpoint, model=name)
-
-
 async def _wait_until_idle(api: ServerApi) -> None:
-    """Wait until nothing runs or waits at the server, where it says so, but not for ever."""
+    """Wait until no request runs or waits at the server, at most ``_IDLE_TIMEOUT_S``.
+
+    Returns at once if the server does not expose these numbers.
+    """
     deadline_at = time.perf_counter() + _IDLE_TIMEOUT_S
     with contextlib.suppress(aiohttp.ClientError, TimeoutError):
         while time.perf_counter() < deadline_at:

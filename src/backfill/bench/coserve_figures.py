@@ -1,4 +1,4 @@
-"""What runs of online and offline load say: figures of a policy, their medians, and their course."""
+"""Figures of runs of online and offline load: one for each policy, medians over rounds, and timelines."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from typing import Any
 import numpy as np
 
 from backfill.bench.coserve import CoserveRun, Status
-from backfill.bench.coserve_load import OfflineMode
 from backfill.bench.record import Outcome, RequestRecord
 from backfill.bench.scrape import aborted_share, computed_share, gained, tokens_at
 
 WINDOW_S = 5.0
-# Summed over rounds: a failure must not vanish in a median.
+# Summed over rounds, since a median could hide a failure.
 _COUNTS = (
     "num_online",
     "failed",
@@ -30,22 +29,21 @@ _COUNTS = (
 
 @dataclass(frozen=True, slots=True)
 class CoserveFigures:
-    """One policy's figures; None where there was nothing to measure or the server does not say.
+    """One policy's figures; None if there was nothing to measure or the server does not say.
 
     Attributes:
-        ttft_p50_s, ttft_p99_s: over the online requests due in the measurement. One whose first token had
-            not come when the run ended counts with what it had waited by then, a lower bound.
-        itl_p50_s, itl_p99_s: over all gaps between chunks of those requests.
+        ttft_p50_s, ttft_p99_s: over the online requests due in the measurement. A request without a token at
+            the end of the run counts with its wait until then, a lower bound.
+        itl_p50_s, itl_p99_s: over all gaps between chunks of these requests.
         tpot_p99_s: over requests, (last - first chunk) / (tokens - 1).
-        ttft_attainment: part of these requests whose first token came in time; failed ones missed it.
-        itl_attainment: part of the gaps within their objective.
+        ttft_attainment: share of requests whose first token met its objective; failed requests missed it.
+        itl_attainment: share of gaps that met their objective.
         total_tok_s, online_tok_s, offline_tok_s: tokens of prompts and outputs per second of the measurement.
-        tokens_from: "server" where its counters tell the offline tokens, "client" where only completed
-            offline requests were counted.
-        recomputed_token_share, aborted_token_share: of all tokens computed.
+        tokens_from: who counted the offline tokens: "server" (its counters) or "client" (completed requests).
+        recomputed_token_share, aborted_token_share: over all tokens computed.
         checkpointed_token_share, restored_token_share: tokens whose KV was copied to host memory, and back,
-            over all computed.
-        failed, unfinished: online requests that failed, or had not ended when the run did.
+            over all tokens computed.
+        failed, unfinished: online requests that failed, or had not ended at the end of the run.
     """
 
     ttft_p50_s: float | None = None
@@ -77,12 +75,12 @@ class CoserveFigures:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """How a run went, in seconds from its start, the warm-up included.
+    """A run over time, in seconds from its start, the warm-up included.
 
     Attributes:
-        ttfts: instant of sending and TTFT of every online request.
-        itl_p99s: end of each window of ``WINDOW_S`` and the P99 of the gaps that ended in it.
-        rates: end of each window, and online and offline tokens per second in it; offline None where unknown.
+        ttfts: sending time and TTFT of every online request.
+        itl_p99s: end of each window of ``WINDOW_S``, and the P99 of the gaps that ended in it.
+        rates: end of each window, and its online and offline tokens per second; offline is None if unknown.
     """
 
     ttfts: list[tuple[float, float]]
@@ -91,16 +89,16 @@ class Timeline:
 
 
 def figures_of(run: CoserveRun) -> CoserveFigures:
-    """The figures of the measurement, or of what there is of it."""
+    """The figures of the measurement, or of its part before the run was stopped."""
     load = run.load
-    records = [r for r in run.online.records if load.warmup_s <= r.due_at_s <= run.ended_at_s]
+    records = [r for r in run.online.records if load.warmup <= r.due_at_s <= run.ended_at_s]
     waits = [wait for record in records if (wait := _ttft_s(record, run)) is not None]
     gaps = [gap for record in records for gap in record.itls_s]
     tpots = [r.tpot_s for r in records if r.outcome is Outcome.COMPLETED and r.tpot_s is not None]
-    # A partial run's broken off requests have neither met nor missed anything.
+    # The requests that a partial run interrupted have neither met nor missed their objective.
     judged = [r for r in records if r.chunk_after_s or _is_judged(r, run)]
-    in_time = sum(bool(r.chunk_after_s) and r.ttft_s <= load.ttft_slo_s for r in judged)
-    samples = [s for s in run.samples if s.at_s >= load.warmup_s and _is_measured(s.at_s, run)]
+    in_time = sum(bool(r.chunk_after_s) and r.ttft_s <= load.ttft_slo for r in judged)
+    samples = [s for s in run.samples if s.at_s >= load.warmup and _is_measured(s.at_s, run)]
     aborts = gained(samples, "backfill:step_aborts_total")
     preemptions = gained(samples, "backfill:num_preemptions_total")
     return CoserveFigures(
@@ -110,7 +108,7 @@ def figures_of(run: CoserveRun) -> CoserveFigures:
         itl_p99_s=_percentile(gaps, 99),
         tpot_p99_s=_percentile(tpots, 99),
         ttft_attainment=in_time / len(judged) if judged else None,
-        itl_attainment=sum(gap <= load.tpot_slo_s for gap in gaps) / len(gaps) if gaps else None,
+        itl_attainment=sum(gap <= load.tpot_slo for gap in gaps) / len(gaps) if gaps else None,
         **_rates(run),
         recomputed_token_share=computed_share(samples, "backfill:recomputed_tokens_total"),
         aborted_token_share=aborted_share(samples),
@@ -123,14 +121,14 @@ def figures_of(run: CoserveRun) -> CoserveFigures:
         unfinished=sum(record.outcome is Outcome.INTERRUPTED for record in records),
         offline_completed=run.offline.num_completed,
         offline_failed=run.offline.num_failed,
-        measured_s=max(run.ended_at_s - load.warmup_s, 0.0),
+        measured_s=max(run.ended_at_s - load.warmup, 0.0),
         status=str(run.status),
         errors=_errors(records, run),
     )
 
 
 def median_figures(rounds: Sequence[CoserveFigures]) -> CoserveFigures:
-    """Medians over rounds; counts are summed, and a partial round marks the whole."""
+    """Medians over rounds. Counts are summed. One partial round makes the result partial."""
     merged: dict[str, Any] = {}
     for name in (each.name for each in fields(CoserveFigures)):
         values = [value for each in rounds if (value := getattr(each, name)) is not None]
@@ -151,7 +149,7 @@ def policy_json(rounds: Sequence[CoserveFigures], baselines: Mapping[str, Coserv
     """One policy's entry of the result.
 
     Args:
-        baselines: figures by policy, of which the ratios' are taken where they are there.
+        baselines: figures by policy, for the ratios.
     """
     figures = median_figures(rounds)
     entry = {
@@ -165,14 +163,14 @@ def policy_json(rounds: Sequence[CoserveFigures], baselines: Mapping[str, Coserv
 
 
 def ratio(figures: CoserveFigures, baseline: CoserveFigures | None, name: str) -> float | None:
-    """Of a figure to the baseline's; None where one of them is missing."""
+    """A figure over the baseline's; None if one of them is missing."""
     ours = getattr(figures, name)
     theirs = None if baseline is None else getattr(baseline, name)
     return ours / theirs if ours is not None and theirs else None
 
 
 def timeline_of(run: CoserveRun) -> Timeline:
-    """The run in windows, up to the end of what was measured."""
+    """The run in windows, up to the end of the measurement."""
     records = run.online.records
     gaps = [each for record in records for each in _gaps(record)]
     edges = np.arange(0.0, run.ended_at_s + 1e-6, WINDOW_S).tolist()
@@ -189,8 +187,8 @@ def timeline_of(run: CoserveRun) -> Timeline:
 
 
 def _rates(run: CoserveRun) -> dict[str, Any]:
-    """Tokens per second of the measurement; empty when there was none."""
-    start_s, end_s = run.load.warmup_s, run.ended_at_s
+    """Tokens per second of the measurement; empty if there was none."""
+    start_s, end_s = run.load.warmup, run.ended_at_s
     if end_s <= start_s:
         return {}
     online = _online_tokens(run.online.records, [start_s, end_s])[0]
@@ -207,19 +205,19 @@ def _rates(run: CoserveRun) -> dict[str, Any]:
 def _offline_tokens(
     run: CoserveRun, start_s: float, end_s: float, online_tokens: float
 ) -> tuple[float | None, str | None]:
-    """Offline tokens within [start_s, end_s] and who counted them."""
-    if run.load.offline_mode is OfflineMode.NONE:
+    """Offline tokens within [start_s, end_s], and who counted them."""
+    if run.load.offline_mode == "none":
         return 0.0, None
     totals = tokens_at(run.samples, [start_s, end_s])
     if totals is not None:
-        # The server counts an online prompt's parts as they are computed, the client all of it with the
-        # first token, so a short window may come out below 0.
+        # The server counts a prompt's tokens as it computes them, the client all of them with the first
+        # token. The difference can be below 0 in a short window.
         return max(totals[1] - totals[0] - online_tokens, 0.0), "server"
     return run.offline.tokens_between(start_s, end_s), "client"
 
 
 def _online_tokens(records: Sequence[RequestRecord], edges_s: Sequence[float]) -> list[float]:
-    """Tokens in each window between edges: a prompt with its first chunk, an output by its chunks."""
+    """Tokens in each window between edges. A prompt counts with its first chunk, an output by its chunks."""
     instants: list[float] = []
     weights: list[float] = []
     for record in records:
@@ -238,26 +236,26 @@ def _ttft_s(record: RequestRecord, run: CoserveRun) -> float | None:
 
 
 def _is_judged(record: RequestRecord, run: CoserveRun) -> bool:
-    """Whether a request without a first token has missed its objective, or was only broken off."""
+    """Whether a request without a first token has missed its objective; False if it was only interrupted."""
     if record.outcome is Outcome.FAILED:
         return True
     has_ended = record.outcome is Outcome.INTERRUPTED and record.sent_at_s is not None
-    return has_ended and (run.status is Status.COMPLETE or record.ended_after_s > run.load.ttft_slo_s)
+    return has_ended and (run.status is Status.COMPLETE or record.ended_after_s > run.load.ttft_slo)
 
 
 def _is_measured(at_s: float, run: CoserveRun) -> bool:
-    # The sample at the end is asked for at the end and comes a little later.
+    # The last sample is requested at the end and arrives a little later.
     return at_s <= run.ended_at_s + 1.0
 
 
 def _gaps(record: RequestRecord) -> Iterator[tuple[float, float]]:
-    """End and length of every gap, in seconds of the run."""
+    """End and length of every gap, in seconds from the start of the run."""
     for after, gap in zip(record.chunk_after_s[1:], record.itls_s, strict=True):
         yield (record.sent_at_s or 0.0) + after, gap
 
 
 def _errors(records: Sequence[RequestRecord], run: CoserveRun) -> dict[str, int]:
-    """How often each error occurred, in both classes, the most frequent ten."""
+    """The ten most frequent errors of both classes, with their counts."""
     online = [{record.error: 1} for record in records if record.outcome is Outcome.FAILED]
     counts = _summed([*online, run.offline.errors])
     return dict(sorted(counts.items(), key=lambda each: -each[1])[:10])

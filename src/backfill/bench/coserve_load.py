@@ -1,33 +1,28 @@
-"""What ``bench coserve`` sends: online requests that arrive by themselves, and offline ones without end."""
+"""The load of ``bench coserve``: online requests at their arrival times, and endless offline requests."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
 from backfill.bench.record import BenchRequest
+from backfill.core.config import at_least
 from backfill.core.errors import ConfigError
+from backfill.core.options import check_types
 from backfill.workloads.arrivals import burstiness_of_cv, gamma_arrivals
 from backfill.workloads.prompts import ASSUMED_VOCABULARY, id_range, random_prompts
 
-# First words of the seeds, so that no kind of request draws what another does.
+OfflineMode = Literal["none", "flex", "priority", "batch"]
+LengthField = Literal["input_len", "output_len", "offline_input_len", "offline_output_len"]
+
+# Each kind of request has a seed that begins with its own number, so that no two draw the same.
 _ONLINE, _OFFLINE, _READY = range(3)
 _READY_TOKENS = 16
 _IDS = id_range(ASSUMED_VOCABULARY)
-
-
-class OfflineMode(StrEnum):
-    """How offline work reaches the server."""
-
-    NONE = "none"
-    FLEX = "flex"  # completions with service_tier "flex"
-    PRIORITY = "priority"  # completions with priority 1, online ones with priority 0, as vLLM reads them
-    BATCH = "batch"  # a file of lines through /v1/files and /v1/batches
 
 
 class LengthRange(NamedTuple):
@@ -37,108 +32,112 @@ class LengthRange(NamedTuple):
     high: int
 
     @classmethod
-    def parse(cls, option: str, text: str) -> LengthRange:
-        """``256`` or ``256:512``. Raises: ConfigError naming ``option``."""
+    def parse(cls, field: str, text: str) -> LengthRange:
+        """``256`` or ``256:512``. Raises: ConfigError naming ``field``."""
         low, colon, high = text.partition(":")
         try:
             lengths = cls(int(low), int(high if colon else low))
         except ValueError:
             lengths = cls(0, 0)
         if not 1 <= lengths.low <= lengths.high:
-            raise ConfigError(f"{option} takes tokens as N or LOW:HIGH, at least 1, got {text!r}.")
+            raise ConfigError(f"`{field}` takes tokens as N or LOW:HIGH, at least 1, got {text!r}.")
         return lengths
 
+    def __str__(self) -> str:
+        return f"{self.low}" if self.low == self.high else f"{self.low} to {self.high}"
 
-_ONLINE_INPUT, _ONLINE_OUTPUT = LengthRange(256, 256), LengthRange(64, 64)
-_OFFLINE_INPUT, _OFFLINE_OUTPUT = LengthRange(256, 512), LengthRange(32, 128)
 
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CoserveLoad:
     """One experiment, the same for every policy.
 
-    Args:
-        duration_s: of the measurement, which begins after ``warmup_s`` of the same load.
-        rate_per_s, cv: of online arrivals; gaps are gamma-distributed.
-        offline_concurrency: offline completions kept at the server; unused with BATCH.
-        offline_lines: lines of a batch's file; when all are done the file is submitted again.
-        drain_s: how long after the measurement its last online requests may still end, offline load going on.
-        ttft_slo_s, tpot_slo_s: objectives; the latter holds for every gap between two tokens.
+    Attributes:
+        duration: seconds to measure, after `warmup`.
+        warmup: seconds of the same load before the measurement.
+        rate: online requests per second.
+        cv: coefficient of variation of the gaps between online requests: 1 is Poisson, 0 is constant.
+        input_len: tokens of an online prompt: N, or LOW:HIGH drawn uniformly.
+        output_len: tokens of an online output.
+        offline_mode: how offline work is sent. flex: completions with service_tier flex; priority:
+            completions with priority 1, online ones with 0, as vLLM takes it; batch: through the Batch API.
+        offline_input_len: tokens of an offline prompt.
+        offline_output_len: tokens of an offline output.
+        offline_concurrency: offline requests kept at the server. For a batch, the server chooses.
+        offline_lines: lines of the batch's file, which is submitted again when all are done.
+        ttft_slo: objective in seconds, also of servers started here.
+        tpot_slo: objective of every gap between two tokens in seconds, also of servers started here.
+        drain_timeout: seconds that online requests may take after the measurement. Offline load continues.
+        seed: seed of arrivals, lengths and prompts; each round takes the next one.
     """
 
-    duration_s: float = 120.0
-    warmup_s: float = 10.0
-    rate_per_s: float = 0.7
+    duration: float = 120.0
+    warmup: float = 10.0
+    rate: float = 0.7
     cv: float = 1.0
-    input_len: LengthRange = _ONLINE_INPUT
-    output_len: LengthRange = _ONLINE_OUTPUT
-    offline_mode: OfflineMode = OfflineMode.FLEX
-    offline_input_len: LengthRange = _OFFLINE_INPUT
-    offline_output_len: LengthRange = _OFFLINE_OUTPUT
+    input_len: str = "256"
+    output_len: str = "64"
+    offline_mode: OfflineMode = "flex"
+    offline_input_len: str = "256:512"
+    offline_output_len: str = "32:128"
     offline_concurrency: int = 128
     offline_lines: int = 2000
-    drain_s: float = 120.0
-    ttft_slo_s: float = 1.0
-    tpot_slo_s: float = 0.15
+    ttft_slo: float = 1.0
+    tpot_slo: float = 0.15
+    drain_timeout: float = 120.0
     seed: int = 0
 
     @property
     def end_s(self) -> float:
         """End of the measurement, from the start of the run."""
-        return self.warmup_s + self.duration_s
+        return self.warmup + self.duration
+
+    def lengths(self, field: LengthField) -> LengthRange:
+        """Raises: ConfigError for text of another shape."""
+        return LengthRange.parse(field, getattr(self, field))
 
     def validate(self) -> None:
         """Raises: ConfigError."""
-        for option, value in (
-            ("--duration", self.duration_s),
-            ("--rate", self.rate_per_s),
-            ("--ttft-slo", self.ttft_slo_s),
-            ("--tpot-slo", self.tpot_slo_s),
-        ):
-            if not (math.isfinite(value) and value > 0):
-                raise ConfigError(f"{option} must be a number above 0, got {value:g}.")
-        for option, value in (("--warmup", self.warmup_s), ("--drain-timeout", self.drain_s)):
-            if not (math.isfinite(value) and value >= 0):
-                raise ConfigError(f"{option} must be a number of seconds of at least 0, got {value:g}.")
-        for option, count in (
-            ("--offline-concurrency", self.offline_concurrency),
-            ("--offline-lines", self.offline_lines),
-        ):
-            if count < 1:
-                raise ConfigError(f"{option} must be at least 1, got {count}.")
+        check_types(self)
+        for field in ("duration", "rate", "ttft_slo", "tpot_slo"):
+            _check_finite(field, getattr(self, field), is_zero_allowed=False)
+        for field in ("warmup", "drain_timeout"):
+            _check_finite(field, getattr(self, field), is_zero_allowed=True)
+        at_least("offline_concurrency", self.offline_concurrency, 1)
+        at_least("offline_lines", self.offline_lines, 1)
+        for length in get_args(LengthField):
+            self.lengths(length)
         if not 0 <= self.seed < 1 << 31:
-            raise ConfigError(f"--seed must be at least 0 and below 2**31, got {self.seed}.")
+            raise ConfigError(f"`seed` must be at least 0 and below 2**31, got {self.seed}.")
         burstiness_of_cv(self.cv)
-        if not any(request.due_at_s >= self.warmup_s for request in self.online_requests()):
+        if not any(request.due_at_s >= self.warmup for request in self.online_requests()):
             raise ConfigError(
-                f"--rate {self.rate_per_s:g} leaves no request to measure within --duration "
-                f"{self.duration_s:g} s."
+                f"`rate` {self.rate:g} leaves no request to measure within `duration` {self.duration:g} s."
             )
 
     def check_fits(self, max_model_len: int) -> None:
-        """Raises: ConfigError when requests could be longer than the server's context, in tokens."""
-        sides = [("--input-len and --output-len", self.input_len, self.output_len)]
-        if self.offline_mode is not OfflineMode.NONE:
-            option = "--offline-input-len and --offline-output-len"
-            sides.append((option, self.offline_input_len, self.offline_output_len))
-        for options, input_len, output_len in sides:
-            if input_len.high + output_len.high > max_model_len:
+        """Raises: ConfigError when a request could exceed the server's context, in tokens."""
+        sides: list[tuple[LengthField, LengthField]] = [("input_len", "output_len")]
+        if self.offline_mode != "none":
+            sides.append(("offline_input_len", "offline_output_len"))
+        for input_len, output_len in sides:
+            num_tokens = self.lengths(input_len).high + self.lengths(output_len).high
+            if num_tokens > max_model_len:
                 raise ConfigError(
-                    f"{options} ask for up to {input_len.high + output_len.high} tokens, more than the "
+                    f"`{input_len}` and `{output_len}` ask for up to {num_tokens} tokens, more than the "
                     f"server's context of {max_model_len}."
                 )
 
     def online_requests(self) -> list[BenchRequest]:
-        """In order of arrival, the last at ``end_s``; the same for equal loads."""
-        count = round(self.rate_per_s * self.end_s)
+        """The online requests in order of arrival, the last at ``end_s``; the same for equal loads."""
+        count = round(self.rate * self.end_s)
         if count < 1:
             return []
-        # numpy's older generator: the instants are those of `bench serve` and of vLLM for the same seed.
+        # numpy's older generator gives the instants of `bench serve` and of vLLM for the same seed.
         arrivals = np.random.RandomState(self.seed)
-        due = gamma_arrivals(count, self.rate_per_s, burstiness_of_cv(self.cv), arrivals)
+        due = gamma_arrivals(count, self.rate, burstiness_of_cv(self.cv), arrivals)
         rng = np.random.default_rng((_ONLINE, self.seed))
-        input_lens = rng.integers(*self.input_len, count, endpoint=True)
-        output_lens = rng.integers(*self.output_len, count, endpoint=True)
+        input_lens = rng.integers(*self.lengths("input_len"), count, endpoint=True)
+        output_lens = rng.integers(*self.lengths("output_len"), count, endpoint=True)
         prompts = random_prompts(input_lens, _IDS, rng)
         return [
             BenchRequest(prompt, len(prompt), int(output_len), float(at))
@@ -146,42 +145,43 @@ class CoserveLoad:
         ]
 
     def offline_requests(self) -> Iterator[BenchRequest]:
-        """Without end; the n-th is the same for equal loads."""
+        """An endless sequence; the n-th request is the same for equal loads."""
+        inputs, outputs = self.lengths("offline_input_len"), self.lengths("offline_output_len")
         rng = np.random.default_rng((_OFFLINE, self.seed))
         while True:
-            input_len = int(rng.integers(*self.offline_input_len, endpoint=True))
-            output_len = int(rng.integers(*self.offline_output_len, endpoint=True))
+            input_len = int(rng.integers(*inputs, endpoint=True))
+            output_len = int(rng.integers(*outputs, endpoint=True))
             yield BenchRequest(rng.integers(*_IDS, input_len).tolist(), input_len, output_len)
 
     def ready_request(self) -> BenchRequest:
-        """A short one for asking whether the server answers, with a prompt no other request begins with."""
+        """A short request that shows whether the server answers. No other prompt begins with its prompt."""
         rng = np.random.default_rng((_READY, self.seed))
         return BenchRequest(rng.integers(*_IDS, _READY_TOKENS).tolist(), _READY_TOKENS, 2)
 
-    def online_fields(self) -> dict[str, Any]:
+    def online_fields(self) -> dict[str, object]:
         """Fields of every online request's body beside prompt and length."""
-        return {"temperature": 0, **({"priority": 0} if self.offline_mode is OfflineMode.PRIORITY else {})}
+        return {"temperature": 0, **({"priority": 0} if self.offline_mode == "priority" else {})}
 
-    def offline_fields(self) -> dict[str, Any]:
-        """Likewise of offline requests."""
-        extra: dict[OfflineMode, dict[str, Any]] = {
-            OfflineMode.FLEX: {"service_tier": "flex"},
-            OfflineMode.PRIORITY: {"priority": 1},
-        }
+    def offline_fields(self) -> dict[str, object]:
+        """Fields of every offline request's body beside prompt and length."""
+        extra: dict[str, dict[str, object]] = {"flex": {"service_tier": "flex"}, "priority": {"priority": 1}}
         return {"temperature": 0, **extra.get(self.offline_mode, {})}
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, object]:
         """The settings of the load, as the result keeps them."""
         return {
-            "duration_s": self.duration_s,
-            "warmup_s": self.warmup_s,
-            "rate_per_s": self.rate_per_s,
+            "duration_s": self.duration,
+            "warmup_s": self.warmup,
+            "rate_per_s": self.rate,
             "cv": self.cv,
-            "input_len": list(self.input_len),
-            "output_len": list(self.output_len),
-            "offline_mode": str(self.offline_mode),
-            "offline_input_len": list(self.offline_input_len),
-            "offline_output_len": list(self.offline_output_len),
+            **{field: list(self.lengths(field)) for field in get_args(LengthField)},
+            "offline_mode": self.offline_mode,
             "offline_concurrency": self.offline_concurrency,
             "seed": self.seed,
         }
+
+
+def _check_finite(field: str, value: float, *, is_zero_allowed: bool) -> None:
+    if not (math.isfinite(value) and (value > 0 or (is_zero_allowed and value == 0))):
+        bound = "of at least 0" if is_zero_allowed else "above 0"
+        raise ConfigError(f"must be a number {bound}, got {value:g}.", field=field)

@@ -1,4 +1,4 @@
-"""Runs under several policies as a picture: latency and throughput over time, a colour for each policy."""
+"""Draws runs under several policies: latency and throughput over time, one colour for each policy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from backfill.bench.coserve_figures import WINDOW_S, Timeline
 from backfill.bench.coserve_load import CoserveLoad
-from backfill.core.errors import ConfigError
+from backfill.bench.plot import write_figure
 
 _COLOURS = {
     "online-only": "#2166ac",
@@ -24,10 +24,7 @@ _OTHER_COLOURS = ("#4d4d4d", "#c51b7d", "#01665e", "#8c510a")
 
 
 def save_plot(path: Path, timelines: Mapping[str, Timeline], load: CoserveLoad, title: str) -> None:
-    """Write a PNG of four panels over one axis of time.
-
-    Raises: ConfigError when the file cannot be written.
-    """
+    """Write a PNG of four panels with one time axis. Raises: ConfigError when it cannot be written."""
     figure = Figure(figsize=(11, 11), layout="constrained")
     figure.suptitle(title)
     ttft, itl, online, offline = figure.subplots(4, 1, sharex=True)
@@ -35,14 +32,14 @@ def save_plot(path: Path, timelines: Mapping[str, Timeline], load: CoserveLoad, 
     for name, timeline in timelines.items():
         style = {"color": _COLOURS.get(name) or next(others), "label": name}
         _draw(ttft, timeline.ttfts, linestyle=":", linewidth=0.6, marker="o", markersize=3, **style)
-        # A window's figure is drawn at its middle.
+        # Timelines have the end of each window; draw at its middle.
         _draw(itl, [(at - WINDOW_S / 2, p99) for at, p99 in timeline.itl_p99s], marker=".", **style)
         rates = [(at - WINDOW_S / 2, by_online, by_offline) for at, by_online, by_offline in timeline.rates]
         _draw(online, [(at, rate) for at, rate, _ in rates], **style)
         _draw(offline, [(at, np.nan if rate is None else rate) for at, _, rate in rates], **style)
     for axes, limit_s, name in (
-        (ttft, load.ttft_slo_s, "TTFT of each request (s)"),
-        (itl, load.tpot_slo_s, f"P99 inter-token gap in {WINDOW_S:g} s (s)"),
+        (ttft, load.ttft_slo, "TTFT of each request (s)"),
+        (itl, load.tpot_slo, f"P99 inter-token gap in {WINDOW_S:g} s (s)"),
     ):
         axes.axhline(limit_s, color="red", linewidth=0.8, label="objective")
         axes.set(yscale="log", ylabel=name)
@@ -51,12 +48,9 @@ def save_plot(path: Path, timelines: Mapping[str, Timeline], load: CoserveLoad, 
     for axes in (online, offline):
         axes.set_ylim(bottom=0)
     for axes in (ttft, itl, online, offline):
-        axes.axvspan(0, load.warmup_s, color="grey", alpha=0.15, linewidth=0)
+        axes.axvspan(0, load.warmup, color="grey", alpha=0.15, linewidth=0)
     ttft.legend(fontsize=8, ncols=len(timelines) + 1, loc="upper right")
-    try:
-        figure.savefig(path, dpi=110, format="png")
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror or error}.") from error
+    write_figure(figure, path, dpi=110)
 
 
 def _draw(axes: Any, points: list[tuple[float, float]], **style: Any) -> None:

@@ -1,132 +1,127 @@
-"""Builds the requests of a run: prompts and lengths of a dataset, and the instants at which they arrive."""
+"""Builds the requests of a run from a dataset, and gives each its arrival time."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 
+from backfill.bench.arrivals import ArrivalConfig
 from backfill.bench.record import BenchRequest
+from backfill.core.config import at_least
 from backfill.core.errors import ConfigError
-from backfill.workloads.arrivals import (
-    Instants,
-    Phase,
-    RandomSource,
-    gamma_arrivals,
-    phased_arrivals,
-    ramp_arrivals,
-    rescaled_to_rate,
-)
-from backfill.workloads.lengths import LengthDistribution
+from backfill.core.options import check_types
+from backfill.workloads.lengths import LengthDistribution, LengthLaw
 from backfill.workloads.prompts import ASSUMED_VOCABULARY, id_range, prefix_sharing_prompts, random_prompts
 from backfill.workloads.traces import Trace, read_conversations, read_trace
 
-# What vLLM's benchmark keeps of ShareGPT.
+# The filter of vLLM's benchmark.
 _SHAREGPT_MIN_TOKENS = 4
 _SHAREGPT_MAX_INPUT_TOKENS = 1024
 _SHAREGPT_MAX_TOTAL_TOKENS = 2048
-
-
-# vLLM's defaults.
-_DEFAULT_INPUT = LengthDistribution(1024)
-_DEFAULT_OUTPUT = LengthDistribution(128)
-
-
-class DatasetName(StrEnum):
-    """Where prompts and lengths come from."""
-
-    RANDOM = "random"
-    SHAREGPT = "sharegpt"
-    TRACE = "trace"
+# Where a file of each dataset is published (docs/benchmarking.md).
+_PUBLISHED = {
+    "trace": "https://github.com/microsoft/vidur/blob/main/data/processed_traces/splitwise_conv.csv",
+    "sharegpt": "https://huggingface.co/datasets/anon8231489123/ShareGPT_Vicuna_unfiltered",
+}
 
 
 class TextTokenizer(Protocol):
-    """The part of a tokenizer that building prompts needs."""
+    """What building prompts needs of a tokenizer."""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str: ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DatasetConfig:
-    """Which requests to build.
+    """The prompts and their lengths in tokens.
 
-    Args:
-        input_len, output_len: of RANDOM; of the others ``fixed_output_len`` replaces the recorded lengths.
-        prefix_tokens: random tokens in front of every RANDOM prompt, the same for all.
-        max_total_tokens: longer requests are left out of a trace or of ShareGPT.
-        seconds_per_unit, hash_block_tokens: units of a JSONL trace.
+    Attributes:
+        dataset_name: random token ids, ShareGPT (JSON, or a CSV of lengths) or a trace (CSV or JSONL).
+        dataset_path: file of sharegpt and trace.
+        num_prompts: requests to send.
+        input_len: the same as `random_input_len`.
+        output_len: output tokens of every request, with any dataset.
+        random_input_len: mean length of a random prompt.
+        random_output_len: mean output length with random prompts.
+        random_range_ratio: random lengths lie within mean * (1 ± ratio), uniformly.
+        random_length_law: distribution of random lengths; normal and lognormal need `random_length_cv`.
+        random_length_cv: coefficient of variation of random lengths.
+        random_prefix_len: tokens in front of every random prompt, the same for all.
+        max_total_len: leave out a dataset's requests of more tokens, output included.
+        trace_seconds_per_unit: unit of the times in a JSONL trace; Mooncake's is the millisecond.
+        trace_hash_block_tokens: prompt tokens of one of a JSONL trace's hash_ids.
+        tokenizer: folder, known name or hub id; that of the server's model by default.
+        seed: seed of lengths, prompts and arrivals.
     """
 
-    name: DatasetName = DatasetName.RANDOM
-    path: Path | None = None
+    dataset_name: Literal["random", "sharegpt", "trace"] = "random"
+    dataset_path: Path | None = None
     num_prompts: int = 1000
-    input_len: LengthDistribution = _DEFAULT_INPUT
-    output_len: LengthDistribution = _DEFAULT_OUTPUT
-    fixed_output_len: int | None = None
-    prefix_tokens: int = 0
-    max_total_tokens: int | None = None
-    seconds_per_unit: float = 0.001
-    hash_block_tokens: int = 512
+    input_len: int | None = None
+    output_len: int | None = None
+    random_input_len: int = 1024
+    random_output_len: int = 128
+    random_range_ratio: float = 0.0
+    random_length_law: LengthLaw = "uniform"
+    random_length_cv: float | None = None
+    random_prefix_len: int = 0
+    max_total_len: int | None = None
+    trace_seconds_per_unit: float = 0.001
+    trace_hash_block_tokens: int = 512
+    tokenizer: str | None = None
     seed: int = 0
 
     def validate(self) -> None:
-        if self.num_prompts < 1:
-            raise ConfigError(f"--num-prompts must be at least 1, got {self.num_prompts}.")
-        if self.name is not DatasetName.RANDOM and self.path is None:
-            raise ConfigError(f"--dataset-name {self.name} needs --dataset-path.")
-        if self.fixed_output_len is not None and self.fixed_output_len < 1:
-            raise ConfigError(f"--output-len must be at least 1 token, got {self.fixed_output_len}.")
-        if self.hash_block_tokens < 1 or not self.seconds_per_unit > 0:
-            raise ConfigError("--trace-hash-block-tokens and --trace-seconds-per-unit must be above 0.")
-        if not 0 <= self.seed < 1 << 32:
-            raise ConfigError(f"--seed must be at least 0 and below 2**32, got {self.seed}.")
-        self.input_len.validate("--random-input-len")
-        self.output_len.validate("--random-output-len")
-
-
-@dataclass(frozen=True, slots=True)
-class ArrivalConfig:
-    """When requests arrive. ``phases`` and ``ramp`` exclude a rate and each other.
-
-    Args:
-        rate_per_s: inf sends all at once, or at a trace's own instants where it has them.
-        ramp: rates at the first and the last request.
-        is_self_timed: a trace with times keeps them, stretched to ``rate_per_s`` where that is finite.
-    """
-
-    rate_per_s: float = math.inf
-    burstiness: float = 1.0
-    phases: tuple[Phase, ...] = ()
-    ramp: tuple[float, float] | None = None
-    is_ramp_exponential: bool = False
-    is_self_timed: bool = True
-
-    def validate(self) -> None:
-        """Raises: ConfigError for settings that exclude each other or are out of range."""
-        chosen = [math.isfinite(self.rate_per_s), bool(self.phases), self.ramp is not None]
-        if sum(chosen) > 1:
-            raise ConfigError("Only one of --request-rate, --phases and --ramp-up-strategy can be given.")
-        self.instants(1, None, np.random.default_rng(0))
-
-    def instants(self, count: int, recorded: Instants | None, rng: RandomSource) -> Instants:
-        """Arrival instants of ``count`` requests; ``recorded`` are those of the trace, if any."""
-        if self.phases:
-            return phased_arrivals(count, self.phases, self.burstiness, rng)
-        if self.ramp is not None:
-            return ramp_arrivals(
-                count, *self.ramp, self.burstiness, rng, exponential=self.is_ramp_exponential
+        """Raises: ConfigError, also for a dataset that is missing."""
+        check_types(self)
+        at_least("num_prompts", self.num_prompts, 1)
+        at_least("random_prefix_len", self.random_prefix_len, 0)
+        at_least("trace_hash_block_tokens", self.trace_hash_block_tokens, 1)
+        if not self.trace_seconds_per_unit > 0:
+            raise ConfigError(
+                f"`trace_seconds_per_unit` must be above 0, got {self.trace_seconds_per_unit:g}."
             )
-        if recorded is not None and self.is_self_timed:
-            return recorded if math.isinf(self.rate_per_s) else rescaled_to_rate(recorded, self.rate_per_s)
-        return gamma_arrivals(count, self.rate_per_s, self.burstiness, rng)
+        if not 0 <= self.seed < 1 << 32:
+            raise ConfigError(f"`seed` must be at least 0 and below 2**32, got {self.seed}.")
+        if (self.random_length_cv is not None) == (self.random_length_law == "uniform"):
+            raise ConfigError(
+                "`random_length_cv` goes with `random_length_law` normal or lognormal, and only then."
+            )
+        self.input_lengths.validate("random_input_len" if self.input_len is None else "input_len")
+        self.output_lengths.validate("random_output_len" if self.output_len is None else "output_len")
+        self._check_file()
+
+    @property
+    def input_lengths(self) -> LengthDistribution:
+        """Of random prompts."""
+        return self._lengths(self.random_input_len if self.input_len is None else self.input_len)
+
+    @property
+    def output_lengths(self) -> LengthDistribution:
+        """Of the outputs of random prompts."""
+        return self._lengths(self.random_output_len if self.output_len is None else self.output_len)
+
+    def _lengths(self, mean: int) -> LengthDistribution:
+        cv = self.random_length_cv
+        return LengthDistribution(mean, self.random_range_ratio if cv is None else cv, self.random_length_law)
+
+    def _check_file(self) -> None:
+        if self.dataset_name == "random":
+            return
+        if self.dataset_path is None:
+            raise ConfigError(f"`dataset_name` {self.dataset_name} needs `dataset_path`.")
+        if not self.dataset_path.exists():
+            raise ConfigError(
+                f"`dataset_path` {self.dataset_path} cannot be read: there is no such file. "
+                f"One is {_PUBLISHED[self.dataset_name]}."
+            )
 
 
 def build_requests(
@@ -139,20 +134,20 @@ def build_requests(
 ) -> list[BenchRequest]:
     """The requests of a run, in order of arrival; the same for equal arguments.
 
-    Lengths, prompts and arrivals draw from generators of their own, so that changing one leaves the others.
+    Lengths, prompts and arrivals each have a random generator, so a change of one leaves the others alone.
 
     Args:
-        vocabulary_size: bounds random ids; without it that of Llama is assumed.
-        as_text: prompts must be text, as chat needs; random ones then need the tokenizer.
-    Raises: ConfigError for settings out of range, a dataset that cannot be read, or a tokenizer missing.
+        vocabulary_size: upper bound of random ids; Llama's if None.
+        as_text: prompts are text, as chat needs. Random prompts then need the tokenizer.
+    Raises: ConfigError for settings out of range, a dataset that cannot be read, or a missing tokenizer.
     """
     dataset.validate()
     arrival.validate()
     of_lengths, of_prompts = np.random.default_rng(dataset.seed).spawn(2)
-    # numpy's older generator, because `vllm bench serve` draws from it: equal seeds give equal arrivals.
+    # `vllm bench serve` draws from numpy's older generator too, so equal seeds give equal arrivals.
     of_arrivals = np.random.RandomState(dataset.seed)
     recorded = None
-    if dataset.name is DatasetName.SHAREGPT and not str(dataset.path).endswith(".csv"):
+    if dataset.dataset_name == "sharegpt" and not str(dataset.dataset_path).endswith(".csv"):
         requests = _conversation_requests(dataset, tokenizer, of_lengths)
     else:
         trace = _trace(dataset, of_lengths)
@@ -165,20 +160,24 @@ def build_requests(
 
 
 def _trace(dataset: DatasetConfig, rng: np.random.Generator) -> Trace:
-    """Lengths of the requests: drawn, or the trace's; with times its first requests, else a sample."""
+    """Lengths of the requests: drawn, or from a file.
+
+    A file with times gives its first requests, a file without them a random sample.
+    """
     count = dataset.num_prompts
-    if dataset.name is DatasetName.RANDOM:
-        return Trace(dataset.input_len.sample(count, rng), dataset.output_len.sample(count, rng))
-    assert dataset.path is not None
-    trace = read_trace(dataset.path, seconds_per_unit=dataset.seconds_per_unit)
-    if dataset.fixed_output_len is not None:
-        output = np.full(len(trace), dataset.fixed_output_len, dtype=np.int64)
+    if dataset.dataset_name == "random":
+        return Trace(dataset.input_lengths.sample(count, rng), dataset.output_lengths.sample(count, rng))
+    assert dataset.dataset_path is not None
+    trace = read_trace(dataset.dataset_path, seconds_per_unit=dataset.trace_seconds_per_unit)
+    if dataset.output_len is not None:
+        output = np.full(len(trace), dataset.output_len, dtype=np.int64)
         trace = dataclasses.replace(trace, output_lens=output)
-    if dataset.max_total_tokens is not None:
-        fits = trace.input_lens + trace.output_lens <= dataset.max_total_tokens
+    if dataset.max_total_len is not None:
+        fits = trace.input_lens + trace.output_lens <= dataset.max_total_len
         if not fits.any():
             raise ConfigError(
-                f"{dataset.path}: no request of at most --max-total-len {dataset.max_total_tokens} tokens."
+                f"{dataset.dataset_path}: no request of at most `max_total_len` {dataset.max_total_len} "
+                "tokens."
             )
         trace = trace.select(np.flatnonzero(fits))
     if trace.arrivals_at_s is not None:
@@ -197,12 +196,12 @@ def _synthetic_requests(
     ids = id_range(vocabulary_size or ASSUMED_VOCABULARY)
     if trace.hash_ids is not None:
         prompts = prefix_sharing_prompts(
-            trace.input_lens, trace.hash_ids, dataset.hash_block_tokens, ids, dataset.seed
+            trace.input_lens, trace.hash_ids, dataset.trace_hash_block_tokens, ids, dataset.seed
         )
     else:
-        prompts = random_prompts(trace.input_lens, ids, rng, prefix_tokens=dataset.prefix_tokens)
+        prompts = random_prompts(trace.input_lens, ids, rng, prefix_tokens=dataset.random_prefix_len)
     if as_text and tokenizer is None:
-        raise ConfigError("Random prompts for chat are text and need --tokenizer: a folder or hub id.")
+        raise ConfigError("Random prompts for chat are text and need `tokenizer`: a folder or hub id.")
     requests = []
     for prompt, output_len in zip(prompts, trace.output_lens, strict=True):
         text = _text_of(prompt, tokenizer, ids, rng) if as_text and tokenizer is not None else None
@@ -213,10 +212,9 @@ def _synthetic_requests(
 def _text_of(
     prompt: list[int], tokenizer: TextTokenizer, ids: tuple[int, int], rng: np.random.Generator
 ) -> str:
-    """Text that encodes to as many tokens as ``prompt`` has, or nearly.
+    """Text that encodes to the number of tokens in ``prompt``, or nearly.
 
-    Random ids rarely survive decoding and encoding unchanged, so what is missing is added and what is too
-    much is cut, a few times over.
+    Decoding and encoding rarely keeps the number of random ids, so ids are added or cut in several rounds.
     """
     wanted = len(prompt)
     for _ in range(8):
@@ -231,19 +229,19 @@ def _text_of(
 def _conversation_requests(
     dataset: DatasetConfig, tokenizer: TextTokenizer | None, rng: np.random.Generator
 ) -> list[BenchRequest]:
-    """A random sample of the conversations that pass vLLM's filter of lengths."""
-    assert dataset.path is not None
-    conversations = read_conversations(dataset.path)
+    """A random sample of the conversations whose lengths pass vLLM's filter."""
+    assert dataset.dataset_path is not None
+    conversations = read_conversations(dataset.dataset_path)
     if tokenizer is None:
-        raise ConfigError("--dataset-name sharegpt needs --tokenizer, a folder or hub id, to count tokens.")
-    longest = dataset.max_total_tokens or _SHAREGPT_MAX_TOTAL_TOKENS
+        raise ConfigError("`dataset_name` sharegpt needs `tokenizer`, a folder or hub id, to count tokens.")
+    longest = dataset.max_total_len or _SHAREGPT_MAX_TOTAL_TOKENS
     requests: list[BenchRequest] = []
     for index in rng.permutation(len(conversations)):
         prompt, answer = conversations[index]
         input_len = len(tokenizer.encode(prompt))
-        output_len = dataset.fixed_output_len or len(tokenizer.encode(answer, add_special_tokens=False))
+        output_len = dataset.output_len or len(tokenizer.encode(answer, add_special_tokens=False))
         is_long_enough = input_len >= _SHAREGPT_MIN_TOKENS and (
-            dataset.fixed_output_len is not None or output_len >= _SHAREGPT_MIN_TOKENS
+            dataset.output_len is not None or output_len >= _SHAREGPT_MIN_TOKENS
         )
         is_short_enough = input_len <= _SHAREGPT_MAX_INPUT_TOKENS and input_len + output_len <= longest
         if is_long_enough and is_short_enough:
@@ -251,6 +249,6 @@ def _conversation_requests(
         if len(requests) == dataset.num_prompts:
             return requests
     if not requests:
-        raise ConfigError(f"{dataset.path}: no conversation has a length between the limits.")
-    again = rng.integers(len(requests), size=dataset.num_prompts - len(requests))
-    return requests + [requests[i] for i in again]
+        raise ConfigError(f"{dataset.dataset_path}: no conversation has a length between the limits.")
+    repeated = rng.integers(len(requests), size=dataset.num_prompts - len(requests))
+    return requests + [requests[i] for i in repeated]

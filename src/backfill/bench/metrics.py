@@ -1,4 +1,4 @@
-"""What a run's records say: latencies, throughput, and how many requests met their objectives."""
+"""Figures of a run: latencies, throughput, and how many requests met their objectives."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ OBJECTIVES = ("ttft", "tpot", "itl", "e2el")
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """Statistics of a sample; NaN when it is empty. Percentiles are numpy's, linearly interpolated.
+    """Statistics of a sample, NaN if it is empty. Percentiles are numpy's, linearly interpolated.
 
-    Args:
-        percentiles: value of each percentile asked for, by its number.
+    Attributes:
+        percentiles: value of each percentile, by its number.
     """
 
     count: int
@@ -46,9 +46,13 @@ class Distribution:
 
 @dataclass(frozen=True, slots=True)
 class Attainment:
-    """Shares, in [0, 1], of the requests with an outcome that met each objective, and all of them.
+    """How many requests met their objectives. Failed and refused requests are misses; requests that the user
+    interrupted do not count.
 
-    Failed and refused requests are misses. Requests interrupted by the user count on neither side.
+    Attributes:
+        by_objective: share of requests, in [0, 1], that met each objective.
+        all_met: share of requests that met all objectives.
+        num_good: requests that met all objectives.
     """
 
     by_objective: Mapping[str, float]
@@ -58,13 +62,13 @@ class Attainment:
 
 @dataclass(frozen=True, slots=True)
 class Metrics:
-    """A run in figures; see docs/benchmarking.md for each formula.
+    """Figures of a run; docs/benchmarking.md has the formulas.
 
-    Args:
-        latencies: in seconds, by ``ttft``, ``tpot``, ``itl``, ``e2el``, ``normalized_latency`` and
-            ``client_queue_time``; over completed requests.
+    Attributes:
+        latencies: seconds, over completed requests, by ``ttft``, ``tpot``, ``itl``, ``e2el``,
+            ``normalized_latency`` and ``client_queue_time``.
         send_lag: how late the generator was, in seconds, over all requests sent.
-        attainment: None when no objective was given.
+        attainment: None if no objective was given.
         errors: how often each error occurred, most frequent first.
     """
 
@@ -117,8 +121,8 @@ def compute_metrics(
     """Summarize a run.
 
     Args:
-        records: of all requests that arrived; those still waiting for a place count as interrupted.
-        num_requests: what the run was to send.
+        records: of all requests that arrived; those still waiting to be sent count as interrupted.
+        num_requests: requests that the run was to send.
         objectives_s: bounds in seconds by names of ``OBJECTIVES``.
     """
     completed = [record for record in records if record.outcome is Outcome.COMPLETED]
@@ -143,10 +147,10 @@ def compute_metrics(
     )
 
 
-def parse_objectives(pairs: Iterable[str], option: str) -> dict[str, float]:
+def parse_objectives(pairs: Iterable[str], field: str) -> dict[str, float]:
     """``ttft:1000 tpot:150`` in milliseconds as bounds in seconds by name.
 
-    Raises: ConfigError naming ``option`` for another shape, an unknown name or a bound not above 0.
+    Raises: ConfigError naming ``field`` for another shape, an unknown name or a bound not above 0.
     """
     objectives: dict[str, float] = {}
     for pair in pairs:
@@ -157,7 +161,7 @@ def parse_objectives(pairs: Iterable[str], option: str) -> dict[str, float]:
             bound_ms = math.nan
         if not colon or name not in OBJECTIVES or not bound_ms > 0:
             raise ConfigError(
-                f"{option} takes NAME:MILLISECONDS with a name of {', '.join(OBJECTIVES)} and a number "
+                f"`{field}` takes NAME:MILLISECONDS with a name of {', '.join(OBJECTIVES)} and a number "
                 f"above 0, got {pair!r}."
             )
         objectives[name] = bound_ms / 1000
@@ -165,7 +169,7 @@ def parse_objectives(pairs: Iterable[str], option: str) -> dict[str, float]:
 
 
 def concurrency_steps(records: Iterable[RequestRecord]) -> list[tuple[float, int]]:
-    """Instants in seconds at which the number of requests at the server changes, and that number after."""
+    """The number of requests at the server after each change, with the instant in seconds."""
     changes = []
     for record in records:
         if record.sent_at_s is not None:
@@ -178,7 +182,7 @@ def concurrency_steps(records: Iterable[RequestRecord]) -> list[tuple[float, int
 
 
 def tokens_by_second(records: Iterable[RequestRecord]) -> list[float]:
-    """Output tokens received in each second of the run; a chunk stands for an equal share of the output."""
+    """Output tokens received in each second of the run. Each chunk counts as an equal share of the output."""
     instants, weights = [], []
     for record in records:
         if record.chunk_after_s and record.sent_at_s is not None:

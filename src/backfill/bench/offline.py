@@ -1,4 +1,4 @@
-"""Offline load: completions kept in flight, or a batch of lines, until told to stop."""
+"""Offline load: completions kept in flight, or a batch, until cancelled."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ import msgspec
 import numpy as np
 
 from backfill.bench.client import BenchClient, Endpoint, ServerApi, StreamError, describe
-from backfill.bench.coserve_load import CoserveLoad, OfflineMode
+from backfill.bench.coserve_load import CoserveLoad
 from backfill.bench.record import BenchRequest, Outcome, RequestRecord
 from backfill.bench.runner import Run
 from backfill.core.errors import ConfigError
 
-# A server that refuses is not to be asked as fast as it can answer.
+# After a refusal, so that the client does not flood the server with requests it refuses.
 _RETRY_S = 0.5
 _POLL_S = 1.0
-# What a batch's results may take to be complete after it was cancelled.
+# For a cancelled batch to reach its final status.
 _CANCEL_TIMEOUT_S = 30.0
 _FINAL = ("completed", "failed", "expired", "cancelled")
 
 
 class OfflineLoad(Protocol):
-    """Work beside the online requests. Counts are as the client knows them."""
+    """Work beside the online requests, with the client's counts."""
 
     errors: dict[str, int]
 
@@ -40,23 +40,27 @@ class OfflineLoad(Protocol):
     def num_failed(self) -> int: ...
 
     async def prepare(self) -> None:
-        """What has to be done before the run. Raises: ConfigError when the server refuses it."""
+        """Prepare the server before the run. Raises: ConfigError when it refuses."""
 
     async def run(self, run: Run) -> None:
-        """Load the server until cancelled; instants count from the start of ``run``."""
+        """Load the server until cancelled. Times count from the start of ``run``."""
 
     async def finish(self) -> None:
-        """Tidy up after the run."""
+        """Clean up after the run."""
 
     def tokens_between(self, start_s: float, end_s: float) -> float | None:
-        """Tokens of prompts and outputs of what completed within [start_s, end_s]; None where unknown."""
+        """Tokens of prompts and outputs completed within [start_s, end_s]; None if unknown."""
 
 
 def offline_load(load: CoserveLoad, endpoint: Endpoint) -> OfflineLoad:
-    """The load of ``load.offline_mode``. Args: endpoint: that of the online requests."""
-    if load.offline_mode is OfflineMode.NONE:
+    """The load of ``load.offline_mode``.
+
+    Args:
+        endpoint: of the online requests.
+    """
+    if load.offline_mode == "none":
         return NoLoad()
-    if load.offline_mode is OfflineMode.BATCH:
+    if load.offline_mode == "batch":
         return BatchLoad(load, endpoint)
     return Flood(load, endpoint)
 
@@ -83,7 +87,7 @@ class NoLoad:
 
 
 class Flood:
-    """A fixed number of completions at the server; as one ends the next is sent."""
+    """Keeps a fixed number of completions at the server."""
 
     def __init__(self, load: CoserveLoad, endpoint: Endpoint) -> None:
         self._requests: Iterator[BenchRequest] = load.offline_requests()
@@ -127,7 +131,7 @@ class Flood:
             at_s = time.perf_counter() - run.started_at
             record = RequestRecord(next(self._indices), at_s, at_s, request.input_tokens)
             await client.send(request, record, run.started_at)
-            record.text = ""  # thousands of answers nobody reads
+            record.text = ""  # frees memory; nobody reads it
             if record.outcome is Outcome.COMPLETED:
                 self._completed.append(record)
             else:
@@ -136,17 +140,14 @@ class Flood:
 
 
 class BatchLoad:
-    """A batch of lines; submitted again should all of them end before the run does.
-
-    How many lines run at once is the server's choice.
-    """
+    """A batch, submitted again if it ends before the run. The server chooses how many lines run at once."""
 
     def __init__(self, load: CoserveLoad, endpoint: Endpoint) -> None:
         self._load = load
         self._endpoint = endpoint
         self._file_id = ""
         self._batches: dict[str, dict[str, Any]] = {}
-        # Instants of the run and lines completed by then, over all batches.
+        # Times, from the start of the run, and the lines completed by then, over all batches.
         self._progress: list[tuple[float, int]] = []
         self.errors: dict[str, int] = {}
 
@@ -156,7 +157,7 @@ class BatchLoad:
 
     @property
     def num_failed(self) -> int:
-        """Lines that failed while they ran; those a cancellation ended are not among them."""
+        """Lines that failed, without those of a cancelled batch."""
         return sum(
             _count(batch, "failed") for batch in self._batches.values() if batch["status"] != "cancelled"
         )
@@ -184,7 +185,7 @@ class BatchLoad:
                 self._check_ran(batch_id)
 
     async def finish(self) -> None:
-        """Cancel what runs, wait for its counts, and delete the lines and their results."""
+        """Cancel the batches, wait for their counts, and delete all files."""
         async with self._api() as api:
             with contextlib.suppress(StreamError, aiohttp.ClientError, TimeoutError):
                 await asyncio.wait_for(self._cancel(api), _CANCEL_TIMEOUT_S)
@@ -198,7 +199,7 @@ class BatchLoad:
                     await api.call("DELETE", f"/v1/files/{file_id}")
 
     def tokens_between(self, start_s: float, end_s: float) -> float | None:
-        """Lines completed meanwhile times the mean tokens of a completed line."""
+        """Lines completed within the time, times the mean tokens of a completed line."""
         used = [_tokens(batch) for batch in self._batches.values()]
         if not self._progress or not self.num_completed or None in used:
             return None
@@ -237,7 +238,7 @@ class BatchLoad:
         try:
             await asyncio.shield(posting)
         except asyncio.CancelledError:
-            await asyncio.wait([posting])  # a batch that the server has must be known, to be ended
+            await asyncio.wait([posting])  # the id is needed to cancel the batch
             if posting.exception() is None:
                 self._note_created(posting.result())
             raise

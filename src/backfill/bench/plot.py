@@ -1,4 +1,4 @@
-"""A run as a picture: distributions of latency, throughput over time, and the life of every request."""
+"""Draws a run: distributions of latency, throughput over time, and the timeline of every request."""
 
 from __future__ import annotations
 
@@ -14,20 +14,17 @@ from backfill.bench.metrics import concurrency_steps, tokens_by_second
 from backfill.bench.record import Outcome, RequestRecord
 from backfill.core.errors import ConfigError
 
-# Highest by lowest value from which a logarithmic axis shows more.
-_WIDE = 20
+# Ratio of the highest to the lowest value from which the axis is logarithmic.
+_LOG_RATIO = 20
 _WAIT, _DECODE, _FAILED = "#e08214", "#2166ac", "#b2182b"
 
 
 def save_plot(path: Path, records: Sequence[RequestRecord], title: str) -> None:
-    """Write a PNG of four panels.
-
-    Raises: ConfigError when the file cannot be written.
-    """
+    """Write a PNG of four panels. Raises: ConfigError when it cannot be written."""
     completed = [record for record in records if record.outcome is Outcome.COMPLETED]
     figure = Figure(figsize=(12, 8), layout="constrained")
     figure.suptitle(title)
-    (long, short), (rate, lives) = figure.subplots(2, 2)
+    (long, short), (rate, timelines) = figure.subplots(2, 2)
     _plot_distribution(
         long,
         {"TTFT": [r.ttft_s for r in completed], "E2EL": [r.latency_s for r in completed]},
@@ -40,9 +37,14 @@ def save_plot(path: Path, records: Sequence[RequestRecord], title: str) -> None:
         },
     )
     _plot_rate(rate, records)
-    _plot_lives(lives, records)
+    _plot_timelines(timelines, records)
+    write_figure(figure, path, dpi=120)
+
+
+def write_figure(figure: Figure, path: Path, *, dpi: int) -> None:
+    """Raises: ConfigError when the file cannot be written."""
     try:
-        figure.savefig(path, dpi=120, format="png")
+        figure.savefig(path, dpi=dpi, format="png")
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror or error}.") from error
 
@@ -57,7 +59,7 @@ def _plot_distribution(axes: Any, samples: dict[str, list[float]]) -> None:
     axes.axhline(0.99, color="grey", linewidth=0.6, linestyle=":")
     if any(samples.values()):
         lowest, highest = axes.dataLim.intervalx
-        if highest > _WIDE * max(lowest, 1e-3):
+        if highest > _LOG_RATIO * max(lowest, 1e-3):
             axes.set_xscale("log")
         axes.legend(loc="lower right")
 
@@ -74,7 +76,7 @@ def _plot_rate(axes: Any, records: Sequence[RequestRecord]) -> None:
     running.set_ylim(bottom=0)
 
 
-def _plot_lives(axes: Any, records: Sequence[RequestRecord]) -> None:
+def _plot_timelines(axes: Any, records: Sequence[RequestRecord]) -> None:
     waits, decodes, failures = [], [], []
     for record in records:
         if record.sent_at_s is None:

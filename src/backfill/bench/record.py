@@ -1,4 +1,4 @@
-"""What is sent and what is measured of each request. All times in seconds."""
+"""A request of the load and its measurements. All times are in seconds."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from enum import Enum
 class BenchRequest:
     """A request of the load.
 
-    Args:
+    Attributes:
         prompt: token ids, or text.
-        input_tokens: length of the prompt as far as it is known before the server counts it.
+        input_tokens: length of the prompt as the client knows it.
         output_tokens: the most tokens to generate.
-        due_at_s: when it arrives, from the start of the run.
+        due_at_s: when the request arrives, from the start of the run.
     """
 
     prompt: list[int] | str
@@ -30,18 +30,19 @@ class Outcome(Enum):
     RUNNING = "running"
     COMPLETED = "completed"
     FAILED = "failed"
-    INTERRUPTED = "interrupted"  # by the user, not by the server: neither a success nor a miss
+    INTERRUPTED = "interrupted"  # by the user: neither a success nor a miss
 
 
 @dataclass(slots=True)
 class RequestRecord:
-    """One request's measurements; everything else is derived.
+    """One request's measurements.
 
-    Args:
-        due_at_s, arrived_at_s, sent_at_s: from the start of the run. ``arrived_at_s`` is when the generator
-            got to it, ``sent_at_s`` when a place under ``--max-concurrency`` was free too.
+    Attributes:
+        due_at_s: when the request was to arrive, from the start of the run.
+        arrived_at_s: when the generator started it, from the start of the run.
+        sent_at_s: when it was sent, after a wait for ``max_concurrency``, from the start of the run.
         chunk_after_s: receipt of each chunk with ``choices``, from ``sent_at_s``.
-        input_tokens, output_tokens: as the server counts them in ``usage``, where it does.
+        input_tokens, output_tokens: the server's ``usage``, if it sends one.
         ended_after_s: end of the response or failure, from ``sent_at_s``.
     """
 
@@ -75,17 +76,17 @@ class RequestRecord:
 
     @property
     def tpot_s(self) -> float | None:
-        """Mean time of a token after the first; None for an output of one token."""
+        """Mean time per token after the first; None for an output of fewer than two tokens."""
         if self.output_tokens < 2:
             return None
         return (self.latency_s - self.ttft_s) / (self.output_tokens - 1)
 
     @property
     def normalized_latency_s(self) -> float | None:
-        """E2EL divided by the tokens of the output; None without output."""
+        """E2EL divided by the output tokens; None without output."""
         return self.latency_s / self.output_tokens if self.output_tokens else None
 
     @property
     def queue_time_s(self) -> float:
-        """Wait for a place under ``--max-concurrency``."""
+        """Wait for ``max_concurrency``."""
         return 0.0 if self.sent_at_s is None else self.sent_at_s - self.arrived_at_s

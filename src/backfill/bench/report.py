@@ -1,4 +1,4 @@
-"""Shows a run: on the console in the layout of ``vllm bench serve``, and as JSON with its keys and ours."""
+"""A run on the console, in the layout of ``vllm bench serve``, and as JSON with its keys and ours."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TITLES = {
     "normalized_latency": ("Normalized Latency", "E2EL per Output Token"),
     "client_queue_time": ("Client Queue Time", "Client-side Queueing"),
 }
-# Beyond a timer's granularity and a turn of the event loop: the load offered was not the one asked for.
+# More than a timer's granularity and a turn of the event loop explain.
 _LATE_S = 0.010
 
 
@@ -28,7 +28,7 @@ def format_report(metrics: Metrics, shown: Sequence[str], settings: Mapping[str,
 
     Args:
         shown: names of ``TITLES`` to print blocks of.
-        settings: ``request_rate`` and ``max_concurrency`` are printed where they limit anything.
+        settings: of the run; ``request_rate`` and ``max_concurrency`` are printed if they limit anything.
     """
     lines = [f"{' Serving Benchmark Result ':=^50}", *_totals(metrics, settings)]
     names = [name for name in TITLES if name in shown or (name == "client_queue_time" and _queued(metrics))]
@@ -50,11 +50,11 @@ def format_report(metrics: Metrics, shown: Sequence[str], settings: Mapping[str,
 def result_json(
     metrics: Metrics, run: Run, settings: Mapping[str, Any], *, is_detailed: bool = False
 ) -> dict[str, Any]:
-    """The result as JSON: finite numbers, or null where there is nothing to measure.
+    """The result as JSON. A figure with nothing to measure is null.
 
     Args:
-        settings: what the run was asked for; its keys come first.
-        is_detailed: with one entry for each request.
+        settings: of the run; they come first.
+        is_detailed: with lists of one entry for each request.
     """
     result: dict[str, Any] = {
         **settings,
@@ -88,7 +88,7 @@ def result_json(
 
 
 def status_of(metrics: Metrics, run: Run) -> str:
-    """``interrupted`` and ``failures`` mark a partial result; ``complete``: nothing is missing."""
+    """``complete``, or a partial result: ``interrupted`` or ``failures``."""
     if run.is_interrupted:
         return "interrupted"
     return "failures" if metrics.num_failed else "complete"
@@ -126,7 +126,7 @@ def _block(name: str, latency: Distribution) -> list[str]:
         _row(f"Mean {label} (ms):", latency.mean * 1000),
         _row(f"Median {label} (ms):", latency.median * 1000),
     ]
-    # P50 is the median.
+    # The median already says P50.
     return lines + [
         _row(f"P{percentile:g} {label} (ms):", value * 1000)
         for percentile, value in latency.percentiles.items()
@@ -143,7 +143,7 @@ def _attainment_block(metrics: Metrics) -> list[str]:
 
 
 def _queued(metrics: Metrics) -> bool:
-    # Without a limit the wait is a turn of the event loop.
+    # Without a limit, requests wait for a turn of the event loop.
     return metrics.latencies["client_queue_time"].mean > 0.001
 
 
@@ -182,7 +182,7 @@ def _probe_keys(probes: Sequence[RequestRecord]) -> dict[str, float]:
 
 
 def _details(records: Sequence[RequestRecord]) -> dict[str, list[Any]]:
-    """vLLM's keys of one entry a request, in seconds, with outcomes, due instants and output texts."""
+    """Lists of one entry for each request: vLLM's keys and ours, times in seconds."""
     return {
         "input_lens": [record.input_tokens for record in records],
         "output_lens": [record.output_tokens for record in records],
@@ -199,7 +199,7 @@ def _details(records: Sequence[RequestRecord]) -> dict[str, list[Any]]:
 
 
 def _finite(value: Any) -> Any:
-    """The value with NaN as null and infinity as "inf": JSON has neither."""
+    """The value with NaN as None and infinity as "inf", since JSON has neither."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list):

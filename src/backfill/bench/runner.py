@@ -1,12 +1,13 @@
-"""Sends each request at its instant and keeps a record of every one."""
+"""Sends each request when it is due and keeps a record of each."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import gc
+import signal
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,13 +20,13 @@ _READY_RETRY_S = 1.0
 
 @dataclass(slots=True)
 class Run:
-    """A run, as it goes on and when it is over.
+    """A run in progress or at its end.
 
-    Args:
+    Attributes:
         started_at: ``time.perf_counter()`` of the start; the records' times count from it.
-        num_requests: how many there are to send.
+        num_requests: requests to send.
         records: one for each request that has arrived, in order of arrival.
-        probes: one-token requests sent beside the load.
+        probes: records of the one-token requests sent beside the load.
     """
 
     started_at: float
@@ -52,11 +53,11 @@ async def wait_until_ready(client: BenchClient, request: BenchRequest, timeout_s
 
 
 async def warm_up(client: BenchClient, requests: Sequence[BenchRequest], max_concurrency: int | None) -> None:
-    """Send requests outside the measurement; their failures are left to the run to show."""
+    """Send requests outside the measurement and ignore their failures, which the run will show."""
     limit = _Limit(max_concurrency)
 
     async def send(request: BenchRequest) -> None:
-        async with limit.place():
+        async with limit.slot():
             await _send_once(client, request)
 
     await asyncio.gather(*(send(request) for request in requests))
@@ -71,18 +72,18 @@ async def send_load(
     max_concurrency: int | None = None,
     probe_rate_per_s: float = 0.0,
 ) -> Run:
-    """Send each request when it is due, whatever became of the others.
+    """Send each request when it is due, whether or not earlier ones have ended (an open loop).
 
     Args:
-        stop: once set, nothing more is sent, and what runs is cancelled and marked as interrupted.
-        run: filled in as the run goes on, for who wants to watch; made here by default.
-        max_concurrency: requests that may run at once; others wait, which their records keep apart.
-        probe_rate_per_s: pace of one-token requests that go past ``max_concurrency``, each sent once the one
-            before has ended; 0 sends none.
+        stop: once set, no more requests are sent, and those that run are cancelled and marked as interrupted.
+        run: filled in as the run goes on, for a live display; a new one by default.
+        max_concurrency: requests that may run at once. Others wait; their records count the wait apart.
+        probe_rate_per_s: rate of one-token requests, which ignore ``max_concurrency``. Each is sent after the
+            one before has ended. 0 sends none.
     """
     run = run or new_run(len(requests))
     limit = _Limit(max_concurrency)
-    with _calm_memory():
+    with _frozen_heap():
         run.started_at = time.perf_counter()
         stopping = asyncio.create_task(stop.wait())
         probing = asyncio.create_task(_probe(client, run, probe_rate_per_s))
@@ -94,7 +95,7 @@ async def send_load(
         await _finish(tasks, stopping)
         run.duration_s = time.perf_counter() - run.started_at
         run.is_interrupted = stop.is_set()
-        await _cancel([stopping, probing])
+        await cancel([stopping, probing])
     return run
 
 
@@ -107,14 +108,14 @@ async def _send_one(client: BenchClient, run: Run, limit: _Limit, index: int, re
     record = RequestRecord(index, request.due_at_s, arrived_at_s, request.input_tokens)
     run.records.append(record)
     try:
-        async with limit.place():
+        async with limit.slot():
             await client.send(request, record, run.started_at)
     except asyncio.CancelledError:
         record.outcome, record.error = Outcome.INTERRUPTED, "interrupted"
 
 
 async def _finish(tasks: Sequence[asyncio.Task[None]], stopping: asyncio.Task[bool]) -> None:
-    """Wait for all tasks, or until told to stop, and then end those that still run."""
+    """Wait for all tasks, or until told to stop; then cancel those that still run."""
     if not tasks:
         return
     all_done = asyncio.ensure_future(asyncio.wait(tasks))
@@ -148,8 +149,8 @@ async def _send_once(client: BenchClient, request: BenchRequest) -> RequestRecor
 
 
 async def _sleep_until(instant: float, stop: asyncio.Event) -> bool:
-    """Sleep until ``time.perf_counter()`` reaches ``instant``; False when told to stop meanwhile."""
-    # Also without a wait the requests before this one need a turn to get out.
+    """Sleep until ``time.perf_counter()`` reaches ``instant``; False if told to stop before."""
+    # The requests before this one need a turn of the loop to be sent, even if this one is due.
     await asyncio.sleep(0)
     while not stop.is_set():
         remaining_s = instant - time.perf_counter()
@@ -160,30 +161,44 @@ async def _sleep_until(instant: float, stop: asyncio.Event) -> bool:
     return False
 
 
-async def _cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:
+@contextlib.contextmanager
+def stopped_by_ctrl_c() -> Iterator[asyncio.Event]:
+    """An event that Ctrl-C sets within the block, in place of raising KeyboardInterrupt."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGINT, stop.set)
+    try:
+        yield stop
+    finally:
+        loop.remove_signal_handler(signal.SIGINT)
+
+
+async def cancel(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """Cancel the tasks and wait for their end."""
+    tasks = tuple(tasks)
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class _Limit:
-    """Places under ``--max-concurrency``, given in order of arrival."""
+    """At most ``max_concurrency`` requests at once, in order of arrival."""
 
     def __init__(self, max_concurrency: int | None) -> None:
-        self._places = None if max_concurrency is None else asyncio.Semaphore(max_concurrency)
+        self._semaphore = None if max_concurrency is None else asyncio.Semaphore(max_concurrency)
 
     @contextlib.asynccontextmanager
-    async def place(self) -> AsyncIterator[None]:
-        if self._places is None:
+    async def slot(self) -> AsyncIterator[None]:
+        if self._semaphore is None:
             yield
             return
-        async with self._places:
+        async with self._semaphore:
             yield
 
 
 @contextlib.contextmanager
-def _calm_memory() -> Iterator[None]:
-    """Keep the collector from walking all prompts in the middle of a measurement."""
+def _frozen_heap() -> Iterator[None]:
+    """Keep the garbage collector from walking all prompts during a measurement."""
     gc.collect()
     gc.freeze()
     try:

@@ -1,4 +1,4 @@
-"""Totals that a server exposes at ``/metrics``, read again and again during a run."""
+"""Totals that a server exposes at ``/metrics``, sampled during a run."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import numpy as np
 
 _LINE = re.compile(r"^([A-Za-z_:][A-Za-z0-9_:]*)(?:\{.*\})? (\S+)(?: \d+)?$")
 
-# Prompt and output tokens served so far, as a signed sum of counters; the first must be there. Ours counts
-# what steps compute, where recomputation is not service, and the last token of a request is never computed:
-# adding one for each first token counts every token of prompt and output once.
+# Prompt and output tokens served so far, as a signed sum of counters, of which the first must be there. Our
+# counters count the tokens that steps compute. Recomputed tokens are subtracted. A request's last token is
+# never computed, so one token is added for each first token.
 _TOKENS: tuple[tuple[tuple[str, int], ...], ...] = (
     (
         ("backfill:iteration_tokens_total_sum", 1),
@@ -31,14 +31,14 @@ _PRESENT = (
 
 
 class Sample(NamedTuple):
-    """The totals at an instant of the run, in seconds from its start; labels are summed over."""
+    """The server's totals at one time, in seconds from the start of the run, summed over labels."""
 
     at_s: float
     totals: Mapping[str, float]
 
 
 def parse_totals(text: str) -> dict[str, float]:
-    """Sums of the samples of each name in Prometheus text, histograms' buckets left out."""
+    """The sum of each name's samples in Prometheus text, without histogram buckets."""
     totals: dict[str, float] = {}
     for line in text.splitlines():
         match = _LINE.match(line)
@@ -53,7 +53,7 @@ def parse_totals(text: str) -> dict[str, float]:
 
 
 def num_present(totals: Mapping[str, float]) -> float | None:
-    """Requests that run or wait; None where the server does not say."""
+    """Requests that run or wait; None if the server does not say."""
     for names in _PRESENT:
         if names[0] in totals:
             return sum(totals.get(name, 0.0) for name in names)
@@ -61,7 +61,7 @@ def num_present(totals: Mapping[str, float]) -> float | None:
 
 
 def total_tokens(totals: Mapping[str, float]) -> float | None:
-    """Tokens of prompts and outputs served so far, of both classes; None where the server does not say."""
+    """Tokens of prompts and outputs served so far, of both classes; None if the server does not say."""
     for terms in _TOKENS:
         if terms[0][0] in totals:
             return sum(sign * totals.get(name, 0.0) for name, sign in terms)
@@ -69,9 +69,9 @@ def total_tokens(totals: Mapping[str, float]) -> float | None:
 
 
 def gained(samples: Sequence[Sample], name: str) -> float | None:
-    """What a counter gained from the first sample to the last.
+    """Increase of a counter from the first sample to the last.
 
-    None where it is missing at the end or fell: an engine that was started again begins at 0.
+    None if the last sample lacks the counter, or if it fell: a restarted engine begins at 0.
     """
     if len(samples) < 2 or name not in samples[-1].totals:
         return None
@@ -80,20 +80,20 @@ def gained(samples: Sequence[Sample], name: str) -> float | None:
 
 
 def computed_share(samples: Sequence[Sample], name: str) -> float | None:
-    """What a counter of tokens gained over all tokens computed."""
+    """Increase of a counter of tokens over all tokens computed."""
     return _share(gained(samples, name), gained(samples, _COMPUTED))
 
 
 def aborted_share(samples: Sequence[Sample]) -> float | None:
-    """Tokens of stopped steps, of those and all computed."""
+    """Tokens of stopped steps over these and all tokens computed."""
     aborted, computed = gained(samples, _ABORTED), gained(samples, _COMPUTED)
     return _share(aborted, None if aborted is None or computed is None else aborted + computed)
 
 
 def tokens_at(samples: Sequence[Sample], instants_s: Sequence[float]) -> list[float] | None:
-    """Tokens served up to each instant, between samples by a straight line.
+    """Tokens served up to each time, interpolated linearly between samples.
 
-    None without two samples that say, or where the count fell.
+    None without two samples that have the count, or if the count fell.
     """
     counted = [(at_s, tokens) for at_s, totals in samples if (tokens := total_tokens(totals)) is not None]
     if len(counted) < 2 or any(after < before for (_, before), (_, after) in itertools.pairwise(counted)):

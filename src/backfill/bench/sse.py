@@ -4,11 +4,11 @@ from __future__ import annotations
 
 
 class SseDecoder:
-    """Collects bytes until events are complete: reads may hold several events or parts of one.
+    """Collects bytes until events are complete. A read may hold several events or a part of one.
 
-    Source: the WHATWG HTML standard, section 9.2.6, for the fields used here: lines end in LF or CRLF, an
-    empty line ends an event, several ``data`` lines are joined by LF, and comments and other fields are
-    skipped. Unlike there a lone CR does not end a line; no server sends it.
+    Source: the WHATWG HTML standard, section 9.2.6. Lines end in LF or CRLF, an empty line ends an event,
+    several ``data`` lines are joined by LF, and comments and other fields are skipped. A lone CR does not end
+    a line here; no server sends it.
     """
 
     def __init__(self) -> None:
@@ -17,7 +17,7 @@ class SseDecoder:
 
     def feed(self, received: bytes) -> list[bytes]:
         """The data of each event that these bytes complete."""
-        # Bytes, not text: a read may end within a UTF-8 character, but never within one of these newlines.
+        # Bytes are split, not text, since a read may end within a UTF-8 character.
         *lines, self._rest = (self._rest + received).split(b"\n")
         events = []
         for line in lines:
@@ -29,7 +29,7 @@ class SseDecoder:
         return events
 
     def finish(self) -> list[bytes]:
-        """What the end of the stream completes: some servers leave out the last empty line."""
+        """The events that the end of the stream completes: some servers leave out the last empty line."""
         return self.feed(b"\n\n")
 
     def _end_event(self) -> list[bytes]:

@@ -1,4 +1,4 @@
-"""The engine alone: a batch, one stream, a first token."""
+"""Times the engine alone: a batch, one stream, a first token."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def measure(
 ) -> dict[str, float | list[float]]:
     """Run the batch and the stream once after a short warm-up, then ``first_token_samples`` prompts.
 
-    Returns: ``start_s`` (loading), ``total_tok_s``, ``output_tok_s``, ``stream_tok_s``, ``first_token_s``,
-    the median of ``first_token_samples_s``, which are in order of measurement.
+    Returns: ``start_s`` (loading), ``total_tok_s``, ``output_tok_s``, ``stream_tok_s``,
+        ``first_token_samples_s`` in order of measurement, and their median ``first_token_s``.
     Raises: ConfigError when a request would not fit the model's context.
     """
     started_at_s = time.perf_counter()
@@ -54,7 +54,7 @@ def measure(
 
 
 class _Runner:
-    """One executor, and engines on it one after another."""
+    """One executor, and a new engine on it for each run."""
 
     def __init__(self, config: EngineConfig, seed: int) -> None:
         self._executor = create_torch_executor(config)
@@ -65,7 +65,7 @@ class _Runner:
         limit = self._executor.info.max_model_len
         if input_len + output_len > limit:
             raise ConfigError(
-                f"--input-len and output tokens together must be at most {limit}, "
+                f"`input_len` and output tokens together must be at most {limit}, "
                 f"got {input_len + output_len}."
             )
 
@@ -84,5 +84,5 @@ class _Runner:
         while engine.has_unfinished:
             engine.step()
         elapsed_s = time.perf_counter() - started_at_s
-        engine.step()  # the executor drops what has ended
+        engine.step()  # lets the executor drop the requests that ended
         return elapsed_s

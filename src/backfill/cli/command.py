@@ -71,6 +71,7 @@ def command(
     positional: str = "",
     spellings: Mapping[str, str] = types.MappingProxyType({}),
     variables: Mapping[str, str] = types.MappingProxyType({}),
+    many: str = "",
 ) -> App:
     """A command line for ``function``.
 
@@ -80,8 +81,9 @@ def command(
         positional: field that may be given without its flag.
         spellings: flags of a field beside its own, separated by spaces, such as ``-i``.
         variables: environment variable of a field beside ``BACKFILL_<FIELD>``.
+        many: names of fields that take several values after one flag, as in ``--goodput ttft:1000 tpot:50``.
     """
-    return _Command(function, groups, positional, spellings, variables).app
+    return _Command(function, groups, positional, spellings, variables, many).app
 
 
 class _Command:
@@ -94,11 +96,13 @@ class _Command:
         positional: str,
         spellings: Mapping[str, str],
         variables: Mapping[str, str],
+        many: str,
     ) -> None:
         self._function = function
         self._positional = positional
         self._spellings = spellings
         self._variables = variables
+        self._many = many.split()
         self._sources: dict[str, str] = {}
         self._configs = _configs_of(function)
         known = {name: option for config in self._configs for name, option in options_of(config).items()}
@@ -128,17 +132,20 @@ class _Command:
 
     def _parameter(self, option: Option, group: Group) -> inspect.Parameter:
         kind = _kind_of_text(option.kind)
+        names = (_flag(option.name), *self._spellings.get(option.name, "").split())
         is_positional, is_flag = option.name == self._positional, kind is bool
+        is_many = option.name in self._many
         parameter = Parameter(
-            name=(_flag(option.name), *self._spellings.get(option.name, "").split()),
+            name=names,
             group=group,
             help=self._help(option),
             env_var=(f"BACKFILL_{option.name.upper()}", *self._variables.get(option.name, "").split()),
             show_env_var=False,
             show_default=False,
-            negative=None if is_flag else (),
+            negative=None if is_flag and not any(name.startswith("--no-") for name in names) else (),
             allow_repeating=True,  # the last one counts, or all of a list
-            allow_leading_hyphen=not (is_flag or is_positional),
+            allow_leading_hyphen=not (is_flag or is_positional or is_many),
+            consume_multiple=is_many,
             converter=_whole_number if kind is int else None,
             metavar=_metavar(option, kind),
         )

@@ -1,4 +1,4 @@
-"""Whether plots can be drawn, asked before the work that they are to show."""
+"""Whether plots can be drawn and files be written, checked before the work."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ def can_plot() -> bool:
 
 
 def check_plot(path: Path | None) -> None:
-    """Raises: ConfigError where ``--plot`` names a file that could not be drawn or written later."""
+    """Raises: ConfigError when matplotlib is missing or the file cannot be written."""
     if path is None:
         return
     if not can_plot():
-        raise ConfigError(f"--plot needs {NEEDS}.")
-    check_folder("--plot", path)
+        raise ConfigError(f"`plot` needs {NEEDS}.")
+    check_folder("plot", path)
 
 
-def check_folder(option: str, path: Path | None) -> None:
-    """Raises: ConfigError where a file cannot be put."""
+def check_folder(field: str, path: Path | None) -> None:
+    """Raises: ConfigError naming ``field`` when the file's folder is missing or not writable."""
     if path is None:
         return
     folder = path.absolute().parent
     if not folder.is_dir():
-        raise ConfigError(f"{option} {path} cannot be written: there is no folder {path.parent}.")
+        raise ConfigError(f"`{field}` {path} cannot be written: there is no folder {path.parent}.")
     if not os.access(folder, os.W_OK):
-        raise ConfigError(f"{option} {path} cannot be written: the folder {path.parent} is not writable.")
+        raise ConfigError(f"`{field}` {path} cannot be written: the folder {path.parent} is not writable.")

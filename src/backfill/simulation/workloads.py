@@ -12,15 +12,15 @@ import numpy as np
 from backfill.core.errors import ConfigError
 from backfill.simulation.replay import Arrival, Lengths
 from backfill.workloads.arrivals import Phase, burstiness_of_cv, gamma_arrivals, phased_arrivals, reshaped
-from backfill.workloads.lengths import LengthDistribution, LengthLaw
+from backfill.workloads.lengths import LengthDistribution
 from backfill.workloads.traces import Trace, read_trace
 
 # Means and coefficients of variation of the published files' columns (docs/simulation.md).
-_CONVERSATION_INPUT = LengthDistribution(1155, 0.96, LengthLaw.LOGNORMAL)
-_CONVERSATION_OUTPUT = LengthDistribution(211, 0.77, LengthLaw.LOGNORMAL)
+_CONVERSATION_INPUT = LengthDistribution(1155, 0.96, "lognormal")
+_CONVERSATION_OUTPUT = LengthDistribution(211, 0.77, "lognormal")
 _CONVERSATION_CV = 1.09
-_SUMMARIZATION_INPUT = LengthDistribution(2588, 0.37, LengthLaw.NORMAL)
-_SUMMARIZATION_OUTPUT = LengthDistribution(291, 1.0, LengthLaw.LOGNORMAL)
+_SUMMARIZATION_INPUT = LengthDistribution(2588, 0.37, "normal")
+_SUMMARIZATION_OUTPUT = LengthDistribution(291, 1.0, "lognormal")
 
 
 @dataclass(frozen=True, slots=True)

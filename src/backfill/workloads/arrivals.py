@@ -1,6 +1,6 @@
 """Arrival processes: the instants, in seconds from the start of a run, at which requests arrive.
 
-Every process gives ``count`` non-decreasing float64 instants and draws only from the generator given.
+Every process returns ``count`` non-decreasing float64 instants and draws only from the generator it is given.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ RandomSource: TypeAlias = np.random.Generator | np.random.RandomState
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A stretch of time with one arrival rate; rate 0 is an OFF phase."""
+    """A period with one arrival rate; a rate of 0 makes it an OFF phase."""
 
     duration_s: float
     rate_per_s: float
@@ -33,23 +33,23 @@ def burstiness_of_cv(cv: float) -> float:
     Raises: ConfigError unless ``cv`` is finite and not negative.
     """
     if not (math.isfinite(cv) and cv >= 0):
-        raise ConfigError(f"--cv must be a number of at least 0 (1 is Poisson), got {cv:g}.")
+        raise ConfigError(f"`cv` must be a number of at least 0 (1 is Poisson), got {cv:g}.")
     return math.inf if cv == 0 else 1 / cv**2
 
 
 def gamma_arrivals(count: int, rate_per_s: float, burstiness: float, rng: RandomSource) -> Instants:
-    """Gaps from a gamma distribution, rescaled so that the last request arrives at ``count / rate_per_s``.
+    """Gamma-distributed gaps, rescaled so that the last request arrives at ``count / rate_per_s``.
 
     Args:
         rate_per_s: mean rate; inf puts every arrival at 0.
         burstiness: shape of the gamma distribution, CV = 1/sqrt(burstiness); 1 is Poisson, inf is constant.
     Raises: ConfigError when the rate or the burstiness is not positive.
-    Source: ``vllm bench serve``: its law and its rescaling. Without it the rate of a short run differs from
-        the one asked for by several percent from seed to seed.
+    Source: ``vllm bench serve``, its distribution and its rescaling. Without the rescaling the rate of a
+        short run differs from ``rate_per_s`` by several percent from seed to seed.
     """
     _check(count, burstiness)
     if not rate_per_s > 0:
-        raise ConfigError(f"--request-rate must be above 0 requests/s, or inf, got {rate_per_s:g}.")
+        raise ConfigError(f"`request_rate` must be above 0 requests/s, or inf, got {rate_per_s:g}.")
     if math.isinf(rate_per_s):
         return np.zeros(count)
     return _unit_arrivals(count, burstiness, rng) / rate_per_s
@@ -58,11 +58,11 @@ def gamma_arrivals(count: int, rate_per_s: float, burstiness: float, rng: Random
 def phased_arrivals(count: int, phases: Sequence[Phase], burstiness: float, rng: RandomSource) -> Instants:
     """Arrivals whose rate follows ``phases``, which repeat until all requests have arrived.
 
-    A process of rate 1 is drawn in operational time and mapped through the inverse of the accumulated rate,
-    so the expected number of arrivals in a phase is its rate times its duration, none fall into an OFF
-    phase, and a gap that began before an OFF phase goes on after it.
+    A process of rate 1 is drawn in operational time and mapped through the inverse of the accumulated rate.
+    The expected number of arrivals in a phase is its rate times its duration. No request arrives in an OFF
+    phase; a gap that began before an OFF phase continues after it.
 
-    Raises: ConfigError for a phase without duration, a negative rate, or no phase with a rate.
+    Raises: ConfigError for a phase without duration, a negative rate, or phases that all have rate 0.
     """
     _check(count, burstiness)
     expected_in_cycle = _check_phases(phases)
@@ -72,7 +72,7 @@ def phased_arrivals(count: int, phases: Sequence[Phase], burstiness: float, rng:
     ends_at_s = np.cumsum(durations)
     work_at_end = np.cumsum(durations * rates)
     work = _unit_arrivals(count, burstiness, rng)
-    # The first phase whose accumulated work reaches the arrival: never an OFF phase, which adds none.
+    # The first phase whose accumulated work reaches the arrival: never an OFF phase, which adds no work.
     index = np.minimum(np.searchsorted(work_at_end, work), len(rates) - 1)
     remaining = work_at_end[index] - work
     return np.asarray(ends_at_s[index] - remaining / rates[index])
@@ -87,15 +87,15 @@ def ramp_arrivals(
     *,
     exponential: bool = False,
 ) -> Instants:
-    """Rates that go from ``start_per_s`` to ``end_per_s`` with the request's index, not with time.
+    """Arrivals whose rate goes from ``start_per_s`` to ``end_per_s`` with the request's index, not with time.
 
     Raises: ConfigError when a rate is not positive and finite.
-    Source: ``vllm bench serve --ramp-up-strategy``; like there, nothing is rescaled.
+    Source: ``vllm bench serve --ramp-up-strategy``, which does not rescale either.
     """
     _check(count, burstiness)
     if not (0 < start_per_s < math.inf and 0 < end_per_s < math.inf):
         raise ConfigError(
-            "--ramp-up-start-rps and --ramp-up-end-rps must be above 0, "
+            "`ramp_up_start_rps` and `ramp_up_end_rps` must be above 0, "
             f"got {start_per_s:g} and {end_per_s:g}."
         )
     progress = np.arange(count) / max(count - 1, 1)
@@ -107,10 +107,11 @@ def ramp_arrivals(
 
 
 def rescaled_to_rate(instants: Instants, rate_per_s: float) -> Instants:
-    """A trace's instants stretched so that the last one is at ``len(instants) / rate_per_s``.
+    """A trace's instants, stretched so that the last one is at ``len(instants) / rate_per_s``.
 
-    Bursts keep their shape. Raises: ConfigError when the rate is not positive and finite, or all requests
-    arrive at once.
+    Bursts keep their shape.
+
+    Raises: ConfigError when the rate is not positive and finite, or all requests arrive at once.
     """
     if not 0 < rate_per_s < math.inf:
         raise ConfigError(f"A trace can be rescaled to a rate above 0 per second, got {rate_per_s:g}.")
@@ -121,10 +122,10 @@ def rescaled_to_rate(instants: Instants, rate_per_s: float) -> Instants:
 
 
 def reshaped(instants: Instants, phases: Sequence[Phase]) -> Instants:
-    """A trace's instants moved so that its mean rate follows the phases once, from 0 to their end.
+    """A trace's instants, moved so that its mean rate follows the phases once, from 0 to their end.
 
-    A stretch of the trace falls into a phase in proportion to the phase's rate times its duration; within a
-    phase the trace keeps its own fluctuation. Only the ratios of the rates count.
+    Each phase takes a part of the trace in proportion to the phase's rate times its duration. Within a phase
+    the trace keeps its own fluctuation. Only the ratios of the rates matter.
 
     Raises: ConfigError as ``phased_arrivals`` does, or when all requests arrive at once.
     """
@@ -136,7 +137,7 @@ def reshaped(instants: Instants, phases: Sequence[Phase]) -> Instants:
     work = durations * np.array([phase.rate_per_s for phase in phases])
     share = from_start / from_start[-1] * work.sum()
     ends_at_s = np.cumsum(durations)
-    busy = work > 0  # an OFF phase takes no arrivals; its end would make the inverse ambiguous
+    busy = work > 0  # the end of an OFF phase would make the inverse ambiguous
     work, durations, ends_at_s = work[busy], durations[busy], ends_at_s[busy]
     work_at_end = np.cumsum(work)
     index = np.minimum(np.searchsorted(work_at_end, share), len(work) - 1)
@@ -150,7 +151,7 @@ def mean_rate_per_s(instants: Instants) -> float:
 
 
 def gap_cv(instants: Instants) -> float:
-    """Coefficient of variation (std/mean) of the gaps; NaN for fewer than 2 gaps or gaps of 0 only."""
+    """Coefficient of variation (std/mean) of the gaps; NaN for fewer than 2 gaps, or if all gaps are 0."""
     gaps = np.diff(instants)
     if len(gaps) < 2 or not gaps.sum() > 0:
         return math.nan
@@ -158,7 +159,7 @@ def gap_cv(instants: Instants) -> float:
 
 
 def _unit_arrivals(count: int, burstiness: float, rng: RandomSource) -> Instants:
-    """Rate 1, rescaled so that the last arrival is at ``count``."""
+    """Arrivals of rate 1, rescaled so that the last one is at ``count``."""
     at = np.cumsum(_unit_gaps(count, burstiness, rng))
     return np.asarray(at * (count / at[-1])) if at[-1] > 0 else at
 
@@ -170,19 +171,19 @@ def _unit_gaps(count: int, burstiness: float, rng: RandomSource) -> NDArray[np.f
 
 
 def _check_phases(phases: Sequence[Phase]) -> float:
-    """Expected arrivals in one round of the phases."""
+    """Expected arrivals in one cycle of the phases. Raises: ConfigError."""
     if any(not (0 < p.duration_s < math.inf and 0 <= p.rate_per_s < math.inf) for p in phases):
-        raise ConfigError("--phases: every phase needs a duration above 0 s and a rate of at least 0 per s.")
+        raise ConfigError("`phases`: every phase needs a duration above 0 s and a rate of at least 0 per s.")
     expected = sum(p.duration_s * p.rate_per_s for p in phases)
     if not expected > 0:
-        raise ConfigError("--phases must have at least one phase with a rate above 0.")
+        raise ConfigError("`phases` must have at least one phase with a rate above 0.")
     return expected
 
 
 def _check(count: int, burstiness: float) -> None:
     if count < 1:
-        raise ConfigError(f"--num-prompts must be at least 1, got {count}.")
+        raise ConfigError(f"`num_prompts` must be at least 1, got {count}.")
     if not burstiness > 0:
         raise ConfigError(
-            f"--burstiness must be above 0 (1 is Poisson, inf is constant), got {burstiness:g}."
+            f"`burstiness` must be above 0 (1 is Poisson, inf is constant), got {burstiness:g}."
         )

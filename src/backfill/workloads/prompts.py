@@ -9,17 +9,17 @@ import numpy as np
 from backfill.core.errors import ConfigError
 from backfill.workloads.lengths import Lengths
 
-# Ids below are special tokens and single bytes in most vocabularies; the upper bound keeps to common words.
+# In most vocabularies lower ids are special tokens and single bytes. The upper bound keeps to common words.
 _LOWEST_ID = 1000
 _HIGHEST_ID = 40_000
-# Llama's: a vocabulary that nearly every model's is at least as large as.
+# Llama's. Nearly every model's vocabulary is at least as large.
 ASSUMED_VOCABULARY = 32_000
 
 
 def id_range(vocabulary_size: int) -> tuple[int, int]:
-    """Half-open range of ids to draw from: [1000, 40000) or what part of it the vocabulary has.
+    """Half-open range of ids to draw from: [1000, 40000), cut at the end of the vocabulary.
 
-    A vocabulary of less than 2000 entries gives its upper half.
+    For a vocabulary of fewer than 2000 entries it is the upper half.
     """
     if vocabulary_size < 2:
         raise ConfigError(f"The vocabulary must have at least 2 entries, got {vocabulary_size}.")
@@ -30,14 +30,13 @@ def id_range(vocabulary_size: int) -> tuple[int, int]:
 def random_prompts(
     lengths: Lengths, ids: tuple[int, int], rng: np.random.Generator, *, prefix_tokens: int = 0
 ) -> list[list[int]]:
-    """Prompts of random ids, all with the same random prefix in front.
+    """Prompts of random ids. All begin with the same random prefix.
 
     Args:
         lengths: tokens of each prompt after the prefix.
         ids: half-open range to draw from.
+        prefix_tokens: length of the prefix, at least 0.
     """
-    if prefix_tokens < 0:
-        raise ConfigError(f"--random-prefix-len must be at least 0, got {prefix_tokens}.")
     prefix: list[int] = rng.integers(*ids, prefix_tokens).tolist()
     return [prefix + rng.integers(*ids, int(length)).tolist() for length in lengths]
 
@@ -45,10 +44,16 @@ def random_prompts(
 def prefix_sharing_prompts(
     lengths: Lengths, hash_ids: Sequence[Sequence[int]], block_tokens: int, ids: tuple[int, int], seed: int
 ) -> list[list[int]]:
-    """Prompts that share prefixes as the hash ids of a trace say.
+    """Prompts that share prefixes where a trace's prompts do.
 
-    The tokens of a block depend only on its hash id and ``seed``, so equal leading ids give equal leading
-    tokens. A prompt longer than its blocks ends in tokens of its own.
+    A block's tokens depend only on its hash id and ``seed``, so equal leading ids give equal leading tokens.
+    A prompt longer than its blocks ends in tokens of its own.
+
+    Args:
+        lengths: tokens of each prompt.
+        hash_ids: each prompt's ids of its blocks.
+        block_tokens: tokens of a block.
+        ids: half-open range to draw from.
     """
     blocks: dict[tuple[int, int], list[int]] = {}
     prompts = []

@@ -1,6 +1,6 @@
-"""Reads traces of real services: lengths, and where they have them arrival times and prompts.
+"""Reads traces of real services: lengths, and arrival times and prompts where the trace has them.
 
-CSV columns are found by name, never by position: editions of one trace differ in their order.
+CSV columns are found by name, because editions of one trace order them differently.
 
 =============================  ===================================================  ====================
 trace                          columns (CSV) or keys (JSONL)                        time
@@ -39,9 +39,9 @@ class Trace:
 
     Args:
         input_lens, output_lens: tokens, each at least 1.
-        arrivals_at_s: from the first request on, which is at 0; None when the trace has no times.
-        hash_ids: of each prompt, the ids of its blocks of tokens; None when the trace has none.
-        num_dropped: requests left out because they have 0 tokens: failures of the recorded service.
+        arrivals_at_s: arrival times from the first request, which is at 0; None when the trace has no times.
+        hash_ids: each prompt's ids of its blocks of tokens; None when the trace has none.
+        num_dropped: requests without tokens, which are left out: the recorded service failed them.
     """
 
     input_lens: Lengths
@@ -54,7 +54,7 @@ class Trace:
         return len(self.input_lens)
 
     def select(self, rows: slice | Iterable[int]) -> Trace:
-        """The rows asked for, in that order; arrivals again count from the first."""
+        """These rows in this order. Arrivals count from the first of them."""
         index = np.arange(len(self))[rows] if isinstance(rows, slice) else np.fromiter(rows, dtype=np.int64)
         arrivals = None if self.arrivals_at_s is None else self.arrivals_at_s[index]
         return Trace(
@@ -80,7 +80,7 @@ class _Format(NamedTuple):
     output: str
 
 
-# The one with more columns first: a file fits the first whose columns it has.
+# The first format whose columns a file has is its format, so those with more columns come first.
 _CSV_FORMATS = (
     _Format("Azure", "TIMESTAMP", "ContextTokens", "GeneratedTokens"),
     _Format("Vidur", "arrived_at", "num_prefill_tokens", "num_decode_tokens"),
@@ -88,7 +88,7 @@ _CSV_FORMATS = (
     _Format("lengths", None, "ContextTokens", "GeneratedTokens"),
     _Format("lengths", None, "num_prefill_tokens", "num_decode_tokens"),
 )
-_NO_TIME = "XXX"  # NanoFlow's edition of the ShareGPT lengths has it in every row
+_NO_TIME = "XXX"  # in every row of NanoFlow's edition of the ShareGPT lengths
 
 
 @dataclass(slots=True)
@@ -101,12 +101,12 @@ class _Row:
 
 
 def read_trace(path: Path, *, seconds_per_unit: float = 0.001) -> Trace:
-    """Read a CSV, or a JSONL trace in Mooncake's keys; the name's ending tells which.
+    """Read a JSONL trace with Mooncake's keys if the name ends in .jsonl or .ndjson, else a CSV.
 
     Args:
-        seconds_per_unit: of the times in JSONL; Mooncake's are milliseconds.
+        seconds_per_unit: unit of the times in JSONL; Mooncake's is the millisecond.
     Raises: ConfigError naming the file, the line and what is expected, when columns are missing, a number is
-        bad or negative, times go back (Azure's excepted, which are sorted), or nothing is left.
+        bad or negative, times decrease (except Azure's, which are sorted), or no request is left.
     """
     if path.suffix in (".jsonl", ".ndjson"):
         return _trace_of(path, list(_json_rows(path, seconds_per_unit)))
@@ -117,7 +117,7 @@ def read_trace(path: Path, *, seconds_per_unit: float = 0.001) -> Trace:
 
 
 def read_conversations(path: Path) -> list[Conversation]:
-    """Read ShareGPT's JSON: the first two turns of each conversation that has as many.
+    """Read ShareGPT's JSON: the first two turns of each conversation of at least two turns.
 
     Raises: ConfigError when the file is not such a list or holds no conversation of two turns.
     """
@@ -147,7 +147,7 @@ def read_conversations(path: Path) -> list[Conversation]:
 
 
 def _csv_rows(path: Path) -> tuple[list[_Row], bool]:
-    """Rows of the file, and whether its times are dates, which need sorting."""
+    """Rows of the file, and whether its times are dates, which are not in order."""
     with _open(path) as lines:
         reader = csv.DictReader(lines, skipinitialspace=True)
         columns = [name.strip() for name in reader.fieldnames or ()]
@@ -240,7 +240,7 @@ def _json_rows(path: Path, seconds_per_unit: float) -> Iterator[_Row]:
 
 
 class _Place(NamedTuple):
-    """Where a value stands, to name it in an error."""
+    """File and line of a value, for errors."""
 
     path: Path
     line: int
