@@ -224,7 +224,7 @@ def stop_the_second_step(executor: TorchExecutor, engine: Engine) -> Request:
 def test_a_suspended_request_can_be_aborted(executor: TorchExecutor, expected: dict[str, list[int]]) -> None:
     engine = make_engine(executor)
     stop_the_second_step(executor, engine)
-    survivor = engine.scheduler._requests[RequestId("offline-1")]
+    survivor = engine.scheduler.requests.by_id[RequestId("offline-1")]
     engine.abort([RequestId(f"offline-{index}") for index in (0, 2, 3)])
     engine.scheduler.check_integrity()
     drain(engine, executor)
@@ -245,7 +245,7 @@ def test_blocks_of_suspended_requests_can_be_taken(
 ) -> None:
     engine = make_engine(executor)
     stop_the_second_step(executor, engine)
-    offline = [engine.scheduler._requests[RequestId(f"offline-{index}")] for index in range(4)]
+    offline = [engine.scheduler.requests.by_id[RequestId(f"offline-{index}")] for index in range(4)]
     free = engine.scheduler.blocks.num_free_blocks
     (large,) = requests(ServiceClass.ONLINE, [(8 * (free + 3), 2)])
     large.request_id = RequestId("large")
@@ -263,7 +263,7 @@ def test_suspended_work_of_which_no_layer_fits_is_dropped_so_that_offline_work_g
 ) -> None:
     engine = make_engine(executor)
     stop_the_second_step(executor, engine)
-    offline = [engine.scheduler._requests[RequestId(f"offline-{index}")] for index in range(4)]
+    offline = [engine.scheduler.requests.by_id[RequestId(f"offline-{index}")] for index in range(4)]
     resume_s = engine.scheduler.policy.resume_s
     engine.scheduler.policy.resume_s = lambda view: min(resume_s(view), 1e-6)  # type: ignore[method-assign]
     drain(engine, executor)

@@ -160,7 +160,7 @@ def test_online_requests_are_served_even_where_their_objective_cannot_be_met() -
         assert decoding or prefill
         if not bench.scheduler.count_by_class()[ServiceClass.ONLINE][0]:
             break
-    assert all(r not in bench.scheduler._requests for r in ("chat0", "chat1", "chat2"))
+    assert all(r not in bench.scheduler.requests.by_id for r in ("chat0", "chat1", "chat2"))
 
 
 def test_without_online_requests_a_step_is_bounded_only_where_it_cannot_be_stopped() -> None:
@@ -398,7 +398,8 @@ def test_offline_slices_never_take_a_step_past_the_tightest_objective(
     bench = Bench(num_blocks=48)
     for num_steps in range(60):
         bench.add(*(request for arrives_at, request in workload if arrives_at == num_steps))
-        online = [r for r in bench.scheduler._running.values() if r.priority_level is PriorityLevel.ONLINE]
+        running = bench.scheduler.requests.running.values()
+        online = [r for r in running if r.priority_level is PriorityLevel.ONLINE]
         tightest = min(
             ((r.slo or SLO_100_MS).tpot_s for r in online if r.last_token_at_s is not None),
             default=math.inf,
@@ -417,7 +418,7 @@ def test_requests_that_ended_do_not_stay_for_their_promotion() -> None:
     for index in range(400):
         bench.add(offline(1, 1, request_id=f"job{index}", complete_by_s=1e6))
         bench.step()
-    assert len(bench.scheduler._to_promote) < 100
+    assert len(bench.scheduler.requests._promotions) < 100
 
 
 def test_an_online_prompt_is_cut_to_the_slack_of_the_decodes_beside_it() -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol, TypeAlias
 
 from backfill.core.request import PriorityLevel, Request
 from backfill.costs.model import CostModel
+
+PreemptionKey: TypeAlias = tuple[float, ...]
 
 # The smallest prefill chunk that is scheduled in a step that is over its time.
 MIN_PREFILL_CHUNK_TOKENS = 16
@@ -95,7 +97,7 @@ class Policy(Protocol):
         """
         ...
 
-    def preemption_key(self, request: Request, lost_tokens: float) -> Any:
+    def preemption_key(self, request: Request, lost_tokens: float) -> PreemptionKey:
         """The request with the greatest key is preempted first.
 
         Args:
@@ -105,7 +107,7 @@ class Policy(Protocol):
         ...
 
     def copy_s(self, view: StepView) -> float:
-        """Seconds of copying between device and host that may be in flight at once."""
+        """Seconds of copying between device and host that may be in flight at any time."""
         ...
 
     def ttft_deadline_at_s(self, request: Request) -> float:
