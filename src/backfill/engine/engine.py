@@ -20,7 +20,7 @@ from backfill.engine.messages import ClassStats, EngineStats, StepKind, StepStat
 from backfill.execution.executor import Executor, StoppableExecutor
 from backfill.kvcache.block_manager import BlockManager
 from backfill.kvcache.host_tier import blocking_copies
-from backfill.scheduling.arrival import RunningStep, WaitingPrompt, must_stop
+from backfill.scheduling.arrival import ArrivedPrompt, RunningStep, should_stop
 from backfill.scheduling.create import create_policy
 from backfill.scheduling.objectives import server_slo
 from backfill.scheduling.scheduler import CommittedToken, Scheduler
@@ -114,13 +114,13 @@ class Engine:
         if plan is None or plan.safepoints is None or self._stop_requested_at_s(plan) is not None:
             return
         assert cost is not None
-        waiting = [
-            WaitingPrompt(each.num_pending_tokens, policy.ttft_deadline_at_s(each))
+        arrived = [
+            ArrivedPrompt(each.num_pending_tokens, policy.ttft_deadline_at_s(each))
             for each in tuple(self._arrived)
             if each.service_class is ServiceClass.ONLINE
         ]
         now_s = self._clock.now_s()
-        if must_stop(self._as_running(plan, plan.safepoints, cost), waiting, now_s, cost):
+        if should_stop(self._running_step(plan, plan.safepoints, cost), arrived, now_s, cost):
             self._stop_request = plan.step, now_s
             cast(StoppableExecutor, self.executor).request_stop(plan.step)
 
@@ -229,14 +229,14 @@ class Engine:
             return None
         return stopped_at_s - requested_at_s
 
-    def _as_running(self, plan: StepPlan, points: Safepoints, cost: CostModel) -> RunningStep:
-        staying = StepLoad.of((p.start, p.num_tokens, p.samples) for p in plan.slices if not p.preemptible)
+    def _running_step(self, plan: StepPlan, points: Safepoints, cost: CostModel) -> RunningStep:
+        online = StepLoad.of((p.start, p.num_tokens, p.samples) for p in plan.slices if not p.preemptible)
         num_layers = plan.max_layers or self.executor.info.num_layers
         scale = self.scheduler.policy.time_scale
         return RunningStep(
             started_at_s=self._step_started_at_s,
             predicted_s=scale * plan.predicted_s,
-            staying_s=scale * cost.step_time_s(staying),
+            online_s=scale * cost.step_time_s(online),
             stop_s=scale * points.layers_apart * plan.predicted_s / num_layers,
             suspends=points.suspends,
         )

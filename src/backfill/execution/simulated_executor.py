@@ -85,10 +85,10 @@ class SimulatedExecutor:
         if suspends:
             self._suspended_at = stopped_at
         stopped = tuple(scheduled.request_id for scheduled in plan.slices if scheduled.preemptible)
-        staying = tuple(scheduled for scheduled in plan.slices if not scheduled.preemptible)
-        self._wait(self._seconds(staying) * (self.info.num_layers - stopped_at) / self.info.num_layers)
+        online = tuple(scheduled for scheduled in plan.slices if not scheduled.preemptible)
+        self._wait(self._seconds(online) * (self.info.num_layers - stopped_at) / self.info.num_layers)
         return StepOutcome(
-            self._sample(staying),
+            self._sample(online),
             suspended=stopped if suspends else (),
             discarded=() if suspends else stopped,
             layers_done=stopped_at,
