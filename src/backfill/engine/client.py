@@ -38,7 +38,7 @@ _STOP_TIMEOUT_S = 5.0
 class EngineClient:
     """Starts the engine process, sends it requests, and gives each its outputs.
 
-    One event loop owns a client. When the engine dies, its requests get ``EngineDead``; the client accepts
+    One event loop owns a client. When the engine ends, its requests get ``EngineDead``; the client accepts
     new ones after ``start`` has succeeded again.
 
     Attributes:
