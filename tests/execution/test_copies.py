@@ -131,7 +131,7 @@ def test_a_block_is_saved_before_another_is_restored_into_it(device: str, blocks
         assert torch.equal(host_pool[host], original[device_block])
     for device_block, came_from in ((7, 1), (8, 7), (9, 3)):
         assert torch.equal(pool[device_block].cpu(), original[came_from])
-    copier.wait(30.0)  # nothing is under way
+    copier.wait(30.0)  # nothing is in flight
     copier.close()
 
 

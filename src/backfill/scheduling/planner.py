@@ -86,7 +86,7 @@ class StepPlanner:
             self._requests.run(restored)
         running = self._requests.running_by_level(excluded=self._suspension.requests)
         view = self._view(running, now_s)
-        self._host.allow_copies(self._max_copies(view))
+        self._host.limit_copies(self._max_copies(view))
         if self._suspension.requests:
             resumption = self._suspension.resume(self._policy.resume_s(view))
             if resumption is not None:
@@ -158,7 +158,7 @@ class StepPlanner:
             checkpoint=checkpoint,
             restore=restore,
             blocking_copies=self._blocks.blocking,
-            is_idle_until_copy=not slices and self._blocks.num_copies_under_way > 0,
+            is_idle_until_copy=not slices and self._blocks.num_copies_in_flight > 0,
         )
         self._to_release.clear()
         self._num_plans += 1
@@ -187,7 +187,7 @@ class StepPlanner:
         if not blocks.num_checkpointed_blocks:
             return 0
         of_online = sum(blocks.num_host_blocks_of(request.request_id) for request in online)
-        return max(0, blocks.num_checkpointed_blocks - blocks.num_copies_under_way - of_online)
+        return max(0, blocks.num_checkpointed_blocks - blocks.num_copies_in_flight - of_online)
 
     def _max_copies(self, view: StepView) -> int:
         """Copies that may be in flight at once: as many as the policy has time for."""

@@ -97,7 +97,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """A step is due: for unfinished requests, for a release, or for copies in flight."""
-        return bool(self.requests.by_id or self._planner.has_releases or self.blocks.num_copies_under_way)
+        return bool(self.requests.by_id or self._planner.has_releases or self.blocks.num_copies_in_flight)
 
     @property
     def has_online(self) -> bool:
