@@ -65,7 +65,7 @@ class SloPolicy:
     Where this differs from the paper, and why: docs/coserving.md.
 
     Args:
-        can_stop: the executor stops the offline part of a step at safepoints.
+        can_stop: the executor can stop offline slices at safepoints.
     """
 
     name = "slo"
