@@ -1,3 +1,4 @@
+# Over 400 lines: the examples and the model-based test of one class share their builders.
 from __future__ import annotations
 
 import functools
