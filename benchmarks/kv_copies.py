@@ -125,10 +125,10 @@ def decode_step(executor: TorchExecutor) -> StepPlan:
     return StepPlan(step=0, admitted=(), slices=slices, released=())
 
 
-def drain(executor: TorchExecutor, under_way: int) -> None:
+def drain(executor: TorchExecutor, in_flight: int) -> None:
     idle = StepPlan(step=0, admitted=(), slices=(), released=(), is_idle_until_copy=True)
-    while under_way:
-        under_way -= len(executor.run(idle).completed_copies)
+    while in_flight:
+        in_flight -= len(executor.run(idle).completed_copies)
 
 
 def beside_steps(executor: TorchExecutor, copier: TimedCopier, rounds: int) -> list[dict[str, object]]:

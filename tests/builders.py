@@ -162,7 +162,7 @@ class TwoTierExecutor(ScriptedExecutor):
         stops: float = 0.0,
     ) -> None:
         super().__init__(info, next_token)
-        self.under_way: list[_Copy] = []
+        self.in_flight: list[_Copy] = []
         self.num_copies = {"checkpoint": 0, "restore": 0}
         self._rng = rng
         self._completes, self._fails, self._stops = completes, fails, stops
@@ -173,9 +173,9 @@ class TwoTierExecutor(ScriptedExecutor):
 
     def run(self, plan: StepPlan) -> StepOutcome:
         self._begin(plan)
-        assert plan.is_idle_until_copy == (not plan.slices and bool(self.under_way))
-        reading = {each.copy.device for each in self.under_way if each.to_host}
-        writing = {each.copy.device for each in self.under_way if not each.to_host}
+        assert plan.is_idle_until_copy == (not plan.slices and bool(self.in_flight))
+        reading = {each.copy.device for each in self.in_flight if each.to_host}
+        writing = {each.copy.device for each in self.in_flight if not each.to_host}
         for scheduled in plan.slices:
             self._check(scheduled, reading, writing)
         if not plan.keeps_suspended and not plan.resumes:
@@ -210,7 +210,7 @@ class TwoTierExecutor(ScriptedExecutor):
         for to_host, copies in ((True, plan.checkpoint), (False, plan.restore)):
             waits = (CopyDirections.CHECKPOINT if to_host else CopyDirections.RESTORE) in plan.blocking_copies
             for copy in copies:
-                for other in self.under_way:
+                for other in self.in_flight:
                     assert copy.device != other.copy.device, "a block is in two copies"
                     if to_host or other.to_host:
                         assert copy.host != other.copy.host, "a host block is written in one and in another"
@@ -221,7 +221,7 @@ class TwoTierExecutor(ScriptedExecutor):
                     memory, index = (self._host, copy.host) if to_host else (self._device, copy.device)
                     memory[index] = [None] * self.info.block_size
                 if not waits:
-                    self.under_way.append(begun)
+                    self.in_flight.append(begun)
 
     def _move(self, each: _Copy) -> None:
         if each.to_host:
@@ -230,14 +230,14 @@ class TwoTierExecutor(ScriptedExecutor):
             self._device[each.copy.device] = list(self._host[each.copy.host])
 
     def _complete(self, must: bool) -> tuple[BlockCopy, ...]:
-        self._rng.shuffle(self.under_way)
-        done = [each for each in self.under_way if self._rng.random() < self._completes]
+        self._rng.shuffle(self.in_flight)
+        done = [each for each in self.in_flight if self._rng.random() < self._completes]
         if must and not done:
-            done = self.under_way[:1]
+            done = self.in_flight[:1]
         for each in done:
             if not each.is_moved:
                 self._move(each)
-            self.under_way.remove(each)
+            self.in_flight.remove(each)
         return tuple(each.copy for each in done)
 
     def _check(self, scheduled: ScheduledSlice, reading: Collection[int], writing: Collection[int]) -> None:

@@ -18,9 +18,10 @@ from backfill.core.errors import BackfillError, EngineDead, RequestLost, StepFai
 from backfill.core.request import FinishReason, RequestId, ServiceClass
 from backfill.core.sampling import SamplingParams
 from backfill.core.slo import SLO
-from backfill.engine.client import EngineClient, _Stream
+from backfill.engine.client import EngineClient
 from backfill.engine.messages import StepReport, TokenOutput
 from backfill.engine.process import EngineLoader
+from backfill.engine.streams import RequestStream
 from backfill.ipc.python_process import PythonProcess
 from tests.builders import flat_cost, make_profile
 from tests.engine.loaders import (
@@ -77,14 +78,14 @@ async def generate(
 
 def test_the_first_token_and_the_end_are_told_once_whether_or_not_anyone_reads() -> None:
     told: list[str] = []
-    stream = _Stream(ServiceClass.ONLINE, "g", lambda: told.append("first"), lambda: told.append("end"))
+    stream = RequestStream(ServiceClass.ONLINE, "g", lambda: told.append("first"), lambda: told.append("end"))
     stream.put(TokenOutput(RequestId("r"), 5))
     assert told == ["first"]
     stream.put(TokenOutput(RequestId("r"), 6))
     stream.put(TokenOutput(RequestId("r"), 7, finish_reason=FinishReason.STOP))
     stream.end()
     assert told == ["first", "end"]
-    failed = _Stream(ServiceClass.ONLINE, "g", lambda: told.append("never"), None)
+    failed = RequestStream(ServiceClass.ONLINE, "g", lambda: told.append("never"), None)
     failed.put(EngineDead("gone"))
     assert told == ["first", "end"]
 
@@ -313,9 +314,9 @@ def test_an_engine_may_be_stopped_by_several_at_once() -> None:
         await client.start()
         first = asyncio.create_task(client.stop())
         await asyncio.sleep(0)
-        process = client._process
-        assert process is not None
-        while process.is_alive():
+        connection = client._connection
+        assert connection is not None
+        while connection.is_alive:
             await asyncio.sleep(0)
         await asyncio.gather(first, *(stop_after(client, num_turns) for num_turns in range(12)))
         assert_ended(client)

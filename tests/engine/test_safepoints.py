@@ -1,4 +1,4 @@
-"""Steps stopped inside: whatever is shed, suspended or dropped, every token is as if nothing had happened."""
+"""Stopped steps: whether slices are suspended or discarded, every token is as in an undisturbed run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PROFILE = make_profile(linear_cost(token_s=0.002, step_s=0.02))
 
 
 class Interruptions:
-    """Stands before the model and calls back before a layer runs and before the logits are made."""
+    """Wraps the model, with a callback before each layer and before the logits."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -221,17 +221,27 @@ def stop_the_second_step(executor: TorchExecutor, engine: Engine) -> Request:
     return online
 
 
+def offline_requests(engine: Engine) -> list[Request]:
+    return [engine.scheduler.requests.by_id[RequestId(f"offline-{index}")] for index in range(4)]
+
+
+def assert_work_was_discarded(engine: Engine, offline: list[Request], expected: dict[str, list[int]]) -> None:
+    assert engine.scheduler.counters[ServiceClass.OFFLINE].num_discarded_tokens > 0
+    for request in offline:
+        assert request.output_token_ids == expected[request.request_id]
+
+
 def test_a_suspended_request_can_be_aborted(executor: TorchExecutor, expected: dict[str, list[int]]) -> None:
     engine = make_engine(executor)
     stop_the_second_step(executor, engine)
-    survivor = engine.scheduler._requests[RequestId("offline-1")]
+    survivor = offline_requests(engine)[1]
     engine.abort([RequestId(f"offline-{index}") for index in (0, 2, 3)])
     engine.scheduler.check_integrity()
     drain(engine, executor)
     assert survivor.output_token_ids == expected["offline-1"]
 
 
-def test_when_all_that_is_suspended_goes_nothing_is_kept(executor: TorchExecutor) -> None:
+def test_when_all_suspended_requests_are_aborted_nothing_is_kept(executor: TorchExecutor) -> None:
     engine = make_engine(executor)
     online = stop_the_second_step(executor, engine)
     engine.abort([RequestId(f"offline-{index}") for index in range(4)])
@@ -240,12 +250,10 @@ def test_when_all_that_is_suspended_goes_nothing_is_kept(executor: TorchExecutor
     assert online.finish_reason is FinishReason.LENGTH
 
 
-def test_blocks_of_suspended_requests_can_be_taken(
-    executor: TorchExecutor, expected: dict[str, list[int]]
-) -> None:
+def test_suspended_requests_can_be_preempted(executor: TorchExecutor, expected: dict[str, list[int]]) -> None:
     engine = make_engine(executor)
     stop_the_second_step(executor, engine)
-    offline = [engine.scheduler._requests[RequestId(f"offline-{index}")] for index in range(4)]
+    offline = offline_requests(engine)
     free = engine.scheduler.blocks.num_free_blocks
     (large,) = requests(ServiceClass.ONLINE, [(8 * (free + 3), 2)])
     large.request_id = RequestId("large")
@@ -253,23 +261,19 @@ def test_blocks_of_suspended_requests_can_be_taken(
     drain(engine, executor)
     assert large.finish_reason is FinishReason.LENGTH
     assert sum(request.num_preemptions for request in offline) > 0
-    assert engine.scheduler.counters[ServiceClass.OFFLINE].num_discarded_tokens > 0
-    for request in offline:
-        assert request.output_token_ids == expected[request.request_id]
+    assert_work_was_discarded(engine, offline, expected)
 
 
-def test_suspended_work_of_which_no_layer_fits_is_dropped_so_that_offline_work_goes_on(
+def test_suspended_slices_of_which_no_layer_fits_are_discarded_so_that_offline_work_continues(
     executor: TorchExecutor, expected: dict[str, list[int]]
 ) -> None:
     engine = make_engine(executor)
     stop_the_second_step(executor, engine)
-    offline = [engine.scheduler._requests[RequestId(f"offline-{index}")] for index in range(4)]
+    offline = offline_requests(engine)
     resume_s = engine.scheduler.policy.resume_s
     engine.scheduler.policy.resume_s = lambda view: min(resume_s(view), 1e-6)  # type: ignore[method-assign]
     drain(engine, executor)
-    assert engine.scheduler.counters[ServiceClass.OFFLINE].num_discarded_tokens > 0
-    for request in offline:
-        assert request.output_token_ids == expected[request.request_id]
+    assert_work_was_discarded(engine, offline, expected)
 
 
 def test_a_stop_meant_for_the_step_before_stops_nothing(executor: TorchExecutor) -> None:

@@ -9,58 +9,22 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from backfill.core.block import BlockCopy, pack_block_ref
-from backfill.core.config import EngineConfig, SchedulerConfig
-from backfill.core.errors import InsufficientMemory
-from backfill.core.plan import AdmittedRequest, CopyDirections, ScheduledSlice, StepOutcome, StepPlan
-from backfill.core.request import RequestId
-from backfill.core.sampling import SamplingParams
-from backfill.execution import create
+from backfill.core.block import BlockCopy
+from backfill.core.plan import CopyDirections
 from backfill.execution.copies import BlockCopier, CudaBlockCopier, ThreadBlockCopier
-from backfill.execution.create import create_torch_executor
-from backfill.execution.machine import check_host_pool_fits
-from backfill.execution.torch_executor import TorchExecutor
 from backfill.kernels import cpu
-from backfill.models.config import ModelConfig
-from tests.models.tiny import save_tiny_model
+from tests.execution.tiny import Gate, copies
 
 GIB = 1 << 30
 BOTH = CopyDirections.CHECKPOINT | CopyDirections.RESTORE
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 NUM_BLOCKS, NUM_HOST_BLOCKS = 40, 30
 SHAPE = (3, 2, 2, 8, 8)  # layers, K and V, heads, tokens, head size
-
-
-class Gate:
-    """Holds the copy thread before each of its chunks until it is opened."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._may_go = threading.Semaphore(0)
-        copy_blocks = cpu.copy_blocks
-
-        def held(*arguments: object) -> None:
-            assert self._may_go.acquire(timeout=30.0)
-            copy_blocks(*arguments)  # type: ignore[arg-type]
-
-        monkeypatch.setattr(cpu, "copy_blocks", held)
-
-    def let(self, num_chunks: int) -> None:
-        self._may_go.release(num_chunks)
-
-
-@pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    gate = Gate(monkeypatch)
-    yield gate
-    gate.let(1000)
 
 
 def make_pool(device: str = "cpu", dtype: torch.dtype = torch.float32) -> Tensor:
@@ -76,10 +40,6 @@ def make_copier(pool: Tensor, blocks_per_group: int | None = None) -> tuple[Bloc
     if blocks_per_group is not None:
         copier._blocks_per_group = blocks_per_group
     return copier, host_pool
-
-
-def copies(pairs: Sequence[tuple[int, int]]) -> tuple[BlockCopy, ...]:
-    return tuple(BlockCopy(device, host) for device, host in pairs)
 
 
 def wait_for(copier: BlockCopier, count: int) -> list[BlockCopy]:
@@ -131,7 +91,7 @@ def test_a_block_is_saved_before_another_is_restored_into_it(device: str, blocks
         assert torch.equal(host_pool[host], original[device_block])
     for device_block, came_from in ((7, 1), (8, 7), (9, 3)):
         assert torch.equal(pool[device_block].cpu(), original[came_from])
-    copier.wait(30.0)  # nothing is under way
+    copier.wait(30.0)  # nothing is in flight
     copier.close()
 
 
@@ -277,173 +237,3 @@ def test_blocks_of_any_size_and_place_are_copied(size: int, offset: int) -> None
     expected[3], expected[0] = source[1], source[4]
     assert torch.equal(destination[offset:-1].view(4, size), expected)
     assert (destination[:offset] == -1.0).all() and destination[-1] == -1.0
-
-
-# A request's KV leaves the device and comes back.
-
-BLOCK_BYTES = 3 * 2 * 2 * 8 * 8 * 4  # 3 layers, K and V of 2 heads of 8 float32, 8 tokens
-NEW_TOKENS = 20
-PROMPT = torch.randint(3, 90, (29,), generator=torch.Generator().manual_seed(1)).tolist()
-REQUEST = RequestId("request")
-EMPTY = StepPlan(step=0, admitted=(), slices=(), released=())
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder: Path = tmp_path_factory.mktemp("model")
-    save_tiny_model("llama", folder)
-    return folder
-
-
-def make_config(model_dir: Path, host_kv_gib: float | None = 12 * BLOCK_BYTES / GIB) -> EngineConfig:
-    return EngineConfig(
-        model_dir=str(model_dir),
-        dtype="float32",
-        block_size=8,
-        device="cpu",
-        kv_gib=24 * BLOCK_BYTES / GIB,
-        host_kv_gib=host_kv_gib,
-        scheduler=SchedulerConfig(checkpointing="adaptive"),
-    )
-
-
-@pytest.fixture(scope="module")
-def executor(model_dir: Path) -> TorchExecutor:
-    return create_torch_executor(make_config(model_dir))
-
-
-def admission() -> StepPlan:
-    sampling = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0)
-    return replace(EMPTY, admitted=(AdmittedRequest(REQUEST, tuple(PROMPT), sampling),))
-
-
-def compute(
-    executor: TorchExecutor, blocks: Sequence[int], start: int, count: int, plan: StepPlan = EMPTY
-) -> tuple[int, StepOutcome]:
-    refs = tuple(pack_block_ref(block) for block in blocks)
-    group = ScheduledSlice(REQUEST, start, count, refs, samples=True)
-    outcome = executor.run(replace(plan, slices=(group,)))
-    return outcome.sampled[0].token_id, outcome
-
-
-def generate(executor: TorchExecutor, blocks: Sequence[int], start: int, num_tokens: int) -> list[int]:
-    return [compute(executor, blocks, start + index, 1)[0] for index in range(num_tokens)]
-
-
-@pytest.fixture(scope="module")
-def undisturbed(executor: TorchExecutor) -> list[int]:
-    blocks = range(7)
-    first, _ = compute(executor, blocks, 0, len(PROMPT), admission())
-    tokens = [first, *generate(executor, blocks, len(PROMPT), NEW_TOKENS - 1)]
-    executor.run(replace(EMPTY, released=(REQUEST,)))
-    assert len(set(tokens)) > 3
-    return tokens
-
-
-def await_copies(executor: TorchExecutor, outcome: StepOutcome, count: int) -> list[BlockCopy]:
-    """Copies reported until there are ``count``: the outcome's, then those of steps that wait for more."""
-    copied = list(outcome.completed_copies)
-    until_s = time.monotonic() + 30.0
-    while len(copied) < count:
-        assert time.monotonic() < until_s
-        copied += executor.run(replace(EMPTY, is_idle_until_copy=True)).completed_copies
-    return copied
-
-
-@pytest.mark.parametrize("blocking_copies", [CopyDirections.NONE, BOTH])
-def test_a_request_goes_on_where_its_kv_was_restored(
-    executor: TorchExecutor, undisturbed: list[int], blocking_copies: CopyDirections
-) -> None:
-    pool = executor._kv_pool
-    pool.fill_(7.0)
-    blocks, others, hosts = (3, 4, 5, 6, 7), (17, 2, 4, 20, 9), (11, 0, 5, 2, 7)
-    first, outcome = compute(executor, blocks, 0, len(PROMPT), admission())
-    # The three full blocks are copied beside the decodes, the partly filled ones at the end.
-    saves = copies(list(zip(blocks, hosts, strict=True)))
-    second, outcome = compute(
-        executor, blocks, 29, 1, replace(EMPTY, checkpoint=saves[:3], blocking_copies=blocking_copies)
-    )
-    tokens = [first, second, *generate(executor, blocks, 30, 6)]
-    if blocking_copies:
-        assert outcome.completed_copies == ()
-    assert (
-        executor.run(replace(EMPTY, checkpoint=saves[3:], blocking_copies=BOTH)).completed_copies == ()
-        or not blocking_copies
-    )
-    pool.fill_(float("nan"))
-    restores = copies(list(zip(others, hosts, strict=True)))
-    outcome = executor.run(replace(EMPTY, restore=restores, blocking_copies=blocking_copies))
-    if blocking_copies:
-        assert outcome.completed_copies == ()
-    else:
-        reported = await_copies(executor, outcome, len(restores))
-        assert set(restores) <= set(reported)
-    tokens += generate(executor, (*others, 12, 13), 36, NEW_TOKENS - 8)
-    assert tokens == undisturbed
-    executor.run(replace(EMPTY, released=(REQUEST,)))
-
-
-def test_every_outcome_reports_and_a_failed_step_has_begun_its_copies(executor: TorchExecutor) -> None:
-    saves = copies([(0, 0), (1, 1), (2, 2)])
-    unknown = ScheduledSlice(RequestId("unknown"), 0, 1, (pack_block_ref(8),), samples=True)
-    with pytest.raises(KeyError):
-        executor.run(replace(EMPTY, slices=(unknown,), checkpoint=saves))
-    assert await_copies(executor, executor.run(EMPTY), 3) == list(saves)
-    assert executor.run(replace(EMPTY, is_idle_until_copy=True)).completed_copies == ()
-
-
-def test_an_executor_that_awaits_a_copy_waits_a_bounded_time(executor: TorchExecutor, gate: Gate) -> None:
-    saves = copies([(0, 0)])
-    assert executor.run(replace(EMPTY, checkpoint=saves, is_idle_until_copy=True)).completed_copies == ()
-    gate.let(1)
-    assert await_copies(executor, executor.run(EMPTY), 1) == list(saves)
-
-
-# The size of the host pool.
-
-
-def available(monkeypatch: pytest.MonkeyPatch, num_bytes: int | None) -> None:
-    monkeypatch.setattr(create, "available_host_bytes", lambda: num_bytes)
-
-
-def test_the_pool_in_host_memory_is_as_large_as_asked_for(executor: TorchExecutor) -> None:
-    assert executor.info.num_host_blocks == 12
-    assert executor.info.block_bytes == BLOCK_BYTES
-
-
-def test_without_checkpointing_or_with_a_size_of_0_there_is_none(model_dir: Path) -> None:
-    for config in (
-        make_config(model_dir, host_kv_gib=0),
-        replace(make_config(model_dir), scheduler=SchedulerConfig()),
-    ):
-        executor = create_torch_executor(config)
-        assert executor.info.num_host_blocks == 0
-        assert executor.run(EMPTY).completed_copies == ()
-
-
-def test_by_default_it_is_as_large_as_the_pool_or_a_quarter_of_what_is_left(
-    model_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    config = make_config(model_dir, host_kv_gib=None)
-    for num_bytes in (None, GIB):
-        available(monkeypatch, num_bytes)
-        with caplog.at_level("INFO"):
-            assert create_torch_executor(config).info.num_host_blocks == 24
-        assert "KV pool in host memory: 24 blocks" in caplog.text
-    weights_bytes = ModelConfig.from_folder(model_dir).weight_bytes(4)
-    available(monkeypatch, weights_bytes + 24 * BLOCK_BYTES + 4 * 5 * BLOCK_BYTES + 3)
-    assert create_torch_executor(config).info.num_host_blocks == 5
-
-
-def test_a_size_that_does_not_fit_or_holds_no_block_is_refused(
-    model_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(InsufficientMemory, match=r"holds no block.*`host_kv_gib`"):
-        create_torch_executor(make_config(model_dir, (BLOCK_BYTES - 1) / GIB))
-    available(monkeypatch, GIB)
-    with pytest.raises(InsufficientMemory, match=r"use `host_kv_gib` 0\.99 or less"):
-        create_torch_executor(make_config(model_dir, 1.0))
-    with pytest.raises(InsufficientMemory, match=r"0\.00 GiB are left for it; use `host_kv_gib` 0\."):
-        check_host_pool_fits(host_kv_bytes=1, left_bytes=-1)
-    check_host_pool_fits(host_kv_bytes=GIB, left_bytes=None)
-    check_host_pool_fits(host_kv_bytes=GIB, left_bytes=GIB)

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from backfill.core.clock import VirtualClock
-from backfill.core.config import EngineConfig, SchedulerConfig
+from backfill.core.config import GIB, SchedulerConfig
+from backfill.core.errors import InsufficientMemory
+from backfill.core.plan import StepPlan
 from backfill.core.request import FinishReason
 from backfill.engine.engine import Engine
+from backfill.execution import create
 from backfill.execution.create import create_torch_executor
+from backfill.execution.machine import check_host_pool_fits
+from backfill.models.config import ModelConfig
 from tests.builders import make_request
-from tests.models.tiny import save_tiny_llama_config
+from tests.execution.tiny import BLOCK_BYTES, dummy_config, two_tier_config
 
 
 def test_end_tokens_outside_the_vocabulary_fail_no_step(tmp_path: Path) -> None:
-    save_tiny_llama_config(tmp_path, eos_token_id=[2, 5000])
-    config = EngineConfig(
-        model_dir=str(tmp_path),
-        device="cpu",
-        dtype="float32",
-        load_format="dummy",
-        kv_gib=1 / 1024,
-        threads=1,
-    )
+    config = dummy_config(tmp_path, eos_token_id=[2, 5000])
     engine = Engine(SchedulerConfig(), create_torch_executor(config), VirtualClock())
     engine.add(make_request(max_tokens=2, min_tokens=1))
     outputs = [output for _ in range(2) for output in engine.step()]
@@ -30,3 +30,51 @@ def test_end_tokens_outside_the_vocabulary_fail_no_step(tmp_path: Path) -> None:
         [None, FinishReason.LENGTH],
         [None, FinishReason.STOP],
     )
+
+
+def available(monkeypatch: pytest.MonkeyPatch, num_bytes: int | None) -> None:
+    monkeypatch.setattr(create, "available_host_bytes", lambda: num_bytes)
+
+
+def test_the_host_pool_is_as_large_as_asked_for(model_dir: Path) -> None:
+    info = create_torch_executor(two_tier_config(model_dir)).info
+    assert info.num_host_blocks == 12
+    assert info.block_bytes == BLOCK_BYTES
+
+
+def test_without_checkpointing_or_with_a_size_of_0_there_is_none(model_dir: Path) -> None:
+    for config in (
+        two_tier_config(model_dir, host_kv_gib=0),
+        replace(two_tier_config(model_dir), scheduler=SchedulerConfig()),
+    ):
+        executor = create_torch_executor(config)
+        assert executor.info.num_host_blocks == 0
+        assert executor.run(StepPlan(step=0, admitted=(), slices=(), released=())).completed_copies == ()
+
+
+def test_by_default_it_is_as_large_as_the_pool_or_a_quarter_of_what_is_left(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = two_tier_config(model_dir, host_kv_gib=None)
+    for num_bytes in (None, GIB):
+        available(monkeypatch, num_bytes)
+        with caplog.at_level("INFO"):
+            assert create_torch_executor(config).info.num_host_blocks == 24
+        assert "KV pool in host memory: 24 blocks" in caplog.text
+    weights_bytes = ModelConfig.from_folder(model_dir).weight_bytes(4)
+    available(monkeypatch, weights_bytes + 24 * BLOCK_BYTES + 4 * 5 * BLOCK_BYTES + 3)
+    assert create_torch_executor(config).info.num_host_blocks == 5
+
+
+def test_a_size_that_does_not_fit_or_holds_no_block_is_refused(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(InsufficientMemory, match=r"holds no block.*`host_kv_gib`"):
+        create_torch_executor(two_tier_config(model_dir, (BLOCK_BYTES - 1) / GIB))
+    available(monkeypatch, GIB)
+    with pytest.raises(InsufficientMemory, match=r"use `host_kv_gib` 0\.99 or less"):
+        create_torch_executor(two_tier_config(model_dir, 1.0))
+    with pytest.raises(InsufficientMemory, match=r"0\.00 GiB are left for it; use `host_kv_gib` 0\."):
+        check_host_pool_fits(host_kv_bytes=1, left_bytes=-1)
+    check_host_pool_fits(host_kv_bytes=GIB, left_bytes=None)
+    check_host_pool_fits(host_kv_bytes=GIB, left_bytes=GIB)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from backfill.core.block import block_index
 from backfill.core.clock import VirtualClock
 from backfill.core.config import EngineConfig, SchedulerConfig
 from backfill.core.errors import ConfigError
-from backfill.core.plan import ScheduledSlice, StepPlan
+from backfill.core.plan import ScheduledSlice, StepOutcome, StepPlan
 from backfill.core.request import RequestId, ServiceClass
 from backfill.costs.load import StepLoad
 from backfill.costs.profile import CostProfile, ProfileKey, Quality
@@ -36,21 +36,9 @@ from backfill.execution.profile import (
 from backfill.execution.simulated_executor import SimulatedExecutor
 from backfill.execution.torch_executor import TorchExecutor
 from tests.builders import make_info, make_profile, make_request
-from tests.models.tiny import save_tiny_llama_config
+from tests.execution.tiny import dummy_config
 
-
-def make_config(folder: Path, **model: Any) -> EngineConfig:
-    """A model of a few thousand random weights, on one thread."""
-    save_tiny_llama_config(folder, **model)
-    return EngineConfig(
-        model_dir=str(folder),
-        device="cpu",
-        dtype="float32",
-        load_format="dummy",
-        kv_gib=1 / 1024,
-        threads=1,
-        scheduler=SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=256),
-    )
+Loaded: TypeAlias = tuple[EngineConfig, TorchExecutor]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -61,8 +49,8 @@ def _threads() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> tuple[EngineConfig, TorchExecutor]:
-    config = make_config(tmp_path_factory.mktemp("model"))
+def running(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
+    config = dummy_config(tmp_path_factory.mktemp("model"))
     return config, create_torch_executor(config)
 
 
@@ -87,7 +75,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[CostProfile]:
 
 
 def test_the_key_says_model_processor_threads_and_dtype(
-    running: tuple[EngineConfig, TorchExecutor], monkeypatch: pytest.MonkeyPatch
+    running: Loaded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     key = profile_key(*running)
     assert key.model.startswith("llama-3x48-")
@@ -99,14 +87,12 @@ def test_the_key_says_model_processor_threads_and_dtype(
     assert (other.model, other.dtype) == (key.model, key.dtype)
 
 
-def test_the_key_is_of_the_model_and_not_of_its_folder(
-    running: tuple[EngineConfig, TorchExecutor], tmp_path: Path
-) -> None:
+def test_the_key_is_of_the_model_and_not_of_its_folder(running: Loaded, tmp_path: Path) -> None:
     config, executor = running
     key = profile_key(config, executor)
-    copied = make_config(tmp_path / "copy")
+    copied = dummy_config(tmp_path / "copy")
     assert profile_key(copied, executor) == key
-    wider = make_config(tmp_path / "wider", intermediate_size=96)
+    wider = dummy_config(tmp_path / "wider", intermediate_size=96)
     assert profile_key(wider, executor).model != key.model
     bfloat16 = create_torch_executor(replace(config, dtype="bfloat16"))
     assert profile_key(replace(config, dtype="bfloat16"), bfloat16) == replace(key, dtype="bfloat16")
@@ -126,7 +112,7 @@ def test_each_key_has_its_own_file_in_the_cache(cache: Path) -> None:
 
 
 def test_a_real_executor_is_measured_where_nothing_is_saved_and_not_where_it_is(
-    running: tuple[EngineConfig, TorchExecutor], monkeypatch: pytest.MonkeyPatch
+    running: Loaded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config, executor = running
     profile = load_or_measure_profile(config, executor)
@@ -143,25 +129,21 @@ def test_a_real_executor_is_measured_where_nothing_is_saved_and_not_where_it_is(
     assert load_or_measure_profile(config, executor) == profile
 
 
-def saved_profile(running: tuple[EngineConfig, TorchExecutor]) -> CostProfile:
+def saved_profile(running: Loaded) -> CostProfile:
     return CostProfile.load(profile_path(profile_key(*running)))
 
 
-def profile_of(running: tuple[EngineConfig, TorchExecutor], **fields: Any) -> CostProfile:
+def profile_of(running: Loaded, **fields: Any) -> CostProfile:
     return replace(make_profile(), key=profile_key(*running), **fields)
 
 
-def test_a_coarse_profile_is_kept_for_the_next_start(
-    running: tuple[EngineConfig, TorchExecutor], measured: list[CostProfile]
-) -> None:
+def test_a_coarse_profile_is_kept_for_the_next_start(running: Loaded, measured: list[CostProfile]) -> None:
     for _ in range(2):
         assert load_or_measure_profile(*running) == saved_profile(running)
     assert len(measured) == 1
 
 
-def test_a_profile_of_an_older_format_is_measured_anew(
-    running: tuple[EngineConfig, TorchExecutor], measured: list[CostProfile]
-) -> None:
+def test_a_profile_of_an_older_format_is_measured_anew(running: Loaded, measured: list[CostProfile]) -> None:
     path = profile_path(profile_key(*running))
     profile_of(running, provenance="old").save(path)
     path.write_text(path.read_text().replace('"format": 4', '"format": 3'))
@@ -170,7 +152,7 @@ def test_a_profile_of_an_older_format_is_measured_anew(
 
 
 def test_what_refines_itself_never_replaces_a_full_profile(
-    running: tuple[EngineConfig, TorchExecutor],
+    running: Loaded,
 ) -> None:
     for quality, next_quality in (("coarse", "refined"), ("refined", "refined"), ("full", "full")):
         profile_of(running, quality=quality).save(profile_path(profile_key(*running)))
@@ -178,35 +160,35 @@ def test_what_refines_itself_never_replaces_a_full_profile(
         assert saved_profile(running).quality == next_quality
 
 
-def test_a_full_profile_that_is_saved_between_look_and_save_stays(
-    running: tuple[EngineConfig, TorchExecutor], monkeypatch: pytest.MonkeyPatch
+def test_a_full_profile_that_is_saved_between_check_and_save_stays(
+    running: Loaded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     profile_of(running, quality="coarse").save(profile_path(profile_key(*running)))
-    looked, goes_on = threading.Event(), threading.Event()
+    checked, may_save = threading.Event(), threading.Event()
     is_full = execution_profile._is_full
 
-    def look(path: Path) -> bool:
+    def check(path: Path) -> bool:
         found = is_full(path)
-        looked.set()
-        assert goes_on.wait(60.0)
+        checked.set()
+        assert may_save.wait(60.0)
         return found
 
-    monkeypatch.setattr(execution_profile, "_is_full", look)
+    monkeypatch.setattr(execution_profile, "_is_full", check)
     refined, full = (profile_of(running, quality=quality) for quality in ("refined", "full"))
     first = threading.Thread(target=save_for_next_start, args=(refined,))
     second = threading.Thread(target=save_in_cache, args=(full,), kwargs={"keep_full": False})
     first.start()
-    assert looked.wait(60.0)
+    assert checked.wait(60.0)
     second.start()
     second.join(0.1)  # time enough to save, could it
-    goes_on.set()
+    may_save.set()
     first.join(60.0)
     second.join(60.0)
     assert saved_profile(running) == full
 
 
 def test_a_lock_that_is_never_released_stops_nothing(
-    running: tuple[EngineConfig, TorchExecutor],
+    running: Loaded,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -219,7 +201,7 @@ def test_a_lock_that_is_never_released_stops_nothing(
 
 
 def test_a_profile_that_cannot_be_saved_stops_nothing(
-    running: tuple[EngineConfig, TorchExecutor], cache: Path, caplog: pytest.LogCaptureFixture
+    running: Loaded, cache: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     cache.write_text("no folder")
     with caplog.at_level(logging.WARNING):
@@ -231,7 +213,7 @@ def test_a_profile_that_cannot_be_saved_stops_nothing(
 @pytest.mark.parametrize("is_named", [False, True])
 @pytest.mark.parametrize("quality", ["coarse", "refined", "full"])
 def test_all_but_a_full_profile_are_refined_and_a_named_file_is_left_alone(
-    running: tuple[EngineConfig, TorchExecutor], tmp_path: Path, quality: Quality, is_named: bool
+    running: Loaded, tmp_path: Path, quality: Quality, is_named: bool
 ) -> None:
     config, executor = running
     profile = profile_of(running, quality=quality)
@@ -265,7 +247,7 @@ def wait_for(is_so: Callable[[], bool]) -> None:
 
 
 def test_steps_go_on_while_a_disk_hangs_and_the_latest_profile_is_saved(
-    running: tuple[EngineConfig, TorchExecutor], monkeypatch: pytest.MonkeyPatch
+    running: Loaded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun, disk_answers, saved = threading.Event(), threading.Event(), list[CostProfile]()
 
@@ -302,45 +284,44 @@ def test_steps_go_on_while_a_disk_hangs_and_the_latest_profile_is_saved(
     assert saved == [first, later[-1]]
 
 
-def test_only_the_blocks_that_are_timed_are_touched(
-    running: tuple[EngineConfig, TorchExecutor], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def record_plans(executor: TorchExecutor, monkeypatch: pytest.MonkeyPatch) -> list[StepPlan]:
+    """Plans that the executor runs from now on."""
+    plans: list[StepPlan] = []
+    run = executor.run
+
+    def record(plan: StepPlan) -> StepOutcome:
+        plans.append(plan)
+        return run(plan)
+
+    monkeypatch.setattr(executor, "run", record)
+    return plans
+
+
+def test_only_the_blocks_that_are_timed_are_touched(running: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
     config, executor = running
     filled: list[int] = []
     monkeypatch.setattr(executor, "fill_kv_pool", filled.append)
-    highest: list[int] = []
-    run = executor.run
-
-    def noted(plan: StepPlan) -> Any:
-        highest.extend(block_index(ref) for scheduled in plan.slices for ref in scheduled.blocks)
-        return run(plan)
-
-    monkeypatch.setattr(executor, "run", noted)
+    plans = record_plans(executor, monkeypatch)
     measure_profile(config, executor, execution_profile.QUICK)
-    assert filled == [max(highest) + 1]
+    used = {block_index(ref) for plan in plans for scheduled in plan.slices for ref in scheduled.blocks}
+    assert filled == [max(used) + 1]
     assert filled[0] < executor.info.num_blocks
 
 
 def test_measuring_keeps_within_the_limits_of_the_configuration(
-    running: tuple[EngineConfig, TorchExecutor], monkeypatch: pytest.MonkeyPatch
+    running: Loaded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config, executor = running
-    loads: list[StepLoad] = []
-    run = executor.run
-
-    def noted(plan: Any) -> Any:
-        loads.append(StepLoad.of_plan(plan))
-        return run(plan)
-
-    monkeypatch.setattr(executor, "run", noted)
+    plans = record_plans(executor, monkeypatch)
     few = replace(config, scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=16))
     measure_profile(few, executor, execution_profile.QUICK)
+    loads = [StepLoad.of_plan(plan) for plan in plans]
     assert max(load.num_requests for load in loads) == 8
     assert max(load.num_tokens for load in loads) == 16
 
 
 def test_the_profile_that_is_named_is_used(
-    running: tuple[EngineConfig, TorchExecutor], measured: list[CostProfile], tmp_path: Path
+    running: Loaded, measured: list[CostProfile], tmp_path: Path
 ) -> None:
     config, executor = running
     key = profile_key(config, executor)
@@ -361,7 +342,7 @@ def test_the_profile_that_is_named_is_used(
     ],
 )
 def test_the_profile_that_is_named_must_be_a_good_one(
-    running: tuple[EngineConfig, TorchExecutor],
+    running: Loaded,
     measured: list[CostProfile],
     tmp_path: Path,
     content: str | None,
@@ -381,7 +362,7 @@ def test_the_profile_that_is_named_must_be_a_good_one(
 
 @pytest.mark.parametrize("damage", ["torn", "other key"])
 def test_a_saved_profile_that_is_no_good_is_measured_again(
-    running: tuple[EngineConfig, TorchExecutor],
+    running: Loaded,
     measured: list[CostProfile],
     caplog: pytest.LogCaptureFixture,
     damage: str,
@@ -400,7 +381,7 @@ def test_a_saved_profile_that_is_no_good_is_measured_again(
 
 
 def test_a_cache_that_cannot_be_entered_holds_no_profile(
-    running: tuple[EngineConfig, TorchExecutor],
+    running: Loaded,
     measured: list[CostProfile],
     cache: Path,
     monkeypatch: pytest.MonkeyPatch,

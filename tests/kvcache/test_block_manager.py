@@ -1,3 +1,4 @@
+# Over 400 lines: the examples and the model-based test of one class share their builders.
 from __future__ import annotations
 
 import functools
@@ -93,19 +94,19 @@ def two_tiers(
 def test_checkpointed_blocks_are_free_at_once_and_nothing_is_copied_for_it() -> None:
     blocks = two_tiers()
     blocks.grow(A, 12)
-    assert blocks.checkpoint(A, 12, at_most=8) == 3
+    assert blocks.checkpoint(A, 12, max_blocks=8) == 3
     checkpoint, _ = blocks.take_copies()
     blocks.complete(checkpoint)
-    assert blocks.reclaim(A, 12, may_save=8) == 12
+    assert blocks.reclaim(A, 12, max_checkpoints=8) == 12
     assert blocks.num_free_blocks == 8
     assert blocks.take_copies() == ((), ())
-    assert blocks.num_copies_under_way == 0
+    assert blocks.num_copies_in_flight == 0
 
 
 def test_reclaimed_blocks_that_are_still_being_copied_are_free_once_they_are() -> None:
     blocks = two_tiers()
     blocks.grow(A, 8)
-    blocks.checkpoint(A, 8, at_most=1)
+    blocks.checkpoint(A, 8, max_blocks=1)
     checkpoint, _ = blocks.take_copies()
     assert blocks.reclaim(A, 8) == 4
     assert (blocks.num_free_blocks, blocks.num_unreferenced_blocks) == (7, 1)
@@ -117,8 +118,8 @@ def test_a_shared_prefix_is_checkpointed_once_and_outlives_its_first_owner() -> 
     blocks = two_tiers()
     blocks.grow(A, 12)
     blocks.share(A, B, 2)
-    assert blocks.checkpoint(A, 12, at_most=8) == 3
-    assert blocks.checkpoint(B, 8, at_most=8) == 0
+    assert blocks.checkpoint(A, 12, max_blocks=8) == 3
+    assert blocks.checkpoint(B, 8, max_blocks=8) == 0
     assert blocks.num_host_blocks_of(B) == 2
     blocks.complete(blocks.take_copies()[0])
     blocks.release(A)
@@ -131,7 +132,7 @@ def test_both_owners_of_a_shared_prefix_come_back_from_its_one_copy() -> None:
     blocks = two_tiers()
     blocks.grow(A, 8)
     blocks.share(A, B, 2)
-    blocks.checkpoint(A, 8, at_most=8)
+    blocks.checkpoint(A, 8, max_blocks=8)
     blocks.complete(blocks.take_copies()[0])
     for request_id in (A, B):
         assert blocks.reclaim(request_id, 8) == 8
@@ -147,33 +148,33 @@ def test_both_owners_of_a_shared_prefix_come_back_from_its_one_copy() -> None:
     blocks.check_integrity()
 
 
-@pytest.mark.parametrize(("needed", "kept"), [(0, 14), (2, 14), (3, 12), (4, 8), (5, 8)])
-def test_what_is_needed_at_once_is_dropped_from_the_last_block_back(needed: int, kept: int) -> None:
+@pytest.mark.parametrize(("num_needed", "kept"), [(0, 14), (2, 14), (3, 12), (4, 8), (5, 8)])
+def test_what_is_needed_at_once_is_dropped_from_the_last_block_back(num_needed: int, kept: int) -> None:
     blocks = two_tiers()
     blocks.grow(A, 14)
-    blocks.checkpoint(A, 14, at_most=2)
+    blocks.checkpoint(A, 14, max_blocks=2)
     blocks.complete(blocks.take_copies()[0])
-    assert blocks.reclaim(A, 14, needed=needed, may_save=8) == kept
-    assert blocks.num_free_blocks - 4 >= min(needed, 4)
-    assert len(blocks.take_copies()[0]) == max(0, 4 - max(needed, 2)), "the rest is copied first"
+    assert blocks.reclaim(A, 14, num_needed=num_needed, max_checkpoints=8) == kept
+    assert blocks.num_free_blocks - 4 >= min(num_needed, 4)
+    assert len(blocks.take_copies()[0]) == max(0, 4 - max(num_needed, 2)), "the rest is copied first"
 
 
 def test_only_as_many_blocks_are_saved_as_may_be_and_there_is_room_for() -> None:
-    for num_host_blocks, may_save, kept in ((8, 1, 4), (2, 8, 8), (0, 8, 0)):
+    for num_host_blocks, max_checkpoints, kept in ((8, 1, 4), (2, 8, 8), (0, 8, 0)):
         blocks = two_tiers(num_host_blocks=num_host_blocks)
         blocks.grow(A, 12)
-        assert blocks.reclaim(A, 12, may_save=may_save) == kept
+        assert blocks.reclaim(A, 12, max_checkpoints=max_checkpoints) == kept
         assert blocks.num_free_blocks == 8 - kept // 4
 
 
 def test_blocks_that_a_step_waits_to_save_are_free_at_once() -> None:
     blocks = two_tiers(blocking=CopyDirections.CHECKPOINT)
     blocks.grow(A, 10)
-    assert blocks.reclaim(A, 10, needed=3, may_save=8) == 10, "none is dropped to be free at once"
+    assert blocks.reclaim(A, 10, num_needed=3, max_checkpoints=8) == 10, "none is dropped to free its blocks"
     assert blocks.num_free_blocks == 8
-    assert blocks.is_saved(A)
+    assert blocks.is_checkpoint_complete(A)
     assert len(blocks.take_copies()[0]) == 3
-    assert blocks.num_copies_under_way == 0
+    assert blocks.num_copies_in_flight == 0
 
 
 def test_a_save_for_a_request_that_loses_it_before_the_plan_is_not_made() -> None:
@@ -181,9 +182,9 @@ def test_a_save_for_a_request_that_loses_it_before_the_plan_is_not_made() -> Non
     blocks.grow(A, 4)
     blocks.grow(B, 4)
     kept_block = blocks.table(B)[0]
-    blocks.reclaim(A, 4, may_save=1)
-    assert blocks.drop_copies(A, 1) == 0
-    blocks.reclaim(B, 4, may_save=1)
+    blocks.reclaim(A, 4, max_checkpoints=1)
+    assert blocks.evict_host_blocks(A, 1) == 0
+    blocks.reclaim(B, 4, max_checkpoints=1)
     checkpoint, _ = blocks.take_copies()
     assert checkpoint == ((block_index(kept_block), 0),)
 
@@ -191,9 +192,9 @@ def test_a_save_for_a_request_that_loses_it_before_the_plan_is_not_made() -> Non
 def test_a_last_block_that_is_not_full_comes_back_and_its_copy_is_given_up() -> None:
     blocks = two_tiers()
     blocks.grow(A, 6)
-    assert blocks.reclaim(A, 6, may_save=8) == 6
+    assert blocks.reclaim(A, 6, max_checkpoints=8) == 6
     assert blocks.num_host_blocks_of(A) == 2
-    assert blocks.is_saved(A) is False
+    assert blocks.is_checkpoint_complete(A) is False
     blocks.complete(blocks.take_copies()[0])
     blocks.begin_restore(A)
     assert blocks.restore(A, 8) == 2
@@ -201,28 +202,28 @@ def test_a_last_block_that_is_not_full_comes_back_and_its_copy_is_given_up() -> 
     blocks.complete(blocks.take_copies()[1])
     assert blocks.end_restore(A) == 6
     assert blocks.num_free_host_blocks == 7, "the block will be written on"
-    assert blocks.num_checkpointed_blocks_of(A) == 1
-    assert blocks.checkpoint(A, 8, at_most=8) == 1, "now it is full"
+    assert blocks.num_complete_checkpoints_of(A) == 1
+    assert blocks.checkpoint(A, 8, max_blocks=8) == 1, "now it is full"
 
 
 def test_a_host_block_that_the_next_plan_reads_is_not_written_by_that_plan() -> None:
     blocks = two_tiers(num_host_blocks=1, blocking=CopyDirections.RESTORE)
     blocks.grow(A, 2)
-    blocks.reclaim(A, 2, may_save=1)
+    blocks.reclaim(A, 2, max_checkpoints=1)
     blocks.complete(blocks.take_copies()[0])
     blocks.grow(B, 4)
     blocks.begin_restore(A)
     blocks.restore(A, 1)
     assert blocks.end_restore(A) == 2
-    assert blocks.checkpoint(B, 4, at_most=1) == 0, "it would begin before the copy to the device"
+    assert blocks.checkpoint(B, 4, max_blocks=1) == 0, "it would begin before the copy to the device"
     assert [len(copies) for copies in blocks.take_copies()] == [0, 1]
-    assert blocks.checkpoint(B, 4, at_most=1) == 1
+    assert blocks.checkpoint(B, 4, max_blocks=1) == 1
 
 
 def test_a_restore_waits_for_the_copy_that_writes_its_host_block() -> None:
     blocks = two_tiers()
     blocks.grow(A, 8)
-    blocks.reclaim(A, 8, may_save=8)
+    blocks.reclaim(A, 8, max_checkpoints=8)
     first, second = blocks.take_copies()[0]
     blocks.begin_restore(A)
     assert blocks.restore(A, 8) == 0
@@ -235,7 +236,7 @@ def test_a_restore_waits_for_the_copy_that_writes_its_host_block() -> None:
 def test_what_a_cancelled_restore_was_copied_to_is_free_when_the_copies_are_complete() -> None:
     blocks = two_tiers()
     blocks.grow(A, 8)
-    blocks.reclaim(A, 8, may_save=8)
+    blocks.reclaim(A, 8, max_checkpoints=8)
     blocks.complete(blocks.take_copies()[0])
     blocks.begin_restore(A)
     blocks.restore(A, 1)
@@ -253,14 +254,14 @@ def test_what_a_cancelled_restore_was_copied_to_is_free_when_the_copies_are_comp
 def test_copies_of_what_is_on_the_device_are_dropped_back_to_one_that_is_in_use() -> None:
     blocks = two_tiers()
     blocks.grow(A, 16)
-    blocks.checkpoint(A, 16, at_most=4)
+    blocks.checkpoint(A, 16, max_blocks=4)
     copies = blocks.take_copies()[0]
     blocks.complete([copies[0], copies[2], copies[3]])
-    assert blocks.drop_copies(A, 4) == 0
-    assert blocks.num_host_blocks_of(A) == 2, "the second is under way"
+    assert blocks.evict_host_blocks(A, 4) == 0
+    assert blocks.num_host_blocks_of(A) == 2, "the second is in flight"
     blocks.complete([copies[1]])
     blocks.share(A, B, 1)
-    blocks.drop_copies(A, 4)
+    blocks.evict_host_blocks(A, 4)
     assert blocks.num_host_blocks_of(A) == 1, "the first is another's too"
 
 
@@ -272,27 +273,27 @@ def test_misuse_asserts() -> None:
         blocks.share(A, B, 1)
     with pytest.raises(AssertionError, match="2 of 3 blocks"):
         blocks.share(A, RequestId("c"), 3)
-    with pytest.raises(AssertionError, match="not off the device"):
+    with pytest.raises(AssertionError, match="is not preempted"):
         blocks.begin_restore(A)
     with pytest.raises(AssertionError, match="not being restored"):
         blocks.cancel_restore(A)
-    with pytest.raises(AssertionError, match="is under way"):
+    with pytest.raises(AssertionError, match="is in flight"):
         blocks.complete([BlockCopy(block_index(blocks.table(A)[0]), 0)])
-    blocks.reclaim(A, 8, may_save=8)
+    blocks.reclaim(A, 8, max_checkpoints=8)
     for use in (
         lambda: blocks.grow(A, 12),
         lambda: blocks.share(A, RequestId("c"), 1),
         lambda: blocks.checkpoint(A, 8, 1),
         lambda: blocks.reclaim(A, 8),
     ):
-        with pytest.raises(AssertionError, match="off the device"):
+        with pytest.raises(AssertionError, match="is preempted"):
             use()
     blocks.complete(blocks.take_copies()[0])
     blocks.begin_restore(A)
     with pytest.raises(AssertionError, match="being restored"):
-        blocks.drop_copies(A, 2)
+        blocks.evict_host_blocks(A, 2)
     blocks.restore(A, 1)
-    with pytest.raises(AssertionError, match="under way"):
+    with pytest.raises(AssertionError, match="in flight"):
         blocks.end_restore(A)
     blocks.check_integrity()
 
@@ -311,7 +312,7 @@ class Stream:
 
 
 @dataclass
-class UnderWay:
+class InFlight:
     copy: BlockCopy
     to_host: bool
     is_moved: bool
@@ -333,7 +334,7 @@ class TwoTierMachine(RuleBasedStateMachine):
         self.device = [[GARBAGE] * BLOCK_SIZE for _ in range(NUM_BLOCKS)]
         self.host = [[GARBAGE] * BLOCK_SIZE for _ in range(NUM_HOST_BLOCKS)]
         self.streams: dict[RequestId, Stream] = {}
-        self.under_way: list[UnderWay] = []
+        self.in_flight: list[InFlight] = []
         self.num_named = 0
 
     # What the model knows.
@@ -350,8 +351,8 @@ class TwoTierMachine(RuleBasedStateMachine):
         return list(self.blocks._checkpoint.values())
 
     def untouchable(self) -> tuple[set[int], set[int]]:
-        """Device and host blocks with a copy under way, whether a plan has taken it or not."""
-        copies = [*(each.copy for each in self.under_way), *self.blocks._restore]
+        """Device and host blocks with a copy in flight, whether a plan has taken it or not."""
+        copies = [*(each.copy for each in self.in_flight), *self.blocks._restore]
         if CopyDirections.CHECKPOINT not in self.blocking:
             copies += self.saves_begun()
         return {copy.device for copy in copies}, {copy.host for copy in copies}
@@ -415,23 +416,23 @@ class TwoTierMachine(RuleBasedStateMachine):
         self.streams[target] = Stream(self.streams[source].tags[: num_blocks * BLOCK_SIZE])
         self.blocks.share(source, target, num_blocks)
 
-    @rule(pick=picks, at_most=st.integers(0, 4))
-    def checkpoint(self, pick: int, at_most: int) -> None:
+    @rule(pick=picks, max_blocks=st.integers(0, 4))
+    def checkpoint(self, pick: int, max_blocks: int) -> None:
         request_id = self.pick(pick, "device")
         if request_id is None or self.is_restored_at_once(request_id):
             return
         _, busy = self.untouchable()
         before, num_tokens = len(self.saves_begun()), len(self.streams[request_id].tags)
-        uncopied = self.blocks.num_blocks_without_copy(request_id, num_tokens)
+        uncopied = self.blocks.num_uncheckpointed_blocks(request_id, num_tokens)
         room = self.blocks.num_free_host_blocks
-        begun = self.blocks.checkpoint(request_id, num_tokens, at_most)
-        assert begun == min(at_most, uncopied, room)
+        begun = self.blocks.checkpoint(request_id, num_tokens, max_blocks)
+        assert begun == min(max_blocks, uncopied, room)
         new = self.saves_begun()[before:]
         assert len(new) == begun
         assert busy.isdisjoint(copy.host for copy in new), "a host block in a copy was given out"
 
-    @rule(pick=picks, needed=st.integers(0, 6), may_save=st.integers(0, 6))
-    def reclaim(self, pick: int, needed: int, may_save: int) -> None:
+    @rule(pick=picks, num_needed=st.integers(0, 6), max_checkpoints=st.integers(0, 6))
+    def reclaim(self, pick: int, num_needed: int, max_checkpoints: int) -> None:
         request_id = self.pick(pick, "device")
         if request_id is None or self.is_restored_at_once(request_id):
             return
@@ -440,12 +441,14 @@ class TwoTierMachine(RuleBasedStateMachine):
         free, num_saves = self.blocks.num_free_blocks, len(self.saves_begun())
         _, busy_host = self.untouchable()
         is_shared = not table.isdisjoint(self.blocks._more_owners)
-        kept = self.blocks.reclaim(request_id, len(stream.tags), needed=needed, may_save=may_save)
+        kept = self.blocks.reclaim(
+            request_id, len(stream.tags), num_needed=num_needed, max_checkpoints=max_checkpoints
+        )
         saves = self.saves_begun()[num_saves:]
-        assert len(saves) <= may_save
+        assert len(saves) <= max_checkpoints
         assert busy_host.isdisjoint(copy.host for copy in saves), "a host block in a copy was given out"
         if not is_shared:
-            assert self.blocks.num_free_blocks - free >= min(needed, len(table) - len(busy))
+            assert self.blocks.num_free_blocks - free >= min(num_needed, len(table) - len(busy))
         assert 0 <= kept <= len(stream.tags)
         self.keep_on_host(request_id, kept)
 
@@ -461,22 +464,22 @@ class TwoTierMachine(RuleBasedStateMachine):
         """Copies from a block before the plan that fills it would be of what is there now."""
         return not self.restored_at_once().isdisjoint(map(block_index, self.blocks.table(request_id)))
 
-    @rule(pick=picks, at_most=st.integers(0, 3))
-    def drop_copies(self, pick: int, at_most: int) -> None:
+    @rule(pick=picks, max_blocks=st.integers(0, 3))
+    def evict_host_blocks(self, pick: int, max_blocks: int) -> None:
         request_id = self.pick(pick, "device", "host")
         if request_id is None:
             return
         before = self.blocks.num_host_blocks_of(request_id)
-        kept = self.blocks.drop_copies(request_id, at_most)
+        kept = self.blocks.evict_host_blocks(request_id, max_blocks)
         if self.streams[request_id].place == "device":
             assert kept == 0
-            assert before - at_most <= self.blocks.num_host_blocks_of(request_id) <= before
+            assert before - max_blocks <= self.blocks.num_host_blocks_of(request_id) <= before
         else:
             self.keep_on_host(request_id, kept)
-            assert self.blocks.num_host_blocks_of(request_id) == max(0, before - at_most)
+            assert self.blocks.num_host_blocks_of(request_id) == max(0, before - max_blocks)
 
-    @rule(pick=picks, at_most=st.integers(0, 4))
-    def begin_restore(self, pick: int, at_most: int) -> None:
+    @rule(pick=picks, max_blocks=st.integers(0, 4))
+    def begin_restore(self, pick: int, max_blocks: int) -> None:
         request_id = self.pick(pick, "host")
         if request_id is None:
             return
@@ -485,22 +488,22 @@ class TwoTierMachine(RuleBasedStateMachine):
             self.blocks.begin_restore(request_id)
             assert busy.isdisjoint(map(block_index, self.blocks.table(request_id)))
             self.streams[request_id].place = "restoring"
-            self.restore_some(request_id, at_most)
+            self.restore_some(request_id, max_blocks)
 
-    @rule(pick=picks, at_most=st.integers(1, 4))
-    def restore(self, pick: int, at_most: int) -> None:
+    @rule(pick=picks, max_blocks=st.integers(1, 4))
+    def restore(self, pick: int, max_blocks: int) -> None:
         request_id = self.pick(pick, "restoring")
         if request_id is not None:
-            self.restore_some(request_id, at_most)
+            self.restore_some(request_id, max_blocks)
 
-    def restore_some(self, request_id: RequestId, at_most: int) -> None:
-        being_written = {each.copy.host for each in self.under_way if each.to_host}
+    def restore_some(self, request_id: RequestId, max_blocks: int) -> None:
+        being_written = {each.copy.host for each in self.in_flight if each.to_host}
         if CopyDirections.CHECKPOINT not in self.blocking:
             being_written |= {copy.host for copy in self.saves_begun()}
         before = len(self.blocks._restore)
-        begun = self.blocks.restore(request_id, at_most)
+        begun = self.blocks.restore(request_id, max_blocks)
         new = self.blocks._restore[before:]
-        assert len(new) == begun <= at_most
+        assert len(new) == begun <= max_blocks
         assert being_written.isdisjoint(copy.host for copy in new), "restored from a block not yet written"
 
     @rule(pick=picks)
@@ -512,7 +515,7 @@ class TwoTierMachine(RuleBasedStateMachine):
     def end(self, request_id: RequestId) -> None:
         stream = self.streams[request_id]
         assert self.blocks.end_restore(request_id) == len(stream.tags)
-        assert self.blocks.num_checkpointed_blocks_of(request_id) == len(stream.tags) // BLOCK_SIZE
+        assert self.blocks.num_complete_checkpoints_of(request_id) == len(stream.tags) // BLOCK_SIZE
         stream.place = "device"
 
     @rule(pick=picks)
@@ -539,7 +542,7 @@ class TwoTierMachine(RuleBasedStateMachine):
         for request_id in self.at("restoring"):
             self.restore_some(request_id, NUM_HOST_BLOCKS)
         self.take()
-        self.complete_in(range(len(self.under_way)))
+        self.complete_in(range(len(self.in_flight)))
         for request_id in self.at("restoring"):
             if self.blocks.is_restored(request_id):
                 self.end(request_id)
@@ -556,7 +559,7 @@ class TwoTierMachine(RuleBasedStateMachine):
                 if is_moved:
                     self.move(copy, to_host)
                 if not waits:
-                    self.under_way.append(UnderWay(copy, to_host, is_moved))
+                    self.in_flight.append(InFlight(copy, to_host, is_moved))
 
     def move(self, copy: BlockCopy, to_host: bool) -> None:
         if to_host:
@@ -564,18 +567,18 @@ class TwoTierMachine(RuleBasedStateMachine):
         else:
             self.device[copy.device] = list(self.host[copy.host])
 
-    @precondition(lambda self: self.under_way)
+    @precondition(lambda self: self.in_flight)
     @rule(data=st.data())
     def complete(self, data: st.DataObject) -> None:
-        order = data.draw(st.lists(st.sampled_from(range(len(self.under_way))), min_size=1, unique=True))
+        order = data.draw(st.lists(st.sampled_from(range(len(self.in_flight))), min_size=1, unique=True))
         self.complete_in(order)
 
     def complete_in(self, order: Sequence[int]) -> None:
-        done = [self.under_way[index] for index in order]
+        done = [self.in_flight[index] for index in order]
         for each in done:
             if not each.is_moved:
                 self.move(each.copy, each.to_host)
-            self.under_way.remove(each)
+            self.in_flight.remove(each)
         self.blocks.complete([each.copy for each in done])
 
     # What always holds.
@@ -585,7 +588,7 @@ class TwoTierMachine(RuleBasedStateMachine):
         self.blocks.check_integrity()
         busy, busy_host = self.untouchable()
         at_once = len(self.restored_at_once())
-        assert self.blocks.num_copies_under_way == len(busy) - at_once, "a block is in two copies under way"
+        assert self.blocks.num_copies_in_flight == len(busy) - at_once, "a block is in two copies in flight"
         free = set(map(block_index, self.blocks._free))
         assert free.isdisjoint(busy), "a block in a copy is free"
         assert busy_host.isdisjoint(self.blocks._free_host), "a host block in a copy is free"
@@ -597,7 +600,7 @@ class TwoTierMachine(RuleBasedStateMachine):
 
     @invariant()
     def every_counted_token_is_where_the_books_say(self) -> None:
-        unwritten = {each.copy.host for each in self.under_way if each.to_host}
+        unwritten = {each.copy.host for each in self.in_flight if each.to_host}
         unwritten |= {copy.host for copy in self.saves_begun()}
         unfilled = self.restored_at_once()
         for request_id, stream in self.streams.items():
@@ -606,8 +609,8 @@ class TwoTierMachine(RuleBasedStateMachine):
             if stream.place == "device":
                 indices = list(map(block_index, table.refs))
                 self.check(stream.tags, self.device, indices, unfilled, request_id)
-                num_saved = self.blocks.num_checkpointed_blocks_of(request_id)
-                first = [self.blocks._copy_of[ref] for ref in table.refs[:num_saved]]
+                num_complete = self.blocks.num_complete_checkpoints_of(request_id)
+                first = [self.blocks._copy_of[ref] for ref in table.refs[:num_complete]]
                 assert CopyDirections.CHECKPOINT in self.blocking or unwritten.isdisjoint(first)
             else:
                 assert len(stream.tags) <= len(first) * BLOCK_SIZE
@@ -630,11 +633,11 @@ class TwoTierMachine(RuleBasedStateMachine):
         self.take()
         for request_id in list(self.streams):
             self.blocks.release(request_id)
-        self.complete_in(range(len(self.under_way)))
+        self.complete_in(range(len(self.in_flight)))
         self.blocks.check_integrity()
         assert self.blocks.num_free_blocks == NUM_BLOCKS
         assert self.blocks.num_free_host_blocks == NUM_HOST_BLOCKS
-        assert self.blocks.num_copies_under_way == self.blocks.num_unreferenced_blocks == 0
+        assert self.blocks.num_copies_in_flight == self.blocks.num_unreferenced_blocks == 0
 
 
 class SavingAtOnceMachine(TwoTierMachine):
@@ -669,7 +672,7 @@ def test_no_long_walk_loses_or_overwrites_a_block(machine_type: type[TwoTierMach
     few, many = functools.partial(rng.randint, 0, 4), functools.partial(rng.randint, 0, 11)
 
     def complete() -> None:
-        machine.complete_in(rng.sample(range(len(machine.under_way)), min(few(), len(machine.under_way))))
+        machine.complete_in(rng.sample(range(len(machine.in_flight)), min(few(), len(machine.in_flight))))
 
     actions: list[tuple[int, Callable[[], None]]] = [
         (4, lambda: machine.start(1 + rng.randrange(9))),
@@ -677,7 +680,7 @@ def test_no_long_walk_loses_or_overwrites_a_block(machine_type: type[TwoTierMach
         (2, lambda: machine.share(many(), 1 + rng.randrange(3))),
         (5, lambda: machine.checkpoint(many(), few())),
         (5, lambda: machine.reclaim(many(), few(), few())),
-        (1, lambda: machine.drop_copies(many(), few())),
+        (1, lambda: machine.evict_host_blocks(many(), few())),
         (5, lambda: machine.begin_restore(many(), few())),
         (3, lambda: machine.restore(many(), 1 + few())),
         (4, lambda: machine.end_restore(many())),

@@ -24,7 +24,7 @@ def views(draw: st.DrawFn) -> PoolView:
 
 @given(name=st.sampled_from(NAMES), view=views())
 def test_no_policy_wants_fewer_copies_than_none(name: CheckpointingName, view: PoolView) -> None:
-    assert 0 <= create_checkpoint_policy(name).num_blocks(view) <= view.num_blocks
+    assert 0 <= create_checkpoint_policy(name).max_blocks(view) <= view.num_blocks
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -35,8 +35,8 @@ def test_policies_are_known_by_their_names(name: CheckpointingName) -> None:
 @given(view=views())
 def test_only_eager_and_adaptive_checkpoint_before_a_preemption(view: PoolView) -> None:
     for name in ("none", "swap"):
-        assert create_checkpoint_policy(name).num_blocks(view) == 0
-    assert create_checkpoint_policy("eager").num_blocks(view) >= view.num_blocks - view.num_free
+        assert create_checkpoint_policy(name).max_blocks(view) == 0
+    assert create_checkpoint_policy("eager").max_blocks(view) >= view.num_blocks - view.num_free
     saving = {name for name in NAMES if create_checkpoint_policy(name).checkpoints_at_preemption}
     assert saving == {"adaptive", "eager", "swap"}
 
@@ -44,13 +44,13 @@ def test_only_eager_and_adaptive_checkpoint_before_a_preemption(view: PoolView) 
 @given(num_blocks=st.integers(1, 2000), data=st.data())
 def test_adaptive_copies_nothing_while_half_the_pool_is_free(num_blocks: int, data: st.DataObject) -> None:
     num_free = data.draw(st.integers(-(-num_blocks // 2), num_blocks))
-    assert AdaptiveCheckpoints().num_blocks(PoolView(num_blocks, num_free, 0)) == 0
+    assert AdaptiveCheckpoints().max_blocks(PoolView(num_blocks, num_free, 0)) == 0
 
 
 @given(num_blocks=st.integers(1, 500), num_checkpointed=st.integers(0, 500))
 def test_adaptive_copies_no_less_as_use_grows(num_blocks: int, num_checkpointed: int) -> None:
     wanted = [
-        AdaptiveCheckpoints().num_blocks(PoolView(num_blocks, num_free, num_checkpointed))
+        AdaptiveCheckpoints().max_blocks(PoolView(num_blocks, num_free, num_checkpointed))
         for num_free in range(num_blocks, -1, -1)
     ]
     assert wanted == sorted(wanted)
@@ -61,7 +61,7 @@ def test_adaptive_wants_everything_copied_from_complete_at(
     view: PoolView, begins_at: float, width: float
 ) -> None:
     policy, used = AdaptiveCheckpoints(begins_at, begins_at + width), view.num_blocks - view.num_free
-    wanted = policy.num_blocks(view)
+    wanted = policy.max_blocks(view)
     if used / view.num_blocks > begins_at + width + 1e-9:
         assert wanted == used - view.num_checkpointed
     elif used:
@@ -71,21 +71,21 @@ def test_adaptive_wants_everything_copied_from_complete_at(
 @given(num_used=st.integers(505, 1000), num_filled=st.integers(1, 100))
 def test_adaptive_copies_as_fast_as_blocks_are_filled_while_use_stays(num_used: int, num_filled: int) -> None:
     policy, share = AdaptiveCheckpoints(), min(1.0, (num_used / 1000 - 0.5) / 0.4)
-    num_checkpointed = policy.num_blocks(PoolView(1000, 1000 - num_used, 0))
+    num_checkpointed = policy.max_blocks(PoolView(1000, 1000 - num_used, 0))
     assert num_checkpointed == pytest.approx(share * num_used, abs=1)
-    assert policy.num_blocks(PoolView(1000, 1000 - num_used, num_checkpointed)) == 0, "it holds the share"
+    assert policy.max_blocks(PoolView(1000, 1000 - num_used, num_checkpointed)) == 0, "it holds the share"
     # As many blocks are freed as are filled; the share of them that has a copy is that of all.
     num_left = math.floor(share * num_filled)
-    copied = policy.num_blocks(PoolView(1000, 1000 - num_used, num_checkpointed - num_left))
+    copied = policy.max_blocks(PoolView(1000, 1000 - num_used, num_checkpointed - num_left))
     assert copied == num_left
 
 
 @given(num_used=st.integers(600, 850), num_filled=st.integers(1, 50))
 def test_adaptive_copies_more_than_that_while_use_grows(num_used: int, num_filled: int) -> None:
     policy = AdaptiveCheckpoints()
-    held = policy.num_blocks(PoolView(1000, 1000 - num_used, 0))
+    held = policy.max_blocks(PoolView(1000, 1000 - num_used, 0))
     share = (num_used / 1000 - 0.5) / 0.4
-    copied = policy.num_blocks(PoolView(1000, 1000 - num_used - num_filled, held))
+    copied = policy.max_blocks(PoolView(1000, 1000 - num_used - num_filled, held))
     assert copied >= share * num_filled - 1
 
 
@@ -109,12 +109,12 @@ def test_the_least_urgent_is_copied_first(name: CheckpointingName) -> None:
         with_level(PriorityLevel.ONLINE),
     ]
     mixed = expected[::-1]
-    mixed.sort(key=create_checkpoint_policy(name).order_key)
+    mixed.sort(key=create_checkpoint_policy(name).checkpoint_key)
     assert mixed == expected
 
 
 def test_copies_of_what_is_on_the_device_give_way_first_and_there_the_most_urgent_ones() -> None:
-    key = create_checkpoint_policy("adaptive").drop_key
+    key = create_checkpoint_policy("adaptive").eviction_key
     order = [(level, True) for level in (PriorityLevel.ONLINE, PriorityLevel.PROMOTED, PriorityLevel.OFFLINE)]
     order += [
         (level, False) for level in (PriorityLevel.OFFLINE, PriorityLevel.PROMOTED, PriorityLevel.ONLINE)

@@ -32,7 +32,7 @@ class Tier:
         self.blocks = BlockManager(num_blocks, BLOCK_SIZE, num_host_blocks, blocking)
         self.counters = {service_class: ClassCounters() for service_class in ServiceClass}
         self.host = HostTier(self.blocks, create_checkpoint_policy(policy), self.counters)
-        self.host.allow_copies(may_copy)
+        self.host.limit_copies(may_copy)
         self.on_device: list[Request] = []
 
     def run(
@@ -76,9 +76,9 @@ class Tier:
         self.blocks.complete(copies)
         return copies
 
-    def preempt(self, request: Request, needed: int = 0) -> None:
+    def preempt(self, request: Request, num_needed: int = 0) -> None:
         self.on_device.remove(request)
-        self.host.reclaim(request, needed, self.on_device)
+        self.host.reclaim(request, num_needed, self.on_device)
         self.blocks.check_integrity()
 
 
@@ -96,7 +96,7 @@ def test_candidates_are_copied_least_urgent_first_and_whole_before_the_next() ->
     assert tier.counters[ServiceClass.ONLINE].num_checkpointed_tokens == 2 * BLOCK_SIZE
 
 
-def test_copies_under_way_never_exceed_what_is_allowed() -> None:
+def test_copies_in_flight_never_exceed_what_is_allowed() -> None:
     tier = Tier(may_copy=3)
     request = tier.run(40)
     assert tier.begin_copies() == 3
@@ -104,11 +104,11 @@ def test_copies_under_way_never_exceed_what_is_allowed() -> None:
     first, *_ = tier.blocks.take_copies()[0]
     tier.blocks.complete([first])
     assert tier.begin_copies() == 1
-    tier.host.allow_copies(1)
+    tier.host.limit_copies(1)
     assert tier.begin_copies() == 0
-    tier.host.allow_copies(5)
+    tier.host.limit_copies(5)
     tier.preempt(request)
-    assert tier.blocks.num_copies_under_way == 5
+    assert tier.blocks.num_copies_in_flight == 5
     assert request.num_computed_tokens == 6 * BLOCK_SIZE, "what is copied, is being, and may be"
 
 
@@ -119,14 +119,14 @@ def test_restores_share_what_is_allowed_and_go_on_with_the_first_until_it_is_bac
     for request in (first, second):
         tier.preempt(request)
     tier.complete()
-    tier.host.allow_copies(2)
+    tier.host.limit_copies(2)
     for request in (first, second):
         assert tier.host.can_begin_restore(request)
         assert tier.host.begin_restore(request) is False
     restored: list[list[Request]] = []
     for _ in range(4):
         tier.host.continue_restores()
-        assert tier.blocks.num_copies_under_way == 2
+        assert tier.blocks.num_copies_in_flight == 2
         tier.complete()
         restored.append(tier.host.take_restored())
         if second in restored[-1]:
@@ -165,7 +165,7 @@ def test_without_checkpointing_a_preempted_request_keeps_nothing() -> None:
 def test_swapping_keeps_all_a_preempted_request_has_whatever_is_allowed() -> None:
     tier = Tier("swap", blocking=CopyDirections.CHECKPOINT | CopyDirections.RESTORE, may_copy=1)
     request = tier.run(18)
-    tier.preempt(request, needed=5)
+    tier.preempt(request, num_needed=5)
     assert request.num_computed_tokens == 18
     assert tier.blocks.num_free_blocks == 32
     assert tier.host.can_begin_restore(request)
@@ -256,7 +256,7 @@ def test_nothing_gives_way_for_a_request_that_may_not_be_saved() -> None:
     tier = Tier(num_host_blocks=2, may_copy=2)
     other = tier.run(8)
     tier.copy_all()
-    tier.host.allow_copies(0)
+    tier.host.limit_copies(0)
     victim = tier.run(8, PriorityLevel.ONLINE, is_candidate=False)
     tier.preempt(victim)
     assert tier.num_with_copy(other) == [2]
@@ -290,5 +290,5 @@ def test_copies_of_others_do_not_give_way_to_blocks_that_are_dropped() -> None:
     tier.blocks.complete(tier.blocks.take_copies()[0])
     victim = tier.run(8)
     tier.host.reclaim(victim, 2, tier.on_device)
-    assert victim.num_computed_tokens == 0, "both its blocks were needed at once"
+    assert victim.num_computed_tokens == 0, "both its blocks were needed immediately"
     assert tier.blocks.num_host_blocks_of(saved.request_id) == 2

@@ -103,10 +103,10 @@ class Run:
         )
 
     def step(self) -> StepPlan:
-        before = len(self.executor.under_way)
+        before = len(self.executor.in_flight)
         plan = self.scheduler.plan_step(self.clock.now_s())
-        begun = self.scheduler.blocks.num_copies_under_way - before
-        assert 0 <= begun <= max(0, self.scheduler._host._most_under_way - before)
+        begun = self.scheduler.blocks.num_copies_in_flight - before
+        assert 0 <= begun <= max(0, self.scheduler._host._max_copies_in_flight - before)
         self.clock.advance(plan.predicted_s or 0.001)
         self.scheduler.commit(plan, self.executor.run(plan), self.clock.now_s())
         self.scheduler.check_integrity()
@@ -133,7 +133,7 @@ def assert_whole(blocks: BlockManager) -> None:
     blocks.check_integrity()
     assert blocks.num_free_blocks == blocks.num_blocks
     assert blocks.num_free_host_blocks == blocks.num_host_blocks
-    assert blocks.num_copies_under_way == 0
+    assert blocks.num_copies_in_flight == 0
 
 
 @st.composite

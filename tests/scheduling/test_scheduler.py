@@ -14,8 +14,7 @@ from backfill.scheduling.baselines import PriorityPolicy
 from backfill.scheduling.policy import Policy
 from backfill.scheduling.scheduler import Scheduler
 from tests.builders import ScriptedExecutor, make_info, make_request
-
-BLOCK_SIZE = 4
+from tests.scheduling.bench import BLOCK_SIZE, sizes, workloads
 
 
 def make_scheduler(
@@ -49,10 +48,6 @@ def step(scheduler: Scheduler, executor: ScriptedExecutor) -> StepPlan:
     scheduler.commit(plan, executor.run(plan), now_s=0.0)
     scheduler.check_integrity()
     return plan
-
-
-def sizes(plan: StepPlan) -> dict[str, int]:
-    return {scheduled.request_id: scheduled.num_tokens for scheduled in plan.slices}
 
 
 def test_a_long_prompt_is_computed_in_chunks_and_samples_only_at_its_end() -> None:
@@ -184,31 +179,9 @@ def test_it_knows_whether_an_online_request_is_unfinished() -> None:
     scheduler.check_integrity()
 
 
-@st.composite
-def workloads(draw: st.DrawFn) -> Sequence[tuple[int, Request]]:
-    """(step at which it arrives, request) pairs that each fit a pool of 8 blocks of 4 tokens."""
-    arrivals = []
-    for i in range(draw(st.integers(1, 10))):
-        prompt_tokens = draw(st.integers(1, 24))
-        arrivals.append(
-            (
-                draw(st.integers(0, 12)),
-                make_request(
-                    prompt_tokens,
-                    draw(st.integers(1, 32 - prompt_tokens)),
-                    request_id=f"r{i}",
-                    service_class=draw(st.sampled_from(ServiceClass)),
-                    priority=draw(st.integers(-1, 1)),
-                    arrived_at_s=float(draw(st.integers(0, 3))),
-                ),
-            )
-        )
-    return arrivals
-
-
 @settings(max_examples=150, deadline=None)
 @given(
-    workload=workloads(),
+    workload=workloads(24, 32, priority=st.integers(-1, 1)),  # each fits a pool of 8 blocks of 4 tokens
     max_num_seqs=st.integers(1, 5),
     max_num_batched_tokens=st.integers(5, 40),
     max_prefill_chunk_tokens=st.integers(1, 40),

@@ -1,9 +1,8 @@
 """Block references and the geometry of a KV block.
 
 A *block* holds the KV of ``block_size`` consecutive tokens of one request, for every layer.
-A request fills a block from slot 0 up, or, where its reference is *reversed*, from slot
-``block_size - 1`` down, so that two requests can share one block from opposite ends
-(BROS, section 5.1).
+A request fills a block from slot 0 up, or, if its reference is *reversed*, from slot ``block_size - 1`` down.
+So two requests can share one block from opposite ends (BROS, section 5.1).
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import NamedTuple, NewType
 BlockRef = NewType("BlockRef", int)
 """A physical block and the direction in which its owner fills it, packed as ``index << 1 | reverse``.
 
-Packed because a step carries thousands of them to the kernels, which read the same encoding.
+Packed because a step passes thousands of them to the kernels, which read the same encoding.
 """
 
 
@@ -36,7 +35,7 @@ def slot_in_block(offset: int, block_size: int, reverse: bool) -> int:
 
 
 class BlockCopy(NamedTuple):
-    """A block of device memory and the block of host memory that its contents are copied to or from."""
+    """A device block, and the host block that it is copied to or from."""
 
     device: int
     host: int
@@ -46,8 +45,8 @@ class BlockCopy(NamedTuple):
 class KVLayout:
     """Shape of a KV pool: ``[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]``.
 
-    A block is contiguous over all layers, so that moving one between device and host is a single
-    copy. Index 0 of the third axis is K, 1 is V.
+    A block is contiguous over all layers, so that one copy moves it between device and host. Index 0 of the
+    third axis is K, 1 is V.
     """
 
     num_layers: int

@@ -1,4 +1,4 @@
-"""Time as a dependency: policies and engines are given a clock and never read the system's."""
+"""Time as a dependency: policies and engines take a clock and never read the system's."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Protocol
 
 class Clock(Protocol):
     def now_s(self) -> float:
-        """Seconds since an arbitrary origin that is fixed for the clock's lifetime; never decreases."""
+        """Seconds since an arbitrary fixed origin; never decreases."""
         ...
 
 
 class WallClock:
-    """The machine's monotonic clock. Its origin is shared by all processes of one boot on Linux."""
+    """The machine's monotonic clock. On Linux all processes since one boot share its origin."""
 
     def now_s(self) -> float:
         return time.monotonic()

@@ -1,4 +1,4 @@
-"""What is counted of each service class."""
+"""Counters of each service class."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from dataclasses import dataclass, replace
 
 @dataclass(slots=True)
 class ClassCounters:
-    """Totals since the start, of one service class.
+    """Totals of one service class since the start.
 
     Attributes:
-        num_computed_tokens: in steps that were committed, recomputation included.
-        num_recomputed_tokens: of these, tokens that had been computed before a preemption.
-        num_discarded_tokens: computed in slices that were stopped and discarded; a token counts by the share
-            of the layers that it had passed.
-        num_checkpointed_tokens: whose KV was copied to host memory, at a preemption or before.
-        num_reclaimed_tokens: of preempted requests, kept in host memory when their blocks were taken back.
-        num_restored_tokens: whose KV was copied back.
+        num_computed_tokens: tokens computed in committed steps, recomputed ones included.
+        num_recomputed_tokens: tokens among them that had been computed before a preemption.
+        num_discarded_tokens: tokens of discarded slices; a token counts by the share of the layers that it
+            had passed.
+        num_checkpointed_tokens: tokens whose KV was copied to host memory, at a preemption or before.
+        num_reclaimed_tokens: tokens of preempted requests whose KV was in host memory when their blocks were
+            reclaimed.
+        num_restored_tokens: tokens whose KV was copied back to the device.
     """
 
     num_preemptions: int = 0

@@ -1,4 +1,4 @@
-"""The garbage collector of a process that serves."""
+"""The garbage collector of a serving process."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import gc
 
 
 def freeze_heap() -> None:
-    """Call once, when everything that stays for good is loaded: collections no longer look at it.
+    """Exclude all present objects from garbage collection. Call once, after everything is loaded.
 
-    A full collection walks every object. Those of the imported libraries alone take 100 ms, in which nothing
-    else happens.
+    A full collection visits every object; those of the imported libraries alone pause the process for 100 ms.
     """
     gc.collect()
     gc.freeze()

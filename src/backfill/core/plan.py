@@ -1,7 +1,7 @@
 """The two objects between the control plane and an executor: a step's plan and its outcome.
 
-Both are complete when built, immutable, and made of plain data, so that an executor may be another
-process or a simulation.
+Both are complete when built, immutable, and plain data, so that an executor may be another process or a
+simulation.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from backfill.core.sampling import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class AdmittedRequest:
-    """A request the executor has not seen before. It keeps the tokens until the request is released."""
+    """A request that is new to the executor, which keeps its tokens until it is released."""
 
     request_id: RequestId
     prompt_token_ids: tuple[int, ...]
@@ -27,9 +27,10 @@ class AdmittedRequest:
 class ScheduledSlice:
     """What one request computes in one step: its tokens at positions ``[start, start + num_tokens)``.
 
-    ``blocks`` are all the blocks of the request, in token order, enough for ``start + num_tokens``
-    tokens. ``samples`` says that the last token's logits yield the next output token. ``preemptible``
-    slices, those of offline requests, may be taken out of the running step at a safepoint.
+    Attributes:
+        blocks: the request's block table, with slots for at least ``start + num_tokens`` tokens.
+        samples: the last token's logits yield the next output token.
+        preemptible: the slice may be stopped at a safepoint; true for offline requests.
     """
 
     request_id: RequestId
@@ -42,7 +43,7 @@ class ScheduledSlice:
 
 @dataclass(frozen=True, slots=True)
 class Safepoints:
-    """A step may be stopped between two layers, at every ``layers_apart``-th layer.
+    """A step may be stopped between two layers, after every ``layers_apart`` layers.
 
     With ``suspends``, stopped slices are suspended: the executor keeps their hidden states, and a later step
     resumes them at their layer. Otherwise they are discarded and computed again.
@@ -68,12 +69,12 @@ class StepPlan:
         step: counts plans made, from 0.
         admitted: requests that appear in ``slices`` for the first time, or again after a failed step.
         slices: at most one for each request.
-        released: requests whose state the executor drops before it takes in those admitted.
-        predicted_s: what the cost model gives for the step; 0 without one.
-        safepoints: None where they are not armed.
+        released: requests whose state the executor drops before it admits others.
+        predicted_s: the cost model's prediction for the step; 0 without one.
+        safepoints: None if the step cannot be stopped.
         resumes: the step resumes suspended slices. Suspended slices that are not in ``slices`` are dropped.
         max_layers: layers that a resuming step runs; it is suspended again if more are left. None: all.
-        keeps_suspended: the executor keeps what is suspended; otherwise it may drop it.
+        keeps_suspended: the executor keeps the suspended slices; otherwise it may drop them.
         checkpoint: copies from the device to the host that begin with this step.
         restore: copies from the host to the device that begin with this step, after those of ``checkpoint``.
         blocking_copies: copies of these directions complete before a slice is computed and are not reported.
@@ -118,7 +119,7 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Natural-log probabilities at one output position, of the logits before any shaping.
+    """Natural-log probabilities at one output position, from the logits before any shaping.
 
     ``top`` holds (token id, log probability) pairs, most likely first.
     """
@@ -140,10 +141,10 @@ class StepOutcome:
 
     Attributes:
         sampled: one token for each slice that samples and was not stopped, in the plan's order.
-        suspended: requests whose slices were stopped at a safepoint and kept. The KV that they wrote lies in
-            slots not yet counted as computed.
+        suspended: requests whose slices were stopped at a safepoint and kept. The KV that they wrote does not
+            count as computed yet.
         discarded: requests whose slices were stopped at a safepoint and dropped.
-        layers_done: layers that the stopped slices have passed, earlier steps included.
+        layers_done: layers that the stopped slices have passed, in earlier steps as well.
         stopped_at_s: time of the stop on the executor's clock; None without one.
         completed_copies: copies of this plan or earlier ones that completed since the previous outcome, in
             any order.
@@ -158,5 +159,5 @@ class StepOutcome:
 
     @property
     def stopped(self) -> tuple[RequestId, ...]:
-        """Requests whose slices were taken out of the step."""
+        """Requests whose slices were stopped."""
         return self.suspended + self.discarded

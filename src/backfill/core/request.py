@@ -1,4 +1,4 @@
-"""A request as the scheduler knows it: what it asks, how far it is, and its legal changes of status."""
+"""A request as the scheduler knows it: parameters, progress, and legal changes of status."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ OrderKey: TypeAlias = tuple[int, float, int]
 class ServiceClass(Enum):
     """What a request asks for: ``ONLINE`` latency objectives, ``OFFLINE`` throughput only."""
 
-    __hash__ = object.__hash__  # members are singletons; Enum's own is Python code, and every slice pays it
+    __hash__ = (
+        object.__hash__
+    )  # members are singletons; Enum's own is slow Python code, called for every slice
 
     ONLINE = "online"
     OFFLINE = "offline"
@@ -26,7 +28,9 @@ class ServiceClass(Enum):
 class PriorityLevel(Enum):
     """The order in which the scheduler serves requests; the smaller value is the more urgent."""
 
-    __hash__ = object.__hash__  # members are singletons; Enum's own is Python code, and every slice pays it
+    __hash__ = (
+        object.__hash__
+    )  # members are singletons; Enum's own is slow Python code, called for every slice
 
     ONLINE = 0
     PROMOTED = 1  # offline, near the end of its completion window
@@ -34,7 +38,7 @@ class PriorityLevel(Enum):
 
 
 class RequestStatus(Enum):
-    WAITING = "waiting"  # admitted to no batch yet
+    WAITING = "waiting"  # not scheduled yet
     RUNNING = "running"  # holds blocks and takes part in steps
     PREEMPTED = "preempted"  # holds no device blocks; KV that is not in host memory is recomputed
     RESTORING = "restoring"  # holds device blocks while its KV is copied back to them; not in steps yet
@@ -67,10 +71,10 @@ class FinishReason(Enum):
 class Request:
     """One prompt, one output sequence.
 
-    The law of progress: ``0 <= num_computed_tokens <= num_tokens``. The tokens in
-    ``[num_computed_tokens, num_tokens)`` are known but their KV is not computed; computing the last
-    of them yields the next output token. Prefill, chunks of it, decode and recomputation are all
-    this one difference. While the request is off the device they are those kept in host memory.
+    Progress is one variable: ``0 <= num_computed_tokens <= num_tokens``. The KV of the tokens in
+    ``[num_computed_tokens, num_tokens)`` is not computed yet; computing the last of them yields the next
+    output token. Prefill, a chunk of it, decode and recomputation differ only in this range. While the
+    request is preempted, its computed tokens are those with KV in host memory.
     """
 
     request_id: RequestId
@@ -87,10 +91,10 @@ class Request:
     finish_reason: FinishReason | None = None
     first_scheduled_at_s: float | None = None
     last_token_at_s: float | None = None
-    num_ever_computed_tokens: int = 0  # the most there were; computing below it is recomputation
+    num_ever_computed_tokens: int = 0  # maximum so far of num_computed_tokens; tokens below it are recomputed
     num_preemptions: int = 0
     was_retried: bool = False  # it was in a step that failed, and runs once more
-    # Kept, not computed: a step reads each of them for every request that runs.
+    # Stored, not derived: a step reads each of them for every running request.
     priority_level: PriorityLevel = field(init=False)
     num_tokens: int = field(init=False)  # of prompt and output
     order_key: OrderKey = field(init=False)  # smaller is more urgent among requests of one priority level
@@ -108,7 +112,7 @@ class Request:
         return len(self.prompt_token_ids)
 
     def enqueue(self, sequence_number: int) -> None:
-        """Fix the request's place: lower priority number first, then earlier arrival, then submission."""
+        """Set the request's order: lower priority number first, then earlier arrival, then submission."""
         self.order_key = (self.priority, self.arrived_at_s, sequence_number)
 
     def append(self, token_id: int) -> None:
@@ -118,7 +122,7 @@ class Request:
 
     @property
     def num_pending_tokens(self) -> int:
-        """Tokens whose KV must be computed before the next token can be sampled; >= 1 until finished."""
+        """Tokens to compute before the next token can be sampled; >= 1 until the request finishes."""
         return self.num_tokens - self.num_computed_tokens
 
     @property

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from backfill.core.errors import RequestError
 
 MAX_LOGPROBS = 20
-_LEAST_TEMPERATURE = 1e-5  # below it, scaled logits overflow and the draw is greedy anyway
+_LEAST_TEMPERATURE = 1e-5  # below it, scaled logits overflow, and the draw would be greedy anyway
 _INT32_MAX = 2**31 - 1
 
 
@@ -25,7 +25,7 @@ class SamplingParams:
         temperature: 0 (or below 1e-5) is greedy: the other shaping parameters but bias and penalties
             then have no effect.
         top_k: keep the k most likely tokens; 0 keeps all.
-        top_p: keep the most likely tokens whose probabilities sum to at least this, in (0, 1].
+        top_p: keep the fewest most likely tokens whose probabilities sum to at least this, in (0, 1].
         min_p: drop tokens less likely than this fraction of the most likely one, in [0, 1].
         repetition_penalty: > 0; divides positive and multiplies negative logits of tokens seen in
             prompt or output (CTRL, arXiv 1909.05858).
@@ -85,7 +85,7 @@ class SamplingParams:
 
 
 def choice_seed(seed: int, choice: int) -> int:
-    """Seed of one of a request's choices: they differ, and the same seed gives the same choices again."""
+    """Seed of one of a request's choices: choices differ, and the same seed reproduces them."""
     return (seed + choice + 2**63) % 2**64 - 2**63
 
 

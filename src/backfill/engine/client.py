@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import logging
-import os
 import time
-from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Hashable
 from dataclasses import replace
 
-import msgspec
-import zmq
-import zmq.asyncio
-
 from backfill.core.config import EngineConfig
-from backfill.core.errors import BackfillError, EngineDead, StepFailed
+from backfill.core.errors import BackfillError, EngineDead
 from backfill.core.request import RequestId, ServiceClass
 from backfill.core.sampling import SamplingParams
 from backfill.core.slo import SLO
 from backfill.costs.profile import CostProfile
-from backfill.engine.environment import engine_environment
+from backfill.engine.connection import EngineConnection
 from backfill.engine.hang import Watchdog
 from backfill.engine.messages import (
     AbortRequests,
@@ -34,65 +27,23 @@ from backfill.engine.messages import (
     ToEngine,
     TokenOutput,
 )
-from backfill.engine.process import DUMP_SIGNAL, EngineLoader, load_engine, run_engine_process
+from backfill.engine.process import EngineLoader, load_engine
+from backfill.engine.streams import RequestStream, RequestStreams
 from backfill.engine.tasks import TaskWatch
 from backfill.execution.executor import ExecutorInfo
-from backfill.ipc.python_process import PythonProcess
-from backfill.ipc.socket_folder import SocketFolder
-
-logger = logging.getLogger(__name__)
 
 _STOP_TIMEOUT_S = 5.0
-# What the kernel may take to end a killed process, before nobody waits for it any more: a driver can hold it.
-_KILL_TIMEOUT_S = 1.0
-# Time for a process to write its stacks.
-_DUMP_S = 0.5
-_POLL_S = 0.2
-
-
-class _Stream:
-    """Where one request's outputs wait for its reader."""
-
-    __slots__ = ("_on_end", "_on_first_token", "group", "queue", "service_class")
-
-    def __init__(
-        self,
-        service_class: ServiceClass,
-        group: Hashable,
-        on_first_token: Callable[[], None] | None,
-        on_end: Callable[[], None] | None,
-    ) -> None:
-        self.service_class = service_class
-        self.group = group
-        self.queue: asyncio.Queue[TokenOutput | BackfillError] = asyncio.Queue()
-        self._on_first_token = on_first_token
-        self._on_end = on_end
-
-    def put(self, output: TokenOutput | BackfillError) -> None:
-        self.queue.put_nowait(output)
-        if self._on_first_token is not None and isinstance(output, TokenOutput):
-            self._on_first_token()
-            self._on_first_token = None
-        if isinstance(output, BackfillError) or output.finish_reason is not None:
-            self.end()
-
-    def end(self) -> None:
-        """Say once that the engine is done with the request, whether or not its outputs were read."""
-        on_end, self._on_end = self._on_end, None
-        if on_end is not None:
-            on_end()
 
 
 class EngineClient:
-    """Starts the engine process, feeds it requests, and hands each its outputs.
+    """Starts the engine process, sends it requests, and gives each its outputs.
 
-    One event loop owns a client. After ``EngineDead`` was raised to the requests it held, the client
-    accepts nothing until ``start`` succeeded again.
+    One event loop owns a client. When the engine ends, its requests get ``EngineDead``; the client accepts
+    new ones after ``start`` has succeeded again.
 
     Attributes:
         info: the running engine's; None while none runs.
-        default_slo: of the first engine. Those that follow keep to it: objectives do not change while a
-            server runs.
+        default_slo: of the first engine. Later engines keep it: objectives do not change while a server runs.
 
     Args:
         on_report: called with each step's report, for metrics.
@@ -118,16 +69,10 @@ class EngineClient:
         self._tasks = tasks or TaskWatch()
         self._load = load
         self._watchdog = Watchdog(0.0)
-        self._end_reason: str | None = None  # where the process did not end of itself
-        self._process: PythonProcess | None = None
-        self._context: zmq.asyncio.Context | None = None
-        self._commands: zmq.Socket[bytes] | None = None
-        self._reports: zmq.asyncio.Socket | None = None
+        self._connection: EngineConnection | None = None  # the last one, which may be closed
         self._reader: asyncio.Task[None] | None = None
-        self._folder: SocketFolder | None = None
         self._starting: asyncio.Task[Ready] | None = None
-        self._encoder = msgspec.msgpack.Encoder()
-        self._streams: dict[RequestId, _Stream] = {}  # of the requests the engine has
+        self._streams = RequestStreams()
         self.info: ExecutorInfo | None = None
         self.default_slo: SLO | None = None
 
@@ -138,7 +83,7 @@ class EngineClient:
     @property
     def pid(self) -> int | None:
         """Of the process that was started last."""
-        return None if self._process is None else self._process.pid
+        return None if self._connection is None else self._connection.pid
 
     @property
     def num_in_flight(self) -> int:
@@ -147,7 +92,7 @@ class EngineClient:
 
     @property
     def silent_s(self) -> float:
-        """For how long the engine has reported nothing; of one that is dead, had reported."""
+        """Seconds since the engine's last report; for a dead engine, until its death."""
         return self._watchdog.silent_s
 
     def set_callbacks(
@@ -157,33 +102,25 @@ class EngineClient:
         on_profile: Callable[[CostProfile], None],
         tasks: TaskWatch,
     ) -> None:
-        """Give what a client that was launched early could not be made with. Called before ``start``."""
+        """Set what was not known yet when the client was made. Called before ``start``."""
         self._on_report, self._on_profile, self._tasks = on_report, on_profile, tasks
 
     def launch(self) -> None:
-        """Begin the process, and leave it to ``start`` to wait for it. It needs no event loop.
+        """Start the process without waiting for it; ``start`` waits. It needs no event loop.
 
-        The engine then loads while its caller does something else, such as importing what it needs.
+        The engine loads while the caller does other work, such as imports.
 
-        Raises: BackfillError when it cannot be started; nothing is left of it then.
+        Raises: BackfillError when the process cannot be started; its files are removed then.
         """
-        assert self._folder is None, "there is a process already"
-        try:
-            self._launch()
-        except (OSError, zmq.ZMQError) as error:
-            self._close()
-            raise BackfillError(
-                f"The engine process cannot be started: {error.strerror or error}."
-            ) from error
-        except BaseException:
-            self._close()
-            raise
+        assert self._connection is None or not self._connection.is_open, "there is a process already"
+        self._connection = EngineConnection(self.config, self._log_level, self._load)
+        self._connection.launch()
 
     async def start(self) -> Ready:
         """Launch the process, if it was not, and wait until the model is loaded.
 
-        Raises: BackfillError with the reason when it cannot start, EngineDead where ``stop`` ends the start;
-        nothing is left of it then.
+        Raises: BackfillError with the reason when it cannot start, EngineDead if ``stop`` ends the start. The
+            process has ended then, and its files are removed.
         """
         starting = self._starting = asyncio.ensure_future(self._start())
         try:
@@ -194,45 +131,26 @@ class EngineClient:
                 raise EngineDead("The engine was stopped while it was started.") from None
             raise
 
-    def _launch(self) -> None:
-        self._folder = SocketFolder()
-        commands_url, reports_url = self._folder.url("commands"), self._folder.url("reports")
-        self._context = zmq.asyncio.Context()
-        # Not an asyncio socket: sending never waits, so it can neither hang nor be cancelled.
-        self._commands = zmq.Context(self._context).socket(zmq.PUSH)
-        self._reports = self._context.socket(zmq.PULL)
-        for socket, url in ((self._commands, commands_url), (self._reports, reports_url)):
-            socket.set_hwm(0)
-            socket.setsockopt(zmq.LINGER, 0)
-            socket.bind(url)
-        self._process = PythonProcess(
-            "backfill-engine",
-            run_engine_process,
-            (self.config, commands_url, reports_url, self._log_level, self._load),
-            environment=engine_environment(os.environ),
-        )
-        self._process.start()
-
     async def _start(self) -> Ready:
-        if self._reports is None:
+        if self._connection is None or not self._connection.is_open:
             self.launch()
-        reports = self._reports
-        assert reports is not None
-        decoder = msgspec.msgpack.Decoder(FromEngine)
-        first = await self._first_message(reports, decoder)
+        connection = self._connection
+        assert connection is not None
+        first = await connection.first_message()
         if not isinstance(first, Ready):
-            raise BackfillError(first.message if isinstance(first, StartFailed) else self._how_it_ended())
+            raise BackfillError(
+                first.message if isinstance(first, StartFailed) else connection.how_it_ended()
+            )
         if self.default_slo is None:
             self.default_slo = first.default_slo
             self.config = _with_objectives(self.config, first.default_slo)
         self.info = first.info
         self._watchdog = Watchdog(first.hang_timeout_s)
-        self._end_reason = None
-        self._reader = self._tasks.start(self._read(reports, decoder), "engine-reports")
+        self._reader = self._tasks.start(self._read(connection), "engine-reports")
         return first
 
     async def wait_dead(self) -> None:
-        """Return once the process that ``start`` launched has ended and its requests were told."""
+        """Return once the process that ``start`` launched has ended and its requests got EngineDead."""
         assert self._reader is not None
         await asyncio.wait([self._reader])
 
@@ -242,11 +160,9 @@ class EngineClient:
         if starting is not None and not starting.done():
             starting.cancel()
             await asyncio.wait([starting])
-        if self.is_ready and self._process is not None:
+        if self.is_ready and self._connection is not None:
             self._send(Stop())
-            deadline_at_s = time.monotonic() + _STOP_TIMEOUT_S
-            while self._process.is_alive() and time.monotonic() < deadline_at_s:
-                await asyncio.sleep(0.01)
+            await self._connection.wait_ended(_STOP_TIMEOUT_S)
         self.kill()
         reader = self._reader
         if reader is not None:  # several callers may wait for it
@@ -257,29 +173,25 @@ class EngineClient:
         self._close()
 
     def kill(self) -> None:
-        """End the process at once, and wait for that a moment."""
-        if self._process is not None and self._process.is_alive():
-            self._process.kill()
-            self._process.join(_KILL_TIMEOUT_S)
+        """End the process now, and wait up to a second for its end."""
+        if self._connection is not None:
+            self._connection.kill()
 
     def abandon(self) -> None:
-        """End the process and remove its files at once, for a caller that is about to exit."""
-        self.kill()
-        if self._folder is not None:
-            self._folder.remove()
+        """End the process and remove its files, for a caller that is about to exit."""
+        if self._connection is not None:
+            self._connection.abandon()
 
     def interrupt(self, service_class: ServiceClass, error: EngineDead) -> None:
-        """Abort every request of a class in flight; each gets ``error``."""
+        """End every request in flight of a service class with ``error``."""
         self._interrupt(lambda stream: stream.service_class is service_class, error)
 
     def interrupt_group(self, group: Hashable, error: BackfillError) -> None:
-        """Abort every request of a group in flight; each gets ``error``."""
+        """End every request in flight of a group with ``error``."""
         self._interrupt(lambda stream: stream.group == group, error)
 
-    def _interrupt(self, is_meant: Callable[[_Stream], bool], error: BackfillError) -> None:
-        request_ids = [request_id for request_id, stream in self._streams.items() if is_meant(stream)]
-        for request_id in request_ids:
-            self._streams.pop(request_id).put(error)
+    def _interrupt(self, is_meant: Callable[[RequestStream], bool], error: BackfillError) -> None:
+        request_ids = self._streams.fail(is_meant, error)
         if request_ids:
             self._send(AbortRequests(request_ids))
 
@@ -298,21 +210,19 @@ class EngineClient:
         on_first_token: Callable[[], None] | None = None,
         on_end: Callable[[], None] | None = None,
     ) -> AsyncGenerator[TokenOutput, None]:
-        """Yield the request's outputs to the last. Closing the iterator early aborts the request.
+        """Yield all outputs of a request. Closing the iterator early aborts the request.
 
         Args:
             group: equal for the choices of one client request; None for a request of its own.
-            on_first_token: called once, when the first output comes from the engine; it may be unread still.
-            on_end: called once, when the engine is done with the request; outputs may wait to be read still.
+            on_first_token: called once, when the first output comes from the engine, read or not.
+            on_end: called once, when the engine is done with the request, even if outputs are still unread.
         Raises: EngineDead if the engine ends first or is not running, StepFailed if the request was lost in a
-        step that failed, and what it is interrupted with.
+            step that failed, and the error of ``interrupt`` or ``interrupt_group``.
         """
-        if self._commands is None or self.info is None:
+        if self._connection is None or not self._connection.is_open or self.info is None:
             raise EngineDead("The engine is not running; it is being started. Please retry.")
-        assert request_id not in self._streams, f"{request_id} is in flight already"
-        stream = self._streams[request_id] = _Stream(
-            service_class, request_id if group is None else group, on_first_token, on_end
-        )
+        stream = RequestStream(service_class, request_id if group is None else group, on_first_token, on_end)
+        self._streams.add(request_id, stream)
         is_over = False
         try:
             is_sent = self._send(
@@ -338,133 +248,36 @@ class EngineClient:
                 is_over = output.finish_reason is not None
                 yield output
         finally:
-            if self._streams.get(request_id) is stream:
-                del self._streams[request_id]
-            stream.end()
+            self._streams.remove(request_id, stream)
             if not is_over:
                 self._send(AbortRequests([request_id]))
 
     def _send(self, command: ToEngine) -> bool:
-        """Hand a command to the engine; False when there is no engine to take it."""
-        if self._commands is None:
-            return False
-        try:
-            self._commands.send(self._encoder.encode(command), zmq.NOBLOCK)
-        except zmq.Again:  # the peer is gone; the reader will notice its end
-            return False
-        return True
+        return self._connection is not None and self._connection.send(command)
 
-    async def _first_message(
-        self, reports: zmq.asyncio.Socket, decoder: msgspec.msgpack.Decoder[FromEngine]
-    ) -> FromEngine | None:
-        """The engine's first word, or None if it ended without one."""
-        assert self._process is not None
-        while True:
-            was_alive = self._process.is_alive()
-            if await reports.poll(_POLL_S * 1000):
-                return decoder.decode(await reports.recv())
-            if not was_alive:
-                return None
-
-    async def _read(self, reports: zmq.asyncio.Socket, decoder: msgspec.msgpack.Decoder[FromEngine]) -> None:
-        """Hand out reports until the process ends, of itself or because it hangs."""
-        assert self._process is not None
-        has_ended = asyncio.Event()
-        loop, sentinel = asyncio.get_running_loop(), self._process.sentinel
-        loop.add_reader(sentinel, has_ended.set)
-        ending = asyncio.create_task(has_ended.wait())
-        hanging = self._tasks.start(self._end_if_it_hangs(self._process), "engine-watchdog")
+    async def _read(self, connection: EngineConnection) -> None:
+        """Hand out reports until the process ends; then end its requests."""
         try:
-            while True:
-                arrival = asyncio.ensure_future(reports.recv())
-                await asyncio.wait({arrival, ending, hanging}, return_when=asyncio.FIRST_COMPLETED)
-                if not arrival.done():
-                    arrival.cancel()
-                    break
-                self._dispatch(decoder.decode(arrival.result()))
-        except Exception:
-            self._end_reason = "The engine's reports could not be read."
-            raise
+            await connection.read(self._on_message, self._watchdog, self._tasks)
         finally:
-            loop.remove_reader(sentinel)
-            ending.cancel()
-            hanging.cancel()
-            self._process.join(_POLL_S)
-            if self._process.exitcode:  # else it was asked to, or nobody listens any more
-                logger.error(self._how_it_ended())
             self.info = None
-            lost, self._streams = self._streams, {}
-            groups = Counter(stream.group for stream in lost.values())
-            for stream in lost.values():
-                num_others = len(lost) - groups[stream.group]
-                stream.put(EngineDead(self._how_it_ended(), num_lost=len(lost), num_others=num_others))
-            self._close()
+            self._streams.lose_all(connection.how_it_ended())
+            connection.close()
 
-    async def _end_if_it_hangs(self, process: PythonProcess) -> None:
-        """Return once the process hangs, has said where, and was killed."""
-        await self._watchdog.wait_silent()
-        if not process.is_alive() or process.pid is None:
-            return
-        timeout_s = self._watchdog.timeout_s
-        logger.error(
-            "the engine has reported nothing for %g s and is killed; if it still can, it says where it is:",
-            timeout_s,
-        )
-        self._end_reason = f"The engine process hung for {timeout_s:g} s and was killed."
-        os.kill(process.pid, DUMP_SIGNAL)
-        await asyncio.sleep(_DUMP_S)
-        process.kill()
-        deadline_at_s = time.monotonic() + _KILL_TIMEOUT_S
-        while process.is_alive() and time.monotonic() < deadline_at_s:
-            await asyncio.sleep(0.01)
-
-    def _dispatch(self, report: FromEngine) -> None:
+    def _on_message(self, message: FromEngine) -> None:
         self._watchdog.on_report()
-        if isinstance(report, ProfileRefined):
+        if isinstance(message, ProfileRefined):
             if self._on_profile is not None:
-                self._on_profile(report.profile)
+                self._on_profile(message.profile)
             return
-        assert isinstance(report, StepReport)
-        failed = [self._streams.get(request_id) for request_id in report.stats.step.failed_request_ids]
-        groups = Counter(stream.group for stream in failed if stream is not None)
-        for output in report.outputs:
-            stream = self._streams.get(output.request_id)
-            if stream is not None:  # else: aborted here while the engine still worked on it
-                if output.num_lost:
-                    num_others = output.num_lost - groups[stream.group]
-                    message = output.message or "The step failed."
-                    stream.put(StepFailed(message, num_lost=output.num_lost, num_others=num_others))
-                else:
-                    stream.put(output)
-                if output.finish_reason is not None:  # no longer in flight, whenever its reader comes
-                    del self._streams[output.request_id]
+        assert isinstance(message, StepReport)
+        self._streams.put(message)
         if self._on_report is not None:
-            self._on_report(report)
-
-    def _how_it_ended(self) -> str:
-        assert self._process is not None
-        if self._end_reason is not None:
-            return self._end_reason
-        code = self._process.exitcode
-        if code is None:
-            return "The event loop that the engine process belonged to has ended."
-        if code < 0:
-            return f"The engine process was killed by signal {-code}."
-        return f"The engine process ended with exit code {code}."
+            self._on_report(message)
 
     def _close(self) -> None:
-        """Give back sockets and folder; a process that still runs is of no more use and is killed."""
-        self.kill()
-        for socket in (self._commands, self._reports):
-            if socket is not None:
-                socket.close()
-        self._commands = self._reports = None
-        if self._context is not None:
-            self._context.term()
-            self._context = None
-        if self._folder is not None:
-            self._folder.remove()
-            self._folder = None
+        if self._connection is not None:
+            self._connection.close()
 
 
 def _with_objectives(config: EngineConfig, slo: SLO) -> EngineConfig:

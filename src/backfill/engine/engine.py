@@ -20,12 +20,12 @@ from backfill.engine.messages import ClassStats, EngineStats, StepKind, StepStat
 from backfill.execution.executor import Executor, StoppableExecutor
 from backfill.kvcache.block_manager import BlockManager
 from backfill.kvcache.host_tier import blocking_copies
-from backfill.scheduling.arrival import RunningStep, WaitingPrompt, must_stop
+from backfill.scheduling.arrival import ArrivedPrompt, RunningStep, should_stop
 from backfill.scheduling.create import create_policy
 from backfill.scheduling.objectives import server_slo
 from backfill.scheduling.scheduler import CommittedToken, Scheduler
 
-if TYPE_CHECKING:  # it takes numpy along, which the server has no use for
+if TYPE_CHECKING:  # it imports numpy, which the server does not need
     from backfill.costs.refine import ProfileRefiner
 
 logger = logging.getLogger(__name__)
@@ -34,11 +34,11 @@ _NO_STEP = StepStats("none", 0, 0.0, 0.0)
 
 
 class Engine:
-    """One scheduler driving one executor. Single-threaded: calls may not overlap, ``arrive`` excepted.
+    """One scheduler driving one executor. Calls must not overlap, except for ``arrive``.
 
     Args:
-        profile: what steps cost; needed by policies that bound their time.
-        refiner: of that profile; None leaves it as it is.
+        profile: predicts steps; needed by policies that bound their time.
+        refiner: refines the profile; None leaves it as it is.
     """
 
     def __init__(
@@ -74,12 +74,12 @@ class Engine:
         self._arrived: deque[Request] = deque()
         self._running_plan: StepPlan | None = None
         self._step_started_at_s = 0.0
-        self._stop_request: tuple[int, float] | None = None  # the step it is meant for, and when
+        self._stop_request: tuple[int, float] | None = None  # which step to stop, and when that was asked
         self._last_step = _NO_STEP
 
     @property
     def has_work(self) -> bool:
-        """A step now would do something. Requests that the policy does not serve are no work."""
+        """A step now would do something. Requests that the policy does not serve do not count."""
         return bool(self._arrived) or (self.scheduler.has_work and not self._is_stalled)
 
     @property
@@ -97,35 +97,35 @@ class Engine:
         return None
 
     def arrive(self, request: Request) -> None:
-        """Take in a request while a step may be running, and stop that step's offline part for it if it pays.
+        """Take in a request while a step may be running, and stop that step if the request gains enough.
 
-        May be called from another thread than the engine's. The request is queued when the next step is
-        planned. A request stops one step at most: the one it arrives in.
+        May be called from any thread. The request is queued when the next step is planned. It can only stop
+        the step that it arrives in.
         """
         self._arrived.append(request)
         try:
-            self._stop_if_it_pays()
-        except Exception:  # the request waits for the step's end then; the engine goes on
+            self._maybe_stop_step()
+        except Exception:  # then the request waits for the end of the step
             logger.exception("whether to stop the running step could not be decided")
 
-    def _stop_if_it_pays(self) -> None:
-        """Stop the running step's offline part where that is worth it to the requests that have arrived."""
+    def _maybe_stop_step(self) -> None:
+        """Stop the running step if the requests that arrived during it gain enough (``should_stop``)."""
         plan, policy, cost = self._running_plan, self.scheduler.policy, self.scheduler.cost
         if plan is None or plan.safepoints is None or self._stop_requested_at_s(plan) is not None:
             return
         assert cost is not None
-        waiting = [
-            WaitingPrompt(each.num_pending_tokens, policy.ttft_deadline_at_s(each))
+        arrived = [
+            ArrivedPrompt(each.num_pending_tokens, policy.ttft_deadline_at_s(each))
             for each in tuple(self._arrived)
             if each.service_class is ServiceClass.ONLINE
         ]
         now_s = self._clock.now_s()
-        if must_stop(self._as_running(plan, plan.safepoints, cost), waiting, now_s, cost):
+        if should_stop(self._running_step(plan, plan.safepoints, cost), arrived, now_s, cost):
             self._stop_request = plan.step, now_s
             cast(StoppableExecutor, self.executor).request_stop(plan.step)
 
     def admit_arrived(self) -> list[TokenOutput]:
-        """Queue the requests that have arrived; outputs of those that can never be served."""
+        """Queue the requests that have arrived; returns the outputs of those that can never be served."""
         refusals = [self.add(self._arrived.popleft()) for _ in range(len(self._arrived))]
         return [refusal for refusal in refusals if refusal is not None]
 
@@ -135,15 +135,15 @@ class Engine:
             self.scheduler.finish(request_id, FinishReason.ABORT)
 
     def step(self) -> list[TokenOutput]:
-        """Plan a step, run it, commit it. An executor's failure costs the step: ``Scheduler.fail``."""
+        """Plan a step, run it, commit it. If the executor raises, the step is lost (``Scheduler.fail``)."""
         outputs = self.admit_arrived()
         planning_at = time.perf_counter()
         plan = self.scheduler.plan_step(self._clock.now_s())
         self._is_stalled = not plan.slices and not plan.is_idle_until_copy
         started_at_s = self._step_started_at_s = self._clock.now_s()
         self._running_plan = plan
-        if self._arrived:  # while the plan was made, which does not hold them
-            self._stop_if_it_pays()
+        if self._arrived:  # while the plan was made; they are not in it
+            self._maybe_stop_step()
         running_at = time.perf_counter()
         try:
             outcome = self.executor.run(plan)
@@ -153,7 +153,7 @@ class Engine:
             return outputs + self._fail(plan, error)
         finally:
             self._running_plan = None
-        if plan.slices:  # a step that computes nothing says nothing of the device
+        if plan.slices:  # a step without slices does not show that the device works
             self.num_failed_steps_in_a_row = 0
         ended_at, now_s = time.perf_counter(), self._clock.now_s()
         outputs += [_token_output(token) for token in self.scheduler.commit(plan, outcome, now_s)]
@@ -176,10 +176,9 @@ class Engine:
         return outputs
 
     def refine_profile(self) -> CostProfile | None:
-        """Fit what steps cost anew, where that is due and no online request waits for it, or it is overdue.
+        """Refit the cost profile if that is due and no online request is there, or if it is overdue.
 
-        Returns: the profile that is in use from now on, which may differ in its error alone; None where it is
-            the same as before.
+        Returns: the profile in use from now on, perhaps with a new error alone; None if nothing changed.
         """
         refiner = self._refiner
         if refiner is None or not refiner.is_due:
@@ -188,7 +187,7 @@ class Engine:
             return None
         try:
             refined = refiner.refine()
-        except Exception:  # steps go on as they are predicted now
+        except Exception:  # the present profile stays in use
             logger.exception("the cost profile cannot be refined and stays as it is")
             self._refiner = None
             return None
@@ -199,7 +198,7 @@ class Engine:
         return refined
 
     def stats(self) -> EngineStats:
-        """State and totals now, and the step since this was last asked for."""
+        """State and totals now, and the step since the last call."""
         scheduler = self.scheduler
         counts = scheduler.count_by_class()
 
@@ -223,20 +222,20 @@ class Engine:
         return request[1] if request is not None and request[0] == plan.step else None
 
     def _stop_latency_s(self, plan: StepPlan, outcome: StepOutcome) -> float | None:
-        """From the request to its safepoint; None where nothing was stopped, or not for a request."""
+        """From the stop request to its safepoint; None where nothing was stopped, or not by a request."""
         requested_at_s, stopped_at_s = self._stop_requested_at_s(plan), outcome.stopped_at_s
         if requested_at_s is None or stopped_at_s is None or stopped_at_s < requested_at_s:
             return None
         return stopped_at_s - requested_at_s
 
-    def _as_running(self, plan: StepPlan, points: Safepoints, cost: CostModel) -> RunningStep:
-        staying = StepLoad.of((p.start, p.num_tokens, p.samples) for p in plan.slices if not p.preemptible)
+    def _running_step(self, plan: StepPlan, points: Safepoints, cost: CostModel) -> RunningStep:
+        online = StepLoad.of((p.start, p.num_tokens, p.samples) for p in plan.slices if not p.preemptible)
         num_layers = plan.max_layers or self.executor.info.num_layers
         scale = self.scheduler.policy.time_scale
         return RunningStep(
             started_at_s=self._step_started_at_s,
             predicted_s=scale * plan.predicted_s,
-            staying_s=scale * cost.step_time_s(staying),
+            online_s=scale * cost.step_time_s(online),
             stop_s=scale * points.layers_apart * plan.predicted_s / num_layers,
             suspends=points.suspends,
         )

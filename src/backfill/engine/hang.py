@@ -1,4 +1,4 @@
-"""When an engine that reports nothing is taken to hang."""
+"""After how long without a report an engine counts as hanging."""
 
 from __future__ import annotations
 
@@ -9,40 +9,40 @@ from backfill.costs.load import StepLoad
 from backfill.costs.model import CostModel
 from backfill.execution.executor import ExecutorInfo
 
-_LEAST_S = 30.0
-_WITHOUT_PROFILE_S = 300.0
-_LONGEST_STEPS = 20.0
-_MOST_HEARTBEAT_S = 2.0
-_MOST_TICK_S = 1.0
-_TICKS = 20
+_MIN_TIMEOUT_S = 30.0
+_TIMEOUT_WITHOUT_PROFILE_S = 300.0
+_TIMEOUT_STEPS = 20.0
+_MAX_HEARTBEAT_S = 2.0
+_MAX_TICK_S = 1.0
+_TICKS_PER_TIMEOUT = 20
 
 
 def hang_timeout_s(config: EngineConfig, info: ExecutorInfo, cost: CostModel | None) -> float:
-    """Seconds without a report after which an engine hangs; 0 for never.
+    """Seconds without a report after which an engine counts as hanging; 0 for never.
 
-    Default: 20 times the longest step there can be, as predicted, at least 30 s; 300 s without a profile.
+    Default: 20 times the longest possible step as predicted, at least 30 s; 300 s without a profile.
     """
     if config.engine_hang_timeout is not None:
         return config.engine_hang_timeout
     if cost is None:
-        return _WITHOUT_PROFILE_S
-    return max(_LEAST_S, _LONGEST_STEPS * _longest_step_s(config, info, cost))
+        return _TIMEOUT_WITHOUT_PROFILE_S
+    return max(_MIN_TIMEOUT_S, _TIMEOUT_STEPS * _longest_step_s(config, info, cost))
 
 
 def heartbeat_s(timeout_s: float) -> float:
-    """Seconds between the reports of an engine that idles."""
-    return min(_MOST_HEARTBEAT_S, timeout_s / 4) if timeout_s else _MOST_HEARTBEAT_S
+    """Seconds between the reports of an idle engine."""
+    return min(_MAX_HEARTBEAT_S, timeout_s / 4) if timeout_s else _MAX_HEARTBEAT_S
 
 
 def _longest_step_s(config: EngineConfig, info: ExecutorInfo, cost: CostModel) -> float:
-    """A bound: every slot of the pool is read, and every token attends to as many as a request can have."""
+    """An upper bound: every slot of the pool is read, and every token attends to ``max_model_len`` tokens."""
     limits, pool_tokens = config.scheduler, info.num_blocks * info.block_size
-    most_tokens = limits.max_num_batched_tokens
+    max_tokens = limits.max_num_batched_tokens
     load = StepLoad(
-        num_tokens=most_tokens,
+        num_tokens=max_tokens,
         num_sampled=limits.max_num_seqs,
         num_requests=limits.max_num_seqs,
-        prefill_pairs=most_tokens * info.max_model_len,
+        prefill_pairs=max_tokens * info.max_model_len,
         prefill_context_tokens=pool_tokens,
         decode_context_tokens=pool_tokens,
     )
@@ -50,16 +50,16 @@ def _longest_step_s(config: EngineConfig, info: ExecutorInfo, cost: CostModel) -
 
 
 class Watchdog:
-    """Notices that an engine has reported nothing for a while.
+    """Notices that an engine has reported nothing for too long.
 
-    Time is counted in ticks of this process, so that one in which it did not run itself (a stalled loop, a
-    suspended container) counts as one tick and blames nobody.
+    Time is counted in ticks of this process. A pause of this process itself (a stalled loop, a suspended
+    container) counts as one tick, so it is not taken for a hang of the engine.
 
     Attributes:
-        silent_s: since the last report, or since the watch began.
+        silent_s: seconds since the last report, or since the watch began.
 
     Args:
-        timeout_s: 0 for a dog that sleeps.
+        timeout_s: 0 for no watch.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -71,10 +71,10 @@ class Watchdog:
         self._num_reports += 1
 
     async def wait_silent(self) -> None:
-        """Return once there was no report for the whole timeout."""
+        """Return once there was no report for ``timeout_s``; never if that is 0."""
         if not self.timeout_s:
             await asyncio.Event().wait()
-        tick_s = min(_MOST_TICK_S, self.timeout_s / _TICKS)
+        tick_s = min(_MAX_TICK_S, self.timeout_s / _TICKS_PER_TIMEOUT)
         seen = self._num_reports
         while self.silent_s < self.timeout_s:
             await asyncio.sleep(tick_s)

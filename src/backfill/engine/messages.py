@@ -1,4 +1,4 @@
-"""What crosses the boundary of the engine process, as msgspec structs encoded with MessagePack."""
+"""Messages between the engine process and its client: msgspec structs encoded with MessagePack."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ class AddRequest(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 
 class AbortRequests(msgspec.Struct, tag=True, frozen=True):
-    """Client to engine: stop these; nothing more is said of them. Unknown ids are ignored."""
+    """Client to engine: end these requests without further outputs. Unknown ids are ignored."""
 
     request_ids: list[RequestId]
 
 
 class Stop(msgspec.Struct, tag=True, frozen=True):
-    """Client to engine: end the process now. The client has drained or given up what was running."""
+    """Client to engine: end the process now, with whatever requests it still has."""
 
 
 ToEngine = AddRequest | AbortRequests | Stop
@@ -49,8 +49,8 @@ ToEngine = AddRequest | AbortRequests | Stop
 class Ready(msgspec.Struct, tag=True, frozen=True):
     """Engine to client, once: the model is loaded.
 
-    ``default_slo`` is that of online requests that bring none; ``profile`` is what steps cost, None where it
-    is not known. After ``hang_timeout_s`` without a report the engine hangs; 0 is never.
+    ``default_slo`` is that of online requests that bring none; ``profile`` is None if it is not known. After
+    ``hang_timeout_s`` without a report the engine counts as hanging; 0 for never.
     """
 
     info: ExecutorInfo
@@ -72,18 +72,21 @@ class ProfileRefined(msgspec.Struct, tag=True, frozen=True):
 
 
 class StartFailed(msgspec.Struct, tag=True, frozen=True):
-    """Engine to client, in place of Ready: it cannot start, for a reason meant for the user."""
+    """Engine to client, in place of Ready: the engine cannot start. The message is for the user."""
 
     message: str
 
 
 class TokenOutput(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
-    """One step's news of one request; a finished request has no further ones.
+    """One step's output of one request.
 
-    ``token_id`` is None where the request ended without a token (abort, error). ``message`` says why
-    it failed, and ``num_lost``, where a failed step is the reason, how many requests were in that step.
-    ``stop_token_id`` is the requested stop token that ended it. ``first_scheduled_at_s`` and
-    ``num_preemptions`` are set on the first and the last output only.
+    Attributes:
+        token_id: None where the request ended without a token (error).
+        finish_reason: set on the last output.
+        stop_token_id: the requested stop token that ended the request.
+        message: why the request failed.
+        first_scheduled_at_s, num_preemptions: set on the first and the last output only.
+        num_lost: requests in the failed step that ended this one; 0 without one.
     """
 
     request_id: RequestId
@@ -109,11 +112,15 @@ StepKind = Literal["none", "online", "mixed", "offline"]
 
 
 class StepStats(msgspec.Struct, frozen=True, array_like=True):
-    """One step: whose requests it served, tokens of its plan, seconds taken and predicted (0: no cost model).
+    """One step.
 
-    A step is ``stopped`` whose offline part was taken out on the way: for an arrival, ``stop_latency_s``
-    after it, or because it had no more time. One that failed is of kind none, with the requests that it was
-    for in ``failed_request_ids``.
+    Attributes:
+        kind: service classes of its slices; none also for a step that failed.
+        num_tokens: of its plan.
+        seconds, predicted_s: time taken and predicted; 0 without a cost model.
+        stopped: its offline slices were stopped, by an arrival or at the end of their time.
+        stop_latency_s: from the arrival to the stop; None if no arrival stopped it.
+        failed_request_ids: requests of a step that failed.
     """
 
     kind: StepKind
@@ -126,10 +133,10 @@ class StepStats(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EngineStats(msgspec.Struct, frozen=True, array_like=True):
-    """State, totals since start, and the step since the report before (of kind none where there was none).
+    """State, totals since start, and the step since the last report (of kind none without one).
 
     Attributes:
-        num_checkpointed_blocks: device blocks that have a copy in host memory.
+        num_checkpointed_blocks: device blocks with a copy in host memory, complete or in flight.
         host_kv_usage_frac: share of the host's blocks in use; 0 without any.
     """
 
@@ -144,7 +151,7 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepReport(msgspec.Struct, tag=True, frozen=True):
-    """Engine to client, after each step, whenever a request ended outside one, and every few seconds else."""
+    """Engine to client: after each step, when a request ends outside a step, and every few idle seconds."""
 
     outputs: list[TokenOutput]
     stats: EngineStats

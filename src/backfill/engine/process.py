@@ -1,4 +1,4 @@
-"""The engine process: loads the model, then steps while it has work and listens between steps."""
+"""The engine process: loads the model, then runs steps while commands come in on another thread."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 _MAX_FAILED_STEPS = 5
 
-# Makes the process write the stacks of all its threads to standard error, whatever it is doing.
+# Makes the process write the stacks of all its threads to standard error, even when it hangs.
 DUMP_SIGNAL = signal.SIGUSR1
 
 EngineChannel = Channel[ToEngine, FromEngine]
@@ -84,7 +84,7 @@ def _serve(config: EngineConfig, channel: EngineChannel, load: EngineLoader) -> 
         _log_profile("steps are predicted", profile)
     _log_objectives(config.scheduler, slo)
     channel.send(Ready(info, time.monotonic() - started_at_s, slo, profile, timeout_s))
-    freeze_heap()  # while the client does what it has left to do
+    freeze_heap()  # while the client completes its own start
     EngineLoop(engine, channel, heartbeat_s(timeout_s)).run()
 
 
@@ -118,17 +118,13 @@ def _log_profile(event: str, profile: CostProfile) -> None:
 
 
 class EngineLoop:
-    """Steps while there is work, and listens all the while.
+    """Runs steps while there is work, and reports each; an idle engine reports every few seconds.
 
-    A second thread takes commands in, so that an arrival is known while a step runs: the kernels release the
-    interpreter's lock. It hands requests to ``Engine.arrive`` and leaves all else for between two steps.
+    A second thread receives commands, so that an arrival is known while a step runs: the kernels release the
+    interpreter's lock. It passes requests to ``Engine.arrive``; other commands wait for the end of the step.
 
-    It reports every step, and every few seconds where there is none: an engine that says nothing hangs.
-
-    It refines the cost profile now and then, while no online request is there if it can.
-
-    The loop ends after several failed steps in a row: a device in a broken state stays so until its process
-    ends, and the client starts a new one.
+    The loop ends after several failed steps in a row: a device in a broken state recovers only in a new
+    process, which the client starts.
     """
 
     def __init__(self, engine: Engine, channel: EngineChannel, heartbeat_s: float) -> None:
@@ -149,10 +145,10 @@ class EngineLoop:
 
     def _step_until_stopped(self) -> None:
         engine = self._engine
-        self._channel.send(StepReport([], engine.stats()))  # what an engine without work looks like
+        self._channel.send(StepReport([], engine.stats()))  # the state of an idle engine
         while engine.num_failed_steps_in_a_row < _MAX_FAILED_STEPS:
             self._has_news.clear()
-            # Commands first: a request they name has then arrived, and is among those admitted next.
+            # Taken before arrivals are admitted, so that the requests they name are admitted by then.
             commands = [self._commands.popleft() for _ in range(len(self._commands))]
             outputs = engine.admit_arrived()
             for command in commands:

@@ -1,4 +1,4 @@
-"""Keeps an engine running: starts it, and again whenever it dies."""
+"""Keeps an engine running: starts it, and restarts it when it ends."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ logger = logging.getLogger(__name__)
 
 _RESTART_DELAY_S = 1.0
 _LONGEST_RESTART_DELAY_S = 30.0
-# Enough that a batch line over which the engine dies is found (jobs/feeder.py) before this is reached.
+# Enough for jobs/feeder.py to find a batch line that kills the engine before this limit is reached.
 _MAX_QUICK_DEATHS = 10
 _QUICK_DEATH_S = 30.0
-# An engine that has lived so long can be trusted with offline work again.
+# Offline work resumes when an engine has run this long.
 _TRUSTED_AFTER_S = 300.0
 _POLL_S = 1.0
 
 
 class Startable(Protocol):
-    """What is supervised, an ``EngineClient`` outside of tests.
+    """What is supervised: an ``EngineClient`` outside of tests.
 
-    ``silent_s`` is for how long the engine has reported nothing, or had when it died.
+    ``silent_s``: seconds since the engine's last report; for a dead engine, until its death.
     """
 
     @property
@@ -37,20 +37,20 @@ class Startable(Protocol):
 
 
 class EngineSupervisor:
-    """Starts an engine, and again whenever it dies. The first start must succeed.
+    """Starts an engine, and restarts it when it ends. The first start must succeed.
 
-    An engine that ends, or reports nothing more, soon after it was ready, or cannot be started again, is
-    started after a delay that doubles each time. After the tenth time in a row offline work, the likelier
-    cause, is suspended: it comes without anyone waiting for it, again and again. It resumes when an engine
-    has lived for five minutes.
+    A quick death is an end within 30 s after the engine was ready, or a restart that fails. The
+    delay before a restart doubles with each quick death in a row. After ten of them offline work is
+    suspended: it is the likelier cause, because it is retried after each restart. It resumes when an engine
+    has run for five minutes.
 
     Args:
         on_ready: awaited each time the model is loaded.
-        on_lost: called each time a loaded engine has died, before it is started again.
-        on_offline_suspended: called with True when offline work is to stop, before the next start, and with
-            False when it may go on. None where there is no other work: ``run`` ends with EngineDead instead.
+        on_lost: called each time a loaded engine has ended, before the restart.
+        on_offline_suspended: called with True when offline work is suspended, before the restart, and with
+            False when it resumes. None where all work is offline: ``run`` ends with EngineDead instead.
         restart_delay_s: before the first restart.
-        poll_s: how often it is asked whether an engine has lived long enough.
+        poll_s: interval of the check whether an engine has run long enough.
     """
 
     def __init__(
@@ -76,24 +76,24 @@ class EngineSupervisor:
         self._expects_end = False
 
     def expect_end(self) -> None:
-        """A death from now on is final and no failure: what the engine serves is coming to its end."""
+        """The engine's next death is expected: it is no failure, and there is no restart."""
         self._expects_end = True
 
     async def run(self) -> None:
         """Keep the engine running until an expected end, or until cancelled.
 
         Raises: BackfillError with the engine's reason when it cannot start the first time, EngineDead when it
-        keeps dying and there is no offline work to suspend, and what the first ``on_ready`` raises.
+        keeps ending and there is no offline work to suspend, and what the first ``on_ready`` raises.
         """
         await self._on_ready(await self._engine.start())
         while True:
-            await self._live()
+            await self._wait_dead()
             if self._expects_end:
                 return
             self._on_lost()
-            reason = "it died"
+            reason = "it ended"
             while True:
-                self._judge(reason)
+                self._suspend_or_give_up(reason)
                 num_deaths = _MAX_QUICK_DEATHS if self._is_offline_suspended else self._num_quick_deaths
                 delay_s = restart_delay_s(num_deaths, self._restart_delay_s)
                 logger.error("the engine is started again in %g s: %s", delay_s, reason)
@@ -103,7 +103,7 @@ class EngineSupervisor:
                 try:
                     ready = await self._engine.start()
                 except BackfillError as error:
-                    # Such as memory that the last engine has not given back yet.
+                    # For example, memory that the previous engine has not released yet.
                     reason = f"it could not start ({error})"
                 except Exception as error:
                     logger.exception("the engine could not be started")
@@ -117,34 +117,34 @@ class EngineSupervisor:
                 logger.exception("the engine was started again, but cannot be used; it is ended")
                 self._engine.kill()
 
-    async def _live(self) -> None:
-        """Return when the engine that is running has died, its life judged."""
+    async def _wait_dead(self) -> None:
+        """Return when the running engine has ended; count a quick death."""
         ready_at_s = self._clock.now_s()
-        dying = asyncio.ensure_future(self._engine.wait_dead())
+        ended = asyncio.ensure_future(self._engine.wait_dead())
         try:
-            while self._is_offline_suspended and not dying.done():
-                await asyncio.wait({dying}, timeout=self._poll_s)
-                if self._lived_s(ready_at_s) >= _TRUSTED_AFTER_S and not dying.done():
-                    logger.warning("the engine lives: offline work goes on")
+            while self._is_offline_suspended and not ended.done():
+                await asyncio.wait({ended}, timeout=self._poll_s)
+                if self._ran_s(ready_at_s) >= _TRUSTED_AFTER_S and not ended.done():
+                    logger.warning("the engine is stable again: offline work resumes")
                     self._suspend_offline(False)
-            await dying
+            await ended
         finally:
-            dying.cancel()
-        is_quick = self._lived_s(ready_at_s) < _QUICK_DEATH_S
+            ended.cancel()
+        is_quick = self._ran_s(ready_at_s) < _QUICK_DEATH_S
         self._num_quick_deaths = self._num_quick_deaths + 1 if is_quick else 0
 
-    def _lived_s(self, ready_at_s: float) -> float:
-        """Until its last report: one that hangs is killed long after that."""
+    def _ran_s(self, ready_at_s: float) -> float:
+        """Seconds from ready to the last report: an engine that hangs is killed long after that."""
         return self._clock.now_s() - ready_at_s - self._engine.silent_s
 
-    def _judge(self, reason: str) -> None:
-        """Suspend offline work, or give up, where the engine keeps dying. Raises: EngineDead."""
+    def _suspend_or_give_up(self, reason: str) -> None:
+        """If the engine keeps ending, suspend offline work, or raise EngineDead where there is no other."""
         if self._num_quick_deaths < _MAX_QUICK_DEATHS or self._is_offline_suspended:
             return
         message = f"The engine ended {self._num_quick_deaths} times soon after it was started"
         if self._on_offline_suspended is None:
             raise EngineDead(f"{message}; the last time {reason}.")
-        logger.error("%s: offline work is suspended until it lives for %g s", message, _TRUSTED_AFTER_S)
+        logger.error("%s: offline work is suspended until it has run for %g s", message, _TRUSTED_AFTER_S)
         self._suspend_offline(True)
 
     def _suspend_offline(self, is_suspended: bool) -> None:

@@ -1,4 +1,4 @@
-"""Long-lived asyncio tasks that nobody awaits, watched so that none ends unseen."""
+"""Long-lived asyncio tasks that nobody awaits: their failures are logged and counted."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ logger = logging.getLogger(__name__)
 
 
 class TaskWatch:
-    """Starts tasks, and logs and counts each that an exception ends.
+    """Starts tasks, and logs and counts those that an exception ends.
 
     Attributes:
-        failures: so many tasks of each name were ended by an exception.
+        failures: tasks that an exception ended, by name.
     """
 
     def __init__(self) -> None:
         self.failures: Counter[str] = Counter()
 
     def start(self, coroutine: Coroutine[Any, Any, Result], name: str) -> asyncio.Task[Result]:
-        """Run it in the running loop. The caller keeps the task, and may await or cancel it as any other."""
+        """Run it in the running loop. The caller keeps a reference, and may await or cancel it."""
         task = asyncio.create_task(coroutine, name=name)
         task.add_done_callback(self._on_done)
         return task

@@ -1,1 +1,1 @@
-"""Carries out step plans: builds the batch, runs the model over it, samples."""
+"""Executes step plans: builds the batch, runs the model over it, samples."""

@@ -17,7 +17,7 @@ from backfill.kernels.base import AttentionMetadata
 
 @dataclass(frozen=True, slots=True)
 class FlatBatch:
-    """One step's tokens, sequence after sequence, and where the sampled rows are."""
+    """One step's tokens, slice after slice, and the rows whose logits are sampled."""
 
     token_ids: Tensor  # int64 [T]
     attention: AttentionMetadata
@@ -30,7 +30,7 @@ def build_batch(
     block_size: int,
     device: torch.device,
 ) -> FlatBatch:
-    """Lay the slices out one after another.
+    """Concatenate the slices.
 
     Args:
         slices: at least one.

@@ -1,4 +1,4 @@
-"""Copies of KV blocks between the device's pool and one in host memory, beside the steps."""
+"""Copies KV blocks between the device pool and the host pool, beside the steps."""
 
 from __future__ import annotations
 
@@ -15,51 +15,50 @@ from torch import Tensor
 from backfill.core.block import BlockCopy
 from backfill.core.plan import CopyDirections
 
-# Copied by the thread in one go: under a millisecond, and long beside what handing over costs (11.0 GB/s at
-# 4 MiB, 12.1 at 16, where the copying alone gives 12.1).
+# Bytes in one group of copies: under a millisecond, and long beside the hand-over to the thread (11.0 GB/s
+# at 4 MiB, 12.1 at 16 MiB, 12.1 for the copy alone).
 _CHUNK_BYTES = 8 << 20
-# Copies under one CUDA event: an event for each costs more than it tells.
+# Copies under one CUDA event: one event for each block costs more time than it saves.
 _BLOCKS_PER_EVENT = 16
 _POLL_S = 50e-6
 
 
 class BlockCopier(Protocol):
-    """Copies blocks in the order in which they were begun, beside whatever else runs.
+    """Copies blocks in the order in which the copies begin, beside the steps.
 
-    A copy that fails, or cannot be begun, ends the copier: every call after that raises, since what is in the
-    pools is not known any more.
+    After a copy failed, or could not begin, every call raises: the contents of the pools are unknown then.
     """
 
     def begin(
         self, checkpoint: Sequence[BlockCopy], restore: Sequence[BlockCopy], blocking_copies: CopyDirections
     ) -> None:
-        """Begin copies to the host, and after them those to the device.
+        """Begin the copies to the host, and after them those to the device.
 
         Returns when the blocking copies are complete; ``take_completed`` does not report these.
         """
         ...
 
     def take_completed(self) -> tuple[BlockCopy, ...]:
-        """Copies that have completed since this was last called. Never blocks."""
+        """Copies that have completed since the last call. Never blocks."""
         ...
 
     def wait(self, timeout_s: float) -> None:
-        """Block until ``take_completed`` has something to return; not if nothing is under way."""
+        """Block until ``take_completed`` has something to return, or no copy is in flight."""
         ...
 
     def close(self) -> None:
-        """End the copier's own work; copies not begun yet are dropped. Nothing may be called after it."""
+        """Stop copying; queued copies are dropped. No other call may follow."""
         ...
 
 
 def create_copier(kv_pool: Tensor, num_host_blocks: int) -> BlockCopier:
-    """A copier to and from a pool of so many blocks in host memory, which it takes.
+    """A copier between the device pool and a host pool that it allocates.
 
     Args:
         kv_pool: ``[num_blocks, ...]``, on the device where the model runs.
-    Raises: RuntimeError or MemoryError if the memory cannot be had.
+    Raises: RuntimeError or MemoryError if the host pool cannot be allocated.
     """
-    # On the CPU not touched here, so that the system gives memory only to blocks that are used.
+    # Not initialized: on a CPU, the system then allocates memory only for blocks that are used.
     host_pool = torch.empty((num_host_blocks, *kv_pool.shape[1:]), dtype=kv_pool.dtype)
     return CudaBlockCopier(kv_pool, host_pool) if kv_pool.is_cuda else ThreadBlockCopier(kv_pool, host_pool)
 
@@ -83,20 +82,20 @@ def _copy_groups(
 class ThreadBlockCopier:
     """See ``BlockCopier``. Both pools are in host memory; a thread copies.
 
-    The thread ends with the copier or the process, whichever goes first.
+    The thread ends with the copier or with the process, whichever ends first.
 
     Args:
-        host_pool: blocks as those of ``kv_pool``.
+        host_pool: its blocks have the shape of those in ``kv_pool``.
     """
 
     def __init__(self, kv_pool: Tensor, host_pool: Tensor) -> None:
         self._blocks_per_group = max(1, _CHUNK_BYTES // kv_pool[:1].nbytes)
-        # The thread holds this and not the copier, so that a copier nobody uses any more can go.
+        # The thread refers to this and not to the copier, so that an unused copier can be collected.
         self._queue = _CopyQueue()
         thread = threading.Thread(
             target=_copy_all, args=(self._queue, kv_pool, host_pool), name="kv-copies", daemon=True
         )
-        # Also at exit: a thread that comes back from C++ into an interpreter that is gone ends it badly.
+        # Also at exit: a thread that returns from C++ after the interpreter's end crashes the process.
         self._finalizer = weakref.finalize(self, _end, self._queue, thread)
         thread.start()
 
@@ -106,7 +105,7 @@ class ThreadBlockCopier:
         try:
             groups = list(_copy_groups(checkpoint, restore, blocking_copies, self._blocks_per_group))
             self._queue.put(groups)
-        except Exception as error:  # the control plane takes them to be under way
+        except Exception as error:  # the control plane counts these copies as in flight
             self._queue.fail(error)
             raise
         awaited = [index for index, group in enumerate(groups) if not group.is_reported]
@@ -124,9 +123,9 @@ class ThreadBlockCopier:
 
 
 class _CopyQueue:
-    """What the copy thread has to do and has done.
+    """Queued and completed copies of the copy thread.
 
-    A step that has nothing to begin or to take takes no lock.
+    A step without new or completed copies takes no lock.
     """
 
     def __init__(self) -> None:
@@ -145,7 +144,7 @@ class _CopyQueue:
             self._changed.notify_all()
 
     def first(self) -> _CopyGroup | None:
-        """Block until there is something to copy; None once closed."""
+        """Block until there is something to copy. None once closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._groups or self._is_closed)
             return None if self._is_closed else self._groups[0]
@@ -176,13 +175,13 @@ class _CopyQueue:
             return completed
 
     def wait_until_left(self, num_groups: int) -> None:
-        """Block until so many groups, or fewer, are left."""
+        """Block until at most ``num_groups`` groups are left."""
         with self._changed:
             self._changed.wait_for(lambda: len(self._groups) <= num_groups or self._error)
             self._raise_if_failed()
 
     def wait_for_completed(self, timeout_s: float) -> None:
-        """Block until a completed copy can be taken, unless none is under way."""
+        """Block until a completed copy can be taken, or no copy is in flight."""
         with self._changed:
             self._changed.wait_for(lambda: self._completed or not self._groups or self._error, timeout_s)
             self._raise_if_failed()
@@ -193,7 +192,7 @@ class _CopyQueue:
 
 
 def _copy_all(queue: _CopyQueue, kv_pool: Tensor, host_pool: Tensor) -> None:
-    """The copy thread: copies what is queued until the queue is closed or a copy fails."""
+    """The copy thread: copies queued groups until the queue is closed or a copy fails."""
     from backfill.kernels import cpu
 
     try:
@@ -210,17 +209,17 @@ def _copy_all(queue: _CopyQueue, kv_pool: Tensor, host_pool: Tensor) -> None:
 
 def _end(queue: _CopyQueue, thread: threading.Thread) -> None:
     queue.close()
-    if thread is not threading.current_thread():  # it may be the one that collects the copier
+    if thread is not threading.current_thread():  # the copy thread may be the one that collects the copier
         thread.join()
 
 
 class CudaBlockCopier:
-    """See ``BlockCopier``. Copies are queued on a stream of their own and run beside the steps'.
+    """See ``BlockCopier``. Copies run on a CUDA stream of their own, beside the steps.
 
-    Both directions share the stream: the copies of a plan may read what others of it write.
+    Both directions share the stream: a plan's restores may read what its checkpoints write.
 
     Args:
-        host_pool: blocks as those of ``kv_pool``; pinned here, until the copier is closed or gone.
+        host_pool: its blocks have the shape of those in ``kv_pool``. Pinned until the copier ends.
     """
 
     def __init__(self, kv_pool: Tensor, host_pool: Tensor) -> None:
@@ -229,8 +228,10 @@ class CudaBlockCopier:
         self._host_pool = host_pool
         self._stream = torch.cuda.Stream(kv_pool.device)  # type: ignore[no-untyped-call]
         self._finalizer = weakref.finalize(self, _unpin, host_pool, self._stream)
-        self._finalizer.atexit = False  # the process's end does it, and CUDA may be gone before
-        self._under_way: deque[tuple[torch.cuda.Event, _CopyGroup]] = deque()
+        self._finalizer.atexit = (
+            False  # the system unpins at the process's end, and CUDA may have ended before
+        )
+        self._in_flight: deque[tuple[torch.cuda.Event, _CopyGroup]] = deque()
         self._error: Exception | None = None
 
     def begin(
@@ -248,12 +249,12 @@ class CudaBlockCopier:
     ) -> None:
         awaited: torch.cuda.Event | None = None
         if checkpoint or restore:
-            # What is queued already writes the blocks that are read, and reads those that are written.
+            # Steps already queued write blocks that are read here, and read blocks that are written here.
             self._stream.wait_stream(torch.cuda.current_stream(self._kv_pool.device))
         for group in _copy_groups(checkpoint, restore, blocking_copies, _BLOCKS_PER_EVENT):
             event = self._queue(group)
             if group.is_reported:
-                self._under_way.append((event, group))
+                self._in_flight.append((event, group))
             else:
                 awaited = event
         if awaited is not None:
@@ -262,15 +263,15 @@ class CudaBlockCopier:
     def take_completed(self) -> tuple[BlockCopy, ...]:
         self._raise_if_failed()
         completed: list[BlockCopy] = []
-        while self._under_way and _is_complete(self._under_way[0][0]):
-            completed += self._under_way.popleft()[1].copies
+        while self._in_flight and _is_complete(self._in_flight[0][0]):
+            completed += self._in_flight.popleft()[1].copies
         return tuple(completed)
 
     def wait(self, timeout_s: float) -> None:
         self._raise_if_failed()
         until_s = time.monotonic() + timeout_s
         # CUDA has no wait with a timeout.
-        while self._under_way and not _is_complete(self._under_way[0][0]) and time.monotonic() < until_s:
+        while self._in_flight and not _is_complete(self._in_flight[0][0]) and time.monotonic() < until_s:
             time.sleep(_POLL_S)
 
     def close(self) -> None:
@@ -298,7 +299,7 @@ def _is_complete(event: torch.cuda.Event) -> bool:
 
 
 def _pin(host_pool: Tensor) -> None:
-    """Pin memory that is there: torch's own pinned memory comes in powers of two, up to twice as much."""
+    """Pin allocated memory: torch's own pinned allocator rounds up to a power of two."""
     cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     result = int(cudart.cudaHostRegister(host_pool.data_ptr(), host_pool.nbytes, 0))
     if result != 0:

@@ -32,12 +32,12 @@ from backfill.models.weights import Checkpoint
 logger = logging.getLogger(__name__)
 
 _DEFAULT_CPU_KV_BYTES = 1 * GIB
-_DEFAULT_HOST_KV_FRAC = 0.25  # of the host memory that is left, at most
+_DEFAULT_HOST_KV_FRAC = 0.25  # of the host memory that is left, as an upper limit
 _TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 def create_torch_executor(config: EngineConfig) -> TorchExecutor:
-    """Load the model and take the KV pool's memory.
+    """Load the model and allocate the KV pools.
 
     Raises: ConfigError, ModelError, InsufficientMemory, each with a message for the user.
     """
@@ -108,7 +108,7 @@ def _choose_dtype(config: EngineConfig, model_config: ModelConfig, device: torch
 def _choose_kv_bytes(
     config: EngineConfig, model_config: ModelConfig, device: torch.device, dtype: torch.dtype
 ) -> int:
-    """Size of the pool, checked against the memory that is left beside the weights."""
+    """Size of the device pool, checked against the memory left beside the weights."""
     weights_bytes = model_config.weight_bytes(dtype.itemsize)
     if device.type == "cuda":
         available: int | None = _available_cuda_bytes(device, config.gpu_memory_utilization)
@@ -124,7 +124,7 @@ def _choose_kv_bytes(
 
 
 def _available_cuda_bytes(device: torch.device, utilization: float) -> int:
-    """Bytes of the device this process may still take when ``utilization`` of it is ours."""
+    """Bytes of device memory that this process may still allocate, up to ``utilization`` of the total."""
     free, total = torch.cuda.mem_get_info(device)
     return max(0, int(total * utilization) - (total - free))
 
@@ -132,10 +132,10 @@ def _available_cuda_bytes(device: torch.device, utilization: float) -> int:
 def _choose_num_host_blocks(
     config: EngineConfig, layout: KVLayout, device: torch.device, kv_bytes: int, taken_bytes: int
 ) -> int:
-    """Blocks of the pool in host memory; 0 has none.
+    """Blocks of the host pool; 0 for no pool.
 
     Args:
-        taken_bytes: host memory that the weights and the device's pool will take.
+        taken_bytes: host memory that the weights and the device pool will use.
     """
     if config.scheduler.checkpointing in (None, "none") or config.host_kv_bytes == 0:
         return 0
@@ -160,7 +160,7 @@ def _choose_max_model_len(
 ) -> int:
     model_limit = model_config.max_position_embeddings
     if model_config.sliding_window is not None:
-        # Attention here is over the whole context; up to the window that is the same.
+        # Attention here has no window: the results are equal only up to the window's length.
         model_limit = min(model_limit, model_config.sliding_window)
     pool_limit = num_blocks * layout.block_size
     asked = config.max_model_tokens
@@ -212,7 +212,7 @@ def _create_copier(kv_pool: torch.Tensor, layout: KVLayout, num_host_blocks: int
 
 
 def _warm_up(executor: TorchExecutor) -> None:
-    """Run one prefill and one decode step, so that no request pays for what libraries build on first use."""
+    """Run one prefill and one decode step: libraries do slow work on their first use."""
     info = executor.info
     num_tokens = min(64, info.max_model_len - 1, info.num_blocks * info.block_size - 1)
     if num_tokens < 1:

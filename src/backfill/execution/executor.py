@@ -1,4 +1,4 @@
-"""What an engine needs of an executor."""
+"""The interface between the engine and an executor."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from backfill.core.sampling import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class ExecutorInfo:
-    """What the control plane must know of an executor before it can plan for it.
+    """What the control plane must know about an executor before it plans.
 
     Attributes:
         num_blocks: blocks in the device's KV pool.
         max_model_len: tokens of prompt and output a request can have.
         vocab_size: token ids are in ``[0, vocab_size)``.
         end_token_ids: tokens with which the model ends an output.
-        device, dtype: in words, for logs and metrics.
+        device, dtype: names, for logs and metrics.
         num_layers: decoder layers of the model; safepoints lie between them.
         can_stop: the executor is a ``StoppableExecutor``.
         num_host_blocks: blocks in the KV pool in host memory.
@@ -71,27 +71,32 @@ class ExecutorInfo:
 
 
 class Executor(Protocol):
-    """Carries out plans one at a time, in the order they were made."""
+    """Executes plans one at a time, in the order in which they were made."""
 
     info: ExecutorInfo
 
     def run(self, plan: StepPlan) -> StepOutcome:
         """Begin the plan's copies, then compute its slices and sample. Blocks until the slices are done.
 
-        If it raises, no token was sampled; what is kept of the plan's requests, and the KV of its slices, is
-        undefined, all else is as before. Its copies have begun and are reported once complete. Those requests
-        are released before they are admitted again; releasing one that is not known does nothing.
+        If it raises, no token counts as sampled.
+
+        - Undefined: which requests of ``admitted`` are known, the tokens kept for the requests of the slices,
+          the KV that the slices were to write, and the suspended slices that the plan resumes. The engine
+          releases such requests before it admits them again; releasing an unknown request does nothing.
+        - Done: requests of ``released`` are released. Copies count as begun and are reported once complete;
+          if copying itself failed, every later call raises too.
+        - Unchanged: all else, with slices that stay suspended under ``keeps_suspended``.
         """
         ...
 
 
 class StoppableExecutor(Executor, Protocol):
-    """An executor that passes safepoints. It keeps at most one suspended step."""
+    """An executor whose steps can be stopped at safepoints. It keeps at most one suspended step."""
 
     def request_stop(self, step: int) -> None:
-        """Take the slices that yield out of the step at its next safepoint.
+        """Stop the preemptible slices of the step at its next safepoint.
 
         No effect if that step is not running, is past its last safepoint, or has none. May be called from
-        another thread while ``run`` runs.
+        another thread during ``run``.
         """
         ...

@@ -1,4 +1,4 @@
-"""What the machine, or the container's limits, leave this process: memory and processors."""
+"""Memory and processors that the machine, or its container, leaves to this process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def available_host_bytes() -> int | None:
-    """Memory this process can still take without swapping; None where the system does not say.
+    """Memory that this process can still use without swapping; None if unknown.
 
     The smaller of the machine's and the control group's (a container's limit).
     """
@@ -22,7 +22,7 @@ def available_host_bytes() -> int | None:
 
 
 def check_fits(*, weights_bytes: int, kv_bytes: int, available_bytes: int | None, device: str) -> None:
-    """Raise InsufficientMemory, saying what would fit, if weights and KV pool exceed what is available."""
+    """Raise InsufficientMemory, with advice, if weights and KV pool exceed the available memory."""
     if available_bytes is None or weights_bytes + kv_bytes <= available_bytes:
         return
     advice = (
@@ -36,10 +36,10 @@ def check_fits(*, weights_bytes: int, kv_bytes: int, available_bytes: int | None
 
 
 def check_host_pool_fits(*, host_kv_bytes: int, left_bytes: int | None) -> None:
-    """Raise InsufficientMemory, saying what would fit, if the host's KV pool exceeds what is left for it.
+    """Raise InsufficientMemory, with advice, if the host pool exceeds the memory left for it.
 
     Args:
-        left_bytes: host memory beside all that is taken before the pool; None where it is not known.
+        left_bytes: host memory left after all earlier allocations; None if unknown.
     """
     if left_bytes is None or host_kv_bytes <= left_bytes:
         return
@@ -51,13 +51,13 @@ def check_host_pool_fits(*, host_kv_bytes: int, left_bytes: int | None) -> None:
 
 
 def _at_most(option: str, num_bytes: int) -> str | None:
-    """Advice; None where it is too little to name."""
+    """Advice; None below 0.01 GiB."""
     gib = num_bytes / GIB
     return f"use {option} {int(gib * 100) / 100:g} or less" if gib >= 0.01 else None
 
 
 def available_processors() -> int:
-    """Processors this process may use at once: its affinity, or the control group's quota if less."""
+    """Processors that this process may use: its affinity, or the control group's quota if smaller."""
     allowed = len(os.sched_getaffinity(0))
     try:
         quota, period = (_CGROUP / "cpu.max").read_text().split()
@@ -81,7 +81,7 @@ def _cgroup_available_bytes() -> int | None:
         limit = (_CGROUP / "memory.max").read_text().strip()
         used = int((_CGROUP / "memory.current").read_text())
         stat = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
-        # Counted as used, and given back on demand: files read or written lately.
+        # The page cache of files counts as used, but is freed on demand.
         reclaimable = int(stat.get("inactive_file", "0"))
     except (OSError, ValueError):
         return None

@@ -1,4 +1,4 @@
-"""The cost profile of the executor that is running: where it is kept, and measured where there is none."""
+"""The running executor's cost profile: loaded from disk, or measured if there is none."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from backfill.models.resolve import cache_root
 
 logger = logging.getLogger(__name__)
 
-_LOCK_TIMEOUT_S = 10.0  # of what takes milliseconds; a start may wait for it
+_LOCK_TIMEOUT_S = 10.0  # a save takes milliseconds; a start may wait for it
 
 
 def profile_key(config: EngineConfig, executor: TorchExecutor) -> ProfileKey:
-    """What a profile of this executor holds for: the model's shape, the device and its kernels, the dtype."""
+    """Key of this executor's profile: the model's shape, the device and its kernels, the dtype."""
     model = ModelConfig.from_folder(config.model_dir)
     info = executor.info
     if info.device.startswith("cuda"):
@@ -45,8 +45,8 @@ def profile_key(config: EngineConfig, executor: TorchExecutor) -> ProfileKey:
 
 
 def profile_path(key: ProfileKey) -> Path:
-    """Where the profile of a key is kept, whether or not there is one."""
-    # A release may be faster than the one that was measured.
+    """File of a key's profile, which may not exist."""
+    # Another release may be faster or slower.
     digest = hashlib.sha256(repr((astuple(key), __version__)).encode()).hexdigest()[:12]
     return cache_root() / "profiles" / f"{key.model}-{key.dtype}-{digest}.json"
 
@@ -59,7 +59,7 @@ def measure_profile(
 ) -> CostProfile:
     """Time the executor. It must have no requests; the contents of its KV pool are lost."""
     capacity = step_capacity(config, executor.info)
-    # Unwritten memory is not there yet: reading it would cost nothing and writing it a page fault.
+    # Pages that were never written are not mapped: reads would be too fast and writes too slow.
     executor.fill_kv_pool(grid.num_blocks(capacity))
     return profile_executor(
         executor,
@@ -73,7 +73,7 @@ def measure_profile(
 
 
 def step_capacity(config: EngineConfig, info: ExecutorInfo) -> Capacity:
-    """What a step of this executor may be at most."""
+    """Limits of a step of this executor."""
     return Capacity(
         kv_tokens=info.num_blocks * info.block_size,
         block_size=info.block_size,
@@ -88,9 +88,9 @@ def step_capacity(config: EngineConfig, info: ExecutorInfo) -> Capacity:
 def create_refiner(
     config: EngineConfig, info: ExecutorInfo, profile: CostProfile, clock: Clock
 ) -> ProfileRefiner | None:
-    """Refines the profile by what is served and has it saved; None for a full one, which stays as it is.
+    """A refiner of the profile, which learns from the served steps and saves; None for a full profile.
 
-    A profile that the configuration names is refined too, but its file is the user's and is not written.
+    A profile that the configuration names is refined too, but its file is the user's and is not overwritten.
     """
     if profile.quality == "full":
         return None
@@ -101,10 +101,10 @@ def create_refiner(
 
 
 class ProfileSaver:
-    """Saves profiles on a thread of its own, since a disk that hangs must not hold up the steps.
+    """Saves profiles on a thread of its own, because a hanging disk must not delay the steps.
 
-    It lives in the engine's process, which `serve`, `run-batch` and `LLM` all have, so that none of them has
-    to save what it is told of. A profile that is not saved yet gives way to the next.
+    It runs in the engine process, so that `serve`, `run-batch` and `LLM` need no code for it. A profile that
+    is not saved yet is replaced by the next.
     """
 
     def __init__(self) -> None:
@@ -118,13 +118,13 @@ class ProfileSaver:
 
     def _save(self) -> None:
         while self._has_news.wait():
-            self._has_news.clear()  # before it is read: what comes after that is saved in the next round
+            self._has_news.clear()  # first, so that a profile put from here on is saved in the next round
             assert self._latest is not None
             save_for_next_start(self._latest)
 
 
 def save_for_next_start(profile: CostProfile) -> None:
-    """Keep the profile for the next start, unless a full one is there. A disk that refuses is only logged."""
+    """Save the profile for the next start, unless a full one exists. A failure is only logged."""
     try:
         save_in_cache(profile, keep_full=True)
     except OSError as error:
@@ -136,14 +136,14 @@ def save_in_cache(profile: CostProfile, *, keep_full: bool) -> None:
     """Save the profile where starts look for it.
 
     Args:
-        keep_full: leave a full one that is there.
+        keep_full: do not overwrite a full profile.
     Raises: OSError.
     """
     from filelock import FileLock  # where nothing is saved, it is not needed
 
     path = profile_path(profile.key)
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Another process may save a full one between the look and the save.
+    # Another process may save a full profile between the check and the save.
     with FileLock(path.with_suffix(".lock"), timeout=_LOCK_TIMEOUT_S):
         if not (keep_full and _is_full(path)):
             profile.save(path)
@@ -152,14 +152,14 @@ def save_in_cache(profile: CostProfile, *, keep_full: bool) -> None:
 def _is_full(path: Path) -> bool:
     try:
         return os.path.exists(path) and CostProfile.load(path).quality == "full"
-    except ConfigError:  # damaged, or of another release: it is of no use to anybody
+    except ConfigError:  # damaged, or of another release
         return False
 
 
 def load_or_measure_profile(config: EngineConfig, executor: TorchExecutor) -> CostProfile:
-    """The profile named by the configuration, else the saved one, else a coarse one, which is then saved.
+    """The profile named by the configuration, else the saved one, else a quick measurement, which is saved.
 
-    Raises: ConfigError when the named one cannot be read or is of another model, device or dtype.
+    Raises: ConfigError if the named profile cannot be read, or is of another model, device or dtype.
     """
     key = profile_key(config, executor)
     if config.profile_path is not None:
@@ -167,7 +167,7 @@ def load_or_measure_profile(config: EngineConfig, executor: TorchExecutor) -> Co
         profile.check_key(key, config.profile_path)
         return profile
     path = profile_path(key)
-    if os.path.exists(path):  # unlike Path.exists, False also where it may not be asked
+    if os.path.exists(path):  # unlike Path.exists, False where permission is missing
         try:
             profile = CostProfile.load(path)
             profile.check_key(key, str(path))

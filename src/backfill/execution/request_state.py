@@ -1,4 +1,4 @@
-"""What an executor keeps of a request between steps."""
+"""What an executor keeps about a request between steps."""
 
 from __future__ import annotations
 

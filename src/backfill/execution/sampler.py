@@ -14,7 +14,7 @@ from backfill.execution.request_state import RequestState
 
 _MOST_LIKELY_PART = 512
 _NUM_CANDIDATES = 1024  # top-p and min-p rarely keep more; rows that do are sorted whole
-_MAX_ROWS_DRAWN = 32  # at once: bounds the copies of a row that drawing makes
+_MAX_ROWS_DRAWN = 32  # in one call: bounds the memory of a draw, which copies its rows
 _MASK_64 = (1 << 64) - 1
 
 
@@ -73,11 +73,13 @@ class Sampler:
 def _most_likely(logits: Tensor) -> list[int]:
     """The first most likely token of each row.
 
-    Where the vocabulary divides into parts, the greatest value of each comes first: torch vectorises
-    ``amax``, but not the search for an index (64 rows of 49,152: 0.8 ms, 1.5 with ``max`` alone).
+    If the vocabulary divides into parts, the maximum of each part is found first: torch vectorises ``amax``,
+    but not the search for an index (64 rows of 49,152: 0.8 ms; 1.5 ms with ``max`` alone).
     """
     part = math.gcd(logits.shape[-1], _MOST_LIKELY_PART)
-    if part < _MOST_LIKELY_PART // 4 or not len(logits):  # without rows, -1 stands for no number of parts
+    if part < _MOST_LIKELY_PART // 4 or not len(
+        logits
+    ):  # without rows, reshape cannot infer the number of parts
         return logits.max(-1).indices.tolist()
     parts = logits.reshape(len(logits), -1, part)
     best = parts.amax(-1).max(-1).indices
@@ -101,7 +103,7 @@ def _penalise(logits: Tensor, state: RequestState) -> None:
 
 
 def _draw(logits: Tensor, rows: Sequence[int], states: Sequence[RequestState]) -> list[int]:
-    """Draw one token for each of ``rows``, each from its own temperature, filters and random number."""
+    """Draw one token for each of ``rows``, with its own temperature, filters and random number."""
     params = [states[row].sampling for row in rows]
     is_filtered = [p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0 for p in params]
     temperature = torch.tensor([p.temperature for p in params], device=logits.device)
@@ -136,10 +138,10 @@ def _draw_filtered(
     min_p: Tensor,
     num_candidates: int = _NUM_CANDIDATES,
 ) -> Tensor:
-    """Draw from the tokens that top-k, top-p and min-p leave of each row of ``probs [N, vocab]``.
+    """Draw from the tokens of each row of ``probs [N, vocab]`` that pass top-k, top-p and min-p.
 
-    Looks at the most likely candidates only, and at the whole of those rows whose filters they do not
-    settle. Which rows these are depends on each row alone.
+    Only the most likely candidates are examined; a row that they do not settle is examined whole. Whether a
+    row is settled depends on that row alone.
     """
     vocab_size = probs.shape[1]
     ranked, ids = probs.topk(min(num_candidates, vocab_size), dim=-1)
@@ -162,16 +164,16 @@ def _draw_filtered(
 def _filter_ranked(
     ranked: Tensor, vocab_size: int, top_k: Tensor, top_p: Tensor, min_p: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Which of the candidates ``ranked [N, C]``, most likely first, stay, and whether others could.
+    """Which of the candidates ``ranked [N, C]``, most likely first, pass the filters.
 
-    Returns (kept ``[N, C]``, settled ``[N]``): a settled row keeps none of the tokens beyond its candidates.
-    Top-p is a share of the mass that top-k left.
+    Returns (kept ``[N, C]``, settled ``[N]``): in a settled row no token beyond its candidates passes. Top-p
+    is a share of the probability mass that passes top-k.
     """
     ranks = torch.arange(ranked.shape[1], device=ranked.device)
     in_top_k = ranks < top_k[:, None]
     cumulative = torch.where(in_top_k, ranked, 0.0).double().cumsum(-1)
     k_is_inside = top_k <= ranked.shape[1]
-    mass = torch.where(k_is_inside, cumulative[:, -1], 1.0)  # beyond: right where top-k is off
+    mass = torch.where(k_is_inside, cumulative[:, -1], 1.0)  # 1.0 is exact where top-k is off
     before = cumulative - ranked
     kept = in_top_k & (before < (top_p.double() * mass)[:, None]) & (ranked >= min_p[:, None] * ranked[:, :1])
     kept[:, 0] = True
@@ -180,13 +182,13 @@ def _filter_ranked(
 
 
 def _invert_cdf(weights: Tensor, uniform: Tensor) -> Tensor:
-    """For each row of ``weights [N, C]`` (>= 0, any sum) the index its ``uniform`` in [0, 1) falls on.
+    """For each row of ``weights [N, C]`` (>= 0, any sum) the index on which its ``uniform`` in [0, 1) falls.
 
     An index of weight 0 is never returned.
     """
     cdf = weights.double().cumsum(-1)
     total = cdf[:, -1:].contiguous()
-    # Strictly below the total, so that the index found always has a step of the sum, a weight, to itself.
+    # Strictly below the total, so that the index found has a positive weight.
     target = torch.minimum(uniform[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
     index = torch.searchsorted(cdf, target.contiguous(), right=True)[:, 0]
     return index.clamp_(max=weights.shape[1] - 1)
@@ -210,7 +212,7 @@ def _mix(z: int) -> int:
 
 
 def _token_logprobs(logprobs: Tensor, token_id: int, state: RequestState) -> TokenLogprobs:
-    """``logprobs [vocab]`` of one position, cut down to what its request asked for."""
+    """The entries of ``logprobs [vocab]`` that the request asked for."""
     num_logprobs = state.sampling.num_logprobs
     assert num_logprobs is not None
     values, ids = logprobs.topk(num_logprobs)

@@ -1,4 +1,4 @@
-"""An executor without a device: charges a virtual clock what a step would take."""
+"""An executor without a device: advances a virtual clock by the predicted time of each step."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _SAMPLED_TOKEN = 5  # any id that ends no output; lengths come from each request
 
 
 class StepEvents(Protocol):
-    """What happens while a step runs."""
+    """Events at instants of the clock, such as arrivals, that a running step may meet."""
 
     def next_at_s(self) -> float:
-        """Instant of the next event, inf if there is none."""
+        """Instant of the next event; inf if there is none."""
         ...
 
     def deliver(self) -> None:
-        """Let all events happen that are due at the clock's present time."""
+        """Let all events happen that are due now."""
         ...
 
 
@@ -58,10 +58,12 @@ class SimulatedExecutor:
         self._clock = clock
         self._step_to_stop = -1
         self._num_tokens: dict[RequestId, int] = {}
-        self._suspended_at = 0  # layers that the suspended step has behind it
+        self._suspended_at = 0  # layers that the suspended step has passed
         self._copy_speed = copies
         self._copying_until_s = 0.0
-        self._copies: deque[tuple[float, BlockCopy]] = deque()  # under way, and when they complete
+        self._copies: deque[tuple[float, BlockCopy]] = (
+            deque()
+        )  # in flight, with the instant of their completion
 
     def request_stop(self, step: int) -> None:
         self._step_to_stop = max(self._step_to_stop, step)
@@ -85,10 +87,10 @@ class SimulatedExecutor:
         if suspends:
             self._suspended_at = stopped_at
         stopped = tuple(scheduled.request_id for scheduled in plan.slices if scheduled.preemptible)
-        staying = tuple(scheduled for scheduled in plan.slices if not scheduled.preemptible)
-        self._wait(self._seconds(staying) * (self.info.num_layers - stopped_at) / self.info.num_layers)
+        online = tuple(scheduled for scheduled in plan.slices if not scheduled.preemptible)
+        self._wait(self._seconds(online) * (self.info.num_layers - stopped_at) / self.info.num_layers)
         return StepOutcome(
-            self._sample(staying),
+            self._sample(online),
             suspended=stopped if suspends else (),
             discarded=() if suspends else stopped,
             layers_done=stopped_at,
@@ -97,7 +99,7 @@ class SimulatedExecutor:
         )
 
     def _begin_copies(self, plan: StepPlan) -> None:
-        """Queue the plan's copies; those it waits for take their time here."""
+        """Queue the plan's copies; wait for the blocking ones."""
         for kind, copies in (
             (CopyDirections.CHECKPOINT, plan.checkpoint),
             (CopyDirections.RESTORE, plan.restore),
@@ -123,7 +125,7 @@ class SimulatedExecutor:
         return tuple(completed)
 
     def _pass_layers(self, plan: StepPlan, first: int) -> int | None:
-        """Move the clock through the layers; the layer before which the preemptible slices were stopped."""
+        """Advance the clock through the layers; returns the layer before which slices stopped, or None."""
         num_layers, points = self.info.num_layers, plan.safepoints
         last = num_layers if plan.max_layers is None else min(num_layers, first + plan.max_layers)
         layer_s = self._seconds(plan.slices) / num_layers

@@ -19,13 +19,13 @@ from backfill.execution.request_state import RequestState
 from backfill.execution.sampler import Sampler
 from backfill.models.decoder import DecoderModel, HiddenState
 
-# An arrival may come while nothing but copies is to be waited for, and is not seen before the wait ends.
-_LONGEST_WAIT_S = 0.05
+# Bounds the wait for a copy in an idle step: an arrival is not seen before the wait ends.
+_MAX_WAIT_S = 0.05
 
 
 @dataclass(slots=True)
 class _Pass:
-    """A forward pass between two layers: everything it needs to go on."""
+    """The state of a forward pass between two layers."""
 
     slices: tuple[ScheduledSlice, ...]
     batch: FlatBatch
@@ -34,12 +34,12 @@ class _Pass:
 
 
 class TorchExecutor:
-    """See ``StoppableExecutor``. Owns the KV pool and the tokens of the requests it was given.
+    """See ``StoppableExecutor``. Owns the KV pool and the tokens of admitted requests.
 
     Args:
         kv_pool: ``[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]``; may be uninitialised.
-        clock: the engine's; the wall's by default.
-        copier: to and from the host pool; None where there is none.
+        clock: the engine's; the wall clock by default.
+        copier: to and from the host pool; None without one.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class TorchExecutor:
         self._step_to_stop = -1  # written by another thread; a step compares it with its own number
 
     def fill_kv_pool(self, num_blocks: int) -> None:
-        """Write zeros to the first blocks of the pool, so that their memory is really there."""
+        """Write zeros to the first blocks of the pool, so that their pages are mapped."""
         self._kv_pool[:num_blocks].zero_()
 
     def request_stop(self, step: int) -> None:
@@ -72,7 +72,7 @@ class TorchExecutor:
         for request_id in plan.released:
             self._states.pop(request_id, None)
         if self._copier is not None:
-            # Before anything that may fail: a failed step's copies have begun.
+            # Before anything that may fail: the copies of a failed step count as begun.
             self._copier.begin(plan.checkpoint, plan.restore, plan.blocking_copies)
         else:
             assert not (plan.checkpoint or plan.restore), "there is no host pool to copy to and from"
@@ -82,7 +82,7 @@ class TorchExecutor:
             self._suspended = None
         if not plan.slices:
             if plan.is_idle_until_copy and self._copier is not None:
-                self._copier.wait(_LONGEST_WAIT_S)
+                self._copier.wait(_MAX_WAIT_S)
             return StepOutcome(sampled=(), completed_copies=self._take_completed_copies())
         if plan.resumes:
             running = self._resumed(plan.slices)
@@ -92,7 +92,7 @@ class TorchExecutor:
             running = _Pass(plan.slices, batch, state, layers_done=0)
         stopped, stopped_at_s = self._run_layers(running, plan)
         sampled = self._sample(running)
-        # Last: what is taken must reach the outcome.
+        # Last: if the step failed after this, completed copies would not be reported.
         completed = self._take_completed_copies()
         if stopped is None:
             return StepOutcome(sampled, completed_copies=completed)
@@ -111,7 +111,7 @@ class TorchExecutor:
         return () if self._copier is None else self._copier.take_completed()
 
     def _run_layers(self, running: _Pass, plan: StepPlan) -> tuple[_Pass | None, float | None]:
-        """Take the pass to its end; what was stopped on the way, and when."""
+        """Run the pass to its end; returns the slices that were stopped, as a pass, and when."""
         model, points = self._model, plan.safepoints
         first = running.layers_done
         stopped: _Pass | None = None
@@ -133,10 +133,10 @@ class TorchExecutor:
         return stopped, stopped_at_s
 
     def _wait_for_device(self, queued: torch.cuda.Event | None) -> torch.cuda.Event | None:
-        """Let no more than one group of layers be queued: what is queued on a GPU cannot be stopped any more.
+        """Keep at most one group of layers queued: layers queued on a GPU cannot be stopped.
 
         Args:
-            queued: what the safepoint before returned.
+            queued: the result of the call at the previous safepoint.
         """
         if not self._kv_pool.is_cuda:
             return None
@@ -147,7 +147,7 @@ class TorchExecutor:
         return event
 
     def _take_out(self, running: _Pass, *, suspends: bool) -> _Pass:
-        """Split the preemptible slices off the pass and return them; keep them if the step suspends."""
+        """Split the preemptible slices off the pass and return them; keep them if the step suspends them."""
         preemptible = [scheduled.preemptible for scheduled in running.slices]
         if all(preemptible):
             taken, running.slices = replace(running), ()
@@ -159,17 +159,17 @@ class TorchExecutor:
         return taken
 
     def _resumed(self, slices: tuple[ScheduledSlice, ...]) -> _Pass:
-        """The suspended pass, without the slices that are not resumed."""
+        """The suspended pass with the resumed slices only."""
         suspended, self._suspended = self._suspended, None
         assert suspended is not None, "nothing is suspended"
-        going_on = {scheduled.request_id for scheduled in slices}
-        assert going_on <= {scheduled.request_id for scheduled in suspended.slices}
-        if len(going_on) == len(suspended.slices):
+        resumed = {scheduled.request_id for scheduled in slices}
+        assert resumed <= {scheduled.request_id for scheduled in suspended.slices}
+        if len(resumed) == len(suspended.slices):
             return suspended
-        return self._split(suspended, [scheduled.request_id in going_on for scheduled in suspended.slices])
+        return self._split(suspended, [scheduled.request_id in resumed for scheduled in suspended.slices])
 
     def _split(self, running: _Pass, keep: Sequence[bool]) -> _Pass:
-        """A pass of the kept slices only, with rows of its own."""
+        """A pass of the kept slices only, with a copy of their rows."""
         slices = tuple(scheduled for scheduled, kept in zip(running.slices, keep, strict=True) if kept)
         counts = torch.tensor([scheduled.num_tokens for scheduled in running.slices])
         rows = torch.repeat_interleave(torch.tensor(keep), counts).nonzero().squeeze(1)
@@ -181,7 +181,7 @@ class TorchExecutor:
     def _sample(self, running: _Pass) -> tuple[SampledToken, ...]:
         sampling = [scheduled.request_id for scheduled in running.slices if scheduled.samples]
         if not sampling:
-            if self._kv_pool.is_cuda:  # nothing was read from the device, which may still be at work
+            if self._kv_pool.is_cuda:  # nothing was read from the device, so it may still compute
                 torch.cuda.current_stream(self._kv_pool.device).synchronize()
             return ()
         logits = self._model.logits(running.state, running.batch.sampled_rows)

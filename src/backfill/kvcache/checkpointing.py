@@ -1,13 +1,15 @@
-"""When blocks are checkpointed: policies that decide, and nothing else (ConServe, section 4.4)."""
+"""Policies that decide which blocks are checkpointed, and when (ConServe, section 4.4)."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol, TypeAlias
 
 from backfill.core.config import CheckpointingName
 from backfill.core.request import Request
+
+SortKey: TypeAlias = tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +18,7 @@ class PoolView:
 
     Attributes:
         num_blocks, num_free: of the device's pool.
-        num_checkpointed: device blocks that have a host copy, complete or under way.
+        num_checkpointed: device blocks that have a host copy, complete or in flight.
     """
 
     num_blocks: int
@@ -25,82 +27,81 @@ class PoolView:
 
 
 class CheckpointPolicy(Protocol):
-    """Decides how many blocks are copied before a step, whose, and what a full host pool drops."""
+    """Decides how many blocks are checkpointed before a step, whose, and what a full host pool evicts."""
 
     name: CheckpointingName
-    checkpoints_at_preemption: bool  # what a preempted request has no copy of is copied then
+    checkpoints_at_preemption: bool  # a preempted request's other blocks are checkpointed then
 
-    def num_blocks(self, view: PoolView) -> int:
-        """Blocks to begin copying before the next step, if there are so many without a copy."""
+    def max_blocks(self, view: PoolView) -> int:
+        """Most blocks to begin checkpointing before the next step."""
         ...
 
-    def order_key(self, request: Request) -> Any:
-        """The candidate with the least key is copied first, whole, before the next."""
+    def checkpoint_key(self, request: Request) -> SortKey:
+        """All blocks of the candidate with the least key are checkpointed first."""
         ...
 
-    def drop_key(self, request: Request, *, on_device: bool) -> Any:
-        """When the host's pool is full the request with the greatest key loses copies first.
+    def eviction_key(self, request: Request, *, on_device: bool) -> SortKey:
+        """When the host's pool is full, copies of the request with the greatest key are evicted first.
 
-        To make room for a request that is preempted, only those with a greater key than its own.
+        For a preempted request, only copies of requests with a greater key than its own are evicted.
         """
         ...
 
 
-class _ByUrgency:
-    """What the policies share: whose blocks come first, and whose go."""
+class _PriorityOrder:
+    """The keys of all policies: by priority."""
 
-    def order_key(self, request: Request) -> Any:
-        """The least urgent first: they are preempted first."""
+    def checkpoint_key(self, request: Request) -> SortKey:
+        """The least urgent request first, because it is preempted first."""
         return (-request.priority_level.value, *(-part for part in request.order_key))
 
-    def drop_key(self, request: Request, *, on_device: bool) -> Any:
-        """Copies of what is on the device first, and of these the most urgent request's, which stays longest.
-
-        Off the device the copy is all there is; there the least urgent class gives way.
+    def eviction_key(self, request: Request, *, on_device: bool) -> SortKey:
+        """Copies of requests on the device first: their KV is not lost. Of these the most urgent request's,
+        which is preempted last. Of preempted requests the least urgent class's.
         """
         level = request.priority_level.value
         return (on_device, -level if on_device else level)
 
 
-class NoCheckpoints(_ByUrgency):
+class NoCheckpoints(_PriorityOrder):
     """Preempted requests are recomputed."""
 
     name: CheckpointingName = "none"
     checkpoints_at_preemption = False
 
-    def num_blocks(self, view: PoolView) -> int:
+    def max_blocks(self, view: PoolView) -> int:
         return 0
 
 
-class SwapAtPreemption(_ByUrgency):
-    """Everything is copied when a request is preempted, and the step waits: what swapping engines do."""
+class SwapAtPreemption(_PriorityOrder):
+    """A request is checkpointed when it is preempted, and the step waits: what swapping engines do."""
 
     name: CheckpointingName = "swap"
     checkpoints_at_preemption = True
 
-    def num_blocks(self, view: PoolView) -> int:
+    def max_blocks(self, view: PoolView) -> int:
         return 0
 
 
-class EagerCheckpoints(_ByUrgency):
+class EagerCheckpoints(_PriorityOrder):
     """Every block as soon as it is full."""
 
     name: CheckpointingName = "eager"
     checkpoints_at_preemption = True
 
-    def num_blocks(self, view: PoolView) -> int:
+    def max_blocks(self, view: PoolView) -> int:
         return view.num_blocks
 
 
-class AdaptiveCheckpoints(_ByUrgency):
-    """Nothing while more than half the pool is free, then a share of the blocks in use that grows with use.
+class AdaptiveCheckpoints(_PriorityOrder):
+    """Keeps a share of the used blocks checkpointed. The share grows with the use of the pool.
 
-    The share is 0 at ``begins_at`` and 1 at ``complete_at``, linear in between (random early detection's
-    shape, to which the paper refers). Holding a share, the rate follows what is consumed by itself: as many
-    blocks are copied as are filled, and more while use grows.
+    It is 0 below ``begins_at`` and 1 from ``complete_at`` on, linear in between (the shape of random early
+    detection, to which the paper refers). A constant share makes the rate follow the consumption: as many
+    blocks are checkpointed as are filled, and more while the use grows.
 
     Args:
-        begins_at, complete_at: shares of the pool that is in use.
+        begins_at, complete_at: used shares of the pool.
     """
 
     name: CheckpointingName = "adaptive"
@@ -111,7 +112,7 @@ class AdaptiveCheckpoints(_ByUrgency):
         self._begins_at = begins_at
         self._complete_at = complete_at
 
-    def num_blocks(self, view: PoolView) -> int:
+    def max_blocks(self, view: PoolView) -> int:
         used = view.num_blocks - view.num_free
         pressure = (used / view.num_blocks - self._begins_at) / (self._complete_at - self._begins_at)
         if pressure <= 0.0:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from backfill.core.request import PriorityLevel, Request
 from backfill.costs.model import CostModel
-from backfill.scheduling.policy import StepBudget, StepView
+from backfill.scheduling.policy import PreemptionKey, StepBudget, StepView
 
 _ONLINE = StepBudget(levels=frozenset({PriorityLevel.ONLINE}))
 _OFFLINE = StepBudget(levels=frozenset({PriorityLevel.PROMOTED, PriorityLevel.OFFLINE}))
@@ -18,7 +17,7 @@ _COPY_S = 0.1  # about one step
 
 
 class _Baseline:
-    """The least urgent request yields; the clock and the cost model play no part."""
+    """The least urgent request is preempted; the clock and the cost model play no part."""
 
     name: str
     stops_steps = False
@@ -30,8 +29,8 @@ class _Baseline:
     def resume_s(self, view: StepView) -> float:
         return math.inf
 
-    def preemption_key(self, request: Request, lost_tokens: float) -> Any:
-        return (request.priority_level is not PriorityLevel.ONLINE, request.order_key)
+    def preemption_key(self, request: Request, lost_tokens: float) -> PreemptionKey:
+        return (request.priority_level is not PriorityLevel.ONLINE, *request.order_key)
 
     def copy_s(self, view: StepView) -> float:
         return _COPY_S
@@ -50,7 +49,7 @@ class _Baseline:
 
 
 class OnlineOnlyPolicy(_Baseline):
-    """Offline requests wait for ever: the latency nothing can improve on."""
+    """Offline requests are never served: a lower bound on online latency."""
 
     name = "online-only"
 
@@ -59,21 +58,21 @@ class OnlineOnlyPolicy(_Baseline):
 
 
 class FcfsPolicy(_Baseline):
-    """One queue for both classes in order of arrival: vLLM's default."""
+    """One queue for both classes, in order of arrival: vLLM's default."""
 
     name = "fcfs"
 
     def next_budgets(self, view: StepView) -> Sequence[StepBudget]:
         return (_ALL,)
 
-    def preemption_key(self, request: Request, lost_tokens: float) -> Any:
+    def preemption_key(self, request: Request, lost_tokens: float) -> PreemptionKey:
         return request.order_key
 
 
 class PriorityPolicy(_Baseline):
-    """Online first, always, and no budget: ConServe's vLLM++ (section 6.1).
+    """Online first, always, and no time limit: ConServe's vLLM++ (section 6.1).
 
-    A waiting online request does not take blocks from a running offline one; that is vLLM's rule too.
+    A waiting online request does not preempt a running offline one; that is vLLM's rule too.
     """
 
     name = "priority"
@@ -83,7 +82,7 @@ class PriorityPolicy(_Baseline):
 
 
 class RoundRobinPolicy(_Baseline):
-    """Steps of online requests and steps of offline ones in turn (BROS, section 2.2)."""
+    """Steps of online requests alternate with steps of offline ones (BROS, section 2.2)."""
 
     name = "round-robin"
 

@@ -7,7 +7,7 @@ from backfill.costs.load import StepLoad
 
 
 class Batch:
-    """The members of the step being planned, its load, and the tokens and places left to give out."""
+    """The requests of the step being planned, with their tokens; its load; what is left of its limits."""
 
     def __init__(self, max_num_seqs: int, max_num_tokens: int) -> None:
         self.members: dict[RequestId, tuple[Request, int]] = {}
@@ -20,7 +20,7 @@ class Batch:
     def has_headroom(self) -> bool:
         return self.num_tokens_left > 0 and len(self.members) < self._max_num_seqs
 
-    def put(self, request: Request, num_tokens: int) -> None:
+    def add(self, request: Request, num_tokens: int) -> None:
         self.members[request.request_id] = (request, num_tokens)
         self.num_tokens_left -= num_tokens
         pending = request.num_tokens - request.num_computed_tokens
@@ -28,7 +28,8 @@ class Batch:
             self.num_prefill_tokens += num_tokens
         self.load.put(request.num_computed_tokens, num_tokens, num_tokens == pending)
 
-    def drop(self, request: Request) -> None:
+    def remove(self, request: Request) -> None:
+        """Undo ``add``; nothing if the request is not in the batch."""
         member = self.members.pop(request.request_id, None)
         if member is not None:
             num_tokens, pending = member[1], request.num_pending_tokens

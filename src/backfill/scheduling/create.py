@@ -16,8 +16,8 @@ def create_policy(config: SchedulerConfig, cost: CostModel | None, *, can_stop: 
 
     Args:
         cost: of the model on its device; only ``slo`` needs it.
-        can_stop: the executor stops the offline part of a step at safepoints.
-    Raises: ConfigError where a policy that needs a cost model has none.
+        can_stop: the executor can stop offline slices at safepoints.
+    Raises: ConfigError if a policy that needs a cost model has none.
     """
     if config.policy == "slo":
         if cost is None:

@@ -1,4 +1,4 @@
-"""Objectives of a server, and the least that a request can be promised."""
+"""A server's objectives, and the lower bounds on what a request can be promised."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DEFAULT_HEADROOM = 4.0
 
 
 def achievable_slo(cost: CostModel, config: SchedulerConfig, num_prompt_tokens: int = 1) -> SLO:
-    """The least objectives that one request alone, with nothing beside it, is predicted to meet."""
+    """The least objectives that a request alone on the device is predicted to meet."""
     return SLO(
         ttft_s=cost.prefill_time_s(num_prompt_tokens, _chunk_tokens(config)),
         tpot_s=_decode_s(cost, num_prompt_tokens),
@@ -26,10 +26,9 @@ def achievable_slo(cost: CostModel, config: SchedulerConfig, num_prompt_tokens: 
 
 
 def impossible_slo(profile: CostProfile, config: SchedulerConfig, num_prompt_tokens: int = 1) -> SLO:
-    """Objectives below these no run can meet, as far as the profile knows: 0 where it does not know.
+    """No run can meet objectives below these, as far as the profile is certain; 0 where it is not.
 
-    Of a prompt, and of each of its chunks, that is longer than any the profile was fitted on, only the known
-    length counts.
+    A prompt or a chunk longer than any that the profile was fitted on counts with the longest known length.
     """
     cost, share = profile.cost, profile.certain_share
     known_tokens = max(1, min(num_prompt_tokens, profile.known_tokens))
@@ -43,13 +42,13 @@ def impossible_slo(profile: CostProfile, config: SchedulerConfig, num_prompt_tok
 def impossible_objectives(
     asked: Mapping[str, float], profile: CostProfile | None, config: SchedulerConfig, num_prompt_tokens: int
 ) -> dict[str, float]:
-    """Those of the objectives that no run of a request can meet, as far as the profile is certain of it.
+    """The objectives that no run of a request can meet, as far as the profile is certain of it.
 
-    None is under a policy that does not work towards objectives: there they are but measured.
+    Empty under a policy that does not schedule by objectives: it only measures them.
 
     Args:
         asked: seconds, by ``ttft`` and ``tpot``.
-    Returns: what the request needs even alone, in seconds rounded up to milliseconds.
+    Returns: by the same names, the seconds that the request needs even alone, rounded up to milliseconds.
     """
     if profile is None or config.policy != "slo":
         return {}
@@ -67,7 +66,7 @@ def server_slo(config: SchedulerConfig, cost: CostModel | None) -> SLO:
     """Objectives of online requests that bring none: the configured ones, else defaults.
 
     Args:
-        cost: widens defaults that one request alone would hardly meet; None leaves them.
+        cost: widens defaults that one request alone would barely meet; None leaves them.
     """
     least = SLO(0.0, 0.0) if cost is None else achievable_slo(cost, config)
     return SLO(
@@ -79,7 +78,7 @@ def server_slo(config: SchedulerConfig, cost: CostModel | None) -> SLO:
 def check_server_slo(config: SchedulerConfig, profile: CostProfile | None) -> list[str]:
     """A warning for each configured objective that one request alone is not predicted to meet.
 
-    Raises: ConfigError for one that it cannot meet in any case.
+    Raises: ConfigError for one that cannot be met in any case.
     """
     if profile is None:
         return []
@@ -99,7 +98,7 @@ def check_server_slo(config: SchedulerConfig, profile: CostProfile | None) -> li
 
 
 def _chunk_tokens(config: SchedulerConfig) -> int:
-    """The most tokens of one prompt in a step."""
+    """Most tokens of one prompt in a step."""
     return min(config.max_num_batched_tokens, config.max_prefill_chunk_tokens)
 
 

@@ -1,14 +1,16 @@
-"""What a policy sees and decides before a step."""
+"""The interface of policies: what they see before a step, and what they decide."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol, TypeAlias
 
 from backfill.core.request import PriorityLevel, Request
 from backfill.costs.model import CostModel
+
+PreemptionKey: TypeAlias = tuple[float, ...]
 
 # The smallest prefill chunk that is scheduled in a step that is over its time.
 MIN_PREFILL_CHUNK_TOKENS = 16
@@ -22,8 +24,8 @@ class StepBudget:
 
     Attributes:
         levels: priority levels of the requests.
-        max_step_s: predicted time of the whole step after a slice of this budget is added. The first slice
-            of a step is exempt.
+        max_step_s: limit of the predicted time of the whole step once a slice of this budget is added. The
+            first slice of a step is exempt.
         mixes_with_prefill: False: skip this budget if an earlier one put a prefill into the step.
         step_sizes: tokens, ascending. Prefills of this budget fill the step up to the first size that leaves
             at least half of the smallest size to them. Empty: up to the step's limit.
@@ -51,12 +53,13 @@ class StepView:
     """What a policy sees before a step. It holds live requests; a policy reads them and changes nothing.
 
     Attributes:
-        running: requests that take part in steps, by priority level.
+        running: running requests without a suspended slice, by priority level.
         waiting: requests without device blocks, by priority level, the most urgent first.
+        num_blocks: blocks in the device's pool.
         online_blocks: device blocks of running and restoring online requests.
         suspended_s: predicted seconds that the suspended slices still need; 0 without any.
         restoring: requests whose KV is being copied back to the device.
-        reclaimable_blocks: checkpointed blocks of offline requests: taking them costs no time and no work.
+        reclaimable_blocks: checkpointed blocks of offline requests. Reclaiming them loses no work.
     """
 
     now_s: float
@@ -95,7 +98,7 @@ class Policy(Protocol):
         """
         ...
 
-    def preemption_key(self, request: Request, lost_tokens: float) -> Any:
+    def preemption_key(self, request: Request, lost_tokens: float) -> PreemptionKey:
         """The request with the greatest key is preempted first.
 
         Args:
@@ -105,7 +108,7 @@ class Policy(Protocol):
         ...
 
     def copy_s(self, view: StepView) -> float:
-        """Seconds of copying between device and host that may be in flight at once."""
+        """Seconds of copying between device and host that may be in flight at any time."""
         ...
 
     def ttft_deadline_at_s(self, request: Request) -> float:

@@ -7,7 +7,6 @@ import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from backfill.core.config import VictimOrder
 from backfill.core.request import PriorityLevel, Request
@@ -15,11 +14,11 @@ from backfill.core.slo import SLO
 from backfill.costs.correction import BiasCorrection
 from backfill.costs.load import StepLoad
 from backfill.costs.model import CostModel
-from backfill.scheduling.policy import MIN_PREFILL_CHUNK_TOKENS, StepBudget, StepView
+from backfill.scheduling.policy import MIN_PREFILL_CHUNK_TOKENS, PreemptionKey, StepBudget, StepView
 
-# Part of the window left at its arrival that a request may spend promoted.
-_LONGEST_PROMOTION = 0.5
-# Offline work is limited once online requests leave it less than 1 / this of the pool.
+# Part of its completion window that a request may spend promoted.
+_MAX_PROMOTED_SHARE = 0.5
+# Offline work is limited once online requests leave less than 1 / this of the pool free.
 _HEADROOM_FACTOR = 1.5
 
 _ORDER_KEY = operator.attrgetter("order_key")
@@ -30,17 +29,18 @@ class SloPolicyConfig:
     """
     Attributes:
         default_slo: of online requests that bring none.
-        margin: part of an objective kept for what the cost model does not see: planning, sampling's tail,
-            the way to the client.
-        step_efficiency: beside online requests offline prompts are computed in steps no larger than where
-            the cost a token is at most the least divided by this: larger ones make arrivals wait and buy
-            little.
+        margin: part of an objective kept for what the cost model does not include: planning, sampling's
+            tail, delivery to the client.
+        step_efficiency: beside online requests, the steps of offline prompts are no larger than needed to
+            bring the cost a token down to its minimum divided by this. Larger steps make arrivals wait and
+            gain little.
         unsafe_ttft_share: part of the TTFT objective that a purely offline step may take where the executor
             cannot stop it.
-        promote_before_s: an offline request is promoted when its completion window ends within this, or
-            when half of the window it arrived in is over if that is later.
-        reserve_decay_s: time constant with which the memory of online's largest use of blocks fades.
-        victims: of one priority level, that which loses least work yields first, or the latest.
+        promote_before_s: an offline request is promoted this long before its completion window ends, or
+            after half of the window if that is later.
+        reserve_decay_s: time constant with which the peak of the online requests' blocks decays.
+        victims: within one priority level, the request that loses least work is preempted first
+            (``least-lost``), or the latest.
     """
 
     default_slo: SLO
@@ -53,19 +53,19 @@ class SloPolicyConfig:
 
 
 class SloPolicy:
-    """Online requests keep their objectives; offline work fills what they leave.
+    """Online requests meet their objectives; offline work uses the time and blocks that they leave.
 
-    A step's time is bounded by the least slack of the online requests that decode in it, and by the tightest
-    TPOT objective. Online requests are placed first, as if offline ones were not there, and may take their
-    blocks. What is left of the bound goes to offline decodes, then to chunks of offline prompts; a step that
-    computes an online prompt has none. Where prompts would miss their TTFT objectives in steps so short, the
-    online part has no bound, as under ``fcfs``. Without online requests there is no bound: the largest batch
-    that fits, stopped at a safepoint when one arrives.
+    A step's time is bounded by the least slack of its online decodes and by the tightest TPOT objective.
+    Online requests are scheduled first and may preempt offline ones. The rest of the time goes to offline
+    decodes, then to chunks of offline prompts, unless the step computes an online prompt. If such short steps
+    would make prompts miss their TTFT objectives, the online part has no bound, as under ``fcfs``. Without
+    online requests there is no bound: the largest batch that fits runs, and is stopped at a safepoint when
+    an online request arrives.
 
     Where this differs from the paper, and why: docs/coserving.md.
 
     Args:
-        can_stop: the executor stops the offline part of a step at safepoints.
+        can_stop: the executor can stop offline slices at safepoints.
     """
 
     name = "slo"
@@ -79,8 +79,8 @@ class SloPolicy:
         self._max_step_tokens = max_step_tokens
         self._can_stop = can_stop
         self.set_cost_model(cost)
-        self._online_peak = 0.0
-        self._seen_at_s: float | None = None
+        self._peak_blocks = 0.0
+        self._peak_at_s: float | None = None
 
     @property
     def time_scale(self) -> float:
@@ -91,18 +91,18 @@ class SloPolicy:
 
     def next_budgets(self, view: StepView) -> Sequence[StepBudget]:
         reserved = self._reserve(view)
-        online = _present(view)
+        online = _online_in_service(view)
         if not online and not view.waiting[PriorityLevel.ONLINE]:
             return self._offline_batching(reserved)
         tightest, slack = self._tpot(online, view.now_s)
         usable = (1.0 - self.config.margin) / self.correction.upper
-        # Longer steps keep online requests, and so their blocks, longer: as these fill the pool, offline
-        # work has less to gain and more to spoil. The shape was found by simulation (docs/coserving.md).
+        # Offline work makes steps longer, so online requests hold their blocks longer. It gets less time as
+        # they fill the pool. The shape was found by simulation (docs/coserving.md).
         headroom = min(1.0, _HEADROOM_FACTOR * (1.0 - view.online_blocks / view.num_blocks)) ** 2
         bound = min(tightest * headroom, slack, self._ttft_slack(online, view.now_s)) * usable
         is_overloaded = self._misses_first_tokens(view, online, tightest * usable)
         if view.suspended_s:
-            bound = 0.0  # what was stopped goes on first
+            bound = 0.0  # the suspended slices resume first
         return (
             StepBudget(
                 levels=frozenset({PriorityLevel.ONLINE}),
@@ -126,8 +126,8 @@ class SloPolicy:
         )
 
     def resume_s(self, view: StepView) -> float:
-        """What the slack of online decodes leaves after a step of their own; nothing beside a prompt."""
-        online = _present(view)
+        """Slack of the online decodes less the time of their own step; 0 while there is an online prompt."""
+        online = _online_in_service(view)
         if view.waiting[PriorityLevel.ONLINE] or any(request.last_token_at_s is None for request in online):
             return 0.0
         if not online:
@@ -137,19 +137,16 @@ class SloPolicy:
         usable_s = slack * (1.0 - self.config.margin) / self.correction.upper
         return max(0.0, usable_s - self._cost.step_time_s(decode))
 
-    def preemption_key(self, request: Request, lost_tokens: float) -> Any:
-        """Offline before online; of these that which loses least work, then that with least to restore.
-
-        Online requests yield to those that came before them, whatever that costs.
-        """
+    def preemption_key(self, request: Request, lost_tokens: float) -> PreemptionKey:
+        """Offline requests first: by least lost work, then by least to restore. Then online, latest first."""
         level = request.priority_level
         if level is PriorityLevel.ONLINE or self.config.victims == "latest":
-            return (level.value, request.order_key)
-        return (level.value, -lost_tokens, -request.num_computed_tokens, request.order_key)
+            return (level.value, *request.order_key)
+        return (level.value, -lost_tokens, -request.num_computed_tokens, *request.order_key)
 
     def copy_s(self, view: StepView) -> float:
-        """A step's worth: the tightest TPOT objective (section 4.5)."""
-        tightest, _ = self._tpot(_present(view), view.now_s)
+        """As long as one step may take: the tightest TPOT objective (section 4.5)."""
+        tightest, _ = self._tpot(_online_in_service(view), view.now_s)
         return min(tightest, self.config.default_slo.tpot_s)
 
     def ttft_deadline_at_s(self, request: Request) -> float:
@@ -159,7 +156,7 @@ class SloPolicy:
         if request.complete_by_s is None:
             return math.inf
         window_s = request.complete_by_s - request.arrived_at_s
-        return request.complete_by_s - min(self.config.promote_before_s, _LONGEST_PROMOTION * window_s)
+        return request.complete_by_s - min(self.config.promote_before_s, _MAX_PROMOTED_SHARE * window_s)
 
     def observe(self, predicted_s: float, observed_s: float) -> None:
         self.correction.observe(predicted_s, observed_s)
@@ -179,7 +176,7 @@ class SloPolicy:
         )
 
     def _tpot(self, online: Sequence[Request], now_s: float) -> tuple[float, float]:
-        """The tightest TPOT objective of the requests that decode, and the least slack; inf without any."""
+        """The tightest TPOT objective and the least slack of the online decodes; inf without any."""
         tightest = slack = math.inf
         for request in online:
             if request.last_token_at_s is not None:
@@ -191,9 +188,9 @@ class SloPolicy:
     def _misses_first_tokens(self, view: StepView, online: Sequence[Request], limit_s: float) -> bool:
         """Whether a prompt would miss its TTFT objective if no step took longer than ``limit_s``.
 
-        Prompts are taken to be computed one after another in what the decodes of now leave of each step. One
-        that alone would be late does not count: other requests' gaps cannot save it. One that is late because
-        it had to wait counts on purpose: in overload all prompts are late, and each second makes it worse.
+        The estimate computes prompts one after another, each step beside the present decodes. A prompt that
+        would be late even alone does not count: longer gaps of other requests cannot save it. A prompt that
+        is late because it waited does count: in overload all prompts are late, and waiting makes it worse.
         """
         if limit_s == math.inf:
             return False
@@ -214,32 +211,32 @@ class SloPolicy:
         return False
 
     def _is_feasible(self, request: Request) -> bool:
-        """Whether the request would have met its TTFT objective with nothing beside it."""
+        """Whether the request alone would meet its TTFT objective."""
         alone_s = self._cost.prefill_time_s(request.num_prompt_tokens, self._max_step_tokens)
         return self.correction.mean * alone_s <= self.slo_of(request).ttft_s
 
     def _ttft_slack(self, online: Sequence[Request], now_s: float) -> float:
-        """Least time left to a first token, of the requests that can still meet it."""
+        """Least slack of the first tokens that can still be in time."""
         slacks = (
             self.ttft_deadline_at_s(request) - now_s for request in online if request.last_token_at_s is None
         )
         return min((slack for slack in slacks if slack > 0), default=math.inf)
 
     def _reserve(self, view: StepView) -> int:
-        """Blocks to keep free for online requests: what they lately held at most and do not hold now.
+        """Blocks to keep free for online requests: their decaying peak, less those that they hold now.
 
-        Blocks that they can have for a change of a table count as free.
+        Blocks that can be reclaimed count as free.
         """
-        elapsed = 0.0 if self._seen_at_s is None else view.now_s - self._seen_at_s
-        self._seen_at_s = view.now_s
-        faded = self._online_peak * math.exp(-elapsed / self.config.reserve_decay_s)
-        self._online_peak = max(faded, float(view.online_blocks))
-        wanted = min(int(self._online_peak) - view.online_blocks, view.num_blocks // 2)
+        elapsed_s = 0.0 if self._peak_at_s is None else view.now_s - self._peak_at_s
+        self._peak_at_s = view.now_s
+        decayed = self._peak_blocks * math.exp(-elapsed_s / self.config.reserve_decay_s)
+        self._peak_blocks = max(decayed, float(view.online_blocks))
+        wanted = min(int(self._peak_blocks) - view.online_blocks, view.num_blocks // 2)
         return max(0, wanted - view.reclaimable_blocks)
 
 
-def _present(view: StepView) -> Sequence[Request]:
-    """Online requests that run or are being restored: these wait for their next token too."""
+def _online_in_service(view: StepView) -> Sequence[Request]:
+    """Online requests that run or are being restored: both wait for their next token."""
     online = view.running[PriorityLevel.ONLINE]
-    back_soon = [request for request in view.restoring if request.priority_level is PriorityLevel.ONLINE]
-    return [*online, *back_soon] if back_soon else online
+    restoring = [request for request in view.restoring if request.priority_level is PriorityLevel.ONLINE]
+    return [*online, *restoring] if restoring else online

@@ -1,4 +1,4 @@
-"""Where steps may be stopped, and the step that was: what of it is kept, and when it goes on."""
+"""Where steps may be stopped, and the suspended step: what is kept of it, and when it resumes."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from backfill.costs.model import CostModel
 from backfill.scheduling.batch import Batch
 from backfill.scheduling.policy import Policy
 
-# A suspended step of which not one layer fits beside the online requests is dropped after so many plans:
-# smaller offline steps may fit, and none starts before it.
+# After this many plans in which not one layer of the suspended step fitted beside the online requests, it is
+# discarded: smaller offline steps may fit, and none starts before it.
 _MAX_REFUSALS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Resumption:
-    """How far the suspended step goes on in the next one."""
+    """The suspended slices as the next step, and how many layers they run in it."""
 
     slices: tuple[ScheduledSlice, ...]
     num_layers: int
@@ -29,34 +29,36 @@ class Resumption:
 
 
 class Suspension:
-    """At most one step whose slices were stopped between two layers and go on in a later one.
+    """At most one suspended step: slices that were stopped between two layers and resume in a later step.
 
     Args:
-        num_layers: of the model.
-        on_lost: told of a request and of work on it that will be done again, in tokens taken through all
-            layers.
+        cost: predicts steps; without one no step is stopped.
+        num_layers: of the model; None where the executor cannot stop a step.
+        on_discarded: called with a request and its discarded work, which will be computed again: tokens times
+            the share of the layers that they had passed.
     """
 
     def __init__(
         self,
         config: SchedulerConfig,
         policy: Policy,
-        cost: CostModel,
-        num_layers: int,
-        on_lost: Callable[[RequestId, float], None],
+        cost: CostModel | None,
+        num_layers: int | None,
+        on_discarded: Callable[[RequestId, float], None],
     ) -> None:
         self._config = config
         self._policy = policy
         self._cost = cost
-        self._num_layers = num_layers
-        self._on_lost = on_lost
+        self._num_layers = num_layers or 1
+        self._can_stop = num_layers is not None and policy.stops_steps
+        self._on_discarded = on_discarded
         self._slices: dict[RequestId, ScheduledSlice] = {}
         self._layers_done = 0
-        self._num_refusals = 0  # plans in a row in which there was time, but not for one layer
+        self._num_refusals = 0  # plans in a row that had time, but not for one layer
 
     @property
     def requests(self) -> Collection[RequestId]:
-        """Those with a slice in the suspended step; none where nothing is suspended."""
+        """Requests with a suspended slice."""
         return self._slices.keys()
 
     def set_cost_model(self, cost: CostModel) -> None:
@@ -64,20 +66,21 @@ class Suspension:
         self._cost = cost
 
     def left_s(self) -> float:
-        """Predicted seconds of the layers that are still before it."""
+        """Predicted seconds of the layers that the suspended slices still have to run."""
         if not self._slices:
             return 0.0
+        assert self._cost is not None
         load = StepLoad.of((p.start, p.num_tokens, p.samples) for p in self._slices.values())
         return self._cost.step_time_s(load) * (1.0 - self._layers_done / self._num_layers)
 
     def lost_tokens(self, request_id: RequestId) -> float:
-        """Work that dropping the request would lose."""
+        """Work that discarding the request's suspended slice would lose; unit as for ``on_discarded``."""
         scheduled = self._slices.get(request_id)
         return 0.0 if scheduled is None else self._work(scheduled, self._layers_done)
 
     def safepoints(self, batch: Batch, predicted_s: float) -> Safepoints | None:
-        """Armed where an arrival may stop a part of the step; one step at a time is suspended."""
-        if predicted_s == 0.0 or self._slices:
+        """Safepoints of the step; None if an arrival could stop nothing, or a step is suspended already."""
+        if not self._can_stop or predicted_s == 0.0 or self._slices:
             return None
         if all(request.priority_level is PriorityLevel.ONLINE for request, _ in batch.members.values()):
             return None
@@ -85,7 +88,7 @@ class Suspension:
         return Safepoints(self._layers_apart(predicted_s / self._num_layers), suspends)
 
     def resume(self, allowed_s: float) -> Resumption | None:
-        """The suspended step as the next one, as far as the time goes; None for not now."""
+        """As many layers of the suspended step as fit the time; None if not one does."""
         left, left_s = self._num_layers - self._layers_done, self.left_s()
         layer_s = left_s / left
         num_layers = left if allowed_s >= left_s else int(allowed_s / layer_s)
@@ -93,7 +96,7 @@ class Suspension:
             self._num_refusals += allowed_s > 0
             if self._num_refusals >= _MAX_REFUSALS:
                 for request_id in list(self._slices):
-                    self.drop(request_id)
+                    self.discard(request_id)
             return None
         return Resumption(
             tuple(self._slices.values()),
@@ -114,13 +117,13 @@ class Suspension:
             self._slices = {each: slices[each] for each in outcome.suspended}
             self._layers_done, self._num_refusals = outcome.layers_done, 0
         for request_id in outcome.discarded:
-            self._on_lost(request_id, self._work(slices[request_id], outcome.layers_done))
+            self._on_discarded(request_id, self._work(slices[request_id], outcome.layers_done))
 
-    def drop(self, request_id: RequestId) -> None:
-        """Give up a request's part of the suspended step, if it has one."""
+    def discard(self, request_id: RequestId) -> None:
+        """Discard the request's suspended slice, if it has one."""
         scheduled = self._slices.pop(request_id, None)
         if scheduled is not None:
-            self._on_lost(request_id, self._work(scheduled, self._layers_done))
+            self._on_discarded(request_id, self._work(scheduled, self._layers_done))
 
     def _work(self, scheduled: ScheduledSlice, layers_done: int) -> float:
         return scheduled.num_tokens * layers_done / self._num_layers

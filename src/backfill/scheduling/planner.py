@@ -1,0 +1,351 @@
+"""What decides a step: fills it in the budgets of a policy, or resumes a suspended one."""
+
+from __future__ import annotations
+
+import math
+import operator
+from bisect import bisect_left
+from collections.abc import Sequence
+
+from backfill.core.config import SchedulerConfig
+from backfill.core.plan import AdmittedRequest, CopyDirections, Safepoints, ScheduledSlice, StepPlan
+from backfill.core.request import PriorityLevel, Request, RequestId, RequestStatus
+from backfill.costs.model import CostModel
+from backfill.kvcache.block_manager import BlockManager
+from backfill.kvcache.host_tier import HostTier
+from backfill.scheduling.batch import Batch
+from backfill.scheduling.policy import Policy, StepBudget, StepView
+from backfill.scheduling.preemption import Preemption
+from backfill.scheduling.queues import RequestQueue, UnfinishedRequests
+from backfill.scheduling.suspension import Suspension
+
+_MAX_UNTIMED_COPIES = 64  # in flight at once where the time of a copy is not known
+
+_ORDER_KEY = operator.attrgetter("order_key")
+
+
+class StepPlanner:
+    """Builds each step in the budgets that a policy gives.
+
+    Within a budget, running requests come first, those that decode before those that prefill: a decode costs
+    one token of the step and its user is reading. Then waiting requests join in order of urgency while the
+    step's tokens and time, the limit on requests and the pool's blocks last. When a running request lacks a
+    block, the policy's victim is preempted: its blocks are freed, its KV in host memory is restored later
+    while others run, and the rest is recomputed.
+
+    A request for which the step has no time or no headroom keeps its blocks and waits. Every request fits the
+    pool alone, and the first slice of a step has no time limit, so every step with a request that the policy
+    serves makes progress.
+
+    Args:
+        cost: predicts steps for policies that bound their time; None for policies that do not.
+        block_copy_s: seconds that a copy of one block between device and host takes; None if not known.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        blocks: BlockManager,
+        policy: Policy,
+        requests: UnfinishedRequests,
+        host: HostTier,
+        suspension: Suspension,
+        preemption: Preemption,
+        *,
+        cost: CostModel | None,
+        block_copy_s: float | None,
+    ) -> None:
+        self.cost = cost
+        self._config = config
+        self._blocks = blocks
+        self._policy = policy
+        self._requests = requests
+        self._host = host
+        self._suspension = suspension
+        self._preemption = preemption
+        self._block_copy_s = block_copy_s
+        self._known_to_executor: set[RequestId] = set()
+        self._to_release: list[RequestId] = []
+        self._num_plans = 0
+
+    @property
+    def has_releases(self) -> bool:
+        """The executor has state that the next plan releases."""
+        return bool(self._to_release)
+
+    def release(self, request_id: RequestId) -> None:
+        """Let the next plan tell the executor to drop the request's state, if it may have any."""
+        if request_id in self._known_to_executor:
+            self._known_to_executor.remove(request_id)
+            self._to_release.append(request_id)
+
+    def plan(self, now_s: float) -> StepPlan:
+        """See ``Scheduler.plan_step``."""
+        self._requests.promote(now_s)
+        for restored in self._host.take_restored():
+            self._requests.run(restored)
+        running = self._requests.running_by_level(excluded=self._suspension.requests)
+        view = self._view(running, now_s)
+        self._host.limit_copies(self._max_copies(view))
+        if self._suspension.requests:
+            resumption = self._suspension.resume(self._policy.resume_s(view))
+            if resumption is not None:
+                return self._plan_of(
+                    resumption.slices,
+                    resumption.predicted_s,
+                    resumption.safepoints,
+                    resumes=True,
+                    max_layers=resumption.num_layers,
+                )
+        batch = Batch(self._config.max_num_seqs, self._config.max_num_batched_tokens)
+        admitted = self._fill(batch, self._policy.next_budgets(view), running, now_s)
+        predicted_s = 0.0 if self.cost is None else self.cost.step_time_s(batch.load)
+        return self._plan_of(
+            tuple(self._slice_of(request, num_tokens) for request, num_tokens in batch.members.values()),
+            predicted_s,
+            self._suspension.safepoints(batch, predicted_s),
+            admitted=tuple(admitted),
+            keeps_suspended=bool(self._suspension.requests),
+        )
+
+    def _fill(
+        self,
+        batch: Batch,
+        budgets: Sequence[StepBudget],
+        running: dict[PriorityLevel, list[Request]],
+        now_s: float,
+    ) -> list[AdmittedRequest]:
+        """Fill the batch budget by budget; returns the requests that are new to the executor."""
+        admitted: list[AdmittedRequest] = []
+        preempted_any = False
+        for index, budget in enumerate(budgets):
+            if budget.only_if_empty and batch.members:
+                continue
+            if batch.num_prefill_tokens and not budget.mixes_with_prefill:
+                continue
+            of_budget = [request for level in budget.levels for request in running[level]]
+            preempted_any |= self._schedule_running(budget, of_budget, batch)
+            if budget.may_preempt or not preempted_any:
+                later = {level for after in budgets[index + 1 :] for level in after.levels}
+                admitted += self._schedule_waiting(budget, later, batch, now_s)
+        return admitted
+
+    def _plan_of(
+        self,
+        slices: tuple[ScheduledSlice, ...],
+        predicted_s: float,
+        safepoints: Safepoints | None,
+        *,
+        admitted: tuple[AdmittedRequest, ...] = (),
+        resumes: bool = False,
+        max_layers: int | None = None,
+        keeps_suspended: bool = False,
+    ) -> StepPlan:
+        """The next plan: these slices, and the copies that begin beside them."""
+        self._host.continue_restores()
+        self._host.start_checkpoints()
+        checkpoint, restore = self._blocks.take_copies()
+        plan = StepPlan(
+            step=self._num_plans,
+            admitted=admitted,
+            slices=slices,
+            released=tuple(self._to_release),
+            predicted_s=predicted_s,
+            safepoints=safepoints,
+            resumes=resumes,
+            max_layers=max_layers,
+            keeps_suspended=keeps_suspended,
+            checkpoint=checkpoint,
+            restore=restore,
+            blocking_copies=self._blocks.blocking,
+            is_idle_until_copy=not slices and self._blocks.num_copies_in_flight > 0,
+        )
+        self._to_release.clear()
+        self._num_plans += 1
+        return plan
+
+    def _view(self, running: dict[PriorityLevel, list[Request]], now_s: float) -> StepView:
+        blocks = self._blocks
+        restoring = tuple(self._host.restoring)
+        online = [
+            *running[PriorityLevel.ONLINE],
+            *(each for each in restoring if each.priority_level is PriorityLevel.ONLINE),
+        ]
+        return StepView(
+            now_s=now_s,
+            running=running,
+            waiting={level: queue.requests for level, queue in self._requests.waiting.items()},
+            num_blocks=blocks.num_blocks,
+            online_blocks=sum(blocks.num_held_blocks(each.request_id) for each in online),
+            suspended_s=self._suspension.left_s(),
+            restoring=restoring,
+            reclaimable_blocks=self._num_reclaimable(online),
+        )
+
+    def _num_reclaimable(self, online: list[Request]) -> int:
+        blocks = self._blocks
+        if not blocks.num_checkpointed_blocks:
+            return 0
+        of_online = sum(blocks.num_host_blocks_of(request.request_id) for request in online)
+        return max(0, blocks.num_checkpointed_blocks - blocks.num_copies_in_flight - of_online)
+
+    def _max_copies(self, view: StepView) -> int:
+        """Copies that may be in flight at once: as many as the policy has time for."""
+        if self._block_copy_s is None:
+            return _MAX_UNTIMED_COPIES
+        return max(1, int(self._policy.copy_s(view) / self._block_copy_s))
+
+    def _schedule_running(self, budget: StepBudget, running: list[Request], batch: Batch) -> bool:
+        """Schedule the budget's running requests; True if one was preempted for blocks."""
+        running.sort(key=_ORDER_KEY)
+        preempted_any = False
+        decodes = [request for request in running if request.is_decoding]
+        prefills = [request for request in running if not request.is_decoding]
+        for request in decodes:
+            if request.status is RequestStatus.RUNNING and batch.has_headroom:
+                preempted_any |= self._schedule(request, 1, batch)
+        self._trim(budget, decodes, batch)
+        for request in prefills:
+            if request.status is RequestStatus.RUNNING and batch.has_headroom:
+                num_tokens = self._prefill_tokens(request, budget, batch)
+                if num_tokens:
+                    preempted_any |= self._schedule(request, num_tokens, batch)
+        return preempted_any
+
+    def _trim(self, budget: StepBudget, decodes: list[Request], batch: Batch) -> None:
+        """Remove the budget's least urgent decodes again while the step is over its time."""
+        if budget.max_step_s < math.inf and not budget.guarantees_progress:
+            assert self.cost is not None
+            while (
+                decodes and len(batch.members) > 1 and self.cost.step_time_s(batch.load) > budget.max_step_s
+            ):
+                batch.remove(decodes.pop())
+
+    def _schedule(self, request: Request, num_tokens: int, batch: Batch) -> bool:
+        """Add a running request and allocate its blocks, preempting for them; True if any was preempted."""
+        blocks = self._blocks
+        needed = request.num_computed_tokens + num_tokens
+        missing = blocks.num_missing_blocks(request.request_id, needed)
+        preempted_any = False
+        while missing > blocks.num_free_blocks:
+            victim = max(self._preemption.block_holders, key=self._preemption.key)
+            if missing <= blocks.num_free_blocks + blocks.num_unreferenced_blocks and (
+                request.priority_level is not PriorityLevel.ONLINE
+                or victim.priority_level is PriorityLevel.ONLINE
+            ):
+                return preempted_any  # copies in flight will free enough: the request waits for them
+            self._preempt(victim, missing - blocks.num_free_blocks, batch)
+            preempted_any = True
+            if victim is request:
+                return True
+        if missing:
+            blocks.grow(request.request_id, needed)
+        batch.add(request, num_tokens)
+        return preempted_any
+
+    def _schedule_waiting(
+        self, budget: StepBudget, later: set[PriorityLevel], batch: Batch, now_s: float
+    ) -> list[AdmittedRequest]:
+        """Schedule waiting requests while their known tokens fit beside what running ones need next.
+
+        That is the blocks for the rest of their prompts and one more block each, so that an admission does
+        not cause a preemption in the next steps. Requests that this budget may preempt do not count.
+        """
+        admitted: list[AdmittedRequest] = []
+        queues = [self._requests.waiting[level] for level in budget.levels if self._requests.waiting[level]]
+        if not queues:
+            return admitted
+        preemptible = later if budget.may_preempt else set()
+        if not preemptible and all(self._is_too_large(queue) for queue in queues):
+            return admitted  # the common case where memory is full, before anything is summed
+        kept = [each for each in self._preemption.block_holders if each.priority_level not in preemptible]
+        promised = sum(map(self._blocks_needed_next, kept))
+        num_kept = len(kept)
+        while num_kept < self._config.max_num_seqs:
+            queue = min(filter(len, queues), key=RequestQueue.head_key, default=None)
+            request = None if queue is None else queue.peek()
+            if queue is None or request is None:
+                break
+            is_restored = self._host.has_host_copy(request)
+            if is_restored and not self._host.can_begin_restore(request):
+                break
+            num_tokens = self._prefill_tokens(request, budget, batch)
+            reserved = promised + (budget.reserved_blocks if self._requests.running else 0)
+            needed = self._blocks.blocks_for(request.num_tokens)
+            takes_part = not is_restored or CopyDirections.RESTORE in self._blocks.blocking
+            if (num_tokens == 0 and takes_part) or not self._free_up(needed + reserved, preemptible, batch):
+                break
+            queue.pop()
+            num_kept += 1
+            if is_restored and not self._host.begin_restore(request):
+                request.move_to(RequestStatus.RESTORING)
+                promised += self._blocks_needed_next(request)
+                continue
+            self._requests.run(request)
+            if request.first_scheduled_at_s is None:
+                request.first_scheduled_at_s = now_s
+            self._blocks.grow(request.request_id, request.num_computed_tokens + num_tokens)
+            promised += self._blocks_needed_next(request)
+            batch.add(request, num_tokens)
+            if request.request_id not in self._known_to_executor:
+                self._known_to_executor.add(request.request_id)
+                admitted.append(
+                    AdmittedRequest(request.request_id, tuple(request.prompt_token_ids), request.sampling)
+                )
+        return admitted
+
+    def _is_too_large(self, queue: RequestQueue) -> bool:
+        head = queue.peek()
+        return head is not None and self._blocks.blocks_for(head.num_tokens) > self._blocks.num_free_blocks
+
+    def _free_up(self, num_needed: int, preemptible: set[PriorityLevel], batch: Batch) -> bool:
+        """Whether ``num_needed`` blocks are free, after preempting the given levels if that suffices."""
+        blocks = self._blocks
+        if num_needed <= blocks.num_free_blocks:
+            return True
+        victims = [each for each in self._preemption.block_holders if each.priority_level in preemptible]
+        num_freeable = sum(blocks.num_idle_blocks(request.request_id) for request in victims)
+        if num_needed > blocks.num_free_blocks + num_freeable:
+            return False
+        victims.sort(key=self._preemption.key)
+        while victims and num_needed > blocks.num_free_blocks:
+            self._preempt(victims.pop(), num_needed - blocks.num_free_blocks, batch)
+        return num_needed <= blocks.num_free_blocks
+
+    def _preempt(self, victim: Request, num_needed: int, batch: Batch) -> None:
+        batch.remove(victim)
+        self._preemption.preempt(victim, num_needed)
+
+    def _blocks_needed_next(self, request: Request) -> int:
+        return 1 + self._blocks.num_missing_blocks(request.request_id, request.num_tokens)
+
+    def _prefill_tokens(self, request: Request, budget: StepBudget, batch: Batch) -> int:
+        """Pending tokens of a request, at most, for which the step has headroom and time; 0 for none."""
+        if not batch.has_headroom:
+            return 0
+        pending = request.num_pending_tokens
+        most = min(pending, self._config.max_prefill_chunk_tokens, batch.num_tokens_left)
+        least = min(most, budget.min_chunk_tokens)
+        if budget.step_sizes:
+            least_size = batch.load.num_tokens - batch.num_prefill_tokens + budget.step_sizes[0] // 2
+            index = min(bisect_left(budget.step_sizes, least_size), len(budget.step_sizes) - 1)
+            most = min(most, max(0, budget.step_sizes[index] - batch.load.num_tokens))
+        if budget.max_step_s < math.inf:
+            assert self.cost is not None
+            most = self.cost.max_tokens(
+                batch.load, request.num_computed_tokens, pending, budget.max_step_s, most
+            )
+        if most >= least:
+            return most
+        is_guaranteed = not batch.members or (budget.guarantees_progress and not batch.num_prefill_tokens)
+        return least if is_guaranteed else 0
+
+    def _slice_of(self, request: Request, num_tokens: int) -> ScheduledSlice:
+        return ScheduledSlice(
+            request_id=request.request_id,
+            start=request.num_computed_tokens,
+            num_tokens=num_tokens,
+            blocks=self._blocks.table(request.request_id),
+            samples=num_tokens == request.num_pending_tokens,
+            preemptible=request.priority_level is not PriorityLevel.ONLINE,
+        )

@@ -1,0 +1,116 @@
+"""A scheduler on a virtual clock, and workloads for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hypothesis import strategies as st
+
+from backfill.core.clock import VirtualClock
+from backfill.core.config import SchedulerConfig
+from backfill.core.plan import StepPlan
+from backfill.core.request import Request, ServiceClass
+from backfill.core.slo import SLO
+from backfill.kvcache.block_manager import BlockManager
+from backfill.scheduling.policy import Policy
+from backfill.scheduling.scheduler import Scheduler
+from backfill.scheduling.slo_policy import SloPolicy, SloPolicyConfig
+from tests.builders import ScriptedExecutor, linear_cost, make_info, make_request
+
+BLOCK_SIZE = 4
+SLO_100_MS = SLO(ttft_s=1.0, tpot_s=0.1)
+MARGIN = SloPolicyConfig(default_slo=SLO_100_MS).margin
+
+
+class Bench:
+    """A scheduler with a scripted executor; each step takes its predicted time of a virtual clock."""
+
+    def __init__(
+        self,
+        policy: Policy | None = None,
+        *,
+        slo: SLO = SLO_100_MS,
+        num_blocks: int = 1000,
+        max_num_seqs: int = 64,
+        can_stop: bool = True,
+        step_efficiency: float = 1.0,
+        step_s: float = 1e-6,
+    ) -> None:
+        self.cost = linear_cost(step_s=step_s)
+        self.clock = VirtualClock()
+        self.executor = ScriptedExecutor(make_info(num_blocks=num_blocks, block_size=BLOCK_SIZE))
+        if policy is None:
+            policy = SloPolicy(
+                SloPolicyConfig(default_slo=slo, step_efficiency=step_efficiency),
+                self.cost,
+                max_step_tokens=1000,
+                can_stop=can_stop,
+            )
+        self.scheduler = Scheduler(
+            SchedulerConfig(
+                max_num_seqs=max_num_seqs, max_num_batched_tokens=1000, max_prefill_chunk_tokens=1000
+            ),
+            BlockManager(num_blocks, BLOCK_SIZE),
+            policy,
+            cost=self.cost,
+        )
+
+    def add(self, *requests: Request) -> None:
+        for request in requests:
+            self.scheduler.add(request)
+
+    def step(self) -> StepPlan:
+        plan = self.scheduler.plan_step(self.clock.now_s())
+        self.clock.advance(plan.predicted_s)
+        self.scheduler.commit(plan, self.executor.run(plan), self.clock.now_s())
+        self.scheduler.check_integrity()
+        return plan
+
+
+def sizes(plan: StepPlan) -> dict[str, int]:
+    return {scheduled.request_id: scheduled.num_tokens for scheduled in plan.slices}
+
+
+def offline(prompt_tokens: int = 4, max_tokens: int = 500, **fields: object) -> Request:
+    return make_request(prompt_tokens, max_tokens, service_class=ServiceClass.OFFLINE, **fields)  # type: ignore[arg-type]
+
+
+def slo_policy() -> SloPolicy:
+    return SloPolicy(
+        SloPolicyConfig(default_slo=SLO_100_MS), linear_cost(), max_step_tokens=1000, can_stop=True
+    )
+
+
+@st.composite
+def workloads(
+    draw: st.DrawFn, max_prompt_tokens: int, max_tokens: int, **fields: st.SearchStrategy[object]
+) -> Sequence[tuple[int, Request]]:
+    """(step at which it arrives, request) pairs.
+
+    Args:
+        max_tokens: of one request, prompt and output.
+        fields: more fields of the requests.
+    """
+    arrivals = []
+    for i in range(draw(st.integers(1, 10))):
+        prompt_tokens = draw(st.integers(1, max_prompt_tokens))
+        request = make_request(
+            prompt_tokens,
+            draw(st.integers(1, max_tokens - prompt_tokens)),
+            request_id=f"r{i}",
+            service_class=draw(st.sampled_from(ServiceClass)),
+            arrived_at_s=float(draw(st.integers(0, 3))),
+            **{name: draw(values) for name, values in fields.items()},  # type: ignore[arg-type]
+        )
+        arrivals.append((draw(st.integers(0, 12)), request))
+    return arrivals
+
+
+def policy_workloads() -> st.SearchStrategy[Sequence[tuple[int, Request]]]:
+    """Requests with and without objectives that each fit a pool of 12 blocks of 4 tokens."""
+    return workloads(
+        36,
+        48,
+        slo=st.sampled_from((None, SLO(0.05, 0.01), SLO(0.001, 0.001))),
+        complete_by_s=st.sampled_from((None, 0.1, 3600.01)),
+    )
