@@ -94,6 +94,7 @@ def run_batch(
         template = read_template(chat_template)
         from_model = uses_generation_config(generation_config)
         from backfill.jobs.local_run import LocalRun
+        from backfill.preparation.messages import PreparationSetup
 
         with interruptible(LOADING):
             served = engine.find_model(model, revision, tuple(served_model_name or ()))
@@ -101,12 +102,14 @@ def run_batch(
             input_file,
             output_file,
             error_file,
-            model=served,
+            setup=PreparationSetup(
+                model=served,
+                chat_template=template,
+                uses_generation_config=from_model,
+                is_strict=strict,
+                log_level=log_level.upper(),
+            ),
             engine_config=dataclasses.replace(engine_config, model_dir=str(served.folder)),
-            chat_template=template,
-            uses_generation_config=from_model,
-            is_strict=strict,
-            log_level=log_level.upper(),
         )
         stopped_by = engine.run_in_loop(_run(run, console))
     except BackfillError as error:
