@@ -297,7 +297,10 @@ def _digest(path: Path) -> str:
 
 @contextlib.contextmanager
 def _held(path: Path) -> Iterator[None]:
-    """The file is this process's while the context lasts. Raises: ConfigError when it is another's."""
+    """Lock a file for this process. Raises: ConfigError when another process has the lock.
+
+    The lock is on the result file itself: filelock may truncate or delete the file that it locks.
+    """
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         try:
