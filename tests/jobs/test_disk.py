@@ -21,12 +21,15 @@ from tests.jobs.doubles import (
     OWNER,
     InstantRunner,
     check_accounts,
+    check_completed,
     content_of,
     ended,
     in_status,
     input_of,
     make_manager,
     ready,
+    run_batch,
+    started,
     store_input,
     submit,
 )
@@ -80,8 +83,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[HangingDisk]:
 
 @contextlib.asynccontextmanager
 async def running(folder: Path, **options: Any) -> AsyncIterator[JobManager]:
-    manager = make_manager(folder, InstantRunner(), **options)
-    await manager.start()
+    manager = await started(folder, **options)
     try:
         yield manager
     finally:
@@ -107,8 +109,7 @@ async def test_results_that_wait_for_the_disk(tmp_path: Path, disk: HangingDisk,
             assert await content_of(manager, record) == b"meanwhile"
         disk.let_go()
         batch = await ended(manager, batch.id)
-        assert batch.status is BatchStatus.COMPLETED
-        await check_accounts(manager, batch, 30)
+        await check_completed(manager, batch, 30)
 
 
 @pytest.mark.parametrize("name", ["open", "write", "fsync", "replace", "statvfs"])
@@ -194,14 +195,15 @@ async def test_a_sweep_that_fails_is_tried_again(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(manager_module, "SWEEP_INTERVAL_S", 0.001)
     wall = [1_000_000.0]
     async with running(tmp_path, wall=lambda: wall[0]) as manager:
-        real_delete, troubles = manager._store.delete_expired_files, [OSError("no disk"), ValueError("a bug")]
+        real_delete = manager._storage.store.delete_expired_files
+        troubles = [OSError("no disk"), ValueError("a bug")]
 
         def delete(now: int) -> list[str]:
             if troubles:
                 raise troubles.pop()
             return real_delete(now)
 
-        monkeypatch.setattr(manager._store, "delete_expired_files", delete)
+        monkeypatch.setattr(manager._storage.store, "delete_expired_files", delete)
         file_id = await store_input(manager, b"x")
         wall[0] += 31 * 24 * 3600
         await until(lambda: not (tmp_path / "files" / file_id).exists())
@@ -233,8 +235,7 @@ async def test_a_stop_does_not_wait_for_a_hung_disk(
     tmp_path: Path, disk: HangingDisk, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setattr(manager_module, "STOP_TIMEOUT_S", 0.05)
-    manager = make_manager(tmp_path, InstantRunner())
-    await manager.start()
+    manager = await started(tmp_path)
     batch = await submit(manager, input_of(30))
     await in_status(manager, batch.id, BatchStatus.IN_PROGRESS)
     upload = await manager.begin_upload(OWNER)
@@ -278,11 +279,11 @@ async def test_no_file_is_opened_or_deleted_on_the_event_loop(tmp_path: Path) ->
             await act(manager)
 
     async def run_batches(manager: JobManager) -> None:
-        batch = await ended(manager, (await submit(manager, input_of(5))).id)
+        batch = await run_batch(manager, input_of(5))
         await check_accounts(manager, batch, 5)
         await manager.delete_file(OWNER, batch.input_file_id)
-        await ended(manager, (await submit(manager, input_of(5), window_s=0)).id)
-        await ended(manager, (await submit(manager, b"{")).id)
+        await run_batch(manager, input_of(5), window_s=0)
+        await run_batch(manager, b"{")
         await (await manager.begin_upload(OWNER)).abort()
 
     async def nothing(manager: JobManager) -> None: ...

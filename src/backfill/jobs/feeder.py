@@ -12,7 +12,7 @@ from backfill.engine.tasks import TaskWatch
 from backfill.jobs.feed import Feed, RunningLine
 from backfill.jobs.lines import LineResult, unrun
 from backfill.jobs.order import FairOrder
-from backfill.jobs.retry import until_durable
+from backfill.jobs.retry import append_with_retries
 from backfill.jobs.threads import ThreadPool, until_done
 from backfill.preparation.lines import BatchLine
 
@@ -264,7 +264,7 @@ class Feeder:
         try:
             while feed.results:
                 group, feed.results = feed.results, []
-                await until_durable(self._threads, feed.sink, group, feed.name)
+                await append_with_retries(self._threads, feed.sink, group, feed.name)
                 feed.on_committed(group)
                 feed.note_durable(group)
                 self._order.note_ended(feed, len(group))

@@ -52,12 +52,7 @@ class JobStore:
 
     def get_file(self, owner: str, file_id: str) -> FileRecord:
         """Raises: NotFound."""
-        query = select(files).where(files.c.id == file_id, files.c.owner == owner)
-        with self._engine.connect() as connection:
-            row = connection.execute(query).mappings().one_or_none()
-        if row is None:
-            raise NotFound(f"No such File object: {file_id[:80]}")
-        return _file(row)
+        return _file(self._row(files, owner, file_id, f"No such File object: {file_id[:80]}"))
 
     def list_files(
         self, owner: str, *, purpose: str | None, order: str, limit: int, after: str | None
@@ -123,12 +118,7 @@ class JobStore:
 
     def get_batch(self, owner: str, batch_id: str) -> BatchRecord:
         """Raises: NotFound."""
-        query = select(batches).where(batches.c.id == batch_id, batches.c.owner == owner)
-        with self._engine.connect() as connection:
-            row = connection.execute(query).mappings().one_or_none()
-        if row is None:
-            raise NotFound(f"No batch found with id '{batch_id[:80]}'.")
-        return _batch(row)
+        return _batch(self._row(batches, owner, batch_id, f"No batch found with id '{batch_id[:80]}'."))
 
     def list_batches(self, owner: str, *, limit: int, after: str | None) -> Page[BatchRecord]:
         """Newest first. Raises: NotFound for an ``after`` that does not exist."""
@@ -171,6 +161,15 @@ class JobStore:
                 return True
             connection.rollback()
             return False
+
+    def _row(self, table: Table, owner: str, record_id: str, if_missing: str) -> RowMapping:
+        """Raises: NotFound with the message ``if_missing``."""
+        query = select(table).where(table.c.id == record_id, table.c.owner == owner)
+        with self._engine.connect() as connection:
+            row = connection.execute(query).mappings().one_or_none()
+        if row is None:
+            raise NotFound(if_missing)
+        return row
 
     def _page(
         self,
