@@ -29,7 +29,7 @@ URL = "/v1/completions"
 
 
 class InstantRunner:
-    """Answers every line; after ``hold`` only what ``let_go`` allows."""
+    """Answers every line; after ``hold`` only what ``release`` allows."""
 
     def __init__(self) -> None:
         self.runs: Counter[str] = Counter()
@@ -40,7 +40,7 @@ class InstantRunner:
     def hold(self) -> None:
         self._gate.clear()
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         self._gate.set()
 
     async def run(self, line: BatchLine) -> LineResult:

@@ -38,7 +38,7 @@ pytestmark = pytest.mark.anyio
 
 
 class HangingDisk:
-    """Calls of ``os`` that block from ``hang`` to ``let_go``, and fail where they would block the loop."""
+    """Calls of ``os`` that block from ``hang`` to ``release``, and fail where they would block the loop."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._monkeypatch = monkeypatch
@@ -69,7 +69,7 @@ class HangingDisk:
         for _ in range(20):
             await asyncio.sleep(0)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         self._gate.set()
 
 
@@ -77,7 +77,7 @@ class HangingDisk:
 def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[HangingDisk]:
     hanging = HangingDisk(monkeypatch)
     yield hanging
-    hanging.let_go()
+    hanging.release()
     assert hanging.seen_on_loop == []
 
 
@@ -107,7 +107,7 @@ async def test_results_that_wait_for_the_disk(tmp_path: Path, disk: HangingDisk,
         record = await manager.get_file(OWNER, content)
         if name != "open":
             assert await content_of(manager, record) == b"meanwhile"
-        disk.let_go()
+        disk.release()
         batch = await ended(manager, batch.id)
         await check_completed(manager, batch, 30)
 
@@ -120,7 +120,7 @@ async def test_an_upload_that_waits_for_the_disk(tmp_path: Path, disk: HangingDi
         await disk.hangs()
         assert not upload.done()
         assert (await manager.list_files(OWNER, purpose=None, order="asc", limit=9, after=None)).items == []
-        disk.let_go()
+        disk.release()
         assert (await manager.get_file(OWNER, await upload)).num_bytes == 3_000_000
 
 
@@ -130,7 +130,7 @@ async def test_an_upload_given_up_on_a_hung_disk_leaves_nothing(tmp_path: Path, 
         upload = asyncio.create_task(manager.begin_upload(OWNER))
         await disk.hangs()
         upload.cancel()
-        disk.let_go()
+        disk.release()
         with pytest.raises(asyncio.CancelledError):
             await upload
         assert list((tmp_path / "files").iterdir()) == []
@@ -147,7 +147,7 @@ async def test_the_end_of_a_batch_that_waits_for_the_disk(
         await disk.hangs()
         batch = await manager.get_batch(OWNER, batch.id)
         assert (batch.status, batch.request_counts.completed) == (BatchStatus.FINALIZING, 3)
-        disk.let_go()
+        disk.release()
         assert (await ended(manager, batch.id)).status is BatchStatus.COMPLETED
 
 
@@ -160,7 +160,7 @@ async def test_a_deletion_that_waits_for_the_disk(tmp_path: Path, disk: HangingD
         other = await store_input(manager, b"y")
         assert (await manager.get_file(OWNER, other)).num_bytes == 1
         assert not deletion.done()
-        disk.let_go()
+        disk.release()
         await deletion
         assert not (tmp_path / "files" / file_id).exists()
 
@@ -172,7 +172,7 @@ async def test_a_download_that_waits_for_the_disk(tmp_path: Path, disk: HangingD
         downloads = [asyncio.create_task(content_of(manager, record)) for _ in range(50)]
         await disk.hangs()
         assert (await manager.get_file(OWNER, await store_input(manager, b"y"))).num_bytes == 1
-        disk.let_go()
+        disk.release()
         assert set(await asyncio.gather(*downloads)) == {b"x" * 10}
 
 
@@ -187,7 +187,7 @@ async def test_a_sweep_that_waits_for_the_disk(
         wall[0] += 31 * 24 * 3600
         await disk.hangs()
         assert (await manager.get_file(OWNER, await store_input(manager, b"y"))).num_bytes == 1
-        disk.let_go()
+        disk.release()
         await until(lambda: not (tmp_path / "files" / file_id).exists())
 
 

@@ -81,7 +81,7 @@ class Engine:
         self.feeder = Feeder(self, threads or NoThreads("results", 1), self.tasks)
         self.in_flight: dict[int, asyncio.Future[None]] = {}
         self.most_in_flight: list[int] = [0]  # between two faults
-        self.num_faults = 0
+        self.num_failures = 0
         self._stepping: asyncio.Task[None] | None = None
 
     async def run(self, line: BatchLine) -> LineResult:
@@ -114,7 +114,7 @@ class Engine:
 
     def fail(self) -> None:
         """As the lines in flight see it."""
-        self.num_faults += 1
+        self.num_failures += 1
         self.most_in_flight.append(0)
         num_lost = len(self.in_flight) + self.num_others
         kind = StepFailed if self.survives else EngineDead
@@ -186,12 +186,12 @@ async def test_a_line_that_kills_the_engine_is_found_and_costs_no_other(
     assert sink.failed() == [CAPACITY + 7]
     assert len({result.line.number for result in sink.results}) == 200
     # Among all, among an eighth, and then alone.
-    assert engine.num_faults == 2 + MAX_LONE_LOSSES
+    assert engine.num_failures == 2 + MAX_LONE_LOSSES
     assert engine.most_in_flight[0] == CAPACITY
     assert engine.most_in_flight[1] == CAPACITY // 8
     assert engine.most_in_flight[2 : 1 + MAX_LONE_LOSSES] == [1] * (MAX_LONE_LOSSES - 1)
     assert max(engine.most_in_flight[-1:]) == CAPACITY, "once it is found, all places are used again"
-    assert len(caplog.records) == engine.num_faults + 1, (
+    assert len(caplog.records) == engine.num_failures + 1, (
         "one line of the log for each death, one for the line"
     )
 
@@ -256,7 +256,7 @@ async def test_results_that_cannot_be_kept_end_their_own_batch_only() -> None:
     assert len(sink.results) == 200
 
 
-async def test_a_fault_outside_of_what_is_expected_is_logged_and_counted(
+async def test_an_unexpected_error_is_logged_and_counted(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     class Unbound(Suspects):
@@ -273,7 +273,7 @@ async def test_a_fault_outside_of_what_is_expected_is_logged_and_counted(
 
 
 async def test_lines_in_memory_are_bounded_in_bytes_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feeder_module, "MAX_HELD_BYTES", 1000)
+    monkeypatch.setattr(feeder_module, "MAX_BUFFERED_BYTES", 1000)
     engine = Engine(holds=True)
     num_read = 0
 
@@ -299,7 +299,7 @@ async def test_lines_in_memory_are_bounded_in_bytes_too(monkeypatch: pytest.Monk
 async def test_lines_read_for_batches_that_must_wait_do_not_stop_the_next(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(feeder_module, "MAX_HELD_BYTES", 1000)
+    monkeypatch.setattr(feeder_module, "MAX_BUFFERED_BYTES", 1000)
     engine = Engine(holds=True)
     engine.feeder.set_capacity(1)
     feeds: list[Feed] = []
@@ -380,12 +380,12 @@ async def test_a_step_that_fails_once_loses_no_line() -> None:
     feed = feed_of(lines_up_to(200), 200, sink)
     engine.start()
     engine.feeder.add(feed)
-    await until(lambda: engine.num_faults == 1)
+    await until(lambda: engine.num_failures == 1)
     engine.fatal.clear()
     await asyncio.wait_for(feed.finished, 10)
     assert sink.failed() == []
     assert sorted(result.line.number for result in sink.results) == list(range(200))
-    assert engine.num_faults == 1
+    assert engine.num_failures == 1
     assert engine.most_in_flight[-1] == CAPACITY
 
 
@@ -397,7 +397,7 @@ async def test_a_line_that_fails_its_steps_is_found_and_costs_no_other() -> None
     await asyncio.wait_for(feed.finished, 10)
     assert sink.failed() == [CAPACITY + 7]
     assert len({result.line.number for result in sink.results}) == 200
-    assert engine.num_faults == 2 + MAX_LONE_LOSSES
+    assert engine.num_failures == 2 + MAX_LONE_LOSSES
     assert engine.most_in_flight[1] == CAPACITY // 8
     assert engine.most_in_flight[2 : 1 + MAX_LONE_LOSSES] == [1] * (MAX_LONE_LOSSES - 1)
 
@@ -407,7 +407,7 @@ async def test_an_online_request_that_kills_the_engine_fails_no_line_beside_it()
     feed = feed_of(lines_up_to(1), 1, sink)
     engine.start()
     engine.feeder.add(feed)
-    await until(lambda: engine.num_faults >= MAX_LONE_LOSSES + 2)
+    await until(lambda: engine.num_failures >= MAX_LONE_LOSSES + 2)
     engine.fatal.clear()
     await asyncio.wait_for(feed.finished, 10)
     assert sink.failed() == []
@@ -422,7 +422,7 @@ async def test_a_fatal_line_beside_online_requests_is_given_up_in_the_end() -> N
     assert sink.failed() == [0]
     assert len(sink.results) == 9
     # Among all, at most eight times among fewer, and then the only line.
-    assert engine.num_faults <= 2 + MAX_ONLY_LINE_LOSSES
+    assert engine.num_failures <= 2 + MAX_ONLY_LINE_LOSSES
 
 
 @pytest.mark.parametrize(("num_others", "num_failed"), [(0, 1), (2, 0)])
@@ -472,7 +472,7 @@ async def test_a_line_that_never_reached_an_engine_is_not_to_blame() -> None:
 
 async def test_losses_are_remembered_over_a_restart(tmp_path: Path) -> None:
     path, sink = tmp_path / "suspects" / "b", Sink()
-    num_faults = 0
+    num_failures = 0
     for _ in range(20):  # a server that ends after each death
         engine, suspects = Engine(fatal={CAPACITY + 7}), Suspects(path, "b")
         suspects.load()
@@ -480,8 +480,8 @@ async def test_losses_are_remembered_over_a_restart(tmp_path: Path) -> None:
         feed = feed_of((line_of(number) for number in left), len(left), sink, suspects=suspects)
         engine.start()
         engine.feeder.add(feed)
-        await until(lambda engine=engine, feed=feed: engine.num_faults > 0 or feed.finished.done())
-        num_faults += engine.num_faults
+        await until(lambda engine=engine, feed=feed: engine.num_failures > 0 or feed.finished.done())
+        num_failures += engine.num_failures
         if feed.finished.done():
             break
         await until(path.exists)
@@ -489,7 +489,7 @@ async def test_losses_are_remembered_over_a_restart(tmp_path: Path) -> None:
         await engine.feeder.remove(feed)
     assert sink.failed() == [CAPACITY + 7]
     assert len(sink.results) == 200
-    assert num_faults == 2 + MAX_LONE_LOSSES
+    assert num_failures == 2 + MAX_LONE_LOSSES
 
 
 async def test_owners_share_evenly_and_the_earlier_deadline_goes_first() -> None:

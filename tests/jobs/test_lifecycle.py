@@ -79,7 +79,7 @@ async def test_results_that_vanish_while_their_batch_runs_fail_it(
     manager = await started(tmp_path, runner)
     batch = await half_done(manager, runner)
     harm(tmp_path / "files" / batch.output_blob)
-    runner.let_go()
+    runner.release()
     with caplog.at_level(logging.ERROR):
         batch = await ended(manager, batch.id)
     assert batch.status is BatchStatus.FAILED
@@ -190,7 +190,7 @@ async def test_open_batches_take_no_descriptors(tmp_path: Path) -> None:
     await check_accounts(manager, cancelled, 4)
     late = await run_batch(manager, input_of(4), window_s=0)
     assert late.status is BatchStatus.EXPIRED
-    runner.let_go()
+    runner.release()
     for batch in batches[:-1]:
         last = await ended(manager, batch.id)
         await check_completed(manager, last, 4)

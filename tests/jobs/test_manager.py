@@ -111,7 +111,7 @@ async def test_owners_share_the_engine_evenly_and_the_earlier_deadline_goes_firs
         while len(runner.held) < 6:
             await asyncio.sleep(0.001)
     assert Counter(name.split()[0] for name in runner.held) in ({"early": 3, "b": 3}, {"same": 3, "b": 3})
-    runner.let_go()
+    runner.release()
     for owner, batch_id in batches:
         assert (await ended(manager, batch_id, owner)).status is BatchStatus.COMPLETED
     await manager.stop()
@@ -146,8 +146,8 @@ async def test_no_line_is_lost_or_answered_twice_over_restarts(tmp_path: Path, s
         ready(manager)
         if batch_id is None:
             batch_id = (await submit(manager, input_of(120))).id
-        patience_s = chooser.random() * 0.05 if attempt < 12 else 20.0
-        stop_after = asyncio.create_task(asyncio.sleep(patience_s))
+        timeout_s = chooser.random() * 0.05 if attempt < 12 else 20.0
+        stop_after = asyncio.create_task(asyncio.sleep(timeout_s))
         end = asyncio.create_task(ended(manager, batch_id))
         await asyncio.wait({stop_after, end}, return_when=asyncio.FIRST_COMPLETED)
         if end.done():

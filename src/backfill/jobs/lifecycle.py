@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from backfill.jobs.feed import Feed, InputChanged
 from backfill.jobs.feeder import Feeder
-from backfill.jobs.lines import LineResult, unrun
+from backfill.jobs.lines import LineResult, unanswered
 from backfill.jobs.open_batch import OpenBatch, num_unfinished
 from backfill.jobs.records import (
     FINAL_STATUSES,
@@ -42,10 +42,10 @@ _MAX_CHECKED_AT_ONCE = 4
 _MAX_ENDED_AT_ONCE = 4  # of those with lines that never ran
 # A batch is given up once something unforeseen has gone wrong with it so often.
 MAX_UNEXPECTED = 5
-_UNRUN_GROUP = 1000
+_UNANSWERED_GROUP = 1000
 
 _OPEN_STATUSES = [status for status in BatchStatus if status not in FINAL_STATUSES]
-_UNRUN_CODES = {LineOutcome.CANCELLED: "batch_cancelled", LineOutcome.EXPIRED: "batch_expired"}
+_UNANSWERED_CODES = {LineOutcome.CANCELLED: "batch_cancelled", LineOutcome.EXPIRED: "batch_expired"}
 
 
 class LineReader(Protocol):
@@ -121,7 +121,7 @@ class BatchDriver:
                     await self._fail(job, verdict)
                 return
             except Exception as error:
-                found = _verdict_on(error, job.batch)
+                found = _final_error(error, job.batch)
                 if isinstance(error, OSError):  # such as too many open files: it may pass
                     reason = error.strerror or error
                     logger.error("%s: cannot go on (%s); trying again in %g s", name, reason, delay_s)
@@ -160,8 +160,8 @@ class BatchDriver:
             return False
         if report.warning is not None:
             logger.warning("%s: %s", job.batch.id, report.warning)
-        stamp = self._stamp(job)
-        found = report.errors or self._over_the_queue(job, report.total)
+        stamp = self._timestamp(job)
+        found = report.errors or self._queue_errors(job, report.total)
         if found:
             logger.info("%s: failed validation: %s", job.batch.id, found[0].message)
             errors = [dataclasses.asdict(error) for error in found]
@@ -197,7 +197,7 @@ class BatchDriver:
                 task.cancel()
             await asyncio.gather(check, cancelled, return_exceptions=True)
 
-    def _over_the_queue(self, job: OpenBatch, num_lines: int) -> list[LineError]:
+    def _queue_errors(self, job: OpenBatch, num_lines: int) -> list[LineError]:
         """Why the owner's queue does not take so many lines more, if it does not."""
         most = self._storage.config.max_queued_lines
         if num_lines > most:
@@ -215,7 +215,7 @@ class BatchDriver:
     async def _feed(self, job: OpenBatch) -> None:
         """Run lines until all are done, the window is over or the owner cancels."""
         await self._run_lines(job)
-        changes: dict[str, Any] = {"finalizing_at": self._stamp(job)}
+        changes: dict[str, Any] = {"finalizing_at": self._timestamp(job)}
         if num_unfinished(job.counts()):
             changes["expired_at"] = changes["finalizing_at"]
         if not await self._change(job, BatchStatus.FINALIZING, changes, [BatchStatus.IN_PROGRESS]):
@@ -263,14 +263,14 @@ class BatchDriver:
             async with self._ending:
                 await self._end_unfinished(job, outcome)
         await self._storage.threads.results.run(job.log.check_intact)
-        await self._end(job, end, {f"{end.value}_at": self._stamp(job)}, [job.batch.status])
+        await self._end(job, end, {f"{end.value}_at": self._timestamp(job)}, [job.batch.status])
 
     async def _end_unfinished(self, job: OpenBatch, outcome: LineOutcome) -> None:
         """Give each line that has no result one that says why."""
         with contextlib.closing(self._unfinished_lines(job, names_only=True)) as lines:
             try:
-                while group := await lines.read(_UNRUN_GROUP):
-                    results = [unrun(line, _UNRUN_CODES[outcome], outcome) for line in group]
+                while group := await lines.read(_UNANSWERED_GROUP):
+                    results = [unanswered(line, _UNANSWERED_CODES[outcome], outcome) for line in group]
                     await append_with_retries(self._storage.threads.results, job.log, results, job.batch.id)
                     self._on_lines(results)
             except FileNotFoundError:
@@ -282,7 +282,7 @@ class BatchDriver:
         with contextlib.suppress(ForeignResults):
             await self._storage.threads.results.run(log.open)
             job.log = log
-        changes = {"failed_at": self._stamp(job), "errors": [dataclasses.asdict(reason)]}
+        changes = {"failed_at": self._timestamp(job), "errors": [dataclasses.asdict(reason)]}
         await self._end(job, BatchStatus.FAILED, changes, _OPEN_STATUSES)
 
     async def _end(
@@ -294,7 +294,7 @@ class BatchDriver:
     ) -> None:
         """The last status and the result files, in one transaction."""
         record = job.batch
-        now = self._stamp(job)
+        now = self._timestamp(job)
         records, found = [], {}
         for column, blob, kind in (
             ("output_file_id", record.output_blob, "output"),
@@ -337,7 +337,7 @@ class BatchDriver:
             )
         )
 
-    def _stamp(self, job: OpenBatch) -> int:
+    def _timestamp(self, job: OpenBatch) -> int:
         """Now, but never before anything that happened to the batch already."""
         return max(self._storage.now(), job.batch.last_stamp)
 
@@ -360,7 +360,7 @@ class BatchDriver:
         return True
 
 
-def _verdict_on(error: Exception, batch: BatchRecord) -> LineError | None:
+def _final_error(error: Exception, batch: BatchRecord) -> LineError | None:
     """Why the batch cannot go on, where trying again would not help."""
     match error:
         case _InputMissing():

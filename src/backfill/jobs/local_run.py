@@ -190,7 +190,7 @@ class LocalRun:
         for path in dict.fromkeys(self._result_paths):
             if path.exists() and path.samefile(self._input_path):
                 raise ConfigError(f"{path} is the input file.")
-            stack.enter_context(_held(path))
+            stack.enter_context(_locked(path))
             _check_tail(path, f'{{"id":"batch_req_{name}_'.encode())
         log = ResultLog(name, *self._result_paths)
         log.open()
@@ -230,7 +230,7 @@ class LocalRun:
         finally:
             # A result that waits for the disk is not waited for: a full disk would hold the stop for ever.
             await self._feeder.remove(feed, keep_results=False)
-            self.num_dropped = feed.num_held
+            self.num_dropped = feed.num_in_flight
             lines.close()
         if feed.finished.done():
             try:
@@ -296,7 +296,7 @@ def _digest(path: Path) -> str:
 
 
 @contextlib.contextmanager
-def _held(path: Path) -> Iterator[None]:
+def _locked(path: Path) -> Iterator[None]:
     """Lock a file for this process. Raises: ConfigError when another process has the lock.
 
     The lock is on the result file itself: filelock may truncate or delete the file that it locks.
