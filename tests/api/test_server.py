@@ -35,7 +35,7 @@ async def ready_server(**options: Any) -> Server:
     """A server whose engine has said that it is ready."""
     server = new_server(**options)
     preparer = RequestPreparer(MODEL, cast(Tokenizer, None), GenerationDefaults())
-    server._loading = asyncio.create_task(asyncio.sleep(0, preparer))
+    server._processes._loading = asyncio.create_task(asyncio.sleep(0, preparer))
     await server._on_engine_ready(Ready(make_info(), 0.0, SLO(1.0, 0.1), make_profile(linear_cost())))
     return server
 
@@ -94,7 +94,7 @@ def test_objectives_that_cannot_be_met_are_refused_or_warned_of(caplog: pytest.L
         profile = make_profile(flat_cost(0.1))
         server = new_server(SchedulerConfig(policy="slo", ttft_slo=ttft_slo))
         preparer = RequestPreparer(MODEL, cast(Tokenizer, None), GenerationDefaults())
-        server._loading = asyncio.create_task(asyncio.sleep(0, preparer))
+        server._processes._loading = asyncio.create_task(asyncio.sleep(0, preparer))
         await server._on_engine_ready(Ready(make_info(), 0.0, SLO(ttft_slo, 0.1), profile))
 
     with pytest.raises(ConfigError, match=r"^`ttft_slo` 1e-09: one request alone needs 0.1 s on this device"):

@@ -22,7 +22,7 @@ from rich.console import Console
 
 from backfill.cli.run_batch import _LiveProgress, _run, describe
 from backfill.core.errors import ConfigError
-from backfill.jobs.local_run import _check_tail, _held
+from backfill.jobs.local_run import _check_tail, _locked
 from backfill.jobs.progress import TimeLeft, TokenRates
 from backfill.jobs.records import RequestCounts
 from backfill.jobs.results import ForeignResults
@@ -292,11 +292,11 @@ def test_anything_else_may_not(tmp_path: Path, tail: bytes) -> None:
         _check_tail(path, b'{"id":"batch_req_x_')
 
 
-def test_a_held_file_is_refused_until_it_is_let_go(tmp_path: Path) -> None:
+def test_a_locked_file_is_refused_until_it_is_released(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
-    with _held(path), pytest.raises(ConfigError, match="another run-batch"), _held(path):
+    with _locked(path), pytest.raises(ConfigError, match="another run-batch"), _locked(path):
         pass
-    with _held(path):
+    with _locked(path):
         pass
 
 

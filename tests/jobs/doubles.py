@@ -29,7 +29,7 @@ URL = "/v1/completions"
 
 
 class InstantRunner:
-    """Answers every line; after ``hold`` only what ``let_go`` allows."""
+    """Answers every line; after ``hold`` only what ``release`` allows."""
 
     def __init__(self) -> None:
         self.runs: Counter[str] = Counter()
@@ -40,7 +40,7 @@ class InstantRunner:
     def hold(self) -> None:
         self._gate.clear()
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         self._gate.set()
 
     async def run(self, line: BatchLine) -> LineResult:
@@ -114,6 +114,13 @@ def make_manager(
     )
 
 
+async def started(folder: Path, runner: Any = None, **options: Any) -> JobManager:
+    """A manager that has its data folder. ``options`` as for ``make_manager``."""
+    manager = make_manager(folder, runner or InstantRunner(), **options)
+    await manager.start()
+    return manager
+
+
 def ready(manager: JobManager) -> None:
     """As when an engine is; the doubles' runners ask for no service."""
     service: Any = object.__new__(CompletionService)
@@ -130,18 +137,27 @@ async def store_input(manager: JobManager, content: bytes, purpose: str = "batch
         raise
 
 
-async def submit(
-    manager: JobManager, content: bytes, window_s: int = 3600, owner: str = OWNER
-) -> BatchRecord:
+async def create(manager: JobManager, file_id: str, owner: str = OWNER, window_s: int = 3600) -> BatchRecord:
     return await manager.create_batch(
         owner,
-        input_file_id=await store_input(manager, content, owner=owner),
+        input_file_id=file_id,
         endpoint=URL,
         completion_window="1h",
         completion_window_s=window_s,
         metadata=None,
         output_expires_after_s=None,
     )
+
+
+async def submit(
+    manager: JobManager, content: bytes, window_s: int = 3600, owner: str = OWNER
+) -> BatchRecord:
+    return await create(manager, await store_input(manager, content, owner=owner), owner, window_s)
+
+
+async def run_batch(manager: JobManager, content: bytes, window_s: int = 3600) -> BatchRecord:
+    """Submit a batch and wait for its end."""
+    return await ended(manager, (await submit(manager, content, window_s)).id)
 
 
 async def ended(manager: JobManager, batch_id: str, owner: str = OWNER) -> BatchRecord:
@@ -192,3 +208,8 @@ async def check_accounts(manager: JobManager, batch: BatchRecord, num_lines: int
     assert (counts.completed, counts.failed, counts.total) == (len(output), len(errors), num_lines)
     assert len({line["id"] for line in output + errors}) == num_lines
     assert batch.usage.input_tokens == 2 * len(output)
+
+
+async def check_completed(manager: JobManager, batch: BatchRecord, num_lines: int) -> None:
+    assert batch.status is BatchStatus.COMPLETED
+    await check_accounts(manager, batch, num_lines)

@@ -22,12 +22,15 @@ from tests.jobs.doubles import (
     OWNER,
     InstantRunner,
     check_accounts,
+    check_completed,
     content_of,
     ended,
     in_status,
     input_of,
     make_manager,
     ready,
+    run_batch,
+    started,
     store_input,
     submit,
 )
@@ -36,7 +39,7 @@ pytestmark = pytest.mark.anyio
 
 
 class HangingDisk:
-    """Calls of ``os`` that block from ``hang`` to ``let_go``, and fail where they would block the loop."""
+    """Calls of ``os`` that block from ``hang`` to ``release``, and fail where they would block the loop."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._monkeypatch = monkeypatch
@@ -67,7 +70,7 @@ class HangingDisk:
         for _ in range(20):
             await asyncio.sleep(0)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         self._gate.set()
 
 
@@ -75,14 +78,13 @@ class HangingDisk:
 def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[HangingDisk]:
     hanging = HangingDisk(monkeypatch)
     yield hanging
-    hanging.let_go()
+    hanging.release()
     assert hanging.seen_on_loop == []
 
 
 @contextlib.asynccontextmanager
 async def running(folder: Path, **options: Any) -> AsyncIterator[JobManager]:
-    manager = make_manager(folder, InstantRunner(), **options)
-    await manager.start()
+    manager = await started(folder, **options)
     try:
         yield manager
     finally:
@@ -106,10 +108,9 @@ async def test_results_that_wait_for_the_disk(tmp_path: Path, disk: HangingDisk,
         record = await manager.get_file(OWNER, content)
         if name != "open":
             assert await content_of(manager, record) == b"meanwhile"
-        disk.let_go()
+        disk.release()
         batch = await ended(manager, batch.id)
-        assert batch.status is BatchStatus.COMPLETED
-        await check_accounts(manager, batch, 30)
+        await check_completed(manager, batch, 30)
 
 
 @pytest.mark.parametrize("name", ["open", "write", "fsync", "replace", "statvfs"])
@@ -120,7 +121,7 @@ async def test_an_upload_that_waits_for_the_disk(tmp_path: Path, disk: HangingDi
         await disk.hangs()
         assert not upload.done()
         assert (await manager.list_files(OWNER, purpose=None, order="asc", limit=9, after=None)).items == []
-        disk.let_go()
+        disk.release()
         assert (await manager.get_file(OWNER, await upload)).num_bytes == 3_000_000
 
 
@@ -130,7 +131,7 @@ async def test_an_upload_given_up_on_a_hung_disk_leaves_nothing(tmp_path: Path, 
         upload = asyncio.create_task(manager.begin_upload(OWNER))
         await disk.hangs()
         upload.cancel()
-        disk.let_go()
+        disk.release()
         with pytest.raises(asyncio.CancelledError):
             await upload
         assert list((tmp_path / "files").iterdir()) == []
@@ -147,7 +148,7 @@ async def test_the_end_of_a_batch_that_waits_for_the_disk(
         await disk.hangs()
         batch = await manager.get_batch(OWNER, batch.id)
         assert (batch.status, batch.request_counts.completed) == (BatchStatus.FINALIZING, 3)
-        disk.let_go()
+        disk.release()
         assert (await ended(manager, batch.id)).status is BatchStatus.COMPLETED
 
 
@@ -160,7 +161,7 @@ async def test_a_deletion_that_waits_for_the_disk(tmp_path: Path, disk: HangingD
         other = await store_input(manager, b"y")
         assert (await manager.get_file(OWNER, other)).num_bytes == 1
         assert not deletion.done()
-        disk.let_go()
+        disk.release()
         await deletion
         assert not (tmp_path / "files" / file_id).exists()
 
@@ -172,7 +173,7 @@ async def test_a_download_that_waits_for_the_disk(tmp_path: Path, disk: HangingD
         downloads = [asyncio.create_task(content_of(manager, record)) for _ in range(50)]
         await disk.hangs()
         assert (await manager.get_file(OWNER, await store_input(manager, b"y"))).num_bytes == 1
-        disk.let_go()
+        disk.release()
         assert set(await asyncio.gather(*downloads)) == {b"x" * 10}
 
 
@@ -187,7 +188,7 @@ async def test_a_sweep_that_waits_for_the_disk(
         wall[0] += 31 * 24 * 3600
         await disk.hangs()
         assert (await manager.get_file(OWNER, await store_input(manager, b"y"))).num_bytes == 1
-        disk.let_go()
+        disk.release()
         await until(lambda: not (tmp_path / "files" / file_id).exists())
 
 
@@ -195,14 +196,15 @@ async def test_a_sweep_that_fails_is_tried_again(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(manager_module, "SWEEP_INTERVAL_S", 0.001)
     wall = [1_000_000.0]
     async with running(tmp_path, wall=lambda: wall[0]) as manager:
-        real_delete, troubles = manager._store.delete_expired_files, [OSError("no disk"), ValueError("a bug")]
+        real_delete = manager._storage.store.delete_expired_files
+        troubles = [OSError("no disk"), ValueError("a bug")]
 
         def delete(now: int) -> list[str]:
             if troubles:
                 raise troubles.pop()
             return real_delete(now)
 
-        monkeypatch.setattr(manager._store, "delete_expired_files", delete)
+        monkeypatch.setattr(manager._storage.store, "delete_expired_files", delete)
         file_id = await store_input(manager, b"x")
         wall[0] += 31 * 24 * 3600
         await until(lambda: not (tmp_path / "files" / file_id).exists())
@@ -234,8 +236,7 @@ async def test_a_stop_does_not_wait_for_a_hung_disk(
     tmp_path: Path, disk: HangingDisk, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setattr(manager_module, "STOP_TIMEOUT_S", 0.05)
-    manager = make_manager(tmp_path, InstantRunner())
-    await manager.start()
+    manager = await started(tmp_path)
     batch = await submit(manager, input_of(30))
     await in_status(manager, batch.id, BatchStatus.IN_PROGRESS)
     upload = await manager.begin_upload(OWNER)
@@ -279,11 +280,11 @@ async def test_no_file_is_opened_or_deleted_on_the_event_loop(tmp_path: Path) ->
             await act(manager)
 
     async def run_batches(manager: JobManager) -> None:
-        batch = await ended(manager, (await submit(manager, input_of(5))).id)
+        batch = await run_batch(manager, input_of(5))
         await check_accounts(manager, batch, 5)
         await manager.delete_file(OWNER, batch.input_file_id)
-        await ended(manager, (await submit(manager, input_of(5), window_s=0)).id)
-        await ended(manager, (await submit(manager, b"{")).id)
+        await run_batch(manager, input_of(5), window_s=0)
+        await run_batch(manager, b"{")
         await (await manager.begin_upload(OWNER)).abort()
 
     async def nothing(manager: JobManager) -> None: ...

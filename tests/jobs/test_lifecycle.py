@@ -26,12 +26,15 @@ from tests.jobs.doubles import (
     OWNER,
     InstantRunner,
     check_accounts,
+    check_completed,
     ended,
     in_status,
     input_of,
     make_manager,
     ready,
     results_of,
+    run_batch,
+    started,
     store_input,
     submit,
 )
@@ -74,11 +77,10 @@ async def test_results_that_vanish_while_their_batch_runs_fail_it(
     tmp_path: Path, harm: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     runner = InstantRunner()
-    manager = make_manager(tmp_path, runner)
-    await manager.start()
+    manager = await started(tmp_path, runner)
     batch = await half_done(manager, runner)
     harm(tmp_path / "files" / batch.output_blob)
-    runner.let_go()
+    runner.release()
     with caplog.at_level(logging.ERROR):
         batch = await ended(manager, batch.id)
     assert batch.status is BatchStatus.FAILED
@@ -94,8 +96,7 @@ async def test_results_that_vanish_while_their_batch_runs_fail_it(
 async def test_results_that_vanish_once_every_line_has_one_fail_their_batch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    manager = make_manager(tmp_path, InstantRunner())
-    await manager.start()
+    manager = await started(tmp_path)
     run_lines = BatchDriver._run_lines
 
     async def and_remove(driver: BatchDriver, job: Any) -> None:
@@ -104,7 +105,7 @@ async def test_results_that_vanish_once_every_line_has_one_fail_their_batch(
 
     monkeypatch.setattr(BatchDriver, "_run_lines", and_remove)
     ready(manager)
-    batch = await ended(manager, (await submit(manager, input_of(5))).id)
+    batch = await run_batch(manager, input_of(5))
     assert (batch.status, batch.request_counts.completed) == (BatchStatus.FAILED, 0)
     assert [error.code for error in batch.errors] == ["results_lost"]
     await manager.stop()
@@ -113,8 +114,7 @@ async def test_results_that_vanish_once_every_line_has_one_fail_their_batch(
 async def test_a_trouble_that_passes_only_delays_a_batch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    manager = make_manager(tmp_path, InstantRunner())
-    await manager.start()
+    manager = await started(tmp_path)
     real_open, num_failures = ResultLog.open, 0
 
     def refuse(log: ResultLog) -> None:
@@ -126,25 +126,23 @@ async def test_a_trouble_that_passes_only_delays_a_batch(
 
     monkeypatch.setattr(ResultLog, "open", refuse)
     ready(manager)
-    batch = await ended(manager, (await submit(manager, input_of(9))).id)
+    batch = await run_batch(manager, input_of(9))
     assert num_failures == 8
-    assert batch.status is BatchStatus.COMPLETED
-    await check_accounts(manager, batch, 9)
+    await check_completed(manager, batch, 9)
     await manager.stop()
 
 
 async def test_a_trouble_that_does_not_pass_fails_a_batch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    manager = make_manager(tmp_path, InstantRunner())
-    await manager.start()
+    manager = await started(tmp_path)
 
     async def stumble(driver: BatchDriver, job: Any) -> None:
         raise ZeroDivisionError
 
     monkeypatch.setattr(BatchDriver, "_run_lines", stumble)
     ready(manager)
-    batch = await ended(manager, (await submit(manager, input_of(9))).id)
+    batch = await run_batch(manager, input_of(9))
     assert batch.status is BatchStatus.FAILED
     assert [error.code for error in batch.errors] == ["internal_error"]
     await manager.delete_file(OWNER, batch.input_file_id)
@@ -163,13 +161,11 @@ async def test_files_that_were_changed_between_starts_fail_their_batch(
     tmp_path: Path, name: str, content: bytes, code: str
 ) -> None:
     runner = InstantRunner()
-    manager = make_manager(tmp_path, runner)
-    await manager.start()
+    manager = await started(tmp_path, runner)
     batch = await half_done(manager, runner)
     await manager.stop()
     (tmp_path / "files" / getattr(batch, name)).write_bytes(content)
-    manager = make_manager(tmp_path, InstantRunner())
-    await manager.start()
+    manager = await started(tmp_path)
     other = await submit(manager, input_of(50))
     ready(manager)
     batch = await ended(manager, batch.id)
@@ -181,8 +177,7 @@ async def test_files_that_were_changed_between_starts_fail_their_batch(
 async def test_open_batches_take_no_descriptors(tmp_path: Path) -> None:
     runner = InstantRunner()
     runner.hold()
-    manager = make_manager(tmp_path, runner, num_in_flight=40)
-    await manager.start()
+    manager = await started(tmp_path, runner, num_in_flight=40)
     ready(manager)
     before = len(os.listdir("/proc/self/fd"))
     batches = [await submit(manager, input_of(4)) for _ in range(30)]
@@ -194,21 +189,19 @@ async def test_open_batches_take_no_descriptors(tmp_path: Path) -> None:
     cancelled = await ended(manager, batches[-1].id)
     assert cancelled.status is BatchStatus.CANCELLED, "though others are fed before it"
     await check_accounts(manager, cancelled, 4)
-    late = await ended(manager, (await submit(manager, input_of(4), window_s=0)).id)
+    late = await run_batch(manager, input_of(4), window_s=0)
     assert late.status is BatchStatus.EXPIRED
-    runner.let_go()
+    runner.release()
     for batch in batches[:-1]:
         last = await ended(manager, batch.id)
-        assert last.status is BatchStatus.COMPLETED
-        await check_accounts(manager, last, 4)
+        await check_completed(manager, last, 4)
     await manager.stop()
 
 
 @pytest.mark.parametrize("status", ["in_progress", "finalizing", "completed"])
 async def test_a_commit_whose_answer_is_lost_counts_once(tmp_path: Path, status: str) -> None:
-    manager = make_manager(tmp_path, InstantRunner())
-    await manager.start()
-    real_change, num_lost = manager._store.change_batch, 0
+    manager = await started(tmp_path)
+    real_change, num_lost = manager._storage.store.change_batch, 0
 
     def change(batch_id: str, row: Any, **options: Any) -> bool:
         nonlocal num_lost
@@ -218,14 +211,13 @@ async def test_a_commit_whose_answer_is_lost_counts_once(tmp_path: Path, status:
             raise OperationalError("COMMIT", {}, Exception("the connection was closed"))
         return is_changed
 
-    manager._store.change_batch = change  # type: ignore[method-assign]
+    manager._storage.store.change_batch = change  # type: ignore[method-assign]
     ready(manager)
-    batch = await ended(manager, (await submit(manager, input_of(5))).id)
+    batch = await run_batch(manager, input_of(5))
     async with asyncio.timeout(10):
         while num_lost == 0:  # the record may be read before the answer is lost
             await asyncio.sleep(0.001)
-    assert batch.status is BatchStatus.COMPLETED
-    await check_accounts(manager, batch, 5)
+    await check_completed(manager, batch, 5)
     await manager.stop()
 
 
@@ -246,8 +238,7 @@ async def test_a_database_serves_one_data_folder(tmp_path: Path) -> None:
 
 
 async def test_files_are_not_swept_away_for_an_empty_database(tmp_path: Path) -> None:
-    manager = make_manager(tmp_path, InstantRunner())
-    await manager.start()
+    manager = await started(tmp_path)
     file_id = await store_input(manager, input_of(3))
     await manager.stop()
     for path in tmp_path.glob("jobs.db*"):
@@ -258,8 +249,7 @@ async def test_files_are_not_swept_away_for_an_empty_database(tmp_path: Path) ->
 
 
 async def test_a_database_of_another_version_is_refused(tmp_path: Path) -> None:
-    manager = make_manager(tmp_path, InstantRunner())
-    await manager.start()
+    manager = await started(tmp_path)
     await manager.stop()
     with sqlite3.connect(tmp_path / "jobs.db") as database:
         database.execute("ALTER TABLE batches DROP COLUMN cached_tokens")
@@ -275,8 +265,7 @@ def test_a_database_url_with_a_bad_port_is_refused(tmp_path: Path) -> None:
 
 async def test_a_folder_among_the_files_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "files" / "lost+found").mkdir(parents=True)
-    manager = make_manager(tmp_path, InstantRunner())
-    await manager.start()
+    manager = await started(tmp_path)
     await manager.stop()
     assert (tmp_path / "files" / "lost+found").is_dir()
 
@@ -298,8 +287,7 @@ async def test_uploads_at_one_time_share_the_room_there_is(tmp_path: Path) -> No
 
 async def test_paused_it_answers_and_leaves_batches_to_the_next_start(tmp_path: Path) -> None:
     runner = InstantRunner()
-    manager = make_manager(tmp_path, runner)
-    await manager.start()
+    manager = await started(tmp_path, runner)
     ready(manager)
     upload = await manager.begin_upload(OWNER)
     await upload.write(input_of(3))
@@ -312,8 +300,7 @@ async def test_paused_it_answers_and_leaves_batches_to_the_next_start(tmp_path: 
     await asyncio.sleep(0.02)
     assert not runner.runs
     await manager.stop()
-    manager = make_manager(tmp_path, runner)
-    await manager.start()
+    manager = await started(tmp_path, runner)
     ready(manager)
     assert (await ended(manager, batch.id)).status is BatchStatus.COMPLETED
     await manager.stop()
@@ -330,9 +317,8 @@ async def test_lines_that_never_ran_are_named_without_their_bodies(
         real_append(log, results)
 
     monkeypatch.setattr(ResultLog, "append", append)
-    manager = make_manager(tmp_path, InstantRunner())
-    await manager.start()
-    batch = await ended(manager, (await submit(manager, input_of(2500), window_s=0)).id)
+    manager = await started(tmp_path)
+    batch = await run_batch(manager, input_of(2500), window_s=0)
     await check_accounts(manager, batch, 2500)
     assert sum(num_bytes) == 0
     await manager.stop()
@@ -345,8 +331,7 @@ async def test_a_batch_whose_task_dies_is_said_so(
         raise ZeroDivisionError
 
     monkeypatch.setattr(BatchDriver, "drive", die)
-    manager = make_manager(tmp_path, InstantRunner())
-    await manager.start()
+    manager = await started(tmp_path)
     with caplog.at_level(logging.ERROR):
         batch = await submit(manager, input_of(1))
         async with asyncio.timeout(10):

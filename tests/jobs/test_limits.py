@@ -17,14 +17,15 @@ from backfill.jobs.manager import JobManager
 from backfill.jobs.records import BatchRecord, BatchStatus
 from tests.jobs.doubles import (
     OWNER,
-    URL,
     InstantRunner,
     check_accounts,
+    create,
     ended,
     in_status,
     input_of,
-    make_manager,
     ready,
+    run_batch,
+    started,
     store_input,
     submit,
 )
@@ -32,21 +33,8 @@ from tests.jobs.doubles import (
 pytestmark = pytest.mark.anyio
 
 
-async def create(manager: JobManager, file_id: str, owner: str = OWNER) -> BatchRecord:
-    return await manager.create_batch(
-        owner,
-        input_file_id=file_id,
-        endpoint=URL,
-        completion_window="1h",
-        completion_window_s=3600,
-        metadata=None,
-        output_expires_after_s=None,
-    )
-
-
 async def test_open_batches_of_one_owner_are_limited(tmp_path: Path) -> None:
-    manager = make_manager(tmp_path, InstantRunner(), limits={"batch_max_open": 5})
-    await manager.start()
+    manager = await started(tmp_path, limits={"batch_max_open": 5})
     file_id = await store_input(manager, input_of(3))
     made = await asyncio.gather(*(create(manager, file_id) for _ in range(20)), return_exceptions=True)
     refused = [error for error in made if isinstance(error, TooMany)]
@@ -65,8 +53,7 @@ async def test_open_batches_of_one_owner_are_limited(tmp_path: Path) -> None:
 
 
 async def test_unfinished_lines_of_one_owner_are_limited(tmp_path: Path) -> None:
-    manager = make_manager(tmp_path, InstantRunner(), limits={"batch_max_queued_lines": 25})
-    await manager.start()
+    manager = await started(tmp_path, limits={"batch_max_queued_lines": 25})
     file_id = await store_input(manager, input_of(10))
     batches = await asyncio.gather(*(create(manager, file_id) for _ in range(4)))
     await until_validated(manager, batches)
@@ -92,9 +79,8 @@ async def until_validated(manager: JobManager, batches: list[BatchRecord]) -> No
 
 
 async def test_a_full_queue_refuses_and_an_input_longer_than_it_fails(tmp_path: Path) -> None:
-    manager = make_manager(tmp_path, InstantRunner(), limits={"batch_max_queued_lines": 10})
-    await manager.start()
-    long = await ended(manager, (await submit(manager, input_of(11))).id)
+    manager = await started(tmp_path, limits={"batch_max_queued_lines": 10})
+    long = await run_batch(manager, input_of(11))
     assert [error.code for error in long.errors] == ["too_many_tasks"]
     batch = await submit(manager, input_of(10))
     await in_status(manager, batch.id, BatchStatus.IN_PROGRESS)
@@ -108,8 +94,7 @@ async def test_a_full_queue_refuses_and_an_input_longer_than_it_fails(tmp_path: 
 
 async def test_what_a_batch_had_done_before_a_restart_is_not_queued(tmp_path: Path) -> None:
     runner = InstantRunner()
-    manager = make_manager(tmp_path, runner, limits={"batch_max_queued_lines": 20})
-    await manager.start()
+    manager = await started(tmp_path, runner, limits={"batch_max_queued_lines": 20})
     batch = await submit(manager, input_of(20))
     ready(manager)
     async with asyncio.timeout(10):
@@ -121,8 +106,7 @@ async def test_what_a_batch_had_done_before_a_restart_is_not_queued(tmp_path: Pa
     other = await create(manager, file_id)  # validated by the next start
     await manager.stop()
     runner = InstantRunner()
-    manager = make_manager(tmp_path, runner, limits={"batch_max_queued_lines": 20})
-    await manager.start()
+    manager = await started(tmp_path, runner, limits={"batch_max_queued_lines": 20})
     ready(manager)
     for made in (batch, other):
         assert (await ended(manager, made.id)).status is BatchStatus.COMPLETED
@@ -130,8 +114,7 @@ async def test_what_a_batch_had_done_before_a_restart_is_not_queued(tmp_path: Pa
 
 
 async def test_bytes_of_one_owner_are_limited(tmp_path: Path) -> None:
-    manager = make_manager(tmp_path, InstantRunner(), limits={"batch_max_owner_gib": 100 / GIB})
-    await manager.start()
+    manager = await started(tmp_path, limits={"batch_max_owner_gib": 100 / GIB})
     first = await store_input(manager, b"x" * 60)
     with pytest.raises(TooLarge, match="limited to 100 bytes together"):
         await store_input(manager, b"x" * 41)
@@ -151,10 +134,9 @@ async def test_bytes_of_one_owner_are_limited(tmp_path: Path) -> None:
 
 async def test_results_are_written_though_their_owner_has_no_room(tmp_path: Path) -> None:
     content = input_of(10)
-    manager = make_manager(tmp_path, InstantRunner(), limits={"batch_max_owner_gib": len(content) / GIB})
-    await manager.start()
+    manager = await started(tmp_path, limits={"batch_max_owner_gib": len(content) / GIB})
     ready(manager)
-    batch = await ended(manager, (await submit(manager, content)).id)
+    batch = await run_batch(manager, content)
     await check_accounts(manager, batch, 10)
     await manager.stop()
 
@@ -162,8 +144,7 @@ async def test_results_are_written_though_their_owner_has_no_room(tmp_path: Path
 async def test_the_rest_of_the_disk_is_kept_for_results(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    manager = make_manager(tmp_path, InstantRunner(), limits={"batch_min_free_gib": 1000 / GIB})
-    await manager.start()
+    manager = await started(tmp_path, limits={"batch_min_free_gib": 1000 / GIB})
     num_free = 5000
     real = os.statvfs(tmp_path)
 
@@ -207,8 +188,7 @@ def test_limits_out_of_range_are_refused(field: str, value: int) -> None:
 
 
 async def test_open_uploads_are_limited_for_each_owner_and_for_all(tmp_path: Path) -> None:
-    manager = make_manager(tmp_path, InstantRunner(), limits={"batch_max_uploads": 8, "batch_max_bytes": 100})
-    await manager.start()
+    manager = await started(tmp_path, limits={"batch_max_uploads": 8, "batch_max_bytes": 100})
     uploads = [await manager.begin_upload(f"owner {number // 2}") for number in range(8)]
     with pytest.raises(TooManyUploads, match="2 of your uploads"):
         await manager.begin_upload("owner 0")

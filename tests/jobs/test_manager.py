@@ -15,16 +15,15 @@ from typing import Any
 
 import pytest
 
-from backfill.core.config import GIB
-from backfill.core.errors import ConfigError, EngineDead, RequestError
+from backfill.core.errors import EngineDead
 from backfill.engine.tasks import TaskWatch
 from backfill.jobs import manager as manager_module
-from backfill.jobs.errors import Conflict, NotFound, TooLarge
+from backfill.jobs.errors import Conflict
 from backfill.jobs.lifecycle import BatchDriver
 from backfill.jobs.lines import LineResult
 from backfill.jobs.manager import JobManager
 from backfill.jobs.open_batch import OpenBatch
-from backfill.jobs.records import BatchRecord, BatchStatus, LineOutcome, TokenUsage
+from backfill.jobs.records import BatchStatus, LineOutcome, TokenUsage
 from backfill.jobs.suspects import MAX_LONE_LOSSES
 from backfill.preparation.lines import BatchLine
 from tests.jobs.doubles import (
@@ -32,6 +31,7 @@ from tests.jobs.doubles import (
     InstantRunner,
     InThreadReader,
     check_accounts,
+    check_completed,
     ended,
     in_status,
     input_line,
@@ -39,7 +39,8 @@ from tests.jobs.doubles import (
     make_manager,
     ready,
     results_of,
-    store_input,
+    run_batch,
+    started,
     submit,
 )
 
@@ -48,8 +49,7 @@ pytestmark = pytest.mark.anyio
 
 async def test_a_batch_runs_every_line_once(tmp_path: Path) -> None:
     runner = InstantRunner()
-    manager = make_manager(tmp_path, runner)
-    await manager.start()
+    manager = await started(tmp_path, runner)
     batch = await submit(manager, input_of(50))
     assert batch.status is BatchStatus.VALIDATING
     await asyncio.sleep(0.05)
@@ -65,12 +65,11 @@ async def test_a_batch_runs_every_line_once(tmp_path: Path) -> None:
 
 async def test_lines_know_the_end_of_their_window(tmp_path: Path) -> None:
     wall_s, reader = 1_000_000.0, InThreadReader()
-    manager = make_manager(tmp_path, InstantRunner(), reader=reader, wall=lambda: wall_s)
-    await manager.start()
+    manager = await started(tmp_path, reader=reader, wall=lambda: wall_s)
     ready(manager)
     for window_s in (3600, 7200):
         before_s = time.monotonic()
-        await ended(manager, (await submit(manager, input_of(3), window_s=window_s)).id)
+        await run_batch(manager, input_of(3), window_s=window_s)
         complete_by_s = reader.selections[-1].complete_by_s
         assert complete_by_s is not None
         assert before_s <= complete_by_s - window_s <= time.monotonic()
@@ -79,10 +78,9 @@ async def test_lines_know_the_end_of_their_window(tmp_path: Path) -> None:
 
 async def test_a_bad_input_fails_before_a_line_runs(tmp_path: Path) -> None:
     runner = InstantRunner()
-    manager = make_manager(tmp_path, runner)
-    await manager.start()
+    manager = await started(tmp_path, runner)
     ready(manager)
-    batch = await ended(manager, (await submit(manager, input_of(3) + b"{\n")).id)
+    batch = await run_batch(manager, input_of(3) + b"{\n")
     assert batch.status is BatchStatus.FAILED
     assert [(error.code, error.line) for error in batch.errors] == [("invalid_json_line", 4)]
     assert batch.failed_at is not None
@@ -94,8 +92,7 @@ async def test_a_bad_input_fails_before_a_line_runs(tmp_path: Path) -> None:
 async def test_owners_share_the_engine_evenly_and_the_earlier_deadline_goes_first(tmp_path: Path) -> None:
     runner, reader = InstantRunner(), InThreadReader()
     runner.hold()
-    manager = make_manager(tmp_path, runner, num_in_flight=6, reader=reader)
-    await manager.start()
+    manager = await started(tmp_path, runner, num_in_flight=6, reader=reader)
     batches = []
     for name, owner, window_s in (
         ("late", "a", 7200),
@@ -112,7 +109,7 @@ async def test_owners_share_the_engine_evenly_and_the_earlier_deadline_goes_firs
         while len(runner.held) < 6:
             await asyncio.sleep(0.001)
     assert Counter(name.split()[0] for name in runner.held) in ({"early": 3, "b": 3}, {"same": 3, "b": 3})
-    runner.let_go()
+    runner.release()
     for owner, batch_id in batches:
         assert (await ended(manager, batch_id, owner)).status is BatchStatus.COMPLETED
     await manager.stop()
@@ -120,8 +117,7 @@ async def test_owners_share_the_engine_evenly_and_the_earlier_deadline_goes_firs
 
 async def test_however_many_batches_are_open_each_owner_and_deadline_gets_its_turn(tmp_path: Path) -> None:
     runner, reader = InstantRunner(), InThreadReader()
-    manager = make_manager(tmp_path, runner, num_in_flight=4, reader=reader)
-    await manager.start()
+    manager = await started(tmp_path, runner, num_in_flight=4, reader=reader)
     for number in range(70):
         content = b"".join(input_line(i, custom_id=f"{number} {i}") for i in range(2))
         await submit(manager, content, window_s=7200)
@@ -144,13 +140,12 @@ async def test_no_line_is_lost_or_answered_twice_over_restarts(tmp_path: Path, s
     chooser = random.Random(seed)
     batch_id = None
     for attempt in range(13):
-        manager = make_manager(tmp_path, InstantRunner(), num_in_flight=chooser.choice([1, 3, 8]))
-        await manager.start()
+        manager = await started(tmp_path, num_in_flight=chooser.choice([1, 3, 8]))
         ready(manager)
         if batch_id is None:
             batch_id = (await submit(manager, input_of(120))).id
-        patience_s = chooser.random() * 0.05 if attempt < 12 else 20.0
-        stop_after = asyncio.create_task(asyncio.sleep(patience_s))
+        timeout_s = chooser.random() * 0.05 if attempt < 12 else 20.0
+        stop_after = asyncio.create_task(asyncio.sleep(timeout_s))
         end = asyncio.create_task(ended(manager, batch_id))
         await asyncio.wait({stop_after, end}, return_when=asyncio.FIRST_COMPLETED)
         if end.done():
@@ -176,8 +171,7 @@ def has_ended(folder: Path) -> bool:
 
 async def test_cancelling_keeps_finished_lines(tmp_path: Path) -> None:
     runner = InstantRunner()
-    manager = make_manager(tmp_path, runner)
-    await manager.start()
+    manager = await started(tmp_path, runner)
     ready(manager)
     runner.hold()
     batch = await submit(manager, input_of(2500))
@@ -195,8 +189,7 @@ async def test_cancelling_keeps_finished_lines(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seed", range(12))
 async def test_a_cancellation_that_races_completion_has_one_winner(tmp_path: Path, seed: int) -> None:
-    manager = make_manager(tmp_path, InstantRunner())
-    await manager.start()
+    manager = await started(tmp_path)
     ready(manager)
     batch = await submit(manager, input_of(5))
     await asyncio.sleep(random.Random(seed).random() * 0.03)
@@ -214,19 +207,17 @@ async def test_a_cancellation_that_races_completion_has_one_winner(tmp_path: Pat
 
 async def test_an_interrupted_cancellation_is_ended_at_the_next_start(tmp_path: Path) -> None:
     runner = InstantRunner()
-    manager = make_manager(tmp_path, runner)
-    await manager.start()
+    manager = await started(tmp_path, runner)
     batch = await submit(manager, input_of(10))
     await in_status(manager, batch.id, BatchStatus.IN_PROGRESS)
     await asyncio.to_thread(
-        manager._store.change_batch,
+        manager._storage.store.change_batch,
         batch.id,
         {"status": "cancelling", "cancelling_at": batch.created_at},
         only_from=[BatchStatus.IN_PROGRESS],
     )
     await manager.stop()
-    manager = make_manager(tmp_path, runner)
-    await manager.start()
+    manager = await started(tmp_path, runner)
     batch = await ended(manager, batch.id)
     assert batch.status is BatchStatus.CANCELLED
     await check_accounts(manager, batch, 10)
@@ -236,8 +227,7 @@ async def test_an_interrupted_cancellation_is_ended_at_the_next_start(tmp_path: 
 async def test_a_window_that_ends_keeps_finished_lines(tmp_path: Path) -> None:
     runner = InstantRunner()
     runner.hold()
-    manager = make_manager(tmp_path, runner)
-    await manager.start()
+    manager = await started(tmp_path, runner)
     ready(manager)
     batch = await submit(manager, input_of(20), window_s=0)
     batch = await ended(manager, batch.id)
@@ -251,8 +241,7 @@ async def test_a_window_that_ends_keeps_finished_lines(tmp_path: Path) -> None:
 
 async def test_a_moved_clock_ends_nothing_early_and_orders_every_stamp(tmp_path: Path) -> None:
     wall = [1_000_000.0]
-    manager = make_manager(tmp_path, InstantRunner(), wall=lambda: wall[0])
-    await manager.start()
+    manager = await started(tmp_path, wall=lambda: wall[0])
     batch = await submit(manager, input_of(5))
     await in_status(manager, batch.id, BatchStatus.IN_PROGRESS)
     wall[0] += 1_000_000  # past the window
@@ -270,8 +259,7 @@ async def test_a_moved_clock_ends_nothing_early_and_orders_every_stamp(tmp_path:
 async def test_a_full_disk_delays_results_and_loses_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    manager = make_manager(tmp_path, InstantRunner())
-    await manager.start()
+    manager = await started(tmp_path)
     num_refused = 0
     real_write = os.write
 
@@ -286,10 +274,9 @@ async def test_a_full_disk_delays_results_and_loses_none(
     monkeypatch.setattr(os, "write", write)
     monkeypatch.setattr("backfill.jobs.retry.FIRST_RETRY_S", 0.001)
     ready(manager)
-    batch = await ended(manager, (await submit(manager, input_of(30))).id)
+    batch = await run_batch(manager, input_of(30))
     assert num_refused == 3
-    assert batch.status is BatchStatus.COMPLETED
-    await check_accounts(manager, batch, 30)
+    await check_completed(manager, batch, 30)
     await manager.stop()
 
 
@@ -297,8 +284,7 @@ async def test_a_locked_database_delays_the_end_and_loses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("backfill.jobs.database._BUSY_TIMEOUT_MS", 1)
-    manager = make_manager(tmp_path, InstantRunner())
-    await manager.start()
+    manager = await started(tmp_path)
     batch = await submit(manager, input_of(30))
     await in_status(manager, batch.id, BatchStatus.IN_PROGRESS)
     other = sqlite3.connect(tmp_path / "jobs.db")
@@ -311,8 +297,7 @@ async def test_a_locked_database_delays_the_end_and_loses_nothing(
     other.rollback()
     other.close()
     batch = await ended(manager, batch.id)
-    assert batch.status is BatchStatus.COMPLETED
-    await check_accounts(manager, batch, 30)
+    await check_completed(manager, batch, 30)
     await manager.stop()
 
 
@@ -325,8 +310,7 @@ async def test_tasks_that_an_exception_ends_are_counted(
     monkeypatch.setattr(BatchDriver, "drive", fail)
     monkeypatch.setattr(manager_module, "SWEEP_INTERVAL_S", None)
     tasks = TaskWatch()
-    manager = make_manager(tmp_path, InstantRunner(), tasks=tasks)
-    await manager.start()
+    manager = await started(tmp_path, tasks=tasks)
     batch = await submit(manager, input_of(1))
     async with asyncio.timeout(10):
         while tasks.failures.total() < 2:
@@ -361,116 +345,12 @@ async def test_a_line_that_ends_the_engine_is_given_up_in_time(tmp_path: Path) -
     manager = managers[0]
     await manager.start()
     ready(manager)
-    batch = await ended(manager, (await submit(manager, input_of(10))).id)
+    batch = await run_batch(manager, input_of(10))
     assert batch.status is BatchStatus.COMPLETED
     assert runner.num_deaths <= 1 + MAX_LONE_LOSSES
     await check_accounts(manager, batch, 10)
     _, errors = await results_of(manager, batch)
     assert [(line["custom_id"], line["error"]["code"]) for line in errors] == [("r3", "engine_error")]
-    await manager.stop()
-
-
-async def test_an_input_file_is_kept_while_its_batch_runs(tmp_path: Path) -> None:
-    manager = make_manager(tmp_path, InstantRunner())
-    await manager.start()
-    batch = await submit(manager, input_of(5))
-    await in_status(manager, batch.id, BatchStatus.IN_PROGRESS)
-    with pytest.raises(Conflict):
-        await manager.delete_file(OWNER, batch.input_file_id)
-    ready(manager)
-    batch = await ended(manager, batch.id)
-    await manager.delete_file(OWNER, batch.input_file_id)
-    with pytest.raises(NotFound):
-        await manager.get_file(OWNER, batch.input_file_id)
-    await check_accounts(manager, batch, 5)
-    await manager.stop()
-
-
-async def test_an_input_removed_behind_our_back_fails_its_batch(tmp_path: Path) -> None:
-    manager = make_manager(tmp_path, InstantRunner())
-    await manager.start()
-    batch = await submit(manager, input_of(5))
-    await in_status(manager, batch.id, BatchStatus.IN_PROGRESS)
-    await manager.stop()
-    (tmp_path / "files" / batch.input_file_id).unlink()
-    manager = make_manager(tmp_path, InstantRunner())
-    await manager.start()
-    ready(manager)
-    batch = await ended(manager, batch.id)
-    assert batch.status is BatchStatus.FAILED
-    assert [error.code for error in batch.errors] == ["file_not_found"]
-    await manager.stop()
-
-
-async def test_one_server_for_one_folder(tmp_path: Path) -> None:
-    first = make_manager(tmp_path, InstantRunner(), url="http://first:1")
-    await first.start()
-    second = make_manager(tmp_path, InstantRunner())
-    with pytest.raises(ConfigError, match=rf"process id {os.getpid()} at http://first:1"):
-        await second.start()
-    await first.stop()
-    await second.start()
-    await second.stop()
-
-
-async def test_other_owners_see_nothing(tmp_path: Path) -> None:
-    manager = make_manager(tmp_path, InstantRunner())
-    await manager.start()
-    batch = await submit(manager, input_of(1))
-    for attempt in (
-        manager.get_file("other", batch.input_file_id),
-        manager.delete_file("other", batch.input_file_id),
-        manager.get_batch("other", batch.id),
-        manager.cancel_batch("other", batch.id),
-    ):
-        with pytest.raises(NotFound):
-            await attempt
-    assert (await manager.list_batches("other", limit=10, after=None)).items == []
-    await manager.stop()
-
-
-async def test_limits_of_storage(tmp_path: Path) -> None:
-    manager = make_manager(tmp_path, InstantRunner())
-    object.__setattr__(manager.config, "batch_max_storage_gib", 100 / GIB)
-    object.__setattr__(manager.config, "batch_max_bytes", 60)
-    await manager.start()
-    with pytest.raises(TooLarge, match="limited to 60 bytes"):
-        await store_input(manager, b"x" * 61)
-    await store_input(manager, b"x" * 61, purpose="user_data")
-    with pytest.raises(TooLarge, match="storage is full"):
-        await store_input(manager, b"x" * 40)
-    with pytest.raises(RequestError, match="purpose"):
-        await submit_file_of(manager, "user_data")
-    await manager.stop()
-
-
-async def submit_file_of(manager: JobManager, purpose: str) -> BatchRecord:
-    return await manager.create_batch(
-        OWNER,
-        input_file_id=await store_input(manager, b"x", purpose=purpose),
-        endpoint="/v1/completions",
-        completion_window="1h",
-        completion_window_s=3600,
-        metadata=None,
-        output_expires_after_s=None,
-    )
-
-
-async def test_files_past_their_time_are_deleted_at_the_next_sweep(tmp_path: Path) -> None:
-    wall = [1_000_000.0]
-    manager = make_manager(tmp_path, InstantRunner(), wall=lambda: wall[0])
-    await manager.start()
-    file_id = await store_input(manager, b"x")
-    await manager.stop()
-    (tmp_path / "files" / "file-left.part").write_bytes(b"an upload a crash cut")
-    wall[0] += 31 * 24 * 3600
-    manager = make_manager(tmp_path, InstantRunner(), wall=lambda: wall[0])
-    await manager.start()
-    async with asyncio.timeout(5):
-        while list((tmp_path / "files").iterdir()):
-            await asyncio.sleep(0.01)
-    with pytest.raises(NotFound):
-        await manager.get_file(OWNER, file_id)
     await manager.stop()
 
 
@@ -481,8 +361,7 @@ async def test_what_metrics_are_told(tmp_path: Path) -> None:
         def on_lines(self, outcome: LineOutcome, num_lines: int, usage: TokenUsage) -> None:
             told.append((outcome, num_lines, usage))
 
-    manager = make_manager(tmp_path, InstantRunner(), on_event=Observer())
-    await manager.start()
+    manager = await started(tmp_path, on_event=Observer())
     batch = await submit(manager, input_of(7))
     await in_status(manager, batch.id, BatchStatus.IN_PROGRESS)
     async with asyncio.timeout(10):  # the database knows it first

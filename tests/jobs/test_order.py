@@ -17,7 +17,7 @@ class Batch:
         self.owner = owner
         self.deadline_at_s = deadline_at_s
         self.num_lines = num_lines  # not taken yet
-        self.num_held = 0
+        self.num_in_flight = 0
 
 
 def order_of(batches: list[Batch]) -> FairOrder[Batch]:
@@ -33,7 +33,7 @@ def take(order: FairOrder[Batch], accepts: Callable[[Batch], bool] | None = None
     if batch is not None:
         order.note_taken(batch)
         batch.num_lines -= 1
-        batch.num_held += 1
+        batch.num_in_flight += 1
         order.set_waiting(batch, batch.num_lines > 0)
     return batch
 
@@ -49,7 +49,7 @@ def test_the_owner_with_the_fewest_lines_goes_first_whatever_the_deadlines() -> 
     order = order_of([urgent, other])
     assert [take(order) for _ in range(4)] == [urgent, other, urgent, other]
     order.note_ended(other, 2)
-    other.num_held = 0
+    other.num_in_flight = 0
     assert [take(order) for _ in range(3)] == [other, other, urgent]
 
 
@@ -61,7 +61,7 @@ def test_a_batch_that_leaves_takes_its_lines_with_it() -> None:
     order.remove(leaving)
     order.remove(leaving)
     order.note_ended(leaving)
-    assert order.num_held == 3
+    assert order.num_in_flight == 3
     assert [take(order) for _ in range(3)] == [staying, staying, staying]
 
 
@@ -102,7 +102,7 @@ def test_owners_without_lines_are_not_searched_for_the_next() -> None:
 
     for _ in range(1000 + 512):
         assert take(order, accept) is not None
-    assert large.num_held == 512
+    assert large.num_in_flight == 512
     assert num_asked == 1000 + 512
 
 
@@ -120,20 +120,20 @@ def test_rules_hold_however_lines_end(batches: list[Batch], capacity: int, seed:
         waiting = {batch.owner for batch in batches if batch.num_lines > 0}
         held = Counter(dict.fromkeys(waiting, 0))
         for batch in batches:
-            held[batch.owner] += batch.num_held
-        assert order.num_held == sum(held.values())
-        batch = take(order) if order.num_held < capacity else None
+            held[batch.owner] += batch.num_in_flight
+        assert order.num_in_flight == sum(held.values())
+        batch = take(order) if order.num_in_flight < capacity else None
         if batch is not None:
             num_taken += 1
             assert held[batch.owner] == min(held[owner] for owner in waiting)
             rivals = [other for other in batches if other.owner == batch.owner and other.num_lines > 0]
             assert batch.deadline_at_s <= min((rival.deadline_at_s for rival in rivals), default=9)
             continue
-        running = [batch for batch in batches if batch.num_held]
+        running = [batch for batch in batches if batch.num_in_flight]
         if not running:
             break
         ended = chooser.choice(running)
-        ended.num_held -= 1
+        ended.num_in_flight -= 1
         order.note_ended(ended)
     assert num_taken == expected
 
@@ -153,7 +153,7 @@ def test_it_says_what_a_search_of_all_items_would(data: st.DataObject) -> None:
         chosen = data.draw(st.sampled_from(batches))
         held: Counter[str] = Counter()
         for batch in batches:
-            held[batch.owner] += batch.num_held
+            held[batch.owner] += batch.num_in_flight
         if step == "take":
             expected = min(
                 (batch for batch in batches if batch.num_lines > 0),
@@ -164,8 +164,8 @@ def test_it_says_what_a_search_of_all_items_would(data: st.DataObject) -> None:
             if expected is not None:
                 num_taken += 1
                 last_served[expected.owner] = num_taken
-        elif step == "end" and chosen.num_held:
-            chosen.num_held -= 1
+        elif step == "end" and chosen.num_in_flight:
+            chosen.num_in_flight -= 1
             order.note_ended(chosen)
         elif step == "refill":
             chosen.num_lines += 2
@@ -173,7 +173,7 @@ def test_it_says_what_a_search_of_all_items_would(data: st.DataObject) -> None:
         elif step == "leave":
             order.remove(chosen)
             batches.remove(chosen)
-        assert order.num_held == sum(batch.num_held for batch in batches)
+        assert order.num_in_flight == sum(batch.num_in_flight for batch in batches)
 
 
 @given(num_owners=st.integers(1, 6), capacity=st.integers(1, 8), seed=st.integers(0, 99))

@@ -12,7 +12,15 @@ import pytest
 
 from backfill.core.errors import ConfigError
 from backfill.jobs.private_files import make_private, write_durably
-from tests.jobs.doubles import InstantRunner, ended, input_of, make_manager, ready, submit
+from tests.jobs.doubles import (
+    InstantRunner,
+    input_of,
+    make_manager,
+    ready,
+    run_batch,
+    started,
+    submit,
+)
 
 pytestmark = pytest.mark.anyio
 
@@ -36,7 +44,7 @@ async def test_only_the_servers_user_may_read_the_data_folder(tmp_path: Path) ->
     try:
         await manager.start()
         ready(manager)
-        await ended(manager, (await submit(manager, input_of(5))).id)
+        await run_batch(manager, input_of(5))
         upload = await manager.begin_upload("owner")
         await upload.write(b"x")
         assert {"jobs.db", "jobs.db-wal", "jobs.db-shm", "server.lock", "store.id"} <= set(modes(folder))
@@ -49,14 +57,12 @@ async def test_only_the_servers_user_may_read_the_data_folder(tmp_path: Path) ->
 
 async def test_looser_modes_are_mended_at_the_start(tmp_path: Path) -> None:
     folder = tmp_path / "data"
-    manager = make_manager(folder, InstantRunner())
-    await manager.start()
+    manager = await started(folder)
     await submit(manager, input_of(5))
     await manager.stop()
     for path in [folder, *folder.rglob("*")]:
         path.chmod(0o755 if path.is_dir() else 0o644)
-    manager = make_manager(folder, InstantRunner())
-    await manager.start()
+    manager = await started(folder)
     assert_private(folder)
     await manager.stop()
 

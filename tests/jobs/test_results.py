@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backfill.jobs.lines import LineResult, completed, unrun
+from backfill.jobs.lines import LineResult, completed, unanswered
 from backfill.jobs.results import ForeignResults, ResultLog, ResultsLost
 from backfill.preparation.lines import BatchLine
 
@@ -20,7 +20,7 @@ from backfill.preparation.lines import BatchLine
 def result(number: int, *, fails: bool = False) -> LineResult:
     line = BatchLine(number=number, custom_id=f"r{number}", request_id="req")
     if fails:
-        return unrun(line, "engine_error")
+        return unanswered(line, "engine_error")
     return completed(line, {"text": "a\nb", "usage": {"prompt_tokens": 3, "completion_tokens": 1}})
 
 

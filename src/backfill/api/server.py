@@ -32,16 +32,13 @@ from backfill.core.request import ServiceClass
 from backfill.costs.profile import CostProfile
 from backfill.engine.client import EngineClient
 from backfill.engine.messages import Ready, StepReport
-from backfill.engine.supervisor import EngineSupervisor
 from backfill.engine.tasks import TaskWatch
-from backfill.generation.generator import TextGenerator
 from backfill.ipc.child import abandon_children
 from backfill.jobs.config import JobsConfig
 from backfill.jobs.manager import JobManager
-from backfill.preparation.client import PreparationClient
 from backfill.preparation.messages import PreparationSetup
-from backfill.protocol.preparer import EngineFacts, RequestPreparer, ServedModel
-from backfill.protocol.service import CompletionService
+from backfill.preparation.serving import ServingProcesses
+from backfill.protocol.preparer import EngineFacts, ServedModel
 from backfill.scheduling.objectives import check_server_slo
 
 logger = logging.getLogger(__name__)
@@ -86,21 +83,18 @@ class Server:
         self._stats_log = StatsLog(self._objective_counts)
         self._loop_lag = LoopLag(model.names[0])
         self._tasks = TaskWatch()
-        self._client = client
         client.set_callbacks(on_report=self._on_report, on_profile=self._on_profile, tasks=self._tasks)
-        self._preparation = PreparationClient(
-            PreparationSetup(
-                model=model,
-                chat_template=chat_template,
-                uses_generation_config=uses_generation_config,
-                max_response_tokens=server_config.max_response_tokens,
-                is_strict=server_config.strict,
-                log_level=server_config.log_level.upper(),
-            ),
-            self._tasks,
+        setup = PreparationSetup(
+            model=model,
+            chat_template=chat_template,
+            uses_generation_config=uses_generation_config,
+            max_response_tokens=server_config.max_response_tokens,
+            is_strict=server_config.strict,
+            log_level=server_config.log_level.upper(),
         )
+        self._processes = ServingProcesses(client, setup, self._tasks)
         self.state = ServerState(
-            server_config, engine_config, self._client, self._preparation, api_keys=api_keys
+            server_config, engine_config, client, self._processes.preparation, api_keys=api_keys
         )
         self._key_file_watch: KeyFileWatch | None = None
         if api_keys is not None and server_config.api_key_file is not None:
@@ -110,20 +104,13 @@ class Server:
             self._job_metrics = JobMetrics(model.names[0])
             self.state.jobs = JobManager(
                 jobs_config,
-                self._preparation,
+                self._processes.preparation,
                 model_names=model.names,
                 url=url,
                 on_event=self._job_metrics,
                 tasks=self._tasks,
             )
             self._job_metrics.watch(self.state.jobs.snapshot)
-        self._supervisor = EngineSupervisor(
-            self._client,
-            on_ready=self._on_engine_ready,
-            on_lost=self._on_engine_lost,
-            on_offline_suspended=self.state.suspend_offline,
-        )
-        self._loading: asyncio.Task[RequestPreparer] | None = None  # while the engine loads
         self._lag_task: asyncio.Task[None] | None = None
         self._stop_asked = asyncio.Event()
         self._stopped_by: signal.Signals | None = None
@@ -146,9 +133,12 @@ class Server:
         http = HttpServer(create_app(self.state), limits)
         http_task = asyncio.create_task(http.serve(sockets=[listener]))
         log_task = self._tasks.start(self._stats_log.run(), "stats-log")
-        self._preparation.start(within_s=_PREPARATION_WITHIN_S)
-        self._loading = asyncio.create_task(asyncio.to_thread(self._load_preparer))
-        engine_task = asyncio.create_task(self._supervisor.run())
+        engine_task = self._processes.start(
+            on_ready=self._on_engine_ready,
+            on_lost=self._on_engine_lost,
+            on_offline_suspended=self.state.suspend_offline,
+            preparation_within_s=_PREPARATION_WITHIN_S,
+        )
         if self._key_file_watch is not None:
             self._key_file_watch.start()
         stop_task = asyncio.create_task(self._stop_asked.wait())
@@ -160,21 +150,20 @@ class Server:
         finally:
             if self._key_file_watch is not None:
                 self._key_file_watch.stop()
-            for task in (engine_task, stop_task, log_task, self._lag_task, self._loading):
+            for task in (stop_task, log_task, self._lag_task):
                 if task is not None:
                     task.cancel()
-            failures = await asyncio.gather(engine_task, self._loading, return_exceptions=True)
             if self.state.jobs is not None:
                 await self.state.jobs.pause()
-            await self._client.stop()
+            await self._processes.stop_engine()
             http.should_exit = True
             await http_task
             if self.state.jobs is not None:
                 # Only now: the next server on the data folder clears away uploads that have no end.
                 await self.state.jobs.stop()
-            await self._preparation.stop()
-        if isinstance(failures[0], Exception):
-            raise failures[0]
+            await self._processes.preparation.stop()
+        if not engine_task.cancelled():
+            engine_task.result()  # raises the reason where the engine cannot run
         return None if self._was_ready else self._stopped_by
 
     async def _on_engine_ready(self, ready: Ready) -> None:
@@ -185,9 +174,8 @@ class Server:
         if self.state.service is None:
             for warning in check_server_slo(self.state.engine_config.scheduler, ready.profile):
                 logger.warning(warning)
-        assert self._loading is not None
-        preparer = await self._loading
-        self._use(preparer, EngineFacts.of(ready, self.state.engine_config.scheduler))
+        preparer = await self._processes.loaded()
+        self._processes.configure(preparer, EngineFacts.of(ready, self.state.engine_config.scheduler))
         if self.state.service is None:
             self.state.metrics = Metrics(
                 self._model.names[0],
@@ -195,16 +183,12 @@ class Server:
                 slo=ready.default_slo,
                 loop_lag=self._loop_lag,
                 jobs=self._job_metrics,
-                preparation=self._preparation,
+                preparation=self._processes.preparation,
                 task_failures=self._tasks.failures,
                 vllm_names=self.state.server_config.vllm_metrics,
             )
             self.state.preparer = preparer
-            self.state.service = CompletionService(
-                self._model,
-                preparer.tokenizer,
-                TextGenerator(self._client, preparer.tokenizer, self.state.metrics.requests),
-            )
+            self.state.service = self._processes.create_service(preparer, self.state.metrics.requests)
             if self.state.server_config.shed_hopeless and ready.cost is not None:
                 self.state.shedder = Shedder(ready.cost, self.state.engine_config.scheduler)
             freeze_heap()
@@ -228,17 +212,13 @@ class Server:
             self.state.jobs.engine_lost()
         self.state.phase = Phase.RESTARTING
 
-    def _load_preparer(self) -> RequestPreparer:
-        setup = self._preparation.setup
-        return setup.create_preparer(setup.load_tokenizer())
-
     async def _drain(self) -> None:
         """Refuse new requests, stop offline ones, and let online ones end within the timeout.
 
         Unfinished lines of batches are left for the next start.
         """
         self.state.phase = Phase.DRAINING
-        self._supervisor.expect_end()
+        self._processes.supervisor.expect_end()
         timeout_s = self.state.server_config.shutdown_timeout
         logger.info(
             "shutting down: %d open requests have %g s to end; offline work is left for the next start",
@@ -248,21 +228,17 @@ class Server:
         reason = EngineDead("The server is shutting down.")
         if self.state.jobs is not None:
             await self.state.jobs.pause()
-        self._client.interrupt(ServiceClass.OFFLINE, reason)
+        self.state.client.interrupt(ServiceClass.OFFLINE, reason)
         deadline_at_s = time.monotonic() + timeout_s
         while self.state.num_unanswered > 0 and time.monotonic() < deadline_at_s:
             await asyncio.sleep(_DRAIN_POLL_S)
-        self._client.interrupt(ServiceClass.ONLINE, reason)
-
-    def _use(self, preparer: RequestPreparer, facts: EngineFacts) -> None:
-        """Prepare requests by these, here and in the preparation process."""
-        preparer.facts = facts
-        self._preparation.configure(facts)
+        self.state.client.interrupt(ServiceClass.ONLINE, reason)
 
     def _on_profile(self, profile: CostProfile) -> None:
         """The engine predicts steps with another profile."""
         if self.state.preparer is not None:
-            self._use(self.state.preparer, replace(self.state.preparer.engine, profile=profile))
+            facts = replace(self.state.preparer.engine, profile=profile)
+            self._processes.configure(self.state.preparer, facts)
         self._show_profile(profile)
 
     def _show_profile(self, profile: CostProfile) -> None:
@@ -284,7 +260,7 @@ class Server:
     def _on_signal(self, number: signal.Signals) -> None:
         if self._stop_asked.is_set():
             logger.warning("stopping now")
-            self._client.abandon()
+            self.state.client.abandon()
             abandon_children()
             os._exit(1)
         self._stopped_by = number

@@ -67,6 +67,7 @@ def run_batch(
     engine = engine.for_offline_work()
     template = read_template(requests.chat_template)
     from backfill.jobs.local_run import LocalRun
+    from backfill.preparation.messages import PreparationSetup
 
     with interruptible(LOADING):
         folder = find_folder(model)
@@ -75,12 +76,14 @@ def run_batch(
         files.input_file,
         files.output_file,
         files.error_file,
-        model=served,
+        setup=PreparationSetup(
+            model=served,
+            chat_template=template,
+            uses_generation_config=requests.uses_generation_config,
+            is_strict=requests.strict,
+            log_level=requests.log_level.upper(),
+        ),
         engine_config=dataclasses.replace(engine, model_dir=str(folder)),
-        chat_template=template,
-        uses_generation_config=requests.uses_generation_config,
-        is_strict=requests.strict,
-        log_level=requests.log_level.upper(),
     )
     stopped_by = run_in_loop(_run(run, console))
     _print_summary(run, console, is_whole=stopped_by is None, as_json=files.json)

@@ -29,6 +29,7 @@ class SocketFolder:
         remove_left_folders(parent)
         self.path = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=parent))
         # Held while this process lives: a container with the same /tmp does not know its id.
+        # By flock, since filelock cannot lock a folder.
         self._lock: int | None = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         fcntl.flock(self._lock, fcntl.LOCK_SH)
 

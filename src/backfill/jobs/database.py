@@ -33,13 +33,21 @@ _BUSY_TIMEOUT_MS = 5000
 
 metadata = MetaData()
 
-# `sequence` orders records made within one second.
+
+def _key_columns() -> list[Column[Any]]:
+    """``sequence`` orders records made within one second."""
+    big_integer = BigInteger().with_variant(Integer, "sqlite")
+    return [
+        Column("sequence", big_integer, primary_key=True, autoincrement=True),
+        Column("id", String(64), nullable=False, unique=True),
+        Column("owner", String(64), nullable=False),
+    ]
+
+
 files = Table(
     "files",
     metadata,
-    Column("sequence", BigInteger().with_variant(Integer, "sqlite"), primary_key=True, autoincrement=True),
-    Column("id", String(64), nullable=False, unique=True),
-    Column("owner", String(64), nullable=False),
+    *_key_columns(),
     Column("num_bytes", BigInteger, nullable=False),
     Column("created_at", BigInteger, nullable=False),
     Column("expires_at", BigInteger),
@@ -51,9 +59,7 @@ files = Table(
 batches = Table(
     "batches",
     metadata,
-    Column("sequence", BigInteger().with_variant(Integer, "sqlite"), primary_key=True, autoincrement=True),
-    Column("id", String(64), nullable=False, unique=True),
-    Column("owner", String(64), nullable=False),
+    *_key_columns(),
     Column("endpoint", String(64), nullable=False),
     # No foreign keys: files may be deleted, or expire, once their batch has ended, and it still names them.
     Column("input_file_id", String(64), nullable=False),

@@ -28,11 +28,11 @@ class LineSource(Protocol):
 
 @dataclass(slots=True)
 class RunningLine:
-    """A line in the engine. ``had_company`` once another line was there at the same time."""
+    """A line in the engine. ``ran_with_others`` once another line was there at the same time."""
 
     line: BatchLine
     task: asyncio.Task[None]
-    had_company: bool
+    ran_with_others: bool
 
 
 class Feed:
@@ -73,41 +73,41 @@ class Feed:
         self.finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._source = source
         self._num_unread = num_lines
-        self._again: list[BatchLine] = []  # those that were lost or put back; the most often lost last
+        self._to_retry: list[BatchLine] = []  # those that were lost or put back; the most often lost last
         self._read: deque[BatchLine] = deque()  # read, not taken yet
         self.reading: asyncio.Task[None] | None = None
         self.running: dict[int, RunningLine] = {}
         self.results: list[LineResult] = []  # ended, not yet durable
-        self.num_held = 0  # lines taken that are not durable yet
-        self.num_held_bytes = 0  # of lines read that are not durable yet
+        self.num_in_flight = 0  # lines taken that are not durable yet
+        self.num_buffered_bytes = 0  # of lines read that are not durable yet
         self.committer: asyncio.Task[None] | None = None
         self.has_unsaved_losses = False
         self.saver: asyncio.Task[None] | None = None
 
     @property
     def has_lines(self) -> bool:
-        return not self.finished.done() and bool(self._again or self._read or self._num_unread)
+        return not self.finished.done() and bool(self._to_retry or self._read or self._num_unread)
 
     @property
     def has_read_lines(self) -> bool:
-        return not self.finished.done() and bool(self._again or self._read)
+        return not self.finished.done() and bool(self._to_retry or self._read)
 
     @property
     def num_losses_next(self) -> int:
         """How often the line that ``take`` gives next was lost."""
-        if self.finished.done() or not self._again:
+        if self.finished.done() or not self._to_retry:
             return 0
-        return self.suspects.of(self._again[-1].number).num
+        return self.suspects.of(self._to_retry[-1].number).num
 
     def take(self) -> BatchLine | None:
         """The next line; None where one must be read first."""
-        if self._again:
-            line = self._again.pop()
+        if self._to_retry:
+            line = self._to_retry.pop()
         elif self._read:
             line = self._read.popleft()
         else:
             return None
-        self.num_held += 1
+        self.num_in_flight += 1
         return line
 
     async def read(self, max_lines: int) -> None:
@@ -127,18 +127,18 @@ class Feed:
                 self._put(line)
             else:
                 self._read.append(line)
-        self.num_held_bytes += sum(line.num_bytes for line in lines)
+        self.num_buffered_bytes += sum(line.num_bytes for line in lines)
 
     def put_back(self, line: BatchLine) -> None:
-        self.num_held -= 1
+        self.num_in_flight -= 1
         self._put(line)
 
     def note_durable(self, results: Sequence[LineResult]) -> None:
         for result in results:
-            self.num_held -= 1
-            self.num_held_bytes -= result.line.num_bytes
+            self.num_in_flight -= 1
+            self.num_buffered_bytes -= result.line.num_bytes
             self.suspects.forget(result.line.number)
-        if self.num_held == 0 and not (self._again or self._read or self._num_unread):
+        if self.num_in_flight == 0 and not (self._to_retry or self._read or self._num_unread):
             self.finish()
 
     def finish(self) -> None:
@@ -151,5 +151,5 @@ class Feed:
             self.finished.exception()  # whoever removes the feed need not look
 
     def _put(self, line: BatchLine) -> None:
-        self._again.append(line)
-        self._again.sort(key=lambda line: self.suspects.of(line.number).num)
+        self._to_retry.append(line)
+        self._to_retry.sort(key=lambda line: self.suspects.of(line.number).num)

@@ -10,22 +10,22 @@ from typing import Protocol
 from backfill.core.errors import EngineDead, RequestLost, StepFailed
 from backfill.engine.tasks import TaskWatch
 from backfill.jobs.feed import Feed, RunningLine
-from backfill.jobs.lines import LineResult, unrun
+from backfill.jobs.lines import LineResult, unanswered
 from backfill.jobs.order import FairOrder
-from backfill.jobs.retry import until_durable
+from backfill.jobs.retry import append_with_retries
 from backfill.jobs.threads import ThreadPool, until_done
 from backfill.preparation.lines import BatchLine
 
 logger = logging.getLogger(__name__)
 
 # Bytes of the lines read and not yet durable, above which no further line is read.
-MAX_HELD_BYTES = 64 << 20
+MAX_BUFFERED_BYTES = 64 << 20
 
 # Lines asked for at once: enough that asking costs little, few enough that other batches get their turn.
 _GROUP_LINES = 32
 # Lines started in one turn of the event loop, which streams wait for.
 _TURN_LINES = 32
-_SUSPECT_SHRINKS_BY = 8
+_SHRINK_FACTOR = 8
 
 
 class LineRunner(Protocol):
@@ -67,7 +67,7 @@ class Feeder:
             logger.warning(
                 "the engine died with %d lines in flight; they run again, at first %d at once",
                 self._num_lost,
-                self._most_beside(max((feed.num_losses_next for feed in self._feeds), default=0)),
+                self._max_in_flight_with(max((feed.num_losses_next for feed in self._feeds), default=0)),
             )
             self._num_lost = 0
         self._fill()
@@ -120,10 +120,10 @@ class Feeder:
         if self._may_have_suspects:
             running = [feed.suspects.of(number).num for feed in self._feeds for number in feed.running]
             waiting = [feed.num_losses_next for feed in self._feeds]
-            most = self._most_beside(max(running, default=0))
+            most = self._max_in_flight_with(max(running, default=0))
             self._may_have_suspects = max(running + waiting, default=0) > 0
         num_started = 0
-        while self._order.num_held < self._capacity:
+        while self._order.num_in_flight < self._capacity:
             if num_started == _TURN_LINES:
                 self._fill_soon()
                 return
@@ -131,7 +131,7 @@ class Feeder:
             if feed is None:
                 return
             if self._may_have_suspects:
-                most = min(most, self._most_beside(feed.num_losses_next))
+                most = min(most, self._max_in_flight_with(feed.num_losses_next))
                 if self._num_running >= most:
                     return
             line = feed.take()
@@ -165,20 +165,20 @@ class Feeder:
         feed = self._order.next()
         if feed is None or feed.has_read_lines or feed.reading is not None:
             return feed
-        if sum(other.num_held_bytes for other in self._feeds) < MAX_HELD_BYTES:
+        if sum(other.num_buffered_bytes for other in self._feeds) < MAX_BUFFERED_BYTES:
             return feed
         ready = self._order.next(lambda feed: feed.has_read_lines)
         # Memory that no line under way will free must not stop everything.
-        return feed if ready is None and self._order.num_held == 0 else ready
+        return feed if ready is None and self._order.num_in_flight == 0 else ready
 
     def _start(self, feed: Feed, line: BatchLine) -> None:
-        had_company = self._num_running > 0
+        ran_with_others = self._num_running > 0
         if self._num_running == 1:  # which was alone until now
             for other in self._feeds:
                 for run in other.running.values():
-                    run.had_company = True
+                    run.ran_with_others = True
         task = self._tasks.start(self._run(feed, line), "feeder-line")
-        feed.running[line.number] = RunningLine(line, task, had_company)
+        feed.running[line.number] = RunningLine(line, task, ran_with_others)
         self._num_running += 1
         self._order.note_taken(feed)
         self._note_lines(feed)
@@ -192,9 +192,9 @@ class Feeder:
         self._may_have_suspects |= feed.num_losses_next > 0
         self._fill()
 
-    def _most_beside(self, num_losses: int) -> int:
+    def _max_in_flight_with(self, num_losses: int) -> int:
         """Lines that may be in flight together with one that was lost so often, itself included."""
-        most: int = self._capacity // _SUSPECT_SHRINKS_BY**num_losses
+        most: int = self._capacity // _SHRINK_FACTOR**num_losses
         return max(1, most)
 
     async def _run(self, feed: Feed, line: BatchLine) -> None:
@@ -207,7 +207,7 @@ class Feeder:
                 result = self._after_loss(feed, line, error)
         except Exception:
             logger.exception("%s: line %d failed", feed.name, line.number)
-            result = unrun(line, "internal_error")
+            result = unanswered(line, "internal_error")
         finally:
             del feed.running[line.number]
             self._num_running -= 1
@@ -229,7 +229,7 @@ class Feeder:
         losses = feed.suspects.note_lost(
             line.number,
             is_lone=error.num_others == 0,
-            is_only_line=not feed.running[line.number].had_company,
+            is_only_line=not feed.running[line.number].ran_with_others,
         )
         feed.has_unsaved_losses = True
         if feed.saver is None:
@@ -245,7 +245,7 @@ class Feeder:
             losses.num_lone,
             losses.num_only_line,
         )
-        return unrun(line, "engine_error")
+        return unanswered(line, "engine_error")
 
     async def _save(self, feed: Feed) -> None:
         """Make the losses durable; those that come while one write is under way are in the next."""
@@ -264,7 +264,7 @@ class Feeder:
         try:
             while feed.results:
                 group, feed.results = feed.results, []
-                await until_durable(self._threads, feed.sink, group, feed.name)
+                await append_with_retries(self._threads, feed.sink, group, feed.name)
                 feed.on_committed(group)
                 feed.note_durable(group)
                 self._order.note_ended(feed, len(group))

@@ -14,11 +14,9 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
-from backfill.jobs.blobs import BlobStore
-from backfill.jobs.config import JobsConfig
 from backfill.jobs.feed import Feed, InputChanged
 from backfill.jobs.feeder import Feeder
-from backfill.jobs.lines import LineResult, unrun
+from backfill.jobs.lines import LineResult, unanswered
 from backfill.jobs.open_batch import OpenBatch, num_unfinished
 from backfill.jobs.records import (
     FINAL_STATUSES,
@@ -30,10 +28,10 @@ from backfill.jobs.records import (
     TokenUsage,
 )
 from backfill.jobs.results import ForeignResults, ResultLog, ResultsLost
-from backfill.jobs.retry import persist, retry_delays_s, until_durable
-from backfill.jobs.store import JobStore, counts_changes
+from backfill.jobs.retry import append_with_retries, retry_delays_s
+from backfill.jobs.storage import JobStorage
+from backfill.jobs.store import counts_changes
 from backfill.jobs.suspects import Suspects
-from backfill.jobs.threads import JobThreads
 from backfill.preparation.lines import BadLine, BatchLine, LineError
 from backfill.preparation.messages import InputLimits, InputReport, LineSelection
 
@@ -44,10 +42,10 @@ _MAX_CHECKED_AT_ONCE = 4
 _MAX_ENDED_AT_ONCE = 4  # of those with lines that never ran
 # A batch is given up once something unforeseen has gone wrong with it so often.
 MAX_UNEXPECTED = 5
-_UNRUN_GROUP = 1000
+_UNANSWERED_GROUP = 1000
 
 _OPEN_STATUSES = [status for status in BatchStatus if status not in FINAL_STATUSES]
-_UNRUN_CODES = {LineOutcome.CANCELLED: "batch_cancelled", LineOutcome.EXPIRED: "batch_expired"}
+_UNANSWERED_CODES = {LineOutcome.CANCELLED: "batch_cancelled", LineOutcome.EXPIRED: "batch_expired"}
 
 
 class LineReader(Protocol):
@@ -80,33 +78,24 @@ class BatchDriver:
     Args:
         on_lines: told of lines that ended, once they are durable.
         num_queued_lines: unfinished lines of an owner's open batches.
-        now: Unix seconds.
     """
 
     def __init__(
         self,
-        config: JobsConfig,
-        store: JobStore,
-        blobs: BlobStore,
+        storage: JobStorage,
         feeder: Feeder,
         reader: InputReader,
-        threads: JobThreads,
         *,
         model_names: Sequence[str],
         on_lines: Callable[[Sequence[LineResult]], None],
         num_queued_lines: Callable[[str], int],
-        now: Callable[[], int],
     ) -> None:
-        self._config = config
-        self._store = store
-        self._blobs = blobs
+        self._storage = storage
         self._feeder = feeder
         self._reader = reader
-        self._threads = threads
         self._model_names = model_names
         self._on_lines = on_lines
         self._num_queued_lines = num_queued_lines
-        self._now = now
         self._checking = asyncio.Semaphore(_MAX_CHECKED_AT_ONCE)
         self._ending = asyncio.Semaphore(_MAX_ENDED_AT_ONCE)
 
@@ -114,8 +103,8 @@ class BatchDriver:
         """The batch's results, not opened yet."""
         return ResultLog(
             batch.id.removeprefix("batch_"),
-            self._blobs.path(batch.output_blob),
-            self._blobs.path(batch.error_blob),
+            self._storage.blobs.path(batch.output_blob),
+            self._storage.blobs.path(batch.error_blob),
         )
 
     async def drive(self, job: OpenBatch) -> None:
@@ -132,7 +121,7 @@ class BatchDriver:
                     await self._fail(job, verdict)
                 return
             except Exception as error:
-                found = _verdict_on(error, job.batch)
+                found = _final_error(error, job.batch)
                 if isinstance(error, OSError):  # such as too many open files: it may pass
                     reason = error.strerror or error
                     logger.error("%s: cannot go on (%s); trying again in %g s", name, reason, delay_s)
@@ -153,7 +142,7 @@ class BatchDriver:
                 if not await self._validate(job):
                     return
         log = self.log_of(job.batch)
-        await self._threads.results.run(log.open)
+        await self._storage.threads.results.run(log.open)
         job.log = log
         job.has_counts = True
         if job.batch.status is BatchStatus.IN_PROGRESS:
@@ -171,8 +160,8 @@ class BatchDriver:
             return False
         if report.warning is not None:
             logger.warning("%s: %s", job.batch.id, report.warning)
-        stamp = self._stamp(job)
-        found = report.errors or self._over_the_queue(job, report.total)
+        stamp = self._timestamp(job)
+        found = report.errors or self._queue_errors(job, report.total)
         if found:
             logger.info("%s: failed validation: %s", job.batch.id, found[0].message)
             errors = [dataclasses.asdict(error) for error in found]
@@ -192,10 +181,10 @@ class BatchDriver:
         limits = InputLimits(
             endpoint=job.batch.endpoint,
             model_names=tuple(self._model_names),
-            max_lines=self._config.batch_max_lines,
-            max_line_bytes=self._config.max_line_bytes,
+            max_lines=self._storage.config.batch_max_lines,
+            max_line_bytes=self._storage.config.max_line_bytes,
         )
-        path = str(self._blobs.path(job.batch.input_file_id))
+        path = str(self._storage.blobs.path(job.batch.input_file_id))
         check = asyncio.ensure_future(self._reader.check_input(path, limits))
         cancelled = asyncio.ensure_future(job.cancelled.wait())
         try:
@@ -208,9 +197,9 @@ class BatchDriver:
                 task.cancel()
             await asyncio.gather(check, cancelled, return_exceptions=True)
 
-    def _over_the_queue(self, job: OpenBatch, num_lines: int) -> list[LineError]:
+    def _queue_errors(self, job: OpenBatch, num_lines: int) -> list[LineError]:
         """Why the owner's queue does not take so many lines more, if it does not."""
-        most = self._config.batch_max_queued_lines
+        most = self._storage.config.batch_max_queued_lines
         if num_lines > most:
             message = f"The input file has {num_lines} lines; the batches of one owner are limited to {most}."
             return [LineError("too_many_tasks", message)]
@@ -226,7 +215,7 @@ class BatchDriver:
     async def _feed(self, job: OpenBatch) -> None:
         """Run lines until all are done, the window is over or the owner cancels."""
         await self._run_lines(job)
-        changes: dict[str, Any] = {"finalizing_at": self._stamp(job)}
+        changes: dict[str, Any] = {"finalizing_at": self._timestamp(job)}
         if num_unfinished(job.counts()):
             changes["expired_at"] = changes["finalizing_at"]
         if not await self._change(job, BatchStatus.FINALIZING, changes, [BatchStatus.IN_PROGRESS]):
@@ -237,7 +226,7 @@ class BatchDriver:
         if num_lines == 0:
             return
         suspects = self._suspects_of(job.batch)
-        await self._threads.results.run(suspects.load)
+        await self._storage.threads.results.run(suspects.load)
         with contextlib.closing(self._unfinished_lines(job)) as lines:
             feed = Feed(
                 job.batch.id,
@@ -273,16 +262,16 @@ class BatchDriver:
         if num_unfinished(job.counts()):
             async with self._ending:
                 await self._end_unfinished(job, outcome)
-        await self._threads.results.run(job.log.check_intact)
-        await self._end(job, end, {f"{end.value}_at": self._stamp(job)}, [job.batch.status])
+        await self._storage.threads.results.run(job.log.check_intact)
+        await self._end(job, end, {f"{end.value}_at": self._timestamp(job)}, [job.batch.status])
 
     async def _end_unfinished(self, job: OpenBatch, outcome: LineOutcome) -> None:
         """Give each line that has no result one that says why."""
         with contextlib.closing(self._unfinished_lines(job, names_only=True)) as lines:
             try:
-                while group := await lines.read(_UNRUN_GROUP):
-                    results = [unrun(line, _UNRUN_CODES[outcome], outcome) for line in group]
-                    await until_durable(self._threads.results, job.log, results, job.batch.id)
+                while group := await lines.read(_UNANSWERED_GROUP):
+                    results = [unanswered(line, _UNANSWERED_CODES[outcome], outcome) for line in group]
+                    await append_with_retries(self._storage.threads.results, job.log, results, job.batch.id)
                     self._on_lines(results)
             except FileNotFoundError:
                 raise _InputMissing from None
@@ -291,9 +280,9 @@ class BatchDriver:
         """End with the results there are."""
         log = self.log_of(job.batch)
         with contextlib.suppress(ForeignResults):
-            await self._threads.results.run(log.open)
+            await self._storage.threads.results.run(log.open)
             job.log = log
-        changes = {"failed_at": self._stamp(job), "errors": [dataclasses.asdict(reason)]}
+        changes = {"failed_at": self._timestamp(job), "errors": [dataclasses.asdict(reason)]}
         await self._end(job, BatchStatus.FAILED, changes, _OPEN_STATUSES)
 
     async def _end(
@@ -305,13 +294,13 @@ class BatchDriver:
     ) -> None:
         """The last status and the result files, in one transaction."""
         record = job.batch
-        now = self._stamp(job)
+        now = self._timestamp(job)
         records, found = [], {}
         for column, blob, kind in (
             ("output_file_id", record.output_blob, "output"),
             ("error_file_id", record.error_blob, "error"),
         ):
-            num_bytes = await self._threads.results.run(self._blobs.size_or_delete, blob)
+            num_bytes = await self._storage.threads.results.run(self._storage.blobs.size_or_delete, blob)
             if num_bytes == 0:
                 continue
             found[column] = blob
@@ -326,7 +315,7 @@ class BatchDriver:
                     purpose="batch_output",
                 )
             )
-        await self._threads.results.run(self._suspects_of(record).delete)
+        await self._storage.threads.results.run(self._suspects_of(record).delete)
         counts = job.counts()
         changes = {**changes, **found, **counts_changes(counts, job.log.usage)}
         await self._change(job, status, changes, only_from, records)
@@ -335,22 +324,22 @@ class BatchDriver:
         )
 
     def _suspects_of(self, batch: BatchRecord) -> Suspects:
-        return Suspects(self._config.data_dir / SUSPECTS_FOLDER / batch.id, batch.id)
+        return Suspects(self._storage.config.data_dir / SUSPECTS_FOLDER / batch.id, batch.id)
 
     def _unfinished_lines(self, job: OpenBatch, *, names_only: bool = False) -> LineReader:
         return self._reader.open_lines(
             LineSelection(
-                path=str(self._blobs.path(job.batch.input_file_id)),
-                max_line_bytes=self._config.max_line_bytes,
+                path=str(self._storage.blobs.path(job.batch.input_file_id)),
+                max_line_bytes=self._storage.config.max_line_bytes,
                 done=job.log.done,
                 names_only=names_only,
                 complete_by_s=job.deadline_s,
             )
         )
 
-    def _stamp(self, job: OpenBatch) -> int:
+    def _timestamp(self, job: OpenBatch) -> int:
         """Now, but never before anything that happened to the batch already."""
-        return max(self._now(), job.batch.last_stamp)
+        return max(self._storage.now(), job.batch.last_stamp)
 
     async def _change(
         self,
@@ -362,9 +351,8 @@ class BatchDriver:
     ) -> bool:
         """Compare-and-set of the status, repeated until the database answers."""
         row = {"status": status.value, **changes}
-        if not await persist(
-            self._threads.database,
-            lambda: self._store.change_batch(job.batch.id, row, only_from=only_from, new_files=new_files),
+        if not await self._storage.query_with_retries(
+            self._storage.store.change_batch, job.batch.id, row, only_from=only_from, new_files=new_files
         ):
             return False
         stamps = {name: value for name, value in changes.items() if name.endswith("_at")}
@@ -372,7 +360,7 @@ class BatchDriver:
         return True
 
 
-def _verdict_on(error: Exception, batch: BatchRecord) -> LineError | None:
+def _final_error(error: Exception, batch: BatchRecord) -> LineError | None:
     """Why the batch cannot go on, where trying again would not help."""
     match error:
         case _InputMissing():

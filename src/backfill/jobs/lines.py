@@ -9,7 +9,7 @@ from backfill.jobs.records import LineOutcome, TokenUsage
 from backfill.preparation.lines import BatchLine
 from backfill.protocol.encoding import EncodedBody
 
-_UNRUN_MESSAGES = {
+_UNANSWERED_MESSAGES = {
     "batch_expired": "This request could not be executed before the completion window expired.",
     "batch_cancelled": "This request was cancelled with its batch before it was executed.",
     "engine_error": "The engine failed several times while it ran this request.",
@@ -64,6 +64,6 @@ def refused(line: BatchLine) -> LineResult:
     return LineResult(line, LineOutcome.FAILED, response, None)
 
 
-def unrun(line: BatchLine, code: str, outcome: LineOutcome = LineOutcome.FAILED) -> LineResult:
+def unanswered(line: BatchLine, code: str, outcome: LineOutcome = LineOutcome.FAILED) -> LineResult:
     """A line that has no answer, and why."""
-    return LineResult(line, outcome, None, {"code": code, "message": _UNRUN_MESSAGES[code]})
+    return LineResult(line, outcome, None, {"code": code, "message": _UNANSWERED_MESSAGES[code]})

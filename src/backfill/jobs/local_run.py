@@ -18,9 +18,7 @@ from backfill.core.config import EngineConfig
 from backfill.core.errors import BackfillError, ConfigError
 from backfill.engine.client import EngineClient
 from backfill.engine.messages import Ready, StepReport
-from backfill.engine.supervisor import EngineSupervisor
-from backfill.generation.generator import NoObserver, TextGenerator
-from backfill.generation.tokenizer import Tokenizer
+from backfill.generation.generator import NoObserver
 from backfill.ipc.child import abandon_children
 from backfill.jobs.feed import Feed
 from backfill.jobs.feeder import Feeder
@@ -31,11 +29,11 @@ from backfill.jobs.results import ForeignResults, ResultLog
 from backfill.jobs.runner import ServiceRunner
 from backfill.jobs.suspects import Suspects
 from backfill.jobs.threads import ThreadPool
-from backfill.preparation.client import PreparationClient
 from backfill.preparation.lines import BadLine, LineError
 from backfill.preparation.messages import InputLimits, LineSelection, PreparationSetup
+from backfill.preparation.serving import ServingProcesses
 from backfill.preparation.validation import InputCheck
-from backfill.protocol.preparer import EngineFacts, ServedModel
+from backfill.protocol.preparer import EngineFacts
 from backfill.protocol.service import CompletionService
 
 logger = logging.getLogger(__name__)
@@ -66,7 +64,7 @@ class LocalRun:
 
     Args:
         error_path: where failed lines go; None puts them into the output file too.
-        is_strict: a line with a field that has no effect is refused.
+        setup: with ``is_strict``, a line with a field that has no effect is refused.
     """
 
     def __init__(
@@ -75,12 +73,8 @@ class LocalRun:
         output_path: Path,
         error_path: Path | None,
         *,
-        model: ServedModel,
+        setup: PreparationSetup,
         engine_config: EngineConfig,
-        chat_template: str | None = None,
-        uses_generation_config: bool = True,
-        is_strict: bool = False,
-        log_level: str = "WARNING",
     ) -> None:
         self.phase = "checking the input"
         self.num_resumed = 0
@@ -90,17 +84,10 @@ class LocalRun:
         self.duration_s = 0.0
         self._input_path = input_path
         self._result_paths = (output_path, error_path or output_path)
-        self._model = model
+        self._setup = setup
         self._engine_config = engine_config
-        self._preparation = PreparationClient(
-            PreparationSetup(
-                model=model,
-                chat_template=chat_template,
-                uses_generation_config=uses_generation_config,
-                is_strict=is_strict,
-                log_level=log_level,
-            )
-        )
+        client = EngineClient(engine_config, log_level=setup.log_level, on_report=self._on_report)
+        self._processes = ServingProcesses(client, setup)
         self._stop_asked = asyncio.Event()
         self._total = 0
         self._log: ResultLog | None = None
@@ -108,7 +95,6 @@ class LocalRun:
         self._service: CompletionService | None = None
         self._threads = ThreadPool("disk", 2)
         self._feeder = Feeder(ServiceRunner(lambda: self._service), self._threads)
-        self._client = EngineClient(engine_config, log_level=log_level, on_report=self._on_report)
 
     @property
     def counts(self) -> RequestCounts:
@@ -128,7 +114,7 @@ class LocalRun:
 
     def abandon(self) -> None:
         """End its processes and remove their files at once, for a caller that is about to exit."""
-        self._client.abandon()
+        self._processes.client.abandon()
         abandon_children()
 
     async def run(self) -> bool:
@@ -175,16 +161,15 @@ class LocalRun:
         """A digest of the input, which names its results. Raises: BadInput, OSError."""
         limits = InputLimits(
             endpoint=None,
-            model_names=self._model.names,
+            model_names=self._setup.model.names,
             max_lines=sys.maxsize,
             max_line_bytes=_MAX_LINE_BYTES,
             model_hint=(
-                f"Lines may call this run's {' or '.join(self._model.names)}, or name no model; "
+                f"Lines may call this run's {' or '.join(self._setup.model.names)}, or name no model; "
                 "--served-model-name gives it other names."
             ),
         )
-        line_check = self._preparation.setup.line_check
-        with contextlib.closing(InputCheck(self._input_path, limits, line_check)) as check:
+        with contextlib.closing(InputCheck(self._input_path, limits, self._setup.line_check)) as check:
             while not self._stop_asked.is_set() and not await self._threads.run(check.advance):
                 pass
         if check.report.errors:
@@ -205,7 +190,7 @@ class LocalRun:
         for path in dict.fromkeys(self._result_paths):
             if path.exists() and path.samefile(self._input_path):
                 raise ConfigError(f"{path} is the input file.")
-            stack.enter_context(_held(path))
+            stack.enter_context(_locked(path))
             _check_tail(path, f'{{"id":"batch_req_{name}_'.encode())
         log = ResultLog(name, *self._result_paths)
         log.open()
@@ -215,32 +200,19 @@ class LocalRun:
         self.num_resumed = log.num_completed + log.num_failed
 
     async def _run_lines(self) -> None:
-        supervisor = EngineSupervisor(
-            self._client, on_ready=self._on_engine_ready, on_lost=self._on_engine_lost
-        )
-        self._preparation.start()
-        self._loading = asyncio.create_task(self._load_tokenizer())
-        engine = asyncio.create_task(supervisor.run())
+        engine = self._processes.start(on_ready=self._on_engine_ready, on_lost=self._on_engine_lost)
         stopping = asyncio.create_task(self._stop_asked.wait())
         try:
             await self._feed(engine, stopping)
         finally:
-            for task in (engine, stopping, self._loading):
-                task.cancel()
-            await asyncio.gather(engine, self._loading, return_exceptions=True)
-            await self._client.stop()
-            await self._preparation.stop()
-
-    async def _load_tokenizer(self) -> Tokenizer:
-        """Of the outputs, once the inputs can be prepared. Raises: BackfillError."""
-        tokenizer = await asyncio.to_thread(self._preparation.setup.load_tokenizer)
-        await self._preparation.wait_ready()
-        return tokenizer
+            stopping.cancel()
+            await self._processes.stop_engine()
+            await self._processes.preparation.stop()
 
     async def _feed(self, engine: asyncio.Task[None], stopping: asyncio.Task[bool]) -> None:
         """Run lines until all have results, a stop is asked for, or the engine cannot go on."""
         assert self._log is not None
-        lines = self._preparation.open_lines(
+        lines = self._processes.preparation.open_lines(
             LineSelection(path=str(self._input_path), max_line_bytes=_MAX_LINE_BYTES, done=self._log.done)
         )
         feed = Feed(
@@ -258,7 +230,7 @@ class LocalRun:
         finally:
             # A result that waits for the disk is not waited for: a full disk would hold the stop for ever.
             await self._feeder.remove(feed, keep_results=False)
-            self.num_dropped = feed.num_held
+            self.num_dropped = feed.num_in_flight
             lines.close()
         if feed.finished.done():
             try:
@@ -270,11 +242,11 @@ class LocalRun:
             engine.result()
 
     async def _on_engine_ready(self, ready: Ready) -> None:
-        tokenizer = await self._loading
-        self._preparation.configure(EngineFacts.of(ready, self._engine_config.scheduler))
-        # Tokens are counted by step: here a prompt is known when its request ends.
-        generator = TextGenerator(self._client, tokenizer, NoObserver())
-        self._service = CompletionService(self._model, tokenizer, generator)
+        preparer = await self._processes.loaded()
+        await self._processes.preparation.wait_ready()
+        self._processes.configure(preparer, EngineFacts.of(ready, self._engine_config.scheduler))
+        # Tokens are counted by step: a generator's observer learns of a prompt when its request ends.
+        self._service = self._processes.create_service(preparer, NoObserver())
         num_at_once = self._engine_config.scheduler.max_num_seqs
         if self.rates is None:
             now_s = time.monotonic()
@@ -324,8 +296,11 @@ def _digest(path: Path) -> str:
 
 
 @contextlib.contextmanager
-def _held(path: Path) -> Iterator[None]:
-    """The file is this process's while the context lasts. Raises: ConfigError when it is another's."""
+def _locked(path: Path) -> Iterator[None]:
+    """Lock a file for this process. Raises: ConfigError when another process has the lock.
+
+    The lock is on the result file itself: filelock may truncate or delete the file that it locks.
+    """
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         try:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 from pathlib import Path
+
+from filelock import FileLock, Timeout
 
 from backfill.core.errors import ConfigError
 from backfill.jobs.private_files import FILE_MODE, make_folder
@@ -16,30 +17,27 @@ class DataFolderLock:
     def __init__(self, folder: Path, url: str) -> None:
         self._path = folder / "server.lock"
         self._url = url
-        self._file: int | None = None
+        # One thread acquires it, another releases it. A soft lock would outlive a crash.
+        self._lock = FileLock(
+            self._path, blocking=False, mode=FILE_MODE, thread_local=False, fallback_to_soft=False
+        )
 
     def acquire(self) -> None:
         """Raises: ConfigError naming the holder, or when the folder cannot be written."""
         try:
             make_folder(self._path.parent)
-            file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
-        except OSError as error:
-            reason = error.strerror or error
-            raise ConfigError(f"--data-dir {self._path.parent} cannot be written: {reason}.") from error
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            holder = os.read(file, 512).decode(errors="replace").strip() or "another process"
-            os.close(file)
+            self._lock.acquire()
+            self._path.write_text(f"the server with process id {os.getpid()} at {self._url}\n")
+        except Timeout as error:
+            holder = self._path.read_text(errors="replace").strip() or "another process"
             raise ConfigError(
                 f"--data-dir {self._path.parent} is in use by {holder}. "
                 "Stop it, or give this server another --data-dir."
             ) from error
-        os.ftruncate(file, 0)
-        os.write(file, f"the server with process id {os.getpid()} at {self._url}\n".encode())
-        self._file = file
+        except OSError as error:
+            self.release()
+            reason = error.strerror or error
+            raise ConfigError(f"--data-dir {self._path.parent} cannot be written: {reason}.") from error
 
     def release(self) -> None:
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
+        self._lock.release()

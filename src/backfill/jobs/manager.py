@@ -11,11 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
-from backfill.core.errors import ConfigError, RequestError
+from backfill.core.errors import RequestError
 from backfill.engine.tasks import TaskWatch
-from backfill.jobs.blobs import BlobStore
 from backfill.jobs.config import JobsConfig
-from backfill.jobs.database import open_database
 from backfill.jobs.downloads import Download
 from backfill.jobs.errors import Conflict, NotFound, TooMany
 from backfill.jobs.feeder import Feeder, LineRunner
@@ -23,7 +21,6 @@ from backfill.jobs.lifecycle import SUSPECTS_FOLDER, BatchDriver, InputReader
 from backfill.jobs.lines import LineResult
 from backfill.jobs.lock import DataFolderLock
 from backfill.jobs.open_batch import OpenBatch, num_unfinished
-from backfill.jobs.private_files import make_private
 from backfill.jobs.records import (
     BatchRecord,
     BatchStatus,
@@ -34,9 +31,8 @@ from backfill.jobs.records import (
     new_batch_id,
     new_file_id,
 )
-from backfill.jobs.retry import ask, persist
 from backfill.jobs.runner import ServiceRunner
-from backfill.jobs.store import JobStore
+from backfill.jobs.storage import JobStorage
 from backfill.jobs.suspects import sweep as sweep_suspects
 from backfill.jobs.threads import JobThreads
 from backfill.jobs.uploads import Upload, Uploads
@@ -110,8 +106,7 @@ class JobManager:
         self._is_open = False
         self._is_paused = False
         self._stop_by_s: float | None = None  # on the monotonic clock, once it is pausing
-        self._blobs = BlobStore(config.data_dir / "files")
-        self._store: JobStore
+        self._storage: JobStorage
         self._driver: BatchDriver
         self._uploads: Uploads
 
@@ -121,25 +116,17 @@ class JobManager:
         """Take the data folder and go on with unfinished batches. Raises: ConfigError."""
         await self._threads.results.run(self._lock.acquire)
         try:
-            try:
-                await self._open_folder()
-            except OSError as error:
-                reason = error.strerror or error
-                raise ConfigError(f"--data-dir {self.config.data_dir} cannot be used: {reason}.") from error
-            self._uploads = Uploads(self.config, self._store, self._blobs, self._threads, self.now)
+            self._storage = await JobStorage.open(self.config, self._threads, self.now)
+            self._uploads = Uploads(self._storage)
             self._driver = BatchDriver(
-                self.config,
-                self._store,
-                self._blobs,
+                self._storage,
                 self._feeder,
                 self._reader,
-                self._threads,
                 model_names=self._model_names,
                 on_lines=self._count,
                 num_queued_lines=self._num_queued_lines,
-                now=self.now,
             )
-            batches = await persist(self._threads.database, self._store.open_batches)
+            batches = await self._storage.query_with_retries(self._storage.store.open_batches)
             suspects = self.config.data_dir / SUSPECTS_FOLDER
             await self._threads.results.run(sweep_suspects, suspects, {batch.id for batch in batches})
             for batch in batches:
@@ -150,16 +137,6 @@ class JobManager:
             raise
         self._is_open = True
         self._sweeper = self._tasks.start(self._sweep(), "sweeper")
-
-    async def _open_folder(self) -> None:
-        data_dir = self.config.data_dir
-        await self._threads.results.run(make_private, data_dir)
-        self._store = JobStore(
-            await self._threads.database.run(open_database, self.config.batch_database_url, data_dir)
-        )
-        await self._threads.database.run(self._store.tie_to_folder, data_dir)
-        known = await persist(self._threads.database, self._store.blob_ids)
-        await self._threads.results.run(self._blobs.open_folder, known)
 
     async def pause(self) -> None:
         """Stop feeding at once; lines that run are given up and run again at the next start.
@@ -187,7 +164,7 @@ class JobManager:
         self._is_open = False
         await self.pause()
         await self._threads.wait_idle(self._stop_timeout_s())
-        closing = asyncio.ensure_future(self._threads.database.run(self._store.close))
+        closing = asyncio.ensure_future(self._threads.database.run(self._storage.store.close))
         await asyncio.wait([closing], timeout=self._stop_timeout_s())
         num_left = self._threads.close()
         if num_left == 0:
@@ -233,15 +210,14 @@ class JobManager:
 
     async def get_file(self, owner: str, file_id: str) -> FileRecord:
         """Raises: NotFound."""
-        return await ask(self._threads.database, self._store.get_file, owner, file_id)
+        return await self._storage.query(self._storage.store.get_file, owner, file_id)
 
     async def list_files(
         self, owner: str, *, purpose: str | None, order: str, limit: int, after: str | None
     ) -> Page[FileRecord]:
         """In order of creation, ``asc`` or ``desc``. Raises: NotFound for an unknown ``after``."""
-        return await ask(
-            self._threads.database,
-            self._store.list_files,
+        return await self._storage.query(
+            self._storage.store.list_files,
             owner,
             purpose=purpose,
             order=order,
@@ -251,13 +227,13 @@ class JobManager:
 
     async def delete_file(self, owner: str, file_id: str) -> None:
         """Raises: NotFound, Conflict while a batch that has not ended reads it."""
-        await ask(self._threads.database, self._store.delete_file, owner, file_id)
-        await self._threads.results.run(self._blobs.delete, file_id)
+        await self._storage.query(self._storage.store.delete_file, owner, file_id)
+        await self._threads.results.run(self._storage.blobs.delete, file_id)
 
     async def open_content(self, record: FileRecord) -> Download:
         """Raises: NotFound where the bytes are gone from the disk, though nobody deleted the file."""
         try:
-            return await Download.open(self._blobs.path(record.id), self._threads.downloads)
+            return await Download.open(self._storage.blobs.path(record.id), self._threads.downloads)
         except FileNotFoundError:
             logger.error("%s: its contents are missing from the data folder", record.id)
             message = f"The contents of the file {record.id} are missing from the server's storage."
@@ -306,7 +282,7 @@ class JobManager:
             ),
             metadata=metadata,
         )
-        await ask(self._threads.database, self._store.add_batch, batch, self.config.batch_max_open)
+        await self._storage.query(self._storage.store.add_batch, batch, self.config.batch_max_open)
         logger.info("%s: created for %s, window %s", batch.id, input_file_id, completion_window)
         if not self._is_paused:  # else the next start takes it up
             self._begin(batch)
@@ -314,17 +290,17 @@ class JobManager:
 
     async def get_batch(self, owner: str, batch_id: str) -> BatchRecord:
         """Raises: NotFound."""
-        return self._with_counts(await ask(self._threads.database, self._store.get_batch, owner, batch_id))
+        return self._with_counts(await self._storage.query(self._storage.store.get_batch, owner, batch_id))
 
     async def list_batches(self, owner: str, *, limit: int, after: str | None) -> Page[BatchRecord]:
         """Newest first. Raises: NotFound for an unknown ``after``."""
-        page = await ask(self._threads.database, self._store.list_batches, owner, limit=limit, after=after)
+        page = await self._storage.query(self._storage.store.list_batches, owner, limit=limit, after=after)
         return Page([self._with_counts(batch) for batch in page.items], page.has_more)
 
     async def cancel_batch(self, owner: str, batch_id: str) -> BatchRecord:
         """Raises: NotFound, Conflict when the batch has ended otherwise or is about to."""
         while True:
-            batch = await ask(self._threads.database, self._store.get_batch, owner, batch_id)
+            batch = await self._storage.query(self._storage.store.get_batch, owner, batch_id)
             if batch.status in (BatchStatus.CANCELLING, BatchStatus.CANCELLED):
                 return self._with_counts(batch)
             if batch.status is BatchStatus.VALIDATING:
@@ -335,8 +311,11 @@ class JobManager:
                 raise Conflict(f"The batch {batch_id} is {batch.status.value} and cannot be cancelled.")
             stamp = max(self.now(), batch.last_stamp)
             changes = {"status": to.value, **dict.fromkeys(stamps, stamp)}
-            if await ask(
-                self._threads.database, self._store.change_batch, batch_id, changes, only_from=[batch.status]
+            if await self._storage.query(
+                self._storage.store.change_batch,
+                batch_id,
+                changes,
+                only_from=[batch.status],
             ):
                 job = self._jobs.get(batch_id)
                 if job is not None:
@@ -385,10 +364,10 @@ class JobManager:
             await asyncio.sleep(SWEEP_INTERVAL_S)
 
     async def _delete_expired(self) -> None:
-        ids = await persist(self._threads.database, lambda: self._store.delete_expired_files(self.now()))
+        ids = await self._storage.query_with_retries(self._storage.store.delete_expired_files, self.now())
         for file_id in ids:
             try:
-                await self._threads.results.run(self._blobs.delete, file_id)
+                await self._threads.results.run(self._storage.blobs.delete, file_id)
             except OSError as error:  # the next start finds that nobody knows it
                 logger.error("%s: its contents cannot be deleted: %s", file_id, error.strerror or error)
             else:

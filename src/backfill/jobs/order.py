@@ -15,13 +15,13 @@ Item = TypeVar("Item")
 class _Owner(Generic[Item]):
     number: int
     last_served: int
-    num_held: int = 0
+    num_in_flight: int = 0
     num_items: int = 0
     waiting: list[_Entry[Item]] = field(default_factory=list)  # those with lines to give, sorted
 
     @property
     def turn(self) -> tuple[int, int, int]:
-        return self.num_held, self.last_served, self.number
+        return self.num_in_flight, self.last_served, self.number
 
 
 @dataclass(slots=True, eq=False)
@@ -30,7 +30,7 @@ class _Entry(Generic[Item]):
     owner: str
     deadline_at_s: float
     sequence: int
-    num_held: int = 0
+    num_in_flight: int = 0
     is_waiting: bool = False
 
     @property
@@ -54,7 +54,7 @@ class FairOrder(Generic[Item]):
         self._in_turn: list[_Owner[Item]] = []  # those with lines to give, sorted by turn
         self._num_added = 0
         self._num_taken = 0
-        self.num_held = 0
+        self.num_in_flight = 0
 
     def add(self, item: Item, owner: str, deadline_at_s: float) -> None:
         """It has lines to give, until ``set_waiting`` says otherwise."""
@@ -73,8 +73,8 @@ class FairOrder(Generic[Item]):
         entry = self._entries.pop(item)
         of_owner = self._owners[entry.owner]
         with self._changing(of_owner):
-            of_owner.num_held -= entry.num_held
-        self.num_held -= entry.num_held
+            of_owner.num_in_flight -= entry.num_in_flight
+        self.num_in_flight -= entry.num_in_flight
         of_owner.num_items -= 1
         if of_owner.num_items == 0:
             del self._owners[entry.owner]
@@ -103,23 +103,23 @@ class FairOrder(Generic[Item]):
     def note_taken(self, item: Item) -> None:
         """A line of the item is under way."""
         self._num_taken += 1
-        self._add_held(item, 1, last_served=self._num_taken)
+        self._add_in_flight(item, 1, last_served=self._num_taken)
 
     def note_ended(self, item: Item, num_lines: int = 1) -> None:
         """So many of its lines no longer are; nothing happens for an item that was removed."""
         if item in self._entries:
-            self._add_held(item, -num_lines)
+            self._add_in_flight(item, -num_lines)
 
-    def _add_held(self, item: Item, num_lines: int, last_served: int | None = None) -> None:
+    def _add_in_flight(self, item: Item, num_lines: int, last_served: int | None = None) -> None:
         entry = self._entries[item]
         of_owner = self._owners[entry.owner]
         with self._changing(of_owner):
-            of_owner.num_held += num_lines
+            of_owner.num_in_flight += num_lines
             if last_served is not None:
                 of_owner.last_served = last_served
-        entry.num_held += num_lines
-        self.num_held += num_lines
-        assert entry.num_held >= 0
+        entry.num_in_flight += num_lines
+        self.num_in_flight += num_lines
+        assert entry.num_in_flight >= 0
 
     @contextlib.contextmanager
     def _changing(self, of_owner: _Owner[Item]) -> Iterator[None]:

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from typing import ParamSpec, Protocol, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError, SQLAlchemyError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
-from backfill.jobs.errors import Busy
 from backfill.jobs.lines import LineResult
 from backfill.jobs.threads import ThreadPool
-
-Args = ParamSpec("Args")
-Result = TypeVar("Result")
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +33,7 @@ def retry_delays_s() -> Iterator[float]:
         delay_s = min(LONGEST_RETRY_S, 2 * delay_s)
 
 
-async def until_durable(
+async def append_with_retries(
     threads: ThreadPool, sink: ResultSink, results: Sequence[LineResult], name: str
 ) -> None:
     """Append, and while the disk refuses try again, ever less often."""
@@ -50,37 +46,11 @@ async def until_durable(
         await asyncio.sleep(delay_s)
 
 
-async def persist(threads: ThreadPool, work: Callable[[], Result]) -> Result:
-    """Ask the database until it answers. Raises: SQLAlchemyError where asking again cannot help."""
-    for delay_s in retry_delays_s():
-        try:
-            return await threads.run(work)
-        except SQLAlchemyError as error:
-            if not _may_pass(error):
-                raise
-            logger.error(
-                "the batch database does not answer (%s); trying again in %g s", reason_of(error), delay_s
-            )
-        await asyncio.sleep(delay_s)
-    raise AssertionError("delays have no end")
-
-
-async def ask(
-    threads: ThreadPool, work: Callable[Args, Result], *args: Args.args, **kwargs: Args.kwargs
-) -> Result:
-    """Ask the database once, for a caller who waits. Raises: Busy."""
-    try:
-        return await threads.run(work, *args, **kwargs)
-    except SQLAlchemyError as error:
-        logger.error("the batch database does not answer: %s", reason_of(error))
-        raise Busy("The database of files and batches does not answer. Please retry.") from error
-
-
 def reason_of(error: SQLAlchemyError) -> str:
     return str(getattr(error, "orig", None) or error).splitlines()[0]
 
 
-def _may_pass(error: SQLAlchemyError) -> bool:
+def may_pass(error: SQLAlchemyError) -> bool:
     """Whether it is the connection's or a lock's fault rather than the statement's."""
     if isinstance(error, OperationalError | InterfaceError | PoolTimeout):
         return True

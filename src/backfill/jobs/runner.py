@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from backfill.core.errors import EngineDead
-from backfill.jobs.lines import LineResult, completed, refused, unrun
+from backfill.jobs.lines import LineResult, completed, refused, unanswered
 from backfill.preparation.lines import BatchLine
 from backfill.protocol.service import CompletionService
 
@@ -25,7 +25,7 @@ class ServiceRunner:
         if line.refusal is not None:
             return refused(line)
         if line.generation is None:
-            return unrun(line, "internal_error")
+            return unanswered(line, "internal_error")
         service = self._service()
         if service is None:
             raise EngineDead("The engine is not running.")

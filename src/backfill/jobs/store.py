@@ -35,7 +35,7 @@ class JobStore:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         # A batch is not made of a file that is being deleted. One process owns the records.
-        self._reference = threading.Lock()
+        self._input_lock = threading.Lock()
 
     def tie_to_folder(self, data_dir: Path) -> None:
         """Raises: ConfigError when the folder or the database is another's."""
@@ -52,12 +52,7 @@ class JobStore:
 
     def get_file(self, owner: str, file_id: str) -> FileRecord:
         """Raises: NotFound."""
-        query = select(files).where(files.c.id == file_id, files.c.owner == owner)
-        with self._engine.connect() as connection:
-            row = connection.execute(query).mappings().one_or_none()
-        if row is None:
-            raise NotFound(f"No such File object: {file_id[:80]}")
-        return _file(row)
+        return _file(self._row(files, owner, file_id, f"No such File object: {file_id[:80]}"))
 
     def list_files(
         self, owner: str, *, purpose: str | None, order: str, limit: int, after: str | None
@@ -74,7 +69,7 @@ class JobStore:
         """Raises: NotFound, Conflict while a batch that has not ended reads it."""
         self.get_file(owner, file_id)
         statement = delete(files).where(files.c.id == file_id, files.c.id.not_in(_inputs_in_use()))
-        with self._reference, self._engine.begin() as connection:
+        with self._input_lock, self._engine.begin() as connection:
             is_deleted = connection.execute(statement).rowcount == 1
         if not is_deleted:
             raise Conflict(f"The file {file_id} is the input of a batch that has not ended.")
@@ -82,7 +77,7 @@ class JobStore:
     def delete_expired_files(self, now: int) -> list[str]:
         """Ids of the files that are past their time and were removed from the database."""
         expired = (files.c.expires_at <= now, files.c.id.not_in(_inputs_in_use()))
-        with self._reference, self._engine.begin() as connection:
+        with self._input_lock, self._engine.begin() as connection:
             ids = list(connection.execute(select(files.c.id).where(*expired)).scalars())
             for file_id in ids:
                 connection.execute(delete(files).where(files.c.id == file_id, *expired))
@@ -108,7 +103,7 @@ class JobStore:
     def add_batch(self, batch: BatchRecord, max_open: int) -> None:
         """Raises: NotFound when the input file is gone, TooMany where its owner has ``max_open`` already."""
         open_ones = select(func.count()).where(batches.c.owner == batch.owner, batches.c.status.in_(_OPEN))
-        with self._reference, self._engine.begin() as connection:
+        with self._input_lock, self._engine.begin() as connection:
             found = connection.execute(
                 select(files.c.id).where(files.c.id == batch.input_file_id, files.c.owner == batch.owner)
             ).first()
@@ -123,12 +118,7 @@ class JobStore:
 
     def get_batch(self, owner: str, batch_id: str) -> BatchRecord:
         """Raises: NotFound."""
-        query = select(batches).where(batches.c.id == batch_id, batches.c.owner == owner)
-        with self._engine.connect() as connection:
-            row = connection.execute(query).mappings().one_or_none()
-        if row is None:
-            raise NotFound(f"No batch found with id '{batch_id[:80]}'.")
-        return _batch(row)
+        return _batch(self._row(batches, owner, batch_id, f"No batch found with id '{batch_id[:80]}'."))
 
     def list_batches(self, owner: str, *, limit: int, after: str | None) -> Page[BatchRecord]:
         """Newest first. Raises: NotFound for an ``after`` that does not exist."""
@@ -171,6 +161,15 @@ class JobStore:
                 return True
             connection.rollback()
             return False
+
+    def _row(self, table: Table, owner: str, record_id: str, if_missing: str) -> RowMapping:
+        """Raises: NotFound with the message ``if_missing``."""
+        query = select(table).where(table.c.id == record_id, table.c.owner == owner)
+        with self._engine.connect() as connection:
+            row = connection.execute(query).mappings().one_or_none()
+        if row is None:
+            raise NotFound(if_missing)
+        return row
 
     def _page(
         self,

@@ -6,41 +6,23 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from io import FileIO
 
-from backfill.jobs.blobs import BlobStore
 from backfill.jobs.config import JobsConfig
 from backfill.jobs.errors import StorageFull, TooLarge, TooManyUploads
 from backfill.jobs.private_files import write_all
 from backfill.jobs.records import FileRecord, new_file_id
-from backfill.jobs.retry import ask
-from backfill.jobs.store import JobStore
-from backfill.jobs.threads import JobThreads
+from backfill.jobs.storage import JobStorage
 
 logger = logging.getLogger(__name__)
 
 
 class Uploads:
-    """Begins uploads, and counts what all of them bring. One event loop owns it.
+    """Begins uploads, and counts what all of them bring. One event loop owns it."""
 
-    Args:
-        now: Unix seconds.
-    """
-
-    def __init__(
-        self,
-        config: JobsConfig,
-        store: JobStore,
-        blobs: BlobStore,
-        threads: JobThreads,
-        now: Callable[[], int],
-    ) -> None:
-        self._config = config
-        self._store = store
-        self._blobs = blobs
-        self._threads = threads
-        self._now = now
+    def __init__(self, storage: JobStorage) -> None:
+        self._storage = storage
         # Bytes since the start, without those of uploads that were given up.
         self._num_received = 0
         self._num_received_of: Counter[str] = Counter()
@@ -59,27 +41,27 @@ class Uploads:
 
     async def _begin(self, owner: str) -> Upload:
         most_received, most_received_of_owner = None, None
-        if self._config.max_stored_bytes is not None:
+        if self._storage.config.max_stored_bytes is not None:
             before = self._num_received
-            num_stored = await self._threads.uploads.run(self._blobs.num_bytes)
-            most_received = before + self._config.max_stored_bytes - num_stored
-        if self._config.max_owner_bytes is not None:
+            num_stored = await self._storage.threads.uploads.run(self._storage.blobs.num_bytes)
+            most_received = before + self._storage.config.max_stored_bytes - num_stored
+        if self._storage.config.max_owner_bytes is not None:
             before = self._num_received_of[owner] - self._num_unfinished_of[owner]
-            num_stored = await ask(self._threads.database, self._store.num_bytes_of, owner)
-            most_received_of_owner = before + self._config.max_owner_bytes - num_stored
+            num_stored = await self._storage.query(self._storage.store.num_bytes_of, owner)
+            most_received_of_owner = before + self._storage.config.max_owner_bytes - num_stored
         await self.check_free_space()
         file_id = new_file_id()
         try:
             with _disk_errors():
-                file = await self._threads.uploads.run(self._blobs.create, file_id)
+                file = await self._storage.threads.uploads.run(self._storage.blobs.create, file_id)
         except BaseException:  # of a client that left just now it may have been made
-            await self._threads.uploads.run(self._blobs.discard, file_id, None)
+            await self._storage.threads.uploads.run(self._storage.blobs.discard, file_id, None)
             raise
         return Upload(self, owner, file_id, file, most_received, most_received_of_owner)
 
     async def check_free_space(self) -> None:
         """Raise StorageFull where the rest of the disk is kept for results."""
-        await self._threads.uploads.run(self._check_free_space, 0)
+        await self._storage.threads.uploads.run(self._check_free_space, 0)
 
     def receive(self, owner: str, num_bytes: int) -> tuple[int, int]:
         """Count bytes of an upload, negative ones where it is given up: those of all, and of the owner."""
@@ -99,30 +81,30 @@ class Uploads:
 
     async def write(self, file: FileIO, data: bytes | bytearray) -> None:
         with _disk_errors():
-            await self._threads.uploads.run(self._write, file, data)
+            await self._storage.threads.uploads.run(self._write, file, data)
 
     async def keep(self, record: FileRecord, file: FileIO) -> None:
         """The contents first, then the record of them."""
         with _disk_errors():
-            await self._threads.uploads.run(self._blobs.commit, record.id, file)
+            await self._storage.threads.uploads.run(self._storage.blobs.commit, record.id, file)
         try:
-            await ask(self._threads.database, self._store.add_file, record)
+            await self._storage.query(self._storage.store.add_file, record)
         except asyncio.CancelledError:
             raise  # there may be a record; if there is none, the next start deletes the contents
         except BaseException:
-            await self._threads.uploads.run(self._blobs.delete, record.id)
+            await self._storage.threads.uploads.run(self._storage.blobs.delete, record.id)
             raise
 
     async def discard(self, file_id: str, file: FileIO) -> None:
-        await self._threads.uploads.run(self._blobs.discard, file_id, file)
+        await self._storage.threads.uploads.run(self._storage.blobs.discard, file_id, file)
 
     def new_record(
         self, file_id: str, owner: str, num_bytes: int, *, filename: str, purpose: str, lifetime_s: int | None
     ) -> FileRecord:
         """``lifetime_s`` None is the purpose's own."""
         if lifetime_s is None and purpose == "batch":
-            lifetime_s = int(self._config.retention_s)
-        now = self._now()
+            lifetime_s = int(self._storage.config.retention_s)
+        now = self._storage.now()
         return FileRecord(
             id=file_id,
             owner=owner,
@@ -135,10 +117,10 @@ class Uploads:
 
     @property
     def config(self) -> JobsConfig:
-        return self._config
+        return self._storage.config
 
     def _check_open(self, owner: str) -> None:
-        most = self._config.batch_max_uploads
+        most = self._storage.config.batch_max_uploads
         most_of_owner = max(1, most // 4)
         if self._num_open_of[owner] >= most_of_owner:
             raise TooManyUploads(
@@ -152,8 +134,8 @@ class Uploads:
         write_all(file.fileno(), data)
 
     def _check_free_space(self, num_bytes: int) -> None:
-        least = self._config.min_free_bytes
-        if least > 0 and self._blobs.num_free_bytes() - num_bytes < least:
+        least = self._storage.config.min_free_bytes
+        if least > 0 and self._storage.blobs.num_free_bytes() - num_bytes < least:
             logger.warning("an upload or a batch was refused: the disk has less than %d bytes left", least)
             raise StorageFull("The server's disk is nearly full; it takes no new files and batches.")
 

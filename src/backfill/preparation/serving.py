@@ -1,0 +1,81 @@
+"""The processes behind the OpenAI API: an engine, started again when it dies, and the preparation process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from backfill.engine.client import EngineClient
+from backfill.engine.messages import Ready
+from backfill.engine.supervisor import EngineSupervisor
+from backfill.engine.tasks import TaskWatch
+from backfill.generation.generator import Observer, TextGenerator
+from backfill.preparation.client import PreparationClient
+from backfill.preparation.messages import PreparationSetup
+from backfill.protocol.preparer import EngineFacts, RequestPreparer
+from backfill.protocol.service import CompletionService
+
+
+class ServingProcesses:
+    """Owns both processes, and loads the tokenizer beside them. One event loop owns it.
+
+    Args:
+        client: of the engine, which may have been launched.
+        tasks: starts the preparation client's own task.
+    """
+
+    supervisor: EngineSupervisor  # from ``start`` on
+    _supervising: asyncio.Task[None]
+    _loading: asyncio.Task[RequestPreparer]
+
+    def __init__(self, client: EngineClient, setup: PreparationSetup, tasks: TaskWatch | None = None) -> None:
+        self.client = client
+        self.preparation = PreparationClient(setup, tasks)
+
+    def start(
+        self,
+        *,
+        on_ready: Callable[[Ready], Awaitable[None]],
+        on_lost: Callable[[], None],
+        on_offline_suspended: Callable[[bool], None] | None = None,
+        preparation_within_s: float = 0.0,
+    ) -> asyncio.Task[None]:
+        """Start both processes.
+
+        Args:
+            on_ready, on_lost, on_offline_suspended: as for ``EngineSupervisor``.
+            preparation_within_s: the preparation process is launched this much later, or when first needed.
+
+        Returns: the task of ``EngineSupervisor.run``.
+        """
+        self.supervisor = EngineSupervisor(
+            self.client, on_ready=on_ready, on_lost=on_lost, on_offline_suspended=on_offline_suspended
+        )
+        self.preparation.start(within_s=preparation_within_s)
+        self._loading = asyncio.create_task(asyncio.to_thread(self._load))
+        self._supervising = asyncio.create_task(self.supervisor.run())
+        return self._supervising
+
+    async def stop_engine(self) -> None:
+        """End the engine. The preparation process still answers."""
+        self._supervising.cancel()
+        self._loading.cancel()
+        await asyncio.gather(self._supervising, self._loading, return_exceptions=True)
+        await self.client.stop()
+
+    async def loaded(self) -> RequestPreparer:
+        """The preparer of this process, once its tokenizer is loaded. Raises: ModelError."""
+        return await self._loading
+
+    def configure(self, preparer: RequestPreparer, facts: EngineFacts) -> None:
+        """Prepare requests for this engine, here and in the preparation process."""
+        preparer.facts = facts
+        self.preparation.configure(facts)
+
+    def create_service(self, preparer: RequestPreparer, observer: Observer) -> CompletionService:
+        generator = TextGenerator(self.client, preparer.tokenizer, observer)
+        return CompletionService(preparer.model, preparer.tokenizer, generator)
+
+    def _load(self) -> RequestPreparer:
+        setup = self.preparation.setup
+        return setup.create_preparer(setup.load_tokenizer())

@@ -1,0 +1,149 @@
+"""An engine that runs a feeder's lines in steps, and batches for it."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, ParamSpec, TypeVar
+
+from backfill.core.errors import EngineDead, StepFailed
+from backfill.engine.tasks import TaskWatch
+from backfill.jobs.feed import Feed
+from backfill.jobs.feeder import Feeder
+from backfill.jobs.lines import LineResult, completed
+from backfill.jobs.threads import ThreadPool
+from backfill.preparation.lines import BatchLine
+
+CAPACITY = 64
+
+Args = ParamSpec("Args")
+Result = TypeVar("Result")
+
+
+def line_of(number: int, num_bytes: int = 2) -> BatchLine:
+    return BatchLine(number=number, custom_id=f"r{number}", num_bytes=num_bytes)
+
+
+class Source:
+    """Lines of an iterator, so many at once."""
+
+    def __init__(self, lines: Iterator[BatchLine], group: int = 5) -> None:
+        self._lines = lines
+        self._group = group
+
+    async def read(self, max_lines: int) -> list[BatchLine]:
+        await asyncio.sleep(0)
+        return list(itertools.islice(self._lines, min(max_lines, self._group)))
+
+
+class NoThreads(ThreadPool):
+    """Calls run at once."""
+
+    async def run(self, work: Callable[Args, Result], *args: Args.args, **kwargs: Args.kwargs) -> Result:
+        await asyncio.sleep(0)
+        return work(*args, **kwargs)
+
+
+class Engine:
+    """Runs all lines it holds in one step, once no more come; dies over fatal ones with all it holds.
+
+    Args:
+        fatal: lines in whose steps it dies; or fails, with ``survives``.
+        holds: no step runs until this is False.
+        num_others: requests that are not the feeder's, in every step.
+        threads: for results; by default none, so that nothing depends on how long they take.
+    """
+
+    def __init__(
+        self,
+        fatal: Iterable[int] = (),
+        *,
+        holds: bool = False,
+        survives: bool = False,
+        num_others: int = 0,
+        threads: ThreadPool | None = None,
+    ) -> None:
+        self.fatal = set(fatal)
+        self.holds = holds
+        self.survives = survives
+        self.num_others = num_others
+        self.tasks = TaskWatch()
+        self.feeder = Feeder(self, threads or NoThreads("results", 1), self.tasks)
+        self.in_flight: dict[int, asyncio.Future[None]] = {}
+        self.most_in_flight: list[int] = [0]  # between two faults
+        self.num_failures = 0
+        self._stepping: asyncio.Task[None] | None = None
+
+    async def run(self, line: BatchLine) -> LineResult:
+        end = self.in_flight[line.number] = asyncio.get_running_loop().create_future()
+        self.most_in_flight[-1] = max(self.most_in_flight[-1], len(self.in_flight))
+        if self._stepping is None:
+            self._stepping = asyncio.create_task(self._step())
+        try:
+            await end
+        finally:
+            self.in_flight.pop(line.number, None)
+        return completed(line, {})
+
+    async def _step(self) -> None:
+        held, num_quiet = -1, 0
+        while num_quiet < 20 or self.holds:
+            num_quiet = num_quiet + 1 if held == len(self.in_flight) else 0
+            held = len(self.in_flight)
+            await asyncio.sleep(0.001 if self.holds else 0)
+        self._stepping = None
+        if self.fatal & set(self.in_flight):
+            self.fail()
+            return
+        for end in self.in_flight.values():
+            if not end.done():
+                end.set_result(None)
+
+    def start(self) -> None:
+        self.feeder.set_capacity(CAPACITY)
+
+    def fail(self) -> None:
+        """As the lines in flight see it."""
+        self.num_failures += 1
+        self.most_in_flight.append(0)
+        num_lost = len(self.in_flight) + self.num_others
+        kind = StepFailed if self.survives else EngineDead
+        for end in self.in_flight.values():
+            if not end.done():
+                end.set_exception(kind("killed", num_lost=num_lost, num_others=num_lost - 1))
+        if not self.survives:
+            self.feeder.set_capacity(0)
+            asyncio.get_running_loop().call_later(0.001, self.start)
+
+
+class Sink:
+    def __init__(self) -> None:
+        self.results: list[LineResult] = []
+
+    def append(self, results: Sequence[LineResult]) -> None:
+        self.results.extend(results)
+
+    def failed(self) -> list[int]:
+        return sorted(result.line.number for result in self.results if result.error is not None)
+
+
+def feed_of(
+    lines: Iterator[BatchLine],
+    num_lines: int,
+    sink: Any = None,
+    *,
+    group: int = 5,
+    **options: Any,
+) -> Feed:
+    return Feed("b", Source(lines, group), num_lines, sink or Sink(), lambda results: None, **options)
+
+
+def lines_up_to(count: int) -> Iterator[BatchLine]:
+    return (line_of(number) for number in range(count))
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.001)

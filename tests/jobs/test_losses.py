@@ -1,0 +1,195 @@
+"""Lines that the engine loses when it dies or a step fails: which run again, and which are given up."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from backfill.core.errors import EngineDead
+from backfill.jobs.feeder import Feeder
+from backfill.jobs.lines import LineResult, completed
+from backfill.jobs.suspects import MAX_LONE_LOSSES, MAX_ONLY_LINE_LOSSES, Suspects
+from backfill.preparation.lines import BatchLine
+from tests.jobs.feeder_doubles import (
+    CAPACITY,
+    Engine,
+    NoThreads,
+    Sink,
+    feed_of,
+    line_of,
+    lines_up_to,
+    until,
+)
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_deaths_of_the_engine_fail_no_line_that_was_one_of_many() -> None:
+    engine, sink = Engine(holds=True), Sink()
+    feed = feed_of(lines_up_to(200), 200, sink)
+    engine.start()
+    engine.feeder.add(feed)
+    for num_deaths in range(1, 3):  # after two, lines of this capacity are run one by one
+        await until(lambda: len(engine.in_flight) > 1)
+        engine.fail()
+        await until(lambda at=num_deaths: len(engine.most_in_flight) == at + 1 and bool(engine.in_flight))
+    engine.holds = False
+    engine.fail()
+    await asyncio.wait_for(feed.finished, 10)
+    assert sink.failed() == []
+    assert len(sink.results) == 200
+
+
+async def test_a_line_that_kills_the_engine_is_found_and_costs_no_other(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine, sink = Engine(fatal={CAPACITY + 7}), Sink()
+    feed = feed_of(lines_up_to(200), 200, sink)
+    engine.start()
+    engine.feeder.add(feed)
+    with caplog.at_level(logging.WARNING):
+        await asyncio.wait_for(feed.finished, 10)
+    assert sink.failed() == [CAPACITY + 7]
+    assert len({result.line.number for result in sink.results}) == 200
+    # Among all, among an eighth, and then alone.
+    assert engine.num_failures == 2 + MAX_LONE_LOSSES
+    assert engine.most_in_flight[0] == CAPACITY
+    assert engine.most_in_flight[1] == CAPACITY // 8
+    assert engine.most_in_flight[2 : 1 + MAX_LONE_LOSSES] == [1] * (MAX_LONE_LOSSES - 1)
+    assert max(engine.most_in_flight[-1:]) == CAPACITY, "once it is found, all places are used again"
+    assert len(caplog.records) == engine.num_failures + 1, (
+        "one line of the log for each death, one for the line"
+    )
+
+
+async def test_several_fatal_lines_of_several_batches() -> None:
+    engine, sinks = Engine(fatal={3, 90}), [Sink(), Sink()]
+    halves = [(line_of(number) for number in range(start, start + 50)) for start in (0, 50)]
+    feeds = [feed_of(half, 50, sink) for half, sink in zip(halves, sinks, strict=True)]
+    engine.start()
+    for feed in feeds:
+        engine.feeder.add(feed)
+    await asyncio.wait_for(asyncio.gather(*(feed.finished for feed in feeds)), 10)
+    assert [sink.failed() for sink in sinks] == [[3], [90]]
+    assert [len(sink.results) for sink in sinks] == [50, 50]
+
+
+async def test_a_step_that_fails_once_loses_no_line() -> None:
+    engine, sink = Engine(fatal={CAPACITY + 7}, survives=True), Sink()
+    feed = feed_of(lines_up_to(200), 200, sink)
+    engine.start()
+    engine.feeder.add(feed)
+    await until(lambda: engine.num_failures == 1)
+    engine.fatal.clear()
+    await asyncio.wait_for(feed.finished, 10)
+    assert sink.failed() == []
+    assert sorted(result.line.number for result in sink.results) == list(range(200))
+    assert engine.num_failures == 1
+    assert engine.most_in_flight[-1] == CAPACITY
+
+
+async def test_a_line_that_fails_its_steps_is_found_and_costs_no_other() -> None:
+    engine, sink = Engine(fatal={CAPACITY + 7}, survives=True), Sink()
+    feed = feed_of(lines_up_to(200), 200, sink)
+    engine.start()
+    engine.feeder.add(feed)
+    await asyncio.wait_for(feed.finished, 10)
+    assert sink.failed() == [CAPACITY + 7]
+    assert len({result.line.number for result in sink.results}) == 200
+    assert engine.num_failures == 2 + MAX_LONE_LOSSES
+    assert engine.most_in_flight[1] == CAPACITY // 8
+    assert engine.most_in_flight[2 : 1 + MAX_LONE_LOSSES] == [1] * (MAX_LONE_LOSSES - 1)
+
+
+async def test_an_online_request_that_kills_the_engine_fails_no_line_beside_it() -> None:
+    engine, sink = Engine(fatal={0}, num_others=1), Sink()
+    feed = feed_of(lines_up_to(1), 1, sink)
+    engine.start()
+    engine.feeder.add(feed)
+    await until(lambda: engine.num_failures >= MAX_LONE_LOSSES + 2)
+    engine.fatal.clear()
+    await asyncio.wait_for(feed.finished, 10)
+    assert sink.failed() == []
+
+
+async def test_a_fatal_line_beside_online_requests_is_given_up_in_the_end() -> None:
+    engine, sink = Engine(fatal={0}, num_others=3), Sink()
+    feed = feed_of(lines_up_to(9), 9, sink)
+    engine.start()
+    engine.feeder.add(feed)
+    await asyncio.wait_for(feed.finished, 10)
+    assert sink.failed() == [0]
+    assert len(sink.results) == 9
+    # Among all, at most eight times among fewer, and then the only line.
+    assert engine.num_failures <= 2 + MAX_ONLY_LINE_LOSSES
+
+
+@pytest.mark.parametrize(("num_others", "num_failed"), [(0, 1), (2, 0)])
+async def test_a_line_of_several_choices_is_to_blame_where_they_are_alone(
+    num_others: int, num_failed: int
+) -> None:
+    class Choices:
+        """Loses a line of four choices, of which three have ended, beside requests that are no lines."""
+
+        num_deaths = 0
+
+        async def run(self, line: BatchLine) -> LineResult:
+            if self.num_deaths > MAX_LONE_LOSSES:
+                return completed(line, {})
+            self.num_deaths += 1
+            asyncio.get_running_loop().call_soon(feeder.set_capacity, CAPACITY)
+            raise EngineDead("killed", num_lost=1 + num_others, num_others=num_others)
+
+    generation: Any = type("Choices", (), {"samplings": [None] * 4})
+    feeder, sink = Feeder(Choices(), NoThreads("results", 1)), Sink()
+    feed = feed_of(iter([BatchLine(number=0, custom_id="r0", generation=generation)]), 1, sink)
+    feeder.add(feed)
+    feeder.set_capacity(CAPACITY)
+    await asyncio.wait_for(feed.finished, 10)
+    assert len(sink.failed()) == num_failed
+
+
+async def test_a_line_that_never_reached_an_engine_is_not_to_blame() -> None:
+    class Absent:
+        num_runs = 0
+
+        async def run(self, line: BatchLine) -> LineResult:
+            self.num_runs += 1
+            raise EngineDead("not running")
+
+    runner = Absent()
+    feeder, feed = Feeder(runner, NoThreads("results", 1)), feed_of(lines_up_to(1), 1)
+    feeder.add(feed)
+    for attempt in range(1, 2 * MAX_LONE_LOSSES):
+        feeder.set_capacity(CAPACITY)
+        await until(lambda at=attempt: runner.num_runs == at)
+        feeder.set_capacity(0)
+        await asyncio.sleep(0.002)
+    assert not feed.finished.done()
+    assert len(feed.suspects) == 0
+
+
+async def test_losses_are_remembered_over_a_restart(tmp_path: Path) -> None:
+    path, sink = tmp_path / "suspects" / "b", Sink()
+    num_failures = 0
+    for _ in range(20):  # a server that ends after each death
+        engine, suspects = Engine(fatal={CAPACITY + 7}), Suspects(path, "b")
+        suspects.load()
+        left = [n for n in range(200) if n not in {result.line.number for result in sink.results}]
+        feed = feed_of((line_of(number) for number in left), len(left), sink, suspects=suspects)
+        engine.start()
+        engine.feeder.add(feed)
+        await until(lambda engine=engine, feed=feed: engine.num_failures > 0 or feed.finished.done())
+        num_failures += engine.num_failures
+        if feed.finished.done():
+            break
+        await until(path.exists)
+        engine.feeder.set_capacity(0)
+        await engine.feeder.remove(feed)
+    assert sink.failed() == [CAPACITY + 7]
+    assert len(sink.results) == 200
+    assert num_failures == 2 + MAX_LONE_LOSSES
