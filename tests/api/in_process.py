@@ -12,8 +12,8 @@ from typing import Any, cast
 
 from backfill.api.app import create_app
 from backfill.api.config import ServerConfig
-from backfill.api.loop_lag import LoopLag
-from backfill.api.metrics import Metrics
+from backfill.api.metrics.loop_lag import LoopLag
+from backfill.api.metrics.registry import Metrics
 from backfill.api.state import Phase, ServerState
 from backfill.core.config import EngineConfig, SchedulerConfig
 from backfill.core.request import FinishReason, RequestId, ServiceClass

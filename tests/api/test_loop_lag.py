@@ -5,7 +5,7 @@ import time
 
 from prometheus_client import CollectorRegistry, generate_latest
 
-from backfill.api.loop_lag import LoopLag
+from backfill.api.metrics.loop_lag import LoopLag
 
 
 def exposed(lag: LoopLag) -> dict[str, float]:

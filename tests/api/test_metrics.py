@@ -7,8 +7,9 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from backfill.api.loop_lag import LoopLag
-from backfill.api.metrics import Metrics
+from backfill.api.metrics.buckets import STOP_LATENCY_S
+from backfill.api.metrics.loop_lag import LoopLag
+from backfill.api.metrics.registry import Metrics
 from backfill.core.counters import ClassCounters
 from backfill.core.request import FinishReason, ServiceClass
 from backfill.core.slo import SLO
@@ -104,8 +105,26 @@ def test_a_stopped_step_computed_nothing() -> None:
     assert value(registry, "iteration_tokens_total_sum") == 43
     assert value(registry, "step_predicted_ratio_sum") == 2.0
     assert value(registry, "step_predicted_ratio_count") == 1, "a step without a prediction has no ratio"
-    assert value(registry, "step_aborts_total") == 1
-    assert value(registry, "aborted_tokens_total", **{"class": "offline"}) == 90
+    assert value(registry, "step_stops_total") == 1
+    assert value(registry, "discarded_tokens_total", **{"class": "offline"}) == 90
+
+
+def test_renamed_metrics_keep_their_old_names_with_the_same_values() -> None:
+    metrics = make_metrics()
+    step = StepStats("offline", 90, 0.05, 0.4, stopped=True, stop_latency_s=0.002)
+    metrics.engine.on_report(report(step, 3, 90))
+    lines = metrics.expose().decode().splitlines()
+    for new, old, full in (
+        ("step_stops_total", "step_aborts_total", 1),
+        ("discarded_tokens_total", "aborted_tokens_total", 2),
+        ("stop_latency_seconds", "abort_latency_seconds", len(STOP_LATENCY_S) + 3),
+    ):
+        samples = [line for line in lines if line.startswith(f"backfill:{new}")]
+        assert len(samples) == full
+        assert [line.replace(new, old) for line in samples] == [
+            line for line in lines if line.startswith(f"backfill:{old}")
+        ]
+        assert f"# HELP backfill:{old} Deprecated: use backfill:{new}" in lines
 
 
 def test_objectives_are_counted_for_the_log() -> None:

@@ -171,7 +171,7 @@ def test_steps_are_counted_by_kind_and_compared_with_their_prediction(server: Ru
         assert server.metric("backfill:step_seconds_count", kind=kind) == was + 4
     assert server.metric("backfill:step_predicted_ratio_count") == ratios + 8
     text = server.http.get("/metrics").text
-    for name in ("step_aborts_total", "aborted_tokens_total", "recomputed_tokens_total"):
+    for name in ("step_stops_total", "discarded_tokens_total", "recomputed_tokens_total"):
         assert f"\nbackfill:{name}{{" in text
 
 

@@ -13,8 +13,8 @@ from backfill.api.admission import OfflineSuspended
 from backfill.api.app import create_app
 from backfill.api.config import ServerConfig
 from backfill.api.errors import answer
-from backfill.api.loop_lag import LoopLag
-from backfill.api.metrics import Metrics
+from backfill.api.metrics.loop_lag import LoopLag
+from backfill.api.metrics.registry import Metrics
 from backfill.api.state import Phase, ServerState
 from backfill.core.config import EngineConfig
 from backfill.core.request import ServiceClass

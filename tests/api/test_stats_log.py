@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from backfill.api.metrics import ObjectiveCounts
+from backfill.api.metrics.requests import ObjectiveCounts
 from backfill.api.stats_log import StatsLog
 
 

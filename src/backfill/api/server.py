@@ -19,8 +19,10 @@ from backfill.api.app import create_app
 from backfill.api.config import ServerConfig
 from backfill.api.http_protocol import ConnectionLimits, LimitedHttpProtocol
 from backfill.api.keys import ApiKeys, KeyFileWatch
-from backfill.api.loop_lag import LoopLag
-from backfill.api.metrics import JobMetrics, Metrics, ObjectiveCounts
+from backfill.api.metrics.jobs import JobMetrics
+from backfill.api.metrics.loop_lag import LoopLag
+from backfill.api.metrics.registry import Metrics
+from backfill.api.metrics.requests import ObjectiveCounts
 from backfill.api.open_files import default_max_connections, raise_open_files_limit
 from backfill.api.shedding import Shedder
 from backfill.api.state import Phase, ServerState

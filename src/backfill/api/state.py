@@ -14,7 +14,7 @@ from backfill.api.config import ServerConfig
 from backfill.api.connected import while_connected
 from backfill.api.field_warnings import FieldWarnings
 from backfill.api.keys import ApiKeys
-from backfill.api.metrics import Metrics
+from backfill.api.metrics.registry import Metrics
 from backfill.api.shedding import Hopeless, Shedder, WaitingPrompts
 from backfill.core.config import EngineConfig
 from backfill.core.request import ServiceClass

@@ -10,7 +10,7 @@ import itertools
 import logging
 from collections.abc import Callable, Mapping
 
-from backfill.api.metrics import ObjectiveCounts
+from backfill.api.metrics.requests import ObjectiveCounts
 from backfill.core.request import ServiceClass
 from backfill.engine.messages import EngineStats, StepReport
 
