@@ -35,15 +35,15 @@ def test_offline_bodies_hold_a_quarter_and_leave_the_rest_to_online_ones() -> No
     budget = BodyBudget(16 * MIB, MIB)
     with budget.hold() as offline, budget.hold() as refused, budget.hold() as online:
         offline.add(4 * MIB)
-        offline.become_offline()
+        offline.mark_offline()
         refused.add(1)
         with pytest.raises(OfflineUnavailable):
-            refused.become_offline()
+            refused.mark_offline()
         online.add(11 * MIB - 1)
     assert (budget.num_bytes, budget.num_offline_bytes) == (0, 0)
     with budget.hold() as offline:
         offline.add(MIB)
-        offline.become_offline()
+        offline.mark_offline()
 
 
 def test_small_bodies_find_room_where_large_ones_hold_all_they_may() -> None:
@@ -63,4 +63,4 @@ def test_a_budget_of_one_body_takes_one_of_either_class() -> None:
     for _ in range(2):
         with budget.hold() as held:
             held.add(MIB)
-            held.become_offline()
+            held.mark_offline()

@@ -60,7 +60,7 @@ def test_an_allowed_page_reads_that_the_server_had_an_error(
     def fail() -> None:
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(server.state.admission, "check_room", fail)
+    monkeypatch.setattr(server.state.admission, "check_capacity", fail)
     failed = post(server, **{"origin": PAGE, "x-request-id": "mine-1"})
     assert (failed.status_code, failed.json()["error"]["type"]) == (500, "server_error")
     assert failed.headers["access-control-allow-origin"] == PAGE

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from backfill.api.downloads import DownloadResponse, parse_range
-from backfill.api.errors import answer
+from backfill.api.errors import error_response
 from backfill.jobs.downloads import CHUNK_BYTES, Download
 from backfill.jobs.errors import StorageFull, TooMany
 from backfill.jobs.threads import ThreadPool
@@ -99,7 +99,7 @@ def test_no_more_is_read_for_a_client_that_has_left(tmp_path: Path) -> None:
     [(TooMany("full"), 429, "rate_limit_error"), (StorageFull("full"), 507, "server_error")],
 )
 def test_refusals_that_no_quick_retry_cures(error: Exception, status: int, kind: str) -> None:
-    response = answer(error)
+    response = error_response(error)
     assert response.status_code == status
     assert response.headers["x-should-retry"] == "false"
     assert json.loads(bytes(response.body))["error"]["type"] == kind

@@ -195,7 +195,7 @@ def test_a_body_that_comes_in_drops_is_408_in_the_end() -> None:
     with serving(echo, patient) as port, RawClient(port) as client:
         client.send(HEAD + b"Content-Length: 2000\r\n\r\n")
         with _Dripping(client, b"b" * 2000):
-            assert_refused(client, 408, "not whole after 0.4 s")
+            assert_refused(client, 408, "not complete after 0.4 s")
 
 
 def test_a_large_body_may_take_longer_than_all_may_if_it_comes_fast_enough() -> None:

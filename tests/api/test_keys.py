@@ -91,9 +91,7 @@ def test_an_owner_has_several_keys_and_every_key_one_owner() -> None:
         **{"one": "alice", "two": "alice", "three": "bob", "bare": digest_of("bare")},
         **{"alice=one": None, "alice": None, "": None, "on\u00e9": None},
     }
-    with pytest.raises(
-        ConfigError, match=r"--api-key \(number 2 of 2\): the same key is given to two owners"
-    ):
+    with pytest.raises(ConfigError, match=r"--api-key \(number 2 of 2\): two owners have the same key"):
         ApiKeys([f"alice={SECRET}", f"bob={SECRET}"])
     with pytest.raises(ConfigError, match="two owners"):
         ApiKeys([f"alice={SECRET}", SECRET])
@@ -119,7 +117,7 @@ def test_lines_of_a_file() -> None:
         ("# none\n\nalice=\n", "line 3: a key must be printable ASCII without spaces, and not empty"),
         (f"alice={SECRET} # hers\n", "line 1: a key must be"),
         (f"{'0' * 64}={SECRET}\n", "line 1: a name must not be 64 hexadecimal digits"),
-        (f"a={SECRET}\nb={SECRET}\n", "line 2: the same key is given to two owners"),
+        (f"a={SECRET}\nb={SECRET}\n", "line 2: two owners have the same key"),
         ("a=\udcff\n", "line 1: it is not UTF-8"),
         ("\n".join(f"a={n}" for n in range(1001)), "line 1001: more than 1000 keys"),
         ("# none\n", "it has no keys"),
@@ -164,7 +162,7 @@ def test_a_changed_file_is_taken_and_a_broken_one_is_not(
         keys.reload()
     assert owners() == ["root", "alice", "alice"]
     assert num_errors() == 1
-    assert "line 2: expected NAME=KEY. The keys stay as they were" in caplog.text
+    assert "line 2: expected NAME=KEY. The keys are unchanged" in caplog.text
     key_file.unlink()
     for _ in range(3):
         keys.reload()

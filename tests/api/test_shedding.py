@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from backfill.api.shedding import HOPELESS_FACTOR, Hopeless, Shedder, is_hopeless, prefill_time_s
+from backfill.api.shedding import SHED_FACTOR, RequestShed, Shedder, prefill_time_s, should_shed
 from backfill.core.config import SchedulerConfig
 from backfill.core.counters import ClassCounters
 from backfill.costs.load import StepLoad
@@ -49,9 +49,9 @@ def test_prompts_are_computed_in_full_steps() -> None:
 
 
 def test_only_those_before_it_make_a_request_hopeless() -> None:
-    assert not is_hopeless(HOPELESS_FACTOR * 1.0, 0.1, 1.0)
-    assert is_hopeless(HOPELESS_FACTOR * 1.0 + 0.1, 0.1, 1.0)
-    assert not is_hopeless(9.0, 9.0, 1.0), "alone it needs as long: no retry would help"
+    assert not should_shed(SHED_FACTOR * 1.0, 0.1, 1.0)
+    assert should_shed(SHED_FACTOR * 1.0 + 0.1, 0.1, 1.0)
+    assert not should_shed(9.0, 9.0, 1.0), "alone it needs as long: no retry would help"
 
 
 def test_what_would_wait_too_long_is_refused_and_told_when_to_come_again() -> None:
@@ -60,12 +60,12 @@ def test_what_would_wait_too_long_is_refused_and_told_when_to_come_again() -> No
         shedder.admit([100], priority=0, objective_s=1.0, waited_s=0.0)
     assert shedder.num_waiting_tokens == 1000
     shedder.admit([100], priority=0, objective_s=1.0, waited_s=0.0)
-    with pytest.raises(Hopeless) as refused:
+    with pytest.raises(RequestShed) as refused:
         shedder.admit([100], priority=0, objective_s=0.5, waited_s=0.0)  # 12 steps of 0.15 s
     assert refused.value.retry_after_s == 2
     assert "about 1.8 s" in str(refused.value)
     assert shedder.num_waiting_tokens == 1100, "it is not counted"
-    with pytest.raises(Hopeless):
+    with pytest.raises(RequestShed):
         shedder.admit([100], priority=0, objective_s=1.0, waited_s=0.3)
     shedder.admit([100], priority=0, objective_s=1.0, waited_s=0.1)
 
@@ -85,7 +85,7 @@ def test_those_that_are_served_later_are_not_waited_for() -> None:
     for _ in range(20):
         shedder.admit([100], priority=1, objective_s=9.0, waited_s=0.0)
     shedder.admit([100], priority=0, objective_s=0.2, waited_s=0.0)
-    with pytest.raises(Hopeless):
+    with pytest.raises(RequestShed):
         shedder.admit([100], priority=1, objective_s=0.2, waited_s=0.0)
 
 
@@ -97,7 +97,7 @@ def test_steps_correct_the_prediction() -> None:
     shedder.admit([1], priority=0, objective_s=1.0, waited_s=0.0)
     for _ in range(100):
         shedder.on_report(step_report(0.1, 0.15))
-    with pytest.raises(Hopeless):
+    with pytest.raises(RequestShed):
         shedder.admit([1], priority=0, objective_s=1.0, waited_s=0.0)
 
 

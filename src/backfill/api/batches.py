@@ -42,7 +42,7 @@ def build_batches_router(state: ServerState) -> APIRouter:
     async def list_batches(request: Request) -> Response:
         page = await state.ready_jobs().list_batches(
             owner_of(request),
-            limit=query_limit(request, default=_DEFAULT_PAGE, most=_MAX_PAGE),
+            limit=query_limit(request, default=_DEFAULT_PAGE, maximum=_MAX_PAGE),
             after=request.query_params.get("after"),
         )
         return json_list([batch_body(batch) for batch in page.items], has_more=page.has_more)
@@ -53,14 +53,14 @@ def build_batches_router(state: ServerState) -> APIRouter:
 
     @router.post("/v1/batches/{batch_id}/cancel")
     async def cancel(request: Request, batch_id: str) -> Json:
-        # The official client announces a JSON body and sends none.
+        # The body is not read: the official client sends the Content-Type of JSON and no body.
         return batch_body(await state.ready_jobs().cancel_batch(owner_of(request), batch_id))
 
     return router
 
 
 def batch_body(batch: BatchRecord) -> Json:
-    """OpenAI's Batch object; what has not happened is null."""
+    """OpenAI's Batch object; times of events that have not happened are null."""
     return {
         "id": batch.id,
         "object": "batch",

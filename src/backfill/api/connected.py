@@ -1,4 +1,4 @@
-"""Work that is only worth doing while its client is there."""
+"""Work that is cancelled when its client disconnects."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ async def while_connected(work: Coroutine[Any, Any, Result], receive: Receive) -
 
     Args:
         receive: of a request whose body has been read.
-    Raises: ClientDisconnect, and what ``work`` does.
+    Raises: ClientDisconnect, and the errors of ``work``.
     """
 
     async def disconnected() -> None:

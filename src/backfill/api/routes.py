@@ -91,21 +91,21 @@ def build_router(state: ServerState) -> APIRouter:
 async def _generate(request: Request, state: ServerState, endpoint: GenerationEndpoint) -> Response:
     """Take a place, prepare, run. What finds no room is refused before it costs anything."""
     service = state.ready_service()
-    state.admission.check_room()
+    state.admission.check_capacity()
     async with json_body(request, state.bodies, state.server_config.max_body_bytes) as body:
         service_class, num_choices = peek(body.raw)
-        place = state.admission.take(service_class, num_choices)
+        reservation = state.admission.reserve(service_class, num_choices)
         try:
             if service_class is ServiceClass.OFFLINE:
-                body.held.become_offline()
+                body.held.mark_offline()
             generation = await state.prepare(
                 endpoint, body.raw, _context_of(request), service_class, request.receive
             )
-            place.resize(generation.num_choices, generation.service_class)
+            reservation.resize(generation.num_choices, generation.service_class)
             arrived_at_s: float = request.state.arrived_at_s
             waiting = state.shed_or_wait(generation, arrived_at_s)
         except BaseException:
-            place.release()
+            reservation.release()
             raise
     if state.metrics is not None:
         state.metrics.requests.on_accepted(generation.service_class, generation.num_choices)
@@ -114,13 +114,13 @@ async def _generate(request: Request, state: ServerState, endpoint: GenerationEn
         state.field_warnings.add(generation.warning)
 
     def on_end() -> None:
-        place.release()
+        reservation.release()
         if waiting is not None:
             waiting.release()
         state.num_unanswered -= 1
 
     on_first_token = None if waiting is None else waiting.on_first_token
-    arguments = generation, arrived_at_s, place.release_choice, on_first_token
+    arguments = generation, arrived_at_s, reservation.release_choice, on_first_token
     if generation.streams:
         return EventStream(
             service.run_stream(*arguments),
