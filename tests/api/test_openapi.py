@@ -14,6 +14,7 @@ from backfill.api.config import ServerConfig
 from backfill.api.docs_page import docs_page
 from backfill.api.keys import ApiKeys
 from backfill.api.state import ServerState
+from backfill.api.unsupported import UNSUPPORTED
 from backfill.core.config import EngineConfig
 from backfill.engine.client import EngineClient
 from backfill.jobs.config import JobsConfig
@@ -118,6 +119,26 @@ def test_the_docs_page_has_every_endpoint_and_loads_nothing(app: FastAPI) -> Non
     assert linked
     assert linked <= set(re.findall('id="([^"]+)"', page.text))
     assert client.get("/redoc").status_code == 404
+
+
+def test_every_route_is_documented_or_unsupported(app: FastAPI, document: dict[str, Any]) -> None:
+    documented = {
+        (path, method.upper()) for path, operations in document["paths"].items() for method in operations
+    }
+    # FastAPI keeps an included router as one entry.
+    routes = {
+        (re.sub(r":path\}", "}", route.path), method)
+        for entry in app.routes
+        for route in getattr(getattr(entry, "original_router", None), "routes", [entry])
+        for method in (route.methods or set()) - {"HEAD"}
+    }
+    others = {path for path, _ in routes - documented}
+    unsupported = {f"/v1/{name}{rest}" for name in UNSUPPORTED for rest in ("", "/{rest}")}
+    assert documented < routes
+    assert others == {"/docs", "/openapi.json"} | unsupported
+    for operations in document["paths"].values():
+        for operation in operations.values():
+            assert re.fullmatch(r"[\dA-Z].*[^.]\.", operation["description"])
 
 
 def test_what_a_schema_says_is_text_on_the_docs_page() -> None:

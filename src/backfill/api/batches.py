@@ -23,6 +23,7 @@ def build_batches_router(state: ServerState) -> APIRouter:
 
     @router.post("/v1/batches", openapi_extra=takes_json(CreateBatchRequest))
     async def create(request: Request) -> Json:
+        """Create a batch from an uploaded file of requests."""
         async with json_body(request, state.bodies, _MAX_BODY_BYTES) as held:
             body = parse_body(CreateBatchRequest, held.raw)
         body.check()
@@ -40,6 +41,7 @@ def build_batches_router(state: ServerState) -> APIRouter:
 
     @router.get("/v1/batches")
     async def list_batches(request: Request) -> Response:
+        """List batches, the newest first."""
         page = await state.ready_jobs().list_batches(
             owner_of(request),
             limit=query_limit(request, default=_DEFAULT_PAGE, maximum=_MAX_PAGE),
@@ -49,10 +51,12 @@ def build_batches_router(state: ServerState) -> APIRouter:
 
     @router.get("/v1/batches/{batch_id}")
     async def retrieve(request: Request, batch_id: str) -> Json:
+        """Retrieve a batch."""
         return batch_body(await state.ready_jobs().get_batch(owner_of(request), batch_id))
 
     @router.post("/v1/batches/{batch_id}/cancel")
     async def cancel(request: Request, batch_id: str) -> Json:
+        """Cancel a batch; results of completed lines are kept."""
         # The body is not read: the official client sends the Content-Type of JSON and no body.
         return batch_body(await state.ready_jobs().cancel_batch(owner_of(request), batch_id))
 

@@ -41,6 +41,7 @@ def docs_page(document: Json) -> str:
 
 def _operation(path: str, method: str, operation: Json) -> Iterable[str]:
     yield f"<h2><code>{escape(method.upper())} {escape(path)}</code></h2>"
+    yield f"<p>{escape(operation['description'])}</p>"
     for kind, content in operation.get("requestBody", {}).get("content", {}).items():
         yield f"<p>Takes <code>{escape(kind)}</code>:</p>"
         yield from _fields(content["schema"])

@@ -34,6 +34,7 @@ def build_files_router(state: ServerState) -> APIRouter:
 
     @router.post("/v1/files", openapi_extra=takes_upload())
     async def upload(request: Request) -> Json:
+        """Upload a file."""
         jobs = state.ready_jobs()
         check_announced_size(request, jobs.config.max_file_bytes + MAX_OVERHEAD_BYTES)
         async with _Receiver(jobs, owner_of(request)) as receiver:
@@ -45,6 +46,7 @@ def build_files_router(state: ServerState) -> APIRouter:
 
     @router.get("/v1/files")
     async def list_files(request: Request) -> Response:
+        """List files."""
         query = request.query_params
         order = query.get("order", "desc")
         if order not in ("asc", "desc"):
@@ -65,10 +67,12 @@ def build_files_router(state: ServerState) -> APIRouter:
 
     @router.get("/v1/files/{file_id}")
     async def retrieve_file(request: Request, file_id: str) -> Json:
+        """Retrieve a file's name, size and purpose."""
         return file_body(await state.ready_jobs().get_file(owner_of(request), file_id))
 
     @router.delete("/v1/files/{file_id}")
     async def delete_file(request: Request, file_id: str) -> Json:
+        """Delete a file."""
         await state.ready_jobs().delete_file(owner_of(request), file_id)
         return {"id": file_id, "object": "file", "deleted": True}
 
@@ -78,6 +82,7 @@ def build_files_router(state: ServerState) -> APIRouter:
         responses=answers("application/octet-stream"),
     )
     async def content(request: Request, file_id: str) -> Response:
+        """Download a file, or one range of it."""
         jobs = state.ready_jobs()
         record = await jobs.get_file(owner_of(request), file_id)
         download = await jobs.open_content(record)
