@@ -95,11 +95,7 @@ class InlinePreparation:
     is_up, num_deaths = True, 0
 
     async def prepare(
-        self,
-        endpoint: GenerationEndpoint,
-        body: bytes,
-        context: RequestContext,
-        service_class: ServiceClass,
+        self, endpoint: GenerationEndpoint, body: bytes, context: RequestContext, service_class: ServiceClass
     ) -> Generation:
         await self._wait_if_held(body)
         return self._preparer.prepare(endpoint, body, context)

@@ -22,13 +22,19 @@ def make_admission(
     return Admission({ONLINE: online, OFFLINE: offline}, on_refused=on_refused, clock=clock), clock
 
 
-def test_a_class_that_is_full_does_not_cost_the_other_its_places() -> None:
+def retry_after_s(admission: Admission, service_class: ServiceClass, num_choices: int) -> int:
+    """What a refused request is told to wait."""
+    with pytest.raises(Overloaded) as caught:
+        admission.reserve(service_class, num_choices)
+    assert caught.value.service_class is service_class
+    return caught.value.retry_after_s
+
+
+def test_a_full_class_does_not_limit_the_other() -> None:
     refused: list[ServiceClass] = []
     admission, _ = make_admission(refused=refused)
     admission.reserve(OFFLINE, 2)
-    with pytest.raises(Overloaded) as caught:
-        admission.reserve(OFFLINE, 1)
-    assert caught.value.service_class is OFFLINE
+    retry_after_s(admission, OFFLINE, 1)
     for _ in range(4):
         admission.reserve(ONLINE, 1)
     with pytest.raises(Overloaded):
@@ -37,7 +43,7 @@ def test_a_class_that_is_full_does_not_cost_the_other_its_places() -> None:
     assert admission.num_open == 6
 
 
-def test_what_could_never_be_served_is_a_fault_of_the_request() -> None:
+def test_more_choices_than_the_limit_are_an_error_of_the_request() -> None:
     admission, _ = make_admission()
     with pytest.raises(RequestError, match="at most 4 online choices") as caught:
         admission.reserve(ONLINE, 5)
@@ -45,7 +51,7 @@ def test_what_could_never_be_served_is_a_fault_of_the_request() -> None:
     assert admission.num_open == 0
 
 
-def test_only_when_every_class_is_full_is_a_body_not_worth_reading() -> None:
+def test_a_body_is_not_read_when_every_class_is_full() -> None:
     admission, _ = make_admission()
     admission.reserve(ONLINE, 4)
     admission.check_capacity()
@@ -56,7 +62,7 @@ def test_only_when_every_class_is_full_is_a_body_not_worth_reading() -> None:
     admission.check_capacity()
 
 
-def test_a_place_that_cannot_grow_stays_as_it_was() -> None:
+def test_a_reservation_that_cannot_grow_is_unchanged() -> None:
     admission, _ = make_admission()
     reservation = admission.reserve(ONLINE, 1)
     admission.reserve(ONLINE, 2)
@@ -94,7 +100,7 @@ def test_a_full_queue_of_the_class_it_belongs_to_refuses_it() -> None:
     assert admission.num_open == 2
 
 
-def test_choices_give_their_room_back_one_by_one() -> None:
+def test_choices_are_released_one_by_one() -> None:
     admission, _ = make_admission()
     reservation = admission.reserve(ONLINE, 3)
     reservation.release_choice()
@@ -110,17 +116,11 @@ def test_the_time_to_retry_is_the_rate_at_which_the_class_ends() -> None:
     for _ in range(4):
         clock.advance(3.0)
         reservation.release_choice()
-    with pytest.raises(Overloaded) as caught:
-        admission.reserve(ONLINE, 6)
-    assert caught.value.retry_after_s == 5  # 2 too many; 4 ended in the 9 s since the first did
+    assert retry_after_s(admission, ONLINE, 6) == 5  # 2 too many; 4 ended in the 9 s since the first did
     admission.reserve(OFFLINE, 2)
-    with pytest.raises(Overloaded) as caught:
-        admission.reserve(OFFLINE, 1)
-    assert caught.value.retry_after_s == 1, "none of its own has ended yet"
+    assert retry_after_s(admission, OFFLINE, 1) == 1, "no offline choice has ended yet"
     clock.advance(1e6)
-    with pytest.raises(Overloaded) as caught:
-        admission.reserve(ONLINE, 8)
-    assert caught.value.retry_after_s == 120
+    assert retry_after_s(admission, ONLINE, 8) == 120
 
 
 def test_requests_that_never_ran_do_not_shorten_the_time_to_retry() -> None:
@@ -133,6 +133,4 @@ def test_requests_that_never_ran_do_not_shorten_the_time_to_retry() -> None:
         admission.reserve(ONLINE, 1).release()
     clock.advance(10.0)
     admission.reserve(ONLINE, 2)
-    with pytest.raises(Overloaded) as caught:
-        admission.reserve(ONLINE, 1)
-    assert caught.value.retry_after_s == 10  # 2 ended in the 20 s since the first did
+    assert retry_after_s(admission, ONLINE, 1) == 10  # 2 ended in the 20 s since the first did
