@@ -23,7 +23,7 @@ def make_admission(
 
 
 def retry_after_s(admission: Admission, service_class: ServiceClass, num_choices: int) -> int:
-    """What a refused request is told to wait."""
+    """The time to retry of a refused request."""
     with pytest.raises(Overloaded) as caught:
         admission.reserve(service_class, num_choices)
     assert caught.value.service_class is service_class
@@ -90,7 +90,7 @@ def test_a_request_may_turn_out_to_be_of_the_other_class() -> None:
     admission.reserve(OFFLINE, 2)
 
 
-def test_a_full_queue_of_the_class_it_belongs_to_refuses_it() -> None:
+def test_a_request_is_refused_if_the_queue_of_its_real_class_is_full() -> None:
     admission, _ = make_admission()
     admission.reserve(OFFLINE, 2)
     reservation = admission.reserve(ONLINE, 1)
@@ -110,7 +110,7 @@ def test_choices_are_released_one_by_one() -> None:
     assert admission.num_open == 0
 
 
-def test_the_time_to_retry_is_the_rate_at_which_the_class_ends() -> None:
+def test_the_time_to_retry_follows_from_the_rate_of_the_class() -> None:
     admission, clock = make_admission(online=8)
     reservation = admission.reserve(ONLINE, 8)
     for _ in range(4):

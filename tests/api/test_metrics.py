@@ -1,4 +1,4 @@
-"""What the metrics make of requests and steps, without a server."""
+"""Metrics of requests and steps, without a server."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def attained_and_missed(metrics: Metrics, slo: str) -> tuple[float | None, float
 
 
 def ended(**changes: Any) -> RequestRecord:
-    """A request that got no token."""
+    """A request without a token."""
     fields: dict[str, Any] = {
         "service_class": ONLINE,
         "slo": SERVER_SLO,
@@ -60,7 +60,7 @@ def report(step: StepStats, num_stopped_steps: int = 0, num_discarded_tokens: in
     return StepReport([], EngineStats(idle, idle, 0.0, 16, 0, 0.0, num_stopped_steps, step))
 
 
-def test_every_first_token_and_every_gap_is_held_to_its_objective() -> None:
+def test_every_first_token_and_every_gap_counts_against_its_objective() -> None:
     metrics = make_metrics()
     metrics.requests.on_first_token(ONLINE, 1.5, SERVER_SLO)
     metrics.requests.on_first_token(ONLINE, 1.6, SERVER_SLO)
@@ -73,7 +73,7 @@ def test_every_first_token_and_every_gap_is_held_to_its_objective() -> None:
     assert attained_and_missed(metrics, "tpot") == (3, 1)
 
 
-def test_attainment_can_be_read_off_the_histograms() -> None:
+def test_the_histograms_give_attainment() -> None:
     metrics = make_metrics()
     for waited_s in (1.4, 1.5, 1.6):
         metrics.requests.on_first_token(ONLINE, waited_s, SERVER_SLO)
@@ -83,7 +83,7 @@ def test_attainment_can_be_read_off_the_histograms() -> None:
         assert value(metrics.registry, f"{name}_bucket", le=bound, **{"class": "online"}) == 2
 
 
-def test_an_output_without_a_token_missed_its_objective_unless_its_client_left_before() -> None:
+def test_a_request_without_a_token_missed_its_objective_unless_its_client_left_in_time() -> None:
     metrics = make_metrics()
     metrics.requests.on_finished(ended())
     metrics.requests.on_finished(ended(slo=None, finished_at_s=99.0))
@@ -135,7 +135,7 @@ def test_objectives_are_counted_for_the_log() -> None:
     assert metrics.requests.objective_counts() == {"ttft": (0, 1), "tpot": (2, 1)}
 
 
-def test_when_a_counter_was_made_is_not_exposed() -> None:
+def test_creation_times_of_counters_are_not_exposed() -> None:
     metrics = make_metrics()
     metrics.http.on_request("GET", "/v1/models", 200, 0.1)
     assert b"_created" not in metrics.expose()

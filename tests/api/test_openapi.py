@@ -60,7 +60,7 @@ def walk(value: Any) -> Iterator[dict[str, Any]]:
         yield from walk(item)
 
 
-def test_every_reference_leads_somewhere(document: dict[str, Any]) -> None:
+def test_every_reference_has_a_target(document: dict[str, Any]) -> None:
     references = [item["$ref"] for item in walk(document) if isinstance(item.get("$ref"), str)]
     for name in ("TextPart", "ChatMessage", "StreamOptions", "ExpiresAfter", "SloFields", "Error"):
         assert f"#/components/schemas/{name}" in references
@@ -76,7 +76,7 @@ def test_every_route_declares_openais_errors(document: dict[str, Any]) -> None:
     assert len(operations) > 20
     for operation in operations:
         assert {"4XX", "5XX"} <= operation["responses"].keys()
-        assert "422" not in operation["responses"], "no route answers it"
+        assert "422" not in operation["responses"], "no route returns it"
         for status in ("4XX", "5XX"):
             content = operation["responses"][status]["content"]
             assert content["application/json"]["schema"] == ERROR
@@ -155,7 +155,7 @@ def test_what_a_schema_says_is_text_on_the_docs_page() -> None:
         assert harm.replace("<", "&lt;").replace(">", "&gt;") in page
 
 
-def test_a_wrong_method_is_told_all_that_there_are(app: FastAPI) -> None:
+def test_a_405_lists_the_allowed_methods(app: FastAPI) -> None:
     client = TestClient(app, base_url="http://localhost")
     for path, allowed in (("/v1/files/file-x", "DELETE, GET"), ("/v1/batches", "GET, POST")):
         wrong = client.put(path)

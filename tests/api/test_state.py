@@ -1,4 +1,4 @@
-"""What a server takes while offline work is suspended."""
+"""Which requests a server accepts while offline work is suspended."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_batches_get_the_engine_unless_offline_work_is_suspended() -> None:
     assert num_fed(state) == 2
     state.phase = Phase.DRAINING
     state.suspend_offline(False)
-    assert num_fed(state) == 2, "a server that ends begins nothing"
+    assert num_fed(state) == 2, "a server that shuts down starts no batch"
 
 
 def test_flex_requests_are_refused_while_offline_work_is_suspended_and_online_ones_are_not() -> None:
