@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from prometheus_client import CollectorRegistry
 
@@ -20,6 +19,20 @@ from tests.builders import make_info, make_profile
 
 SERVER_SLO = SLO(ttft_s=1.5, tpot_s=0.11)
 ONLINE = ServiceClass.ONLINE
+WITHOUT_TOKEN = RequestRecord(
+    service_class=ONLINE,
+    slo=SERVER_SLO,
+    finish_reason=FinishReason.ABORT,
+    num_prompt_tokens=1,
+    num_output_tokens=0,
+    max_tokens=1,
+    num_preemptions=0,
+    arrived_at_s=10.0,
+    first_scheduled_at_s=None,
+    first_token_at_s=None,
+    last_token_at_s=None,
+    finished_at_s=10.5,
+)
 
 
 def make_metrics() -> Metrics:
@@ -34,25 +47,6 @@ def attained_and_missed(metrics: Metrics, slo: str) -> tuple[float | None, float
     labels = {"class": "online", "slo": slo}
     registry = metrics.registry
     return value(registry, "slo_attained_total", **labels), value(registry, "slo_missed_total", **labels)
-
-
-def ended(**changes: Any) -> RequestRecord:
-    """A request without a token."""
-    fields: dict[str, Any] = {
-        "service_class": ONLINE,
-        "slo": SERVER_SLO,
-        "finish_reason": FinishReason.ABORT,
-        "num_prompt_tokens": 1,
-        "num_output_tokens": 0,
-        "max_tokens": 1,
-        "num_preemptions": 0,
-        "arrived_at_s": 10.0,
-        "first_scheduled_at_s": None,
-        "first_token_at_s": None,
-        "last_token_at_s": None,
-        "finished_at_s": 10.5,
-    }
-    return RequestRecord(**{**fields, **changes})
 
 
 def report(step: StepStats, num_stopped_steps: int = 0, num_discarded_tokens: int = 0) -> StepReport:
@@ -85,11 +79,11 @@ def test_the_histograms_give_attainment() -> None:
 
 def test_a_request_without_a_token_missed_its_objective_unless_its_client_left_in_time() -> None:
     metrics = make_metrics()
-    metrics.requests.on_finished(ended())
-    metrics.requests.on_finished(ended(slo=None, finished_at_s=99.0))
+    metrics.requests.on_finished(WITHOUT_TOKEN)
+    metrics.requests.on_finished(replace(WITHOUT_TOKEN, slo=None, finished_at_s=99.0))
     assert attained_and_missed(metrics, "ttft") == (0, 0)
-    metrics.requests.on_finished(ended(finished_at_s=11.6))
-    metrics.requests.on_finished(ended(finish_reason=FinishReason.ERROR))
+    metrics.requests.on_finished(replace(WITHOUT_TOKEN, finished_at_s=11.6))
+    metrics.requests.on_finished(replace(WITHOUT_TOKEN, finish_reason=FinishReason.ERROR))
     assert attained_and_missed(metrics, "ttft") == (0, 2)
 
 

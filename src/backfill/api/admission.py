@@ -11,7 +11,7 @@ from backfill.core.clock import Clock, WallClock
 from backfill.core.errors import RequestError
 from backfill.core.request import ServiceClass
 
-_MAX_RETRY_AFTER_S = 120
+MAX_RETRY_AFTER_S = 120  # with a longer time OpenAI's client gives up
 _RATE_WINDOW = 64  # the last ended choices, from which the rate is estimated
 
 
@@ -173,4 +173,4 @@ class _ClassQueue:
             return 1
         elapsed_s = max(1e-3, self._clock.now_s() - self._ended_at_s[0])
         estimate_s = num_excess * elapsed_s / len(self._ended_at_s)
-        return min(_MAX_RETRY_AFTER_S, max(1, math.ceil(estimate_s)))
+        return min(MAX_RETRY_AFTER_S, max(1, math.ceil(estimate_s)))

@@ -11,6 +11,7 @@ from urllib.parse import quote
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from backfill.api.connected import until_disconnect
 from backfill.jobs.downloads import Download
 
 logger = logging.getLogger(__name__)
@@ -51,7 +52,7 @@ class DownloadResponse(Response):
         super().__init__(None, status, headers, "application/octet-stream")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        disconnect = asyncio.ensure_future(_until_disconnect(receive))
+        disconnect = asyncio.ensure_future(until_disconnect(receive))
         try:
             await send(
                 {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
@@ -82,8 +83,3 @@ def parse_range(header: str, size: int) -> tuple[int, int] | None:
             return None
         end = min(size, int(found[2]) + 1)
     return min(start, size), end
-
-
-async def _until_disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

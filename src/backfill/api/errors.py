@@ -13,7 +13,7 @@ from starlette.requests import ClientDisconnect
 from starlette.routing import Match
 from starlette.types import Scope
 
-from backfill.api.admission import OfflineSuspended, Overloaded
+from backfill.api.admission import MAX_RETRY_AFTER_S, OfflineSuspended, Overloaded
 from backfill.api.body_budget import OfflineUnavailable, Unavailable
 from backfill.api.shedding import RequestShed
 from backfill.core.errors import BackfillError
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 _METHODS = ("DELETE", "GET", "HEAD", "POST")
 _RETRY_AFTER_UNAVAILABLE_S = "2"
-_RETRY_AFTER_LONG_S = "120"  # above it the official client gives up
+_RETRY_AFTER_LONG_S = str(MAX_RETRY_AFTER_S)
 
 
 class BodyTooLarge(Exception):

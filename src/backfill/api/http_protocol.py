@@ -177,7 +177,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         if len(self.pipeline) >= MAX_PIPELINED:
-            message = f"At most {MAX_PIPELINED} requests may be sent ahead of their answers."
+            message = f"At most {MAX_PIPELINED} requests may be sent ahead of their responses."
             raise _Refusal(HTTPStatus.TOO_MANY_REQUESTS, message)
         self._head_since_s = None
         self._body_since_s = self.loop.time()

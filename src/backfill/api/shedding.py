@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from backfill.api.admission import MAX_RETRY_AFTER_S
 from backfill.core.config import SchedulerConfig
 from backfill.costs.correction import BiasCorrection
 from backfill.costs.load import StepLoad
@@ -17,7 +18,6 @@ from backfill.engine.messages import StepReport
 
 # A prompt that is partly computed counts in full, so the true wait may be half of the prediction.
 SHED_FACTOR = 2.0
-_MAX_RETRY_AFTER_S = 120  # above it the official client gives up
 
 
 class RequestShed(Exception):
@@ -125,7 +125,7 @@ class Shedder:
         )
         if should_shed(predicted_s, alone_s, objective_s):
             wait_s = math.ceil(predicted_s - max(objective_s, alone_s))
-            raise RequestShed(predicted_s, objective_s, min(_MAX_RETRY_AFTER_S, max(1, wait_s)))
+            raise RequestShed(predicted_s, objective_s, min(MAX_RETRY_AFTER_S, max(1, wait_s)))
         return WaitingPrompts(self, priority, lengths)
 
     def put(self, priority: int, length: int) -> None:

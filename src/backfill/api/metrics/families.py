@@ -1,4 +1,4 @@
-"""Metrics with constant labels: instruments that are told values, and families that are read when scraped."""
+"""Metrics with constant labels: instruments that keep values, and families that are read when scraped."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ disable_created_metrics()  # type: ignore[no-untyped-call]
 
 @dataclass(frozen=True, slots=True)
 class Instruments:
-    """Registers metrics that are told their values; their labels are ``constant`` and those given by name."""
+    """Registers metrics that keep their values. Their labels are ``constant`` and those given by name."""
 
     registry: CollectorRegistry
     constant: Mapping[str, str]
@@ -47,11 +47,11 @@ class Families:
         return self._family("counter", name, text, [({}, value)])
 
     def gauge_by(self, label: str, name: str, text: str, values: Mapping[str, float]) -> Metric:
-        """With a sample for each value of ``label``."""
+        """With a sample for each value of ``label``, the keys of ``values``."""
         return self._family("gauge", name, text, [({label: key}, value) for key, value in values.items()])
 
     def counter_by(self, label: str, name: str, text: str, values: Mapping[str, float]) -> Metric:
-        """With a sample for each value of ``label``."""
+        """With a sample for each value of ``label``, the keys of ``values``."""
         return self._family("counter", name, text, [({label: key}, value) for key, value in values.items()])
 
     def _family(
