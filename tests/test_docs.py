@@ -8,14 +8,17 @@ from pathlib import Path
 
 from cyclopts import App
 
-from backfill.api.loop_lag import LoopLag
-from backfill.api.metrics import JobMetrics, Metrics
+from backfill.api.metrics.jobs import JobMetrics
+from backfill.api.metrics.loop_lag import LoopLag
+from backfill.api.metrics.registry import Metrics
 from backfill.bench.coserve_figures import CoserveFigures, policy_json
 from backfill.bench.metrics import compute_metrics
 from backfill.bench.report import result_json
 from backfill.bench.runner import Run
 from backfill.cli.main import app
+from backfill.core.counters import ClassCounters
 from backfill.core.slo import SLO
+from backfill.engine.messages import ClassStats, EngineStats, StepReport, StepStats
 from backfill.jobs.manager import JobsSnapshot
 from backfill.preparation.client import PreparationClient
 from backfill.preparation.messages import PreparationSetup
@@ -53,22 +56,43 @@ def parse(command: str, arguments: Sequence[str]) -> None:
     commands()[command].parse_args(arguments, exit_on_error=False, print_error=False)
 
 
-def test_every_metric_is_documented() -> None:
+def exposed_metrics() -> dict[str, str]:
+    """The kind of each metric of a server, by its name without a prefix."""
+    idle = ClassStats(0, 0, ClassCounters())
+    step = StepStats("online", 1, 0.1, 0.1, stop_latency_s=0.1)
     jobs = JobMetrics("m")
     jobs.watch(
-        lambda: JobsSnapshot(jobs_by_status={}, num_lines_queued=0, oldest_line_s=0.0, least_slack_s=None)
+        lambda: JobsSnapshot(jobs_by_status={}, num_lines_queued=0, oldest_line_s=0.0, least_slack_s=0.0)
     )
     model = ServedModel(names=("m",), root="m", folder=Path(), created=0)
-    preparation = PreparationClient(PreparationSetup(model=model))
-    lag = LoopLag("m")
-    metrics = Metrics("m", make_info(), slo=SLO(1.5, 0.11), loop_lag=lag, preparation=preparation, jobs=jobs)
+    metrics = Metrics(
+        "m",
+        make_info(),
+        slo=SLO(1.5, 0.11),
+        loop_lag=LoopLag("m"),
+        preparation=PreparationClient(PreparationSetup(model=model)),
+        jobs=jobs,
+        vllm_names=True,
+    )
     metrics.engine.on_profile(make_profile())
+    metrics.engine.on_report(StepReport([], EngineStats(idle, idle, 0.0, 16, 0, 0.0, 0, step)))
+    kinds = {}
+    for family in metrics.registry.collect():
+        name = re.sub("^(backfill|vllm):", "", family.name)
+        kinds[f"{name}_total" if family.type == "counter" else name] = family.type
+    return kinds
+
+
+def test_the_metrics_of_a_server_are_those_documented() -> None:
     text = (ROOT / "docs" / "metrics.md").read_text()
-    exposed = {family.name for family in metrics.registry.collect()}
-    exposed |= {"backfill:num_requests_running", "backfill:num_requests_waiting"}
-    assert len(exposed) > 20
-    for name in exposed:
-        assert name.removeprefix("backfill:") in text, name
+    first_cells = re.findall(r"^\| (`.*?) \|", text, re.MULTILINE)
+    rows = [
+        row
+        for cell in first_cells
+        for row in re.findall(r"`(\w+)(?:\{\w+\})?` \((gauge|counter|histogram)\)", cell)
+    ]
+    assert len(rows) == len(dict(rows)) == sum(cell.count("`") // 2 for cell in first_cells)
+    assert dict(rows) == exposed_metrics()
 
 
 def test_every_command_and_option_has_help() -> None:

@@ -1,4 +1,4 @@
-"""Input files of batches, and what came of them."""
+"""Input files of batches and their results."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from tests.api.servers import RunningServer, running_server, small_server
 
 @pytest.fixture(scope="package")
 def server(default_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """One server of the default model, shared by the tests that leave it as they found it."""
+    """One server of the default model, shared by tests that do not change its state."""
     options = ("--kv-gib", "0.25", "--max-model-len", "2048", "--max-body-bytes", "200000")
     options += ("--vllm-metrics", "--batch-max-bytes", "1000000", "--batch-max-lines", "100")
     with running_server(*options, data_dir=tmp_path_factory.mktemp("data")) as server:
@@ -20,7 +20,7 @@ def server(default_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 @pytest.fixture(scope="package")
 def float32_server(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """For tests that hold tokens of several batches equal: in bfloat16 those depend on a batch's shape."""
+    """For tests that compare tokens over batches: in bfloat16 tokens depend on the shape of a batch."""
     with small_server(small_model, data_dir=tmp_path_factory.mktemp("data")) as server:
         yield server
 

@@ -1,4 +1,4 @@
-"""The whole application over real sockets, with an engine that is only a script."""
+"""The whole application over real sockets, with a scripted engine."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any, cast
 
 from backfill.api.app import create_app
 from backfill.api.config import ServerConfig
-from backfill.api.loop_lag import LoopLag
-from backfill.api.metrics import Metrics
+from backfill.api.metrics.loop_lag import LoopLag
+from backfill.api.metrics.registry import Metrics
 from backfill.api.state import Phase, ServerState
 from backfill.core.config import EngineConfig, SchedulerConfig
 from backfill.core.request import FinishReason, RequestId, ServiceClass
@@ -40,11 +40,11 @@ from tests.builders import make_info
 
 
 class ScriptedEngine:
-    """Makes token 5 as often as asked, each request's all at once, as soon as ``may_end`` is set.
+    """Yields ``max_tokens`` times token 5 for each request, once ``may_end`` is set.
 
     Attributes:
-        num_running: requests that were not ended, here or by their reader.
-        prompts: of all requests, as they came.
+        num_running: requests that have not ended.
+        prompts: the prompts of all requests, by arrival.
     """
 
     def __init__(self) -> None:
@@ -80,10 +80,10 @@ class ScriptedEngine:
 
 
 class InlinePreparation:
-    """Prepares large bodies where small ones are prepared.
+    """Prepares large bodies in the server process.
 
     Attributes:
-        held: what a body has in it that is never prepared; None holds none.
+        held: a body that contains these bytes is never prepared; None prepares all.
         num_held: bodies that wait.
     """
 
@@ -95,11 +95,7 @@ class InlinePreparation:
     is_up, num_deaths = True, 0
 
     async def prepare(
-        self,
-        endpoint: GenerationEndpoint,
-        body: bytes,
-        context: RequestContext,
-        service_class: ServiceClass,
+        self, endpoint: GenerationEndpoint, body: bytes, context: RequestContext, service_class: ServiceClass
     ) -> Generation:
         await self._wait_if_held(body)
         return self._preparer.prepare(endpoint, body, context)
@@ -124,7 +120,7 @@ def _tokenizer(model: Path) -> Tokenizer:
 
 
 class InProcessServer:
-    """A state that is ready, and where it listens."""
+    """A ready state and its address."""
 
     def __init__(
         self, port: int, state: ServerState, engine: ScriptedEngine, preparation: InlinePreparation
@@ -150,7 +146,7 @@ def in_process_server(
 
     Args:
         connection: fields of ``ConnectionLimits``.
-        is_open: the engine ends requests from the start.
+        is_open: the engine answers requests from the start.
         tokenizer: None takes the model's.
         config: fields of ``ServerConfig``.
     """

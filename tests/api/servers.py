@@ -23,11 +23,11 @@ from backfill.costs.profile import CostProfile, FitError
 from tests.shared import made_once
 
 MODEL = "smollm2-135m-instruct"
-# Far above what anything takes on a busy machine: only what hangs reaches it.
+# Far above any duration on a busy machine: only a hang reaches it.
 TIMEOUT_S = 300.0
-# With these the small model (tests/conftest.py) is served: in float32, and with no threads to wait for.
+# Options of the small model (tests/conftest.py): float32, and one thread.
 SMALL_MODEL = ("--dtype", "float32", "--threads", "1", "--kv-gib", "0.05")
-# A profile is of these.
+# Options that a profile depends on.
 _PROFILED_OPTIONS = ("--dtype", "--threads")
 
 
@@ -82,7 +82,7 @@ class RunningServer:
 
 @contextmanager
 def running_server(*options: str, data_dir: Path, model: str = MODEL) -> Iterator[RunningServer]:
-    """Start a server, wait until it is ready, and end it afterwards however the test went."""
+    """Start a server, wait until it is ready, and kill it after the block."""
     with ending(launch(model, *options, data_dir=data_dir)) as server:
         server.wait_ready()
         yield server
@@ -90,7 +90,7 @@ def running_server(*options: str, data_dir: Path, model: str = MODEL) -> Iterato
 
 @contextmanager
 def small_server(model: Path, *options: str, data_dir: Path) -> Iterator[RunningServer]:
-    """The same of the small model."""
+    """The same for the small model."""
     with ending(launch_small(model, *options, data_dir=data_dir)) as server:
         server.wait_ready()
         yield server
@@ -107,17 +107,17 @@ def ending(server: RunningServer) -> Iterator[RunningServer]:
 
 
 def quick_profile(model: str = MODEL, *options: str) -> str:
-    """A profile of the model, measured once a run: every server would else measure its own."""
+    """A profile of the model, measured once in a test run, so that servers do not measure their own."""
     name = "-".join(["profile", Path(model).name, *options]) + ".json"
     return str(made_once(name, lambda path: _measure_profile(path, model, options)))
 
 
 def _measure_profile(path: Path, model: str, options: Sequence[str]) -> None:
-    # Not as large as by default: beside other tests there may be little memory.
+    # Smaller than the default: other tests use memory too.
     command = [sys.executable, "-m", "backfill", "profile", model, *options]
     command += ["--kv-gib", "0.25", "--max-model-len", "2048", "--quick", "--out", str(path)]
     subprocess.run(command, check=True, capture_output=True, timeout=2 * TIMEOUT_S)
-    # As a full one: what is refused then depends on no moment of the machine, and nothing refines it.
+    # Marked as full, with fixed errors: refusals do not depend on the machine, and nothing refines it.
     sure = replace(
         CostProfile.load(path),
         quality="full",
@@ -129,7 +129,7 @@ def _measure_profile(path: Path, model: str, options: Sequence[str]) -> None:
 
 
 def with_profile(model: str, options: Sequence[str]) -> tuple[str, ...]:
-    """The options, and a profile where they need one and name none."""
+    """The options, plus a profile if they need one and have none."""
     if {"--policy", "--profile"} & set(options):
         return tuple(options)
     profiled = [part for pair in pairwise(options) if pair[0] in _PROFILED_OPTIONS for part in pair]
@@ -137,7 +137,7 @@ def with_profile(model: str, options: Sequence[str]) -> tuple[str, ...]:
 
 
 def launch_small(model: Path, *options: str, data_dir: Path) -> RunningServer:
-    """A server of the small model (tests/conftest.py), by default under the name of the default one."""
+    """A server of the small model (tests/conftest.py), by default under the default model's name."""
     if "--served-model-name" not in options:
         options += ("--served-model-name", MODEL)
     return launch(str(model), *SMALL_MODEL, *options, data_dir=data_dir)

@@ -25,7 +25,7 @@ def limits(**fields: float) -> ConnectionLimits:
 
 @contextmanager
 def serving(app: App, limits: ConnectionLimits, *, send_buffer_bytes: int | None = None) -> Iterator[int]:
-    """Serve ``app`` in a thread of its own; gives the port.
+    """Serve ``app`` in another thread; yields the port.
 
     Args:
         send_buffer_bytes: of each connection in the kernel, which grows to megabytes by itself.
@@ -45,7 +45,7 @@ def serving(app: App, limits: ConnectionLimits, *, send_buffer_bytes: int | None
 
 
 class RawClient:
-    """A connection that says exactly what a test wants."""
+    """A connection that sends exactly the bytes of a test."""
 
     def __init__(self, port: int, *, receive_buffer_bytes: int | None = None) -> None:
         self.socket = socket.socket()
@@ -65,7 +65,7 @@ class RawClient:
         self.socket.sendall(data)
 
     def answer(self) -> tuple[int, bytes]:
-        """Status and body of the next answer, which must have a Content-Length."""
+        """Status and body of the next response, which must have a Content-Length."""
         while b"\r\n\r\n" not in self._received:
             self._receive()
         head, _, rest = self._received.partition(b"\r\n\r\n")
@@ -79,7 +79,7 @@ class RawClient:
         return int(head.split(b" ")[1]), body
 
     def is_closed(self) -> bool:
-        """Whether the server ends the connection, with nothing more to read."""
+        """Whether the server closes the connection without further data."""
         try:
             return self.socket.recv(1) == b"" and not self._received
         except ConnectionResetError:

@@ -22,117 +22,115 @@ def make_admission(
     return Admission({ONLINE: online, OFFLINE: offline}, on_refused=on_refused, clock=clock), clock
 
 
-def test_a_class_that_is_full_does_not_cost_the_other_its_places() -> None:
+def retry_after_s(admission: Admission, service_class: ServiceClass, num_choices: int) -> int:
+    """The time to retry of a refused request."""
+    with pytest.raises(Overloaded) as caught:
+        admission.reserve(service_class, num_choices)
+    assert caught.value.service_class is service_class
+    return caught.value.retry_after_s
+
+
+def test_a_full_class_does_not_limit_the_other() -> None:
     refused: list[ServiceClass] = []
     admission, _ = make_admission(refused=refused)
-    admission.take(OFFLINE, 2)
-    with pytest.raises(Overloaded) as caught:
-        admission.take(OFFLINE, 1)
-    assert caught.value.service_class is OFFLINE
+    admission.reserve(OFFLINE, 2)
+    retry_after_s(admission, OFFLINE, 1)
     for _ in range(4):
-        admission.take(ONLINE, 1)
+        admission.reserve(ONLINE, 1)
     with pytest.raises(Overloaded):
-        admission.take(ONLINE, 1)
+        admission.reserve(ONLINE, 1)
     assert refused == [OFFLINE, ONLINE]
     assert admission.num_open == 6
 
 
-def test_what_could_never_be_served_is_a_fault_of_the_request() -> None:
+def test_more_choices_than_the_limit_are_an_error_of_the_request() -> None:
     admission, _ = make_admission()
     with pytest.raises(RequestError, match="at most 4 online choices") as caught:
-        admission.take(ONLINE, 5)
+        admission.reserve(ONLINE, 5)
     assert caught.value.param == "n"
     assert admission.num_open == 0
 
 
-def test_only_when_every_class_is_full_is_a_body_not_worth_reading() -> None:
+def test_a_body_is_not_read_when_every_class_is_full() -> None:
     admission, _ = make_admission()
-    admission.take(ONLINE, 4)
-    admission.check_room()
-    place = admission.take(OFFLINE, 2)
+    admission.reserve(ONLINE, 4)
+    admission.check_capacity()
+    reservation = admission.reserve(OFFLINE, 2)
     with pytest.raises(Overloaded):
-        admission.check_room()
-    place.release()
-    admission.check_room()
+        admission.check_capacity()
+    reservation.release()
+    admission.check_capacity()
 
 
-def test_a_place_that_cannot_grow_stays_as_it_was() -> None:
+def test_a_reservation_that_cannot_grow_is_unchanged() -> None:
     admission, _ = make_admission()
-    place = admission.take(ONLINE, 1)
-    admission.take(ONLINE, 2)
-    place.resize(2)
+    reservation = admission.reserve(ONLINE, 1)
+    admission.reserve(ONLINE, 2)
+    reservation.resize(2)
     with pytest.raises(Overloaded):
-        place.resize(3)
+        reservation.resize(3)
     assert admission.num_open == 4
-    place.resize(1)
+    reservation.resize(1)
     assert admission.num_open == 3
-    place.release()
-    place.release()
+    reservation.release()
+    reservation.release()
     assert admission.num_open == 2
 
 
 def test_a_request_may_turn_out_to_be_of_the_other_class() -> None:
     admission, _ = make_admission()
-    place = admission.take(ONLINE, 4)
-    place.resize(2, OFFLINE)
-    admission.take(ONLINE, 4)
+    reservation = admission.reserve(ONLINE, 4)
+    reservation.resize(2, OFFLINE)
+    admission.reserve(ONLINE, 4)
     with pytest.raises(Overloaded):
-        place.resize(2, ONLINE)
+        reservation.resize(2, ONLINE)
     with pytest.raises(Overloaded):
-        admission.take(OFFLINE, 1)
-    place.release()
-    admission.take(OFFLINE, 2)
+        admission.reserve(OFFLINE, 1)
+    reservation.release()
+    admission.reserve(OFFLINE, 2)
 
 
-def test_a_full_queue_of_the_class_it_belongs_to_refuses_it() -> None:
+def test_a_request_is_refused_if_the_queue_of_its_real_class_is_full() -> None:
     admission, _ = make_admission()
-    admission.take(OFFLINE, 2)
-    place = admission.take(ONLINE, 1)
+    admission.reserve(OFFLINE, 2)
+    reservation = admission.reserve(ONLINE, 1)
     with pytest.raises(Overloaded):
-        place.resize(1, OFFLINE)
-    place.release()
+        reservation.resize(1, OFFLINE)
+    reservation.release()
     assert admission.num_open == 2
 
 
-def test_choices_give_their_room_back_one_by_one() -> None:
+def test_choices_are_released_one_by_one() -> None:
     admission, _ = make_admission()
-    place = admission.take(ONLINE, 3)
-    place.release_choice()
+    reservation = admission.reserve(ONLINE, 3)
+    reservation.release_choice()
     assert admission.num_open == 2
-    place.release()
-    place.release_choice()
+    reservation.release()
+    reservation.release_choice()
     assert admission.num_open == 0
 
 
-def test_the_time_to_retry_is_the_rate_at_which_the_class_ends() -> None:
+def test_the_time_to_retry_follows_from_the_rate_of_the_class() -> None:
     admission, clock = make_admission(online=8)
-    place = admission.take(ONLINE, 8)
+    reservation = admission.reserve(ONLINE, 8)
     for _ in range(4):
         clock.advance(3.0)
-        place.release_choice()
-    with pytest.raises(Overloaded) as caught:
-        admission.take(ONLINE, 6)
-    assert caught.value.retry_after_s == 5  # 2 too many; 4 ended in the 9 s since the first did
-    admission.take(OFFLINE, 2)
-    with pytest.raises(Overloaded) as caught:
-        admission.take(OFFLINE, 1)
-    assert caught.value.retry_after_s == 1, "none of its own has ended yet"
+        reservation.release_choice()
+    assert retry_after_s(admission, ONLINE, 6) == 5  # 2 too many; 4 ended in the 9 s since the first did
+    admission.reserve(OFFLINE, 2)
+    assert retry_after_s(admission, OFFLINE, 1) == 1, "no offline choice has ended yet"
     clock.advance(1e6)
-    with pytest.raises(Overloaded) as caught:
-        admission.take(ONLINE, 8)
-    assert caught.value.retry_after_s == 120
+    assert retry_after_s(admission, ONLINE, 8) == 120
 
 
 def test_requests_that_never_ran_do_not_shorten_the_time_to_retry() -> None:
     admission, clock = make_admission(online=4)
-    place = admission.take(ONLINE, 4)
+    reservation = admission.reserve(ONLINE, 4)
     for _ in range(2):
         clock.advance(10.0)
-        place.release_choice()
+        reservation.release_choice()
     for _ in range(50):
-        admission.take(ONLINE, 1).release()
+        admission.reserve(ONLINE, 1).release()
     clock.advance(10.0)
-    admission.take(ONLINE, 2)
-    with pytest.raises(Overloaded) as caught:
-        admission.take(ONLINE, 1)
-    assert caught.value.retry_after_s == 10  # 2 ended in the 20 s since the first did
+    admission.reserve(ONLINE, 2)
+    assert retry_after_s(admission, ONLINE, 1) == 10  # 2 ended in the 20 s since the first did

@@ -1,6 +1,6 @@
-"""``kill -9`` at moments of a batch: no line is lost, none is answered twice.
+"""``kill -9`` during a batch: no line is lost, none is answered twice.
 
-Every kind of kill at a few moments; ``benchmarks/soak.py`` kills for as long as it is let.
+A few kills of each kind; ``benchmarks/soak.py`` runs for hours.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.api.servers import RunningServer, launch_small, small_server, wait_un
 NUM_LINES = 60
 # The engine, the server, and the server while it resumes.
 VICTIMS = ("engine", "server", "starting server") * 2
-# Two lines at a time and many steps each, so that the batch lasts.
+# Two lines at a time with many steps each, so that the batch takes long.
 OPTIONS = ("--max-num-seqs", "2")
 
 
@@ -90,7 +90,7 @@ def wait_progress(server: RunningServer, batch_id: str, least: int) -> None:
 
 
 def num_ended(server: RunningServer, batch_id: str) -> int:
-    """Lines the batch counts as ended; -1 while the server does not answer."""
+    """Ended lines of the batch; -1 while the server does not answer."""
     assert server.process.poll() is None, "".join(server.output)
     try:
         batch = server.http.get(f"/v1/batches/{batch_id}").json()

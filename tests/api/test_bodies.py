@@ -32,7 +32,7 @@ ONLINE, OFFLINE = ServiceClass.ONLINE, ServiceClass.OFFLINE
     ],
     ids=lambda value: str(value)[:30],
 )
-def test_a_glance_at_a_body_tells_class_and_choices(raw: bytes, expected: tuple[ServiceClass, int]) -> None:
+def test_class_and_choices_are_read_without_parsing(raw: bytes, expected: tuple[ServiceClass, int]) -> None:
     assert peek(raw) == expected
 
 

@@ -18,7 +18,7 @@ def test_bodies_share_the_budget_until_they_are_done() -> None:
     assert budget.num_bytes == 0
 
 
-def test_a_body_that_fails_gives_its_bytes_back() -> None:
+def test_a_failed_body_releases_its_bytes() -> None:
     budget = BodyBudget(10, 10)
 
     def fail() -> None:
@@ -31,22 +31,22 @@ def test_a_body_that_fails_gives_its_bytes_back() -> None:
     assert budget.num_bytes == 0
 
 
-def test_offline_bodies_hold_a_quarter_and_leave_the_rest_to_online_ones() -> None:
+def test_offline_bodies_hold_at_most_a_quarter() -> None:
     budget = BodyBudget(16 * MIB, MIB)
     with budget.hold() as offline, budget.hold() as refused, budget.hold() as online:
         offline.add(4 * MIB)
-        offline.become_offline()
+        offline.mark_offline()
         refused.add(1)
         with pytest.raises(OfflineUnavailable):
-            refused.become_offline()
+            refused.mark_offline()
         online.add(11 * MIB - 1)
     assert (budget.num_bytes, budget.num_offline_bytes) == (0, 0)
     with budget.hold() as offline:
         offline.add(MIB)
-        offline.become_offline()
+        offline.mark_offline()
 
 
-def test_small_bodies_find_room_where_large_ones_hold_all_they_may() -> None:
+def test_small_bodies_are_accepted_when_large_ones_fill_their_part() -> None:
     budget = BodyBudget(16 * MIB, MIB)
     with budget.hold() as large, budget.hold() as small:
         large.add(15 * MIB)
@@ -58,9 +58,9 @@ def test_small_bodies_find_room_where_large_ones_hold_all_they_may() -> None:
         assert budget.num_bytes == 15 * MIB + SMALL_BODY_BYTES
 
 
-def test_a_budget_of_one_body_takes_one_of_either_class() -> None:
+def test_a_budget_of_one_body_fits_one_of_either_class() -> None:
     budget = BodyBudget(MIB, MIB)
     for _ in range(2):
         with budget.hold() as held:
             held.add(MIB)
-            held.become_offline()
+            held.mark_offline()

@@ -1,4 +1,4 @@
-"""Web pages of other origins, where the operator lets them in."""
+"""Web pages of other origins (--allowed-origins)."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_an_allowed_page_reads_that_the_server_had_an_error(
     def fail() -> None:
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(server.state.admission, "check_room", fail)
+    monkeypatch.setattr(server.state.admission, "check_capacity", fail)
     failed = post(server, **{"origin": PAGE, "x-request-id": "mine-1"})
     assert (failed.status_code, failed.json()["error"]["type"]) == (500, "server_error")
     assert failed.headers["access-control-allow-origin"] == PAGE
@@ -79,7 +79,7 @@ def test_a_preflight_says_what_an_allowed_page_may_send(server: InProcessServer)
     assert answered.headers["access-control-allow-headers"] == ASKED["Access-Control-Request-Headers"]
 
 
-def test_other_pages_and_rebound_names_stay_out(server: InProcessServer) -> None:
+def test_other_pages_and_rebound_names_are_refused(server: InProcessServer) -> None:
     other = post(server, origin="https://evil.example")
     assert other.status_code == 403
     assert "--allowed-origins" in other.json()["error"]["message"]
@@ -102,7 +102,7 @@ def unstarted_app(api_keys: ApiKeys | None, *allowed_origins: str) -> FastAPI:
     return create_app(state)
 
 
-def test_a_preflight_needs_no_key_and_a_refusal_for_want_of_one_can_be_read() -> None:
+def test_a_preflight_needs_no_key_and_a_page_can_read_a_401() -> None:
     client = TestClient(unstarted_app(ApiKeys(["key"], None), PAGE), base_url="http://localhost")
     assert client.options("/v1/completions", headers=ASKED).status_code == 200
     refused = client.post("/v1/completions", json=BODY, headers={"Origin": PAGE})
@@ -119,13 +119,13 @@ def test_a_preflight_needs_no_key_and_a_refusal_for_want_of_one_can_be_read() ->
         ("http://app.example:443", "http://app.example:443"),
     ],
 )
-def test_an_origin_may_be_written_as_no_browser_does(allowed: str, sent: str) -> None:
+def test_an_allowed_origin_is_normalised(allowed: str, sent: str) -> None:
     ServerConfig(allowed_origins=(allowed,)).validate()
     client = TestClient(unstarted_app(None, allowed), base_url="http://localhost")
     assert client.post("/v1/nothing", headers={"Origin": sent}).headers["access-control-allow-origin"] == sent
 
 
-def test_letting_any_page_in_without_a_key_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_allowing_any_page_without_a_key_logs_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     unstarted_app(ApiKeys(["key"], None), "*")
     unstarted_app(None, PAGE)
     assert not caplog.records
@@ -133,7 +133,7 @@ def test_letting_any_page_in_without_a_key_is_warned_of(caplog: pytest.LogCaptur
     assert "any web page" in caplog.text
 
 
-def test_any_page_may_come_where_all_are_allowed(default_model: Path) -> None:
+def test_any_page_may_send_requests_when_all_are_allowed(default_model: Path) -> None:
     with in_process_server(default_model, allowed_origins=("*",)) as server:
         answered = post(server, origin="https://any.example")
         assert answered.status_code == 200
@@ -141,7 +141,7 @@ def test_any_page_may_come_where_all_are_allowed(default_model: Path) -> None:
         assert post(server, origin="https://any.example", host="any.example").status_code == 403
 
 
-def test_without_the_option_nothing_is_said_of_origins(default_model: Path) -> None:
+def test_without_the_option_no_cors_header_is_sent(default_model: Path) -> None:
     with in_process_server(default_model) as server:
         answered = post(server, origin="http://localhost:3000")
         assert answered.status_code == 200
@@ -161,7 +161,7 @@ def test_without_the_option_nothing_is_said_of_origins(default_model: Path) -> N
         "null",
     ],
 )
-def test_what_is_no_origin_is_named(origin: str) -> None:
+def test_an_invalid_origin_is_named(origin: str) -> None:
     with pytest.raises(ConfigError, match="--allowed-origins"):
         ServerConfig(allowed_origins=(origin,)).validate()
     ServerConfig(allowed_origins=("*", PAGE, "http://localhost:3000", "chrome-extension://abc")).validate()

@@ -1,4 +1,4 @@
-"""Ranges of a download, and how refusals of the job store are answered."""
+"""Ranges of a download, and the responses for errors of the job store."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from backfill.api.downloads import DownloadResponse, parse_range
-from backfill.api.errors import answer
+from backfill.api.errors import error_response
 from backfill.jobs.downloads import CHUNK_BYTES, Download
 from backfill.jobs.errors import StorageFull, TooMany
 from backfill.jobs.threads import ThreadPool
@@ -42,7 +42,7 @@ def test_ranges(header: str, found: tuple[int, int] | None) -> None:
 def download(
     path: Path, byte_range: str | None = None, *, leaves_after: int | None = None
 ) -> tuple[int, dict[str, str], bytes]:
-    """Status, headers and body; the client leaves once it has so many chunks."""
+    """Status, headers and body; the client disconnects after ``leaves_after`` chunks."""
     path.write_bytes(CONTENT if not path.exists() else path.read_bytes())
 
     async def run() -> list[Any]:
@@ -98,8 +98,8 @@ def test_no_more_is_read_for_a_client_that_has_left(tmp_path: Path) -> None:
     ("error", "status", "kind"),
     [(TooMany("full"), 429, "rate_limit_error"), (StorageFull("full"), 507, "server_error")],
 )
-def test_refusals_that_no_quick_retry_cures(error: Exception, status: int, kind: str) -> None:
-    response = answer(error)
+def test_errors_without_a_quick_retry(error: Exception, status: int, kind: str) -> None:
+    response = error_response(error)
     assert response.status_code == status
     assert response.headers["x-should-retry"] == "false"
     assert json.loads(bytes(response.body))["error"]["type"] == kind

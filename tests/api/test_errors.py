@@ -1,4 +1,4 @@
-"""Bad input: each a clear error in OpenAI's shape, after which the server serves on."""
+"""Bad input gets a clear error in OpenAI's shape, and the server keeps serving."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_fields_out_of_range_are_named(
         ({"best_of": 4}, "best_of"),
     ],
 )
-def test_fields_that_would_change_the_answer_are_refused_unless_built(
+def test_unsupported_fields_that_would_change_the_answer_are_refused(
     server: RunningServer, fields: dict[str, Any], param: str
 ) -> None:
     body = {"messages": MESSAGES, **fields}
@@ -156,7 +156,7 @@ def test_a_long_list_of_wrong_items_is_refused_at_the_first(server: RunningServe
         assert many.partition(", got ")[0] == few.partition(", got ")[0], "one error for all"
 
 
-def test_a_text_that_must_be_too_long_is_refused_unread(server: RunningServer) -> None:
+def test_a_text_over_any_possible_context_is_refused_before_it_is_tokenized(server: RunningServer) -> None:
     message = assert_refused(
         server, "/v1/completions", {"prompt": "a b " * 49_000}, 400, "prompt", "context_length_exceeded"
     )

@@ -1,4 +1,4 @@
-"""Fields that decide how a request is run and how its prompt is made."""
+"""Fields that decide how a request runs and how its prompt is built."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CONTINUED = [*MESSAGES, {"role": "assistant", "content": "ok"}]
 
 
 def make_tokenizer() -> Tokenizer:
-    """One token a word, and one before every text that asks for special tokens."""
+    """One token for each word, plus a BOS token if special tokens are asked for."""
     backend = BackendTokenizer(WordLevel(WORDS, unk_token="ok"))
     backend.pre_tokenizer = Whitespace()
     backend.post_processor = TemplateProcessing(single="bos $A", special_tokens=[("bos", BOS)])
@@ -44,7 +44,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InProcessServer
 
 
 def chat(server: InProcessServer, **fields: Any) -> list[int]:
-    """The prompt that a chat becomes."""
+    """The prompt of a chat."""
     body = {"messages": MESSAGES, "max_tokens": 1, **fields}
     assert httpx.post(f"{server.url}/v1/chat/completions", json=body).status_code == 200
     return server.engine.prompts[-1]
@@ -57,13 +57,13 @@ def tokenize(server: InProcessServer, **fields: Any) -> list[int]:
     return tokens
 
 
-def test_a_template_writes_its_special_tokens_itself_unless_asked(server: InProcessServer) -> None:
+def test_a_template_writes_its_own_special_tokens_unless_asked(server: InProcessServer) -> None:
     assert chat(server) == chat(server, add_special_tokens=False) == [USER, HI, ASSISTANT]
     assert chat(server, add_special_tokens=None) == [USER, HI, ASSISTANT]
     assert chat(server, add_special_tokens=True) == [BOS, USER, HI, ASSISTANT]
 
 
-def test_tokenize_makes_of_messages_what_a_chat_would(server: InProcessServer) -> None:
+def test_tokenize_renders_messages_as_a_chat_does(server: InProcessServer) -> None:
     for fields in (
         {},
         {"add_special_tokens": True},
@@ -82,7 +82,7 @@ def test_tokenize_adds_special_tokens_to_a_prompt_unless_told_not_to(server: InP
     assert tokenize(server, prompt="hi", add_special_tokens=False) == [HI]
 
 
-def test_tokenize_names_a_field_that_cannot_be_honoured(server: InProcessServer) -> None:
+def test_tokenize_names_an_unsupported_field(server: InProcessServer) -> None:
     for fields, param in (
         ({"messages": MESSAGES, "continue_final_message": True}, "continue_final_message"),
         ({"messages": MESSAGES, "chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
@@ -101,7 +101,7 @@ def test_the_tier_that_was_used_is_echoed(server: InProcessServer, tier: str | N
 
 
 @pytest.mark.parametrize("tier", ["Flex", "flexx", "batch", ""])
-def test_an_unknown_tier_is_refused_with_those_there_are(server: InProcessServer, tier: str) -> None:
+def test_an_unknown_tier_is_refused_with_the_list_of_tiers(server: InProcessServer, tier: str) -> None:
     body = {"prompt": [3], "max_tokens": 1, "service_tier": tier}
     refused = httpx.post(f"{server.url}/v1/completions", json=body)
     assert refused.status_code == 400
@@ -120,8 +120,8 @@ def test_an_answer_says_which_fields_had_no_effect(server: InProcessServer, stre
     assert "x-backfill-warning" not in plain.headers
     warned = httpx.post(f"{server.url}/v1/completions", json={**body, "max_tokns": 5, "made_up": None})
     assert warned.status_code == 200
-    said = "unknown fields: max_tokns (did you mean max_tokens?), made_up"
-    assert warned.headers["x-backfill-warning"] == said
+    warning = "unknown fields: max_tokns (did you mean max_tokens?), made_up"
+    assert warned.headers["x-backfill-warning"] == warning
 
 
 def test_a_strict_server_refuses_fields_that_have_no_effect() -> None:

@@ -1,4 +1,4 @@
-"""The Files API through real HTTP: the official client, and what no client should send."""
+"""The Files API through real HTTP: the official client, and invalid requests."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_files_are_listed_in_pages(client: OpenAI) -> None:
     assert other.expires_at is None, "only batch files expire by themselves"
 
 
-def test_a_file_may_be_kept_for_a_time_of_its_own(client: OpenAI) -> None:
+def test_a_file_may_have_its_own_expiry(client: OpenAI) -> None:
     file = client.files.create(
         file=("in.jsonl", CONTENT), purpose="batch", expires_after={"anchor": "created_at", "seconds": 3600}
     )
@@ -114,7 +114,7 @@ def test_names_are_shown_and_never_become_paths(client: OpenAI, name: str, shown
 
 
 @pytest.mark.parametrize("name", ["in.txt", "in.jsonl.gz", "..", "x" * 300 + ".jsonl"])
-def test_names_no_batch_can_have(client: OpenAI, name: str) -> None:
+def test_invalid_names_of_batch_files(client: OpenAI, name: str) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         client.files.create(file=(name, CONTENT), purpose="batch")
     assert caught.value.param == "file"
@@ -194,7 +194,7 @@ def test_ids_that_do_not_exist(server: RunningServer, file_id: str) -> None:
         assert response.json()["error"]["type"] == "invalid_request_error"
 
 
-def test_a_file_whose_bytes_vanished_is_said_to_be_gone(server: RunningServer, client: OpenAI) -> None:
+def test_a_file_without_its_bytes_is_404(server: RunningServer, client: OpenAI) -> None:
     file_id = upload(client, CONTENT)
     (server.data_dir / "files" / file_id).unlink()
     num_logged = len(server.output)
@@ -205,7 +205,7 @@ def test_a_file_whose_bytes_vanished_is_said_to_be_gone(server: RunningServer, c
             assert_refused(response, 404, None, file_id)
             ports.add(response.extensions["network_stream"].get_extra_info("client_addr"))
         assert len(ports) == 1, "the connection is kept"
-    # A line of statistics, or one about another test's batch, may fall between them.
+    # Other lines may be logged in between: statistics, batches of other tests.
     logged = [line for line in server.output[num_logged:] if file_id in line]
     assert len(logged) == 2 and all("ERROR" in line and "missing" in line for line in logged)
     assert "Traceback" not in "".join(server.output[num_logged:])

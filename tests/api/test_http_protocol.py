@@ -1,4 +1,4 @@
-"""The limits of a connection, by real sockets."""
+"""The limits of a connection, over real sockets."""
 
 from __future__ import annotations
 
@@ -66,20 +66,20 @@ def test_pipelined_heads_may_together_be_over_the_limit_of_one(port: int) -> Non
 
 
 def test_more_pipelined_requests_than_are_kept_end_the_connection() -> None:
-    told = threading.Event()
+    disconnected = threading.Event()
 
     async def never(scope: Any, receive: Any, send: Any) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        told.set()
+        disconnected.set()
 
     with serving(never, limits()) as port, RawClient(port) as client:
         client.send(request() * (MAX_PIPELINED + 2))
         assert client.is_closed()
-        assert told.wait(10), "the request that ran is told"
+        assert disconnected.wait(10), "the running request sees the disconnect"
 
 
-def test_a_slow_body_in_pieces_of_a_byte_is_taken(port: int) -> None:
+def test_a_slow_body_in_chunks_of_a_byte_is_accepted(port: int) -> None:
     body = b"".join(b"1\r\nz\r\n" for _ in range(20_000)) + b"0\r\n\r\n"
     with RawClient(port) as client:
         client.send(HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + body)
@@ -90,7 +90,7 @@ def test_a_slow_body_in_pieces_of_a_byte_is_taken(port: int) -> None:
     "head",
     [
         b"X-A: " + b"a" * 70_000 + b"\r\n\r\n",
-        b"X-A: " + b"a" * 70_000,  # and no end
+        b"X-A: " + b"a" * 70_000,  # without an end
         b"X-A: b\r\n" * 10_000,
         b"X-A: b\r\n" * 1_000_000 + b"\r\n",
         b"a" * 100_000,
@@ -102,7 +102,7 @@ def test_a_head_over_the_limit_is_431(port: int, head: bytes) -> None:
         try:
             client.send(HEAD + head)
         except ConnectionError:
-            return  # cut off while it still sent, which is as good
+            return  # cut off while it was sending
         assert_refused(client, 431, "65536 bytes")
 
 
@@ -130,7 +130,7 @@ def test_a_url_over_the_limit_is_414(port: int) -> None:
         assert client.answer()[0] == 200
 
 
-def test_what_is_no_http_is_400_in_openais_shape(port: int) -> None:
+def test_invalid_http_is_400_in_openais_shape(port: int) -> None:
     with RawClient(port) as client:
         client.send(b"\x16\x03\x01 hello\r\n\r\n")
         assert_refused(client, 400, "HTTP")
@@ -148,7 +148,7 @@ def test_a_head_that_does_not_end_is_408(hurried_port: int) -> None:
         assert_refused(client, 408, "head")
 
 
-def test_a_head_that_comes_in_drops_is_408(hurried_port: int) -> None:
+def test_a_head_that_arrives_byte_by_byte_is_408(hurried_port: int) -> None:
     with RawClient(hurried_port) as client, _Dripping(client, b"GET / HTTP/1.1\r\nX-A: " + b"a" * 2000):
         assert_refused(client, 408, "head")
 
@@ -190,15 +190,15 @@ def test_a_body_that_goes_on_may_take_long(hurried_port: int) -> None:
         assert client.answer() == (200, b"/ " + b"b" * 20)
 
 
-def test_a_body_that_comes_in_drops_is_408_in_the_end() -> None:
+def test_a_body_that_arrives_byte_by_byte_is_408_in_the_end() -> None:
     patient = limits(body_timeout_s=20, whole_body_timeout_s=0.4)
     with serving(echo, patient) as port, RawClient(port) as client:
         client.send(HEAD + b"Content-Length: 2000\r\n\r\n")
         with _Dripping(client, b"b" * 2000):
-            assert_refused(client, 408, "not whole after 0.4 s")
+            assert_refused(client, 408, "not complete after 0.4 s")
 
 
-def test_a_large_body_may_take_longer_than_all_may_if_it_comes_fast_enough() -> None:
+def test_a_large_body_that_arrives_fast_enough_may_exceed_the_time_limit() -> None:
     patient = limits(body_timeout_s=20, whole_body_timeout_s=0.1)
     with serving(echo, patient) as port, RawClient(port) as client:
         client.send(HEAD + b"Content-Length: 1000001\r\n\r\n" + b"c" * 1_000_000)
@@ -207,7 +207,7 @@ def test_a_large_body_may_take_longer_than_all_may_if_it_comes_fast_enough() -> 
         assert client.answer() == (200, b"/ " + b"c" * 1_000_001)
 
 
-def test_time_that_the_application_takes_is_not_held_against_the_client() -> None:
+def test_time_that_the_application_takes_does_not_count_against_the_client() -> None:
     async def slow(scope: Any, receive: Any, send: Any) -> None:
         await receive()
         await asyncio.sleep(0.8)  # while the rest of the body waits in the socket
@@ -218,7 +218,7 @@ def test_time_that_the_application_takes_is_not_held_against_the_client() -> Non
         assert client.answer()[0] == 200
 
 
-def test_a_body_nobody_wants_may_not_trickle_on() -> None:
+def test_the_rest_of_an_answered_body_has_a_time_limit() -> None:
     async def refuse(scope: Any, receive: Any, send: Any) -> None:
         headers = [(b"content-length", b"2")]
         await send({"type": "http.response.start", "status": 413, "headers": headers})
@@ -246,7 +246,7 @@ def test_connections_over_the_limit_get_503() -> None:
 
 @pytest.mark.parametrize("chunk_bytes", [1_000, 1_000_000], ids=["small", "large"])
 def test_a_reader_that_stops_is_aborted_and_its_request_ends(chunk_bytes: int) -> None:
-    """Also where all that is left fits the server's buffer and the application is done."""
+    """Also if the rest fits the server's buffer and the application is done."""
     ended = threading.Event()
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -262,7 +262,7 @@ def test_a_reader_that_stops_is_aborted_and_its_request_ends(chunk_bytes: int) -
         _assert_reset(client)
 
 
-def test_the_end_of_an_answer_that_nobody_takes_does_not_linger() -> None:
+def test_the_end_of_an_unread_response_is_dropped() -> None:
     answered = threading.Event()
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -296,7 +296,7 @@ def test_a_slow_reader_gets_everything() -> None:
 
 
 class _Dripping:
-    """Sends a byte now and then, until left or refused."""
+    """Send single bytes until the block is left or the request is refused."""
 
     def __init__(self, client: RawClient, data: bytes) -> None:
         self._client, self._data, self._left = client, data, threading.Event()
@@ -329,7 +329,7 @@ def _assert_reset(client: RawClient) -> None:
 
 
 def _wait_for_room(port: int) -> None:
-    """Until the server takes a connection again."""
+    """Wait until the server accepts a connection again."""
     deadline_at_s = time.monotonic() + 20
     while True:
         with RawClient(port) as client:

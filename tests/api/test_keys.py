@@ -57,7 +57,7 @@ def digest_of(key: str) -> str:
         ("abc", None, "abc"),
         ("=sk-abc=def", None, "sk-abc=def"),
         ("==", None, None),
-        ("sk/abc=def", None, "sk/abc=def"),  # no name has a slash
+        ("sk/abc=def", None, "sk/abc=def"),  # a name has no slash
         ("n" * 65 + "=abc", None, "n" * 65 + "=abc"),
         (base64.b64encode(b"\0" * 16).decode(), None, "A" * 22 + "=="),
         (base64.b64encode(b"\0" * 32).decode(), None, "A" * 43 + "="),
@@ -91,9 +91,7 @@ def test_an_owner_has_several_keys_and_every_key_one_owner() -> None:
         **{"one": "alice", "two": "alice", "three": "bob", "bare": digest_of("bare")},
         **{"alice=one": None, "alice": None, "": None, "on\u00e9": None},
     }
-    with pytest.raises(
-        ConfigError, match=r"--api-key \(number 2 of 2\): the same key is given to two owners"
-    ):
+    with pytest.raises(ConfigError, match=r"--api-key \(number 2 of 2\): two owners have the same key"):
         ApiKeys([f"alice={SECRET}", f"bob={SECRET}"])
     with pytest.raises(ConfigError, match="two owners"):
         ApiKeys([f"alice={SECRET}", SECRET])
@@ -111,7 +109,7 @@ def test_lines_of_a_file() -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "fault"),
+    ("content", "error"),
     [
         (f"alice=a\n{SECRET}\n", "line 2: expected NAME=KEY"),
         (f"={SECRET}\n", "line 1: a name must be 1 to 64"),
@@ -119,21 +117,21 @@ def test_lines_of_a_file() -> None:
         ("# none\n\nalice=\n", "line 3: a key must be printable ASCII without spaces, and not empty"),
         (f"alice={SECRET} # hers\n", "line 1: a key must be"),
         (f"{'0' * 64}={SECRET}\n", "line 1: a name must not be 64 hexadecimal digits"),
-        (f"a={SECRET}\nb={SECRET}\n", "line 2: the same key is given to two owners"),
+        (f"a={SECRET}\nb={SECRET}\n", "line 2: two owners have the same key"),
         ("a=\udcff\n", "line 1: it is not UTF-8"),
         ("\n".join(f"a={n}" for n in range(1001)), "line 1001: more than 1000 keys"),
         ("# none\n", "it has no keys"),
     ],
 )
-def test_a_broken_file_is_told_by_line(content: str, fault: str, key_file: Path) -> None:
+def test_an_invalid_file_is_refused_with_the_line_number(content: str, error: str, key_file: Path) -> None:
     key_file.write_bytes(content.encode(errors="surrogateescape"))
     with pytest.raises(ConfigError) as raised:
         ApiKeys([], key_file)
-    assert str(raised.value).startswith(f"--api-key-file {key_file}: {fault}")
+    assert str(raised.value).startswith(f"--api-key-file {key_file}: {error}")
     assert SECRET not in str(raised.value)
 
 
-def test_a_file_that_cannot_be_read_is_told(tmp_path: Path) -> None:
+def test_an_unreadable_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="missing cannot be read: No such file"):
         ApiKeys([], tmp_path / "missing")
     os.mkfifo(tmp_path / "pipe")
@@ -144,7 +142,7 @@ def test_a_file_that_cannot_be_read_is_told(tmp_path: Path) -> None:
         ApiKeys([], tmp_path / "large")
 
 
-def test_a_changed_file_is_taken_and_a_broken_one_is_not(
+def test_a_changed_file_is_loaded_and_an_invalid_one_is_not(
     key_file: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def owners() -> list[str | None]:
@@ -164,13 +162,13 @@ def test_a_changed_file_is_taken_and_a_broken_one_is_not(
         keys.reload()
     assert owners() == ["root", "alice", "alice"]
     assert num_errors() == 1
-    assert "line 2: expected NAME=KEY. The keys stay as they were" in caplog.text
+    assert "line 2: expected NAME=KEY. The keys are unchanged" in caplog.text
     key_file.unlink()
     for _ in range(3):
         keys.reload()
     assert owners() == ["root", "alice", "alice"]
     assert num_errors() == 2
-    key_file.write_text("eve=fixed\n")  # an option's key is not the file's to give away
+    key_file.write_text("eve=fixed\n")  # the file gives an option's key to another owner
     keys.reload()
     assert owners() == ["root", "alice", "alice"]
     key_file.write_text("bob=two\n")
@@ -179,7 +177,7 @@ def test_a_changed_file_is_taken_and_a_broken_one_is_not(
 
 
 @pytest.mark.parametrize(("mode", "warns"), [(0o600, False), (0o640, False), (0o644, True), (0o604, True)])
-def test_a_file_that_everybody_can_read_is_warned_of(
+def test_a_world_readable_file_logs_a_warning(
     mode: int, warns: bool, key_file: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     key_file.write_text("alice=one\n")
@@ -200,7 +198,7 @@ def test_the_watch_reloads_in_its_own_thread_until_stopped(key_file: Path) -> No
                 reloaded.set()
             if len(threads) == 1 and not reloaded.is_set():
                 super().reload()
-                raise RuntimeError("a fault does not end the watch")
+                raise RuntimeError("an error does not end the watch")
 
     keys = Watched([], key_file)
     watch = KeyFileWatch(keys, poll_s=0.001)
@@ -250,7 +248,7 @@ def test_a_rotated_key_keeps_its_owners_files(tmp_path: Path, key_file: Path) ->
             assert await files_of("new") == ["old.jsonl"]
             assert await files_of("other") == []
             assert await files_of("bare") == ["bare.jsonl"]
-            # The owner of a key without a name is what it was before keys had names.
+            # The owner of a key without a name is its digest, as before keys had names.
             page = await state.jobs.list_files(
                 digest_of("bare"), purpose=None, order="asc", limit=1, after=None
             )

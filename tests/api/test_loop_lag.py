@@ -5,7 +5,7 @@ import time
 
 from prometheus_client import CollectorRegistry, generate_latest
 
-from backfill.api.loop_lag import LoopLag
+from backfill.api.metrics.loop_lag import LoopLag
 
 
 def exposed(lag: LoopLag) -> dict[str, float]:
@@ -28,7 +28,7 @@ def test_lags_are_counted_and_the_largest_is_of_the_last_minute() -> None:
     assert lag.max_s() == 0.015, "the larger one is over a minute old"
 
 
-def test_a_loop_that_is_held_up_is_seen() -> None:
+def test_a_blocked_loop_shows_as_lag() -> None:
     async def hold_up() -> float:
         lag = LoopLag("m")
         probe = asyncio.create_task(lag.run())

@@ -1,14 +1,14 @@
-"""What the metrics make of requests and steps, without a server."""
+"""Metrics of requests and steps, without a server."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from backfill.api.loop_lag import LoopLag
-from backfill.api.metrics import Metrics
+from backfill.api.metrics.buckets import STOP_LATENCY_S
+from backfill.api.metrics.loop_lag import LoopLag
+from backfill.api.metrics.registry import Metrics
 from backfill.core.counters import ClassCounters
 from backfill.core.request import FinishReason, ServiceClass
 from backfill.core.slo import SLO
@@ -19,6 +19,20 @@ from tests.builders import make_info, make_profile
 
 SERVER_SLO = SLO(ttft_s=1.5, tpot_s=0.11)
 ONLINE = ServiceClass.ONLINE
+WITHOUT_TOKEN = RequestRecord(
+    service_class=ONLINE,
+    slo=SERVER_SLO,
+    finish_reason=FinishReason.ABORT,
+    num_prompt_tokens=1,
+    num_output_tokens=0,
+    max_tokens=1,
+    num_preemptions=0,
+    arrived_at_s=10.0,
+    first_scheduled_at_s=None,
+    first_token_at_s=None,
+    last_token_at_s=None,
+    finished_at_s=10.5,
+)
 
 
 def make_metrics() -> Metrics:
@@ -35,31 +49,12 @@ def attained_and_missed(metrics: Metrics, slo: str) -> tuple[float | None, float
     return value(registry, "slo_attained_total", **labels), value(registry, "slo_missed_total", **labels)
 
 
-def ended(**changes: Any) -> RequestRecord:
-    """A request that got no token."""
-    fields: dict[str, Any] = {
-        "service_class": ONLINE,
-        "slo": SERVER_SLO,
-        "finish_reason": FinishReason.ABORT,
-        "num_prompt_tokens": 1,
-        "num_output_tokens": 0,
-        "max_tokens": 1,
-        "num_preemptions": 0,
-        "arrived_at_s": 10.0,
-        "first_scheduled_at_s": None,
-        "first_token_at_s": None,
-        "last_token_at_s": None,
-        "finished_at_s": 10.5,
-    }
-    return RequestRecord(**{**fields, **changes})
-
-
 def report(step: StepStats, num_stopped_steps: int = 0, num_discarded_tokens: int = 0) -> StepReport:
     idle = ClassStats(0, 0, ClassCounters(num_discarded_tokens=num_discarded_tokens))
     return StepReport([], EngineStats(idle, idle, 0.0, 16, 0, 0.0, num_stopped_steps, step))
 
 
-def test_every_first_token_and_every_gap_is_held_to_its_objective() -> None:
+def test_every_first_token_and_every_gap_counts_against_its_objective() -> None:
     metrics = make_metrics()
     metrics.requests.on_first_token(ONLINE, 1.5, SERVER_SLO)
     metrics.requests.on_first_token(ONLINE, 1.6, SERVER_SLO)
@@ -72,7 +67,7 @@ def test_every_first_token_and_every_gap_is_held_to_its_objective() -> None:
     assert attained_and_missed(metrics, "tpot") == (3, 1)
 
 
-def test_attainment_can_be_read_off_the_histograms() -> None:
+def test_the_histograms_give_attainment() -> None:
     metrics = make_metrics()
     for waited_s in (1.4, 1.5, 1.6):
         metrics.requests.on_first_token(ONLINE, waited_s, SERVER_SLO)
@@ -82,13 +77,13 @@ def test_attainment_can_be_read_off_the_histograms() -> None:
         assert value(metrics.registry, f"{name}_bucket", le=bound, **{"class": "online"}) == 2
 
 
-def test_an_output_without_a_token_missed_its_objective_unless_its_client_left_before() -> None:
+def test_a_request_without_a_token_missed_its_objective_unless_its_client_left_in_time() -> None:
     metrics = make_metrics()
-    metrics.requests.on_finished(ended())
-    metrics.requests.on_finished(ended(slo=None, finished_at_s=99.0))
+    metrics.requests.on_finished(WITHOUT_TOKEN)
+    metrics.requests.on_finished(replace(WITHOUT_TOKEN, slo=None, finished_at_s=99.0))
     assert attained_and_missed(metrics, "ttft") == (0, 0)
-    metrics.requests.on_finished(ended(finished_at_s=11.6))
-    metrics.requests.on_finished(ended(finish_reason=FinishReason.ERROR))
+    metrics.requests.on_finished(replace(WITHOUT_TOKEN, finished_at_s=11.6))
+    metrics.requests.on_finished(replace(WITHOUT_TOKEN, finish_reason=FinishReason.ERROR))
     assert attained_and_missed(metrics, "ttft") == (0, 2)
 
 
@@ -104,8 +99,26 @@ def test_a_stopped_step_computed_nothing() -> None:
     assert value(registry, "iteration_tokens_total_sum") == 43
     assert value(registry, "step_predicted_ratio_sum") == 2.0
     assert value(registry, "step_predicted_ratio_count") == 1, "a step without a prediction has no ratio"
-    assert value(registry, "step_aborts_total") == 1
-    assert value(registry, "aborted_tokens_total", **{"class": "offline"}) == 90
+    assert value(registry, "step_stops_total") == 1
+    assert value(registry, "discarded_tokens_total", **{"class": "offline"}) == 90
+
+
+def test_renamed_metrics_keep_their_old_names_with_the_same_values() -> None:
+    metrics = make_metrics()
+    step = StepStats("offline", 90, 0.05, 0.4, stopped=True, stop_latency_s=0.002)
+    metrics.engine.on_report(report(step, 3, 90))
+    lines = metrics.expose().decode().splitlines()
+    for new, old, full in (
+        ("step_stops_total", "step_aborts_total", 1),
+        ("discarded_tokens_total", "aborted_tokens_total", 2),
+        ("stop_latency_seconds", "abort_latency_seconds", len(STOP_LATENCY_S) + 3),
+    ):
+        samples = [line for line in lines if line.startswith(f"backfill:{new}")]
+        assert len(samples) == full
+        assert [line.replace(new, old) for line in samples] == [
+            line for line in lines if line.startswith(f"backfill:{old}")
+        ]
+        assert f"# HELP backfill:{old} Deprecated: use backfill:{new}" in lines
 
 
 def test_objectives_are_counted_for_the_log() -> None:
@@ -116,7 +129,7 @@ def test_objectives_are_counted_for_the_log() -> None:
     assert metrics.requests.objective_counts() == {"ttft": (0, 1), "tpot": (2, 1)}
 
 
-def test_when_a_counter_was_made_is_not_exposed() -> None:
+def test_creation_times_of_counters_are_not_exposed() -> None:
     metrics = make_metrics()
     metrics.http.on_request("GET", "/v1/models", 200, 0.1)
     assert b"_created" not in metrics.expose()

@@ -1,4 +1,4 @@
-"""Multipart bodies: as clients send them, cut anywhere, malformed, oversized."""
+"""Multipart bodies: as clients send them, split anywhere, malformed, oversized."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def form(*parts: bytes) -> bytes:
 
 
 def read(body: bytes, cuts: Sequence[int] = (), content_type: str = CONTENT_TYPE) -> list[FormEvent]:
-    """The events of a body that arrives cut at ``cuts``."""
+    """The events of a body that arrives split at ``cuts``."""
     edges = [0, *sorted(cuts), len(body)]
 
     async def chunks() -> AsyncIterator[bytes]:
@@ -51,7 +51,7 @@ def read(body: bytes, cuts: Sequence[int] = (), content_type: str = CONTENT_TYPE
     return asyncio.run(collect())
 
 
-def with_pieces_joined(events: list[FormEvent]) -> list[FormEvent]:
+def with_chunks_joined(events: list[FormEvent]) -> list[FormEvent]:
     joined: list[FormEvent] = []
     for event in events:
         if isinstance(event, bytearray) and joined and isinstance(joined[-1], bytearray):
@@ -71,7 +71,7 @@ def with_pieces_joined(events: list[FormEvent]) -> list[FormEvent]:
 def test_a_file_arrives_whole_however_its_body_is_cut(content: bytes, data: st.DataObject) -> None:
     for suffix in (b"\r\n", b"--", b" ", b"\t"):
         if b"\r\n--x-9f" + suffix in content + b"\r\n":
-            return  # holds the boundary itself
+            return  # contains the boundary itself
     body = form(
         part('name="purpose"', b"batch"),
         part('name="file"; filename="a.jsonl"', content),
@@ -80,10 +80,10 @@ def test_a_file_arrives_whole_however_its_body_is_cut(content: bytes, data: st.D
     cuts = data.draw(st.lists(st.integers(0, len(body)), max_size=8))
     expected: list[FormEvent] = [FormField("purpose", "batch"), FileStart("file", "a.jsonl")]
     expected += [content] if content else []
-    assert with_pieces_joined(read(body, cuts)) == [*expected, FormField("note", "größer")]
+    assert with_chunks_joined(read(body, cuts)) == [*expected, FormField("note", "größer")]
 
 
-def test_large_files_come_in_pieces_of_a_megabyte_or_a_little_more() -> None:
+def test_large_files_come_in_chunks_of_a_megabyte_or_a_little_more() -> None:
     content = bytes(range(256)) * 20_000
     body = form(part('name="file"; filename="a"', content))
     chunks = [event for event in read(body, range(0, len(body), 65536)) if isinstance(event, bytearray)]
@@ -104,7 +104,7 @@ FILE = part('name="file"; filename="a"', b"x" * (2 * MAX_OVERHEAD_BYTES))
     ],
     ids=["preamble", "epilogue", "headers", "fields"],
 )
-def test_what_is_beside_the_file_is_limited(body: bytes) -> None:
+def test_bytes_besides_the_file_are_limited(body: bytes) -> None:
     for cuts in ([], range(0, len(body), 1000)):
         with pytest.raises(RequestError, match=f"more than {MAX_OVERHEAD_BYTES} bytes beside"):
             read(body, cuts)
@@ -152,13 +152,13 @@ def test_another_content_type_is_refused(content_type: str) -> None:
         (b"--x-9f\r\nX: " + b"y" * 100_000 + b"\r\n\r\n", "malformed"),
     ],
 )
-def test_a_form_that_is_not_whole_or_well_formed_is_refused(body: bytes, message: str) -> None:
+def test_an_incomplete_or_malformed_form_is_refused(body: bytes, message: str) -> None:
     with pytest.raises(RequestError, match=message):
         read(body)
     with pytest.raises(RequestError, match=message):
         read(body, range(len(body)))
 
 
-def test_a_boundary_out_of_bounds_is_refused() -> None:
+def test_a_boundary_that_is_too_long_is_refused() -> None:
     with pytest.raises(RequestError, match="too long"):
         read(b"", content_type=f"multipart/form-data; boundary={'x' * 500}")

@@ -1,4 +1,4 @@
-"""Objectives of requests: fields, headers, refusals, attainment in answers and in metrics."""
+"""Objectives of requests: fields, headers, refusals, attainment in responses and metrics."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_request_with_objectives_is_told_how_they_were_met(
 
 
 @pytest.mark.parametrize("slo", [{}, {"slo": None}, {"slo": {}}, {"slo": {"ttft": None}}])
-def test_a_request_without_objectives_is_answered_as_ever(server: RunningServer, slo: dict[str, Any]) -> None:
+def test_a_request_without_objectives_gets_no_metrics(server: RunningServer, slo: dict[str, Any]) -> None:
     assert "metrics" not in server.http.post("/v1/completions", json={**BODY, **slo}).json()
 
 
@@ -61,7 +61,7 @@ def test_one_objective_is_enough_and_one_token_has_no_gap(server: RunningServer)
 
 
 @pytest.mark.parametrize("includes_usage", [False, True])
-def test_a_stream_tells_it_in_its_last_chunk(server: RunningServer, includes_usage: bool) -> None:
+def test_a_stream_reports_attainment_in_its_last_chunk(server: RunningServer, includes_usage: bool) -> None:
     options = {"stream_options": {"include_usage": True}} if includes_usage else {}
     chunks = chunks_of(server, {**BODY, "n": 2, "slo": EASY, **options})
     assert [index for index, chunk in enumerate(chunks) if "metrics" in chunk] == [len(chunks) - 1]
@@ -71,7 +71,7 @@ def test_a_stream_tells_it_in_its_last_chunk(server: RunningServer, includes_usa
 
 
 def test_headers_bring_objectives_and_the_body_wins(server: RunningServer) -> None:
-    # Far below what any request needs: only an objective that the body overrides is not refused.
+    # Far too short for any request: it is refused unless the body overrides it.
     tiny = {"x-slo-ttft-ms": "0.001"}
     assert refusal(server, {}, tiny)["param"] == "x-slo-ttft-ms"
     both = server.http.post("/v1/completions", json={**BODY, "slo": {"ttft": 30}}, headers=tiny)
@@ -81,7 +81,7 @@ def test_headers_bring_objectives_and_the_body_wins(server: RunningServer) -> No
     )
     assert unread.status_code == 200
     other = refusal(server, {"slo": {"tpot": 30}}, tiny)
-    assert other["param"] == "x-slo-ttft-ms", "each objective is taken from where it is"
+    assert other["param"] == "x-slo-ttft-ms", "each objective comes from the body or else its header"
     response = server.http.post("/v1/completions", json=BODY, headers={"X-SLO-TPOT-MS": "20000.5"})
     assert response.json()["metrics"]["tpot_slo_met"] is True
 
@@ -101,14 +101,14 @@ def test_headers_bring_objectives_and_the_body_wins(server: RunningServer) -> No
         ("fast", "slo"),
     ],
 )
-def test_objectives_that_are_none_are_refused(server: RunningServer, slo: Any, param: str) -> None:
+def test_invalid_objectives_are_refused(server: RunningServer, slo: Any, param: str) -> None:
     error = refusal(server, {"slo": slo})
     assert error["param"] == param
     assert param in error["message"]
 
 
 @pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "1e999"])
-def test_objectives_that_are_no_finite_number_are_refused(server: RunningServer, value: str) -> None:
+def test_objectives_that_are_not_finite_are_refused(server: RunningServer, value: str) -> None:
     content = '{"prompt": "a", "slo": {"ttft": ' + value + "}}"
     response = server.http.post(
         "/v1/completions", content=content, headers={"content-type": "application/json"}
@@ -119,11 +119,13 @@ def test_objectives_that_are_no_finite_number_are_refused(server: RunningServer,
 
 @pytest.mark.parametrize("name", ["x-slo-ttft-ms", "x-slo-tpot-ms"])
 @pytest.mark.parametrize("value", ["0", "-5", "nan", "inf", "soon", "", "1_000", "5 ms"])
-def test_headers_that_are_no_objective_are_refused(server: RunningServer, name: str, value: str) -> None:
+def test_headers_without_a_valid_objective_are_refused(server: RunningServer, name: str, value: str) -> None:
     assert refusal(server, {}, {name: value})["param"] == name
 
 
-def test_what_a_request_alone_cannot_meet_is_refused_and_says_what_it_can(server: RunningServer) -> None:
+def test_an_impossible_objective_is_refused_with_the_least_possible_one(
+    server: RunningServer,
+) -> None:
     short = refusal(server, {"slo": {"ttft": 0.0001}})
     long = refusal(server, {"slo": {"ttft": 0.0001}, "prompt": [5] * 1500})
     gap = refusal(server, {"slo": {"tpot": 0.0001}})
@@ -171,7 +173,7 @@ def test_steps_are_counted_by_kind_and_compared_with_their_prediction(server: Ru
         assert server.metric("backfill:step_seconds_count", kind=kind) == was + 4
     assert server.metric("backfill:step_predicted_ratio_count") == ratios + 8
     text = server.http.get("/metrics").text
-    for name in ("step_aborts_total", "aborted_tokens_total", "recomputed_tokens_total"):
+    for name in ("step_stops_total", "discarded_tokens_total", "recomputed_tokens_total"):
         assert f"\nbackfill:{name}{{" in text
 
 

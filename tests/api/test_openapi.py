@@ -14,6 +14,7 @@ from backfill.api.config import ServerConfig
 from backfill.api.docs_page import docs_page
 from backfill.api.keys import ApiKeys
 from backfill.api.state import ServerState
+from backfill.api.unsupported import UNSUPPORTED
 from backfill.core.config import EngineConfig
 from backfill.engine.client import EngineClient
 from backfill.jobs.config import JobsConfig
@@ -59,7 +60,7 @@ def walk(value: Any) -> Iterator[dict[str, Any]]:
         yield from walk(item)
 
 
-def test_every_reference_leads_somewhere(document: dict[str, Any]) -> None:
+def test_every_reference_has_a_target(document: dict[str, Any]) -> None:
     references = [item["$ref"] for item in walk(document) if isinstance(item.get("$ref"), str)]
     for name in ("TextPart", "ChatMessage", "StreamOptions", "ExpiresAfter", "SloFields", "Error"):
         assert f"#/components/schemas/{name}" in references
@@ -75,7 +76,7 @@ def test_every_route_declares_openais_errors(document: dict[str, Any]) -> None:
     assert len(operations) > 20
     for operation in operations:
         assert {"4XX", "5XX"} <= operation["responses"].keys()
-        assert "422" not in operation["responses"], "no route answers it"
+        assert "422" not in operation["responses"], "no route returns it"
         for status in ("4XX", "5XX"):
             content = operation["responses"][status]["content"]
             assert content["application/json"]["schema"] == ERROR
@@ -120,6 +121,26 @@ def test_the_docs_page_has_every_endpoint_and_loads_nothing(app: FastAPI) -> Non
     assert client.get("/redoc").status_code == 404
 
 
+def test_every_route_is_documented_or_unsupported(app: FastAPI, document: dict[str, Any]) -> None:
+    documented = {
+        (path, method.upper()) for path, operations in document["paths"].items() for method in operations
+    }
+    # FastAPI keeps an included router as one entry.
+    routes = {
+        (re.sub(r":path\}", "}", route.path), method)
+        for entry in app.routes
+        for route in getattr(getattr(entry, "original_router", None), "routes", [entry])
+        for method in (route.methods or set()) - {"HEAD"}
+    }
+    others = {path for path, _ in routes - documented}
+    unsupported = {f"/v1/{name}{rest}" for name in UNSUPPORTED for rest in ("", "/{rest}")}
+    assert documented < routes
+    assert others == {"/docs", "/openapi.json"} | unsupported
+    for operations in document["paths"].values():
+        for operation in operations.values():
+            assert re.fullmatch(r"[\dA-Z].*[^.]\.", operation["description"])
+
+
 def test_what_a_schema_says_is_text_on_the_docs_page() -> None:
     field = {"enum": ["<b>"], "default": "<i>"}
     schema = {"description": "<u>", "properties": {"<a>": field}}
@@ -134,7 +155,7 @@ def test_what_a_schema_says_is_text_on_the_docs_page() -> None:
         assert harm.replace("<", "&lt;").replace(">", "&gt;") in page
 
 
-def test_a_wrong_method_is_told_all_that_there_are(app: FastAPI) -> None:
+def test_a_405_lists_the_allowed_methods(app: FastAPI) -> None:
     client = TestClient(app, base_url="http://localhost")
     for path, allowed in (("/v1/files/file-x", "DELETE, GET"), ("/v1/batches", "GET, POST")):
         wrong = client.put(path)

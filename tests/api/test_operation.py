@@ -17,19 +17,12 @@ import httpx
 import openai
 import pytest
 
-from tests.api.servers import (
-    MODEL,
-    RunningServer,
-    ending,
-    launch_small,
-    small_server,
-    wait_until,
-)
+from tests.api.servers import MODEL, RunningServer, ending, launch_small, small_server, wait_until
 from tests.api.sockets import RawClient, request
-from tests.cli.running import run_cli, run_cli_here
+from tests.cli.running import assert_refused, run_cli, run_cli_here
 
 LONG: dict[str, Any] = {"prompt": "Count:", "max_tokens": 1500, "ignore_eos": True}
-# The small model is as long over so many.
+# The small model takes as long for this many tokens.
 LONGER: dict[str, Any] = {**LONG, "max_tokens": 20000}
 
 
@@ -88,18 +81,22 @@ def test_a_client_that_disconnects_has_its_request_aborted(server: RunningServer
     assert server.metric("backfill:request_success_total", finished_reason="abort") == aborted + 2
 
 
-def test_a_reader_that_stops_gives_its_place_back_when_the_engine_is_done(server: RunningServer) -> None:
-    """Its answer is megabytes more than the connection takes, and waits in the server."""
+def test_a_reader_that_stops_releases_its_reservation_when_the_engine_is_done(server: RunningServer) -> None:
+    """Its response is megabytes larger than the socket buffers, and waits in the server."""
     body = {"prompt": "a", "max_tokens": 100, "n": 16, "logprobs": 20, "ignore_eos": True, "stream": True}
     with RawClient(server.http.base_url.port or 80, receive_buffer_bytes=4096) as client:
         headers = {"Content-Type": "application/json"}
         client.send(request(path="/v1/completions", body=json.dumps(body).encode(), headers=headers))
-        wait_until(lambda: server.http.get("/load").json() == {"server_load": 16}, "its place")
-        wait_until(lambda: server.http.get("/load").json() == {"server_load": 0}, "its place to be free")
-        assert client.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == 0, "it is not given up yet"
+        wait_until(
+            lambda: server.http.get("/load").json() == {"server_load": 16}, "the request to be admitted"
+        )
+        wait_until(
+            lambda: server.http.get("/load").json() == {"server_load": 0}, "the request to be released"
+        )
+        assert client.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == 0, "it is not aborted yet"
 
 
-def test_keys_are_asked_for(small_model: Path, tmp_path: Path) -> None:
+def test_keys_are_required(small_model: Path, tmp_path: Path) -> None:
     key_file = tmp_path / "keys"
     key_file.write_text("alice=sekret-of-alice\n")
     keys = ("--api-key", "sekret", "--api-key", "bob=other", "--api-key-file", str(key_file))
@@ -138,14 +135,14 @@ def test_a_full_queue_answers_429_with_retry_after(small_model: Path, tmp_path: 
             too_many = server.http.post("/v1/completions", json={"prompt": "hi", "n": 3})
             assert too_many.status_code == 400, "no retry would help"
         assert server.metric("backfill:admission_rejections_total", reason="queue_full") == 1
-        # The official client retries by itself and succeeds.
+        # The official client retries on its own and succeeds.
         answer = server.client(max_retries=5).completions.create(model=MODEL, prompt="hi", max_tokens=1)
         assert answer.usage is not None
 
 
 @pytest.fixture(scope="module")
 def own_server(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """Of this module alone, for tests that kill its engine and wait for the next."""
+    """A server of this module, for tests that kill its engine and wait for the next."""
     with small_server(small_model, data_dir=tmp_path_factory.mktemp("data")) as server:
         yield server
 
@@ -170,7 +167,7 @@ def test_a_killed_engine_fails_its_requests_and_comes_back(own_server: RunningSe
     assert server.http.post("/v1/completions", json={"prompt": "hi", "max_tokens": 1}).status_code == 200
 
 
-def test_requests_in_the_moment_the_engine_dies_get_an_answer(own_server: RunningServer) -> None:
+def test_requests_sent_while_the_engine_dies_get_an_answer(own_server: RunningServer) -> None:
     def complete(num_choices: int) -> httpx.Response:
         body = {"prompt": "hi", "max_tokens": 4, "n": num_choices}
         return own_server.http.post("/v1/completions", json=body)
@@ -185,10 +182,10 @@ def test_requests_in_the_moment_the_engine_dies_get_an_answer(own_server: Runnin
 
 
 def test_shutdown_lets_online_requests_end_and_stops_offline_ones(small_model: Path, tmp_path: Path) -> None:
-    """Also where the signal is to the whole process group."""
+    """Also if the whole process group gets the signal."""
     with small_server(small_model, data_dir=tmp_path) as server, ThreadPoolExecutor(2) as pool:
         flex = pool.submit(server.http.post, "/v1/completions", json={**LONGER, "service_tier": "flex"})
-        # First, and it keeps its blocks then: where online is late, no offline request begins.
+        # The offline request starts first and keeps its blocks: behind a late online one it would not start.
         wait_until(lambda: server.metric("backfill:num_requests_running") == 1, "the first to run")
         online = pool.submit(server.http.post, "/v1/completions", json={**LONG, "max_tokens": 1000})
         wait_until(lambda: server.metric("backfill:num_requests_running") == 2, "both to run")
@@ -229,7 +226,7 @@ def test_health_is_503_while_loading_and_the_engine_ends_with_its_server(
         wait_until(loading_seen, "the server")
         assert statuses[0] == 503
         assert set(statuses) == {200, 503}
-        # The output is read in a thread of its own.
+        # Another thread reads the output.
         wait_until(lambda: any("curl http" in line for line in server.output), "a line to try")
         engine = server.engine_pid()
         server.process.kill()
@@ -237,7 +234,7 @@ def test_health_is_503_while_loading_and_the_engine_ends_with_its_server(
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_while_the_model_loads_is_told_by_the_exit_status(
+def test_the_exit_status_shows_a_signal_while_the_model_loads(
     small_model: Path, tmp_path: Path, number: signal.Signals, status: int
 ) -> None:
     with ending(launch_small(small_model, data_dir=tmp_path)) as server:
@@ -262,7 +259,7 @@ def test_a_chat_template_that_does_not_parse_is_refused_at_start(tmp_path: Path)
     assert "line 1" in result.stderr
 
 
-def test_a_client_that_leaves_within_its_body_makes_no_noise(server: RunningServer) -> None:
+def test_a_client_that_leaves_during_its_body_logs_no_error(server: RunningServer) -> None:
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
     head += b"Content-Type: application/json\r\nContent-Length: "
     address = ("127.0.0.1", server.http.base_url.port or 80)
@@ -308,7 +305,7 @@ def test_a_client_that_leaves_within_its_body_makes_no_noise(server: RunningServ
         (("--host-kv-gib", "0", "--checkpointing", "eager"), "--checkpointing eager needs a pool"),
     ],
 )
-def test_options_that_cannot_be_are_refused_in_a_line(
+def test_invalid_options_are_refused_in_a_line(
     default_model: Path, tmp_path: Path, arguments: tuple[str, ...], part: str
 ) -> None:
     result = run_cli_here("serve", "--port", "0", *arguments, "--data-dir", str(tmp_path))
@@ -318,14 +315,11 @@ def test_options_that_cannot_be_are_refused_in_a_line(
 
 
 def test_a_server_whose_engine_cannot_start_says_why_in_a_line(small_model: Path, tmp_path: Path) -> None:
-    """Every reason that an engine may have: tests/cli/test_serve.py."""
+    """All reasons are in tests/cli/test_serve.py."""
     result = run_cli(
         "serve", str(small_model), "--kv-gib", "100000", "--port", "0", "--data-dir", str(tmp_path)
     )
-    assert result.returncode == 1
-    assert "Not enough memory" in result.stderr
-    assert "Traceback" not in result.stderr
-    assert len([line for line in result.stderr.splitlines() if line.startswith("backfill: ")]) == 1
+    assert_refused(result, "Not enough memory")
 
 
 def test_a_taken_port_is_known_at_once(default_model: Path, tmp_path: Path) -> None:
@@ -351,7 +345,7 @@ def test_the_server_survives_many_connections_at_once(server: RunningServer) -> 
         thread.join()
 
 
-def test_openai_client_errors_are_the_clients_own(server: RunningServer) -> None:
+def test_the_openai_client_raises_its_own_errors(server: RunningServer) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         server.client().completions.create(model=MODEL, prompt="hi", max_tokens=-1)
     assert caught.value.param == "max_tokens"

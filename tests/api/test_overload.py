@@ -1,4 +1,4 @@
-"""What the server refuses, and when it takes requests again; no engine is needed for it."""
+"""Which requests an overloaded server refuses, and when it accepts requests again, with a scripted engine."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def post(server: InProcessServer, body: dict[str, Any]) -> httpx.Response:
 
 @contextmanager
 def waiting(server: InProcessServer, body: dict[str, Any], count: int) -> Iterator[list[int]]:
-    """Keep that many requests in the server; left, it lets them end and gives their statuses."""
+    """Keep this many requests in the server; they end with the block, which fills in their statuses."""
     statuses: list[int] = []
     threads = [
         threading.Thread(target=lambda: statuses.append(post(server, body).status_code)) for _ in range(count)
@@ -45,7 +45,7 @@ def waiting(server: InProcessServer, body: dict[str, Any], count: int) -> Iterat
             thread.join()
 
 
-def test_offline_requests_never_cost_an_online_one_its_place(default_model: Path) -> None:
+def test_offline_requests_do_not_limit_online_ones(default_model: Path) -> None:
     with in_process_server(default_model, is_open=False, **LIMITS) as server:
         with waiting(server, FLEX, 2) as flex:
             refused = post(server, FLEX)
@@ -67,11 +67,11 @@ def test_a_request_is_refused_before_its_body_is_parsed(default_model: Path) -> 
     with in_process_server(default_model, is_open=False, **LIMITS) as server:
         with waiting(server, ONLINE, 2):
             bad = httpx.post(f"{server.url}/v1/completions", content=b'{"prompt": ', headers=JSON_TYPE)
-            assert bad.status_code == 429, "it counts as one online choice, and there is no room for that"
+            assert bad.status_code == 429, "it counts as one online choice, and the online queue is full"
         assert httpx.post(f"{server.url}/v1/completions", content=b"{", headers=JSON_TYPE).status_code == 400
 
 
-def test_when_every_class_is_full_a_body_is_not_even_waited_for(default_model: Path) -> None:
+def test_a_request_is_refused_before_its_body_when_every_class_is_full(default_model: Path) -> None:
     with (
         in_process_server(default_model, is_open=False, **LIMITS) as server,
         waiting(server, ONLINE, 2),
@@ -83,7 +83,7 @@ def test_when_every_class_is_full_a_body_is_not_even_waited_for(default_model: P
         assert client.answer()[0] == 429
 
 
-def test_a_request_that_is_refused_later_gives_its_place_back(default_model: Path) -> None:
+def test_a_request_that_is_refused_later_releases_its_reservation(default_model: Path) -> None:
     with in_process_server(default_model, **LIMITS) as server:
         for body in ({"prompt": [-1]}, {"prompt": "a", "n": 0}, {"prompt": [[1], [2], [3]]}, {}):
             assert post(server, body).status_code == 400
@@ -99,8 +99,8 @@ def test_prompts_count_as_choices(default_model: Path) -> None:
         assert server.state.admission.num_open == 2
 
 
-def test_a_class_that_only_parsing_tells_is_counted_right(default_model: Path) -> None:
-    """Parsers differ: to the one that glances at a body, NaN makes it unreadable."""
+def test_a_class_that_only_parsing_finds_is_counted(default_model: Path) -> None:
+    """Parsers differ: the one that only peeks cannot read a body with NaN."""
     raw = b'{"prompt": [7], "max_tokens": 1, "service_tier": "flex", "made_up": NaN}'
     with in_process_server(default_model, is_open=False, **LIMITS) as server, waiting(server, FLEX, 2):
         refused = httpx.post(f"{server.url}/v1/completions", content=raw, headers=JSON_TYPE)
@@ -108,7 +108,7 @@ def test_a_class_that_only_parsing_tells_is_counted_right(default_model: Path) -
         assert server.state.admission.num_open == 2
 
 
-def test_bodies_over_all_connections_have_a_budget(default_model: Path) -> None:
+def test_bodies_of_all_connections_share_a_budget(default_model: Path) -> None:
     sizes = {"max_body_bytes": 10_000, "max_inflight_body_bytes": 10_000}
     with in_process_server(default_model, **sizes) as server, RawClient(server.port) as slow:
         head = request(path="/v1/completions", headers={"Content-Length": "9000", **JSON_TYPE})
@@ -118,13 +118,13 @@ def test_bodies_over_all_connections_have_a_budget(default_model: Path) -> None:
             refused = httpx.post(f"{server.url}{path}", content=b" " * 8000, headers=JSON_TYPE)
             assert refused.status_code == 503, path
             assert "Retry-After" in refused.headers
-        assert post(server, ONLINE).status_code == 200, "small ones find room"
+        assert post(server, ONLINE).status_code == 200, "small bodies fit"
         slow.send(b'"n": 1}' + b" " * (9000 - 5033 - 7))
         assert slow.answer()[0] == 200
         assert server.state.bodies.num_bytes == 0
 
 
-def test_offline_bodies_in_preparation_leave_room_for_online_ones(default_model: Path) -> None:
+def test_offline_bodies_in_preparation_do_not_block_online_ones(default_model: Path) -> None:
     sizes = {"max_body_bytes": 10_000, "max_inflight_body_bytes": 40_000}
     flex = json.dumps({**FLEX, "user": "u" * 4000}).encode() + b" " * 900
     with in_process_server(default_model, **sizes) as server, ExitStack() as stack:
@@ -142,7 +142,7 @@ def test_offline_bodies_in_preparation_leave_room_for_online_ones(default_model:
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])
-def test_a_client_that_leaves_takes_its_body_out_of_preparation(default_model: Path, path: str) -> None:
+def test_a_client_that_leaves_cancels_the_preparation_of_its_body(default_model: Path, path: str) -> None:
     with in_process_server(default_model) as server:
         server.preparation.held = b"prompt"
         with RawClient(server.port) as client:
@@ -156,7 +156,7 @@ def test_a_client_that_leaves_takes_its_body_out_of_preparation(default_model: P
         assert server.engine.prompts == []
 
 
-def test_a_reader_that_stops_holds_no_place_and_is_ended(default_model: Path) -> None:
+def test_a_reader_that_stops_holds_no_reservation_and_is_aborted(default_model: Path) -> None:
     connection = {"write_timeout": 1.0}
     with (
         in_process_server(default_model, connection=connection, is_open=False) as server,
@@ -167,8 +167,8 @@ def test_a_reader_that_stops_holds_no_place_and_is_ended(default_model: Path) ->
         wait_until(lambda: server.engine.num_running == 1, "it to run")
         assert server.state.admission.num_open == 1
         server.engine.may_end.set()
-        wait_until(lambda: server.state.admission.num_open == 0, "the engine's end to free its place")
-        assert server.state.num_unanswered == 1, "its reader has not taken the answer"
+        wait_until(lambda: server.state.admission.num_open == 0, "the engine to end the request")
+        assert server.state.num_unanswered == 1, "the client has not read the response"
         wait_until(lambda: server.state.num_unanswered == 0, "the reader to be given up")
         with pytest.raises(ConnectionResetError):
             read_all(client)

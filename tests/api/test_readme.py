@@ -1,4 +1,4 @@
-"""What the README prints is run as printed."""
+"""The README's snippets run as printed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from tests.api.servers import RunningServer
 
 README = (Path(__file__).parent.parent.parent / "README.md").read_text()
-# Those that call a server; the library's are in tests/llm/test_documents.py.
+# Snippets that call a server; the library's are in tests/llm/test_documents.py.
 SNIPPETS = [each for each in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "http://" in each]
 
 

@@ -1,4 +1,4 @@
-"""A server that starts with a poor profile and serves."""
+"""A server that starts with a coarse profile."""
 
 from __future__ import annotations
 
@@ -18,9 +18,7 @@ def quality(server: RunningServer) -> set[str]:
     return {name for name in names if server.metric("backfill:cost_profile_info", quality=name)}
 
 
-def test_a_server_refuses_nothing_with_a_coarse_profile_and_refines_it(
-    small_model: Path, tmp_path: Path
-) -> None:
+def test_a_coarse_profile_refuses_no_request_and_is_refined(small_model: Path, tmp_path: Path) -> None:
     good = CostProfile.load(Path(quick_profile(str(small_model), "--dtype", "float32", "--threads", "1")))
     coarse = replace(good, quality="coarse", cost=scaled(good.cost, 50.0, 50.0))
     named = tmp_path / "coarse.json"
@@ -39,4 +37,4 @@ def test_a_server_refuses_nothing_with_a_coarse_profile_and_refines_it(
         assert "with a refined cost profile: error " in line
         text = server.http.get("/metrics").text
         assert 'inter_token_latency_seconds_bucket{class="online",engine="0",le="1e-06"' in text
-    assert CostProfile.load(named) == coarse, "a file of the user's is not written"
+    assert CostProfile.load(named) == coarse, "the user's file is not changed"

@@ -1,4 +1,4 @@
-"""Heads that are refused, whatever the route."""
+"""Checks of the head, on every route."""
 
 from __future__ import annotations
 
@@ -54,9 +54,7 @@ def test_hosts_that_are_this_server(server: InProcessServer, host: str) -> None:
     ],
 )
 @pytest.mark.parametrize("method", ["GET", "POST"])
-def test_another_host_is_a_page_that_rebound_its_name(
-    server: InProcessServer, host: str, method: str
-) -> None:
+def test_another_host_is_refused(server: InProcessServer, host: str, method: str) -> None:
     status, message = ask(server, {"Host": host}, method)
     assert status == 403
     assert "--allowed-hosts" in message
@@ -69,7 +67,7 @@ def test_a_web_page_may_not_send_anything_here(server: InProcessServer) -> None:
         assert ask(server, {"Origin": origin})[0] == 200, origin
 
 
-def test_hosts_are_checked_only_where_anyone_on_the_machine_is_trusted() -> None:
+def test_hosts_are_checked_only_on_loopback_without_a_key() -> None:
     assert allowed_hosts(ServerConfig()) == {"localhost", "127.0.0.1", "::1"}
     assert allowed_hosts(ServerConfig(host="127.0.0.5")) == {"localhost", "127.0.0.1", "::1", "127.0.0.5"}
     assert allowed_hosts(ServerConfig(host="::1")) == {"localhost", "127.0.0.1", "::1"}
@@ -118,7 +116,7 @@ def test_two_lengths_of_one_body_are_refused(server: InProcessServer) -> None:
 def test_a_body_that_does_not_say_it_is_json_is_refused(
     server: InProcessServer, path: str, content_type: str | None
 ) -> None:
-    """Browsers send such bodies for any page, without asking the server first."""
+    """Browsers send such bodies for any page, without a preflight."""
     headers = {} if content_type is None else {"Content-Type": content_type}
     refused = httpx.post(server.url + path, content=BODY, headers=headers)
     assert refused.status_code == 400
@@ -126,7 +124,7 @@ def test_a_body_that_does_not_say_it_is_json_is_refused(
 
 
 @pytest.mark.parametrize("content_type", ["application/json; charset=utf-8", "Application/Vnd.Api+JSON"])
-def test_json_by_other_names_is_taken(server: InProcessServer, content_type: str) -> None:
+def test_other_names_of_json_are_accepted(server: InProcessServer, content_type: str) -> None:
     answered = httpx.post(
         f"{server.url}/v1/completions", content=BODY, headers={"Content-Type": content_type}
     )
@@ -145,7 +143,7 @@ def test_a_compressed_body_is_415_and_an_identical_one_is_not(server: InProcessS
     "path",
     ["/v1/embeddings", "/v1/responses", "/v1/responses/resp_1", "/v1/moderations", "/v1/images/generations"],
 )
-def test_endpoints_that_are_not_built_are_501(server: InProcessServer, path: str) -> None:
+def test_unsupported_endpoints_are_501(server: InProcessServer, path: str) -> None:
     answered = httpx.post(server.url + path, json={"input": "a"})
     assert answered.status_code == 501
     assert answered.json()["error"]["type"] == "server_error"

@@ -1,4 +1,4 @@
-"""What the options of a server lead to, without a process of its own."""
+"""Options of the server, in the test's process."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def new_server(scheduler: SchedulerConfig | None = None, **options: Any) -> Serv
 
 
 async def ready_server(**options: Any) -> Server:
-    """A server whose engine has said that it is ready."""
+    """A server whose engine is ready."""
     server = new_server(**options)
     preparer = RequestPreparer(MODEL, cast(Tokenizer, None), GenerationDefaults())
     server._processes._loading = asyncio.create_task(asyncio.sleep(0, preparer))
@@ -40,7 +40,7 @@ async def ready_server(**options: Any) -> Server:
     return server
 
 
-def test_hopeless_requests_are_shed_where_that_is_asked_for() -> None:
+def test_requests_are_shed_with_the_option() -> None:
     async def run() -> None:
         assert (await ready_server()).state.shedder is None
         server = await ready_server(shed_hopeless=True)
@@ -89,7 +89,7 @@ def test_the_options_reach_the_server(
     assert config.allowed_origins == ("https://a.example", "*")
 
 
-def test_objectives_that_cannot_be_met_are_refused_or_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_impossible_objectives_of_the_server_are_refused_or_logged(caplog: pytest.LogCaptureFixture) -> None:
     async def ready(ttft_slo: float) -> None:
         profile = make_profile(flat_cost(0.1))
         server = new_server(SchedulerConfig(policy="slo", ttft_slo=ttft_slo))

@@ -1,4 +1,4 @@
-"""When an online request is refused for the time it would wait."""
+"""Load shedding: requests that would wait too long are refused."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from backfill.api.shedding import HOPELESS_FACTOR, Hopeless, Shedder, is_hopeless, prefill_time_s
+from backfill.api.shedding import SHED_FACTOR, RequestShed, Shedder, prefill_time_s, should_shed
 from backfill.core.config import SchedulerConfig
 from backfill.core.counters import ClassCounters
 from backfill.costs.load import StepLoad
@@ -45,32 +45,32 @@ def test_prompts_are_computed_in_full_steps() -> None:
             for start in range(0, num_tokens, 100)
         ]
         predicted = prefill_time_s(context, StepLoad.of(chunks), 100)
-        assert predicted == pytest.approx(context.prefill_time_s(num_tokens, 100)), "as the cost model has it"
+        assert predicted == pytest.approx(context.prefill_time_s(num_tokens, 100)), "by the cost model"
 
 
-def test_only_those_before_it_make_a_request_hopeless() -> None:
-    assert not is_hopeless(HOPELESS_FACTOR * 1.0, 0.1, 1.0)
-    assert is_hopeless(HOPELESS_FACTOR * 1.0 + 0.1, 0.1, 1.0)
-    assert not is_hopeless(9.0, 9.0, 1.0), "alone it needs as long: no retry would help"
+def test_only_requests_ahead_of_it_shed_a_request() -> None:
+    assert not should_shed(SHED_FACTOR * 1.0, 0.1, 1.0)
+    assert should_shed(SHED_FACTOR * 1.0 + 0.1, 0.1, 1.0)
+    assert not should_shed(9.0, 9.0, 1.0), "alone it takes as long: a retry would not help"
 
 
-def test_what_would_wait_too_long_is_refused_and_told_when_to_come_again() -> None:
+def test_a_request_that_would_wait_too_long_is_refused_with_retry_after() -> None:
     shedder = make_shedder()
     for _ in range(10):
         shedder.admit([100], priority=0, objective_s=1.0, waited_s=0.0)
     assert shedder.num_waiting_tokens == 1000
     shedder.admit([100], priority=0, objective_s=1.0, waited_s=0.0)
-    with pytest.raises(Hopeless) as refused:
+    with pytest.raises(RequestShed) as refused:
         shedder.admit([100], priority=0, objective_s=0.5, waited_s=0.0)  # 12 steps of 0.15 s
     assert refused.value.retry_after_s == 2
     assert "about 1.8 s" in str(refused.value)
     assert shedder.num_waiting_tokens == 1100, "it is not counted"
-    with pytest.raises(Hopeless):
+    with pytest.raises(RequestShed):
         shedder.admit([100], priority=0, objective_s=1.0, waited_s=0.3)
     shedder.admit([100], priority=0, objective_s=1.0, waited_s=0.1)
 
 
-def test_a_prompt_counts_until_its_first_token_comes_or_it_is_given_up() -> None:
+def test_a_prompt_counts_until_its_first_token_or_its_release() -> None:
     shedder = make_shedder()
     request = shedder.admit([100, 250, 1], priority=3, objective_s=1.0, waited_s=0.0)
     request.on_first_token(1)
@@ -80,12 +80,12 @@ def test_a_prompt_counts_until_its_first_token_comes_or_it_is_given_up() -> None
     assert shedder.num_waiting_tokens == 0
 
 
-def test_those_that_are_served_later_are_not_waited_for() -> None:
+def test_requests_of_lower_priority_do_not_count() -> None:
     shedder = make_shedder()
     for _ in range(20):
         shedder.admit([100], priority=1, objective_s=9.0, waited_s=0.0)
     shedder.admit([100], priority=0, objective_s=0.2, waited_s=0.0)
-    with pytest.raises(Hopeless):
+    with pytest.raises(RequestShed):
         shedder.admit([100], priority=1, objective_s=0.2, waited_s=0.0)
 
 
@@ -97,11 +97,11 @@ def test_steps_correct_the_prediction() -> None:
     shedder.admit([1], priority=0, objective_s=1.0, waited_s=0.0)
     for _ in range(100):
         shedder.on_report(step_report(0.1, 0.15))
-    with pytest.raises(Hopeless):
+    with pytest.raises(RequestShed):
         shedder.admit([1], priority=0, objective_s=1.0, waited_s=0.0)
 
 
-def test_a_reader_that_takes_nothing_leaves_no_prompt_waiting(default_model: Path) -> None:
+def test_the_prompt_of_a_stalled_reader_does_not_count(default_model: Path) -> None:
     body = json.dumps({"prompt": [7] * 5, "n": 2, "max_tokens": 2000, "stream": True}).encode()
     with (
         in_process_server(default_model) as server,
@@ -114,7 +114,7 @@ def test_a_reader_that_takes_nothing_leaves_no_prompt_waiting(default_model: Pat
         assert server.state.num_unanswered == 1
 
 
-def test_over_http_it_is_429_and_counted(default_model: Path) -> None:
+def test_a_shed_request_is_429_and_counted(default_model: Path) -> None:
     with in_process_server(default_model, is_open=False) as server:
         server.state.shedder = shedder = Shedder(linear_cost(token_s=1.0), CONFIG)
         long = {**ONLINE, "prompt": [7] * 5}

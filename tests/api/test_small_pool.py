@@ -1,4 +1,4 @@
-"""A KV pool too small for its load: offline requests leave the device and come back, and nobody can tell."""
+"""A KV pool too small for its load: preempted and restored offline requests give the same tokens."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from tests.api.servers import RunningServer, small_server, wait_until
 
-# 60 blocks of 16 KiB: 960 tokens, where the offline requests below come to 2,100.
+# 60 blocks of 16 KiB hold 960 tokens; the offline requests below need 2,100.
 POOL = ("--kv-gib", "0.00092", "--host-kv-gib", "0.01")
 OFFLINE = [list(range(100 + 7 * index, 200 + 9 * index)) for index in range(6)]
 ONLINE = [list(range(5000 + 11 * index, 5060 + 11 * index)) for index in range(6)]
@@ -23,7 +23,7 @@ def complete(server: RunningServer, prompt: list[int], max_tokens: int, **fields
     return token_ids
 
 
-def test_tokens_under_preemption_are_those_of_requests_alone(small_model: Path, tmp_path: Path) -> None:
+def test_preemption_does_not_change_tokens(small_model: Path, tmp_path: Path) -> None:
     options = (*POOL, "--max-model-len", "400")
     with small_server(small_model, *options, data_dir=tmp_path) as server:
         wait_until(lambda: "backfill:host_kv_cache" in server.http.get("/metrics").text, "its gauges")
@@ -37,7 +37,7 @@ def test_tokens_under_preemption_are_those_of_requests_alone(small_model: Path, 
                 pool.submit(complete, server, prompt, NUM_OFFLINE_TOKENS, service_tier="flex")
                 for prompt in OFFLINE
             ]
-            # One after another, so that there is always one to make room for.
+            # One after another, so that there is always one to preempt for.
             while not all(each.done() for each in offline):
                 online = [complete(server, prompt, 12) for prompt in ONLINE]
                 assert online == alone[len(OFFLINE) :]
@@ -51,4 +51,4 @@ def test_tokens_under_preemption_are_those_of_requests_alone(small_model: Path, 
         computed = server.metric("backfill:iteration_tokens_total_sum")
         assert server.metric("backfill:recomputed_tokens_total") < 0.05 * computed
         for name in ("kv_cache_usage_perc", "host_kv_cache_usage_perc", "kv_blocks_checkpointed"):
-            assert server.metric(f"backfill:{name}") == 0, "all is given back"
+            assert server.metric(f"backfill:{name}") == 0, "all blocks are free"

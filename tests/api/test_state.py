@@ -1,4 +1,4 @@
-"""What a server takes while offline work is suspended."""
+"""Which requests a server accepts while offline work is suspended."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import pytest
 from backfill.api.admission import OfflineSuspended
 from backfill.api.app import create_app
 from backfill.api.config import ServerConfig
-from backfill.api.errors import answer
-from backfill.api.loop_lag import LoopLag
-from backfill.api.metrics import Metrics
+from backfill.api.errors import error_response
+from backfill.api.metrics.loop_lag import LoopLag
+from backfill.api.metrics.registry import Metrics
 from backfill.api.state import Phase, ServerState
 from backfill.core.config import EngineConfig
 from backfill.core.request import ServiceClass
@@ -66,22 +66,22 @@ def test_batches_get_the_engine_unless_offline_work_is_suspended() -> None:
     assert num_fed(state) == 2
     state.phase = Phase.DRAINING
     state.suspend_offline(False)
-    assert num_fed(state) == 2, "a server that ends begins nothing"
+    assert num_fed(state) == 2, "a server that shuts down starts no batch"
 
 
 def test_flex_requests_are_refused_while_offline_work_is_suspended_and_online_ones_are_not() -> None:
     state = ready_state()
     state.suspend_offline(True)
-    state.admission.take(ServiceClass.ONLINE, 3)
+    state.admission.reserve(ServiceClass.ONLINE, 3)
     with pytest.raises(OfflineSuspended) as refused:
-        state.admission.take(ServiceClass.OFFLINE, 1)
+        state.admission.reserve(ServiceClass.OFFLINE, 1)
     assert state.admission.num_open == 3
-    response = answer(refused.value)
+    response = error_response(refused.value)
     assert response.status_code == 429
     assert json.loads(bytes(response.body))["error"]["code"] == "resource_unavailable"
     assert int(response.headers["retry-after"]) > 0
     state.suspend_offline(False)
-    state.admission.take(ServiceClass.OFFLINE, 1)
+    state.admission.reserve(ServiceClass.OFFLINE, 1)
 
 
 def test_health_and_a_gauge_say_that_offline_work_is_suspended() -> None:

@@ -4,11 +4,11 @@ import asyncio
 
 import pytest
 
-from backfill.api.metrics import ObjectiveCounts
+from backfill.api.metrics.requests import ObjectiveCounts
 from backfill.api.stats_log import StatsLog
 
 
-def test_missed_objectives_are_told_and_kept_ones_are_not(caplog: pytest.LogCaptureFixture) -> None:
+def test_only_missed_objectives_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     counts = {"ttft": ObjectiveCounts(0, 0), "tpot": ObjectiveCounts(0, 0)}
     log = StatsLog(lambda: dict(counts))
     log.log_missed()
@@ -22,10 +22,10 @@ def test_missed_objectives_are_told_and_kept_ones_are_not(caplog: pytest.LogCapt
     assert "TPOT" not in line
     assert "--shed-hopeless" in line
     log.log_missed()
-    assert len(caplog.messages) == 1, "nothing since"
+    assert len(caplog.messages) == 1, "no objective was missed since"
 
 
-def test_it_is_told_every_minute(caplog: pytest.LogCaptureFixture) -> None:
+def test_missed_objectives_are_logged_every_minute(caplog: pytest.LogCaptureFixture) -> None:
     num_asked = 0
 
     def counts() -> dict[str, ObjectiveCounts]:

@@ -28,7 +28,7 @@ def sent_by(body: dict[str, object]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(("num_entries", "least", "most"), [(3, 1, 1), (3000, 8, 20)])
-def test_a_long_answer_is_written_in_pieces_and_a_short_one_at_once(
+def test_a_long_answer_is_written_in_chunks_and_a_short_one_at_once(
     num_entries: int, least: int, most: int
 ) -> None:
     entries = ["x" * 1000] * num_entries

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from backfill.bench.scrape import (
+    STEP_STOPS,
     Sample,
     aborted_share,
     computed_share,
@@ -29,11 +30,11 @@ http_requests_total{handler="/a b",method="GET",status="200"} 1e3
 """
 
 
-def sample(at_s: float, computed: float, recomputed: float = 0.0, aborted: float = 0.0) -> Sample:
+def sample(at_s: float, computed: float, recomputed: float = 0.0, discarded: float = 0.0) -> Sample:
     totals = {
         "backfill:iteration_tokens_total_sum": computed,
         "backfill:recomputed_tokens_total": recomputed,
-        "backfill:aborted_tokens_total": aborted,
+        "backfill:discarded_tokens_total": discarded,
     }
     return Sample(at_s, totals)
 
@@ -67,6 +68,22 @@ def test_shares() -> None:
     assert aborted_share(samples) == pytest.approx(50 / 250)
     assert computed_share(samples[:1], RECOMPUTED) is None
     assert computed_share([sample(0, 5), sample(1, 5)], RECOMPUTED) == 0.0
+
+
+def test_metrics_of_older_servers_are_read_under_their_old_names() -> None:
+    old = [
+        Sample(0, {"backfill:iteration_tokens_total_sum": 0, "backfill:step_aborts_total": 1}),
+        Sample(
+            1,
+            {
+                "backfill:iteration_tokens_total_sum": 30,
+                "backfill:step_aborts_total": 3,
+                "backfill:aborted_tokens_total": 10,
+            },
+        ),
+    ]
+    assert gained(old, *STEP_STOPS) == 2
+    assert aborted_share(old) == 0.25
 
 
 def test_tokens_between_samples_lie_on_a_line() -> None:

@@ -26,6 +26,14 @@ def run_cli(*arguments: str, timeout_s: float = 120.0) -> subprocess.CompletedPr
     )
 
 
+def assert_refused(result: subprocess.CompletedProcess[str], part: str) -> None:
+    """The command ended with status 1 and one line of error that contains ``part``."""
+    assert result.returncode == 1
+    assert part in result.stderr
+    assert "Traceback" not in result.stderr
+    assert len([line for line in result.stderr.splitlines() if line.startswith("backfill: ")]) == 1
+
+
 @contextlib.contextmanager
 def signal_handlers_kept() -> Iterator[None]:
     """The tests' handlers come back after a block that sets others."""

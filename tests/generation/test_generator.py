@@ -5,7 +5,7 @@ from collections.abc import AsyncGenerator
 
 import pytest
 
-from backfill.api.streaming import _with_pauses
+from backfill.api.streaming import _with_keep_alives
 from backfill.core.errors import EngineDead
 from backfill.generation.generator import TextDelta, merge
 
@@ -76,11 +76,11 @@ def test_pauses_are_filled_and_an_early_end_is_clean() -> None:
         yield [{"n": 2}]
 
     async def run() -> list[object]:
-        return [item async for item in _with_pauses(slow(), 0.05)]
+        return [item async for item in _with_keep_alives(slow(), 0.05)]
 
     async def leave_during_a_pause() -> None:
         inner = slow()
-        paced = _with_pauses(inner, 0.02)
+        paced = _with_keep_alives(inner, 0.02)
         await anext(paced)
         assert await anext(paced) is None
         await paced.aclose()

@@ -1,4 +1,4 @@
-"""How many requests the server takes at once, by class: offline ones never cost an online one its place."""
+"""Admission control: each service class has its own limit of open choices."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from backfill.core.clock import Clock, WallClock
 from backfill.core.errors import RequestError
 from backfill.core.request import ServiceClass
 
-_MAX_RETRY_AFTER_S = 120
-_RATE_WINDOW = 64  # ended choices from which the queue's rate is estimated
+MAX_RETRY_AFTER_S = 120  # with a longer time OpenAI's client gives up
+_RATE_WINDOW = 64  # the last ended choices, from which the rate is estimated
 
 
 class Overloaded(Exception):
@@ -28,21 +28,21 @@ class Overloaded(Exception):
 
 
 class OfflineSuspended(Exception):
-    """No offline request is taken now; the client may retry, later than others."""
+    """Offline requests are not accepted now; the client may retry, later than after Overloaded."""
 
     def __init__(self) -> None:
-        super().__init__("This server takes no flex requests at the moment. Please retry later.")
+        super().__init__("This server accepts no flex requests at the moment. Please retry later.")
 
 
 class Admission:
     """Counts the choices in the server, each class against its own limit.
 
     Attributes:
-        is_offline_suspended: offline requests are refused whatever room there is.
+        is_offline_suspended: refuse offline requests, also below their limit.
 
     Args:
-        limits: most choices of each class at once.
-        on_refused: told of every request that is refused: its class, and why in a word.
+        limits: maximum number of choices of each class at once.
+        on_refused: called with the class of a refused request and the reason, a label value.
     """
 
     def __init__(
@@ -59,33 +59,33 @@ class Admission:
 
     @property
     def num_open(self) -> int:
-        """Choices that hold a place."""
+        """Choices that are reserved."""
         return sum(queue.num_open for queue in self._queues.values())
 
-    def check_room(self) -> None:
-        """Raise Overloaded where a request of any class would be refused: its body need not be read."""
+    def check_capacity(self) -> None:
+        """Raise Overloaded if every class is full, so that the request's body need not be read."""
         if all(queue.num_free < 1 for queue in self._queues.values()):
             self._queues[ServiceClass.ONLINE].refuse(1)
 
-    def take(self, service_class: ServiceClass, num_choices: int) -> Place:
-        """Room for a request of ``num_choices`` choices, until its place is released.
+    def reserve(self, service_class: ServiceClass, num_choices: int) -> Reservation:
+        """Reserve ``num_choices`` choices until they are released.
 
-        Raises, taking none: Overloaded when the queue is full, OfflineSuspended, RequestError when it could
-        never be served.
+        Raises, reserving nothing: Overloaded when the queue is full, OfflineSuspended, RequestError when
+        ``num_choices`` is over the limit.
         """
-        place = Place(self, self._queues, service_class)
-        place.resize(num_choices)
-        return place
+        reservation = Reservation(self, self._queues, service_class)
+        reservation.resize(num_choices)
+        return reservation
 
     def check_class(self, service_class: ServiceClass) -> None:
-        """Raise OfflineSuspended for a class of which nothing is taken now."""
+        """Raise OfflineSuspended if the class is not accepted now."""
         if service_class is ServiceClass.OFFLINE and self.is_offline_suspended:
             self._on_refused(service_class, "offline_suspended")
             raise OfflineSuspended
 
 
-class Place:
-    """One request's room in its class's queue; ``Admission.take`` gives it."""
+class Reservation:
+    """The choices of one request in the queue of its class; made by ``Admission.reserve``."""
 
     def __init__(
         self,
@@ -100,9 +100,9 @@ class Place:
         self._num_choices = 0
 
     def resize(self, num_choices: int, service_class: ServiceClass | None = None) -> None:
-        """Hold as many choices instead, in another class if one is given.
+        """Change the number of choices, and the class if one is given.
 
-        Raises, with the place as it was: Overloaded, OfflineSuspended, RequestError.
+        Raises, changing nothing: Overloaded, OfflineSuspended, RequestError.
         """
         service_class = service_class or self._class
         self._admission.check_class(service_class)
@@ -114,19 +114,19 @@ class Place:
         self._class, self._queue, self._num_choices = service_class, queue, num_choices
 
     def release_choice(self) -> None:
-        """Give back the room of one choice that ran and has ended."""
+        """Release one choice that ran and has ended."""
         if self._num_choices > 0:
             self._num_choices -= 1
             self._queue.vacate(1, have_ended=True)
 
     def release(self) -> None:
-        """Give back what is still held, of choices that never ran; further calls do nothing."""
+        """Release the remaining choices, which never ran; further calls do nothing."""
         self._queue.vacate(self._num_choices)
         self._num_choices = 0
 
 
 class _ClassQueue:
-    """One class's count, and the rate at which its choices end."""
+    """The open choices of one class, and the rate at which they end."""
 
     def __init__(
         self,
@@ -147,10 +147,10 @@ class _ClassQueue:
         return self._limit - self.num_open
 
     def occupy(self, num_choices: int, num_held: int) -> None:
-        """Make ``num_held`` choices ``num_choices``. Raises, changing nothing: Overloaded, RequestError."""
+        """Replace ``num_held`` choices. Raises, changing nothing: Overloaded, RequestError."""
         if num_choices > self._limit:
             which = self._service_class.value
-            message = f"This server takes at most {self._limit} {which} choices at once, got {num_choices}."
+            message = f"This server accepts at most {self._limit} {which} choices at once, got {num_choices}."
             raise RequestError(message, param="n")
         num_excess = num_choices - num_held - self.num_free
         if num_choices > num_held and num_excess > 0:
@@ -168,9 +168,9 @@ class _ClassQueue:
         raise Overloaded(self._service_class, self._retry_after_s(num_excess))
 
     def _retry_after_s(self, num_excess: int) -> int:
-        """Whole seconds until that many choices have ended at the recent rate, 1 to 120."""
+        """Whole seconds until ``num_excess`` choices end at the recent rate, 1 to 120."""
         if len(self._ended_at_s) < 2:
             return 1
         elapsed_s = max(1e-3, self._clock.now_s() - self._ended_at_s[0])
         estimate_s = num_excess * elapsed_s / len(self._ended_at_s)
-        return min(_MAX_RETRY_AFTER_S, max(1, math.ceil(estimate_s)))
+        return min(MAX_RETRY_AFTER_S, max(1, math.ceil(estimate_s)))

@@ -24,28 +24,28 @@ from backfill.api.openapi import openapi_document
 from backfill.api.request_head import RequestHeadMiddleware
 from backfill.api.routes import build_router
 from backfill.api.state import ServerState
-from backfill.api.unbuilt import build_unbuilt_router
+from backfill.api.unsupported import build_unsupported_router
 
 logger = logging.getLogger(__name__)
 
 _ANY_PAGE = (
-    "--allowed-origins * without --api-key: any web page that is opened where this server can be reached "
-    "may use it, and read and delete its files and batches"
+    "--allowed-origins * without --api-key: any web page in a browser that can reach this server may use it, "
+    "and read and delete its files and batches"
 )
 _CORS_METHODS = ("GET", "HEAD", "POST", "DELETE")
 _CORS_HEADERS = ("retry-after", "x-backfill-warning", "x-request-id", "x-should-retry")
 
 
 def create_app(state: ServerState) -> FastAPI:
-    """All routes and middleware around ``state``. Starting the engine is the caller's business."""
-    # FastAPI's own pages load their scripts from elsewhere.
+    """All routes and middleware around ``state``. The caller starts the engine."""
+    # FastAPI's own pages load scripts from another host.
     app = FastAPI(title="Backfill", version=__version__, docs_url=None, redoc_url=None)
     install_error_handlers(app)
     app.include_router(build_router(state))
     if state.jobs is not None:
         app.include_router(build_files_router(state))
         app.include_router(build_batches_router(state))
-    app.include_router(build_unbuilt_router())
+    app.include_router(build_unsupported_router())
     app.openapi = lambda: openapi_document(app)  # type: ignore[method-assign]
 
     @app.get("/docs", include_in_schema=False)
@@ -59,7 +59,7 @@ def create_app(state: ServerState) -> FastAPI:
     if "*" in state.server_config.allowed_origins and state.api_keys is None:
         logger.warning(_ANY_PAGE)
     if state.server_config.allowed_origins:
-        # Around the checks: a preflight carries no key, and a page may read a refusal or error too.
+        # Outside the checks: a preflight carries no key, and a page may read errors too.
         app.add_middleware(
             CORSMiddleware,
             allow_origins=state.server_config.known_origins,

@@ -23,6 +23,7 @@ def build_batches_router(state: ServerState) -> APIRouter:
 
     @router.post("/v1/batches", openapi_extra=takes_json(CreateBatchRequest))
     async def create(request: Request) -> Json:
+        """Create a batch from an uploaded file of requests."""
         async with json_body(request, state.bodies, _MAX_BODY_BYTES) as held:
             body = parse_body(CreateBatchRequest, held.raw)
         body.check()
@@ -40,27 +41,30 @@ def build_batches_router(state: ServerState) -> APIRouter:
 
     @router.get("/v1/batches")
     async def list_batches(request: Request) -> Response:
+        """List batches, the newest first."""
         page = await state.ready_jobs().list_batches(
             owner_of(request),
-            limit=query_limit(request, default=_DEFAULT_PAGE, most=_MAX_PAGE),
+            limit=query_limit(request, default=_DEFAULT_PAGE, maximum=_MAX_PAGE),
             after=request.query_params.get("after"),
         )
         return json_list([batch_body(batch) for batch in page.items], has_more=page.has_more)
 
     @router.get("/v1/batches/{batch_id}")
     async def retrieve(request: Request, batch_id: str) -> Json:
+        """Retrieve a batch."""
         return batch_body(await state.ready_jobs().get_batch(owner_of(request), batch_id))
 
     @router.post("/v1/batches/{batch_id}/cancel")
     async def cancel(request: Request, batch_id: str) -> Json:
-        # The official client announces a JSON body and sends none.
+        """Cancel a batch; results of completed lines are kept."""
+        # The body is not read: the official client sends the Content-Type of JSON and no body.
         return batch_body(await state.ready_jobs().cancel_batch(owner_of(request), batch_id))
 
     return router
 
 
 def batch_body(batch: BatchRecord) -> Json:
-    """OpenAI's Batch object; what has not happened is null."""
+    """OpenAI's Batch object; times of events that have not happened are null."""
     return {
         "id": batch.id,
         "object": "batch",

@@ -1,4 +1,4 @@
-"""What routes read of a request: its JSON body, its query, whose key sent it."""
+"""What routes read from a request: its JSON body, its query, the owner of its key."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _admission_decoder = msgspec.json.Decoder(_AdmissionFields)
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """A body and what it takes of the budget."""
+    """A body and its share of the budget."""
 
     raw: bytes
     held: HeldBytes
@@ -50,11 +50,11 @@ async def json_body(request: Request, budget: BodyBudget, max_bytes: int) -> Asy
 
 
 def peek(raw: bytes) -> tuple[ServiceClass, int]:
-    """Class and number of choices that a body seems to ask for, without parsing it.
+    """The service class and number of choices of a request, by a cheap look at its body.
 
-    What cannot be read counts as one online choice: preparing it will say what is wrong, or what it is.
+    A body that cannot be read counts as one online choice; preparing it finds the error or the real values.
     """
-    if not any(name in raw for name in _ADMISSION_NAMES):  # a search takes a tenth of decoding
+    if not any(name in raw for name in _ADMISSION_NAMES):  # a search takes a tenth of the time of decoding
         return ServiceClass.ONLINE, 1
     try:
         fields = _admission_decoder.decode(raw)
@@ -76,24 +76,24 @@ async def _read(request: Request, held: HeldBytes, max_bytes: int) -> bytes:
 
 
 def check_announced_size(request: Request, max_bytes: int) -> None:
-    """Raise BodyTooLarge where the client itself says so, before anything is read."""
+    """Raise BodyTooLarge if Content-Length is over the limit, before the body is read."""
     announced = request.headers.get("content-length", "0")
     if announced.isdigit() and int(announced[:20]) > max_bytes:
         raise _too_large(max_bytes)
 
 
-def query_limit(request: Request, *, default: int, most: int) -> int:
-    """The query parameter ``limit``. Raises: RequestError."""
+def query_limit(request: Request, *, default: int, maximum: int) -> int:
+    """The query parameter ``limit``. Raises: RequestError if it is not between 1 and ``maximum``."""
     text = request.query_params.get("limit")
     if text is None:
         return default
-    if not (text.isascii() and text.isdigit() and len(text) < 10 and 1 <= int(text) <= most):
-        raise RequestError(f"limit must be between 1 and {most}, got {text[:40]!r}.", param="limit")
+    if not (text.isascii() and text.isdigit() and len(text) < 10 and 1 <= int(text) <= maximum):
+        raise RequestError(f"limit must be between 1 and {maximum}, got {text[:40]!r}.", param="limit")
     return int(text)
 
 
 def owner_of(request: Request) -> str:
-    """Whose API key sent the request (``api.keys``); empty where the server asks for none."""
+    """The owner of the request's API key (``api.keys``); empty if the server asks for no key."""
     owner: str = request.scope["state"].get("owner", "")
     return owner
 
@@ -106,7 +106,7 @@ def _check_content_type(request: Request) -> None:
         )
     content_type = request.headers.get("content-type")
     if content_type is None:
-        raise RequestError("The Content-Type must be application/json, and there is none.")
+        raise RequestError("The Content-Type must be application/json, got none.")
     if not _JSON_TYPE.match(content_type.strip()):
         raise RequestError(f"The Content-Type must be application/json, got {content_type[:80]!r}.")
 

@@ -1,11 +1,11 @@
-"""The memory that request bodies may take, over all connections."""
+"""A limit of the memory that request bodies take, over all connections."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# A body up to this size finds room where larger ones find none.
+# Bodies up to this size may use the reserved part of the budget.
 SMALL_BODY_BYTES = 64 << 10
 _RESERVED_PART = 16  # of the budget, for small bodies
 _OFFLINE_PART = 4  # of the budget, for offline ones
@@ -20,7 +20,7 @@ class OfflineUnavailable(Unavailable):
 
 
 class HeldBytes:
-    """What one body takes of the budget."""
+    """The part of the budget that one body holds."""
 
     def __init__(self, budget: BodyBudget) -> None:
         self._budget = budget
@@ -31,16 +31,14 @@ class HeldBytes:
         """Raises, adding nothing: Unavailable."""
         is_small = self.num_bytes + num_bytes <= SMALL_BODY_BYTES
         if self._budget.num_bytes + num_bytes > self._budget.limit_of(is_small=is_small):
-            raise Unavailable("The server holds as many request bodies as it may. Please retry.")
+            raise Unavailable("The server holds too many request bodies. Please retry.")
         self._budget.num_bytes += num_bytes
         self.num_bytes += num_bytes
 
-    def become_offline(self) -> None:
-        """Count the body among the offline ones. Raises, changing nothing: OfflineUnavailable."""
+    def mark_offline(self) -> None:
+        """Count the body as offline. Raises, changing nothing: OfflineUnavailable."""
         if self._budget.num_offline_bytes + self.num_bytes > self._budget.max_offline_bytes:
-            raise OfflineUnavailable(
-                "The server holds as many bodies of flex requests as it may. Please retry."
-            )
+            raise OfflineUnavailable("The server holds too many bodies of flex requests. Please retry.")
         self._budget.num_offline_bytes += self.num_bytes
         self.is_offline = True
 
@@ -48,13 +46,13 @@ class HeldBytes:
 class BodyBudget:
     """Counts the bytes of bodies that are being read or prepared.
 
-    A body counts as it arrives and not as announced: who announces much and sends nothing takes nothing.
-    Offline bodies may hold a quarter, so that they leave room for online ones. A sixteenth is for small
-    bodies only, so that large ones that come slowly do not keep everybody out.
+    The bytes that have arrived count, not the Content-Length: a client that announces a large body and sends
+    nothing holds nothing. Offline bodies may hold a quarter of the budget. A sixteenth is reserved for small
+    bodies, so that large bodies that arrive slowly do not block all other requests.
 
     Args:
-        max_bytes: of all bodies.
-        max_body_bytes: of one, for which there is room whatever its class, if there are no others.
+        max_bytes: limit of all bodies together.
+        max_body_bytes: limit of one body. One such body of either class always fits when there are no others.
     """
 
     def __init__(self, max_bytes: int, max_body_bytes: int) -> None:
@@ -65,12 +63,12 @@ class BodyBudget:
         self._max_large_bytes = max(max_body_bytes, max_bytes - max_bytes // _RESERVED_PART)
 
     def limit_of(self, *, is_small: bool) -> int:
-        """Bytes of all bodies up to which such a body may grow."""
+        """The total of bytes, over all bodies, up to which a small or large body may grow."""
         return self._max_bytes if is_small else self._max_large_bytes
 
     @contextmanager
     def hold(self) -> Iterator[HeldBytes]:
-        """Room for one body until the block is left."""
+        """Count one body until the block is left."""
         held = HeldBytes(self)
         try:
             yield held

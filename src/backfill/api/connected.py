@@ -1,4 +1,4 @@
-"""Work that is only worth doing while its client is there."""
+"""Work that is cancelled when its client disconnects."""
 
 from __future__ import annotations
 
@@ -17,14 +17,9 @@ async def while_connected(work: Coroutine[Any, Any, Result], receive: Receive) -
 
     Args:
         receive: of a request whose body has been read.
-    Raises: ClientDisconnect, and what ``work`` does.
+    Raises: ClientDisconnect, and the errors of ``work``.
     """
-
-    async def disconnected() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-
-    task, watcher = asyncio.ensure_future(work), asyncio.ensure_future(disconnected())
+    task, watcher = asyncio.ensure_future(work), asyncio.ensure_future(until_disconnect(receive))
     try:
         await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
     finally:
@@ -35,3 +30,9 @@ async def while_connected(work: Coroutine[Any, Any, Result], receive: Receive) -
     if task.cancelled():
         raise ClientDisconnect
     return task.result()
+
+
+async def until_disconnect(receive: Receive) -> None:
+    """Return when the client disconnects; the request's body must have been read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass

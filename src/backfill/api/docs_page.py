@@ -1,4 +1,4 @@
-"""``/docs``: the OpenAPI document as one page of HTML that loads nothing, so it needs no network."""
+"""``/docs``: the OpenAPI document as one HTML page that loads no other file, so it needs no network."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from backfill.protocol.responses import Json
 
-# The page has no script and asks for no file.
+# The page has no script and loads no file.
 HEADERS = {"Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'"}
 _CODE = re.compile("``(.+?)``")
 _STYLE = (
@@ -24,12 +24,12 @@ _STYLE = (
 
 
 def docs_page(document: Json) -> str:
-    """The page of an OpenAPI document: its endpoints with the fields of their bodies, then its objects."""
+    """The HTML page of an OpenAPI document: endpoints with the fields of their bodies, then schemas."""
     title = f"{document['info']['title']} {document['info']['version']}"
     parts = [
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>',
         f"<style>{_STYLE}</style></head><body><h1>{escape(title)}</h1>",
-        '<p>The same as a document for programs: <a href="openapi.json">openapi.json</a>.</p>',
+        '<p>This page for programs: <a href="openapi.json">openapi.json</a>.</p>',
     ]
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
@@ -41,6 +41,7 @@ def docs_page(document: Json) -> str:
 
 def _operation(path: str, method: str, operation: Json) -> Iterable[str]:
     yield f"<h2><code>{escape(method.upper())} {escape(path)}</code></h2>"
+    yield f"<p>{escape(operation['description'])}</p>"
     for kind, content in operation.get("requestBody", {}).get("content", {}).items():
         yield f"<p>Takes <code>{escape(kind)}</code>:</p>"
         yield from _fields(content["schema"])
@@ -54,7 +55,7 @@ def _operation(path: str, method: str, operation: Json) -> Iterable[str]:
 
 
 def _fields(schema: Json) -> Iterable[str]:
-    """A table of an object's fields; one without any is only described."""
+    """The description of an object and a table of its fields, where it has any."""
     if schema.get("description"):
         text = _CODE.sub(r"<code>\1</code>", escape(schema["description"]))
         yield f"<p>{text}</p>"

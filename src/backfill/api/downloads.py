@@ -1,4 +1,4 @@
-"""Answers with the contents of a file, or one range of them (RFC 9110, section 14)."""
+"""Responses with the contents of a file, or one range of them (RFC 9110, section 14)."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from urllib.parse import quote
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from backfill.api.connected import until_disconnect
 from backfill.jobs.downloads import Download
 
 logger = logging.getLogger(__name__)
@@ -21,11 +22,11 @@ _RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})")
 class DownloadResponse(Response):
     """Sends a download in chunks and closes it.
 
-    Starlette's FileResponse reads in threads of a pool that all its users share, and that the end of the
-    process waits for: a hung disk would hold both.
+    Starlette's FileResponse reads in a shared pool of threads, which the process joins when it ends. A hung
+    disk would block the pool's other users and the end of the process.
 
     Args:
-        byte_range: the request's Range header; what cannot be read as one range is ignored.
+        byte_range: the request's Range header; it is ignored unless it is one valid range.
     """
 
     def __init__(self, download: Download, filename: str, byte_range: str | None) -> None:
@@ -51,7 +52,7 @@ class DownloadResponse(Response):
         super().__init__(None, status, headers, "application/octet-stream")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        disconnect = asyncio.ensure_future(_until_disconnect(receive))
+        disconnect = asyncio.ensure_future(until_disconnect(receive))
         try:
             await send(
                 {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
@@ -62,19 +63,19 @@ class DownloadResponse(Response):
                         return
                     await send({"type": "http.response.body", "body": chunk, "more_body": True})
             await send({"type": "http.response.body", "body": b""})
-        except OSError as error:  # the connection is closed on an answer that has no end
-            logger.error("a download broke off: %s", error.strerror or error)
+        except OSError as error:  # the response is incomplete, so its connection is closed
+            logger.error("a download was interrupted: %s", error.strerror or error)
         finally:
             disconnect.cancel()
             await self._download.close()
 
 
 def parse_range(header: str, size: int) -> tuple[int, int] | None:
-    """[start, end) of one range, empty where it lies beyond the file; None where it is to be ignored."""
+    """[start, end) of one range, empty if it lies beyond the file; None if the header is to be ignored."""
     found = _RANGE.fullmatch(header.strip())
     if found is None or not (found[1] or found[2]):
         return None
-    if not found[1]:  # the last so many bytes
+    if not found[1]:  # a suffix range: the last bytes of the file
         return max(0, size - int(found[2])), size
     start, end = int(found[1]), size
     if found[2]:
@@ -82,8 +83,3 @@ def parse_range(header: str, size: int) -> tuple[int, int] | None:
             return None
         end = min(size, int(found[2]) + 1)
     return min(start, size), end
-
-
-async def _until_disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

@@ -1,4 +1,4 @@
-"""Exceptions to HTTP answers in OpenAI's shape. No message names a file of this machine or a traceback."""
+"""HTTP responses for exceptions, in OpenAI's shape. No message contains a local path or a traceback."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from starlette.requests import ClientDisconnect
 from starlette.routing import Match
 from starlette.types import Scope
 
-from backfill.api.admission import OfflineSuspended, Overloaded
+from backfill.api.admission import MAX_RETRY_AFTER_S, OfflineSuspended, Overloaded
 from backfill.api.body_budget import OfflineUnavailable, Unavailable
-from backfill.api.shedding import Hopeless
+from backfill.api.shedding import RequestShed
 from backfill.core.errors import BackfillError
 from backfill.core.request import ServiceClass
 from backfill.jobs.errors import Busy, Conflict, NotFound, StorageFull, TooLarge, TooMany, TooManyUploads
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 _METHODS = ("DELETE", "GET", "HEAD", "POST")
 _RETRY_AFTER_UNAVAILABLE_S = "2"
-_RETRY_AFTER_LONG_S = "120"  # above it the official client gives up
+_RETRY_AFTER_LONG_S = str(MAX_RETRY_AFTER_S)
 
 
 class BodyTooLarge(Exception):
@@ -36,17 +36,17 @@ class UnsupportedEncoding(Exception):
     """The request's body is compressed."""
 
 
-class Stranger(Exception):
-    """The request comes from a web page, or asks for a host, that the server does not know."""
+class Forbidden(Exception):
+    """The request's Origin or Host is not allowed."""
 
 
 class InvalidApiKey(Exception):
-    """No key, or one the server does not know."""
+    """The API key is missing or unknown."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Answer:
-    """Status, OpenAI's ``type`` and ``code``, and headers, of all errors of one kind."""
+class _ErrorResponse:
+    """Status, OpenAI's ``type`` and ``code``, and headers, for one kind of exception."""
 
     status: int
     type: str = "invalid_request_error"
@@ -54,43 +54,43 @@ class _Answer:
     headers: Mapping[str, str] = field(default_factory=dict)
 
 
-_UNAVAILABLE = _Answer(
+_UNAVAILABLE = _ErrorResponse(
     503, "service_unavailable_error", "server_is_overloaded", {"Retry-After": _RETRY_AFTER_UNAVAILABLE_S}
 )
-_ANSWERS: Mapping[type[Exception], _Answer] = {
-    OfflineSuspended: _Answer(
+_RESPONSES: Mapping[type[Exception], _ErrorResponse] = {
+    OfflineSuspended: _ErrorResponse(
         429, "rate_limit_error", "resource_unavailable", {"Retry-After": _RETRY_AFTER_LONG_S}
     ),
-    # For hours perhaps: the client's quick retries would not help.
-    TooMany: _Answer(
+    # The limit may hold for hours: quick retries would not help.
+    TooMany: _ErrorResponse(
         429,
         "rate_limit_error",
         "rate_limit_exceeded",
         {"Retry-After": _RETRY_AFTER_LONG_S, "x-should-retry": "false"},
     ),
-    OfflineUnavailable: _Answer(
+    OfflineUnavailable: _ErrorResponse(
         429, "rate_limit_error", "resource_unavailable", {"Retry-After": _RETRY_AFTER_UNAVAILABLE_S}
     ),
-    TooManyUploads: _Answer(
+    TooManyUploads: _ErrorResponse(
         429, "rate_limit_error", "rate_limit_exceeded", {"Retry-After": _RETRY_AFTER_UNAVAILABLE_S}
     ),
     Unavailable: _UNAVAILABLE,
     Busy: _UNAVAILABLE,
-    NotFound: _Answer(404),
-    # The official client repeats a bare 409; this one stays as it is.
-    Conflict: _Answer(409, headers={"x-should-retry": "false"}),
-    StorageFull: _Answer(507, "server_error", headers={"x-should-retry": "false"}),
-    BodyTooLarge: _Answer(413),
-    TooLarge: _Answer(413),
-    UnsupportedEncoding: _Answer(415),
-    Stranger: _Answer(403),
-    InvalidApiKey: _Answer(401, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"}),
+    NotFound: _ErrorResponse(404),
+    # The official client retries a 409 without this header; a retry would get the same answer.
+    Conflict: _ErrorResponse(409, headers={"x-should-retry": "false"}),
+    StorageFull: _ErrorResponse(507, "server_error", headers={"x-should-retry": "false"}),
+    BodyTooLarge: _ErrorResponse(413),
+    TooLarge: _ErrorResponse(413),
+    UnsupportedEncoding: _ErrorResponse(415),
+    Forbidden: _ErrorResponse(403),
+    InvalidApiKey: _ErrorResponse(401, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"}),
 }
 
 
-def answer(error: Exception, request_id: str = "") -> JSONResponse:
-    """The response for any exception a route may raise. A bug is logged, with the id of the request."""
-    known = next((row for kind, row in _ANSWERS.items() if isinstance(error, kind)), None)
+def error_response(error: Exception, request_id: str = "") -> JSONResponse:
+    """The response for an exception of a route. An unexpected exception is logged with the request's id."""
+    known = next((row for kind, row in _RESPONSES.items() if isinstance(error, kind)), None)
     if known is not None:
         return JSONResponse(error_body(str(error), known.type, code=known.code), known.status, known.headers)
     match error:
@@ -103,8 +103,8 @@ def answer(error: Exception, request_id: str = "") -> JSONResponse:
             status, body = error_of(error)
             return JSONResponse(body, status, _UNAVAILABLE.headers if status == 503 else None)
         case ClientDisconnect():
-            return JSONResponse(None, 499)  # nobody reads it
-        case Hopeless():
+            return JSONResponse(None, 499)  # the client has left
+        case RequestShed():
             body = error_body(str(error), "rate_limit_error", code="slow_down")
             return JSONResponse(body, 429, {"Retry-After": str(error.retry_after_s)})
         case HTTPException():
@@ -115,33 +115,41 @@ def answer(error: Exception, request_id: str = "") -> JSONResponse:
             return JSONResponse(error_body("The server had an error.", "server_error"), 500)
 
 
-def answered_id(scope: Scope) -> str:
-    """The ``x-request-id`` of the request's answer."""
-    return str(scope.get("state", {}).get("answered_id", ""))
+def response_id_of(scope: Scope) -> str:
+    """The ``x-request-id`` of the response."""
+    return str(scope.get("state", {}).get("response_id", ""))
 
 
 def install_error_handlers(app: FastAPI) -> None:
     async def handle(request: Request, error: Exception) -> JSONResponse:
         if isinstance(error, HTTPException) and error.status_code in (404, 405):
-            error = _without_route(request, error.status_code)
-        return answer(error, answered_id(request.scope))
+            error = _routing_error(request, error.status_code)
+        return error_response(error, response_id_of(request.scope))
 
-    for kind in (*_ANSWERS, Overloaded, Hopeless, BackfillError, ClientDisconnect, HTTPException, Exception):
+    for kind in (
+        *_RESPONSES,
+        Overloaded,
+        RequestShed,
+        BackfillError,
+        ClientDisconnect,
+        HTTPException,
+        Exception,
+    ):
         app.add_exception_handler(kind, handle)
 
 
-def _without_route(request: Request, status: int) -> HTTPException:
-    """What a path, or a method of it, that does not exist is answered with; it says what does."""
+def _routing_error(request: Request, status: int) -> HTTPException:
+    """The error for an unknown path (404) or method (405); it names what exists."""
     path = request.url.path
     if status == 404:
-        return HTTPException(404, f"There is no {path} on this server; /docs lists what there is.")
+        return HTTPException(404, f"There is no {path} on this server; /docs lists its endpoints.")
     allowed = ", ".join(_allowed_methods(request))
     message = f"{request.method} is not allowed for {path}, only {allowed}."
     return HTTPException(405, message, {"Allow": allowed})
 
 
 def _allowed_methods(request: Request) -> list[str]:
-    """Those for which there is a route with the request's path."""
+    """The methods that have a route for the request's path."""
     return [
         method
         for method in _METHODS

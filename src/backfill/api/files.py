@@ -34,6 +34,7 @@ def build_files_router(state: ServerState) -> APIRouter:
 
     @router.post("/v1/files", openapi_extra=takes_upload())
     async def upload(request: Request) -> Json:
+        """Upload a file."""
         jobs = state.ready_jobs()
         check_announced_size(request, jobs.config.max_file_bytes + MAX_OVERHEAD_BYTES)
         async with _Receiver(jobs, owner_of(request)) as receiver:
@@ -45,6 +46,7 @@ def build_files_router(state: ServerState) -> APIRouter:
 
     @router.get("/v1/files")
     async def list_files(request: Request) -> Response:
+        """List files."""
         query = request.query_params
         order = query.get("order", "desc")
         if order not in ("asc", "desc"):
@@ -58,17 +60,19 @@ def build_files_router(state: ServerState) -> APIRouter:
             owner_of(request),
             purpose=purpose,
             order=order,
-            limit=query_limit(request, default=_MAX_PAGE, most=_MAX_PAGE),
+            limit=query_limit(request, default=_MAX_PAGE, maximum=_MAX_PAGE),
             after=query.get("after"),
         )
         return json_list([file_body(record) for record in page.items], has_more=page.has_more)
 
     @router.get("/v1/files/{file_id}")
     async def retrieve_file(request: Request, file_id: str) -> Json:
+        """Retrieve a file's name, size and purpose."""
         return file_body(await state.ready_jobs().get_file(owner_of(request), file_id))
 
     @router.delete("/v1/files/{file_id}")
     async def delete_file(request: Request, file_id: str) -> Json:
+        """Delete a file."""
         await state.ready_jobs().delete_file(owner_of(request), file_id)
         return {"id": file_id, "object": "file", "deleted": True}
 
@@ -78,6 +82,7 @@ def build_files_router(state: ServerState) -> APIRouter:
         responses=answers("application/octet-stream"),
     )
     async def content(request: Request, file_id: str) -> Response:
+        """Download a file, or one range of it."""
         jobs = state.ready_jobs()
         record = await jobs.get_file(owner_of(request), file_id)
         download = await jobs.open_content(record)
@@ -102,9 +107,9 @@ def file_body(record: FileRecord) -> Json:
 
 
 def json_list(data: list[Json], *, has_more: bool) -> Response:
-    """OpenAI's list object; clients page on with ``after=last_id``.
+    """OpenAI's list object; clients get the next page with ``after=last_id``.
 
-    Encoded here: the framework takes half a second, on the event loop, for the 10,000 files of a page.
+    Encoded here: FastAPI would block the event loop for half a second with a page of 10,000 files.
     """
     body = {
         "object": "list",
@@ -117,7 +122,7 @@ def json_list(data: list[Json], *, has_more: bool) -> Response:
 
 
 class _Receiver:
-    """One upload, from form events in any order. Left before ``finish``, it leaves nothing behind."""
+    """One upload, from form events in any order. It is deleted if the block is left before ``finish``."""
 
     def __init__(self, jobs: JobManager, owner: str) -> None:
         self._jobs = jobs
@@ -145,7 +150,7 @@ class _Receiver:
                 if event.name != "file" or self._upload is not None:
                     raise RequestError("Send one file, in the form field 'file'.", param="file")
                 self._filename = event.filename
-                if "purpose" in self._fields:  # else known only after the file
+                if "purpose" in self._fields:  # it may also come after the file
                     clean_filename(self._filename, self._fields["purpose"])
                 self._upload = await self._jobs.begin_upload(self._owner)
             case bytearray():

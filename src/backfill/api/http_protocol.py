@@ -1,17 +1,17 @@
-"""What one connection may cost before anyone knows whose it is: bytes, time, and a descriptor.
+"""HTTP/1.1 connections with limits of bytes and time, which hold before a request is authenticated.
 
-Uvicorn's protocol reads heads of any size and waits for clients without end. This one refuses:
+Uvicorn's protocol reads heads of any size and waits for clients without a limit. This one answers:
 
 ==========================================  =======================================================
 a URL or a head over its limit              414, 431
-a head that is not whole in time            408
-a body that pauses or trickles              408
-a reader that takes nothing for too long    the connection is aborted, and so is the request behind it
+a head that is not complete in time         408
+a body that pauses or is too slow           408
+a client that stops reading its response    the connection and its request are aborted
 more connections than allowed               503
 ==========================================  =======================================================
 
-Answers have OpenAI's error shape, and the connection is closed after each. Times are checked every quarter
-of the shortest one, so a client may have that much longer.
+Errors have OpenAI's shape, and the connection is closed after each. Timeouts are checked at intervals of a
+quarter of the shortest one, so a client may have that much longer.
 """
 
 from __future__ import annotations
@@ -34,24 +34,25 @@ from uvicorn.server import ServerState
 from backfill.core.errors import ConfigError
 from backfill.protocol.responses import error_body
 
-# Requests that one connection may send ahead of its answers.
+# Requests that one connection may send ahead of its responses.
 MAX_PIPELINED = 16
-# A body may come in chunks of a byte, each with 5 bytes of framing; more per byte is an attack.
+# A body may arrive in chunks of one byte, each with 5 bytes of framing. More per byte is an attack.
 _MAX_FRAMING_PER_BYTE = 8
-# A body may take longer than allowed for all if it comes so fast, as large uploads do.
-_LEAST_BODY_BYTES_PER_S = 16 << 10
-# A refused client is read for this long, unparsed: closed at once, it would see a reset and no answer.
+# A body may take longer than the limit of a whole body if it arrives this fast, as large uploads do.
+_MIN_BODY_BYTES_PER_S = 16 << 10
+# A refused client's bytes are read and dropped for this long: closed at once, it would see a reset and no
+# response.
 _LINGER_S = 1.0
 
 
 if not hasattr(HttpToolsProtocol, "_start_asgi_task"):
-    # Without this hook no disconnect would reach a request with others pipelined behind it.
-    raise ConfigError(f"Backfill needs uvicorn from 0.54 to below 1, and not this {uvicorn.__version__}.")
+    # Without this hook a request with others pipelined behind it would not see a disconnect.
+    raise ConfigError(f"Backfill needs uvicorn from 0.54 to below 1, not {uvicorn.__version__}.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionLimits:
-    """Limits of each connection, and of their number."""
+    """Limits of each connection, and of the number of connections."""
 
     max_connections: int
     max_head_bytes: int = 64 << 10
@@ -73,7 +74,7 @@ class ConnectionLimits:
 
 
 class _Refusal(Exception):
-    """Raised inside the parser's callbacks; the parser hands it on as the context of its own error."""
+    """Raised in the parser's callbacks; the parser's own error has it as ``__context__``."""
 
     def __init__(self, status: HTTPStatus, message: str) -> None:
         super().__init__(message)
@@ -97,13 +98,13 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._checks: asyncio.TimerHandle | None = None
         self._running: RequestResponseCycle | None = None
         self._in_message = False
-        self._num_begun = 0  # messages that began in the bytes being parsed
-        self._num_head_bytes = 0  # of the message, as parsed, trailers included
-        self._num_other_bytes = 0  # of the message, as received, without its body
+        self._num_begun = 0  # messages that began in the data being parsed
+        self._num_head_bytes = 0  # of the current message, as parsed, trailers included
+        self._num_other_bytes = 0  # of the current message, as received, without its body
         self._num_body_bytes = 0
         self._head_since_s: float | None = None  # while a head is awaited
         self._body_since_s = 0.0  # last progress of the body
-        self._body_awaited_s = 0.0  # how long the client was waited for, over the whole body
+        self._body_awaited_s = 0.0  # time that the server waited for the client, over the whole body
         self._answered_at_s = 0.0
         self._sent_at_s = 0.0  # last progress of the reader
         self._num_unsent = 0
@@ -113,7 +114,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         if len(self.connections) >= self._limits.max_connections:
             self.transport = transport
             self._refused_at_s = self.loop.time()
-            transport.write(_answer(HTTPStatus.SERVICE_UNAVAILABLE, "The server has too many connections."))
+            transport.write(
+                _error_response(HTTPStatus.SERVICE_UNAVAILABLE, "The server has too many connections.")
+            )
             transport.close()
             return
         super().connection_made(transport)
@@ -123,7 +126,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         if self._checks is not None:
             self._checks.cancel()
-        if self._running is not None:  # with pipelined requests behind it, uvicorn would tell only the last
+        if self._running is not None:  # uvicorn tells only the last of several pipelined requests
             self._running.disconnected = True
             self._running.message_event.set()
         super().connection_lost(exc)
@@ -138,7 +141,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade:
-            pass  # no protocol is offered; the request is answered as if it had not asked
+            pass  # upgrades are not supported; the request is answered as if it had not asked
         except httptools.HttpParserError as error:
             cause = error.__context__
             if not isinstance(cause, _Refusal):
@@ -146,7 +149,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._refuse(cause.status, str(cause))
             return
         if self._num_begun + was_in_message > 1:
-            self._num_other_bytes = 0  # only the parser knows how many of the bytes are the last message's
+            self._num_other_bytes = 0  # only the parser knows which bytes belong to the last message
         elif self._in_message:
             received = self._num_body_bytes - (0 if self._num_begun else num_body_bytes)
             self._num_other_bytes += len(data) - received
@@ -174,7 +177,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         if len(self.pipeline) >= MAX_PIPELINED:
-            message = f"At most {MAX_PIPELINED} requests may be sent ahead of their answers."
+            message = f"At most {MAX_PIPELINED} requests may be sent ahead of their responses."
             raise _Refusal(HTTPStatus.TOO_MANY_REQUESTS, message)
         self._head_since_s = None
         self._body_since_s = self.loop.time()
@@ -189,7 +192,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         self._in_message = False
         super().on_message_complete()
-        if self.cycle.response_complete:  # answered before it was whole: nothing else waits for the next head
+        if self.cycle.response_complete:  # answered before the body was complete: wait for the next head now
             self._head_since_s = self.loop.time()
 
     def on_response_complete(self) -> None:
@@ -215,22 +218,22 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         return _Refusal(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, message)
 
     def _check(self) -> None:
-        """End the connection where its client kept it waiting for too long."""
+        """End the connection if its client exceeded a timeout."""
         now_s = self.loop.time()
         self._checks = self.loop.call_later(self._limits.check_interval_s, self._check)
         if self._refused_at_s is not None:
             if now_s - self._refused_at_s >= _LINGER_S:
                 self.transport.abort()
-        elif self._reader_stalls(now_s):
+        elif self._is_reader_stalled(now_s):
             _reset(self.transport)
         elif self._head_since_s is not None:
             self._check_head(now_s)
         elif self._in_message:
             self._check_body(now_s)
 
-    def _reader_stalls(self, now_s: float) -> bool:
+    def _is_reader_stalled(self, now_s: float) -> bool:
         num_unsent = self.transport.get_write_buffer_size()
-        # Only while nothing is added to the buffer does its size say whether the client reads.
+        # The buffer's size shows whether the client reads only while the server adds nothing to it.
         is_constant = self.flow.write_paused or self.transport.is_closing() or not self._is_answering
         if num_unsent == 0 or not is_constant or num_unsent != self._num_unsent:
             self._sent_at_s = now_s
@@ -239,44 +242,46 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def _check_head(self, now_s: float) -> None:
         assert self._head_since_s is not None
-        if self._is_answering:  # the connection lives for that answer's sake; reading may be paused too
+        if self._is_answering:  # the connection is in use, and reading may be paused
             self._head_since_s = now_s
         elif now_s - self._head_since_s < self._limits.head_timeout_s:
             pass
         elif self._in_message:
-            message = f"The request's head was not whole after {self._limits.head_timeout_s:g} s."
+            message = f"The request's head was not complete after {self._limits.head_timeout_s:g} s."
             self._refuse(HTTPStatus.REQUEST_TIMEOUT, message)
         else:
             self.transport.close()
 
     def _check_body(self, now_s: float) -> None:
-        if self.cycle.response_complete:  # the rest of a body that nobody wants
+        if self.cycle.response_complete:  # the rest of a body whose response was sent
             if now_s - self._answered_at_s >= self._limits.head_timeout_s:
                 self.transport.abort()
-        elif self.cycle.body or self.flow.read_paused or self.pipeline:  # it is the app that is waited for
+        elif self.cycle.body or self.flow.read_paused or self.pipeline:  # the app is slow, not the client
             self._body_since_s = now_s
         elif now_s - self._body_since_s >= self._limits.body_timeout_s:
-            message = f"Nothing of the request's body came for {self._limits.body_timeout_s:g} s."
+            message = f"No data of the request's body arrived for {self._limits.body_timeout_s:g} s."
             self._refuse(HTTPStatus.REQUEST_TIMEOUT, message)
         else:
             self._body_awaited_s += self._limits.check_interval_s
-            enough_s = self._num_body_bytes / _LEAST_BODY_BYTES_PER_S
-            if self._body_awaited_s >= max(self._limits.whole_body_timeout_s, enough_s):
-                message = f"The request's body was not whole after {self._limits.whole_body_timeout_s:g} s."
+            allowed_s = self._num_body_bytes / _MIN_BODY_BYTES_PER_S
+            if self._body_awaited_s >= max(self._limits.whole_body_timeout_s, allowed_s):
+                message = (
+                    f"The request's body was not complete after {self._limits.whole_body_timeout_s:g} s."
+                )
                 self._refuse(HTTPStatus.REQUEST_TIMEOUT, message)
 
     def _refuse(self, status: HTTPStatus, message: str) -> None:
-        """Answer in the app's place and read no more; what is already being answered is cut off."""
+        """Send an error in place of the app's response, or cut off one that has begun; read no more."""
         self._refused_at_s = self.loop.time()
         if self._is_answering:
-            is_of_earlier = self._head_since_s is not None or bool(self.pipeline)
-            if is_of_earlier or self.cycle.response_started:
+            answers_earlier = self._head_since_s is not None or bool(self.pipeline)
+            if answers_earlier or self.cycle.response_started:
                 self.transport.abort()
                 return
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         self.flow.resume_reading()
-        self.transport.write(_answer(status, message))
+        self.transport.write(_error_response(status, message))
         if self.transport.can_write_eof():
             self.transport.write_eof()
         else:
@@ -284,13 +289,13 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
 
 def _reset(transport: asyncio.Transport) -> None:
-    """Abort, and have the kernel forget what it holds for the reader too."""
+    """Abort, and make the kernel drop what it has buffered for the client."""
     connection = transport.get_extra_info("socket")
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     transport.abort()
 
 
-def _answer(status: HTTPStatus, message: str) -> bytes:
+def _error_response(status: HTTPStatus, message: str) -> bytes:
     kind = "service_unavailable_error" if status >= 500 else "invalid_request_error"
     code = "server_is_overloaded" if status >= 500 else None
     body = msgspec.json.encode(error_body(message, kind, code=code))

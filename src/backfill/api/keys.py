@@ -1,6 +1,6 @@
-"""API keys: who owns which, and whether a key that was sent is one of them.
+"""API keys and their owners.
 
-Of a key only its digest is kept. An owner is the key's name, or the digest of a key without one.
+Only the digest of a key is stored. The owner is the key's name, or the digest if the key has no name.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _SENDABLE = re.compile(r"[!-~]+")  # printable ASCII: what every client can put 
 # A text whose only "=" are its last characters is a key in padded base64 if it has this many characters
 # (16 bytes). A shorter one is more likely a name whose key was left out.
 _MIN_PADDED_CHARS = 24
-_MAX_KEYS = 1000  # every one is compared with every request's
+_MAX_KEYS = 1000  # each request's key is compared with all of them
 _MAX_FILE_BYTES = 1 << 20
 _POLL_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """A key clients may send. ``digest`` is its SHA-256."""
+    """A key that clients may send. ``digest`` is its SHA-256."""
 
     owner: str
     digest: bytes = field(repr=False)
@@ -42,10 +42,10 @@ class ApiKey:
 def parse_option(text: str) -> ApiKey:
     """The key of one ``--api-key``: ``NAME=KEY``, ``KEY``, or ``=KEY`` for a key that looks named.
 
-    The name is what stands before the first ``=``, if a name may look so; the key is everything after it. A
-    key of 24 or more characters whose only ``=`` are at its end (base64) has no name.
+    The text before the first ``=`` is the name if it is a valid name; the rest is the key. A text of 24 or
+    more characters whose only ``=`` are at its end (base64) is a key without a name.
 
-    Raises: ConfigError without a key, or for a name that is not allowed; it does not show the text.
+    Raises: ConfigError without a key, or for an invalid name; the message does not contain the text.
     """
     text = text.strip()
     name, equals, key = text.partition("=")
@@ -58,14 +58,14 @@ def parse_option(text: str) -> ApiKey:
     if key.strip("="):
         return _named(name, key)
     if len(text) < _MIN_PADDED_CHARS:
-        raise ConfigError("a name without a key; a key without a name that ends in '=' is written '=KEY'")
+        raise ConfigError("a name without a key; write '=KEY' for a key without a name that ends in '='")
     return _unnamed(text)
 
 
 def parse_key_file(content: bytes) -> tuple[ApiKey, ...]:
-    """The keys of a file with lines ``NAME=KEY``; blank lines and those that begin with ``#`` are skipped.
+    """The keys of a file with lines ``NAME=KEY``; blank lines and lines that begin with ``#`` are skipped.
 
-    Raises: ConfigError naming the line, never showing it; or when there is no key.
+    Raises: ConfigError with the number of the line, never its text; or when there is no key.
     """
     keys: dict[bytes, ApiKey] = {}
     for number, line in enumerate(content.removeprefix(b"\xef\xbb\xbf").splitlines(), start=1):
@@ -81,14 +81,14 @@ def parse_key_file(content: bytes) -> tuple[ApiKey, ...]:
 
 
 class ApiKeys:
-    """All keys in force: those of the options, and those of a file that is read again when it changes.
+    """The keys of the options and of a file that is read again when it changes.
 
-    ``owner_of`` may be called while another thread reloads: it sees the old keys or the new ones.
+    ``owner_of`` may be called while another thread reloads: it sees either the old or the new keys.
 
     Args:
         options: the values of ``--api-key``.
         file: the value of ``--api-key-file``.
-    Raises: ConfigError naming the option, and the file's line; never a key.
+    Raises: ConfigError with the option and the number of the file's line, never a key.
     """
 
     def __init__(self, options: Sequence[str], file: Path | None = None) -> None:
@@ -103,33 +103,33 @@ class ApiKeys:
         self._keys = self._fixed
         self._file = file
         self._content_digest = b""  # of the file as it was last read
-        self._fault = ""
+        self._last_error = ""
         if file is not None:
-            self._take_file(file)
+            self._load_file(file)
         logger.info("%d API keys of %d owners", len(self._keys), len({key.owner for key in self._keys}))
 
     def owner_of(self, key: str) -> str | None:
-        """Whose ``key`` is; None for an unknown one."""
+        """The owner of ``key``; None for an unknown key."""
         digest = hashlib.sha256(key.encode()).digest()
-        # Every key is compared, in constant time, so that the answer's delay tells nothing.
+        # Comparing every key in constant time keeps the response time independent of the key.
         owners = [known.owner for known in self._keys if hmac.compare_digest(digest, known.digest)]
         return owners[0] if owners else None
 
     def reload(self) -> None:
-        """Take the file's keys if it has changed. A broken file is logged and changes nothing."""
+        """Load the keys of the file if it has changed. An invalid file is logged and changes nothing."""
         if self._file is None:
             return
         try:
-            if self._take_file(self._file):
-                logger.info("--api-key-file %s: read again; %d API keys", self._file, len(self._keys))
-            self._fault = ""
+            if self._load_file(self._file):
+                logger.info("--api-key-file %s: loaded again; %d API keys", self._file, len(self._keys))
+            self._last_error = ""
         except ConfigError as error:
-            if str(error) != self._fault:  # said once, not at every look
-                logger.error("%s The keys stay as they were.", error)
-            self._fault = str(error)
+            if str(error) != self._last_error:  # logged once, not at every poll
+                logger.error("%s The keys are unchanged.", error)
+            self._last_error = str(error)
 
-    def _take_file(self, path: Path) -> bool:
-        """Whether the file has other content than before; then its keys are in force. Raises: ConfigError."""
+    def _load_file(self, path: Path) -> bool:
+        """Load the keys of the file; returns whether its content has changed. Raises: ConfigError."""
         content, mode = _read(path)
         digest = hashlib.sha256(content).digest()
         if digest == self._content_digest:
@@ -148,16 +148,16 @@ class ApiKeys:
 
 
 class KeyFileWatch:
-    """Reloads ``keys`` every few seconds until it is stopped, in a thread of its own.
+    """Reloads ``keys`` every few seconds in its own thread, until it is stopped.
 
-    Neither the event loop nor its executor waits for the file: on a disk that hangs, only this thread does.
+    A hung disk blocks only this thread, neither the event loop nor its executor.
     """
 
     def __init__(self, keys: ApiKeys, poll_s: float = _POLL_S) -> None:
         self._keys = keys
         self._poll_s = poll_s
         self._is_stopped = threading.Event()
-        # A daemon, and never joined: a disk that hangs must not keep the server from ending.
+        # A daemon that is never joined: a hung disk must not keep the server from ending.
         self._thread = threading.Thread(target=self._run, name="api-key-file", daemon=True)
 
     def start(self) -> None:
@@ -171,11 +171,11 @@ class KeyFileWatch:
             try:
                 self._keys.reload()
             except Exception:
-                logger.exception("The API keys could not be read again")
+                logger.exception("The API keys could not be loaded again")
 
 
 def _parse_line(line: bytes) -> ApiKey | None:
-    """The key of one line; None for a blank one or a comment. Raises: ConfigError."""
+    """The key of one line; None for a blank line or a comment. Raises: ConfigError."""
     try:
         text = line.decode().strip()
     except UnicodeDecodeError:
@@ -193,7 +193,7 @@ def _named(name: str, key: str) -> ApiKey:
         raise ConfigError("a name must be 1 to 64 of the characters A-Z, a-z, 0-9, '_', '.' and '-'")
     if _DIGEST.fullmatch(name):
         raise ConfigError(
-            "a name must not be 64 hexadecimal digits, which is how keys without a name are told apart"
+            "a name must not be 64 hexadecimal digits; such names are the digests of keys without a name"
         )
     if not _SENDABLE.fullmatch(key):
         raise ConfigError("a key must be printable ASCII without spaces, and not empty")
@@ -206,9 +206,9 @@ def _unnamed(key: str) -> ApiKey:
 
 
 def _add(keys: dict[bytes, ApiKey], key: ApiKey) -> None:
-    """Enter ``key`` by its digest. Raises: ConfigError when it is another owner's, or there are too many."""
+    """Add ``key`` under its digest. Raises: ConfigError when another owner has it, or there are too many."""
     if keys.setdefault(key.digest, key).owner != key.owner:
-        raise ConfigError("the same key is given to two owners")
+        raise ConfigError("two owners have the same key")
     if len(keys) > _MAX_KEYS:
         raise ConfigError(f"more than {_MAX_KEYS} keys")
 
@@ -216,7 +216,7 @@ def _add(keys: dict[bytes, ApiKey], key: ApiKey) -> None:
 def _read(path: Path) -> tuple[bytes, int]:
     """The file's content and mode. Raises: ConfigError."""
     try:
-        # Opening a pipe would wait for whoever writes to it.
+        # Opening a pipe would block until something writes to it.
         if not stat.S_ISREG(path.stat().st_mode):
             raise ConfigError(f"--api-key-file {path} is not a regular file.")
         with path.open("rb") as file:

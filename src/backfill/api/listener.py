@@ -1,4 +1,4 @@
-"""Where a server listens. Apart from the server, whose imports take long."""
+"""The listening socket. Not in ``server``, whose imports take long."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from backfill.core.errors import ConfigError
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Take the port before anything slow happens, so that a clash is known at once. Raises: ConfigError."""
+    """Bind the port before anything slow, so that a port in use fails at once. Raises: ConfigError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
-        # A deep backlog: load generators open all their connections at once.
+        # A long backlog: load generators open all connections at once.
         listener.listen(4096)
     except OSError as error:
         listener.close()

@@ -1,6 +1,6 @@
-"""What every request passes through: an id, counting, answers to errors, a key check.
+"""ASGI middleware of every request: an id, metrics, error responses, the key check.
 
-Plain ASGI, so that streams are not buffered.
+Not Starlette's BaseHTTPMiddleware, which buffers streams.
 """
 
 from __future__ import annotations
@@ -11,61 +11,71 @@ import uuid
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from backfill.api.errors import InvalidApiKey, answer, answered_id
+from backfill.api.errors import InvalidApiKey, error_response, response_id_of
 from backfill.api.keys import ApiKeys
 from backfill.api.state import ServerState
 
 _MAX_REQUEST_ID_CHARS = 128
-# A browser sends no key with a page that it opens, and ``/docs`` shows nothing of any client.
-_OPEN_PATHS = frozenset(
+# Browsers send no key when they open a page, and these paths show no data of clients.
+_PUBLIC_PATHS = frozenset(
     {"/docs", "/health", "/health/live", "/metrics", "/openapi.json", "/ping", "/version"}
 )
 _UNCOUNTED_PATHS = frozenset({"/health", "/health/live", "/ping", "/metrics"})
 
 
-class RequestIdMiddleware:
-    """Gives every response an ``x-request-id``: the client's own where it is printable, else a new one.
+class HttpMiddleware:
+    """Handles HTTP requests; other ASGI scopes and excluded paths go straight to the app.
 
-    Routes find in ``scope["state"]``: ``answered_id``, the header's value; ``request_id``, the client's own
-    or None; ``arrived_at_s``, when the request's head had been read, on the monotonic clock.
+    Attributes:
+        excluded_paths: paths that this middleware ignores.
     """
+
+    excluded_paths: frozenset[str] = frozenset()
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
+        if scope["type"] != "http" or scope["path"] in self.excluded_paths:
             await self._app(scope, receive, send)
-            return
+        else:
+            await self._handle(scope, receive, send)
+
+    async def _handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        raise NotImplementedError
+
+
+class RequestIdMiddleware(HttpMiddleware):
+    """Gives every response an ``x-request-id``: the client's own if it is printable, else a new one.
+
+    ``scope["state"]`` gets ``response_id``, the header's value; ``request_id``, the client's own id or None;
+    ``arrived_at_s``, the end of the request's head on the monotonic clock.
+    """
+
+    async def _handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         asked = Headers(scope=scope).get("x-request-id", "")
         if not (asked.isascii() and asked.isprintable() and 0 < len(asked) <= _MAX_REQUEST_ID_CHARS):
             asked = ""
-        request_id = asked or f"req_{uuid.uuid4().hex}"
+        response_id = asked or f"req_{uuid.uuid4().hex}"
         scope.setdefault("state", {}).update(
-            request_id=asked or None, answered_id=request_id, arrived_at_s=time.monotonic()
+            request_id=asked or None, response_id=response_id, arrived_at_s=time.monotonic()
         )
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["x-request-id"] = request_id
+                MutableHeaders(scope=message)["x-request-id"] = response_id
             await send(message)
 
         await self._app(scope, receive, send_with_id)
 
 
-class ErrorMiddleware:
-    """Answers exceptions that nobody else does, so that the answer passes through the middleware around it.
+class ErrorMiddleware(HttpMiddleware):
+    """Responds to exceptions that no handler caught; a response that has begun is cut off.
 
-    Starlette's own such answer passes through none. An answer that has begun is cut off.
+    Starlette's own response to them skips all middleware, so it has no request id and is not counted.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
+    async def _handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         has_begun = False
 
         async def send_and_note(message: Message) -> None:
@@ -78,45 +88,43 @@ class ErrorMiddleware:
         except Exception as error:
             if has_begun:
                 raise
-            await answer(error, answered_id(scope))(scope, receive, send)
+            await error_response(error, response_id_of(scope))(scope, receive, send)
 
 
-class ApiKeyMiddleware:
-    """Refuses requests without one of the keys, except on the open paths.
+class ApiKeyMiddleware(HttpMiddleware):
+    """Refuses requests without a valid key, except on public paths.
 
-    Routes find whose key it was in ``scope["state"]["owner"]``.
+    ``scope["state"]`` gets ``owner``, the owner of the key.
     """
 
+    excluded_paths = _PUBLIC_PATHS
+
     def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
-        self._app = app
+        super().__init__(app)
         self._keys = keys
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in _OPEN_PATHS:
-            await self._app(scope, receive, send)
-            return
+    async def _handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
         owner = self._keys.owner_of(key.strip()) if scheme.lower() == "bearer" else None
         if owner is None:
-            refusal = InvalidApiKey("Incorrect or missing API key. Send it as 'Authorization: Bearer KEY'.")
-            await answer(refusal)(scope, receive, send)
+            error = InvalidApiKey("Incorrect or missing API key. Send it as 'Authorization: Bearer KEY'.")
+            await error_response(error)(scope, receive, send)
             return
         scope.setdefault("state", {})["owner"] = owner
         await self._app(scope, receive, send)
 
 
-class CountingMiddleware:
+class CountingMiddleware(HttpMiddleware):
     """Counts HTTP requests and their duration by route."""
 
+    excluded_paths = _UNCOUNTED_PATHS
+
     def __init__(self, app: ASGIApp, state: ServerState) -> None:
-        self._app = app
+        super().__init__(app)
         self._state = state
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in _UNCOUNTED_PATHS:
-            await self._app(scope, receive, send)
-            return
-        status = 499  # the client left before the answer began
+    async def _handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        status = 499  # the client left before the response began
         started_at_s = time.monotonic()
 
         async def send_and_note(message: Message) -> None:
@@ -128,8 +136,7 @@ class CountingMiddleware:
         try:
             await self._app(scope, receive, send_and_note)
         finally:
-            metrics = self._state.metrics
-            if metrics is not None:
-                route = scope.get("route")
-                handler = getattr(route, "path", "none")  # unknown paths share a label
-                metrics.http.on_request(scope["method"], handler, status, time.monotonic() - started_at_s)
+            if self._state.metrics is not None:
+                handler = getattr(scope.get("route"), "path", "none")  # unknown paths share a label
+                duration_s = time.monotonic() - started_at_s
+                self._state.metrics.http.on_request(scope["method"], handler, status, duration_s)

@@ -1,4 +1,4 @@
-"""A ``multipart/form-data`` body, read as it arrives: small fields whole, files in chunks."""
+"""A parser of ``multipart/form-data`` bodies as they arrive: small fields whole, files in chunks."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from backfill.core.errors import RequestError
 
 MAX_FIELD_BYTES = 4096
 MAX_PARTS = 32
-# Of a body without the data of its files: preamble, boundaries, heads of parts, fields, epilogue.
+# Everything except the data of files: preamble, boundaries, heads of parts, fields, epilogue.
 MAX_OVERHEAD_BYTES = 64 << 10
-# A chunk costs its reader a trip to another thread and back; this many bytes make that negligible.
+# Each chunk is written in another thread; with chunks of this size the switch costs little.
 CHUNK_BYTES = 1 << 20
 
 
@@ -28,7 +28,7 @@ class FormField:
 
 @dataclass(frozen=True, slots=True)
 class FileStart:
-    """The head of a part with a filename, which is the client's word and no path of ours."""
+    """The head of a part with a filename. The client chose ``filename``: it is never used as a path."""
 
     name: str
     filename: str
@@ -38,17 +38,17 @@ FormEvent = FormField | FileStart | bytearray
 
 
 async def read_form(body: AsyncIterable[bytes], content_type: str) -> AsyncGenerator[FormEvent, None]:
-    """The form's parts in their order. After a ``FileStart`` come its bytes, each chunk at most a MiB
-    and one chunk of ``body`` long; an empty file has none.
+    """The parts of the form, in order. A ``FileStart`` is followed by the file's bytes in chunks of at most
+    1 MiB plus one chunk of ``body``; an empty file has no chunks.
 
-    Raises: RequestError for a body that is not a whole and well-formed form.
+    Raises: RequestError for a body that is incomplete or malformed.
     """
-    parts = _Parts(_boundary(content_type))
+    parser = _FormParser(_boundary(content_type))
     async for chunk in body:
-        for event in parts.push(chunk):
+        for event in parser.push(chunk):
             yield event
-    if not parts.is_whole:
-        raise RequestError("The multipart body ends before its last boundary.")
+    if not parser.is_complete:
+        raise RequestError("The multipart body ends before its final boundary.")
 
 
 def _boundary(content_type: str) -> bytes:
@@ -61,11 +61,11 @@ def _boundary(content_type: str) -> bytes:
     return boundary
 
 
-class _Parts:
+class _FormParser:
     """Turns the parser's callbacks into events."""
 
     def __init__(self, boundary: bytes) -> None:
-        self.is_whole = False
+        self.is_complete = False
         self._num_overhead_bytes = 0
         self._events: list[FormEvent] = []
         self._num_parts = 0
@@ -102,7 +102,7 @@ class _Parts:
             raise RequestError("The multipart body is malformed.") from error
         self._num_overhead_bytes += len(chunk)
         if self._num_overhead_bytes > MAX_OVERHEAD_BYTES:
-            message = f"The multipart body has more than {MAX_OVERHEAD_BYTES} bytes beside its file."
+            message = f"The multipart body has more than {MAX_OVERHEAD_BYTES} bytes besides its file."
             raise RequestError(message)
         if self._is_file and len(self._data) >= CHUNK_BYTES:
             self._flush()
@@ -156,10 +156,10 @@ class _Parts:
         self._data.clear()
 
     def _on_end(self) -> None:
-        self.is_whole = True
+        self.is_complete = True
 
     def _flush(self) -> None:
         if self._data:
-            # Handed over rather than copied: the next chunk gets a buffer of its own.
+            # The buffer itself is passed on, not a copy; the next chunk gets a new one.
             self._events.append(self._data)
             self._data = bytearray()

@@ -1,4 +1,4 @@
-"""The OpenAPI document: what each route takes and answers, errors included."""
+"""The OpenAPI document: request bodies, responses and errors of each route."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ UPLOAD_SCHEMA: Json = {
 
 
 def takes_json(kind: type[BaseModel]) -> dict[str, Any]:
-    """For a route's ``openapi_extra``: a JSON body, which the route parses itself."""
+    """A route's ``openapi_extra`` for a JSON body that the route parses itself."""
     return _takes("application/json", kind.model_json_schema(ref_template=_REFERENCE))
 
 
@@ -55,7 +55,7 @@ def takes_upload() -> dict[str, Any]:
 
 
 def answers(*content_types: str) -> dict[int | str, dict[str, Any]]:
-    """For a route's ``responses``: what it may answer with status 200."""
+    """A route's ``responses``: the content types that it may return with status 200."""
     schemas: dict[str, Json] = {
         "application/json": _OBJECT,
         "application/octet-stream": {"type": "string", "format": "binary"},
@@ -65,7 +65,7 @@ def answers(*content_types: str) -> dict[int | str, dict[str, Any]]:
 
 
 def openapi_document(app: FastAPI) -> dict[str, Any]:
-    """The application's document, made once; every reference in it leads somewhere."""
+    """The application's document, made once. Every reference in it has a target."""
     if app.openapi_schema is None:
         document = get_openapi(title=app.title, version=app.version, routes=app.routes)
         schemas: dict[str, Any] = {"Error": ERROR_SCHEMA}
@@ -82,12 +82,15 @@ def _takes(content_type: str, schema: Json) -> dict[str, Any]:
 
 
 def _complete(operation: dict[str, Any], schemas: dict[str, Any]) -> None:
-    """Move the definitions inside a body's schema to ``schemas``, and add the errors every route has."""
+    """Move the definitions inside a body's schema to ``schemas``, and add the errors of every route."""
     for content in operation.get("requestBody", {}).get("content", {}).values():
-        # FastAPI keeps the route's own dictionary: it is copied and not changed.
+        # FastAPI returns the route's own dictionary: change a copy.
         content["schema"] = dict(content["schema"])
         schemas.update(content["schema"].pop("$defs", {}))
-    operation["responses"].pop("422", None)  # FastAPI's; here every bad value is a 400
-    for status, description in (("4XX", "The request cannot be served."), ("5XX", "The server cannot now.")):
+    operation["responses"].pop("422", None)  # FastAPI adds it; this server answers 400 for invalid values
+    for status, description in (
+        ("4XX", "The request cannot be served."),
+        ("5XX", "The server failed."),
+    ):
         content = {"application/json": {"schema": _ERROR_REFERENCE}}
         operation["responses"][status] = {"description": description, "content": content}

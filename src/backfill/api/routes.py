@@ -1,4 +1,4 @@
-"""The HTTP routes: parse, hand to the service, answer."""
+"""The routes of generation, models, tokens and the server's status."""
 
 from __future__ import annotations
 
@@ -24,40 +24,53 @@ from backfill.protocol.responses import Json
 
 
 def build_router(state: ServerState) -> APIRouter:
-    """All routes of a server, bound to its state."""
     router = APIRouter()
+    _add_model_routes(router, state)
+    _add_status_routes(router, state)
+    return router
 
+
+def _add_model_routes(router: APIRouter, state: ServerState) -> None:
     generates = answers("application/json", "text/event-stream")
 
     @router.post("/v1/chat/completions", openapi_extra=takes_json(ChatCompletionRequest), responses=generates)
     async def chat_completions(request: Request) -> Response:
+        """Generate the next message of a chat."""
         return await _generate(request, state, "/v1/chat/completions")
 
     @router.post("/v1/completions", openapi_extra=takes_json(CompletionRequest), responses=generates)
     async def completions(request: Request) -> Response:
+        """Continue a prompt."""
         return await _generate(request, state, "/v1/completions")
 
     @router.get("/v1/models")
     async def models() -> Json:
+        """List the names of the served model."""
         preparer = state.ready_preparer()
         return {"object": "list", "data": [_model_card(preparer, name) for name in preparer.model.names]}
 
     @router.get("/v1/models/{name:path}")
     async def model(name: str) -> Json:
+        """Retrieve the model by one of its names."""
         preparer = state.ready_preparer()
         preparer.check_model(name)
         return _model_card(preparer, name)
 
     @router.post("/tokenize", openapi_extra=takes_json(TokenizeRequest))
     async def tokenize(request: Request) -> Response:
+        """Turn a prompt or a chat into token ids."""
         return await _answer_text(request, state, "/tokenize")
 
     @router.post("/detokenize", openapi_extra=takes_json(DetokenizeRequest))
     async def detokenize(request: Request) -> Response:
+        """Turn token ids into text."""
         return await _answer_text(request, state, "/detokenize")
 
+
+def _add_status_routes(router: APIRouter, state: ServerState) -> None:
     @router.get("/health", response_class=Response)
     async def health() -> Response:
+        """200 if requests are accepted, else 503."""
         if state.phase is Phase.READY:
             if state.admission.is_offline_suspended:
                 return JSONResponse({"status": "offline work is suspended: the engine kept dying"})
@@ -66,46 +79,49 @@ def build_router(state: ServerState) -> APIRouter:
 
     @router.get("/ping", response_class=Response)
     async def ping() -> Response:
+        """The same as /health."""
         return await health()
 
     @router.get("/health/live", response_class=Response)
     async def live() -> Response:
+        """200 while the server process runs."""
         return Response(status_code=200)
 
     @router.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
+        """Metrics as Prometheus text."""
         body = b"" if state.metrics is None else state.metrics.expose()
         return PlainTextResponse(body, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @router.get("/version")
     async def version() -> Json:
+        """The version of Backfill."""
         return {"version": __version__}
 
     @router.get("/load")
     async def load() -> Json:
+        """The number of open choices, running or waiting."""
         return {"server_load": state.admission.num_open}
-
-    return router
 
 
 async def _generate(request: Request, state: ServerState, endpoint: GenerationEndpoint) -> Response:
-    """Take a place, prepare, run. What finds no room is refused before it costs anything."""
+    """Admit, prepare and run a request. Without capacity it is refused before its body is read."""
     service = state.ready_service()
-    state.admission.check_room()
+    state.admission.check_capacity()
     async with json_body(request, state.bodies, state.server_config.max_body_bytes) as body:
         service_class, num_choices = peek(body.raw)
-        place = state.admission.take(service_class, num_choices)
+        reservation = state.admission.reserve(service_class, num_choices)
         try:
             if service_class is ServiceClass.OFFLINE:
-                body.held.become_offline()
+                body.held.mark_offline()
             generation = await state.prepare(
                 endpoint, body.raw, _context_of(request), service_class, request.receive
             )
-            place.resize(generation.num_choices, generation.service_class)
+            reservation.resize(generation.num_choices, generation.service_class)
             arrived_at_s: float = request.state.arrived_at_s
             waiting = state.shed_or_wait(generation, arrived_at_s)
         except BaseException:
-            place.release()
+            reservation.release()
             raise
     if state.metrics is not None:
         state.metrics.requests.on_accepted(generation.service_class, generation.num_choices)
@@ -114,13 +130,13 @@ async def _generate(request: Request, state: ServerState, endpoint: GenerationEn
         state.field_warnings.add(generation.warning)
 
     def on_end() -> None:
-        place.release()
+        reservation.release()
         if waiting is not None:
             waiting.release()
         state.num_unanswered -= 1
 
     on_first_token = None if waiting is None else waiting.on_first_token
-    arguments = generation, arrived_at_s, place.release_choice, on_first_token
+    arguments = generation, arrived_at_s, reservation.release_choice, on_first_token
     if generation.streams:
         return EventStream(
             service.run_stream(*arguments),

@@ -1,4 +1,4 @@
-"""A server's life: bind, load, serve, restart a dead engine, drain, stop."""
+"""The server process: load, serve, restart a dead engine, drain, stop."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ from backfill.api.app import create_app
 from backfill.api.config import ServerConfig
 from backfill.api.http_protocol import ConnectionLimits, LimitedHttpProtocol
 from backfill.api.keys import ApiKeys, KeyFileWatch
-from backfill.api.loop_lag import LoopLag
-from backfill.api.metrics import JobMetrics, Metrics, ObjectiveCounts
+from backfill.api.metrics.jobs import JobMetrics
+from backfill.api.metrics.loop_lag import LoopLag
+from backfill.api.metrics.registry import Metrics
+from backfill.api.metrics.requests import ObjectiveCounts
 from backfill.api.open_files import default_max_connections, raise_open_files_limit
 from backfill.api.shedding import Shedder
 from backfill.api.state import Phase, ServerState
@@ -44,7 +46,7 @@ from backfill.scheduling.objectives import check_server_slo
 logger = logging.getLogger(__name__)
 
 _DRAIN_POLL_S = 0.05
-# Its start takes 1.5 s of a processor, which the engine's start and the first answers need more.
+# The preparation process uses 1.5 s of CPU to start. The engine and the first responses come first.
 _PREPARATION_WITHIN_S = 6.0
 _CLOSE_CONNECTIONS_S = 2
 _WHOLE_BODY_FACTOR = 10  # of the time that a body may pause
@@ -54,11 +56,11 @@ class Server:
     """One HTTP server around one engine process.
 
     Args:
-        client: of the engine, which may have been launched.
-        url: where clients reach it, for whoever finds the data folder taken.
-        api_keys: None asks for none.
+        client: of the engine, which may already be launched.
+        url: the server's address, shown to a process that finds the data folder locked.
+        api_keys: None accepts requests without a key.
         jobs_config: None switches the Batch API off.
-        on_started: called once the data folder is this server's, before the engine is loaded.
+        on_started: called when the data folder is locked, before the engine is loaded.
         on_ready: called when the first request can be served.
     """
 
@@ -167,9 +169,9 @@ class Server:
         return None if self._was_ready else self._stopped_by
 
     async def _on_engine_ready(self, ready: Ready) -> None:
-        """Take requests; the service is made once and outlives the engines behind it.
+        """Accept requests. The service is created once and survives restarts of the engine.
 
-        Raises: ConfigError for objectives of the server that the first engine can never meet.
+        Raises: ConfigError if the first engine can never meet the server's objectives.
         """
         if self.state.service is None:
             for warning in check_server_slo(self.state.engine_config.scheduler, ready.profile):
@@ -192,7 +194,7 @@ class Server:
             if self.state.server_config.shed_hopeless and ready.cost is not None:
                 self.state.shedder = Shedder(ready.cost, self.state.engine_config.scheduler)
             freeze_heap()
-            # From here on there are streams to hold up.
+            # Not earlier: without streams a late loop delays nobody.
             self._lag_task = self._tasks.start(self._loop_lag.run(), "loop-lag")
         if ready.profile is not None:
             self._show_profile(ready.profile)
@@ -203,7 +205,7 @@ class Server:
         self.state.feed_jobs()
         if self._on_ready is not None:
             self._on_ready(ready)
-            self._on_ready = None  # said once, not at every restart
+            self._on_ready = None  # not called again after a restart
 
     def _on_engine_lost(self) -> None:
         if self.state.metrics is not None:
@@ -235,7 +237,7 @@ class Server:
         self.state.client.interrupt(ServiceClass.ONLINE, reason)
 
     def _on_profile(self, profile: CostProfile) -> None:
-        """The engine predicts steps with another profile."""
+        """The engine predicts steps with ``profile`` from now on."""
         if self.state.preparer is not None:
             facts = replace(self.state.preparer.engine, profile=profile)
             self._processes.configure(self.state.preparer, facts)
@@ -268,7 +270,7 @@ class Server:
 
 
 class HttpServer(uvicorn.Server):
-    """Uvicorn within limits, and without its signal handlers: its owner decides when connections close."""
+    """Uvicorn with connection limits and without its signal handlers: ``Server`` closes the connections."""
 
     def __init__(self, app: object, limits: ConnectionLimits) -> None:
         super().__init__(

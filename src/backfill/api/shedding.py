@@ -1,7 +1,7 @@
-"""Refuses online requests that would wait hopelessly long for their first token (``--shed-hopeless``).
+"""Load shedding: refuses online requests that would miss their TTFT objective by far (``--shed-hopeless``).
 
-The server knows the prompts whose first token has not come, and what prefilling costs. From both it predicts
-a new request's time to first token, before the request costs the engine anything.
+The server knows the prompts that wait for their first token, and a cost model of prefill. From both it
+predicts the TTFT of a new request before the engine sees the request.
 """
 
 from __future__ import annotations
@@ -9,18 +9,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from backfill.api.admission import MAX_RETRY_AFTER_S
 from backfill.core.config import SchedulerConfig
 from backfill.costs.correction import BiasCorrection
 from backfill.costs.load import StepLoad
 from backfill.costs.model import CostModel
 from backfill.engine.messages import StepReport
 
-# A prompt that is partly computed counts in full, so the true wait may be half of the predicted one.
-HOPELESS_FACTOR = 2.0
-_MAX_RETRY_AFTER_S = 120  # above it the official client gives up
+# A prompt that is partly computed counts in full, so the true wait may be half of the prediction.
+SHED_FACTOR = 2.0
 
 
-class Hopeless(Exception):
+class RequestShed(Exception):
     """The request would miss its objective by far; the client may retry after ``retry_after_s`` seconds."""
 
     def __init__(self, predicted_s: float, objective_s: float, retry_after_s: int) -> None:
@@ -32,7 +32,7 @@ class Hopeless(Exception):
 
 
 def prefill_time_s(cost: CostModel, load: StepLoad, step_tokens: int) -> float:
-    """Seconds to compute all slices of a load in full steps of ``step_tokens``, with nothing beside them."""
+    """Seconds to compute all slices of a load in full steps of ``step_tokens``, without other requests."""
     num_full, num_rest = divmod(load.num_tokens, step_tokens)
     num_steps = num_full + (num_rest > 0)
     if num_steps == 0:
@@ -48,16 +48,16 @@ def prefill_time_s(cost: CostModel, load: StepLoad, step_tokens: int) -> float:
     )
 
 
-def is_hopeless(predicted_s: float, alone_s: float, objective_s: float) -> bool:
-    """Whether a request would miss its TTFT objective by far because of those before it.
+def should_shed(predicted_s: float, alone_s: float, objective_s: float) -> bool:
+    """Whether a request would miss its TTFT objective by far because of the requests ahead of it.
 
-    What it needs alone is no reason: no retry would change it.
+    ``alone_s``, the time that it takes without others, is no reason to shed: a retry would not change it.
     """
-    return predicted_s > HOPELESS_FACTOR * max(objective_s, alone_s)
+    return predicted_s > SHED_FACTOR * max(objective_s, alone_s)
 
 
 class WaitingPrompts:
-    """One request's prompts, a choice each, until their first tokens come. ``Shedder.admit`` gives it."""
+    """The prompts of one request, one a choice, until their first tokens; made by ``Shedder.admit``."""
 
     def __init__(self, shedder: Shedder, priority: int, lengths: Sequence[int]) -> None:
         self._shedder = shedder
@@ -67,19 +67,19 @@ class WaitingPrompts:
             shedder.put(priority, length)
 
     def on_first_token(self, choice: int) -> None:
-        """Forget a choice's prompt; further calls do nothing."""
+        """Remove a choice's prompt; further calls do nothing."""
         length = self._lengths.pop(choice, None)
         if length is not None:
             self._shedder.take(self._priority, length)
 
     def release(self) -> None:
-        """Forget those that got no token; further calls do nothing."""
+        """Remove the prompts without a token; further calls do nothing."""
         while self._lengths:
             self.on_first_token(next(iter(self._lengths)))
 
 
 class Shedder:
-    """Keeps the load of all online prompts that wait, and refuses what has no hope behind them."""
+    """Tracks the load of waiting online prompts, and refuses requests that would wait too long."""
 
     def __init__(self, cost: CostModel, config: SchedulerConfig) -> None:
         self._cost = cost
@@ -88,7 +88,7 @@ class Shedder:
         self._waiting: dict[int, StepLoad] = {}  # by priority
 
     def set_cost_model(self, cost: CostModel) -> None:
-        """Predict with this model from now on."""
+        """Predict with ``cost`` from now on."""
         self._cost = cost
         self._correction = BiasCorrection()
 
@@ -97,7 +97,7 @@ class Shedder:
         return sum(load.num_tokens for load in self._waiting.values())
 
     def on_report(self, report: StepReport) -> None:
-        """Learn from a step how far off the cost model is."""
+        """Correct the cost model by a step's measured time."""
         step = report.stats.step
         if step.kind != "none" and not step.stopped:
             self._correction.observe(step.predicted_s, step.seconds)
@@ -105,11 +105,11 @@ class Shedder:
     def admit(
         self, lengths: Sequence[int], *, priority: int, objective_s: float, waited_s: float
     ) -> WaitingPrompts:
-        """Count a request's prompts as waiting. Raises, counting nothing: Hopeless.
+        """Count a request's prompts as waiting. Raises, counting nothing: RequestShed.
 
         Args:
             lengths: tokens of each choice's prompt.
-            objective_s: of the time to the first token.
+            objective_s: the request's TTFT objective.
             waited_s: since the request arrived.
         """
         own = StepLoad()
@@ -123,17 +123,17 @@ class Shedder:
             waited_s + self._correction.mean * prefill_time_s(self._cost, load, self._step_tokens)
             for load in (own, ahead)
         )
-        if is_hopeless(predicted_s, alone_s, objective_s):
+        if should_shed(predicted_s, alone_s, objective_s):
             wait_s = math.ceil(predicted_s - max(objective_s, alone_s))
-            raise Hopeless(predicted_s, objective_s, min(_MAX_RETRY_AFTER_S, max(1, wait_s)))
+            raise RequestShed(predicted_s, objective_s, min(MAX_RETRY_AFTER_S, max(1, wait_s)))
         return WaitingPrompts(self, priority, lengths)
 
     def put(self, priority: int, length: int) -> None:
-        """For WaitingPrompts."""
+        """Add a waiting prompt; called by WaitingPrompts."""
         self._put(self._waiting.setdefault(priority, StepLoad()), length)
 
     def take(self, priority: int, length: int) -> None:
-        """For WaitingPrompts: undo one ``put``."""
+        """Undo one ``put``; called by WaitingPrompts."""
         load = self._waiting[priority]
         for slice_ in _slices(length, self._step_tokens):
             load.take(*slice_)
@@ -146,7 +146,7 @@ class Shedder:
 
 
 def _slices(length: int, step_tokens: int) -> list[tuple[int, int, bool]]:
-    """A prompt in chunks: (start, number of tokens, whether a token is sampled at its end)."""
+    """The chunks of a prompt: (start, number of tokens, whether a token is sampled at the end)."""
     return [
         (start, min(step_tokens, length - start), start + step_tokens >= length)
         for start in range(0, length, step_tokens)

@@ -1,4 +1,4 @@
-"""What one running server is made of, and whether it takes requests."""
+"""The state that a server's routes share, and whether it accepts requests."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from backfill.api.config import ServerConfig
 from backfill.api.connected import while_connected
 from backfill.api.field_warnings import FieldWarnings
 from backfill.api.keys import ApiKeys
-from backfill.api.metrics import Metrics
-from backfill.api.shedding import Hopeless, Shedder, WaitingPrompts
+from backfill.api.metrics.registry import Metrics
+from backfill.api.shedding import RequestShed, Shedder, WaitingPrompts
 from backfill.core.config import EngineConfig
 from backfill.core.request import ServiceClass
 from backfill.engine.client import EngineClient
@@ -30,7 +30,7 @@ from backfill.protocol.preparer import (
 from backfill.protocol.requests import GenerationEndpoint
 from backfill.protocol.service import CompletionService
 
-# Preparing so much takes about 3 ms, mostly of tokenizing; more would hold up other clients' streams.
+# Preparing a body of this size takes about 3 ms, mostly for tokenizing; more would delay other streams.
 _INLINE_BODY_BYTES = 4 << 10
 
 
@@ -43,20 +43,20 @@ class Phase(Enum):
 
 @dataclass(slots=True)
 class ServerState:
-    """Shared by all routes of one application; owned by its event loop."""
+    """Shared by all routes of one application. Its event loop owns it."""
 
     server_config: ServerConfig
     engine_config: EngineConfig
     client: EngineClient
     preparation: PreparationClient
-    preparer: RequestPreparer | None = None  # of small bodies; set once the model is loaded
+    preparer: RequestPreparer | None = None  # for small bodies; set once the model is loaded
     phase: Phase = Phase.LOADING
     service: CompletionService | None = None  # set once the model is loaded
     metrics: Metrics | None = None
-    api_keys: ApiKeys | None = None  # None where requests need no key
-    jobs: JobManager | None = None  # None where the Batch API is switched off
-    shedder: Shedder | None = None  # None where no request is refused for the time it would wait
-    num_unanswered: int = 0  # accepted generation requests whose answer is not written in full
+    api_keys: ApiKeys | None = None  # None if requests need no key
+    jobs: JobManager | None = None  # None if the Batch API is switched off
+    shedder: Shedder | None = None  # None without --shed-hopeless or a cost model
+    num_unanswered: int = 0  # accepted generation requests whose response is not complete
     field_warnings: FieldWarnings = field(default_factory=FieldWarnings)
     admission: Admission = field(init=False)
     bodies: BodyBudget = field(init=False)
@@ -71,7 +71,7 @@ class ServerState:
         self.bodies = BodyBudget(config.max_inflight_body_bytes, config.max_body_bytes)
 
     def ready_service(self) -> CompletionService:
-        """The service, if requests are taken now. Raises: Unavailable."""
+        """The service, if requests are accepted now. Raises: Unavailable."""
         if self.phase is not Phase.READY or self.service is None:
             raise Unavailable(f"The server is {self.phase.value}. Please retry.")
         return self.service
@@ -84,7 +84,9 @@ class ServerState:
         service_class: ServiceClass,
         receive: Receive,
     ) -> Generation:
-        """Check and tokenize a body; a large one in another process, while its client is there. The two
+        """Check and tokenize a body.
+
+        A large body is prepared in the preparation process, until its client disconnects. The two service
         classes do not wait for each other there.
 
         Raises: BackfillError, Unavailable, ClientDisconnect.
@@ -96,14 +98,14 @@ class ServerState:
         return await while_connected(preparing, receive)
 
     async def answer_text(self, endpoint: TextEndpoint, body: bytes, receive: Receive) -> bytes:
-        """The JSON answer of ``/tokenize`` or ``/detokenize``, likewise."""
+        """The JSON response of ``/tokenize`` or ``/detokenize``; large bodies as in ``prepare``."""
         preparer = self.ready_preparer()
         if len(body) <= _INLINE_BODY_BYTES:
             return preparer.answer(endpoint, body)
         return await while_connected(self.preparation.answer(endpoint, body), receive)
 
     def shed_or_wait(self, generation: Generation, arrived_at_s: float) -> WaitingPrompts | None:
-        """Count an online request's prompts as waiting, where such are counted. Raises: Hopeless."""
+        """Count an online request's prompts as waiting, if the server sheds load. Raises: RequestShed."""
         if self.shedder is None or generation.slo is None:
             return None
         try:
@@ -113,31 +115,31 @@ class ServerState:
                 objective_s=generation.slo.ttft_s,
                 waited_s=time.monotonic() - arrived_at_s,
             )
-        except Hopeless:
+        except RequestShed:
             self._on_refused(generation.service_class, "hopeless")
             raise
 
     def ready_jobs(self) -> JobManager:
-        """The keeper of files and batches, which needs no engine. Raises: Unavailable."""
+        """The manager of files and batches, which needs no engine. Raises: Unavailable."""
         if self.phase is Phase.DRAINING or self.jobs is None:
             raise Unavailable(f"The server is {self.phase.value}. Please retry.")
         return self.jobs
 
     def ready_preparer(self) -> RequestPreparer:
-        """What prepares small bodies. Raises: Unavailable."""
+        """The preparer of small bodies. Raises: Unavailable."""
         self.ready_service()
         assert self.preparer is not None, "made with the service"
         return self.preparer
 
     def suspend_offline(self, is_suspended: bool) -> None:
-        """Take and feed no offline work, or take it again; see engine/supervisor.py."""
+        """Stop or resume accepting and running offline work; see engine/supervisor.py."""
         self.admission.is_offline_suspended = is_suspended
         if self.metrics is not None:
             self.metrics.engine.offline_suspended.set(is_suspended)
         self.feed_jobs()
 
     def feed_jobs(self) -> None:
-        """Let batches have the engine, if there is one for them. It is taken from them when it dies."""
+        """Let batches use the engine if it is ready for them; ``JobManager.engine_lost`` ends that."""
         if self.jobs is None or self.service is None or self.phase is not Phase.READY:
             return
         if not self.admission.is_offline_suspended:

@@ -1,7 +1,4 @@
-"""A line in the log every few seconds while the server works; silence when it idles.
-
-Another, once a minute, while objectives are missed.
-"""
+"""Log lines of a working server: rates every few seconds, and missed objectives once a minute."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ import itertools
 import logging
 from collections.abc import Callable, Mapping
 
-from backfill.api.metrics import ObjectiveCounts
+from backfill.api.metrics.requests import ObjectiveCounts
 from backfill.core.request import ServiceClass
 from backfill.engine.messages import EngineStats, StepReport
 
@@ -18,16 +15,16 @@ logger = logging.getLogger(__name__)
 
 INTERVAL_S = 10.0
 _NUM_INTERVALS_A_MINUTE = 6
-# Of a minute's first tokens or gaps; where fewer are late the objective counts as kept.
+# Log an objective that more than this share of a minute's first tokens or gaps missed.
 _MISSED_FRAC = 0.01
 _COUNTED = {"ttft": "requests' first tokens", "tpot": "gaps between tokens"}
 
 
 class StatsLog:
-    """Adds up step reports and writes their rates.
+    """Adds up step reports and logs their rates.
 
     Args:
-        objectives: how often each objective was met and missed since the start.
+        objectives: returns how often each objective was met and missed since the start.
     """
 
     def __init__(
@@ -60,7 +57,7 @@ class StatsLog:
                 self.log_missed()
 
     def log_missed(self) -> None:
-        """Log which objectives were missed since the last call; nothing where all were kept."""
+        """Log the objectives that were missed since the last call."""
         before, self._seen = self._seen, self._objectives()
         missed = []
         for name, counts in self._seen.items():
@@ -71,8 +68,8 @@ class StatsLog:
                 missed.append(f"{name.upper()} by {num_missed} of {num_all} {_COUNTED[name]}")
         if missed:
             logger.warning(
-                "objectives missed in the last minute: %s. Send fewer online requests, give larger "
-                "objectives (--ttft-slo, --tpot-slo), or refuse what cannot be met (--shed-hopeless).",
+                "objectives missed in the last minute: %s. Send fewer online requests, set larger objectives "
+                "(--ttft-slo, --tpot-slo), or refuse requests that cannot meet them (--shed-hopeless).",
                 ", ".join(missed),
             )
 

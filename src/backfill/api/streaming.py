@@ -1,4 +1,4 @@
-"""Answers that take long: as server-sent events or whole, ended when the client goes away."""
+"""Responses of generation requests, as server-sent events or one body; cancelled when the client leaves."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from backfill.api.connected import while_connected
-from backfill.api.errors import answer, answered_id
+from backfill.api.errors import error_response, response_id_of
 from backfill.core.errors import BackfillError
 from backfill.protocol.encoding import EncodedBody
 from backfill.protocol.responses import Json, error_of
@@ -37,7 +37,7 @@ class LongResponse(Response):
     """A response whose work is cancelled when the client disconnects.
 
     Args:
-        on_end: called once, however it ends.
+        on_end: called once, also after an error or a disconnect.
         warning: sent as the header ``x-backfill-warning``; printable ASCII.
     """
 
@@ -54,7 +54,7 @@ class LongResponse(Response):
             self._on_end()
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        raise AssertionError("subclasses answer")
+        raise NotImplementedError
 
     async def _start(self, send: Send, headers: list[tuple[bytes, bytes]]) -> None:
         if self._warning is not None:
@@ -63,7 +63,7 @@ class LongResponse(Response):
 
 
 class WholeResponse(LongResponse):
-    """One JSON body, once ``work`` is done, in chunks that a slow reader holds up."""
+    """The JSON body that ``work`` returns, sent in chunks at the client's pace."""
 
     def __init__(
         self, work: Coroutine[Any, Any, Json], on_end: Callable[[], None], *, warning: str | None = None
@@ -75,7 +75,7 @@ class WholeResponse(LongResponse):
         try:
             body = await self._work
         except Exception as error:
-            await answer(error, answered_id(scope))(scope, receive, send)
+            await error_response(error, response_id_of(scope))(scope, receive, send)
             return
         encoded = EncodedBody(body)
         headers = [
@@ -88,17 +88,17 @@ class WholeResponse(LongResponse):
             num_left -= len(chunk)
             await send({"type": "http.response.body", "body": chunk, "more_body": num_left > 0})
             if num_left > 0:
-                await asyncio.sleep(0)  # a fast reader never makes ``send`` wait
+                await asyncio.sleep(0)  # let other tasks run: ``send`` does not wait for a fast reader
 
 
 class EventStream(LongResponse):
     """Chunks as server-sent events, ended by ``[DONE]``.
 
-    An error before the first chunk is an ordinary error response; a later one is an event.
+    An error before the first chunk gives an error response; a later one gives an event.
 
     Args:
         chunks: lists of bodies; each list is one write.
-        keep_alive_s: a comment is sent after this many silent seconds; 0 sends none.
+        keep_alive_s: send a comment after this many seconds without a chunk; 0 sends none.
     """
 
     def __init__(
@@ -114,10 +114,10 @@ class EventStream(LongResponse):
         self._keep_alive_s = keep_alive_s
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # The inner generator is closed first: one that still waits for the outer cannot be closed over it.
+        # The order matters: ``paced`` waits for ``chunks``, which cannot be closed in the meantime.
         async with (
             aclosing(self._chunks) as chunks,
-            aclosing(_with_pauses(chunks, self._keep_alive_s)) as paced,
+            aclosing(_with_keep_alives(chunks, self._keep_alive_s)) as paced,
         ):
             opened = False
             try:
@@ -129,9 +129,9 @@ class EventStream(LongResponse):
                     await send({"type": "http.response.body", "body": data, "more_body": True})
             except Exception as error:
                 if not opened:
-                    await answer(error, answered_id(scope))(scope, receive, send)
+                    await error_response(error, response_id_of(scope))(scope, receive, send)
                     return
-                event = _error_event(error, answered_id(scope))
+                event = _error_event(error, response_id_of(scope))
                 await send({"type": "http.response.body", "body": event, "more_body": True})
         await send({"type": "http.response.body", "body": _DONE, "more_body": False})
 
@@ -139,14 +139,14 @@ class EventStream(LongResponse):
 def _error_event(error: Exception, request_id: str) -> bytes:
     if isinstance(error, BackfillError):
         return sse_event(error_of(error)[1])
-    return b"data: " + bytes(answer(error, request_id).body) + b"\n\n"
+    return b"data: " + bytes(error_response(error, request_id).body) + b"\n\n"
 
 
-async def _with_pauses(
-    chunks: AsyncGenerator[list[Json], None], pause_s: float
+async def _with_keep_alives(
+    chunks: AsyncGenerator[list[Json], None], interval_s: float
 ) -> AsyncGenerator[list[Json] | None, None]:
-    """The chunks, and None after each ``pause_s`` without one; 0 never pauses."""
-    if pause_s <= 0:
+    """The chunks, and None after every ``interval_s`` without a chunk; 0 yields no None."""
+    if interval_s <= 0:
         async for chunk in chunks:
             yield chunk
         return
@@ -154,7 +154,7 @@ async def _with_pauses(
     while True:
         following = asyncio.ensure_future(anext(iterator))
         try:
-            while not (await asyncio.wait({following}, timeout=pause_s))[0]:
+            while not (await asyncio.wait({following}, timeout=interval_s))[0]:
                 yield None
             yield following.result()
         except StopAsyncIteration:

@@ -12,7 +12,7 @@ import numpy as np
 
 from backfill.bench.coserve import CoserveRun, Status
 from backfill.bench.record import Outcome, RequestRecord
-from backfill.bench.scrape import aborted_share, computed_share, gained, tokens_at
+from backfill.bench.scrape import STEP_STOPS, aborted_share, computed_share, gained, tokens_at
 
 WINDOW_S = 5.0
 # Summed over rounds, since a median could hide a failure.
@@ -22,7 +22,7 @@ _COUNTS = (
     "unfinished",
     "offline_completed",
     "offline_failed",
-    "step_aborts",
+    "step_stops",
     "preemptions",
 )
 
@@ -62,7 +62,7 @@ class CoserveFigures:
     checkpointed_token_share: float | None = None
     restored_token_share: float | None = None
     preemptions: int | None = None
-    step_aborts: int | None = None
+    step_stops: int | None = None
     num_online: int = 0
     failed: int = 0
     unfinished: int = 0
@@ -99,7 +99,7 @@ def figures_of(run: CoserveRun) -> CoserveFigures:
     judged = [r for r in records if r.chunk_after_s or _is_judged(r, run)]
     in_time = sum(bool(r.chunk_after_s) and r.ttft_s <= load.ttft_slo for r in judged)
     samples = [s for s in run.samples if s.at_s >= load.warmup and _is_measured(s.at_s, run)]
-    aborts = gained(samples, "backfill:step_aborts_total")
+    stops = gained(samples, *STEP_STOPS)
     preemptions = gained(samples, "backfill:num_preemptions_total")
     return CoserveFigures(
         ttft_p50_s=_percentile(waits, 50),
@@ -115,7 +115,7 @@ def figures_of(run: CoserveRun) -> CoserveFigures:
         checkpointed_token_share=computed_share(samples, "backfill:checkpointed_tokens_total"),
         restored_token_share=computed_share(samples, "backfill:restored_tokens_total"),
         preemptions=None if preemptions is None else round(preemptions),
-        step_aborts=None if aborts is None else round(aborts),
+        step_stops=None if stops is None else round(stops),
         num_online=len(records),
         failed=sum(record.outcome is Outcome.FAILED for record in records),
         unfinished=sum(record.outcome is Outcome.INTERRUPTED for record in records),

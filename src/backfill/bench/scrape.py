@@ -23,7 +23,9 @@ _TOKENS: tuple[tuple[tuple[str, int], ...], ...] = (
     (("vllm:prompt_tokens_total", 1), ("vllm:generation_tokens_total", 1)),
 )
 _COMPUTED = "backfill:iteration_tokens_total_sum"
-_ABORTED = "backfill:aborted_tokens_total"
+# The second name of each is that of older servers.
+_DISCARDED = ("backfill:discarded_tokens_total", "backfill:aborted_tokens_total")
+STEP_STOPS = ("backfill:step_stops_total", "backfill:step_aborts_total")
 _PRESENT = (
     ("backfill:num_requests_running", "backfill:num_requests_waiting"),
     ("vllm:num_requests_running", "vllm:num_requests_waiting"),
@@ -68,12 +70,13 @@ def total_tokens(totals: Mapping[str, float]) -> float | None:
     return None
 
 
-def gained(samples: Sequence[Sample], name: str) -> float | None:
-    """Increase of a counter from the first sample to the last.
+def gained(samples: Sequence[Sample], *names: str) -> float | None:
+    """Increase of a counter from the first sample to the last, under the first of its names that is exposed.
 
     None if the last sample lacks the counter, or if it fell: a restarted engine begins at 0.
     """
-    if len(samples) < 2 or name not in samples[-1].totals:
+    name = next((name for name in names if samples and name in samples[-1].totals), None)
+    if len(samples) < 2 or name is None:
         return None
     gain = samples[-1].totals[name] - samples[0].totals.get(name, 0.0)
     return gain if gain >= 0 else None
@@ -85,9 +88,9 @@ def computed_share(samples: Sequence[Sample], name: str) -> float | None:
 
 
 def aborted_share(samples: Sequence[Sample]) -> float | None:
-    """Tokens of stopped steps over these and all tokens computed."""
-    aborted, computed = gained(samples, _ABORTED), gained(samples, _COMPUTED)
-    return _share(aborted, None if aborted is None or computed is None else aborted + computed)
+    """Discarded tokens over these and all computed tokens."""
+    discarded, computed = gained(samples, *_DISCARDED), gained(samples, _COMPUTED)
+    return _share(discarded, None if discarded is None or computed is None else discarded + computed)
 
 
 def tokens_at(samples: Sequence[Sample], instants_s: Sequence[float]) -> list[float] | None:

@@ -1,4 +1,4 @@
-"""Endpoints of OpenAI's API that this server does not have: 501, where 404 would blame the client's URL."""
+"""Endpoints of OpenAI's API that this server does not support: 501, since a 404 suggests a wrong URL."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from fastapi.responses import JSONResponse
 
 from backfill.protocol.responses import error_body
 
-UNBUILT = (
+UNSUPPORTED = (
     "assistants",
     "audio",
     "containers",
@@ -26,14 +26,14 @@ UNBUILT = (
 )
 
 
-def build_unbuilt_router() -> APIRouter:
+def build_unsupported_router() -> APIRouter:
     router = APIRouter(include_in_schema=False)
 
     async def refuse(request: Request) -> JSONResponse:
         body = error_body(f"{request.url.path} is not supported by this server.", "server_error")
         return JSONResponse(body, 501, {"x-should-retry": "false"})
 
-    for name in UNBUILT:
+    for name in UNSUPPORTED:
         for path in (f"/v1/{name}", f"/v1/{name}/{{rest:path}}"):
             router.add_api_route(path, refuse, methods=["GET", "POST", "DELETE"])
     return router

@@ -1,0 +1,1 @@
+"""What ``/metrics`` exposes. Every metric is defined in this package, once."""

@@ -1,0 +1,165 @@
+"""Metrics of the engine: its steps, its KV pool, its cost profile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+
+from backfill.api.metrics import buckets
+from backfill.api.metrics.families import Families, Instruments
+from backfill.costs.profile import CostProfile
+from backfill.engine.messages import EngineStats, StepKind, StepReport
+from backfill.execution.executor import ExecutorInfo
+
+
+class EngineMetrics:
+    """What the engine reports after each step.
+
+    Args:
+        vllm_names: expose the metrics that routers and autoscalers read under vLLM's names too.
+    """
+
+    def __init__(
+        self, registry: CollectorRegistry, labels: dict[str, str], info: ExecutorInfo, *, vllm_names: bool
+    ) -> None:
+        self._state = _EngineState(
+            labels, token_bytes=info.block_bytes / info.block_size, vllm_names=vllm_names
+        )
+        registry.register(self._state)
+        self._profile = _ProfileState(labels)
+        registry.register(self._profile)
+        instruments = Instruments(registry, labels)
+        self._step_tokens = instruments.histogram(
+            "iteration_tokens_total", "Tokens computed in a step", buckets.STEP_TOKENS
+        ).labels(**labels)
+        step_seconds = instruments.histogram("step_seconds", "Duration of a step", buckets.ITL_S, "kind")
+        kinds: tuple[StepKind, ...] = ("online", "mixed", "offline")
+        self._step_seconds = {kind: step_seconds.labels(**labels, kind=kind) for kind in kinds}
+        self._step_ratio = instruments.histogram(
+            "step_predicted_ratio", "Duration of a step over its predicted duration", buckets.STEP_RATIO
+        ).labels(**labels)
+        self._stop_latency = instruments.histogram(
+            "stop_latency_seconds",
+            "From an arrival to the safepoint at which it stopped the running step",
+            buckets.STOP_LATENCY_S,
+        ).labels(**labels)
+        self.offline_suspended = instruments.gauge(
+            "offline_suspended", "1 while no offline work is accepted because the engine kept dying"
+        ).labels(**labels)
+        facts = {
+            "block_size": str(info.block_size),
+            "num_gpu_blocks": str(info.num_blocks),
+            "cache_dtype": info.dtype,
+            "device": info.device,
+        }
+        pool = instruments.gauge("cache_config_info", "The KV pool; always 1", *facts)
+        pool.labels(**labels, **facts).set(1)
+
+    def on_report(self, report: StepReport) -> None:
+        self._state.stats = report.stats
+        step = report.stats.step
+        if step.stop_latency_s is not None:
+            self._stop_latency.observe(step.stop_latency_s)
+        if step.kind == "none" or step.stopped:
+            return
+        self._step_tokens.observe(step.num_tokens)
+        self._step_seconds[step.kind].observe(step.seconds)
+        if step.predicted_s > 0:
+            self._step_ratio.observe(step.seconds / step.predicted_s)
+
+    def on_profile(self, profile: CostProfile) -> None:
+        """The engine predicts steps with ``profile`` from now on."""
+        self._profile.profile = profile
+
+    def on_death(self) -> None:
+        """Expose no state until the next engine reports; its totals start at 0."""
+        self._state.stats = None
+
+
+class _ProfileState(Collector):
+    """The cost profile in use; no metrics without one."""
+
+    def __init__(self, labels: dict[str, str]) -> None:
+        self.profile: CostProfile | None = None
+        self._families = Families(labels)
+
+    def collect(self) -> Iterable[Metric]:
+        if self.profile is None:
+            return
+        yield self._families.gauge_by(
+            "quality", "cost_profile_info", "The cost profile in use; always 1", {self.profile.quality: 1}
+        )
+        yield self._families.gauge_by(
+            "quantile",
+            "cost_profile_error_ratio",
+            "|predicted - measured| / measured of steps that the profile was not fitted on",
+            {"0.5": self.profile.error.median, "0.95": self.profile.error.p95},
+        )
+
+
+# Counters kept for each service class, each an attribute of ClassCounters that begins with "num_".
+_CLASS_TOTALS = {
+    "num_preemptions": "Preemptions",
+    "recomputed_tokens": "Tokens computed again after a preemption",
+    "discarded_tokens": "Tokens computed in slices that were stopped and discarded",
+    "checkpointed_tokens": "Tokens whose KV was copied to host memory",
+    "reclaimed_tokens": "Tokens of preempted requests whose KV was kept in host memory",
+    "restored_tokens": "Tokens whose KV was copied back to the device",
+}
+
+
+class _EngineState(Collector):
+    """Gauges and totals of the engine's last report; no metrics without one."""
+
+    def __init__(self, labels: dict[str, str], *, token_bytes: float, vllm_names: bool) -> None:
+        self.stats: EngineStats | None = None
+        self._families = Families(labels)
+        self._vllm_families = Families(labels, prefix="vllm:") if vllm_names else None
+        self._token_bytes = token_bytes
+
+    def collect(self) -> Iterable[Metric]:
+        if self.stats is not None:
+            yield from self._of_classes(self.stats)
+            yield from self._of_engine(self.stats)
+            if self._vllm_families is not None:
+                yield from _under_vllm_names(self._vllm_families, self.stats)
+
+    def _of_classes(self, stats: EngineStats) -> Iterable[Metric]:
+        classes = {"online": stats.online, "offline": stats.offline}
+        running = {which: each.num_running for which, each in classes.items()}
+        waiting = {which: each.num_waiting for which, each in classes.items()}
+        yield self._families.gauge_by("class", "num_requests_running", "Requests in the batch", running)
+        yield self._families.gauge_by("class", "num_requests_waiting", "Requests that wait", waiting)
+        for name, text in _CLASS_TOTALS.items():
+            attribute = "num_" + name.removeprefix("num_")
+            totals = {which: getattr(each.totals, attribute) for which, each in classes.items()}
+            yield self._families.counter_by("class", name, text, totals)
+
+    def _of_engine(self, stats: EngineStats) -> Iterable[Metric]:
+        online, offline = stats.online.totals, stats.offline.totals
+        checkpointed = online.num_checkpointed_tokens + offline.num_checkpointed_tokens
+        restored = online.num_restored_tokens + offline.num_restored_tokens
+        for name, text, total in (
+            ("checkpointed_bytes", "Bytes of KV copied to host memory", checkpointed * self._token_bytes),
+            ("restored_bytes", "Bytes of KV copied back to the device", restored * self._token_bytes),
+            ("step_stops", "Steps whose offline slices an arrival stopped", stats.num_stopped_steps),
+        ):
+            yield self._families.counter(name, text, total)
+        for name, text, value in (
+            ("kv_cache_usage_perc", "Share of device blocks in use, 0 to 1", stats.kv_usage_frac),
+            ("host_kv_cache_usage_perc", "Share of host blocks in use, 0 to 1", stats.host_kv_usage_frac),
+            ("kv_blocks_checkpointed", "Blocks with a copy in host memory", stats.num_checkpointed_blocks),
+        ):
+            yield self._families.gauge(name, text, value)
+
+
+def _under_vllm_names(families: Families, stats: EngineStats) -> Iterable[Metric]:
+    for name, value in (
+        ("num_requests_running", stats.online.num_running + stats.offline.num_running),
+        ("num_requests_waiting", stats.online.num_waiting + stats.offline.num_waiting),
+        ("kv_cache_usage_perc", stats.kv_usage_frac),
+    ):
+        yield families.gauge(name, "As backfill:, both classes summed", value)

@@ -1,0 +1,84 @@
+"""The registry behind ``/metrics``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import Metric
+
+from backfill.api.metrics.engine import EngineMetrics
+from backfill.api.metrics.jobs import JobMetrics
+from backfill.api.metrics.loop_lag import LoopLag
+from backfill.api.metrics.requests import RequestMetrics
+from backfill.api.metrics.server import HttpMetrics, PreparationMetrics, TaskMetrics
+from backfill.core.slo import SLO
+from backfill.execution.executor import ExecutorInfo
+from backfill.preparation.client import PreparationClient
+
+# New name to old name, both without "_total". The old name is exposed too, with the same values.
+DEPRECATED = {
+    "backfill:step_stops": "backfill:step_aborts",
+    "backfill:discarded_tokens": "backfill:aborted_tokens",
+    "backfill:stop_latency_seconds": "backfill:abort_latency_seconds",
+}
+
+
+class Metrics:
+    """The server's registry, by group. Names begin with ``backfill:``; times are in seconds.
+
+    Args:
+        model_name: value of the ``model_name`` label.
+        info: the engine's facts, for bucket bounds and ``cache_config_info``.
+        slo: the server's own objectives, which become bucket bounds.
+        jobs: None where the Batch API is switched off.
+        preparation: the process that prepares large bodies; its state is read when scraped.
+        task_failures: how often each long-lived task, by name, ended with an exception; read when scraped.
+        vllm_names: expose the metrics that routers and autoscalers read under vLLM's names too.
+    """
+
+    def __init__(
+        self,
+        model_name: str,
+        info: ExecutorInfo,
+        *,
+        slo: SLO,
+        loop_lag: LoopLag,
+        jobs: JobMetrics | None = None,
+        preparation: PreparationClient | None = None,
+        task_failures: Mapping[str, int] | None = None,
+        vllm_names: bool = False,
+    ) -> None:
+        self.registry = _Registry()
+        self.registry.register(loop_lag)
+        if jobs is not None:
+            self.registry.register(jobs)
+        labels = {"model_name": model_name, "engine": "0"}
+        self.engine = EngineMetrics(self.registry, labels, info, vllm_names=vllm_names)
+        self.requests = RequestMetrics(self.registry, labels, info.max_model_len, slo)
+        self.http = HttpMetrics(self.registry)
+        if preparation is not None:
+            self.registry.register(PreparationMetrics(preparation))
+        self.registry.register(TaskMetrics(task_failures or {}))
+
+    def expose(self) -> bytes:
+        return generate_latest(self.registry)
+
+
+class _Registry(CollectorRegistry):
+    """Adds the old names of renamed metrics."""
+
+    def collect(self) -> Iterable[Metric]:
+        for family in super().collect():
+            yield family
+            if family.name in DEPRECATED:
+                yield _renamed(family, DEPRECATED[family.name])
+
+
+def _renamed(family: Metric, name: str) -> Metric:
+    suffix = "_total" if family.type == "counter" else ""
+    renamed = Metric(name, f"Deprecated: use {family.name}{suffix}", family.type)
+    renamed.samples = [
+        sample._replace(name=sample.name.replace(family.name, name, 1)) for sample in family.samples
+    ]
+    return renamed

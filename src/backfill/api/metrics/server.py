@@ -1,0 +1,66 @@
+"""Metrics of the server process: HTTP requests, long-lived tasks, the preparation process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+
+from backfill.api.metrics import buckets
+from backfill.api.metrics.families import Families
+from backfill.preparation.client import PreparationClient
+
+
+class HttpMetrics:
+    """HTTP requests by route, under the names of prometheus-fastapi-instrumentator."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._requests = Counter(
+            "http_requests", "HTTP requests", ["method", "handler", "status"], registry=registry
+        )
+        self._seconds = Histogram(
+            "http_request_duration_seconds",
+            "Duration of HTTP requests to the end of the response",
+            ["method", "handler"],
+            buckets=buckets.HTTP_S,
+            registry=registry,
+        )
+
+    def on_request(self, method: str, handler: str, status: int, duration_s: float) -> None:
+        self._requests.labels(method, handler, str(status)).inc()
+        self._seconds.labels(method, handler).observe(duration_s)
+
+
+class PreparationMetrics(Collector):
+    """The process that prepares large request bodies and batch lines."""
+
+    def __init__(self, preparation: PreparationClient) -> None:
+        self._preparation = preparation
+
+    def collect(self) -> Iterable[Metric]:
+        preparation, families = self._preparation, Families()
+        yield families.gauge("preparation_up", "1 while the preparation process is ready", preparation.is_up)
+        yield families.counter(
+            "preparation_deaths", "Preparation processes that ended unexpectedly", preparation.num_deaths
+        )
+
+
+class TaskMetrics(Collector):
+    """Failures of the server's long-lived tasks.
+
+    Args:
+        failures: how often each task, by name, ended with an exception; read when scraped.
+    """
+
+    def __init__(self, failures: Mapping[str, int]) -> None:
+        self._failures = failures
+
+    def collect(self) -> Iterable[Metric]:
+        yield Families().counter_by(
+            "task",
+            "task_failures",
+            "Long-lived tasks of the server that ended with an exception",
+            self._failures,
+        )
