@@ -94,7 +94,7 @@ def attend_both(
     dtype: torch.dtype,
     head_dim: int,
     num_heads: int,
-    num_groups: int,
+    num_kv_heads: int,
     block_size: int,
     lens: Sequence[tuple[int, int]],
     generator: torch.Generator,
@@ -102,8 +102,8 @@ def attend_both(
 ) -> tuple[Tensor, Tensor]:
     num_blocks = sum(-(-context // block_size) for _, context in lens) + 3
     batch = make_batch(lens, block_size=block_size, num_blocks=num_blocks, generator=generator)
-    pool = poisoned_pool(batch, (num_blocks, LAYERS, 2, num_groups, block_size, head_dim), dtype, generator)
-    width = (num_heads + 2 * num_groups) * head_dim
+    pool = poisoned_pool(batch, (num_blocks, LAYERS, 2, num_kv_heads, block_size, head_dim), dtype, generator)
+    width = (num_heads + 2 * num_kv_heads) * head_dim
     # Rows further apart than they are long, as in a slice of a wider buffer.
     qkv = random(generator, sum(query for query, _ in lens), width + 8, dtype=dtype)[:, :width]
     scale = head_dim**-0.5
@@ -116,20 +116,20 @@ def attend_both(
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
-    ("dtype", "head_dim", "num_heads", "num_groups", "block_size", "lens"), ATTENTION_CASES
+    ("dtype", "head_dim", "num_heads", "num_kv_heads", "block_size", "lens"), ATTENTION_CASES
 )
 def test_attention(
     device: str,
     dtype: torch.dtype,
     head_dim: int,
     num_heads: int,
-    num_groups: int,
+    num_kv_heads: int,
     block_size: int,
     lens: Sequence[tuple[int, int]],
     generator: torch.Generator,
 ) -> None:
     actual, expected = attend_both(
-        device, dtype, head_dim, num_heads, num_groups, block_size, lens, generator
+        device, dtype, head_dim, num_heads, num_kv_heads, block_size, lens, generator
     )
     assert not expected.isnan().any()
     assert_close(actual, expected)
@@ -191,13 +191,13 @@ def test_rotate_and_write_kv(
     norm: bool,
     generator: torch.Generator,
 ) -> None:
-    num_heads, num_groups, num_blocks = 6, 2, 12
+    num_heads, num_kv_heads, num_blocks = 6, 2, 12
     batch = make_batch(
         [(1, 20), (9, 30), (1, 1)], block_size=block_size, num_blocks=num_blocks, generator=generator
     )
-    shape = (num_blocks, LAYERS, 2, num_groups, block_size, head_dim)
+    shape = (num_blocks, LAYERS, 2, num_kv_heads, block_size, head_dim)
     expected_pool = random(generator, *shape, dtype=dtype)
-    qkv = random(generator, 11, (num_heads + 2 * num_groups) * head_dim, dtype=dtype)
+    qkv = random(generator, 11, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
     cos_sin = torch.rand((64, head_dim), generator=generator) * 2 - 1 if rotary else None
     norms = [random(generator, head_dim, dtype=dtype) if norm else None for _ in range(2)]
     pool, on_device = expected_pool.to(device, copy=True), qkv.to(device, copy=True)

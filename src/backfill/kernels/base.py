@@ -99,3 +99,8 @@ class Kernels(Protocol):
         Query head h reads key/value head ``h // (H // G)``. Softmax and sums are float32.
         """
         ...
+
+
+def describe(x: Tensor) -> str:
+    """A tensor's dtype, shape, strides and device, for the message of an error."""
+    return f"{x.dtype} {list(x.shape)} with strides {list(x.stride())} on {x.device}"

@@ -19,8 +19,9 @@ from torch import Tensor
 # After torch: both use the OpenMP runtime that torch brings, so that there is one pool of threads.
 from backfill import _kernels  # type: ignore[attr-defined]
 from backfill.core.errors import ConfigError
-from backfill.kernels.base import AttentionMetadata, Linear
+from backfill.kernels.base import AttentionMetadata, Linear, describe
 from backfill.kernels.isa import ISA_VARIABLE
+from backfill.kernels.reference import ReferenceLinear
 
 _TYPE_CODES = {torch.bfloat16: 0, torch.float32: 1}
 
@@ -47,25 +48,13 @@ def _isa_of_environment() -> str:
     return isa
 
 
-class TorchLinear:
-    """A weight as torch has it: where oneDNN packs nothing or gains nothing."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self.out_features, self.in_features = weight.shape
-        self._weight = weight.detach().clone(memory_format=torch.contiguous_format)
-        self._bias = None if bias is None else bias.detach().clone()
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return F.linear(x, self._weight, self._bias)
-
-
 class PackedLinear:
     """A bf16 weight in oneDNN's blocked layout, which costs as much memory as the plain one."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.out_features, self.in_features = weight.shape
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _PACKED_FOR_ROWS)
-        self._bias = None if bias is None else bias.detach().clone()
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_FOR_ROWS)
+        self._bias = bias
         self._multiply = torch.ops.mkldnn._linear_pointwise.default
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -82,15 +71,15 @@ class TiledLinear:
 
     def __init__(self, cpp: _kernels.KernelSet, weight: Tensor, bias: Tensor | None) -> None:
         self.out_features, self.in_features = weight.shape
-        self._weight = _panels(weight.detach())
-        self._bias = None if bias is None else bias.detach().clone()
+        self._weight = _panels(weight)
+        self._bias = bias
         self._weight_address, self._bias_address = self._weight.data_ptr(), _address(self._bias)
         self._multiply = cpp.linear
 
     def __call__(self, x: Tensor) -> Tensor:
         _, rows, columns, stride = _matrix("x", x)
         if columns != self.in_features or x.dtype != torch.bfloat16:
-            raise ValueError(f"x: expected bfloat16 [T, {self.in_features}], got {_describe(x)}")
+            raise ValueError(f"x: expected bfloat16 [T, {self.in_features}], got {describe(x)}")
         out = x.new_empty((rows, self.out_features))
         self._multiply(
             x.data_ptr(),
@@ -134,11 +123,11 @@ def copy_blocks(
         ("source", source, source_blocks),
     ):
         if not pool.is_cpu or not pool.is_contiguous():
-            raise ValueError(f"{name}: expected a contiguous pool on cpu, got {_describe(pool)}")
+            raise ValueError(f"{name}: expected a contiguous pool on cpu, got {describe(pool)}")
         if blocks and not (min(blocks) >= 0 and max(blocks) < pool.shape[0]):
             raise ValueError(f"{name}: expected blocks 0 to {pool.shape[0] - 1}, got {list(blocks)}")
     if destination.shape[1:] != source.shape[1:] or destination.dtype != source.dtype:
-        raise ValueError(f"source: expected blocks of {_describe(destination)}, got {_describe(source)}")
+        raise ValueError(f"source: expected blocks of {describe(destination)}, got {describe(source)}")
     if len(destination_blocks) != len(source_blocks):
         raise ValueError(f"source: expected {len(destination_blocks)} blocks, got {len(source_blocks)}")
     block_bytes = math.prod(source.shape[1:]) * source.itemsize
@@ -199,15 +188,16 @@ class CpuKernels:
         if weight.dim() != 2:
             raise ValueError(f"weight: expected [out, in], got {list(weight.shape)}")
         if not weight.is_cpu or weight.shape[1] == 0:
-            raise ValueError(f"weight: expected at least one input, on cpu, got {_describe(weight)}")
+            raise ValueError(f"weight: expected at least one input, on cpu, got {describe(weight)}")
         if bias is not None:
             _check_vector("bias", bias, weight.shape[0], weight.dtype)
+        weight, bias = weight.detach(), None if bias is None else bias.detach().clone()
         if weight.dtype == torch.bfloat16:
             if self._cpp.has_linear and weight.shape[1] % _TILE_DEPTH == 0:
                 return TiledLinear(self._cpp, weight, bias)
             if self._packs_bfloat16:
                 return PackedLinear(weight, bias)
-        return TorchLinear(weight, bias)
+        return ReferenceLinear(weight.clone(memory_format=torch.contiguous_format), bias)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         code, rows, size, stride = _matrix("x", x)
@@ -221,7 +211,7 @@ class CpuKernels:
         _check_vector("weight", weight, size, x.dtype)
         if residual.shape != x.shape or residual.dtype != x.dtype or not residual.is_contiguous():
             raise ValueError(
-                f"residual: expected contiguous {x.dtype} {list(x.shape)}, got {_describe(residual)}"
+                f"residual: expected contiguous {x.dtype} {list(x.shape)}, got {describe(residual)}"
             )
         out = torch.empty_like(residual)
         self._cpp.norm(
@@ -263,9 +253,7 @@ class CpuKernels:
         if cos_sin is not None and (
             cos_sin.dtype != torch.float32 or cos_sin.shape[-1] != head_dim or not cos_sin.is_contiguous()
         ):
-            raise ValueError(
-                f"cos_sin: expected contiguous float32 [*, {head_dim}], got {_describe(cos_sin)}"
-            )
+            raise ValueError(f"cos_sin: expected contiguous float32 [*, {head_dim}], got {describe(cos_sin)}")
         if (q_norm is None) != (k_norm is None):
             raise ValueError("k_norm: q_norm and k_norm go together")
         if q_norm is not None and k_norm is not None:
@@ -310,7 +298,7 @@ class CpuKernels:
         columns = (num_heads + 2 * pool.num_kv_heads) * pool.head_dim
         if qkv.dtype != pool.dtype or qkv.shape != (known.rows, columns) or not qkv.is_contiguous():
             raise ValueError(
-                f"qkv: expected contiguous {pool.dtype} [{known.rows}, {columns}], got {_describe(qkv)}"
+                f"qkv: expected contiguous {pool.dtype} [{known.rows}, {columns}], got {describe(qkv)}"
             )
         return pool, known
 
@@ -320,7 +308,7 @@ def _take_pool_apart(kv_pool: Tensor) -> _Pool:
     if code is None or kv_pool.dim() != 6 or not kv_pool.is_contiguous() or not kv_pool.is_cpu:
         raise ValueError(
             "kv_pool: expected contiguous bfloat16 or float32 [num_blocks, L, 2, G, B, D] on cpu, "
-            f"got {_describe(kv_pool)}"
+            f"got {describe(kv_pool)}"
         )
     _, num_layers, two, num_kv_heads, block_size, head_dim = kv_pool.shape
     if two != 2 or head_dim % 8:
@@ -331,12 +319,12 @@ def _take_pool_apart(kv_pool: Tensor) -> _Pool:
 
 def _take_batch_apart(batch: AttentionMetadata) -> _Batch:
     rows, num_seqs = batch.positions.shape[0], batch.seq_lens.shape[0]
-    _check_indices("positions", batch.positions, rows, torch.int64)
-    _check_indices("slot_mapping", batch.slot_mapping, rows, torch.int64)
-    _check_indices("cu_seqlens_q", batch.cu_seqlens_q, num_seqs + 1, torch.int32)
-    _check_indices("seq_lens", batch.seq_lens, num_seqs, torch.int32)
-    _check_indices("block_table", batch.block_table, batch.block_table.shape[0], torch.int32)
-    _check_indices("block_table_offsets", batch.block_table_offsets, num_seqs + 1, torch.int32)
+    _check_vector("batch.positions", batch.positions, rows, torch.int64)
+    _check_vector("batch.slot_mapping", batch.slot_mapping, rows, torch.int64)
+    _check_vector("batch.cu_seqlens_q", batch.cu_seqlens_q, num_seqs + 1, torch.int32)
+    _check_vector("batch.seq_lens", batch.seq_lens, num_seqs, torch.int32)
+    _check_vector("batch.block_table", batch.block_table, batch.block_table.shape[0], torch.int32)
+    _check_vector("batch.block_table_offsets", batch.block_table_offsets, num_seqs + 1, torch.int32)
     cpp = _kernels.Batch(
         batch.positions.data_ptr(),
         batch.slot_mapping.data_ptr(),
@@ -359,24 +347,13 @@ def _matrix(name: str, x: Tensor) -> tuple[int, int, int, int]:
             return code, rows, columns, columns
         if x.stride(1) == 1:
             return code, rows, columns, x.stride(0)
-    raise ValueError(
-        f"{name}: expected bfloat16 or float32 [T, N] with dense rows on cpu, got {_describe(x)}"
-    )
+    raise ValueError(f"{name}: expected bfloat16 or float32 [T, N] with dense rows on cpu, got {describe(x)}")
 
 
 def _check_vector(name: str, x: Tensor, size: int, dtype: torch.dtype) -> None:
     if x.dtype != dtype or x.dim() != 1 or x.shape[0] != size or not x.is_contiguous() or not x.is_cpu:
-        raise ValueError(f"{name}: expected contiguous {dtype} [{size}] on cpu, got {_describe(x)}")
-
-
-def _check_indices(name: str, x: Tensor, size: int, dtype: torch.dtype) -> None:
-    if x.dtype != dtype or x.dim() != 1 or x.shape[0] != size or not x.is_contiguous() or not x.is_cpu:
-        raise ValueError(f"batch.{name}: expected contiguous {dtype} [{size}] on cpu, got {_describe(x)}")
+        raise ValueError(f"{name}: expected contiguous {dtype} [{size}] on cpu, got {describe(x)}")
 
 
 def _address(x: Tensor | None) -> int:
     return 0 if x is None else x.data_ptr()
-
-
-def _describe(x: Tensor) -> str:
-    return f"{x.dtype} {list(x.shape)} with strides {list(x.stride())} on {x.device}"
