@@ -13,7 +13,7 @@ import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,8 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 from gguf.quants import dequantize
 
 from backfill.core.errors import CorruptModel, ModelNotFound, UnsupportedModel
+
+V = TypeVar("V")
 
 _MAX_DIMS = 4
 _DEFAULT_ALIGNMENT = 32  # bytes
@@ -84,7 +86,13 @@ class GgufFile:
             self.fields[key] = cursor.value(cursor.number("I"))
         self.tensors = {t.name: t for t in _read_tensors(cursor, num_tensors, self.fields)}
 
-    def get(self, key: str, kind: type, default: Any = None) -> Any:
+    @overload
+    def get(self, key: str, kind: type[V]) -> V | None: ...
+
+    @overload
+    def get(self, key: str, kind: type[V], default: V) -> V: ...
+
+    def get(self, key: str, kind: type[V], default: V | None = None) -> V | None:
         """A metadata value of type ``kind``, or ``default``. Raises: CorruptModel on another type."""
         value = self.fields.get(key, default)
         if kind is float and isinstance(value, int):
@@ -93,7 +101,7 @@ class GgufFile:
             raise CorruptModel(f"{self.path}: {key} must be {kind.__name__}, got {str(value)[:60]!r}")
         return value
 
-    def need(self, key: str, kind: type) -> Any:
+    def need(self, key: str, kind: type[V]) -> V:
         """A metadata value of type ``kind``. Raises: CorruptModel if it is missing or of another type."""
         value = self.get(key, kind)
         if value is None:
