@@ -278,17 +278,20 @@ def test_linear(
     assert_close(linear(x), expected)
 
 
-# Around the row count from which rows are packed, and over several blocks of packed rows.
-@pytest.mark.parametrize("isa", TILED_ISAS)
-@pytest.mark.parametrize("rows", [64, 65, 81, 97, 257, 515, 1023, 2048])
-@pytest.mark.parametrize(("out_size", "in_size"), [(96, 576), (1000, 64)])
-def test_linear_of_many_rows(isa: str, out_size: int, in_size: int, rows: int) -> None:
-    generator = seeded("many rows", out_size, in_size, rows)
+def check_tiled_linear(isa: str, out_size: int, in_size: int, rows: int, generator: torch.Generator) -> None:
     weight = random_rows(generator, out_size, in_size, dtype=torch.bfloat16) / in_size**0.5
     x = random_rows(generator, rows, in_size, dtype=torch.bfloat16)
     bias = random_rows(generator, out_size, dtype=torch.bfloat16)
     expected = torch.nn.functional.linear(x.float(), weight.float(), bias.float())
     assert_close(CpuKernels(isa).linear(weight, bias)(x), expected.bfloat16())
+
+
+# Around the row count from which rows are packed, and over several blocks of packed rows.
+@pytest.mark.parametrize("isa", TILED_ISAS)
+@pytest.mark.parametrize("rows", [64, 65, 81, 97, 257, 515, 1023, 2048])
+@pytest.mark.parametrize(("out_size", "in_size"), [(96, 576), (1000, 64)])
+def test_linear_of_many_rows(isa: str, out_size: int, in_size: int, rows: int) -> None:
+    check_tiled_linear(isa, out_size, in_size, rows, seeded("many rows", out_size, in_size, rows))
 
 
 @pytest.mark.parametrize("isa", TILED_ISAS)
@@ -297,12 +300,7 @@ def test_linear_of_many_rows(isa: str, out_size: int, in_size: int, rows: int) -
     ("out_size", "in_size"), [(96, 1568), (70, 4096), (40, 9632), (4096, 9632), (33, 14336)]
 )
 def test_linear_of_many_inputs(isa: str, out_size: int, in_size: int, rows: int) -> None:
-    generator = seeded("deep", out_size, in_size, rows)
-    weight = random_rows(generator, out_size, in_size, dtype=torch.bfloat16) / in_size**0.5
-    x = random_rows(generator, rows, in_size, dtype=torch.bfloat16)
-    bias = random_rows(generator, out_size, dtype=torch.bfloat16)
-    expected = torch.nn.functional.linear(x.float(), weight.float(), bias.float())
-    assert_close(CpuKernels(isa).linear(weight, bias)(x), expected.bfloat16())
+    check_tiled_linear(isa, out_size, in_size, rows, seeded("deep", out_size, in_size, rows))
 
 
 @pytest.mark.parametrize("isa", TILED_ISAS)

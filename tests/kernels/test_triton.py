@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -28,20 +29,33 @@ CHUNKS = [(5, 5), (40, 101), (0, 9), (17, 90)]
 MIXED = [(1, 65), (23, 23), (1, 7), (9, 80), (1, 130)]
 LONG_DECODE = [(1, 600), (1, 20), (1, 513)]
 
+
+class AttentionCase(NamedTuple):
+    """``lens`` has (query length, context length) by sequence."""
+
+    dtype: torch.dtype
+    head_dim: int
+    num_heads: int
+    num_kv_heads: int
+    block_size: int
+    lens: Sequence[tuple[int, int]]
+
+
 ATTENTION_CASES = [
-    # dtype, head size, query heads, KV heads, block size, (query length, context length) by sequence
-    pytest.param(torch.bfloat16, 64, 8, 2, 16, MIXED, id="bf16-d64-gqa4-b16-mixed"),
-    pytest.param(torch.float32, 128, 3, 1, 32, MIXED, id="fp32-d128-gqa3-b32-mixed"),
-    pytest.param(torch.bfloat16, 128, 4, 1, 8, CHUNKS, id="bf16-d128-gqa4-b8-chunks"),
-    pytest.param(torch.float32, 40, 6, 2, 16, CHUNKS, id="fp32-d40-gqa3-b16-chunks"),
-    pytest.param(torch.bfloat16, 80, 3, 1, 32, DECODE, id="bf16-d80-gqa3-b32-decode"),
-    pytest.param(torch.float32, 8, 2, 2, 8, DECODE, id="fp32-d8-gqa1-b8-decode"),
-    pytest.param(torch.bfloat16, 8, 8, 2, 32, CHUNKS, id="bf16-d8-gqa4-b32-chunks"),
-    pytest.param(torch.float32, 80, 2, 2, 8, MIXED, id="fp32-d80-gqa1-b8-mixed"),
-    pytest.param(torch.bfloat16, 40, 2, 2, 16, DECODE, id="bf16-d40-gqa1-b16-decode"),
-    pytest.param(torch.float16, 64, 3, 1, 16, MIXED, id="fp16-d64-gqa3-b16-mixed"),
-    pytest.param(torch.float32, 64, 4, 1, 16, [(7, 7)] * 2, id="fp32-d64-gqa4-b16-equal-chunks"),
-    pytest.param(torch.float32, 16, 20, 1, 16, MIXED, id="fp32-d16-gqa20-b16-mixed"),
+    pytest.param(AttentionCase(torch.bfloat16, 64, 8, 2, 16, MIXED), id="bf16-d64-gqa4-b16-mixed"),
+    pytest.param(AttentionCase(torch.float32, 128, 3, 1, 32, MIXED), id="fp32-d128-gqa3-b32-mixed"),
+    pytest.param(AttentionCase(torch.bfloat16, 128, 4, 1, 8, CHUNKS), id="bf16-d128-gqa4-b8-chunks"),
+    pytest.param(AttentionCase(torch.float32, 40, 6, 2, 16, CHUNKS), id="fp32-d40-gqa3-b16-chunks"),
+    pytest.param(AttentionCase(torch.bfloat16, 80, 3, 1, 32, DECODE), id="bf16-d80-gqa3-b32-decode"),
+    pytest.param(AttentionCase(torch.float32, 8, 2, 2, 8, DECODE), id="fp32-d8-gqa1-b8-decode"),
+    pytest.param(AttentionCase(torch.bfloat16, 8, 8, 2, 32, CHUNKS), id="bf16-d8-gqa4-b32-chunks"),
+    pytest.param(AttentionCase(torch.float32, 80, 2, 2, 8, MIXED), id="fp32-d80-gqa1-b8-mixed"),
+    pytest.param(AttentionCase(torch.bfloat16, 40, 2, 2, 16, DECODE), id="bf16-d40-gqa1-b16-decode"),
+    pytest.param(AttentionCase(torch.float16, 64, 3, 1, 16, MIXED), id="fp16-d64-gqa3-b16-mixed"),
+    pytest.param(
+        AttentionCase(torch.float32, 64, 4, 1, 16, [(7, 7)] * 2), id="fp32-d64-gqa4-b16-equal-chunks"
+    ),
+    pytest.param(AttentionCase(torch.float32, 16, 20, 1, 16, MIXED), id="fp32-d16-gqa20-b16-mixed"),
 ]
 
 
@@ -90,16 +104,9 @@ def assert_close(actual: Tensor, expected: Tensor) -> None:
 
 
 def attend_both(
-    device: str,
-    dtype: torch.dtype,
-    head_dim: int,
-    num_heads: int,
-    num_kv_heads: int,
-    block_size: int,
-    lens: Sequence[tuple[int, int]],
-    generator: torch.Generator,
-    decode_programs: int = 1,
+    device: str, case: AttentionCase, generator: torch.Generator, decode_programs: int = 1
 ) -> tuple[Tensor, Tensor]:
+    dtype, head_dim, num_heads, num_kv_heads, block_size, lens = case
     num_blocks = sum(-(-context // block_size) for _, context in lens) + 3
     batch = make_batch(lens, block_size=block_size, num_blocks=num_blocks, generator=generator)
     pool = poisoned_pool(batch, (num_blocks, LAYERS, 2, num_kv_heads, block_size, head_dim), dtype, generator)
@@ -115,22 +122,9 @@ def attend_both(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(
-    ("dtype", "head_dim", "num_heads", "num_kv_heads", "block_size", "lens"), ATTENTION_CASES
-)
-def test_attention(
-    device: str,
-    dtype: torch.dtype,
-    head_dim: int,
-    num_heads: int,
-    num_kv_heads: int,
-    block_size: int,
-    lens: Sequence[tuple[int, int]],
-    generator: torch.Generator,
-) -> None:
-    actual, expected = attend_both(
-        device, dtype, head_dim, num_heads, num_kv_heads, block_size, lens, generator
-    )
+@pytest.mark.parametrize("case", ATTENTION_CASES)
+def test_attention(device: str, case: AttentionCase, generator: torch.Generator) -> None:
+    actual, expected = attend_both(device, case, generator)
     assert not expected.isnan().any()
     assert_close(actual, expected)
 
@@ -138,9 +132,9 @@ def test_attention(
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 def test_attention_with_split_contexts(device: str, dtype: torch.dtype, generator: torch.Generator) -> None:
-    """Some splits hold a whole number of tiles, some a part, and those of the short sequence nothing."""
-    lens = [*LONG_DECODE, (4, 70)]
-    actual, expected = attend_both(device, dtype, 40, 6, 2, 16, lens, generator, decode_programs=1000)
+    """Some splits hold whole tiles, some a part of one, and those past the short context nothing."""
+    case = AttentionCase(dtype, 40, 6, 2, 16, [*LONG_DECODE, (4, 70)])
+    actual, expected = attend_both(device, case, generator, decode_programs=1000)
     assert_close(actual, expected)
 
 

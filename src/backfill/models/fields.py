@@ -9,9 +9,11 @@ import json
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from backfill.core.errors import CorruptModel, ModelNotFound, UnsupportedModel
+
+V = TypeVar("V")
 
 
 class Fields:
@@ -41,38 +43,31 @@ class Fields:
 
     def section(self, key: str) -> Fields | None:
         """The object under ``key``; None if it is absent or null. Raises: CorruptModel."""
-        value = self.values.get(key)
-        if value is None:
-            return None
-        if not isinstance(value, dict):
-            raise self.wrong(key, "an object")
-        return Fields(self.path, value, f"{self._prefix}{key}.")
+        value = self._optional(key, dict, "an object")
+        return None if value is None else Fields(self.path, value, f"{self._prefix}{key}.")
 
     def size(self, key: str, default: int | None = None) -> int:
         """A positive integer; without a default it must be there. Raises: CorruptModel."""
-        value = self.values.get(key)
+        value = self._optional(key, int, "a positive integer")
         if value is None and default is not None:
             return default
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        if value is None or value < 1:
             raise self.wrong(key, "a positive integer")
         return value
 
     def optional_integer(self, key: str) -> int | None:
         """Any integer; None if it is absent or null. Raises: CorruptModel."""
-        value = self.values.get(key)
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
-            raise self.wrong(key, "an integer")
-        return value
+        return self._optional(key, int, "an integer")
 
     def optional_number(
         self, key: str, *, minimum: float = -math.inf, maximum: float = math.inf
     ) -> float | None:
         """A number in [minimum, maximum]; None if it is absent or null. Raises: CorruptModel."""
-        value = self.values.get(key)
+        bounds = f" in [{minimum:g}, {maximum:g}]" if math.isfinite(minimum) else ""
+        value = self._optional(key, (int, float), f"a number{bounds}")
         if value is None:
             return None
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not minimum <= value <= maximum:
-            bounds = f" in [{minimum:g}, {maximum:g}]" if math.isfinite(minimum) else ""
+        if not minimum <= value <= maximum:
             raise self.wrong(key, f"a number{bounds}")
         return float(value)
 
@@ -87,21 +82,13 @@ class Fields:
 
     def flag(self, key: str, default: bool) -> bool:
         """A boolean; the default stands in for null too. Raises: CorruptModel."""
-        value = self.values.get(key)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
-            raise self.wrong(key, "true or false")
-        return value
+        value = self._optional(key, bool, "true or false")
+        return default if value is None else value
 
     def text(self, key: str, default: str) -> str:
         """A string; the default stands in for null too. Raises: CorruptModel."""
-        value = self.values.get(key)
-        if value is None:
-            return default
-        if not isinstance(value, str):
-            raise self.wrong(key, "a string")
-        return value
+        value = self._optional(key, str, "a string")
+        return default if value is None else value
 
     def token_ids(self, key: str, default: int | None = None) -> tuple[int, ...]:
         """One id, a list of ids, or none; the default stands in for an absent key, not for null.
@@ -118,6 +105,18 @@ class Fields:
     def token_id(self, key: str, default: int | None = None) -> int | None:
         """The first of ``token_ids``. Raises: CorruptModel."""
         return next(iter(self.token_ids(key, default)), None)
+
+    def _optional(self, key: str, kind: type[V] | tuple[type[V], ...], expected: str) -> V | None:
+        """A value of type ``kind``; None if it is absent or null. A boolean is no integer.
+
+        Raises: CorruptModel, saying what was ``expected``.
+        """
+        value = self.values.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            raise self.wrong(key, expected)
+        return value
 
 
 def _read_object(path: Path) -> dict[str, Any]:
