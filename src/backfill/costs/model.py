@@ -9,10 +9,17 @@ differs between the phases, attention, has a linear term for each (docs/coservin
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_right
 from dataclasses import dataclass
+from typing import Annotated
+
+import msgspec
 
 from backfill.costs.load import StepLoad
+
+NonNegative = Annotated[float, msgspec.Meta(ge=0.0, le=sys.float_info.max)]
+"""A finite number of at least 0, checked where a profile is read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +29,8 @@ class PiecewiseLinear:
     Left of ``x[0]`` it is flat; right of ``x[-1]`` the last piece goes on.
     """
 
-    x: tuple[float, ...]
-    y: tuple[float, ...]
+    x: tuple[NonNegative, ...]
+    y: tuple[NonNegative, ...]
 
     def __post_init__(self) -> None:
         if len(self.x) != len(self.y) or len(self.x) < 2:
@@ -57,10 +64,10 @@ class CostModel:
 
     rows_s: PiecewiseLinear
     sampled_s: PiecewiseLinear
-    request_s: float
-    prefill_pair_s: float
-    prefill_context_s: float
-    decode_context_s: float
+    request_s: NonNegative
+    prefill_pair_s: NonNegative
+    prefill_context_s: NonNegative
+    decode_context_s: NonNegative
 
     def step_time_s(self, load: StepLoad) -> float:
         """Predicted seconds; 0 for an empty step."""

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Mapping
+import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Literal
 from uuid import uuid4
 
+import msgspec
+
 from backfill.core.errors import ConfigError
-from backfill.costs.model import CostModel, PiecewiseLinear
+from backfill.costs.model import CostModel, NonNegative
 
 FORMAT_VERSION = 4
+_REMEDY = "run `backfill profile` for the model to measure it anew."
 
 Quality = Literal["coarse", "refined", "full"]
+Count = Annotated[int, msgspec.Meta(ge=0)]
+Speed = Annotated[float, msgspec.Meta(gt=0.0, le=sys.float_info.max)]
 
 # A profile with a larger error, at its P95, says nothing for certain.
 _MOST_CERTAIN_ERROR = 0.5
@@ -42,17 +46,17 @@ class ProfileKey:
 class FitError:
     """|predicted - measured| / measured over a set of steps."""
 
-    median: float
-    p95: float
-    num_steps: int
+    median: NonNegative
+    p95: NonNegative
+    num_steps: Count
 
 
 @dataclass(frozen=True, slots=True)
 class CopySpeed:
     """Of KV blocks between device and host memory, one after another, beside nothing else."""
 
-    to_host_bytes_per_s: float
-    to_device_bytes_per_s: float
+    to_host_bytes_per_s: Speed
+    to_device_bytes_per_s: Speed
 
     def seconds(self, num_bytes: int) -> float:
         """Of a copy in the slower direction."""
@@ -76,11 +80,11 @@ class CostProfile:
 
     key: ProfileKey
     quality: Quality
-    num_layers: int
+    num_layers: Annotated[int, msgspec.Meta(ge=1)]
     cost: CostModel
     error: FitError
-    known_tokens: int
-    known_chunk_tokens: int
+    known_tokens: Count
+    known_chunk_tokens: Count
     copies: CopySpeed | None
     provenance: str
 
@@ -123,25 +127,12 @@ class CostProfile:
 
     @classmethod
     def parse(cls, content: object, name: str) -> CostProfile:
+        """``content`` as JSON has it. Raises: ConfigError for another format, and where a value is wrong."""
         if not isinstance(content, dict) or content.get("format") != FORMAT_VERSION:
             raise ConfigError(f"The profile {name} is not of format {FORMAT_VERSION}: {_REMEDY}")
         try:
-            return cls(
-                key=ProfileKey(**{field: _text(content["key"], field) for field in ProfileKey.__slots__}),
-                quality=_quality(content),
-                num_layers=int(_number(content, "num_layers", low=1)),
-                cost=_cost(content["cost"]),
-                error=FitError(
-                    _number(content["error"], "median"),
-                    _number(content["error"], "p95"),
-                    int(_number(content["error"], "num_steps")),
-                ),
-                known_tokens=int(_number(content, "known_tokens")),
-                known_chunk_tokens=int(_number(content, "known_chunk_tokens")),
-                copies=None if content["copies"] is None else _copies(content["copies"]),
-                provenance=_text(content, "provenance"),
-            )
-        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            return msgspec.convert(content, cls)
+        except msgspec.ValidationError as error:
             raise ConfigError(f"The profile {name} is damaged ({error}): {_REMEDY}") from error
 
     def check_key(self, key: ProfileKey, name: str) -> None:
@@ -153,50 +144,3 @@ class CostProfile:
                     f"The profile {name} is of another {field}: measured on {measured!r}, here it is "
                     f"{here!r}; {_REMEDY}"
                 )
-
-
-_REMEDY = "run `backfill profile` for the model to measure it anew."
-
-
-def _copies(content: Mapping[str, Any]) -> CopySpeed:
-    speeds = [_number(content, name) for name in CopySpeed.__slots__]
-    if min(speeds) <= 0:
-        raise ValueError(f"speeds of copies must be above 0, got {speeds}")
-    return CopySpeed(*speeds)
-
-
-def _cost(content: Mapping[str, Any]) -> CostModel:
-    rows, sampled = content["rows_s"], content["sampled_s"]
-    return CostModel(
-        PiecewiseLinear(_numbers(rows, "x"), _numbers(rows, "y")),
-        PiecewiseLinear(_numbers(sampled, "x"), _numbers(sampled, "y")),
-        _number(content, "request_s"),
-        _number(content, "prefill_pair_s"),
-        _number(content, "prefill_context_s"),
-        _number(content, "decode_context_s"),
-    )
-
-
-def _quality(content: Mapping[str, Any]) -> Quality:
-    value: Quality = content["quality"]
-    if value not in get_args(Quality):
-        raise ValueError(f"quality must be one of {', '.join(get_args(Quality))}, got {value!r}")
-    return value
-
-
-def _text(content: Mapping[str, Any], field: str) -> str:
-    value = content[field]
-    if not isinstance(value, str):
-        raise ValueError(f"{field} must be text")
-    return value
-
-
-def _number(content: Mapping[str, Any], field: str, low: float = 0.0) -> float:
-    value = content[field]
-    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value < math.inf:
-        raise ValueError(f"{field} must be a number of at least {low:g}, got {value!r}")
-    return float(value)
-
-
-def _numbers(content: Mapping[str, Any], field: str) -> tuple[float, ...]:
-    return tuple(_number({field: value}, field) for value in content[field])
