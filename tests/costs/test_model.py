@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from backfill.core.block import pack_block_ref
-from backfill.core.plan import ScheduledSlice, StepPlan
+from backfill.core.plan import ScheduledSlice
 from backfill.core.request import RequestId
 from backfill.costs.load import StepLoad
 from backfill.costs.model import CostModel, PiecewiseLinear
@@ -74,7 +74,7 @@ def test_load_of_a_plan_and_of_a_copy() -> None:
         ScheduledSlice(RequestId(f"r{i}"), start, count, (pack_block_ref(i),), samples)
         for i, (start, count, samples) in enumerate(pieces)
     )
-    load = StepLoad.of_plan(StepPlan(step=0, admitted=(), slices=scheduled, released=()))
+    load = StepLoad.of_slices(scheduled)
     assert load == StepLoad.of(pieces)
     other = load.copy()
     other.put(0, 5, True)

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from backfill.core.block import block_index, is_reversed
+from backfill.core.block import block_index
 from backfill.core.clock import VirtualClock
 from backfill.core.errors import ConfigError
 from backfill.core.plan import SampledToken, StepOutcome, StepPlan
@@ -63,11 +63,11 @@ class TimedExecutor:
             self.num_tokens[admitted.request_id] = len(admitted.prompt_token_ids)
         if plan.slices:
             self._check(plan)
-            self.loads.append(StepLoad.of_plan(plan))
+            self.loads.append(StepLoad.of_slices(plan.slices))
         # What is not the step itself must not be timed with it.
         self.clock.advance(0.5 * len(plan.admitted) + 0.25 * len(plan.released))
         factor = 1 + self._rng.gauss(0, self._noise) if self._noise else 1.0
-        self.clock.advance(TRUTH.step_time_s(StepLoad.of_plan(plan)) * factor)
+        self.clock.advance(TRUTH.step_time_s(StepLoad.of_slices(plan.slices)) * factor)
         return StepOutcome(
             tuple(SampledToken(scheduled.request_id, 7) for scheduled in plan.slices if scheduled.samples)
         )
@@ -80,7 +80,7 @@ class TimedExecutor:
         blocks = [block_index(ref) for scheduled in plan.slices for ref in scheduled.blocks]
         assert len(blocks) == len(set(blocks)), "a block is in two slices' tables"
         assert min(blocks) >= 0 and (max(blocks) + 1) * capacity.block_size <= capacity.kv_tokens
-        assert not any(is_reversed(ref) for scheduled in plan.slices for ref in scheduled.blocks)
+        assert not any(ref & 1 for scheduled in plan.slices for ref in scheduled.blocks)
         for scheduled in plan.slices:
             end = scheduled.start + scheduled.num_tokens
             assert scheduled.num_tokens > 0

@@ -329,7 +329,7 @@ def test_measuring_keeps_within_the_limits_of_the_configuration(
     run = executor.run
 
     def noted(plan: Any) -> Any:
-        loads.append(StepLoad.of_plan(plan))
+        loads.append(StepLoad.of_slices(plan.slices))
         return run(plan)
 
     monkeypatch.setattr(executor, "run", noted)

@@ -17,7 +17,7 @@ from backfill.kernels.base import AttentionMetadata
 from backfill.kernels.cpu import CpuKernels, TiledLinear, available_isas
 from backfill.kernels.isa import ISA_VARIABLE
 from backfill.kernels.reference import ReferenceKernels
-from tests.kernels.batches import make_batch, make_pool
+from tests.kernels.batches import make_batch, make_pool, slot_of
 
 REFERENCE = ReferenceKernels()
 TILED_ISAS = [
@@ -88,8 +88,7 @@ def context_slots(batch: AttentionMetadata, block_size: int) -> Tensor:
     for seq, context in enumerate(batch.seq_lens.tolist()):
         refs = batch.block_table[batch.block_table_offsets[seq] : batch.block_table_offsets[seq + 1]].tolist()
         for position in range(context):
-            ref, offset = refs[position // block_size], position % block_size
-            slot_mapping.append((ref >> 1) * block_size + (block_size - 1 - offset if ref & 1 else offset))
+            slot_mapping.append(slot_of(refs[position // block_size], position, block_size))
     return torch.tensor(slot_mapping)
 
 

@@ -26,15 +26,6 @@ def block_index(ref: BlockRef) -> int:
     return ref >> 1
 
 
-def is_reversed(ref: BlockRef) -> bool:
-    return bool(ref & 1)
-
-
-def slot_in_block(offset: int, block_size: int, reverse: bool) -> int:
-    """Slot of the token at ``offset`` in ``[0, block_size)`` of its block."""
-    return block_size - 1 - offset if reverse else offset
-
-
 class BlockCopy(NamedTuple):
     """A block of device memory and the block of host memory that its contents are copied to or from."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from backfill.core.plan import StepPlan
+from backfill.core.plan import ScheduledSlice
 
 
 @dataclass(slots=True)
@@ -63,8 +63,8 @@ class StepLoad:
         return load
 
     @classmethod
-    def of_plan(cls, plan: StepPlan) -> StepLoad:
-        return cls.of((scheduled.start, scheduled.num_tokens, scheduled.samples) for scheduled in plan.slices)
+    def of_slices(cls, slices: Iterable[ScheduledSlice]) -> StepLoad:
+        return cls.of((scheduled.start, scheduled.num_tokens, scheduled.samples) for scheduled in slices)
 
     def _add(self, start: int, num_tokens: int, samples: bool, sign: int) -> None:
         self.num_tokens += sign * num_tokens

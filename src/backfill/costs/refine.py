@@ -153,7 +153,7 @@ class ProfileRefiner:
         chunks = [scheduled for scheduled in plan.slices if scheduled.num_tokens > 1]
         self._sample.add(
             ServedStep(
-                TimedStep(StepLoad.of_plan(plan), seconds),
+                TimedStep(StepLoad.of_slices(plan.slices), seconds),
                 prompt_end=max((chunk.start + chunk.num_tokens for chunk in chunks), default=0),
                 chunk_tokens=max((chunk.num_tokens for chunk in chunks), default=0),
             )

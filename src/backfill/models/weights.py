@@ -12,15 +12,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from backfill.core.config import LoadFormat
 from backfill.core.errors import CorruptModel, ModelNotFound, UnsupportedModel
-
-LoadFormat = Literal["auto", "safetensors", "dummy"]
 
 _DUMMY_STD = 0.02
 _DUMMY_CHUNK = 1 << 22  # elements drawn at once: 16 MiB of float32
