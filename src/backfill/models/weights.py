@@ -55,10 +55,6 @@ class Checkpoint(ABC):
             UnsupportedModel: it holds integers, as quantized weights do.
         """
 
-    @abstractmethod
-    def __contains__(self, name: str) -> bool:
-        """Whether the tensor is stored; true of every name where weights are made up."""
-
 
 class SafetensorsCheckpoint(Checkpoint):
     """Tensors of ``model.safetensors``, or of the shards ``model.safetensors.index.json`` lists.
@@ -71,13 +67,6 @@ class SafetensorsCheckpoint(Checkpoint):
         self.dtype = dtype
         self._files: dict[Path, Any] = {}
         self._path_of = self._locate(Path(folder))
-
-    @property
-    def names(self) -> frozenset[str]:
-        return frozenset(self._path_of)
-
-    def __contains__(self, name: str) -> bool:
-        return self._stored_name(name) in self._path_of
 
     def get(self, name: str, shape: Sequence[int]) -> Tensor:
         stored = self._stored_name(name)
@@ -142,9 +131,6 @@ class DummyCheckpoint(Checkpoint):
     def __init__(self, *, dtype: torch.dtype, seed: int = 0) -> None:
         self.dtype = dtype
         self._seed = seed
-
-    def __contains__(self, name: str) -> bool:
-        return True
 
     def get(self, name: str, shape: Sequence[int]) -> Tensor:
         if "norm" in name.split(".")[-2]:
