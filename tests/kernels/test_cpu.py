@@ -144,7 +144,7 @@ def test_attention_over_a_split_context(
     check_attention(kernels, (9, 3, 64, 16), lens, dtype, seeded("split", lens))
 
 
-def test_attention_of_rows_wider_than_one_tile_of_lanes(kernels: CpuKernels, dtype: torch.dtype) -> None:
+def test_attention_of_rows_wider_than_one_tile_of_queries(kernels: CpuKernels, dtype: torch.dtype) -> None:
     check_attention(kernels, (71, 1, 64, 16), [(5, 40), (1, 33)], dtype, seeded("wide"))
 
 
