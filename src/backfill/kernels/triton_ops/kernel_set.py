@@ -100,7 +100,7 @@ class TritonKernels:
                 need = f"contiguous float32 [positions, {head_dim}]"
                 raise ValueError(f"cos_sin: {describe(cos_sin)}, need {need}")
         if (q_norm is None) != (k_norm is None):
-            raise ValueError("k_norm: q_norm and k_norm come together")
+            raise ValueError("k_norm: expected q_norm and k_norm, or neither")
         for name, norm in (("q_norm", q_norm), ("k_norm", k_norm)):
             if norm is not None:
                 check_vector(name, norm, head_dim, self._device)
