@@ -1,6 +1,6 @@
-"""Read a JSON file of a model folder by hand, each value checked as it is taken out.
+"""Reads a JSON file of a model folder and checks each value.
 
-transformers' own configuration classes import torch, which the HTTP process must not.
+transformers' configuration classes import torch, which the HTTP process must not.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ V = TypeVar("V")
 
 
 class Fields:
-    """A JSON object whose values are checked as they are read; an error names the file, key and value."""
+    """A JSON object whose values are checked when they are read; errors name file, key and value."""
 
     def __init__(self, path: Path, values: Mapping[str, Any], prefix: str = "") -> None:
         self.path = path
@@ -30,13 +30,13 @@ class Fields:
         return cls(path, _read_object(path))
 
     def unsupported(self, feature: str, found: str, supported: Iterable[str]) -> UnsupportedModel:
-        """The error for a valid value that is not implemented, to be raised."""
+        """The error, for the caller to raise, of a valid value that is not implemented."""
         return UnsupportedModel(
             f"{self.path}: {feature} {found} is not supported; supported: {', '.join(supported)}"
         )
 
     def wrong(self, key: str, expected: str) -> CorruptModel:
-        """The error for a value of the wrong type or range, to be raised."""
+        """The error, for the caller to raise, of a value of the wrong type or range."""
         return CorruptModel(
             f"{self.path}: {self._prefix}{key} must be {expected}, got {self.values.get(key)!r}"
         )
@@ -47,7 +47,7 @@ class Fields:
         return None if value is None else Fields(self.path, value, f"{self._prefix}{key}.")
 
     def size(self, key: str, default: int | None = None) -> int:
-        """A positive integer; without a default it must be there. Raises: CorruptModel."""
+        """A positive integer, required unless there is a default. Raises: CorruptModel."""
         value = self._optional(key, int, "a positive integer")
         if value is None and default is not None:
             return default
@@ -72,7 +72,7 @@ class Fields:
         return float(value)
 
     def positive(self, key: str, default: float | None = None) -> float:
-        """A finite number above 0; without a default it must be there. Raises: CorruptModel."""
+        """A finite number above 0, required unless there is a default. Raises: CorruptModel."""
         value = self.optional_number(key)
         if value is None and default is not None:
             return default
@@ -81,17 +81,17 @@ class Fields:
         return value
 
     def flag(self, key: str, default: bool) -> bool:
-        """A boolean; the default stands in for null too. Raises: CorruptModel."""
+        """A boolean; the default if it is absent or null. Raises: CorruptModel."""
         value = self._optional(key, bool, "true or false")
         return default if value is None else value
 
     def text(self, key: str, default: str) -> str:
-        """A string; the default stands in for null too. Raises: CorruptModel."""
+        """A string; the default if it is absent or null. Raises: CorruptModel."""
         value = self._optional(key, str, "a string")
         return default if value is None else value
 
     def token_ids(self, key: str, default: int | None = None) -> tuple[int, ...]:
-        """One id, a list of ids, or none; the default stands in for an absent key, not for null.
+        """One id, a list of ids, or none; the default if the key is absent, not if it is null.
 
         Raises: CorruptModel.
         """

@@ -1,7 +1,7 @@
-"""Read a model's tensors one at a time, by name and expected shape.
+"""Reads a model's tensors one at a time, by name and expected shape.
 
-The builder of a model asks for each tensor it needs and drops it once packed, so that loading needs
-little more than one copy of the weights.
+The model gets each tensor when it packs it and drops it afterwards, so that loading needs little more
+memory than one copy of the weights.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 class Checkpoint(ABC):
-    """Where a model's tensors come from."""
+    """A source of a model's tensors."""
 
     dtype: torch.dtype
 
@@ -35,12 +35,12 @@ class Checkpoint(ABC):
     def open(
         folder: str | Path, *, dtype: torch.dtype, load_format: LoadFormat = "auto", seed: int = 0
     ) -> Checkpoint:
-        """The weights in ``folder``; "dummy" reads no file and draws random ones from ``seed``.
+        """The weights in ``folder``; with "dummy", random ones of ``seed``, and no file is read.
 
         Raises:
             ModelNotFound: the folder holds no weights.
             UnsupportedModel: it holds only a format other than safetensors.
-            CorruptModel: a file is damaged, or the index does not fit.
+            CorruptModel: a file is damaged, or the index does not match the files.
         """
         if load_format == "dummy":
             return DummyCheckpoint(dtype=dtype, seed=seed)
@@ -51,7 +51,7 @@ class Checkpoint(ABC):
         """The tensor ``name``, contiguous, on the CPU, cast to ``dtype``.
 
         Raises:
-            CorruptModel: it is missing, unreadable or not of ``shape``.
+            CorruptModel: it is missing, unreadable or has another shape.
             UnsupportedModel: it holds integers, as quantized weights do.
         """
 
@@ -59,8 +59,8 @@ class Checkpoint(ABC):
 class SafetensorsCheckpoint(Checkpoint):
     """Tensors of ``model.safetensors``, or of the shards ``model.safetensors.index.json`` lists.
 
-    Files are memory-mapped: a tensor already in the wanted dtype is a view of its file and costs no
-    memory of its own until written to; a file must not be rewritten in place while it is in use.
+    Files are memory-mapped: a tensor that has the wanted dtype is a view of its file and takes no memory
+    of its own until it is written to. A file must not be rewritten in place while it is in use.
     """
 
     def __init__(self, folder: str | Path, *, dtype: torch.dtype) -> None:
@@ -122,10 +122,10 @@ class SafetensorsCheckpoint(Checkpoint):
 
 
 class DummyCheckpoint(Checkpoint):
-    """Random weights for any model, the same for the same name, shape and seed on every machine.
+    """Random weights for any model; name, shape and seed determine them on every machine.
 
-    Norm weights are 1, everything else is normal with a deviation of 0.02 (less for very wide inputs),
-    which keeps activations finite through any depth.
+    Norm weights are 1 and norm biases 0. Others are normal with a standard deviation of 0.02 (less for very
+    wide inputs), which keeps activations finite at any depth.
     """
 
     def __init__(self, *, dtype: torch.dtype, seed: int = 0) -> None:

@@ -20,7 +20,7 @@ _LLAMA3_CONTEXT, _LLAMA3_LOW, _LLAMA3_HIGH = 8192, 1.0, 4.0
 def hf_config(file: GgufFile) -> dict[str, Any]:
     """``config.json`` of the model.
 
-    Raises: UnsupportedModel for features that are not mapped; CorruptModel for missing or mistyped keys.
+    Raises: UnsupportedModel for features without an equivalent; CorruptModel for missing or mistyped keys.
     """
     arch = file.need("general.architecture", str)
     if arch not in _ARCHITECTURES:
@@ -63,7 +63,7 @@ def hf_config(file: GgufFile) -> dict[str, Any]:
 
 
 def _num_layers(file: GgufFile, arch: str) -> int:
-    """The model's number of layers. Raises: CorruptModel where the file has not even a tensor for each."""
+    """The model's number of layers. Raises: CorruptModel if the file has fewer tensors than layers."""
     count = file.need(f"{arch}.block_count", int)
     if count > len(file.tensors):
         raise CorruptModel(
@@ -73,7 +73,7 @@ def _num_layers(file: GgufFile, arch: str) -> int:
 
 
 def _refuse_unmapped(file: GgufFile, arch: str) -> None:
-    """Raise UnsupportedModel where the metadata holds something that would change the result."""
+    """Raise UnsupportedModel for metadata that would change the model's output and is not implemented."""
     if file.get("split.count", int, 1) > 1:
         raise UnsupportedModel(f"{file.path} is one of several split files; merge them with gguf-split first")
     for key in (
@@ -88,9 +88,9 @@ def _refuse_unmapped(file: GgufFile, arch: str) -> None:
 
 
 def _uniform(file: GgufFile, key: str, default: int | None = None) -> int:
-    """A size that GGUF may give for each layer; only one for all is supported.
+    """A size that GGUF may give per layer; only one size for all layers is supported.
 
-    Raises: UnsupportedModel where it differs between layers; CorruptModel if it is missing or no integer.
+    Raises: UnsupportedModel if it differs between layers; CorruptModel if it is missing or no integer.
     """
     value = file.fields.get(key, default)
     if isinstance(value, list) and value:
@@ -125,7 +125,7 @@ def _rope_fields(file: GgufFile, arch: str, head_dim: int) -> dict[str, Any]:
 def _yarn_scaling(file: GgufFile, prefix: str, factor: float, original: int) -> dict[str, Any]:
     """YaRN's ``rope_scaling``; ``original`` is the context before stretching, in tokens.
 
-    Raises: UnsupportedModel for llama.cpp's own knobs, which Hugging Face's YaRN lacks, away from neutral.
+    Raises: UnsupportedModel if a parameter that only llama.cpp has is not neutral.
     """
     for key, neutral in (
         ("yarn_ext_factor", 1.0),
@@ -144,12 +144,12 @@ def _yarn_scaling(file: GgufFile, prefix: str, factor: float, original: int) -> 
 
 
 def _llama3_scaling(file: GgufFile, factors: GgufTensor, theta: float, head_dim: int) -> dict[str, Any]:
-    """Recover Llama 3's rope parameters from the divisors of the frequencies that GGUF stores.
+    """Llama 3's rope parameters, recovered from the divisors of the frequencies that GGUF stores.
 
-    The file keeps only the divisors. All published Llama 3 models share three of the four parameters,
-    and the largest divisor is the fourth; the guess is kept only if it reproduces every divisor.
+    All published Llama 3 models share three of the four parameters, and the largest divisor is the fourth.
+    These parameters must reproduce every divisor.
 
-    Raises: UnsupportedModel if it does not.
+    Raises: UnsupportedModel if they do not.
     """
     stored = factors.dequantized(0, 1).ravel()
     factor = float(stored.max())
@@ -168,7 +168,7 @@ def _llama3_scaling(file: GgufFile, factors: GgufTensor, theta: float, head_dim:
 
 
 def generation_config(file: GgufFile, config: Mapping[str, Any]) -> dict[str, Any]:
-    """``generation_config.json``: the file names the end of text and the end of turn apart."""
+    """``generation_config.json``; GGUF has one key for the end of text and one for the end of a turn."""
     ends = [config["eos_token_id"], file.get("tokenizer.ggml.eot_token_id", int)]
     known = {"bos_token_id": config["bos_token_id"], "pad_token_id": config["pad_token_id"]}
     ids = sorted({i for i in ends if i is not None})

@@ -27,16 +27,16 @@ def convert_gguf(
 ) -> Path:
     """Write the model in ``source`` as the folder ``folder``, which must not exist.
 
-    The folder appears complete or not at all: it is written beside its place, synced, and renamed.
-    Peak memory is some 0.2 GB beyond the vocabulary, whatever the model's size.
+    The folder is complete or absent: it is written under another name, synced, and renamed. Peak memory is
+    some 0.2 GB plus the vocabulary, for models of any size.
 
     Args:
-        extra_files: texts by file name that go into the folder too, for a cache to recognise its work.
+        extra_files: further files, text by name, in which a cache marks its work.
     Returns: ``folder``.
     Raises:
         ModelNotFound: no such file.
-        CorruptModel: not a GGUF file, truncated, or its parts contradict each other.
-        UnsupportedModel: architecture, tokenizer, rope scaling or tensor type that is not implemented.
+        CorruptModel: not a GGUF file, truncated, or inconsistent.
+        UnsupportedModel: an architecture, tokenizer, rope scaling or tensor type that is not implemented.
         ModelError: the folder cannot be written.
     """
     source, folder = Path(source), Path(folder)
@@ -60,13 +60,13 @@ def convert_gguf(
 
 
 def _write_folder(file: GgufFile, folder: Path, progress: Progress | None) -> None:
-    """All files of the converted model; the small ones first, since they refuse early.
+    """Write all files of the converted model, the small ones first: their errors then come early.
 
     Raises: CorruptModel, UnsupportedModel; OSError if a file cannot be written.
     """
     config = hf_config(file)
     _write_json(folder / "config.json", config)
-    ModelConfig.from_folder(folder)  # refuses what the decoder cannot run, and sizes that do not fit
+    ModelConfig.from_folder(folder)  # raises for what the decoder cannot run, and for inconsistent sizes
     tensors = list(planned_tensors(file, config))
     tokenizer, tokenizer_config = build_tokenizer(file, config)
     tokenizer.save(str(folder / "tokenizer.json"))

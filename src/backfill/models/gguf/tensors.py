@@ -18,14 +18,14 @@ from backfill.core.errors import CorruptModel, UnsupportedModel
 from backfill.models.gguf.file import GgufFile, GgufTensor
 
 Progress = Callable[[str, int, int], None]
-"""Called with what is being done, units done and units in all (bytes)."""
+"""Called with the current work as text, bytes done and bytes in all."""
 
-_CHUNK_ELEMENTS = 1 << 23  # dequantised at once: 32 MiB of float32, a few times that within the dequantiser
+_CHUNK_ELEMENTS = 1 << 23  # dequantised at once: 32 MiB of float32; the dequantiser takes a few times that
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedTensor:
-    """One tensor of the output, and the order its rows are taken from the source in."""
+    """One tensor of the output, and the order in which it takes the rows of the source."""
 
     name: str
     source: GgufTensor
@@ -35,7 +35,7 @@ class PlannedTensor:
 def planned_tensors(file: GgufFile, config: Mapping[str, Any]) -> Iterator[PlannedTensor]:
     """Every tensor under its Hugging Face name, its shape checked.
 
-    Raises: CorruptModel for a missing or misshapen tensor; UnsupportedModel for one that is not known.
+    Raises: CorruptModel for a missing tensor or a wrong shape; UnsupportedModel for an unknown tensor.
     """
     expected = _tensor_table(config)
     unknown = sorted(set(file.tensors) - set(expected) - {"rope_freqs.weight"})
@@ -56,7 +56,7 @@ def planned_tensors(file: GgufFile, config: Mapping[str, Any]) -> Iterator[Plann
 
 
 def _tensor_table(config: Mapping[str, Any]) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """GGUF name to Hugging Face name and shape, of all tensors the model must have.
+    """GGUF name to Hugging Face name and shape, for all tensors of the model.
 
     Source: ``gguf.tensor_mapping``.
     """
@@ -94,15 +94,15 @@ def _tensor_table(config: Mapping[str, Any]) -> dict[str, tuple[str, tuple[int, 
 def _split_pairs(num_rows: int, head_dim: int) -> npt.NDArray[np.int64]:
     """Row order that undoes llama.cpp's interleaving of the q and k rows of Llama models.
 
-    There the two elements of a rotated pair are neighbours (2i, 2i + 1); Hugging Face keeps them half a
-    head apart (i, i + head_dim / 2). Source: ``LlamaModel.permute`` of llama.cpp's convert_hf_to_gguf.py.
+    In llama.cpp the two elements of a rotated pair are neighbours (2i, 2i + 1); in Hugging Face they are half
+    a head apart (i, i + head_dim / 2). Source: ``LlamaModel.permute`` of llama.cpp's convert_hf_to_gguf.py.
     """
     rows = np.arange(num_rows, dtype=np.int64).reshape(num_rows // head_dim, head_dim // 2, 2)
     return rows.swapaxes(1, 2).reshape(num_rows)
 
 
 def write_safetensors(path: Path, tensors: Sequence[PlannedTensor], progress: Progress | None) -> None:
-    """Write ``tensors`` as bf16, a few rows at a time: safetensors' own writer wants them all in memory.
+    """Write ``tensors`` as bf16, a few rows at a time: safetensors' own writer needs all of them in memory.
 
     ``progress`` counts bytes of the output. Raises: CorruptModel, UnsupportedModel, OSError.
     """
@@ -132,9 +132,9 @@ def write_safetensors(path: Path, tensors: Sequence[PlannedTensor], progress: Pr
 
 
 def _bf16_chunks(tensor: PlannedTensor) -> Iterator[npt.NDArray[np.uint16]]:
-    """The tensor's rows in order as the bits of bfloat16, some ``_CHUNK_ELEMENTS`` at a time.
+    """The tensor's rows in order as the bits of bfloat16, about ``_CHUNK_ELEMENTS`` at a time.
 
-    Raises: UnsupportedModel for a type without dequantiser; CorruptModel for infinities and NaN.
+    Raises: UnsupportedModel for a type without a dequantiser; CorruptModel for infinities and NaN.
     """
     source = tensor.source
     num_rows, step = len(source.rows), max(1, _CHUNK_ELEMENTS // source.shape[-1])
