@@ -29,7 +29,6 @@ def _sequence_of_tile(cu_seqlens_q, num_seqs, tile, tile_tokens: tl.constexpr):
     return low
 
 
-# Over 60 lines: a parameter takes a line each.
 @triton.jit(do_not_specialize=["layer", "num_seqs"])
 def _prefill_kernel(
     out,

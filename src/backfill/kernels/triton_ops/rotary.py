@@ -41,7 +41,6 @@ def _norm_and_rotate(
     return first, second
 
 
-# Over 60 lines: a parameter takes a line each.
 @triton.jit(do_not_specialize=["layer"])
 def _rotate_and_write_kernel(
     qkv,
