@@ -126,8 +126,8 @@ class KernelSet {
   const Isa& isa_;
 };
 
-// glibc returns freed memory above a threshold to the system; each step's activations would then page-fault
-// anew.
+// glibc returns freed memory above a threshold to the system; each step's activations would then cause page
+// faults.
 bool keep_freed_memory() {
 #if defined(__GLIBC__)
   return mallopt(M_MMAP_THRESHOLD, 1 << 30) == 1 && mallopt(M_TRIM_THRESHOLD, 1 << 30) == 1;

@@ -18,7 +18,7 @@ PROFILE = make_profile(model="llama-3x48", device="a processor, 4 threads", dtyp
 
 
 def saved(folder: Path) -> tuple[Path, dict[str, Any]]:
-    """A profile on the disk and what its file holds."""
+    """A saved profile's file and its contents."""
     path = folder / "profile.json"
     PROFILE.save(path)
     return path, json.loads(path.read_text())
@@ -42,7 +42,7 @@ def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
 
 def test_saving_again_replaces_the_file(tmp_path: Path) -> None:
     path, _ = saved(tmp_path)
-    other = replace(PROFILE, provenance="measured anew, über Nacht")
+    other = replace(PROFILE, provenance="measured again, über Nacht")
     other.save(path)
     assert CostProfile.load(path) == other
 
@@ -64,8 +64,8 @@ def test_a_disk_that_is_full_leaves_the_file_as_it_was_and_nothing_else(
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_processes_of_one_id_do_not_write_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in two containers. The second saves while the first is about to rename its file."""
+def test_processes_with_one_id_write_different_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in two containers: the second saves while the first is about to rename its file."""
     path, first = tmp_path / "profile.json", replace(PROFILE, provenance="first")
     renamed: list[Path] = []
     rename = Path.replace
@@ -87,7 +87,7 @@ def test_processes_of_one_id_do_not_write_one_file(tmp_path: Path, monkeypatch: 
     [b"", b"{", b'{"format": 4', b"not JSON", b"\xff\xfe\x00", b"\0" * 100, b"[" * 100_000, b"9" * 5000],
     ids=["empty", "brace", "torn", "text", "no-unicode", "zeros", "nested", "number"],
 )
-def test_what_is_no_json_is_refused(tmp_path: Path, content: bytes) -> None:
+def test_a_file_that_is_not_json_is_refused(tmp_path: Path, content: bytes) -> None:
     assert "is not JSON: run `backfill profile`" in refusal(tmp_path / "profile.json", content)
 
 

@@ -26,6 +26,6 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
 
 @pytest.fixture
 def scratch_limit() -> Iterator[Callable[[int], None]]:
-    """Sets how many bytes of working memory a thread of a kernel can have."""
+    """Sets the most bytes of scratch memory that a kernel's thread gets."""
     yield _kernels.limit_scratch
     _kernels.limit_scratch(1 << 62)

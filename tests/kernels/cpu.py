@@ -1,4 +1,4 @@
-"""Inputs of the CPU kernels and their expected results."""
+"""Random inputs for the CPU kernels, and the tolerance of their results."""
 
 from __future__ import annotations
 

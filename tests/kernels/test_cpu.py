@@ -1,4 +1,4 @@
-"""The C++ kernels, every ISA variant this machine has, against the plain torch reference."""
+"""Every variant of the C++ kernels that this machine runs, against the torch reference."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def check_attention(
     qkv = random_rows(generator, rows, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
     scale = head_dim**-0.5
     expected = REFERENCE.attention(qkv, pool, 1, batch, num_heads, scale)
-    # What no token owns must not matter, not even as a NaN times zero.
+    # Slots without a token must not matter, not even as a NaN times zero.
     pool[:, 0] = float("nan")
     fill_unused(pool, context_slots(batch, block_size), float("nan"))
     assert_close(kernels.attention(qkv, pool, 1, batch, num_heads, scale), expected)

@@ -18,7 +18,7 @@ from backfill.kernels.triton_ops import TritonKernels
 from tests.kernels.batches import make_batch
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-# Where there is a GPU, Triton compiles, and the interpreter's cases do not exist.
+# With a GPU, Triton compiles, and the interpreter's cases do not exist.
 DEVICES = [*(["cpu"] if INTERPRETED else []), pytest.param("cuda", marks=pytest.mark.gpu)]
 REFERENCE = ReferenceKernels()
 LAYERS, LAYER = 3, 2
@@ -61,7 +61,7 @@ ATTENTION_CASES = [
 
 @pytest.fixture
 def generator() -> torch.Generator:
-    """Fresh inputs for each run; the seed is in the report of a failure."""
+    """New inputs in each run; a failure's report has the seed."""
     seed = torch.seed() % 2**31
     print(f"seed {seed}")
     return torch.Generator().manual_seed(seed)
@@ -111,7 +111,7 @@ def attend_both(
     batch = make_batch(lens, block_size=block_size, num_blocks=num_blocks, generator=generator)
     pool = poisoned_pool(batch, (num_blocks, LAYERS, 2, num_kv_heads, block_size, head_dim), dtype, generator)
     width = (num_heads + 2 * num_kv_heads) * head_dim
-    # Rows further apart than they are long, as in a slice of a wider buffer.
+    # Row strides larger than rows, as in a slice of a wider buffer.
     qkv = random(generator, sum(query for query, _ in lens), width + 8, dtype=dtype)[:, :width]
     scale = head_dim**-0.5
     expected = REFERENCE.attention(qkv, pool, LAYER, batch, num_heads, scale)
@@ -253,7 +253,7 @@ def test_cpu_needs_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class TestBadArguments:
-    """Each is refused before anything is launched, by a message that starts with the argument's name."""
+    """Refused before a launch; the message starts with the argument's name."""
 
     @pytest.fixture(params=DEVICES)
     def device(self, request: pytest.FixtureRequest) -> str:

@@ -15,7 +15,7 @@ from backfill.core.errors import ConfigError
 from backfill.costs.model import CostModel, NonNegative
 
 FORMAT_VERSION = 4
-_REMEDY = "run `backfill profile` for the model to measure it anew."
+_REMEDY = "run `backfill profile` for the model to measure it again."
 
 Quality = Literal["coarse", "refined", "full"]
 Count = Annotated[int, msgspec.Meta(ge=0)]

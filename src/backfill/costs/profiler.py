@@ -96,7 +96,7 @@ class Grid:
     budget_s: float | None = None
 
     def shapes(self, capacity: Capacity) -> list[Shape]:
-        """Prefills, parts of prompts, several prompts, decodes, and decodes beside a prefill."""
+        """Prefills, parts of prompts, several prompts, decodes, and decodes with a prefill."""
         found: list[Shape] = []
         for chunk in self.chunks:
             found += [((0, chunk, True),), ((0, chunk, False),)]

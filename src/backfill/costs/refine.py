@@ -7,6 +7,7 @@ import statistics
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from backfill.core.clock import Clock
 from backfill.core.plan import StepPlan
@@ -53,6 +54,14 @@ class ServedStep:
     chunk_tokens: int = 0
 
 
+class StratumKey(NamedTuple):
+    """Bits of each size of a load; the same for loads of similar sizes."""
+
+    token_bits: int
+    sampled_bits: int
+    context_bits: int
+
+
 @dataclass(slots=True)
 class Stratum:
     """The latest steps of similar loads. Every third is held out: no model is fitted to it."""
@@ -74,7 +83,7 @@ class StepSample:
     """
 
     def __init__(self) -> None:
-        self._strata: OrderedDict[tuple[int, int, int], Stratum] = OrderedDict()
+        self._strata: OrderedDict[StratumKey, Stratum] = OrderedDict()
 
     def add(self, step: ServedStep) -> None:
         key = stratum_of(step.timed.load)
@@ -89,7 +98,7 @@ class StepSample:
     def held_out(self) -> list[TimedStep]:
         return [step.timed for stratum in self._strata.values() for step in stratum.held_out]
 
-    def typical(self, cost: CostModel) -> dict[tuple[int, int, int], ServedStep]:
+    def typical(self, cost: CostModel) -> dict[StratumKey, ServedStep]:
         """By stratum with enough steps, the step with the median ratio of measured to predicted time."""
 
         def ratio(step: ServedStep) -> float:
@@ -192,7 +201,7 @@ class ProfileRefiner:
         self._on_refined(refined)
         return refined
 
-    def _fit(self, typical: dict[tuple[int, int, int], ServedStep]) -> CostModel:
+    def _fit(self, typical: dict[StratumKey, ServedStep]) -> CostModel:
         cost = self.profile.cost
         served = [step.timed for step in typical.values()]
         ratio = statistics.median(step.seconds / cost.step_time_s(step.load) for step in served)
@@ -209,10 +218,9 @@ class ProfileRefiner:
         )
 
 
-def stratum_of(load: StepLoad) -> tuple[int, int, int]:
-    """The same for loads of similar sizes."""
+def stratum_of(load: StepLoad) -> StratumKey:
     context = load.prefill_context_tokens + load.decode_context_tokens
-    return (
+    return StratumKey(
         load.num_tokens.bit_length(),
         load.num_sampled.bit_length(),
         (context // _CONTEXT_UNIT).bit_length(),

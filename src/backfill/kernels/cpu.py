@@ -65,8 +65,7 @@ class PackedLinear:
 class TiledLinear:
     """A bf16 weight in panels of 32 outputs for the AMX product of ``csrc/linear.h``.
 
-    Its time beside oneDNN's, by shape and rows, is in ``docs/performance.md``.
-    A row's result depends on no other row.
+    ``docs/performance.md`` compares its time with oneDNN's. A row's result depends on no other row.
     """
 
     def __init__(self, cpp: _kernels.KernelSet, weight: Tensor, bias: Tensor | None) -> None:
@@ -165,7 +164,7 @@ class CpuKernels:
     bf16 before the product with V; their sum, the divisor, is taken before rounding.
 
     The constructor also tells malloc to keep freed memory in the process. Otherwise the pages of each step's
-    activations and logits are returned and page-fault anew (28,800 times in a step of 400 rows).
+    activations and logits are returned and cause page faults (28,800 in a step of 400 rows).
 
     Args:
         isa: one of ``available_isas()``; by default the environment's ``BACKFILL_CPU_ISA``, else the best.
