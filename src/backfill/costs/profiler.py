@@ -6,7 +6,7 @@ import itertools
 import math
 import random
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -23,6 +23,7 @@ from backfill.costs.profile import CopySpeed, CostProfile, ProfileKey, Quality
 Slice = tuple[int, int, bool]  # start, number of tokens, samples
 Shape = tuple[Slice, ...]
 
+_EMPTY_PLAN = StepPlan(step=0, admitted=(), slices=(), released=())
 _PROMPT_TOKEN = 5
 _SEED = 0
 _COPIED_BLOCKS = 64
@@ -287,39 +288,29 @@ class _StepTimer:
         return least
 
     def _time(self, shape: Shape) -> float:
-        return _time_step(self._executor, self._clock, self._capacity, shape, self._numbers)
+        """Seconds of one step; its requests are admitted and released in other steps, which are not timed."""
+        request_ids = [RequestId(f"profile-{next(self._numbers)}") for _ in shape]
+        sampling = SamplingParams(max_tokens=1, temperature=0.0)
+        admitted = tuple(
+            AdmittedRequest(request_id, (_PROMPT_TOKEN,) * (start + count + (not samples)), sampling)
+            for request_id, (start, count, samples) in zip(request_ids, shape, strict=True)
+        )
+        self._executor.run(replace(_EMPTY_PLAN, admitted=admitted))
+        blocks = _tables(shape, self._capacity.block_size)
+        slices = tuple(
+            ScheduledSlice(request_id, start, count, table, samples)
+            for request_id, (start, count, samples), table in zip(request_ids, shape, blocks, strict=True)
+        )
+        plan = replace(_EMPTY_PLAN, slices=slices)
+        began_s = self._clock.now_s()
+        self._executor.run(plan)
+        seconds = self._clock.now_s() - began_s
+        self._executor.run(replace(_EMPTY_PLAN, released=tuple(request_ids)))
+        return seconds
 
     def _report(self, done: int, total: int) -> None:
         if self._on_step is not None:
             self._on_step(done, total)
-
-
-def _time_step(
-    executor: RunsPlans, clock: Clock, capacity: Capacity, shape: Shape, numbers: Iterator[int]
-) -> float:
-    """Seconds of one step; its requests are admitted and released in other steps, which are not timed."""
-    request_ids = [RequestId(f"profile-{next(numbers)}") for _ in shape]
-    sampling = SamplingParams(max_tokens=1, temperature=0.0)
-    admitted = tuple(
-        AdmittedRequest(request_id, (_PROMPT_TOKEN,) * (start + count + (not samples)), sampling)
-        for request_id, (start, count, samples) in zip(request_ids, shape, strict=True)
-    )
-    executor.run(StepPlan(step=0, admitted=admitted, slices=(), released=()))
-    blocks = _tables(shape, capacity.block_size)
-    plan = StepPlan(
-        step=0,
-        admitted=(),
-        slices=tuple(
-            ScheduledSlice(request_id, start, count, table, samples)
-            for request_id, (start, count, samples), table in zip(request_ids, shape, blocks, strict=True)
-        ),
-        released=(),
-    )
-    began_s = clock.now_s()
-    executor.run(plan)
-    seconds = clock.now_s() - began_s
-    executor.run(StepPlan(step=0, admitted=(), slices=(), released=tuple(request_ids)))
-    return seconds
 
 
 def _time_copies(executor: RunsPlans, clock: Clock, capacity: Capacity) -> CopySpeed | None:
@@ -328,10 +319,9 @@ def _time_copies(executor: RunsPlans, clock: Clock, capacity: Capacity) -> CopyS
     if not count:
         return None
     copies = tuple(BlockCopy(index, index) for index in range(count))
-    empty = StepPlan(step=0, admitted=(), slices=(), released=())
     plans = (
-        replace(empty, checkpoint=copies, blocking_copies=CopyDirections.CHECKPOINT),
-        replace(empty, restore=copies, blocking_copies=CopyDirections.RESTORE),
+        replace(_EMPTY_PLAN, checkpoint=copies, blocking_copies=CopyDirections.CHECKPOINT),
+        replace(_EMPTY_PLAN, restore=copies, blocking_copies=CopyDirections.RESTORE),
     )
     speeds = []
     for plan in plans:

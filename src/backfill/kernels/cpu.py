@@ -201,32 +201,14 @@ class CpuKernels:
         return ReferenceLinear(weight.clone(memory_format=torch.contiguous_format), bias)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        code, rows, size, stride = _matrix("x", x)
-        _check_vector("weight", weight, size, x.dtype)
-        out = x.new_empty((rows, size))
-        self._cpp.norm(code, x.data_ptr(), 0, weight.data_ptr(), out.data_ptr(), rows, size, stride, eps)
-        return out
+        return self._norm(x, None, weight, eps)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        code, rows, size, stride = _matrix("x", x)
-        _check_vector("weight", weight, size, x.dtype)
         if residual.shape != x.shape or residual.dtype != x.dtype or not residual.is_contiguous():
             raise ValueError(
                 f"residual: expected contiguous {x.dtype} {list(x.shape)}, got {describe(residual)}"
             )
-        out = torch.empty_like(residual)
-        self._cpp.norm(
-            code,
-            x.data_ptr(),
-            residual.data_ptr(),
-            weight.data_ptr(),
-            out.data_ptr(),
-            rows,
-            size,
-            stride,
-            eps,
-        )
-        return out
+        return self._norm(x, residual, weight, eps)
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         code, rows, columns, stride = _matrix("gate_up", gate_up)
@@ -280,6 +262,15 @@ class CpuKernels:
             raise ValueError(f"scale: expected a positive number, got {scale}")
         out = qkv.new_empty((checked.rows, num_heads * pool.head_dim))
         self._cpp.attention(qkv.data_ptr(), out.data_ptr(), pool.cpp, checked.cpp, layer, num_heads, scale)
+        return out
+
+    def _norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+        code, rows, size, stride = _matrix("x", x)
+        _check_vector("weight", weight, size, x.dtype)
+        out = x.new_empty((rows, size))
+        self._cpp.norm(
+            code, x.data_ptr(), _address(residual), weight.data_ptr(), out.data_ptr(), rows, size, stride, eps
+        )
         return out
 
     def _check_attention_inputs(

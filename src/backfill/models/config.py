@@ -162,17 +162,11 @@ def _llama_config(fields: Fields, architecture: str) -> ModelConfig:
     act = fields.text("hidden_act", "silu")
     if act != "silu":
         raise fields.unsupported("hidden_act", act, ("silu",))
+    mistral, qwen2, qwen3 = (architecture == f"{name}ForCausalLM" for name in ("Mistral", "Qwen2", "Qwen3"))
     num_heads, hidden_size = fields.size("num_attention_heads"), fields.size("hidden_size")
-    head_dim = fields.size(
-        "head_dim", 128 if architecture == "Qwen3ForCausalLM" else hidden_size // num_heads or 1
-    )
-    if (
-        fields.values.get("head_dim") is None
-        and architecture != "Qwen3ForCausalLM"
-        and hidden_size % num_heads
-    ):
+    head_dim = fields.size("head_dim", 128 if qwen3 else hidden_size // num_heads or 1)
+    if fields.values.get("head_dim") is None and not qwen3 and hidden_size % num_heads:
         raise fields.wrong("hidden_size", f"a multiple of num_attention_heads ({num_heads})")
-    qwen2, mistral = architecture == "Qwen2ForCausalLM", architecture == "MistralForCausalLM"
     attention_bias = fields.flag("attention_bias", False) and not (qwen2 or mistral)
     has_default_ids = architecture in ("LlamaForCausalLM", "MistralForCausalLM")
     num_layers, positions = fields.size("num_hidden_layers"), fields.size("max_position_embeddings")
@@ -192,7 +186,7 @@ def _llama_config(fields: Fields, architecture: str) -> ModelConfig:
         qkv_bias=qwen2 or attention_bias,
         o_bias=attention_bias,
         mlp_bias=architecture == "LlamaForCausalLM" and fields.flag("mlp_bias", False),
-        qk_norm=architecture == "Qwen3ForCausalLM",
+        qk_norm=qwen3,
         tie_word_embeddings=fields.flag("tie_word_embeddings", False),
         sliding_window=_sliding_window(fields, architecture, num_layers, positions),
         dtype=_dtype(fields),
