@@ -1,8 +1,8 @@
 """Time of the CPU attention kernels against the machine's limits: memory for decode, arithmetic for prefill.
 
-Prints a table, and one JSON object as the last line. Every figure is the median of several runs. Shapes are
-those of SmolLM2-135M by default. The decode pool holds all layers and is walked layer by layer, so that no
-cache keeps what a layer needs.
+Prints a table, and one JSON object as the last line. Every figure is the median of several runs. The default
+shapes are those of SmolLM2-135M. The decode pool holds all layers and the layers run in turn, so that no
+cache holds a layer's KV.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def measure_decode(args: argparse.Namespace, kernels: CpuKernels) -> dict[str, f
 
 
 def measure_prefill(args: argparse.Namespace, kernels: CpuKernels) -> dict[str, float]:
-    """One prompt at a time; a causal prompt of n tokens needs n (n + 1) / 2 dot products a head, twice."""
+    """One prompt at a time; a causal prompt of n tokens takes n (n + 1) / 2 dot products per head, twice."""
     results = {}
     for length in args.prompts:
         num_blocks = -(-length // args.block_size)
@@ -123,7 +123,7 @@ def make_pool(args: argparse.Namespace, num_blocks: int) -> torch.Tensor:
 def make_batch(
     args: argparse.Namespace, query_lens: list[int], seq_lens: list[int], blocks: torch.Tensor
 ) -> AttentionMetadata:
-    """Sequences that own ``blocks`` in turn, filled forwards."""
+    """Sequences with successive ``blocks``, filled forwards."""
     counts = torch.tensor([-(-context // args.block_size) for context in seq_lens])
     return AttentionMetadata(
         positions=torch.zeros(sum(query_lens), dtype=torch.int64),

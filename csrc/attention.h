@@ -5,14 +5,14 @@
 
 #include "decode_tiles.h"
 #include "prefill.h"
-#include "region_fault.h"
+#include "region_error.h"
 
 namespace backfill::BACKFILL_VARIANT {
 
-// Calls cheaper than this run on the calling thread alone: waking the others would take longer.
+// Shorter calls run on the calling thread alone: waking the others takes longer.
 constexpr double kParallelNanoseconds = 6000;
-constexpr int64_t kMinSplit = 256;   // keys of the smallest part of a split context
-constexpr int64_t kMaxSplit = 8192;  // and of the largest: its scores fit a core's own cache
+constexpr int64_t kMinSplit = 256;   // fewest keys in a part of a split context
+constexpr int64_t kMaxSplit = 8192;  // most keys in a part: their scores fit a core's own cache
 constexpr int64_t kItemsPerThread = 4;
 
 enum class Work : int32_t { kPrefill, kDecode, kDecodePart };
@@ -24,7 +24,7 @@ struct Item {
   int32_t part;        // index into the partial results
 };
 
-// Parts of one sequence's split context: for each kv head, `count` neighbours among the partial results.
+// A sequence whose context is split: for each kv head, `count` successive partial results.
 struct Split {
   int32_t seq, count, first_part;
 };
@@ -45,7 +45,7 @@ BACKFILL_INLINE int64_t num_rows(const AttentionArgs& args, int64_t seq) {
   return args.cu_seqlens_q[seq + 1] - args.cu_seqlens_q[seq];
 }
 
-// Times are rough figures of one core, good enough to decide whether to wake another.
+// Times are rough figures of one core, which suffice to decide whether to wake other threads.
 BACKFILL_INLINE Totals measure(const AttentionArgs& args, int64_t element_bytes) {
   Totals totals;
   const PoolShape& shape = args.shape;
@@ -72,12 +72,12 @@ BACKFILL_INLINE int64_t split_size(const Totals& totals, int64_t num_kv_heads, i
 
 BACKFILL_INLINE int64_t ceil_divide(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Query rows of one prefill item: few enough that every thread gets several, and at least a tile of lanes.
+// Query rows of one prefill item: few enough that every thread gets several, and at least a tile of queries.
 BACKFILL_INLINE int64_t rows_per_item(const AttentionArgs& args, const Totals& totals, int64_t rows,
                                       int threads) {
   const int64_t group = args.num_heads / args.shape.num_kv_heads;
-  const int64_t most = larger<int64_t>(1, max_prefill_lanes(args.shape.head_dim) / group);
-  const int64_t least = smaller(most, ceil_divide(kTileLanes, group));
+  const int64_t most = larger<int64_t>(1, max_prefill_queries(args.shape.head_dim) / group);
+  const int64_t least = smaller(most, ceil_divide(kTileQueries, group));
   const int64_t wanted =
       threads == 1 ? 1
                    : ceil_divide(kItemsPerThread * threads, args.shape.num_kv_heads * totals.prefill_seqs);
@@ -115,7 +115,7 @@ BACKFILL_INLINE void plan_decode(const AttentionArgs& args, int64_t most_keys, P
   }
 }
 
-// Room for every item, split and partial result `plan_prefill` and `plan_decode` can make.
+// Allocates every item, split and partial result that `plan_prefill` and `plan_decode` make.
 BACKFILL_INLINE Plan empty_plan(const AttentionArgs& args, const Totals& totals, int64_t most_keys,
                                 int threads) {
   int64_t items = 0, splits = 0, parts = 0;
@@ -181,7 +181,7 @@ void attention(const AttentionArgs& args) {
   Plan plan = empty_plan(args, totals, most_keys, threads);
   plan_prefill(args, totals, threads, plan);
   plan_decode(args, most_keys, plan);
-  RegionFault fault;
+  RegionError error;
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
 #pragma omp for schedule(dynamic, 1)
@@ -189,13 +189,13 @@ void attention(const AttentionArgs& args) {
       try {
         run_item<T>(args, plan, plan.items[i]);
       } catch (...) {
-        fault.keep();
+        error.keep();
       }
     }
 #pragma omp for schedule(static)
     for (int64_t i = 0; i < plan.num_splits; i++) merge_split<T>(args, plan, plan.splits[i]);
   }
-  fault.rethrow();
+  error.rethrow();
 }
 
 }  // namespace backfill::BACKFILL_VARIANT

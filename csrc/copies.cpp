@@ -14,10 +14,10 @@ namespace {
 
 constexpr int64_t kLine = 64;
 
-// Around the caches: what is written is not read soon, so its lines need not be fetched first, which memcpy
-// does for sizes below about that of the last-level cache. 11.9 GB/s where memcpy gives 8.0, and a step of 64
-// decodes takes 6.0 % longer beside copies of 64 blocks of 0.35 MiB where it takes 7.9 % longer with memcpy.
-// bytes are whole lines, and destination begins on a vector.
+// Bypasses the caches: the destination is not read soon, and streaming stores do not fetch its lines first.
+// memcpy does for sizes below about the last-level cache. Measured: 11.9 GB/s, memcpy 8.0; a step of 64
+// decodes takes 6.0 % longer beside copies of 64 blocks of 0.35 MiB, with memcpy 7.9 %. `bytes` is a multiple
+// of a cache line; `destination` is aligned to a vector.
 void stream(char* destination, const char* source, int64_t bytes) {
   for (int64_t at = 0; at < bytes; at += kLine) {
     const __m128i* from = reinterpret_cast<const __m128i*>(source + at);
@@ -40,7 +40,7 @@ void copy_block(char* destination, const char* source, int64_t bytes) {
   std::memcpy(destination + streamed, source + streamed, static_cast<size_t>(bytes - streamed));
 }
 
-// Streaming stores are not ordered with the stores that tell another thread of them.
+// Streaming stores are not ordered before the later store that tells another thread of the copy.
 void finish() { _mm_sfence(); }
 
 #else

@@ -1,10 +1,10 @@
-// Attention of one query row: bound by reading K and V from memory, so each is read once for all query
-// heads that share it, and while one is multiplied the next is prefetched.
+// Attention of one query row. Memory bounds it, so each row of K and V is read once for all query heads that
+// share it, and the next rows are prefetched during the arithmetic.
 //
-// Scores of kLanes keys at a time are dot products along the head, transposed together to one vector.
-// For bf16 with AVX-512 BF16, probabilities are rounded to bf16 for the product with V; their sum is taken
-// before rounding. Two value rows are then interleaved by a shuffle within 128-bit lanes, which leaves the
-// output in a permuted order until `natural_order`.
+// Scores of kLanes keys at a time are dot products along the head, transposed to one vector. For bf16 with
+// AVX-512 BF16, weights are rounded to bf16 for the product with V; their sum is taken before rounding. Two
+// value rows are interleaved by a shuffle within 128-bit lanes; the output is then in a permuted order until
+// `natural_order`.
 #pragma once
 
 #include "key_rows.h"
@@ -23,7 +23,7 @@ struct SoftmaxState {
   float max, total;
 };
 
-// Result of one item when its context is split: state, then head_dim weighted sums, per query head.
+// Floats of a split context's partial result, per query head: SoftmaxState, then head_dim weighted sums.
 BACKFILL_INLINE int64_t partial_size(int64_t head_dim) { return 16 + round_up(head_dim, 16); }
 
 template <class T>
@@ -236,7 +236,7 @@ class DecodeItem {
       rows_[0] = rows_[1];
       rows_[1] = current;
       if (next < end) list_rows(next, end);
-      // Past the end the current rows stand in for the next: prefetching them again costs almost nothing.
+      // At the end the current rows are prefetched once more, which costs almost nothing.
       const T** ahead = end - next >= kDecodeChunk ? rows_[0] : pad_ahead(current, end - next);
       score(current, ahead, count, position == begin);
       add(current, ahead, round_up(count, kLanes));
@@ -248,7 +248,7 @@ class DecodeItem {
   }
 
  private:
-  // Without a bf16 product, keys shared by several heads are converted once.
+  // Without a bf16 product, keys are converted to float once for all heads that share them.
   static constexpr bool kWidenKeys = sizeof(T) == 2 && !kPaired<T>;
 
   size_t bytes() const {
@@ -264,7 +264,7 @@ class DecodeItem {
     for (int64_t i = count; i < round_up(count, kLanes); i++) rows_[0][i] = rows_[0][count - 1];
   }
 
-  // The next chunk's `count` rows, filled up with current ones: a full chunk's worth to prefetch.
+  // The next chunk's `count` rows, padded with current ones to a full chunk to prefetch.
   const T** pad_ahead(const T** current, int64_t count) {
     if (count <= 0) return current;
     for (int64_t i = round_up(count, kLanes); i < kDecodeChunk; i++) rows_[0][i] = current[i];
@@ -304,8 +304,8 @@ class DecodeItem {
     }
   }
 
-  // Head h's part of kLanes rows. A core tracks few missing lines at a time, and prefetches beyond that
-  // number stall it, so they are spread evenly through the arithmetic.
+  // Prefetches head h's part of kLanes rows. A core tracks few cache misses at a time and stalls beyond that
+  // number, so prefetches are spread evenly over the arithmetic.
   BACKFILL_INLINE void prefetch_share(const T* const* ahead, int64_t h) const {
     for (int64_t r = h * kLanes / group_; r < (h + 1) * kLanes / group_; r++) prefetch_row(ahead[r], dim_);
   }
@@ -360,7 +360,7 @@ class DecodeItem {
   const T** rows_[2];
 };
 
-// Joins the partial results of one query head, `stride` floats apart, into its output.
+// Merges the partial results of one query head, `stride` floats apart, into its output.
 template <class T>
 void merge_partials(const float* partials, int64_t count, int64_t stride, T* out, int64_t dim) {
   float highest = partials[0];

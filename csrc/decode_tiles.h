@@ -1,13 +1,13 @@
-// Attention of one query row with AMX, whose tile loads read K and V straight from the pool's blocks.
+// Attention of one query row with AMX. Its tile loads read K and V from the pool's blocks, without packing.
 //
-// Scores: a tile of 16 keys by 32 elements, as stored, times the queries of the group in pairs of elements,
-// gives 16 keys by heads. Values: the tile product sums pairs, A[m][2k] B[k][2n] + A[m][2k+1] B[k][2n+1].
-// With a row of values as B[k], a row of A that holds the weights in its even places and zeros in the odd
-// ones yields the even elements of the output, and one with the two exchanged the odd elements. Half of the
-// multiplications are by zero, but no value is ever shuffled.
+// Scores: a tile of 16 keys by 32 elements, as stored, is multiplied with the queries of the group in pairs
+// of elements. The result is 16 keys by heads. Values: the tile product sums pairs, A[m][2k] B[k][2n] +
+// A[m][2k+1] B[k][2n+1]. B[k] is a row of values. A row of A with the weights at even indices and zeros at
+// odd ones yields the even elements of the output; a row with the two exchanged yields the odd elements. Half
+// of the multiplications are by zero, but no value is shuffled.
 //
-// The order of keys within a tile does not matter to the sums, so a reversed block is read as it lies; of a
-// partly filled tile, which slots are valid decides. Weights are rounded to bf16 for the product with V;
+// The sums do not depend on the order of keys within a tile, so a reversed block is read as stored. A mask
+// says which slots of a partly filled tile are valid. Weights are rounded to bf16 for the product with V;
 // their sum is taken before rounding.
 #pragma once
 
@@ -58,7 +58,7 @@ class TileDecodeItem {
   TileDecodeItem(const AttentionArgs& args, int64_t seq, int64_t kv_head)
       : keys_(key_rows<bf16>(args, seq, kv_head)),
         group_(args.num_heads / args.shape.num_kv_heads),
-        lanes_(group_ <= 4 ? 4 : 8),
+        padded_group_(group_ <= 4 ? 4 : 8),
         scale_(args.scale * kLog2e) {
     const int64_t row = args.cu_seqlens_q[seq];
     const int64_t row_size = (args.num_heads + 2 * args.shape.num_kv_heads) * kDim;
@@ -86,8 +86,8 @@ class TileDecodeItem {
 
   void take_memory() {
     const int64_t padded = count_ + kPrefetchTiles;
-    const int64_t sums = 2 * group_ * Steps * 16, queries = Steps * 16 * lanes_;
-    const int64_t scores = count_ * kTileKeys * lanes_, weights = count_ * 2 * group_ * 16;
+    const int64_t sums = 2 * group_ * Steps * 16, queries = Steps * 16 * padded_group_;
+    const int64_t scores = count_ * kTileKeys * padded_group_, weights = count_ * 2 * group_ * 16;
     const int64_t floats = round_up(sums + queries, 16) + scores + weights + 16 * group_ * 2;
     char* memory = static_cast<char*>(
         scratch(kWork, floats * sizeof(float) + 16 * kDim * sizeof(bf16) + padded * sizeof(KeyTile)));
@@ -122,13 +122,13 @@ class TileDecodeItem {
   void score() {
     constexpr int64_t stride = kDim * sizeof(bf16);
     pack_queries();
-    TileShapes::load(16, 4 * lanes_, 16, 4 * lanes_);
-    const int64_t query_stride = 4 * lanes_;
+    TileShapes::load(16, 4 * padded_group_, 16, 4 * padded_group_);
+    const int64_t query_stride = 4 * padded_group_;
     publish(queries_);
     _tile_loadd(0, queries_, query_stride);
-    if constexpr (Steps > 1) _tile_loadd(1, queries_ + 16 * lanes_, query_stride);
-    if constexpr (Steps > 2) _tile_loadd(2, queries_ + 32 * lanes_, query_stride);
-    if constexpr (Steps > 3) _tile_loadd(3, queries_ + 48 * lanes_, query_stride);
+    if constexpr (Steps > 1) _tile_loadd(1, queries_ + 16 * padded_group_, query_stride);
+    if constexpr (Steps > 2) _tile_loadd(2, queries_ + 32 * padded_group_, query_stride);
+    if constexpr (Steps > 3) _tile_loadd(3, queries_ + 48 * padded_group_, query_stride);
     for (int64_t i = 0; i < kPrefetchTiles; i++) prefetch_tile(i, 0);
     for (int64_t i = 0; i < count_; i++) {
       const bf16* keys = tiles_[i].keys;
@@ -148,7 +148,7 @@ class TileDecodeItem {
         _tile_loadd(7, keys + 96, stride);
         _tile_dpbf16ps(4, 7, 3);
       }
-      _tile_stored(4, scores_ + i * kTileKeys * lanes_, query_stride);
+      _tile_stored(4, scores_ + i * kTileKeys * padded_group_, query_stride);
     }
     publish(scores_);
     for (int64_t i = 0; i < kPrefetchTiles; i++) prefetch_tile(i, keys_.value_offset());
@@ -156,23 +156,23 @@ class TileDecodeItem {
 
   // queries_[step][pair][head]: two neighbouring elements of each head's query in 32 bits.
   void pack_queries() {
-    std::memset(queries_, 0, Steps * 16 * lanes_ * sizeof *queries_);
+    std::memset(queries_, 0, Steps * 16 * padded_group_ * sizeof *queries_);
     for (int64_t h = 0; h < group_; h++)
       for (int64_t pair = 0; pair < kDim / 2; pair++)
-        std::memcpy(queries_ + pair * lanes_ + h, query_ + h * kDim + 2 * pair, sizeof *queries_);
+        std::memcpy(queries_ + pair * padded_group_ + h, query_ + h * kDim + 2 * pair, sizeof *queries_);
   }
 
   // Turns one head's scores into the rows of weights for even and for odd elements.
   void weigh_head(int64_t h) {
     const __m512i places = _mm512_add_epi32(
         _mm512_mullo_epi32(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),
-                           _mm512_set1_epi32((int)lanes_)),
+                           _mm512_set1_epi32((int)padded_group_)),
         _mm512_set1_epi32((int)h));
     const Floats none = broadcast(-__builtin_inff());
     Floats top = none;
     for (int64_t i = 0; i < count_; i++) {
       const Floats scores =
-          (Floats)_mm512_i32gather_ps(places, scores_ + i * kTileKeys * lanes_, 4) * scale_;
+          (Floats)_mm512_i32gather_ps(places, scores_ + i * kTileKeys * padded_group_, 4) * scale_;
       const Floats valid = (Floats)_mm512_mask_mov_ps((__m512)none, tiles_[i].valid, (__m512)scores);
       store(reinterpret_cast<float*>(weight_row(i, 2 * h)), valid);
       top = max(top, valid);
@@ -273,16 +273,16 @@ class TileDecodeItem {
   }
 
   KeyRows<bf16> keys_;
-  int64_t group_, lanes_;
+  int64_t group_, padded_group_;
   float scale_;
   const bf16* query_;
   bf16* out_;
   int64_t count_;        // tiles of keys
   KeyTile* tiles_;       // [count]
   uint32_t* weights_;    // [count, 2 * group, 16]
-  float* scores_;        // [count, 16 keys, lanes]
+  float* scores_;        // [count, 16 keys, padded group]
   float* sums_;          // [Steps, 2 * group, 16]
-  uint32_t* queries_;    // [Steps, 16 pairs, lanes]
+  uint32_t* queries_;    // [Steps, 16 pairs, padded group]
   float *top_, *total_;  // [group]
   bf16* last_values_;    // [16, head_dim]
 };

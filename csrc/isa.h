@@ -13,7 +13,7 @@ struct Isa {
   const KernelTable* table;
 };
 
-// From the most portable to the fastest; found out once.
+// From the most portable to the fastest; detected once.
 const std::vector<Isa>& supported_isas();
 
 }  // namespace backfill

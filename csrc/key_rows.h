@@ -1,7 +1,7 @@
-// Where the keys of one sequence and one key/value head lie in the pool.
+// Where the keys of one sequence and one key/value head are in the pool.
 //
-// All attention code reads a run of positions as a list of row addresses, in logical order. Block size,
-// direction and the unused slots of a last block exist nowhere else, and unused slots are never read.
+// Attention reads a range of positions as a list of row addresses, in logical order. Only this file and
+// decode_tiles.h know block sizes and directions. Unused slots of a last block are never listed.
 #pragma once
 
 #include "simd.h"
@@ -38,8 +38,8 @@ template <class T>
 BACKFILL_INLINE KeyRows<T> key_rows(const AttentionArgs& args, int64_t seq, int64_t kv_head) {
   const PoolShape& shape = args.shape;
   const T* base = static_cast<const T*>(args.pool) + shape.layer_offset;
-  return {base + kv_head * shape.block_size * shape.head_dim, args.block_table + args.block_table_offsets[seq],
-          shape};
+  return {base + kv_head * shape.block_size * shape.head_dim,
+          args.block_table + args.block_table_offsets[seq], shape};
 }
 
 }  // namespace backfill::BACKFILL_VARIANT

@@ -1,13 +1,11 @@
 // y [rows, out] = x [rows, in] * weight^T + bias in AMX tiles, for a weight packed into panels.
 //
 // A panel holds 32 outputs: [in / 32][2][16][16][2], for every 32 inputs two tiles of 16 outputs, pairs of
-// inputs side by side as tdpbf16ps reads them.
-// With few rows the product is as fast as memory delivers the weight; the hardware's own prefetching reaches
-// two thirds of that (measured), so each panel is asked for ahead while its first rows are multiplied.
-// With many, what counts is that tiles come from the caches and that results are written while others are
-// computed.
-// A row's result depends on neither the number of rows nor its place among them: the order of its sums is
-// fixed.
+// inputs side by side as tdpbf16ps reads them. With few rows, memory bandwidth bounds the product. Hardware
+// prefetching reaches two thirds of it (measured), so panels are prefetched in software, while the tiles
+// compute. With many rows, tiles must come from the caches, and results are written while others are
+// computed. The order of a row's sums is fixed: its result depends neither on the number of rows nor on its
+// index.
 #pragma once
 
 #include "kernels.h"
@@ -18,7 +16,7 @@
 
 #include <algorithm>
 
-#include "region_fault.h"
+#include "region_error.h"
 #include "scratch.h"
 #include "tile_product.h"
 
@@ -29,13 +27,13 @@ constexpr int64_t kUnroll = 32;  // inputs consumed by one round of tile product
 constexpr int64_t kTile = 16 * kUnroll;
 constexpr int64_t kFewRows = 64;
 constexpr int64_t kPackedSize = 256 << 10;  // numbers of packed rows: half a MiB, to stay in L2
-constexpr int64_t kMaxChunk = 1536;         // inputs multiplied before the next row or panel comes
-constexpr int64_t kSumsSize = 512 << 10;    // sums that wait for the next chunk
-// Packing 32 rows, and reading a panel first, in products of 32 rows and a panel.
+constexpr int64_t kMaxChunk = 1536;         // inputs multiplied before the next row or panel
+constexpr int64_t kSumsSize = 512 << 10;    // sums kept in memory between chunks
+// Cost of packing 32 rows, and of the first read of a panel; the unit is a product of 32 rows and a panel.
 constexpr int64_t kPackCost = 8, kReadCost = 2;
 
-// Tiles 0 to 3: sums of (upper rows, lower rows) x (left, right half of the panel); 4, 5: rows of x; 6, 7: the
-// panel's halves. `upper` and `lower` rows, at most 16 each, are in use.
+// Tiles 0 to 3: sums of (upper rows, lower rows) x (left, right half of the panel). Tiles 4, 5: rows of x.
+// Tiles 6, 7: the panel's halves. `upper` and `lower` are the rows in use, at most 16 each.
 class PanelTiles {
  public:
   ~PanelTiles() { _tile_release(); }
@@ -58,11 +56,11 @@ class PanelTiles {
   int64_t upper_ = -1, lower_ = -1;
 };
 
-// Asks for a thread's panels, which lie one after another, ahead of their use.
+// Prefetches a thread's panels, which are contiguous.
 class Prefetcher {
  public:
-  // Each panel is read `num_reads` times, so that is over how many reads asking for the following ones is
-  // spread: memory then delivers while the tiles compute.
+  // Each panel is read `num_reads` times, and the prefetch of the next one is spread over these reads: memory
+  // then delivers while the tiles compute.
   Prefetcher(const void* end, int64_t num_reads)
       : end_((const char*)end), lines_(std::max<int64_t>(1, kRoundLines / num_reads)) {}
 
@@ -85,8 +83,8 @@ class Prefetcher {
   int64_t lines_;
 };
 
-// Adds the bias to a block's sums and writes them while the next block is multiplied; done at once, the tiles
-// would stand still for it (without any writing, 2,048 rows of 576 inputs took a third less).
+// Adds the bias to a block's sums and writes them while the next block is multiplied. Written at once, they
+// would stall the tiles (without any writing, 2,048 rows of 576 inputs took a third less).
 class SumsWriter {
  public:
   void begin(const float* sums, const bf16* bias, bf16* y, int64_t y_stride, int64_t rows, int64_t columns) {
@@ -125,8 +123,7 @@ class SumsWriter {
   Floats left_bias_{}, right_bias_{};
 };
 
-// Rows as tiles one after another: [depth / 32][upper, lower][16][32]. Asks for
-// the rows after them.
+// Packs rows as contiguous tiles, [depth / 32][upper, lower][16][32], and prefetches the rows after them.
 BACKFILL_INLINE void pack_rows(const bf16* x, int64_t x_stride, int64_t rows, int64_t next_rows,
                                int64_t depth, bf16* packed) {
   constexpr int64_t kAtOnce = 4 * kUnroll;
@@ -142,7 +139,7 @@ BACKFILL_INLINE void pack_rows(const bf16* x, int64_t x_stride, int64_t rows, in
   publish(packed);
 }
 
-// 32 rows as the tiles see them: of 32 inputs each, `step` apart.
+// 32 rows as tiles of 32 inputs, `step` apart.
 struct RowTiles {
   const bf16 *upper, *lower;
   int64_t stride, step;
@@ -204,7 +201,7 @@ BACKFILL_INLINE void multiply_panel(const bf16* panel, int64_t num_rows, const R
     multiply_panel<false>(panel, rows, depth, continues, prefetcher, writer, sums);
 }
 
-// Some rows times some panels: what one thread does.
+// The rows and panels that one thread multiplies.
 struct LinearPart {
   int64_t first_row, last_row, first_panel, last_panel;
 };
@@ -218,7 +215,7 @@ BACKFILL_INLINE void begin_writing(SumsWriter& writer, const LinearArgs& args, c
                std::min(kPanel, args.out_features - column));
 }
 
-// Each panel comes from memory and is multiplied with all rows, which are read where they lie.
+// Each panel is read from memory once and multiplied with all rows, which are not packed.
 inline void multiply_few_rows(const LinearArgs& args, const LinearPart& part) {
   const auto* x = static_cast<const bf16*>(args.x);
   const int64_t panel_size = args.in_features * kPanel, x_stride = args.x_stride;
@@ -241,8 +238,8 @@ inline void multiply_few_rows(const LinearArgs& args, const LinearPart& part) {
   writer.finish();
 }
 
-// Rows are packed into tiles that stay in L2 while all panels pass. Deep layers go in chunks of their depth,
-// between which the sums wait in memory, exact.
+// Rows are packed into tiles that stay in L2 while all panels are read. Deep layers are multiplied in chunks
+// of their depth; between chunks the sums are kept in memory, in float.
 inline void multiply_many_rows(const LinearArgs& args, const LinearPart& part) {
   const auto* x = static_cast<const bf16*>(args.x);
   const auto* weight = static_cast<const bf16*>(args.weight);
@@ -263,7 +260,7 @@ inline void multiply_many_rows(const LinearArgs& args, const LinearPart& part) {
   SumsWriter writer;
   int64_t turn = 0;
 
-  // Not in a function of its own: as a lambda that was not inlined it took up to a tenth longer.
+  // One function: as a lambda that was not inlined, the inner loops took up to a tenth longer.
   for (int64_t first_row = part.first_row; first_row < part.last_row; first_row += block) {
     const int64_t last_row = std::min(first_row + block, part.last_row);
     for (int64_t first = part.first_panel; first < part.last_panel; first += group) {
@@ -287,19 +284,20 @@ inline void multiply_many_rows(const LinearArgs& args, const LinearPart& part) {
           }
         }
       }
-      if (sums_wait) writer.finish();  // before the next group's sums take their place
+      if (sums_wait) writer.finish();  // before the next group overwrites the sums
     }
   }
   writer.finish();
 }
 
-// The thread's part, in the grid of threads that takes least time.
+// The thread's part in the grid of threads with the least cost.
 BACKFILL_INLINE LinearPart part_of(int64_t thread, int64_t num_threads, int64_t rows, int64_t num_panels) {
   const int64_t num_blocks = (rows + kPanel - 1) / kPanel;
   int64_t best_cost = INT64_MAX, across = 1;
   for (int64_t rows_parts = 1; rows_parts <= num_threads; rows_parts++) {
     const int64_t blocks = (num_blocks + rows_parts - 1) / rows_parts;
-    const int64_t panel_parts = num_threads / rows_parts, panels = (num_panels + panel_parts - 1) / panel_parts;
+    const int64_t panel_parts = num_threads / rows_parts;
+    const int64_t panels = (num_panels + panel_parts - 1) / panel_parts;
     const int64_t cost = blocks * panels + kPackCost * blocks + kReadCost * panels;
     if (cost < best_cost) best_cost = cost, across = rows_parts;
   }
@@ -313,7 +311,7 @@ BACKFILL_INLINE LinearPart part_of(int64_t thread, int64_t num_threads, int64_t 
 inline void linear(const LinearArgs& args) {
   if (args.rows == 0) return;
   const int64_t num_panels = (args.out_features + kPanel - 1) / kPanel;
-  RegionFault fault;
+  RegionError error;
 #pragma omp parallel
   {
     const int64_t num_threads = omp_get_num_threads(), thread = omp_get_thread_num();
@@ -326,12 +324,12 @@ inline void linear(const LinearArgs& args) {
         try {
           multiply_many_rows(args, part);
         } catch (...) {
-          fault.keep();
+          error.keep();
         }
       }
     }
   }
-  fault.rethrow();
+  error.rethrow();
 }
 
 }  // namespace backfill::BACKFILL_VARIANT

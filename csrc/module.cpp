@@ -33,7 +33,8 @@ std::vector<std::string> isa_names() {
   return names;
 }
 
-// A pool tensor and a batch, taken apart once for the hundreds of calls that use them. They own nothing.
+// Addresses and sizes of a pool and of a batch, read once for the hundreds of calls that use them. They own
+// nothing.
 struct KvPool {
   int type;
   void* data;
@@ -81,8 +82,8 @@ class KernelSet {
 
   void linear(uintptr_t x, uintptr_t weight, uintptr_t bias, uintptr_t out, int64_t rows, int64_t in_features,
               int64_t out_features, int64_t x_stride) const {
-    isa_.table->linear({address<void>(x), address<void>(weight), address<void>(bias), address<void>(out), rows,
-                        in_features, out_features, x_stride});
+    isa_.table->linear({address<void>(x), address<void>(weight), address<void>(bias), address<void>(out),
+                        rows, in_features, out_features, x_stride});
   }
 
   void norm(int type, uintptr_t x, uintptr_t residual, uintptr_t weight, uintptr_t out, int64_t rows,
@@ -125,8 +126,8 @@ class KernelSet {
   const Isa& isa_;
 };
 
-// glibc gives freed blocks above a threshold back to the kernel, and a step's activations would fault
-// their pages in again every time.
+// glibc returns freed memory above a threshold to the system; each step's activations would then cause page
+// faults.
 bool keep_freed_memory() {
 #if defined(__GLIBC__)
   return mallopt(M_MMAP_THRESHOLD, 1 << 30) == 1 && mallopt(M_TRIM_THRESHOLD, 1 << 30) == 1;
@@ -149,7 +150,7 @@ void copy_blocks_at(uintptr_t destination, uintptr_t source, int64_t block_bytes
 NB_MODULE(_kernels, m) {
   using backfill::KernelSet;
   m.doc() = "C++ kernels of Backfill. Import torch first: its OpenMP runtime is the one to share.";
-  // Kernel sets live as long as the process; what it holds at exit is no leak worth a message.
+  // Kernel sets live as long as the process; nanobind would report them as leaks.
   nanobind::set_leak_warnings(false);
   m.def("supported_isas", &backfill::isa_names, "ISA variants this machine runs, the fastest last.");
   m.def("keep_freed_memory", &backfill::keep_freed_memory,
@@ -165,8 +166,8 @@ NB_MODULE(_kernels, m) {
            "num_kv_heads"_a, "block_size"_a, "head_dim"_a);
   nb::class_<backfill::Batch>(m, "Batch")
       .def(nb::init<Address, Address, Address, Address, Address, Address, int64_t, int64_t>(), "positions"_a,
-           "slot_mapping"_a, "cu_seqlens_q"_a, "seq_lens"_a, "block_table"_a, "block_table_offsets"_a, "rows"_a,
-           "num_seqs"_a);
+           "slot_mapping"_a, "cu_seqlens_q"_a, "seq_lens"_a, "block_table"_a, "block_table_offsets"_a,
+           "rows"_a, "num_seqs"_a);
   nb::class_<KernelSet>(m, "KernelSet")
       .def(nb::init<const std::string&>(), "isa"_a = "",
            "ValueError for an ISA this machine lacks; '' is the best.")

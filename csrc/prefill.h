@@ -1,15 +1,15 @@
 // Attention of many query rows of one sequence: flash attention, laid out transposed.
 //
-// A lane is one (query row, query head of the group); lanes of a row are neighbours, so a tile of kTileLanes
-// lanes covers few rows and the causal limit cuts it closely. For each chunk of keys, packed once in logical
-// order and used by every tile:
+// A query is one (query row, query head of the group). Queries of a row are neighbours, as in
+// FlashAttention's GQA packing: a tile of kTileQueries covers few rows, and the causal limit cuts it closely.
+// Each chunk of keys is packed once, in logical order, and used by every tile:
 //
-//   S [keys, lanes]  = K [keys, D] * Q [D, lanes]
-//   P                = 2^(S * scale - running max of the lane)
-//   O [D, lanes]     = O * correction + V [D, keys] * P [keys, lanes]
+//   S [keys, queries] = K [keys, D] * Q [D, queries]
+//   P                 = 2^(S * scale - running max of the query)
+//   O [D, queries]    = O * correction + V [D, keys] * P [keys, queries]
 //
-// Packing makes blocks, directions, head sizes and element types disappear before the arithmetic.
-// With bf16 products P is rounded to bf16; the sum of a lane is taken before rounding.
+// The arithmetic reads packed keys only: it knows no blocks, directions, head sizes or element types.
+// With bf16 products P is rounded to bf16; the sum of a query is taken before rounding.
 #pragma once
 
 #include "decode.h"
@@ -19,9 +19,10 @@ namespace backfill::BACKFILL_VARIANT {
 
 constexpr int kPrefillChunk = 128;  // keys packed at a time
 
-// Lanes of one item: bounded so that O stays in the L2 cache.
-BACKFILL_INLINE int64_t max_prefill_lanes(int64_t head_dim) {
-  return larger<int64_t>(kTileLanes, smaller<int64_t>(1024, 65536 / head_dim / kTileLanes * kTileLanes));
+// Queries of one item: bounded so that O stays in the L2 cache.
+BACKFILL_INLINE int64_t max_prefill_queries(int64_t head_dim) {
+  const int64_t fitting = 65536 / head_dim / kTileQueries * kTileQueries;
+  return larger<int64_t>(kTileQueries, smaller<int64_t>(1024, fitting));
 }
 
 // One sequence, one key/value head, query rows [begin, end) of the sequence.
@@ -34,8 +35,8 @@ class PrefillItem {
         row_dim_(round_up(dim_, kRowPadding<T>)),
         depth_(round_up(dim_ / kPerUnit<T>, kDepthPadding<T>)),
         group_(args.num_heads / args.shape.num_kv_heads),
-        num_lanes_((end - begin) * group_),
-        num_tiles_(round_up(num_lanes_, kTileLanes) / kTileLanes),
+        num_queries_((end - begin) * group_),
+        num_tiles_(round_up(num_queries_, kTileQueries) / kTileQueries),
         row_size_((args.num_heads + 2 * args.shape.num_kv_heads) * dim_),
         out_size_(args.num_heads * dim_),
         scale_(args.scale * kLog2e) {
@@ -68,7 +69,7 @@ class PrefillItem {
   }
 
   void share_memory() {
-    const int64_t tile_size = kTileLanes * num_tiles_;
+    const int64_t tile_size = kTileQueries * num_tiles_;
     const int64_t sizes[] = {depth_ * tile_size,
                              row_dim_ * tile_size,
                              tile_size,
@@ -76,9 +77,9 @@ class PrefillItem {
                              tile_size,
                              kPrefillChunk * depth_,
                              kPrefillChunk * row_dim_,
-                             kPrefillChunk * kTileLanes,
-                             kPrefillChunk * kTileLanes,
-                             kTileLanes};
+                             kPrefillChunk * kTileQueries,
+                             kPrefillChunk * kTileQueries,
+                             kTileQueries};
     int64_t total = 0;
     for (int64_t size : sizes) total += round_up(size, 16);
     float* memory = static_cast<float*>(scratch(kWork, total * sizeof(float) + kPrefillChunk * sizeof(T*)));
@@ -88,31 +89,31 @@ class PrefillItem {
     rows_ = reinterpret_cast<const T**>(memory);
   }
 
-  BACKFILL_INLINE const T* query_row(int64_t lane) const {
-    return query_ + lane / group_ * row_size_ + lane % group_ * dim_;
+  BACKFILL_INLINE const T* query_row(int64_t query) const {
+    return query_ + query / group_ * row_size_ + query % group_ * dim_;
   }
 
-  BACKFILL_INLINE int64_t lanes_of(int64_t tile) const {
-    return smaller<int64_t>(kTileLanes, num_lanes_ - tile * kTileLanes);
+  BACKFILL_INLINE int64_t queries_in(int64_t tile) const {
+    return smaller<int64_t>(kTileQueries, num_queries_ - tile * kTileQueries);
   }
 
   BACKFILL_INLINE int64_t first_position(int64_t tile) const {
-    return first_position_ + tile * kTileLanes / group_;
+    return first_position_ + tile * kTileQueries / group_;
   }
 
   BACKFILL_INLINE int64_t last_position(int64_t tile) const {
-    return first_position_ + (tile * kTileLanes + lanes_of(tile) - 1) / group_;
+    return first_position_ + (tile * kTileQueries + queries_in(tile) - 1) / group_;
   }
 
-  // queries_[tile][depth][lane]; lanes past the end repeat the last query and are never written out.
+  // queries_[tile][depth][query]; queries past the end repeat the last query and are never written out.
   void pack_queries() {
-    for (int64_t lane = 0; lane < num_tiles_ * kTileLanes; lane += kLanes) {
-      const int64_t tile = lane / kTileLanes;
-      float* target = queries_ + tile * depth_ * kTileLanes + lane % kTileLanes;
+    for (int64_t query = 0; query < num_tiles_ * kTileQueries; query += kLanes) {
+      const int64_t tile = query / kTileQueries;
+      float* target = queries_ + tile * depth_ * kTileQueries + query % kTileQueries;
       const T* rows[kLanes];
-      int32_t* positions = reinterpret_cast<int32_t*>(positions_) + lane;
+      int32_t* positions = reinterpret_cast<int32_t*>(positions_) + query;
       for (int i = 0; i < kLanes; i++) {
-        const int64_t source = smaller(lane + i, num_lanes_ - 1);
+        const int64_t source = smaller(query + i, num_queries_ - 1);
         rows[i] = query_row(source);
         positions[i] = (int32_t)(first_position_ + source / group_);
       }
@@ -123,10 +124,10 @@ class PrefillItem {
           square[i] = present == 0 ? Floats{} : load_units(rows[i] + unit * kPerUnit<T>, present);
         transpose(square);
         for (int i = 0; i < kLanes && unit + i < depth_; i++)
-          store(target + (unit + i) * kTileLanes, square[i]);
+          store(target + (unit + i) * kTileQueries, square[i]);
       }
-      store(max_ + lane, broadcast(-__builtin_inff()));
-      store(total_ + lane, Floats{});
+      store(max_ + query, broadcast(-__builtin_inff()));
+      store(total_ + query, Floats{});
     }
   }
 
@@ -147,7 +148,7 @@ class PrefillItem {
       pack_values(count);
   }
 
-  // Value row of key i, zero where there is none: a weight of zero must not meet a NaN.
+  // Value row of key i; zero past the last key, because a weight of zero times NaN is NaN.
   BACKFILL_INLINE Halves value_bits(int64_t i, int64_t count, int64_t d) const {
     if (i >= count || d >= dim_) return Halves{};
     return load_bits(reinterpret_cast<const bf16*>(rows_[i] + keys_.value_offset() + d), dim_ - d);
@@ -185,25 +186,27 @@ class PrefillItem {
 
   // Keys [begin, begin + count) of the packed chunk for one tile.
   void attend(int64_t tile, int64_t begin, int64_t count) {
-    const int64_t lanes = round_up(lanes_of(tile), kLanePadding<T>);
-    float* sums = sums_ + tile * row_dim_ * kTileLanes;
-    product<T>(packed_keys_, depth_, 1, queries_ + tile * depth_ * kTileLanes, depth_, scores_,
-               round_up(count, kRowPadding<T>), lanes, nullptr);
+    const int64_t queries = round_up(queries_in(tile), kQueryPadding<T>);
+    float* sums = sums_ + tile * row_dim_ * kTileQueries;
+    product<T>(packed_keys_, depth_, 1, queries_ + tile * depth_ * kTileQueries, depth_, scores_,
+               round_up(count, kRowPadding<T>), queries, nullptr);
     // Every row of the tile sees keys up to its first row's position.
     const int64_t clear = smaller<int64_t>(count, larger<int64_t>(0, first_position(tile) + 1 - begin));
-    for (int64_t lane = 0; lane < lanes; lane += kLanes) weigh_lanes(tile, lane, begin, clear, count);
+    for (int64_t query = 0; query < queries; query += kLanes) weigh_queries(tile, query, begin, clear, count);
     const float* correction = begin == 0 ? nullptr : correction_;
     constexpr int64_t kWidth = kPrefillChunk / kPerUnit<T>;
     if constexpr (kTiled<T>)
-      product<T>(packed_values_, kWidth, 1, weights_, key_depth(count), sums, row_dim_, lanes, correction);
+      product<T>(packed_values_, kWidth, 1, weights_, key_depth(count), sums, row_dim_, queries, correction);
     else
-      product<T>(packed_values_, 1, row_dim_, weights_, key_depth(count), sums, row_dim_, lanes, correction);
+      product<T>(packed_values_, 1, row_dim_, weights_, key_depth(count), sums, row_dim_, queries,
+                 correction);
   }
 
-  // Softmax of kLanes lanes: scores_ to weights_ and correction_. Keys before `clear` need no mask.
-  BACKFILL_INLINE void weigh_lanes(int64_t tile, int64_t lane, int64_t begin, int64_t clear, int64_t count) {
-    float* scores = scores_ + lane;
-    const int64_t index = tile * kTileLanes + lane;
+  // Softmax of kLanes queries: scores_ to weights_ and correction_. Keys before `clear` need no mask.
+  BACKFILL_INLINE void weigh_queries(int64_t tile, int64_t query, int64_t begin, int64_t clear,
+                                     int64_t count) {
+    float* scores = scores_ + query;
+    const int64_t index = tile * kTileQueries + query;
     Ints position;
     std::memcpy(&position, reinterpret_cast<int32_t*>(positions_) + index, sizeof position);
     const Ints last_seen = position - (int32_t)begin;
@@ -211,49 +214,49 @@ class PrefillItem {
     Floats top = hidden, other = hidden;
     int64_t i = 0;
     for (; i + 2 <= clear; i += 2) {
-      top = max(top, load(scores + i * kTileLanes));
-      other = max(other, load(scores + (i + 1) * kTileLanes));
+      top = max(top, load(scores + i * kTileQueries));
+      other = max(other, load(scores + (i + 1) * kTileQueries));
     }
     for (; i < count; i++) {
-      const Floats score = load(scores + i * kTileLanes);
+      const Floats score = load(scores + i * kTileQueries);
       const Floats masked = last_seen < (int32_t)i ? hidden : score;
-      store(scores + i * kTileLanes, masked);
+      store(scores + i * kTileQueries, masked);
       top = max(top, masked);
     }
     const Floats before = load(max_ + index);
     const Floats highest = max(before, max(top, other) * scale_);
     const Floats correction = exp2<kExpDegree<T>>(before - highest);
     store(max_ + index, highest);
-    store(correction_ + lane, correction);
-    const Floats sum = write_weights(scores, weights_ + lane, count, highest);
+    store(correction_ + query, correction);
+    const Floats sum = write_weights(scores, weights_ + query, count, highest);
     store(total_ + index, load(total_ + index) * correction + sum);
   }
 
-  // weights: units of keys by lanes, padded with zeros to whole tiles. Returns the sums of the lanes.
+  // weights: units of keys by queries, padded with zeros to whole tiles. Returns the sums of the queries.
   BACKFILL_INLINE Floats write_weights(const float* scores, float* weights, int64_t count, Floats highest) {
     Floats sum{}, other{};
     int64_t i = 0;
     const auto weight_of = [&](int64_t key) {
-      return exp2<kExpDegree<T>>(load(scores + key * kTileLanes) * scale_ - highest);
+      return exp2<kExpDegree<T>>(load(scores + key * kTileQueries) * scale_ - highest);
     };
     if constexpr (kPaired<T>) {
       for (; i + 2 <= count; i += 2) {
         const Floats first = weight_of(i), second = weight_of(i + 1);
         sum += first;
         other += second;
-        store(weights + i / 2 * kTileLanes, pair(first, second));
+        store(weights + i / 2 * kTileQueries, pair(first, second));
       }
       if (i < count) {
         const Floats first = weight_of(i);
         sum += first;
-        store(weights + i / 2 * kTileLanes, pair(first, Floats{}));
+        store(weights + i / 2 * kTileQueries, pair(first, Floats{}));
       }
-      for (i = (count + 1) / 2; i < key_depth(count); i++) store(weights + i * kTileLanes, Floats{});
+      for (i = (count + 1) / 2; i < key_depth(count); i++) store(weights + i * kTileQueries, Floats{});
     } else {
       for (; i < count; i++) {
         const Floats weight = weight_of(i);
         sum += weight;
-        store(weights + i * kTileLanes, weight);
+        store(weights + i * kTileQueries, weight);
       }
     }
     return sum + other;
@@ -264,17 +267,17 @@ class PrefillItem {
   }
 
   void write_out(int64_t tile) {
-    const float* sums = sums_ + tile * row_dim_ * kTileLanes;
-    const int64_t lanes = lanes_of(tile);
-    for (int64_t lane = 0; lane < lanes; lane += kLanes) {
-      const Floats inverse = 1.0f / load(total_ + tile * kTileLanes + lane);
+    const float* sums = sums_ + tile * row_dim_ * kTileQueries;
+    const int64_t queries = queries_in(tile);
+    for (int64_t query = 0; query < queries; query += kLanes) {
+      const Floats inverse = 1.0f / load(total_ + tile * kTileQueries + query);
       for (int64_t d = 0; d < dim_; d += kLanes) {
         Floats square[kLanes];
         for (int i = 0; i < kLanes; i++)
-          square[i] = d + i < dim_ ? load(sums + (d + i) * kTileLanes + lane) * inverse : Floats{};
+          square[i] = d + i < dim_ ? load(sums + (d + i) * kTileQueries + query) * inverse : Floats{};
         transpose(square);
-        for (int i = 0; i < kLanes && lane + i < lanes; i++) {
-          const int64_t index = tile * kTileLanes + lane + i;
+        for (int i = 0; i < kLanes && query + i < queries; i++) {
+          const int64_t index = tile * kTileQueries + query + i;
           store(out_ + index / group_ * out_size_ + index % group_ * dim_ + d, square[i], dim_ - d);
         }
       }
@@ -284,7 +287,7 @@ class PrefillItem {
   KeyRows<T> keys_;
   int64_t dim_, row_dim_;  // head size; padded as rows of the second product
   int64_t depth_;          // units of the first product
-  int64_t group_, num_lanes_, num_tiles_, row_size_, out_size_, first_position_;
+  int64_t group_, num_queries_, num_tiles_, row_size_, out_size_, first_position_;
   float scale_;
   const T* query_;
   T* out_;

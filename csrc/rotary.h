@@ -46,7 +46,8 @@ void rotate_and_write_kv(const RotateArgs& args) {
     const float* cos_sin = args.cos_sin == nullptr ? nullptr : args.cos_sin + args.positions[row] * dim;
     for (int64_t h = 0; h < args.num_heads; h++, head += dim)
       finish_head(head, head, q_norm, args.eps, cos_sin, dim);
-    const int64_t block = args.slot_mapping[row] / shape.block_size, slot = args.slot_mapping[row] % shape.block_size;
+    const int64_t block = args.slot_mapping[row] / shape.block_size;
+    const int64_t slot = args.slot_mapping[row] % shape.block_size;
     T* target = pool + block * shape.block_stride + shape.layer_offset + slot * dim;
     for (int64_t g = 0; g < shape.num_kv_heads; g++, head += dim, target += head_stride)
       finish_head(head, target, k_norm, args.eps, cos_sin, dim);

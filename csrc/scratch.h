@@ -8,10 +8,10 @@ namespace backfill {
 enum ScratchUse { kPlan, kWork, kNumScratchUses };
 
 // At least `bytes`, 64-byte aligned, contents arbitrary. Valid until this thread asks again for the same use.
-// Throws std::bad_alloc; the thread's other memory is not touched then.
+// Throws std::bad_alloc; the thread's other scratch memory is then unchanged.
 void* scratch(ScratchUse use, std::size_t bytes);
 
-// No more than so many bytes at once from now on, in any thread: for tests of what a lack of memory does.
+// Makes scratch() of more than `bytes` throw, in all threads from now on. For tests of failed allocations.
 void limit_scratch(std::size_t bytes);
 
 }  // namespace backfill

@@ -1,8 +1,8 @@
-// Vectors of kLanes floats, written with the compiler's vector extensions so that one source serves
-// every instruction set; intrinsics appear only where an instruction has no portable spelling.
+// Vectors of kLanes floats. They use the compiler's vector extensions, so that one source serves every
+// instruction set; intrinsics appear only where an instruction has no portable spelling.
 //
-// "Unit": the 32 bits one lane multiplies in a step of a dot product. With AVX-512 BF16 a unit of a
-// bf16 operand is a pair of neighbours (vdpbf16ps adds both products); everywhere else it is one float.
+// "Unit": the 32 bits that one lane multiplies in a step of a dot product. With AVX-512 BF16 a unit of a bf16
+// operand is a pair of neighbours (vdpbf16ps adds both products); otherwise it is one float.
 #pragma once
 
 #include <cstdint>

@@ -1,18 +1,18 @@
-// The matrix product inside prefill attention: C [rows, lanes] = scale * C + A [rows, depth] * B [depth,
-// lanes].
+// The matrix product inside prefill attention:
+//   C [rows, queries] = scale * C + A [rows, depth] * B [depth, queries].
 //
-// depth is counted in units (simd.h). Lanes are query rows times the heads of a group, so the softmax
-// between the two products of attention is vertical: no sums across a vector, no shuffles.
-// B and C have kTileLanes columns; A is packed as the instruction set wants it:
-//   vectors:  A(row, k) at a[row * row_step + k * depth_step]; each unit is broadcast against B's lanes;
-//   AMX:      A row-major with rows `row_step` units apart; rows, depth and lanes padded to whole tiles.
+// depth is counted in units (simd.h). Queries are columns, so the softmax between the two products of
+// attention is vertical: no sums across a vector, no shuffles.
+// B and C have kTileQueries columns; A is packed as the instruction set wants it:
+//   vectors:  A(row, k) at a[row * row_step + k * depth_step]; each unit is broadcast against B's queries;
+//   AMX:      A row-major with rows `row_step` units apart; rows, depth and queries padded to whole tiles.
 #pragma once
 
 #include "simd.h"
 
 namespace backfill::BACKFILL_VARIANT {
 
-constexpr int kTileLanes = 64;
+constexpr int kTileQueries = 64;
 
 #if defined(__AMX_BF16__)
 constexpr bool kHasTiles = true;
@@ -23,13 +23,13 @@ constexpr bool kHasTiles = false;
 template <class T>
 constexpr bool kTiled = kHasTiles && kPaired<T>;
 
-// What rows, depth (in units) and lanes are padded to.
+// What rows, depth (in units) and queries are padded to.
 template <class T>
 constexpr int kRowPadding = kTiled<T> ? 32 : 4;
 template <class T>
 constexpr int kDepthPadding = kTiled<T> ? 16 : 1;
 template <class T>
-constexpr int kLanePadding = kTiled<T> ? 32 : kLanes;
+constexpr int kQueryPadding = kTiled<T> ? 32 : kLanes;
 
 template <bool Paired, int Rows, int Vectors>
 BACKFILL_INLINE void product_block(const float* a, int64_t row_step, int64_t depth_step, const float* b,
@@ -38,45 +38,45 @@ BACKFILL_INLINE void product_block(const float* a, int64_t row_step, int64_t dep
   for (int v = 0; v < Vectors; v++) {
     const Floats factor = scale == nullptr ? Floats{} : load(scale + v * kLanes);
     for (int r = 0; r < Rows; r++)
-      acc[r][v] = scale == nullptr ? Floats{} : load(c + r * kTileLanes + v * kLanes) * factor;
+      acc[r][v] = scale == nullptr ? Floats{} : load(c + r * kTileQueries + v * kLanes) * factor;
   }
-  for (int64_t k = 0; k < depth; k++, b += kTileLanes, a += depth_step) {
-    Floats lanes[Vectors];
-    for (int v = 0; v < Vectors; v++) lanes[v] = load(b + v * kLanes);
+  for (int64_t k = 0; k < depth; k++, b += kTileQueries, a += depth_step) {
+    Floats b_row[Vectors];
+    for (int v = 0; v < Vectors; v++) b_row[v] = load(b + v * kLanes);
     for (int r = 0; r < Rows; r++) {
       const Floats unit = broadcast(a[r * row_step]);
-      for (int v = 0; v < Vectors; v++) acc[r][v] = multiply_add<Paired>(acc[r][v], unit, lanes[v]);
+      for (int v = 0; v < Vectors; v++) acc[r][v] = multiply_add<Paired>(acc[r][v], unit, b_row[v]);
     }
   }
   for (int r = 0; r < Rows; r++)
-    for (int v = 0; v < Vectors; v++) store(c + r * kTileLanes + v * kLanes, acc[r][v]);
+    for (int v = 0; v < Vectors; v++) store(c + r * kTileQueries + v * kLanes, acc[r][v]);
 }
 
-// rows: a multiple of 4. lanes: a multiple of kLanes.
+// rows: a multiple of 4. queries: a multiple of kLanes.
 template <bool Paired>
 void vector_product(const float* a, int64_t row_step, int64_t depth_step, const float* b, int64_t depth,
-                    float* c, int64_t rows, int64_t lanes, const float* scale) {
+                    float* c, int64_t rows, int64_t queries, const float* scale) {
   constexpr int kVectors = kLanes == 16 ? 4 : 2;
   for (int64_t row = 0; row < rows; row += 4) {
     const float* a_rows = a + row * row_step;
-    float* c_rows = c + row * kTileLanes;
-    int64_t lane = 0;
-    for (; lane + kVectors * kLanes <= lanes; lane += kVectors * kLanes)
-      product_block<Paired, 4, kVectors>(a_rows, row_step, depth_step, b + lane, depth, c_rows + lane,
-                                         scale == nullptr ? nullptr : scale + lane);
-    for (; lane < lanes; lane += kLanes)
-      product_block<Paired, 4, 1>(a_rows, row_step, depth_step, b + lane, depth, c_rows + lane,
-                                  scale == nullptr ? nullptr : scale + lane);
+    float* c_rows = c + row * kTileQueries;
+    int64_t query = 0;
+    for (; query + kVectors * kLanes <= queries; query += kVectors * kLanes)
+      product_block<Paired, 4, kVectors>(a_rows, row_step, depth_step, b + query, depth, c_rows + query,
+                                         scale == nullptr ? nullptr : scale + query);
+    for (; query < queries; query += kLanes)
+      product_block<Paired, 4, 1>(a_rows, row_step, depth_step, b + query, depth, c_rows + query,
+                                  scale == nullptr ? nullptr : scale + query);
   }
 }
 
 #if defined(__AMX_BF16__)
 
-// GCC's tile intrinsics do not tell the optimiser which memory they read: without this, stores before a
-// tile load may be moved after it or dropped.
+// GCC's tile intrinsics do not tell the optimiser which memory they read. Without this, stores before a tile
+// load may be moved after it or dropped.
 BACKFILL_INLINE void publish(const void* written) { __asm__ volatile("" ::"r"(written) : "memory"); }
 
-// Holds the tile registers, all 16 rows of 64 bytes, for as long as it lives. oneDNN configures its own.
+// Holds the tile registers, all 16 rows of 64 bytes, while it lives. oneDNN configures its own.
 class TileRegisters {
  public:
   TileRegisters() {
@@ -91,27 +91,27 @@ class TileRegisters {
   ~TileRegisters() { _tile_release(); }
 };
 
-BACKFILL_INLINE void scale_rows(float* c, int64_t rows, int64_t lanes, const float* scale) {
-  for (int64_t lane = 0; lane < lanes; lane += kLanes) {
-    const Floats factor = load(scale + lane);
+BACKFILL_INLINE void scale_rows(float* c, int64_t rows, int64_t queries, const float* scale) {
+  for (int64_t query = 0; query < queries; query += kLanes) {
+    const Floats factor = load(scale + query);
     for (int64_t row = 0; row < rows; row++) {
-      float* target = c + row * kTileLanes + lane;
+      float* target = c + row * kTileQueries + query;
       store(target, load(target) * factor);
     }
   }
 }
 
-// rows and lanes: multiples of 32; depth: a multiple of 16.
+// rows and queries: multiples of 32; depth: a multiple of 16.
 BACKFILL_INLINE void tile_product(const float* a, int64_t row_step, const float* b, int64_t depth, float* c,
-                                  int64_t rows, int64_t lanes, const float* scale) {
-  constexpr int64_t kStride = kTileLanes * sizeof(float);
+                                  int64_t rows, int64_t queries, const float* scale) {
+  constexpr int64_t kStride = kTileQueries * sizeof(float);
   const int64_t a_stride = row_step * (int64_t)sizeof(float);
-  if (scale != nullptr) scale_rows(c, rows, lanes, scale);
+  if (scale != nullptr) scale_rows(c, rows, queries, scale);
   publish(c);
-  for (int64_t lane = 0; lane < lanes; lane += 32) {
+  for (int64_t query = 0; query < queries; query += 32) {
     for (int64_t row = 0; row < rows; row += 32) {
-      float* upper = c + row * kTileLanes + lane;
-      float* lower = upper + 16 * kTileLanes;
+      float* upper = c + row * kTileQueries + query;
+      float* lower = upper + 16 * kTileQueries;
       if (scale == nullptr) {
         _tile_zero(0);
         _tile_zero(1);
@@ -125,8 +125,8 @@ BACKFILL_INLINE void tile_product(const float* a, int64_t row_step, const float*
       }
       const float* a_upper = a + row * row_step;
       const float* a_lower = a_upper + 16 * row_step;
-      const float* b_rows = b + lane;
-      for (int64_t k = 0; k < depth; k += 16, b_rows += 16 * kTileLanes) {
+      const float* b_rows = b + query;
+      for (int64_t k = 0; k < depth; k += 16, b_rows += 16 * kTileQueries) {
         _tile_loadd(4, a_upper + k, a_stride);
         _tile_loadd(6, b_rows, kStride);
         _tile_dpbf16ps(0, 4, 6);
@@ -154,11 +154,11 @@ struct TileRegisters {
 
 template <class T>
 BACKFILL_INLINE void product(const float* a, int64_t row_step, int64_t depth_step, const float* b,
-                             int64_t depth, float* c, int64_t rows, int64_t lanes, const float* scale) {
+                             int64_t depth, float* c, int64_t rows, int64_t queries, const float* scale) {
 #if defined(__AMX_BF16__)
-  if constexpr (kTiled<T>) return tile_product(a, row_step, b, depth, c, rows, lanes, scale);
+  if constexpr (kTiled<T>) return tile_product(a, row_step, b, depth, c, rows, queries, scale);
 #endif
-  vector_product<kPaired<T>>(a, row_step, depth_step, b, depth, c, rows, lanes, scale);
+  vector_product<kPaired<T>>(a, row_step, depth_step, b, depth, c, rows, queries, scale);
 }
 
 }  // namespace backfill::BACKFILL_VARIANT

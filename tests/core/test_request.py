@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from backfill.core.block import block_index, is_reversed, pack_block_ref, slot_in_block
+from backfill.core.block import block_index, pack_block_ref
 from backfill.core.request import FinishReason, RequestStatus
 from tests.builders import make_request
 
@@ -51,8 +51,7 @@ def test_order_is_priority_then_arrival_then_submission() -> None:
     assert ordered == [urgent, early, tied, late]
 
 
-def test_a_reversed_block_is_filled_from_its_end() -> None:
-    ref = pack_block_ref(5, reverse=True)
-    assert (block_index(ref), is_reversed(ref)) == (5, True)
-    assert [slot_in_block(offset, 4, is_reversed(ref)) for offset in range(4)] == [3, 2, 1, 0]
-    assert not is_reversed(pack_block_ref(5))
+def test_a_block_reference_is_an_index_and_a_direction() -> None:
+    forward, reverse = pack_block_ref(5), pack_block_ref(5, reverse=True)
+    assert (forward, reverse) == (10, 11)
+    assert block_index(forward) == block_index(reverse) == 5

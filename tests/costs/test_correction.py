@@ -46,7 +46,7 @@ def test_it_comes_back_from_a_bound(ratio: float) -> None:
 
 
 @given(st.lists(st.tuples(st.floats(0, 1), st.floats(0, 100)), max_size=60))
-def test_whatever_is_observed_it_stays_within_its_bounds(steps: list[tuple[float, float]]) -> None:
+def test_any_observations_leave_it_within_its_bounds(steps: list[tuple[float, float]]) -> None:
     correction = BiasCorrection()
     for predicted_s, observed_s in steps:
         correction.observe(predicted_s, observed_s)

@@ -58,7 +58,7 @@ def test_noise_of_five_percent_is_averaged_out() -> None:
 
 
 def test_errors_are_relative_so_that_long_steps_do_not_outweigh_short_ones() -> None:
-    """No line goes through all of these; the least squares of seconds would follow the long ones."""
+    """No line fits all of these; least squares of seconds would follow the long ones."""
     short = [TimedStep(StepLoad.of([(0, count, False)]), 0.01) for count in range(1, 7)]
     long = [TimedStep(StepLoad.of([(0, count, False)]), 0.8 + count / 5000) for count in range(512, 1025, 32)]
     model = fit_cost_model([*short, *long], (1, 1024), (1,))
@@ -72,7 +72,7 @@ def test_fewer_steps_than_terms_are_refused(count: int) -> None:
 
 
 def test_terms_that_no_step_has_cost_nothing() -> None:
-    """Prefills alone say nothing of decodes, and that is not an error."""
+    """Prefills alone do not determine the terms of decodes; that is no error."""
     loads = [StepLoad.of([(0, count, False)]) for count in range(1, 40)]
     steps = [TimedStep(load, TRUTH.step_time_s(load)) for load in loads]
     model = fit_cost_model(steps, (1, 16, 64), (1, 16))
@@ -92,7 +92,7 @@ def test_predictions_never_fall_with_more_tokens_nor_beyond_the_last_knot(noise:
     assert beyond[0] < beyond[1] < beyond[2]
 
 
-def test_the_last_piece_goes_on_with_its_slope() -> None:
+def test_the_last_segment_keeps_its_slope() -> None:
     model = fit_cost_model(timed(200, seed=6), ROW_KNOTS, SAMPLED_KNOTS)
     assert model.rows_s(4096) == pytest.approx(TRUTH.rows_s(4096), rel=0.05)
 

@@ -38,9 +38,7 @@ def test_an_unknown_name_is_refused_with_those_that_exist() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_profile_says_how_well_it_fits_and_what_it_was_made_from(
-    name: str, profiles: dict[str, HardwareProfile]
-) -> None:
+def test_a_profile_has_its_error_and_its_provenance(name: str, profiles: dict[str, HardwareProfile]) -> None:
     profile = profiles[name]
     assert profile.name == name
     assert profile.costs.error.median < 0.03
@@ -70,14 +68,14 @@ def test_work_costs_time(name: str, profiles: dict[str, HardwareProfile]) -> Non
 
 @pytest.mark.parametrize(
     ("name", "decode_ms", "prefill_ms"),
-    [  # as published for serving systems of 2023 and 2024; of one request, and of 1,024 tokens
+    [  # as published for serving systems of 2023 and 2024: one request, and 1,024 tokens
         ("a100-40g-llama-2-7b", (10, 14), (65, 95)),
         ("a100-80g-llama-2-7b", (9, 13), (65, 95)),
         ("a100-80g-llama-3-8b", (9, 13), (70, 100)),
         ("a100-80g-llama-3-70b-tp8", (15, 30), (100, 200)),
     ],
 )
-def test_times_are_of_the_size_that_is_published(
+def test_times_match_published_ones(
     name: str,
     decode_ms: tuple[int, int],
     prefill_ms: tuple[int, int],

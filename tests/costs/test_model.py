@@ -8,14 +8,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from backfill.core.block import pack_block_ref
-from backfill.core.plan import ScheduledSlice, StepPlan
+from backfill.core.plan import ScheduledSlice
 from backfill.core.request import RequestId
 from backfill.costs.load import StepLoad
 from backfill.costs.model import CostModel, PiecewiseLinear
 
 Slice = tuple[int, int, bool]
 
-# Whole numbers, so that sums are exact and a limit between two of them decides without rounding.
+# Whole numbers: sums are exact, and a limit between two of them needs no rounding.
 MODEL = CostModel(
     rows_s=PiecewiseLinear((1.0, 5.0, 9.0, 21.0), (7.0, 7.0, 11.0, 47.0)),
     sampled_s=PiecewiseLinear((0.0, 1.0, 4.0), (0.0, 3.0, 6.0)),
@@ -28,20 +28,20 @@ MODEL = CostModel(
 slices = st.lists(st.tuples(st.integers(0, 50), st.integers(1, 40), st.booleans()), max_size=12)
 
 
-@given(before=slices, piece=st.tuples(st.integers(0, 50), st.integers(1, 40), st.booleans()))
-def test_take_undoes_put(before: list[Slice], piece: Slice) -> None:
+@given(before=slices, added=st.tuples(st.integers(0, 50), st.integers(1, 40), st.booleans()))
+def test_take_undoes_put(before: list[Slice], added: Slice) -> None:
     load = StepLoad.of(before)
-    load.put(*piece)
+    load.put(*added)
     assert load != StepLoad.of(before)
-    load.take(*piece)
+    load.take(*added)
     assert load == StepLoad.of(before)
 
 
 @given(before=slices)
 def test_slices_can_be_taken_in_any_order_until_the_step_is_empty(before: list[Slice]) -> None:
     load = StepLoad.of(before)
-    for piece in sorted(before):
-        load.take(*piece)
+    for each in sorted(before):
+        load.take(*each)
     assert load == StepLoad()
 
 
@@ -68,18 +68,18 @@ def test_pairs_are_the_tokens_each_new_token_attends_to(before: list[Slice]) -> 
     assert StepLoad.of(before).prefill_pairs == sum(attended)
 
 
-def test_load_of_a_plan_and_of_a_copy() -> None:
-    pieces = [(0, 6, True), (5, 1, True), (3, 4, False)]
+def test_load_of_scheduled_slices_and_of_a_copy() -> None:
+    shape = [(0, 6, True), (5, 1, True), (3, 4, False)]
     scheduled = tuple(
         ScheduledSlice(RequestId(f"r{i}"), start, count, (pack_block_ref(i),), samples)
-        for i, (start, count, samples) in enumerate(pieces)
+        for i, (start, count, samples) in enumerate(shape)
     )
-    load = StepLoad.of_plan(StepPlan(step=0, admitted=(), slices=scheduled, released=()))
-    assert load == StepLoad.of(pieces)
+    load = StepLoad.of_slices(scheduled)
+    assert load == StepLoad.of(shape)
     other = load.copy()
     other.put(0, 5, True)
-    assert load == StepLoad.of(pieces)
-    assert other == StepLoad.of([*pieces, (0, 5, True)])
+    assert load == StepLoad.of(shape)
+    assert other == StepLoad.of([*shape, (0, 5, True)])
 
 
 @pytest.mark.parametrize(
@@ -90,11 +90,11 @@ def test_load_of_a_plan_and_of_a_copy() -> None:
         (1, 2.0),
         (2, 3.0),
         (3, 4.0),
-        (5, 4.0),  # a flat piece
+        (5, 4.0),  # a flat segment
         (7, 4.0),
         (8, 6.0),
         (9, 8.0),
-        (12, 14.0),  # the last piece goes on
+        (12, 14.0),  # the last segment, continued
     ],
 )
 def test_piecewise_linear(at: float, expected: float) -> None:
@@ -118,14 +118,14 @@ def test_piecewise_linear_refuses(x: tuple[float, ...], y: tuple[float, ...], me
         PiecewiseLinear(x, y)
 
 
-def plain_time_s(model: CostModel, pieces: list[Slice]) -> float:
-    """As the documentation of the terms has it, slice by slice."""
-    if not pieces:
+def plain_time_s(model: CostModel, shape: list[Slice]) -> float:
+    """The documented sum of terms, slice by slice."""
+    if not shape:
         return 0.0
-    num_sampled = sum(samples for _, _, samples in pieces)
-    seconds = model.rows_s(sum(count for _, count, _ in pieces))
+    num_sampled = sum(samples for _, _, samples in shape)
+    seconds = model.rows_s(sum(count for _, count, _ in shape))
     seconds += model.sampled_s(num_sampled) if num_sampled else 0.0
-    for start, count, _ in pieces:
+    for start, count, _ in shape:
         seconds += model.request_s
         if count == 1 and start > 0:
             seconds += model.decode_context_s * start
@@ -138,11 +138,11 @@ def plain_time_s(model: CostModel, pieces: list[Slice]) -> float:
 def test_step_time_is_the_sum_of_its_terms() -> None:
     rng = random.Random(0)
     for _ in range(200):
-        pieces = [
+        shape = [
             (rng.choice((0, rng.randint(1, 60))), rng.choice((1, 1, rng.randint(1, 30))), rng.random() < 0.5)
             for _ in range(rng.randint(0, 8))
         ]
-        assert MODEL.step_time_s(StepLoad.of(pieces)) == pytest.approx(plain_time_s(MODEL, pieces))
+        assert MODEL.step_time_s(StepLoad.of(shape)) == pytest.approx(plain_time_s(MODEL, shape))
 
 
 def test_rows_that_are_not_sampled_cost_no_sampling() -> None:
@@ -153,10 +153,10 @@ def test_rows_that_are_not_sampled_cost_no_sampling() -> None:
     assert from_the_first.step_time_s(StepLoad()) == 0.0
 
 
-@given(before=slices, piece=st.tuples(st.integers(0, 50), st.integers(1, 40), st.booleans()))
-def test_time_with_leaves_the_load_as_it_was(before: list[Slice], piece: Slice) -> None:
+@given(before=slices, added=st.tuples(st.integers(0, 50), st.integers(1, 40), st.booleans()))
+def test_time_with_does_not_change_the_load(before: list[Slice], added: Slice) -> None:
     load = StepLoad.of(before)
-    assert MODEL.time_with_s(load, *piece) == MODEL.step_time_s(StepLoad.of([*before, piece]))
+    assert MODEL.time_with_s(load, *added) == MODEL.step_time_s(StepLoad.of([*before, added]))
     assert load == StepLoad.of(before)
 
 
@@ -185,10 +185,10 @@ DEAR_DECODES = replace(MODEL, decode_context_s=4.0)
     start=st.integers(0, 20),
     num_pending=st.integers(0, 30),
     limit_of=st.integers(1, 30),
-    beyond_s=st.sampled_from((-0.013, 0.013)),  # off the times themselves, which may differ by a rounding
+    beyond_s=st.sampled_from((-0.013, 0.013)),  # not the times themselves: they may differ by a rounding
     at_most=st.one_of(st.none(), st.integers(0, 35)),
 )
-# A decode reads its context dearly; two tokens are a prefill, which does not.
+# A decode pays for its context; two tokens are a prefill, which does not.
 @example(DEAR_DECODES, [], 20, 3, 2, 0.013, None)
 @example(DEAR_DECODES, [], 20, 30, 2, 0.013, 3)
 def test_max_tokens_is_the_most_that_fits(
@@ -213,7 +213,7 @@ def test_max_tokens_is_the_most_that_fits(
     assert load == StepLoad.of(before)
 
 
-def test_a_prompt_is_computed_in_chunks_the_last_of_which_samples() -> None:
+def test_a_prompt_is_computed_in_chunks_and_the_last_one_samples() -> None:
     chunks = [(0, 8, False), (8, 8, False), (16, 4, True)]
     assert MODEL.prefill_time_s(20, 8) == pytest.approx(sum(plain_time_s(MODEL, [chunk]) for chunk in chunks))
     assert MODEL.prefill_time_s(20, 20) == pytest.approx(plain_time_s(MODEL, [(0, 20, True)]))
@@ -221,14 +221,14 @@ def test_a_prompt_is_computed_in_chunks_the_last_of_which_samples() -> None:
     assert MODEL.prefill_time_s(0, 8) == 0.0
 
 
-def test_of_large_chunks_only_a_part_may_count() -> None:
+def test_only_a_part_of_a_large_chunk_may_count() -> None:
     chunks = [(0, 3, False), (8, 3, False), (16, 3, True)]
     counted = MODEL.prefill_time_s(20, 8, counted_tokens=3)
     assert counted == pytest.approx(sum(plain_time_s(MODEL, [chunk]) for chunk in chunks))
     assert MODEL.prefill_time_s(20, 8, counted_tokens=8) == MODEL.prefill_time_s(20, 8)
 
 
-# Flat up to 64 rows, as where the weights' bytes bound a product, then 1 ms a row.
+# Flat up to 64 rows, as if the bytes of the weights bound it, then 1 ms a row.
 KNEE = replace(MODEL, rows_s=PiecewiseLinear((1.0, 64.0, 128.0, 512.0), (0.064, 0.064, 0.128, 0.512)))
 
 
@@ -237,7 +237,7 @@ def test_efficient_steps_end_at_the_knee() -> None:
     assert KNEE.efficient_step_sizes(1.0, 512) == (64, 128, 512)
 
 
-def test_less_efficiency_asked_for_needs_no_more_tokens() -> None:
+def test_a_lower_efficiency_needs_no_more_tokens() -> None:
     gradual = replace(MODEL, rows_s=PiecewiseLinear((1.0, 10.0, 40.0, 100.0), (11.0, 20.0, 50.0, 110.0)))
     # 11, 2, 1.25 and 1.1 a row
     assert [gradual.efficient_step_sizes(each, 100)[0] for each in (1.0, 0.95, 0.88, 0.6, 0.5)] == [
@@ -264,6 +264,6 @@ def test_efficient_steps_of_a_curve_that_starts_at_no_rows() -> None:
     assert from_zero.efficient_step_sizes(0.9, 100) == (10, 100)
 
 
-def test_sizes_behind_a_tile_are_left_out() -> None:
+def test_sizes_just_after_a_tile_are_left_out() -> None:
     tiled = replace(MODEL, rows_s=PiecewiseLinear((1.0, 64.0, 65.0, 128.0), (1.0, 1.0, 2.0, 2.0)))
     assert tiled.efficient_step_sizes(0.8, 128) == (64, 128)

@@ -16,7 +16,7 @@ def error(a: Array, b: Array, x: Array) -> float:
 
 
 def best_of_all_subsets(a: Array, b: Array) -> float:
-    """The least error of any x >= 0: the unconstrained best of some set of columns is the best of all."""
+    """The least error of any x >= 0: some set of columns has it as its unconstrained best."""
     least = float(np.linalg.norm(b))
     for size in range(1, a.shape[1] + 1):
         for columns in itertools.combinations(range(a.shape[1]), size):
@@ -44,7 +44,7 @@ def test_an_exact_solution_is_found(seed: int) -> None:
     assert nnls(a, a @ x) == pytest.approx(x, abs=1e-9)
 
 
-def test_columns_that_depend_on_each_other_are_no_trouble() -> None:
+def test_columns_may_depend_on_each_other() -> None:
     rng = np.random.default_rng(0)
     a = rng.random((50, 4))
     a = np.hstack([a, a, a[:, :1] + a[:, 1:2], np.zeros((50, 2))])
@@ -54,6 +54,6 @@ def test_columns_that_depend_on_each_other_are_no_trouble() -> None:
     assert error(a, b, x) == pytest.approx(error(a[:, :4], b, nnls(a[:, :4], b)), abs=1e-9)
 
 
-def test_what_only_negative_weights_could_explain_is_zero() -> None:
+def test_a_weight_that_would_be_negative_is_zero() -> None:
     assert nnls(np.eye(3), np.array([-1.0, 2.0, 0.0])).tolist() == [0.0, 2.0, 0.0]
     assert nnls(-np.ones((4, 2)), np.ones(4)).tolist() == [0.0, 0.0]

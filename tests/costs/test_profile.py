@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,10 +18,19 @@ PROFILE = make_profile(model="llama-3x48", device="a processor, 4 threads", dtyp
 
 
 def saved(folder: Path) -> tuple[Path, dict[str, Any]]:
-    """A profile on the disk and what its file holds."""
+    """A saved profile's file and its contents."""
     path = folder / "profile.json"
     PROFILE.save(path)
     return path, json.loads(path.read_text())
+
+
+def refusal(path: Path, content: bytes) -> str:
+    """The message, which names the file, that refuses a profile of these contents."""
+    path.write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        CostProfile.load(path)
+    assert str(path) in str(caught.value)
+    return str(caught.value)
 
 
 def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
@@ -32,7 +42,7 @@ def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
 
 def test_saving_again_replaces_the_file(tmp_path: Path) -> None:
     path, _ = saved(tmp_path)
-    other = replace(PROFILE, provenance="measured anew, über Nacht")
+    other = replace(PROFILE, provenance="measured again, über Nacht")
     other.save(path)
     assert CostProfile.load(path) == other
 
@@ -54,8 +64,8 @@ def test_a_disk_that_is_full_leaves_the_file_as_it_was_and_nothing_else(
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_processes_of_one_id_do_not_write_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in two containers. The second saves while the first is about to rename its file."""
+def test_processes_with_one_id_write_different_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in two containers: the second saves while the first is about to rename its file."""
     path, first = tmp_path / "profile.json", replace(PROFILE, provenance="first")
     renamed: list[Path] = []
     rename = Path.replace
@@ -77,21 +87,13 @@ def test_processes_of_one_id_do_not_write_one_file(tmp_path: Path, monkeypatch: 
     [b"", b"{", b'{"format": 4', b"not JSON", b"\xff\xfe\x00", b"\0" * 100, b"[" * 100_000, b"9" * 5000],
     ids=["empty", "brace", "torn", "text", "no-unicode", "zeros", "nested", "number"],
 )
-def test_what_is_no_json_is_refused(tmp_path: Path, content: bytes) -> None:
-    path = tmp_path / "profile.json"
-    path.write_bytes(content)
-    with pytest.raises(ConfigError, match="is not JSON: run `backfill profile`") as caught:
-        CostProfile.load(path)
-    assert str(path) in str(caught.value)
+def test_a_file_that_is_not_json_is_refused(tmp_path: Path, content: bytes) -> None:
+    assert "is not JSON: run `backfill profile`" in refusal(tmp_path / "profile.json", content)
 
 
-@pytest.mark.parametrize("content", ["[]", "null", "7", "{}", '{"format": 2}', '{"format": "1"}'])
-def test_other_formats_are_refused(tmp_path: Path, content: str) -> None:
-    path = tmp_path / "profile.json"
-    path.write_text(content)
-    with pytest.raises(ConfigError, match="is not of format 4: run `backfill profile`") as caught:
-        CostProfile.load(path)
-    assert str(path) in str(caught.value)
+@pytest.mark.parametrize("content", [b"[]", b"null", b"7", b"{}", b'{"format": 2}', b'{"format": "1"}'])
+def test_other_formats_are_refused(tmp_path: Path, content: bytes) -> None:
+    assert "is not of format 4: run `backfill profile`" in refusal(tmp_path / "profile.json", content)
 
 
 def assign(*where: str | int, value: Any) -> Callable[[dict[str, Any]], None]:
@@ -127,30 +129,31 @@ ROWS = ("cost", "rows_s")
         (drop("quality"), "quality"),
         (drop("known_tokens"), "known_tokens"),
         (drop("known_chunk_tokens"), "known_chunk_tokens"),
-        (assign("quality", value="good"), "quality must be one of coarse, refined, full"),
-        (assign("quality", value=[]), "quality must be one of coarse, refined, full"),
-        (assign("known_tokens", value=-1), "known_tokens must be a number of at least 0"),
+        (assign("quality", value="good"), "value 'good' - at `$.quality`"),
+        (assign("quality", value=[]), "Expected `str`, got `array` - at `$.quality`"),
+        (assign("known_tokens", value=-1), "Expected `int` >= 0 - at `$.known_tokens`"),
         (drop("provenance"), "provenance"),
-        (assign("key", value=None), "NoneType"),
-        (assign("key", "model", value=7), "model must be text"),
-        (assign("provenance", value=["text"]), "provenance must be text"),
-        (assign("cost", value=[]), "list"),
-        (assign("num_layers", value=0), "num_layers must be a number of at least 1"),
-        (assign("num_layers", value="32"), "num_layers must be a number"),
-        (assign("num_layers", value=True), "num_layers must be a number"),
-        (assign("cost", "request_s", value=-1e-9), "request_s must be a number of at least 0"),
-        (assign("cost", "request_s", value=float("nan")), "request_s must be a number"),
-        (assign("cost", "prefill_pair_s", value=float("inf")), "prefill_pair_s must be a number"),
-        (assign("cost", "prefill_context_s", value=10**400), "too large"),
-        (assign("cost", "decode_context_s", value=None), "decode_context_s must be a number"),
-        (assign("error", "median", value=float("-inf")), "median must be a number"),
-        (assign(*ROWS, "y", 2, value=float("nan")), "y must be a number"),
-        (assign(*ROWS, "x", 0, value=-1), "x must be a number"),
-        (assign(*ROWS, "x", value=7), "int"),
+        (assign("key", value=None), "got `null` - at `$.key`"),
+        (assign("key", "model", value=7), "Expected `str`, got `int` - at `$.key.model`"),
+        (assign("provenance", value=["text"]), "Expected `str`, got `array` - at `$.provenance`"),
+        (assign("cost", value=[]), "got `array` - at `$.cost`"),
+        (assign("num_layers", value=0), "Expected `int` >= 1 - at `$.num_layers`"),
+        (assign("num_layers", value="32"), "Expected `int`, got `str` - at `$.num_layers`"),
+        (assign("num_layers", value=True), "Expected `int`, got `bool` - at `$.num_layers`"),
+        (assign("cost", "request_s", value=-1e-9), "Expected `float` >= 0.0 - at `$.cost.request_s`"),
+        (assign("cost", "request_s", value=float("nan")), "at `$.cost.request_s`"),
+        (assign("cost", "prefill_pair_s", value=float("inf")), "at `$.cost.prefill_pair_s`"),
+        (assign("cost", "prefill_context_s", value=10**400), "out of range - at `$.cost.prefill_context_s`"),
+        (assign("cost", "decode_context_s", value=None), "got `null` - at `$.cost.decode_context_s`"),
+        (assign("error", "median", value=float("-inf")), "at `$.error.median`"),
+        (assign(*ROWS, "y", 2, value=float("nan")), "at `$.cost.rows_s.y[2]`"),
+        (assign(*ROWS, "x", 0, value=-1), "at `$.cost.rows_s.x[0]`"),
+        (assign(*ROWS, "x", value=7), "got `int` - at `$.cost.rows_s.x`"),
         (assign(*ROWS, "x", 1, value=0.5), "x must ascend"),
         (assign(*ROWS, "y", 1, value=1e9), "y must not be negative or descend"),
         (assign(*ROWS, "x", value=[1.0, 2.0]), "2 x and 8 y"),
         (assign("cost", "sampled_s", value={"x": [], "y": []}), "two or more points"),
+        (assign("copies", "to_host_bytes_per_s", value=0), "> 0.0 - at `$.copies.to_host_bytes_per_s`"),
     ],
 )
 def test_a_damaged_profile_is_refused(
@@ -158,11 +161,9 @@ def test_a_damaged_profile_is_refused(
 ) -> None:
     path, content = saved(tmp_path)
     change(content)
-    path.write_text(json.dumps(content))
-    with pytest.raises(ConfigError, match=r"is damaged \(.*: run `backfill profile`") as caught:
-        CostProfile.load(path)
-    assert str(path) in str(caught.value)
-    assert part in str(caught.value)
+    message = refusal(path, json.dumps(content).encode())
+    assert re.search(r"is damaged \(.*: run `backfill profile`", message)
+    assert part in message
 
 
 def test_whole_numbers_and_unknown_fields_are_accepted(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from backfill.core.block import block_index, is_reversed
+from backfill.core.block import block_index
 from backfill.core.clock import VirtualClock
 from backfill.core.errors import ConfigError
 from backfill.core.plan import SampledToken, StepOutcome, StepPlan
@@ -15,7 +15,7 @@ from backfill.costs.model import CostModel, PiecewiseLinear
 from backfill.costs.profile import CostProfile, ProfileKey
 from backfill.costs.profiler import FULL, QUICK, Capacity, Grid, profile_executor
 
-# A small model on a CPU; its bends are not at knots of the grids.
+# A small model on a CPU; its knots are not those of the grids.
 TRUTH = CostModel(
     rows_s=PiecewiseLinear((1.0, 12.0, 64.0, 2048.0, 8192.0), (0.020, 0.022, 0.050, 1.45, 5.8)),
     sampled_s=PiecewiseLinear((0.0, 1.0, 16.0, 256.0), (0.0, 0.004, 0.006, 0.050)),
@@ -38,12 +38,12 @@ SMALL_GRID = Grid(
     row_knots=(1, 16, 128),
     sampled_knots=(1, 32),
 )
-# A coarse measurement that has the time for all its steps.
+# A coarse measurement with time for all its steps.
 PATIENT = replace(QUICK, budget_s=60.0)
 
 
 class TimedExecutor:
-    """Takes the time of a known model for each plan, and checks each as a real executor would rely on it."""
+    """Advances the clock by a known model's time for each plan, and checks what executors rely on."""
 
     def __init__(self, capacity: Capacity, noise: float = 0.0, seed: int = 1) -> None:
         self.capacity = capacity
@@ -58,16 +58,16 @@ class TimedExecutor:
         for request_id in plan.released:
             del self.num_tokens[request_id]
         for admitted in plan.admitted:
-            assert admitted.request_id not in self._seen, "a request's id is used anew"
+            assert admitted.request_id not in self._seen, "a request's id is used again"
             self._seen.add(admitted.request_id)
             self.num_tokens[admitted.request_id] = len(admitted.prompt_token_ids)
         if plan.slices:
             self._check(plan)
-            self.loads.append(StepLoad.of_plan(plan))
-        # What is not the step itself must not be timed with it.
+            self.loads.append(StepLoad.of_slices(plan.slices))
+        # Admission and release must not be timed with the step.
         self.clock.advance(0.5 * len(plan.admitted) + 0.25 * len(plan.released))
         factor = 1 + self._rng.gauss(0, self._noise) if self._noise else 1.0
-        self.clock.advance(TRUTH.step_time_s(StepLoad.of_plan(plan)) * factor)
+        self.clock.advance(TRUTH.step_time_s(StepLoad.of_slices(plan.slices)) * factor)
         return StepOutcome(
             tuple(SampledToken(scheduled.request_id, 7) for scheduled in plan.slices if scheduled.samples)
         )
@@ -80,7 +80,7 @@ class TimedExecutor:
         blocks = [block_index(ref) for scheduled in plan.slices for ref in scheduled.blocks]
         assert len(blocks) == len(set(blocks)), "a block is in two slices' tables"
         assert min(blocks) >= 0 and (max(blocks) + 1) * capacity.block_size <= capacity.kv_tokens
-        assert not any(is_reversed(ref) for scheduled in plan.slices for ref in scheduled.blocks)
+        assert not any(ref & 1 for scheduled in plan.slices for ref in scheduled.blocks)
         for scheduled in plan.slices:
             end = scheduled.start + scheduled.num_tokens
             assert scheduled.num_tokens > 0
@@ -99,7 +99,7 @@ def profiled(
 
 
 def random_mixes(capacity: Capacity, count: int = 200) -> list[StepLoad]:
-    """Not those of the grid: other numbers of decodes behind other contexts, with and without chunks."""
+    """Mixes outside the grid: other numbers of decodes, other contexts, with and without chunks."""
     rng = random.Random(7)
     found: list[StepLoad] = []
     while len(found) < count:
@@ -144,7 +144,7 @@ def test_each_step_is_timed_in_every_round_and_held_out_steps_are_not_fitted() -
     rounds = [executor.loads[i : i + num_shapes] for i in range(0, len(executor.loads), num_shapes)]
     expected = sorted(map(repr, map(StepLoad.of, shapes)))
     assert all(sorted(map(repr, each)) == expected for each in rounds)
-    assert rounds[0] != rounds[1] != rounds[2], "in an order that is shuffled anew"
+    assert rounds[0] != rounds[1] != rounds[2], "each round is shuffled"
     assert not set(grid.shapes(CAPACITY)) & set(grid.held_out(CAPACITY))
 
 
@@ -155,7 +155,7 @@ def test_the_first_round_only_warms_up() -> None:
                 self.clock.advance(10.0)
             return super().run(plan)
 
-    grid = replace(SMALL_GRID, rounds=1)  # a median of more would hide it
+    grid = replace(SMALL_GRID, rounds=1)  # a median of several would hide it
     num_shapes = len(grid.shapes(CAPACITY)) + len(grid.held_out(CAPACITY))
     executor = ColdExecutor(CAPACITY)
     profile = profile_executor(executor, executor.clock, CAPACITY, grid, key=KEY, num_layers=1)
@@ -203,8 +203,8 @@ def test_a_coarse_profile_is_right_within_a_quarter_for_short_and_long_prompts()
     assert 0.0 < profile.error.median < 0.1
 
 
-def test_noise_does_not_mix_up_what_pairs_and_cached_tokens_take() -> None:
-    """Each step timed once, 8 % off: a prompt of four times the longest step is predicted all the same."""
+def test_noise_does_not_confuse_the_terms_of_pairs_and_cached_tokens() -> None:
+    """With each step timed once, 8 % off, a prompt four times as long as any step is predicted well."""
     whole = TRUTH.prefill_time_s(7900, 2048)
     for seed in range(12):
         executor = TimedExecutor(CAPACITY, noise=0.08, seed=seed)
@@ -219,7 +219,7 @@ def test_a_coarse_measurement_keeps_to_its_budget() -> None:
         assert sum(map(TRUTH.step_time_s, executor.loads)) < budget_s + 0.1
 
 
-def test_of_a_device_too_slow_for_the_budget_two_steps_are_timed() -> None:
+def test_a_device_too_slow_for_the_budget_runs_two_steps() -> None:
     profile, executor = profiled(grid=replace(QUICK, budget_s=0.0))
     assert [load.num_tokens for load in executor.loads] == [1, 16]
     for load in executor.loads:
@@ -271,7 +271,7 @@ def test_small_limits_are_kept_and_the_rest_still_fits(limits: dict[str, int], g
     capacity = replace(CAPACITY, **limits)
     profile, executor = profiled(capacity, grid)  # the executor checks each plan
     assert relative_errors(profile, executor.loads)[-1] < (0.25 if grid is PATIENT else 0.05)
-    # Nothing within the limits is predicted to be free.
+    # Every load within the limits has a positive predicted time.
     for shape in (((0, 1, True),), ((0, 1, False),), ((1, 1, True),)):
         load = StepLoad.of(shape)
         if capacity.holds(shape):
@@ -281,13 +281,13 @@ def test_small_limits_are_kept_and_the_rest_still_fits(limits: dict[str, int], g
 @pytest.mark.parametrize(
     "limits", [{"max_model_len": 1}, {"kv_tokens": 15}, {"max_num_seqs": 0}], ids=["context", "pool", "seqs"]
 )
-def test_where_no_step_fits_at_all_that_is_said(limits: dict[str, int]) -> None:
+def test_a_capacity_without_any_step_is_refused(limits: dict[str, int]) -> None:
     executor = TimedExecutor(CAPACITY)
     with pytest.raises(ConfigError, match="no step to time"):
         profile_executor(executor, executor.clock, replace(CAPACITY, **limits), QUICK, key=KEY, num_layers=1)
 
 
-def test_capacity_counts_whole_blocks_and_leaves_a_token_of_room() -> None:
+def test_capacity_counts_whole_blocks_and_leaves_one_token() -> None:
     capacity = Capacity(
         kv_tokens=48, block_size=16, max_model_len=40, max_num_seqs=3, max_num_batched_tokens=39
     )

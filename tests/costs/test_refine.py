@@ -1,4 +1,4 @@
-"""What served steps make of a profile, where what they really cost is known."""
+"""Refining a profile with served steps whose true cost model is known."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ GRID = [StepLoad.of(shape) for shape in FULL.shapes(CAPACITY)]
 
 
 def scaled(cost: CostModel, rows: float = 1.0, rest: float = 1.0) -> CostModel:
-    """The model with other prices of rows, and of attention."""
+    """The model with scaled times of rows and of attention."""
     return replace(
         cost,
         rows_s=replace(cost.rows_s, y=tuple(rows * y for y in cost.rows_s.y)),
@@ -45,7 +45,7 @@ def coarse_profile(cost: CostModel) -> CostProfile:
 
 
 class Service:
-    """Serves random steps that take their true time, with noise."""
+    """Serves random steps; each takes its true time, with noise."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class Service:
         self.refiner.observe(StepPlan(step=0, admitted=(), slices=slices, released=()), seconds)
 
     def serve_chats(self, num_steps: int, most_tokens: int = 1000) -> None:
-        """Prompts of any length up to ``most_tokens``, and decodes behind them."""
+        """Prompts of up to ``most_tokens``, and decodes after them."""
         for _ in range(num_steps):
             decodes = [
                 (self._rng.randint(1, most_tokens), 1, True) for _ in range(self._rng.choice((1, 2, 4, 9)))
@@ -118,8 +118,8 @@ def test_a_wrong_profile_becomes_right_where_it_is_used(rows: float, rest: float
     assert refined.known_chunk_tokens == refined.known_tokens, "no prompt was in two steps"
 
 
-def test_what_is_not_served_follows_the_speed_of_what_is() -> None:
-    """The machine was half as fast when it was measured; only decodes were served since."""
+def test_unserved_loads_follow_the_speed_of_served_ones() -> None:
+    """The machine was half as fast when it was measured; since then only decodes were served."""
     service = Service(coarse_profile(scaled(TRUTH, 2.0, 2.0)))
     for _ in range(100):
         service.serve([(300, 1, True)] * 8)
@@ -131,7 +131,7 @@ def test_what_is_not_served_follows_the_speed_of_what_is() -> None:
     assert refined.known_tokens == refined.known_chunk_tokens == 0, "it knows of no prompt"
 
 
-def test_how_far_into_a_prompt_it_knows_is_not_how_large_a_chunk() -> None:
+def test_known_tokens_and_known_chunk_tokens_are_kept_apart() -> None:
     service = Service(coarse_profile(TRUTH))
     for _ in range(100):
         service.serve([(4000, 64, False), *[(300, 1, True)] * 8])
@@ -154,7 +154,7 @@ def test_fewer_kinds_of_steps_than_the_model_has_terms_refine_it() -> None:
     assert max(errors(refined.cost, [[(0, 8, True)], [(8, 1, True)]])) < 0.1
 
 
-def test_a_model_that_no_other_betters_is_kept_and_its_error_is_known() -> None:
+def test_a_model_is_kept_if_no_other_is_better_and_its_error_is_updated() -> None:
     service = Service(coarse_profile(TRUTH), noise=0.01)
     for shape in CHAT_SHAPES * 20:
         service.serve(shape)
@@ -177,10 +177,10 @@ def test_a_model_that_is_worse_on_held_out_steps_is_not_adopted(monkeypatch: pyt
     assert refined is not None and refined.cost == TRUTH
 
 
-def test_a_profile_that_keeps_its_model_says_the_error_that_was_measured_last(
+def test_a_profile_that_keeps_its_model_gets_the_latest_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A quiet hour, and one in which another process takes the machine away at random."""
+    """A quiet hour, then one in which another process takes the CPU at random."""
     service = Service(coarse_profile(TRUTH), noise=0.02)
     monkeypatch.setattr(ProfileRefiner, "_fit", lambda *_: scaled(TRUTH, 1.5))
     service.serve_chats(400)
@@ -196,8 +196,8 @@ def test_a_profile_that_keeps_its_model_says_the_error_that_was_measured_last(
     assert service.saved[-1] == noisy
 
 
-def test_a_profile_knows_no_more_than_what_it_was_tried_on_last() -> None:
-    """As one that was saved by a server of long prompts."""
+def test_known_tokens_shrink_to_those_of_the_latest_sample() -> None:
+    """As with a profile that a server of long prompts saved."""
     saved = replace(coarse_profile(TRUTH), quality="refined", error=FitError(0.02, 0.05, 90))
     service = Service(replace(saved, known_tokens=8000), noise=0.02)
     service.serve_chats(400)
@@ -216,7 +216,7 @@ def test_single_slow_steps_do_not_count() -> None:
     assert statistics.median(errors(refined.cost, CHAT_SHAPES)) < 0.05
 
 
-def test_it_is_due_after_enough_steps_and_not_again_at_once() -> None:
+def test_a_fit_is_due_after_enough_steps_and_enough_time() -> None:
     service = Service(coarse_profile(TRUTH))
     refiner = service.refiner
     service.serve_chats(31)
@@ -256,7 +256,7 @@ def test_the_sample_is_bounded_and_keeps_the_latest_of_each_kind() -> None:
     assert not {id(s) for each in strata.values() for s in each.fitted} & set(map(id, sample.held_out()))
 
 
-def test_loads_of_like_sizes_are_of_one_stratum() -> None:
+def test_loads_of_similar_sizes_share_a_stratum() -> None:
     def stratum(*shape: tuple[int, int, bool]) -> tuple[int, int, int]:
         return stratum_of(StepLoad.of(shape))
 

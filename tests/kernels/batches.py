@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from backfill.core.block import KVLayout, pack_block_ref, slot_in_block
+from backfill.core.block import KVLayout, pack_block_ref
 from backfill.kernels.base import AttentionMetadata
 
 
@@ -15,6 +15,12 @@ def make_pool(
     layout: KVLayout, num_blocks: int, dtype: torch.dtype, generator: torch.Generator
 ) -> torch.Tensor:
     return torch.randn(layout.shape(num_blocks), generator=generator).to(dtype)
+
+
+def slot_of(ref: int, position: int, block_size: int) -> int:
+    """Index in the pool of a token's slot; a reversed block is filled from its end."""
+    offset = position % block_size
+    return (ref >> 1) * block_size + (block_size - 1 - offset if ref & 1 else offset)
 
 
 def make_batch(
@@ -36,8 +42,7 @@ def make_batch(
         refs.append(mine)
         for position in range(context_len - query_len, context_len):
             ref = mine[position // block_size]
-            slot = slot_in_block(position % block_size, block_size, bool(ref & 1))
-            slot_mapping.append((ref >> 1) * block_size + slot)
+            slot_mapping.append(slot_of(ref, position, block_size))
             positions.append(position)
     offsets = [0, *itertools.accumulate(len(mine) for mine in refs)]
     cu_seqlens_q = [0, *itertools.accumulate(query_len for query_len, _ in lens)]

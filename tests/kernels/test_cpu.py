@@ -1,32 +1,20 @@
-"""The C++ kernels, every ISA variant this machine has, against the plain torch reference."""
+"""Every variant of the C++ kernels that this machine runs, against the torch reference."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 from torch import Tensor
 
-from backfill import _kernels  # type: ignore[attr-defined]
 from backfill.core.block import KVLayout
 from backfill.core.errors import ConfigError
 from backfill.kernels.base import AttentionMetadata
-from backfill.kernels.cpu import CpuKernels, TiledLinear, available_isas
+from backfill.kernels.cpu import CpuKernels, available_isas
 from backfill.kernels.isa import ISA_VARIABLE
-from backfill.kernels.reference import ReferenceKernels
-from tests.kernels.batches import make_batch, make_pool
-
-REFERENCE = ReferenceKernels()
-TILED_ISAS = [
-    isa
-    for isa in available_isas()
-    if isinstance(CpuKernels(isa).linear(torch.zeros(32, 32, dtype=torch.bfloat16)), TiledLinear)
-]
-DTYPES = [torch.float32, torch.bfloat16]
-EPS = 1e-5
+from tests.kernels.batches import make_batch, make_pool, slot_of
+from tests.kernels.cpu import EPS, REFERENCE, assert_close, random_rows, seeded
 
 # Heads, key/value heads, head size, block size.
 GEOMETRIES = [
@@ -49,30 +37,6 @@ MIXES: dict[str, list[tuple[int, int]]] = {
 }
 
 
-@pytest.fixture(params=available_isas())
-def kernels(request: pytest.FixtureRequest) -> CpuKernels:
-    return CpuKernels(request.param)
-
-
-@pytest.fixture(params=DTYPES, ids=["float32", "bfloat16"])
-def dtype(request: pytest.FixtureRequest) -> torch.dtype:
-    chosen: torch.dtype = request.param
-    return chosen
-
-
-def seeded(*key: object) -> torch.Generator:
-    return torch.Generator().manual_seed(sum(ord(c) * 31**i for i, c in enumerate(repr(key))) % 2**31)
-
-
-def assert_close(actual: Tensor, expected: Tensor) -> None:
-    tolerance = 2e-5 if actual.dtype == torch.float32 else 2e-2
-    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
-
-
-def random_rows(generator: torch.Generator, *shape: int, dtype: torch.dtype) -> Tensor:
-    return torch.randn(shape, generator=generator).to(dtype)
-
-
 def fill_unused(pool: Tensor, used: Tensor, value: float) -> None:
     """Set every (block, slot) of ``pool`` that ``used`` does not list, in all layers, to ``value``."""
     num_blocks, block_size = pool.shape[0], pool.shape[4]
@@ -88,8 +52,7 @@ def context_slots(batch: AttentionMetadata, block_size: int) -> Tensor:
     for seq, context in enumerate(batch.seq_lens.tolist()):
         refs = batch.block_table[batch.block_table_offsets[seq] : batch.block_table_offsets[seq + 1]].tolist()
         for position in range(context):
-            ref, offset = refs[position // block_size], position % block_size
-            slot_mapping.append((ref >> 1) * block_size + (block_size - 1 - offset if ref & 1 else offset))
+            slot_mapping.append(slot_of(refs[position // block_size], position, block_size))
     return torch.tensor(slot_mapping)
 
 
@@ -108,7 +71,7 @@ def check_attention(
     qkv = random_rows(generator, rows, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
     scale = head_dim**-0.5
     expected = REFERENCE.attention(qkv, pool, 1, batch, num_heads, scale)
-    # What no token owns must not matter, not even as a NaN times zero.
+    # Slots without a token must not matter, not even as a NaN times zero.
     pool[:, 0] = float("nan")
     fill_unused(pool, context_slots(batch, block_size), float("nan"))
     assert_close(kernels.attention(qkv, pool, 1, batch, num_heads, scale), expected)
@@ -145,7 +108,7 @@ def test_attention_over_a_split_context(
     check_attention(kernels, (9, 3, 64, 16), lens, dtype, seeded("split", lens))
 
 
-def test_attention_of_rows_wider_than_one_tile_of_lanes(kernels: CpuKernels, dtype: torch.dtype) -> None:
+def test_attention_of_rows_wider_than_one_tile_of_queries(kernels: CpuKernels, dtype: torch.dtype) -> None:
     check_attention(kernels, (71, 1, 64, 16), [(5, 40), (1, 33)], dtype, seeded("wide"))
 
 
@@ -161,13 +124,6 @@ def test_attention_with_large_scores_stays_finite(kernels: CpuKernels, dtype: to
     out = kernels.attention(qkv, pool, 0, batch, 2, 0.125)
     expected = REFERENCE.attention(qkv, pool, 0, batch, 2, 0.125)
     torch.testing.assert_close(out, expected, rtol=2e-2, atol=0.5)
-
-
-@pytest.fixture
-def scratch_limit() -> Iterator[Callable[[int], None]]:
-    """Sets how many bytes of working memory a thread of a kernel can have."""
-    yield _kernels.limit_scratch
-    _kernels.limit_scratch(1 << 62)
 
 
 @pytest.mark.parametrize("mix", ["decode", "prompts"])
@@ -259,101 +215,6 @@ def test_silu_and_mul(kernels: CpuKernels, dtype: torch.dtype, rows: int, size: 
     assert_close(kernels.silu_and_mul(gate_up), REFERENCE.silu_and_mul(gate_up))
 
 
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("rows", [0, 1, 3, 16, 17, 70, 130])
-@pytest.mark.parametrize(
-    ("out_size", "in_size"), [(96, 40), (96, 64), (33, 32), (40, 96), (7, 160), (2048, 320)]
-)
-def test_linear(
-    kernels: CpuKernels, dtype: torch.dtype, out_size: int, in_size: int, rows: int, bias: bool
-) -> None:
-    generator = seeded("linear", out_size, in_size, rows)
-    weight = random_rows(generator, out_size, in_size, dtype=dtype) / in_size**0.5
-    x = random_rows(generator, rows, in_size + 32, dtype=dtype)[:, :in_size]
-    offset = random_rows(generator, out_size, dtype=dtype) if bias else None
-    expected = REFERENCE.linear(weight, offset)(x)
-    linear = kernels.linear(weight, offset)
-    weight.zero_()
-    assert (linear.in_features, linear.out_features) == (in_size, out_size)
-    assert_close(linear(x), expected)
-
-
-# Around the row count from which rows are packed, and over several blocks of packed rows.
-@pytest.mark.parametrize("isa", TILED_ISAS)
-@pytest.mark.parametrize("rows", [64, 65, 81, 97, 257, 515, 1023, 2048])
-@pytest.mark.parametrize(("out_size", "in_size"), [(96, 576), (1000, 64)])
-def test_linear_of_many_rows(isa: str, out_size: int, in_size: int, rows: int) -> None:
-    generator = seeded("many rows", out_size, in_size, rows)
-    weight = random_rows(generator, out_size, in_size, dtype=torch.bfloat16) / in_size**0.5
-    x = random_rows(generator, rows, in_size, dtype=torch.bfloat16)
-    bias = random_rows(generator, out_size, dtype=torch.bfloat16)
-    expected = torch.nn.functional.linear(x.float(), weight.float(), bias.float())
-    assert_close(CpuKernels(isa).linear(weight, bias)(x), expected.bfloat16())
-
-
-@pytest.mark.parametrize("isa", TILED_ISAS)
-@pytest.mark.parametrize("rows", [3, 70, 215])
-@pytest.mark.parametrize(
-    ("out_size", "in_size"), [(96, 1568), (70, 4096), (40, 9632), (4096, 9632), (33, 14336)]
-)
-def test_linear_of_many_inputs(isa: str, out_size: int, in_size: int, rows: int) -> None:
-    generator = seeded("deep", out_size, in_size, rows)
-    weight = random_rows(generator, out_size, in_size, dtype=torch.bfloat16) / in_size**0.5
-    x = random_rows(generator, rows, in_size, dtype=torch.bfloat16)
-    bias = random_rows(generator, out_size, dtype=torch.bfloat16)
-    expected = torch.nn.functional.linear(x.float(), weight.float(), bias.float())
-    assert_close(CpuKernels(isa).linear(weight, bias)(x), expected.bfloat16())
-
-
-@pytest.mark.parametrize("isa", TILED_ISAS)
-def test_linear_without_memory_raises_and_the_next_call_succeeds(
-    isa: str, scratch_limit: Callable[[int], None]
-) -> None:
-    generator = seeded("no memory")
-    weight, x = (random_rows(generator, size, 64, dtype=torch.bfloat16) for size in (96, 300))
-    linear = CpuKernels(isa).linear(weight)
-    scratch_limit(0)
-    with pytest.raises(MemoryError):
-        linear(x)
-    scratch_limit(1 << 30)
-    assert_close(linear(x), REFERENCE.linear(weight)(x))
-
-
-@pytest.mark.parametrize("isa", TILED_ISAS)
-def test_linear_called_from_two_threads_at_once(isa: str) -> None:
-    generator = seeded("threads")
-    linear = CpuKernels(isa).linear(random_rows(generator, 320, 1600, dtype=torch.bfloat16) / 40)
-    inputs = [random_rows(generator, rows, 1600, dtype=torch.bfloat16) for rows in (7, 65, 130, 300)]
-    expected = [linear(x) for x in inputs]
-    with ThreadPoolExecutor(2) as pool:
-        for _ in range(5):
-            for result, known in zip(pool.map(linear, inputs), expected, strict=True):
-                assert torch.equal(result, known)
-
-
-@pytest.mark.parametrize("isa", TILED_ISAS)
-@pytest.mark.parametrize("in_size", [320, 3200])
-def test_a_row_of_a_tiled_product_does_not_depend_on_the_others(isa: str, in_size: int) -> None:
-    generator = seeded("invariance", in_size)
-    linear = CpuKernels(isa).linear(random_rows(generator, 96, in_size, dtype=torch.bfloat16))
-    x = random_rows(generator, 600, in_size, dtype=torch.bfloat16)
-    whole = linear(x)
-    for first, last in [(0, 1), (5, 22), (31, 33), (60, 100), (63, 128), (7, 300), (599, 600)]:
-        assert torch.equal(linear(x[first:last]), whole[first:last])
-    with pytest.raises(ValueError, match=r"^x:"):
-        linear(x[:, 32:])
-
-
-def test_linear_refuses_what_it_cannot_read(kernels: CpuKernels) -> None:
-    weight = torch.zeros(4, 32, dtype=torch.bfloat16)
-    with pytest.raises(ValueError, match=r"^weight:"):
-        kernels.linear(weight.to("meta"))
-    with pytest.raises(ValueError, match=r"^bias:"):
-        kernels.linear(weight, torch.zeros(4, dtype=torch.bfloat16, device="meta"))
-    with pytest.raises(ValueError, match=r"^weight:"):
-        kernels.linear(weight[:, :0])
-
-
 def test_the_environment_chooses_the_isa(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ISA_VARIABLE, "generic")
     assert CpuKernels().isa == "generic"
@@ -364,120 +225,3 @@ def test_the_environment_chooses_the_isa(monkeypatch: pytest.MonkeyPatch) -> Non
         CpuKernels()
     with pytest.raises(ValueError, match="isa z80"):
         CpuKernels("z80")
-
-
-@dataclasses.dataclass
-class Arguments:
-    """A correct call of both attention operators: H = 2, G = 1, D = 16, L = 2."""
-
-    qkv: Tensor
-    pool: Tensor
-    batch: AttentionMetadata
-    layer: int = 1
-    num_heads: int = 2
-    scale: float = 0.25
-    cos_sin: Tensor | None = None
-    q_norm: Tensor | None = None
-    kernels: CpuKernels = dataclasses.field(default_factory=CpuKernels)
-
-    def attention(self) -> None:
-        self.kernels.attention(self.qkv, self.pool, self.layer, self.batch, self.num_heads, self.scale)
-
-    def rotate(self) -> None:
-        self.kernels.rotate_and_write_kv(
-            self.qkv, self.pool, self.layer, self.batch, self.num_heads, self.cos_sin, self.q_norm
-        )
-
-
-def make_arguments() -> Arguments:
-    generator = seeded("arguments")
-    pool = make_pool(KVLayout(2, 1, 16, 8, 4), 4, torch.float32, generator)
-    batch = make_batch([(3, 3)], block_size=8, num_blocks=4, generator=generator)
-    return Arguments(torch.zeros(3, 64), pool, batch)
-
-
-def _with_batch(name: str, value: Callable[[Tensor], Tensor]) -> Callable[[Arguments], None]:
-    def change(arguments: Arguments) -> None:
-        changed = value(getattr(arguments.batch, name))
-        arguments.batch = dataclasses.replace(arguments.batch, **{name: changed})
-
-    return change
-
-
-def _with(name: str, value: Callable[[Arguments], object]) -> Callable[[Arguments], None]:
-    return lambda arguments: setattr(arguments, name, value(arguments))
-
-
-@pytest.mark.parametrize(
-    ("named", "change"),
-    [
-        ("qkv", _with("qkv", lambda a: a.qkv.half())),
-        ("qkv", _with("qkv", lambda a: a.qkv[:, :-1])),
-        ("qkv", _with("qkv", lambda a: a.qkv[:, :48].contiguous())),
-        ("qkv", _with("pool", lambda a: a.pool.bfloat16())),
-        ("kv_pool", _with("pool", lambda a: a.pool[0])),
-        ("kv_pool", _with("pool", lambda a: a.pool.transpose(0, 1))),
-        ("kv_pool", _with("pool", lambda a: a.pool[..., :12].contiguous())),
-        ("layer", _with("layer", lambda a: 2)),
-        ("layer", _with("layer", lambda a: -1)),
-        ("num_heads", _with("num_heads", lambda a: 0)),
-        ("qkv", _with("num_heads", lambda a: 3)),
-        ("batch.positions", _with_batch("positions", Tensor.int)),
-        ("batch.slot_mapping", _with_batch("slot_mapping", lambda t: t[1:])),
-        ("batch.seq_lens", _with_batch("seq_lens", Tensor.long)),
-        ("batch.cu_seqlens_q", _with_batch("cu_seqlens_q", lambda t: t[1:])),
-        ("batch.block_table_offsets", _with_batch("block_table_offsets", Tensor.long)),
-        ("batch.block_table", _with_batch("block_table", Tensor.long)),
-    ],
-)
-def test_attention_operators_refuse_what_does_not_fit(
-    named: str, change: Callable[[Arguments], None]
-) -> None:
-    arguments = make_arguments()
-    arguments.attention()
-    arguments.rotate()
-    change(arguments)
-    with pytest.raises(ValueError, match=f"^{named}:"):
-        arguments.attention()
-    with pytest.raises(ValueError, match=f"^{named}:"):
-        arguments.rotate()
-
-
-def test_attention_refuses_a_scale_that_is_not_positive() -> None:
-    arguments = make_arguments()
-    arguments.scale = 0.0
-    with pytest.raises(ValueError, match=r"^scale:"):
-        arguments.attention()
-
-
-@pytest.mark.parametrize(
-    ("named", "change"),
-    [
-        ("cos_sin", _with("cos_sin", lambda a: torch.zeros(4, 8))),
-        ("cos_sin", _with("cos_sin", lambda a: torch.zeros(4, 16).bfloat16())),
-        ("k_norm", _with("q_norm", lambda a: torch.ones(16))),
-    ],
-)
-def test_rotate_and_write_kv_refuses(named: str, change: Callable[[Arguments], None]) -> None:
-    arguments = make_arguments()
-    change(arguments)
-    with pytest.raises(ValueError, match=f"^{named}:"):
-        arguments.rotate()
-
-
-def test_row_operators_refuse_what_does_not_fit() -> None:
-    kernels, x, weight = CpuKernels(), torch.zeros(3, 16), torch.ones(16)
-    with pytest.raises(ValueError, match=r"^x:"):
-        kernels.rms_norm(x.t(), weight, EPS)
-    with pytest.raises(ValueError, match=r"^weight:"):
-        kernels.rms_norm(x, weight[1:], EPS)
-    with pytest.raises(ValueError, match=r"^weight:"):
-        kernels.add_rms_norm(x, x.clone(), weight.bfloat16(), EPS)
-    with pytest.raises(ValueError, match=r"^residual:"):
-        kernels.add_rms_norm(x, x[1:], weight, EPS)
-    with pytest.raises(ValueError, match=r"^gate_up:"):
-        kernels.silu_and_mul(x[:, 1:])
-    with pytest.raises(ValueError, match=r"^weight:"):
-        kernels.linear(weight)
-    with pytest.raises(ValueError, match=r"^bias:"):
-        kernels.linear(x.bfloat16(), weight.bfloat16())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from backfill.kernels.triton_ops import TritonKernels
 from tests.kernels.batches import make_batch
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-# Where there is a GPU, Triton compiles, and the interpreter's cases do not exist.
+# With a GPU, Triton compiles, and the interpreter's cases do not exist.
 DEVICES = [*(["cpu"] if INTERPRETED else []), pytest.param("cuda", marks=pytest.mark.gpu)]
 REFERENCE = ReferenceKernels()
 LAYERS, LAYER = 3, 2
@@ -28,26 +29,39 @@ CHUNKS = [(5, 5), (40, 101), (0, 9), (17, 90)]
 MIXED = [(1, 65), (23, 23), (1, 7), (9, 80), (1, 130)]
 LONG_DECODE = [(1, 600), (1, 20), (1, 513)]
 
+
+class AttentionCase(NamedTuple):
+    """``lens`` has (query length, context length) by sequence."""
+
+    dtype: torch.dtype
+    head_dim: int
+    num_heads: int
+    num_kv_heads: int
+    block_size: int
+    lens: Sequence[tuple[int, int]]
+
+
 ATTENTION_CASES = [
-    # dtype, head size, query heads, KV heads, block size, (query length, context length) by sequence
-    pytest.param(torch.bfloat16, 64, 8, 2, 16, MIXED, id="bf16-d64-gqa4-b16-mixed"),
-    pytest.param(torch.float32, 128, 3, 1, 32, MIXED, id="fp32-d128-gqa3-b32-mixed"),
-    pytest.param(torch.bfloat16, 128, 4, 1, 8, CHUNKS, id="bf16-d128-gqa4-b8-chunks"),
-    pytest.param(torch.float32, 40, 6, 2, 16, CHUNKS, id="fp32-d40-gqa3-b16-chunks"),
-    pytest.param(torch.bfloat16, 80, 3, 1, 32, DECODE, id="bf16-d80-gqa3-b32-decode"),
-    pytest.param(torch.float32, 8, 2, 2, 8, DECODE, id="fp32-d8-gqa1-b8-decode"),
-    pytest.param(torch.bfloat16, 8, 8, 2, 32, CHUNKS, id="bf16-d8-gqa4-b32-chunks"),
-    pytest.param(torch.float32, 80, 2, 2, 8, MIXED, id="fp32-d80-gqa1-b8-mixed"),
-    pytest.param(torch.bfloat16, 40, 2, 2, 16, DECODE, id="bf16-d40-gqa1-b16-decode"),
-    pytest.param(torch.float16, 64, 3, 1, 16, MIXED, id="fp16-d64-gqa3-b16-mixed"),
-    pytest.param(torch.float32, 64, 4, 1, 16, [(7, 7)] * 2, id="fp32-d64-gqa4-b16-equal-chunks"),
-    pytest.param(torch.float32, 16, 20, 1, 16, MIXED, id="fp32-d16-gqa20-b16-mixed"),
+    pytest.param(AttentionCase(torch.bfloat16, 64, 8, 2, 16, MIXED), id="bf16-d64-gqa4-b16-mixed"),
+    pytest.param(AttentionCase(torch.float32, 128, 3, 1, 32, MIXED), id="fp32-d128-gqa3-b32-mixed"),
+    pytest.param(AttentionCase(torch.bfloat16, 128, 4, 1, 8, CHUNKS), id="bf16-d128-gqa4-b8-chunks"),
+    pytest.param(AttentionCase(torch.float32, 40, 6, 2, 16, CHUNKS), id="fp32-d40-gqa3-b16-chunks"),
+    pytest.param(AttentionCase(torch.bfloat16, 80, 3, 1, 32, DECODE), id="bf16-d80-gqa3-b32-decode"),
+    pytest.param(AttentionCase(torch.float32, 8, 2, 2, 8, DECODE), id="fp32-d8-gqa1-b8-decode"),
+    pytest.param(AttentionCase(torch.bfloat16, 8, 8, 2, 32, CHUNKS), id="bf16-d8-gqa4-b32-chunks"),
+    pytest.param(AttentionCase(torch.float32, 80, 2, 2, 8, MIXED), id="fp32-d80-gqa1-b8-mixed"),
+    pytest.param(AttentionCase(torch.bfloat16, 40, 2, 2, 16, DECODE), id="bf16-d40-gqa1-b16-decode"),
+    pytest.param(AttentionCase(torch.float16, 64, 3, 1, 16, MIXED), id="fp16-d64-gqa3-b16-mixed"),
+    pytest.param(
+        AttentionCase(torch.float32, 64, 4, 1, 16, [(7, 7)] * 2), id="fp32-d64-gqa4-b16-equal-chunks"
+    ),
+    pytest.param(AttentionCase(torch.float32, 16, 20, 1, 16, MIXED), id="fp32-d16-gqa20-b16-mixed"),
 ]
 
 
 @pytest.fixture
 def generator() -> torch.Generator:
-    """Fresh inputs for each run; the seed is in the report of a failure."""
+    """New inputs in each run; a failure's report has the seed."""
     seed = torch.seed() % 2**31
     print(f"seed {seed}")
     return torch.Generator().manual_seed(seed)
@@ -90,21 +104,14 @@ def assert_close(actual: Tensor, expected: Tensor) -> None:
 
 
 def attend_both(
-    device: str,
-    dtype: torch.dtype,
-    head_dim: int,
-    num_heads: int,
-    num_groups: int,
-    block_size: int,
-    lens: Sequence[tuple[int, int]],
-    generator: torch.Generator,
-    decode_programs: int = 1,
+    device: str, case: AttentionCase, generator: torch.Generator, decode_programs: int = 1
 ) -> tuple[Tensor, Tensor]:
+    dtype, head_dim, num_heads, num_kv_heads, block_size, lens = case
     num_blocks = sum(-(-context // block_size) for _, context in lens) + 3
     batch = make_batch(lens, block_size=block_size, num_blocks=num_blocks, generator=generator)
-    pool = poisoned_pool(batch, (num_blocks, LAYERS, 2, num_groups, block_size, head_dim), dtype, generator)
-    width = (num_heads + 2 * num_groups) * head_dim
-    # Rows further apart than they are long, as in a slice of a wider buffer.
+    pool = poisoned_pool(batch, (num_blocks, LAYERS, 2, num_kv_heads, block_size, head_dim), dtype, generator)
+    width = (num_heads + 2 * num_kv_heads) * head_dim
+    # Row strides larger than rows, as in a slice of a wider buffer.
     qkv = random(generator, sum(query for query, _ in lens), width + 8, dtype=dtype)[:, :width]
     scale = head_dim**-0.5
     expected = REFERENCE.attention(qkv, pool, LAYER, batch, num_heads, scale)
@@ -115,22 +122,9 @@ def attend_both(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(
-    ("dtype", "head_dim", "num_heads", "num_groups", "block_size", "lens"), ATTENTION_CASES
-)
-def test_attention(
-    device: str,
-    dtype: torch.dtype,
-    head_dim: int,
-    num_heads: int,
-    num_groups: int,
-    block_size: int,
-    lens: Sequence[tuple[int, int]],
-    generator: torch.Generator,
-) -> None:
-    actual, expected = attend_both(
-        device, dtype, head_dim, num_heads, num_groups, block_size, lens, generator
-    )
+@pytest.mark.parametrize("case", ATTENTION_CASES)
+def test_attention(device: str, case: AttentionCase, generator: torch.Generator) -> None:
+    actual, expected = attend_both(device, case, generator)
     assert not expected.isnan().any()
     assert_close(actual, expected)
 
@@ -138,9 +132,9 @@ def test_attention(
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 def test_attention_with_split_contexts(device: str, dtype: torch.dtype, generator: torch.Generator) -> None:
-    """Some splits hold a whole number of tiles, some a part, and those of the short sequence nothing."""
-    lens = [*LONG_DECODE, (4, 70)]
-    actual, expected = attend_both(device, dtype, 40, 6, 2, 16, lens, generator, decode_programs=1000)
+    """Some splits hold whole tiles, some a part of one, and those past the short context nothing."""
+    case = AttentionCase(dtype, 40, 6, 2, 16, [*LONG_DECODE, (4, 70)])
+    actual, expected = attend_both(device, case, generator, decode_programs=1000)
     assert_close(actual, expected)
 
 
@@ -191,13 +185,13 @@ def test_rotate_and_write_kv(
     norm: bool,
     generator: torch.Generator,
 ) -> None:
-    num_heads, num_groups, num_blocks = 6, 2, 12
+    num_heads, num_kv_heads, num_blocks = 6, 2, 12
     batch = make_batch(
         [(1, 20), (9, 30), (1, 1)], block_size=block_size, num_blocks=num_blocks, generator=generator
     )
-    shape = (num_blocks, LAYERS, 2, num_groups, block_size, head_dim)
+    shape = (num_blocks, LAYERS, 2, num_kv_heads, block_size, head_dim)
     expected_pool = random(generator, *shape, dtype=dtype)
-    qkv = random(generator, 11, (num_heads + 2 * num_groups) * head_dim, dtype=dtype)
+    qkv = random(generator, 11, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
     cos_sin = torch.rand((64, head_dim), generator=generator) * 2 - 1 if rotary else None
     norms = [random(generator, head_dim, dtype=dtype) if norm else None for _ in range(2)]
     pool, on_device = expected_pool.to(device, copy=True), qkv.to(device, copy=True)
@@ -259,7 +253,7 @@ def test_cpu_needs_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class TestBadArguments:
-    """Each is refused before anything is launched, by a message that starts with the argument's name."""
+    """Refused before a launch; the message starts with the argument's name."""
 
     @pytest.fixture(params=DEVICES)
     def device(self, request: pytest.FixtureRequest) -> str:

@@ -16,29 +16,6 @@ from backfill.models.frequencies import inverse_frequencies
 from backfill.models.generation_config import GenerationDefaults, end_token_ids
 from backfill.models.rope import RopeConfig
 
-LLAMA: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "vocab_size": 128,
-    "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 5000.0,
-    "torch_dtype": "bfloat16",
-    "eos_token_id": [2, 7],
-}
-OPT: dict[str, Any] = {
-    "architectures": ["OPTForCausalLM"],
-    "hidden_size": 64,
-    "ffn_dim": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "vocab_size": 128,
-    "max_position_embeddings": 256,
-}
 SMALL: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -47,6 +24,27 @@ SMALL: dict[str, Any] = {
     "num_key_value_heads": 2,
     "vocab_size": 128,
     "max_position_embeddings": 4096,
+}
+LLAMA: dict[str, Any] = {
+    **SMALL,
+    "architectures": ["LlamaForCausalLM"],
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 5000.0,
+    "torch_dtype": "bfloat16",
+    "eos_token_id": [2, 7],
+}
+SMALL_OPT: dict[str, Any] = {
+    "hidden_size": 64,
+    "ffn_dim": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "vocab_size": 128,
+}
+OPT: dict[str, Any] = {
+    **SMALL_OPT,
+    "architectures": ["OPTForCausalLM"],
+    "max_position_embeddings": 256,
 }
 
 
@@ -97,17 +95,8 @@ def test_opt_fields(tmp_path: Path) -> None:
         MistralConfig(**SMALL),
         Qwen2Config(**SMALL),
         Qwen3Config(**SMALL, head_dim=16),
-        OPTConfig(hidden_size=64, ffn_dim=96, num_hidden_layers=2, num_attention_heads=8, vocab_size=128),
-        OPTConfig(
-            hidden_size=64,
-            ffn_dim=96,
-            num_hidden_layers=2,
-            num_attention_heads=8,
-            vocab_size=128,
-            word_embed_proj_dim=32,
-            do_layer_norm_before=False,
-            enable_bias=False,
-        ),
+        OPTConfig(**SMALL_OPT),
+        OPTConfig(**SMALL_OPT, word_embed_proj_dim=32, do_layer_norm_before=False, enable_bias=False),
     ],
     ids=lambda c: c.model_type,
 )

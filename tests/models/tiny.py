@@ -63,14 +63,14 @@ def save_tiny_model(kind: str, folder: Path, seed: int = 0, **changed: Any) -> t
     )
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     for name, parameter in model.named_parameters():
-        if name.endswith("bias"):  # transformers starts them at zero, where a missing one would not show
+        if name.endswith("bias"):  # zero in transformers, where a missing bias would not show
             torch.nn.init.normal_(parameter, std=0.2)
     model.save_pretrained(folder)
     return model
 
 
 def save_tiny_llama_config(folder: Path, **changes: Any) -> None:
-    """A folder without weights, to be loaded with dummy ones."""
+    """A folder without weights, for dummy ones."""
     _, values = CONFIGS["llama"]
     config = {
         **values,

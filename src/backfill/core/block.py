@@ -25,15 +25,6 @@ def block_index(ref: BlockRef) -> int:
     return ref >> 1
 
 
-def is_reversed(ref: BlockRef) -> bool:
-    return bool(ref & 1)
-
-
-def slot_in_block(offset: int, block_size: int, reverse: bool) -> int:
-    """Slot of the token at ``offset`` in ``[0, block_size)`` of its block."""
-    return block_size - 1 - offset if reverse else offset
-
-
 class BlockCopy(NamedTuple):
     """A device block, and the host block that it is copied to or from."""
 

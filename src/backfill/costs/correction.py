@@ -1,20 +1,20 @@
-"""Bounded correction of a cost model by the steps it predicted."""
+"""Corrects predicted step times by the times observed."""
 
 from __future__ import annotations
 
 _LOWEST, _HIGHEST = 0.5, 2.0
 _MEAN_GAIN, _DEVIATION_GAIN = 1 / 16, 1 / 8
 _DEVIATIONS = 2.0
-# A step an outlier makes (a page fault storm, a stopped process) must not teach more than a slow one.
+# Bounds an outlier (a page fault storm, a stopped process): it must not count for more than a slow step.
 _MOST_FROM_ONE_STEP = 2.0
 
 
 class BiasCorrection:
     """Follows observed over predicted step times, as TCP follows round-trip times (RFC 6298).
 
-    ``mean`` is the smoothed ratio and corrects a prediction; ``upper`` adds a multiple of the smoothed
-    deviation and is what a deadline is checked against. Both stay within [0.5, 2]: further off, the profile
-    is of another machine, and believing it more would hide that.
+    ``mean`` is the smoothed ratio and corrects a prediction. ``upper`` adds a multiple of the smoothed
+    deviation; deadlines are checked against it. Both stay within [0.5, 2]: a larger ratio means that the
+    profile is of another machine, and a larger correction would hide that.
     """
 
     def __init__(self, deviation: float = 0.0) -> None:
@@ -30,7 +30,7 @@ class BiasCorrection:
         return min(max(self._mean + _DEVIATIONS * self._deviation, _LOWEST), _HIGHEST)
 
     def restart(self) -> None:
-        """Another model predicts from now on. Steps vary as much as before."""
+        """Start at a mean of 1 for a new cost model. The deviation is kept: steps vary as much as before."""
         self._mean = 1.0
 
     def observe(self, predicted_s: float, observed_s: float) -> None:

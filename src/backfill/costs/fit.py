@@ -16,14 +16,14 @@ from backfill.costs.profile import FitError
 
 @dataclass(frozen=True, slots=True)
 class TimedStep:
-    """A step that was run and what it took, in seconds."""
+    """A step's load and its measured time."""
 
     load: StepLoad
     seconds: float
 
 
 def num_terms(row_knots: Sequence[int], sampled_knots: Sequence[int]) -> int:
-    """Coefficients that a fit with these knots has."""
+    """Coefficients of a model with these knots."""
     return len(row_knots) + len(sampled_knots) + 4
 
 
@@ -34,19 +34,19 @@ def fit_cost_model(
     *,
     weights: Sequence[float] | None = None,
 ) -> CostModel:
-    """The model with the least sum of squared relative errors whose terms are all non-negative.
+    """The model with non-negative terms and the least sum of squared relative errors.
 
     Args:
-        row_knots: token counts, ascending, at which the row-wise time may bend.
-        sampled_knots: likewise for sampled rows, above 0.
-        weights: of the steps' squared errors; None weighs all alike.
+        row_knots: token counts, ascending, at which the slope of the row-wise time may change.
+        sampled_knots: counts of sampled rows, ascending and above 0, for the time of sampling.
+        weights: of the steps' squared errors; None: all equal.
     Raises: ValueError when there are fewer steps than terms.
     """
     if len(steps) < num_terms(row_knots, sampled_knots):
         raise ValueError(f"{len(steps)} steps cannot fit {num_terms(row_knots, sampled_knots)} terms")
     terms = np.array([_terms(step.load, row_knots, sampled_knots) for step in steps])
     seconds = np.array([step.seconds for step in steps])
-    # Columns are scaled to a like size: contexts run to millions, rows to fractions.
+    # Columns are scaled to similar sizes: contexts are millions, rows are fractions.
     relative = terms / seconds[:, None]
     scale = np.maximum(np.abs(relative).max(axis=0), 1e-30)
     roots = np.sqrt(np.ones(len(steps)) if weights is None else np.array(weights))
@@ -67,9 +67,9 @@ def fit_few_steps(
     *,
     weights: Sequence[float] | None = None,
 ) -> CostModel:
-    """As ``fit_cost_model``, of any number of steps from one on.
+    """``fit_cost_model`` for any number of steps, at least one.
 
-    Fewer than there are terms have many best fits, of which any will do: repeated they have the same ones.
+    Fewer steps than terms have many best fits. Any of them will do, so the steps are repeated.
     """
     repeats = -(-num_terms(row_knots, sampled_knots) // len(steps))
     return fit_cost_model(
@@ -87,7 +87,7 @@ def fit_error(model: CostModel, steps: Sequence[TimedStep]) -> FitError:
 def cross_validated_error(
     steps: Sequence[TimedStep], row_knots: Sequence[int], sampled_knots: Sequence[int], num_folds: int = 5
 ) -> FitError:
-    """The error on each of ``num_folds`` parts of the steps of a model that is fitted to the other parts."""
+    """The error on steps held out: each of ``num_folds`` parts is predicted by a model of the other parts."""
     errors: list[float] = []
     for fold in range(num_folds):
         held_out = steps[fold::num_folds]
@@ -118,9 +118,9 @@ def _terms(load: StepLoad, row_knots: Sequence[int], sampled_knots: Sequence[int
 
 
 def _rises(value: float, knots: Sequence[float], first: float | None) -> NDArray[np.float64]:
-    """What share of the rise between each two knots ``value`` has behind it; the last piece goes on.
+    """For each interval between knots, the fraction of it below ``value``; the last has no upper end.
 
-    With non-negative weights a sum of these is non-decreasing and piecewise linear.
+    With non-negative weights their sum is a non-decreasing, piecewise linear function of ``value``.
     """
     low, high = np.array(knots[:-1], dtype=float), np.array(knots[1:], dtype=float)
     shares = np.maximum((value - low) / (high - low), 0.0)

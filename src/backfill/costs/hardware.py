@@ -1,4 +1,4 @@
-"""Devices and models to simulate, as profiles that come with the package."""
+"""Profiles of devices and models to simulate, part of the package."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from backfill.costs.profile import CostProfile
 
 @dataclass(frozen=True, slots=True)
 class HardwareProfile:
-    """A model on a device that is not here.
+    """A model on a device, for simulation.
 
     Attributes:
-        costs: fitted to measured operator times; ``costs.provenance`` says which, and what was modelled.
+        costs: fitted to measured operator times; ``costs.provenance`` says which times were modelled.
         kv_tokens: tokens of KV that fit beside the weights.
-        kv_bytes_per_token: over all layers, of all devices together.
+        kv_bytes_per_token: all layers, all devices together.
         max_model_len: the model's context, in tokens.
     """
 
@@ -38,7 +38,7 @@ def hardware_profile_names() -> list[str]:
 
 
 def load_hardware_profile(name: str) -> HardwareProfile:
-    """Raises: ConfigError naming those that exist."""
+    """Raises: ConfigError for an unknown name, with the names that exist."""
     if name not in hardware_profile_names():
         raise ConfigError(
             f"There is no hardware profile {name!r}; there are {', '.join(hardware_profile_names())}."

@@ -1,25 +1,25 @@
-"""The load of a step: the few numbers its time depends on."""
+"""The load of a step: the numbers that its time depends on."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from backfill.core.plan import StepPlan
+from backfill.core.plan import ScheduledSlice
 
 
 @dataclass(slots=True)
 class StepLoad:
-    """Sums over the slices of a step, kept as slices are put in and taken out.
+    """Sums over the slices of a step, updated as slices are put in and taken out.
 
-    A slice is *decode* when it computes one token behind cached ones, else *prefill*.
+    A slice is *decode* when it computes one token after cached ones, else *prefill*.
 
     Attributes:
         num_tokens: rows of every row-wise operator and matrix product.
         num_sampled: rows of the output projection and the sampler.
         num_requests: slices.
         prefill_pairs: (new token, token it attends to) pairs of prefill slices; for a slice of n tokens
-            behind c cached ones, n * c + n * (n + 1) / 2.
+            after c cached ones, n * c + n * (n + 1) / 2.
         prefill_context_tokens: cached tokens that prefill slices read.
         decode_context_tokens: cached tokens that decode slices read.
     """
@@ -32,7 +32,7 @@ class StepLoad:
     decode_context_tokens: int = 0
 
     def put(self, start: int, num_tokens: int, samples: bool) -> None:
-        if num_tokens == 1 and start > 0:  # the common case, short: a step puts every decode in
+        if num_tokens == 1 and start > 0:  # the common case: every decode of every step
             self.num_tokens += 1
             self.num_requests += 1
             self.num_sampled += samples
@@ -41,7 +41,7 @@ class StepLoad:
             self._add(start, num_tokens, samples, 1)
 
     def take(self, start: int, num_tokens: int, samples: bool) -> None:
-        """Undo one ``put`` of the same arguments."""
+        """Undo a ``put`` of the same arguments."""
         self._add(start, num_tokens, samples, -1)
 
     def copy(self) -> StepLoad:
@@ -63,8 +63,8 @@ class StepLoad:
         return load
 
     @classmethod
-    def of_plan(cls, plan: StepPlan) -> StepLoad:
-        return cls.of((scheduled.start, scheduled.num_tokens, scheduled.samples) for scheduled in plan.slices)
+    def of_slices(cls, slices: Iterable[ScheduledSlice]) -> StepLoad:
+        return cls.of((scheduled.start, scheduled.num_tokens, scheduled.samples) for scheduled in slices)
 
     def _add(self, start: int, num_tokens: int, samples: bool, sign: int) -> None:
         self.num_tokens += sign * num_tokens

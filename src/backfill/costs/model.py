@@ -1,29 +1,33 @@
 """The cost model: how long a step of a given load takes.
 
 BROS (section 4.1) fits one linear model for the prefill requests of a batch and one for its decodes, and
-adds the two. Both fits then carry the time to read the weights, which a batch pays once; and on every device
-measured here the time of a matrix product is not linear in its rows: flat while the weights' bytes bound it,
-then linear. So the row-wise work is one monotone piecewise-linear function of all the step's tokens, and what
-differs between the phases, attention, has a linear term for each (docs/coserving.md).
+adds the two. Both fits then include the time to read the weights, which a batch pays once. On every device
+measured here the time of a matrix product is not linear in its rows: it is flat while the bytes of the
+weights bound it, then linear. So row-wise work is one monotone piecewise-linear function of the step's
+tokens. Attention differs between the phases and has a linear term for each (docs/coserving.md).
 """
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_right
 from dataclasses import dataclass
+from typing import Annotated
+
+import msgspec
 
 from backfill.costs.load import StepLoad
+
+NonNegative = Annotated[float, msgspec.Meta(ge=0.0, le=sys.float_info.max)]
+"""A finite number of at least 0, checked where a profile is read."""
 
 
 @dataclass(frozen=True, slots=True)
 class PiecewiseLinear:
-    """A non-decreasing function through (``x[i]``, ``y[i]``), extended by its first and last value's slopes.
+    """A non-decreasing function through (x[i], y[i]): flat before ``x[0]``, linear after ``x[-1]``."""
 
-    Left of ``x[0]`` it is flat; right of ``x[-1]`` the last piece goes on.
-    """
-
-    x: tuple[float, ...]
-    y: tuple[float, ...]
+    x: tuple[NonNegative, ...]
+    y: tuple[NonNegative, ...]
 
     def __post_init__(self) -> None:
         if len(self.x) != len(self.y) or len(self.x) < 2:
@@ -44,23 +48,23 @@ class PiecewiseLinear:
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """Seconds of a step, as a sum of the terms of its ``StepLoad``.
+    """Seconds of a step, as a sum over the terms of its ``StepLoad``.
 
     Attributes:
-        rows_s: of everything done a row at a time, over the step's tokens, the weights' reading included.
-        sampled_s: of the output projection and the sampler, over the rows sampled; at 0 rows it is 0.
-        request_s: a request.
-        prefill_pair_s: a (new token, attended token) pair of a prefill slice.
-        prefill_context_s: a cached token that a prefill slice reads.
-        decode_context_s: a cached token that a decode slice reads.
+        rows_s: all row-wise work, reading the weights included, by the step's tokens.
+        sampled_s: output projection and sampler, by the rows sampled; 0 at 0 rows.
+        request_s: per request.
+        prefill_pair_s: per (new token, attended token) pair of prefill slices.
+        prefill_context_s: per cached token that prefill slices read.
+        decode_context_s: per cached token that decode slices read.
     """
 
     rows_s: PiecewiseLinear
     sampled_s: PiecewiseLinear
-    request_s: float
-    prefill_pair_s: float
-    prefill_context_s: float
-    decode_context_s: float
+    request_s: NonNegative
+    prefill_pair_s: NonNegative
+    prefill_context_s: NonNegative
+    decode_context_s: NonNegative
 
     def step_time_s(self, load: StepLoad) -> float:
         """Predicted seconds; 0 for an empty step."""
@@ -76,7 +80,7 @@ class CostModel:
         )
 
     def time_with_s(self, load: StepLoad, start: int, num_tokens: int, samples: bool) -> float:
-        """Seconds of the step with one more slice in it; ``load`` is left as it was."""
+        """Seconds of the step with one more slice; ``load`` is unchanged."""
         load.put(start, num_tokens, samples)
         seconds = self.step_time_s(load)
         load.take(start, num_tokens, samples)
@@ -85,12 +89,12 @@ class CostModel:
     def max_tokens(
         self, load: StepLoad, start: int, num_pending: int, limit_s: float, at_most: int | None = None
     ) -> int:
-        """Most tokens one request may add to a step so that it stays within ``limit_s``; 0 when none fits.
+        """Most tokens that one request can add to a step of at most ``limit_s``; 0 when none fits.
 
         Args:
-            start: tokens of the request that are cached.
-            num_pending: tokens it has left; computing the last of them samples.
-            at_most: a further bound on the tokens, ``num_pending`` by default.
+            start: cached tokens of the request.
+            num_pending: tokens it has left to compute; the last one samples.
+            at_most: a further bound on the tokens; default ``num_pending``.
         """
 
         def fits(num_tokens: int) -> bool:
@@ -101,8 +105,8 @@ class CostModel:
             return max(high, 0)
         low = 0  # fits or is 0; high does not fit
         while high - low > 1:
-            # Rounded up: one token behind cached ones is a decode and may cost more than two, so it is
-            # tried only where two do not fit.
+            # Rounded up: one token after cached ones is a decode and may cost more than two, so it is
+            # tried only when two do not fit.
             middle = (low + high + 1) // 2
             if fits(middle):
                 low = middle
@@ -114,7 +118,7 @@ class CostModel:
         """Seconds to the first token of a prompt computed alone in chunks.
 
         Args:
-            counted_tokens: so many tokens of a chunk count at most; all of them by default.
+            counted_tokens: most tokens of a chunk that count; default all.
         """
         total, start = 0.0, 0
         while start < num_tokens:
@@ -125,11 +129,11 @@ class CostModel:
         return total
 
     def efficient_step_sizes(self, fraction: float, at_most: int) -> tuple[int, ...]:
-        """Tokens of steps whose rows cost at most ``1 / fraction`` times the least cost a token, ascending.
+        """Step sizes in tokens, ascending, whose cost per token is at most ``1 / fraction`` times the least.
 
-        The first is the smallest such step. Larger ones buy at most ``1 - fraction`` of throughput and make
-        every arrival wait longer. They are the ends of the function's pieces: on GPUs its steps, at multiples
-        of a matrix product's tile, behind which the next token costs as much as a whole tile.
+        Larger ones than the first gain at most ``1 - fraction`` of throughput, and every arrival waits longer
+        for them. Candidates are the knots of ``rows_s`` and ``at_most``. On GPUs the knots are multiples of a
+        matrix product's tile: one token more costs a whole tile.
         """
         candidates = {*(x for x in self.rows_s.x if 1 <= x <= at_most), at_most}
         cost = {int(x): self.rows_s(x) / x for x in candidates}

@@ -11,12 +11,12 @@ Array = NDArray[np.float64]
 def nnls(a: Array, b: Array) -> Array:
     """The x >= 0 with the least ``|a @ x - b|``.
 
-    The active-set method of Lawson and Hanson (Solving Least Squares Problems, chapter 23): one variable at a
-    time becomes free, that whose growth lowers the error most, and those that would turn negative are held at
-    0 again. For tens of columns this takes milliseconds, and unlike scipy's it costs no import.
+    The active-set method of Lawson and Hanson (Solving Least Squares Problems, chapter 23). In each round the
+    variable whose growth lowers the error most becomes free; variables that would turn negative are held at 0
+    again. Tens of columns take milliseconds. scipy has the same, at the cost of a slow import.
 
     Args:
-        a: [num_rows, num_columns]; more columns than rows are allowed.
+        a: [num_rows, num_columns]; there may be more columns than rows.
         b: [num_rows].
     """
     if a.shape[0] > a.shape[1]:  # the same problem with as many rows as columns
@@ -25,7 +25,7 @@ def nnls(a: Array, b: Array) -> Array:
     num_columns = a.shape[1]
     x = np.zeros(num_columns)
     is_free = np.zeros(num_columns, dtype=bool)
-    is_refused = np.zeros(num_columns, dtype=bool)  # freed at this x, and held at 0 again at once
+    is_refused = np.zeros(num_columns, dtype=bool)  # freed at this x, then held at 0 again
     tolerance = 10 * np.finfo(float).eps * float(np.abs(a).sum(axis=0).max()) * max(a.shape)
     for _ in range(10 * num_columns):
         gain = a.T @ (b - a @ x)
@@ -37,14 +37,14 @@ def nnls(a: Array, b: Array) -> Array:
         moved = _descend(a, b, x, is_free)
         if is_free[entering] or not np.array_equal(moved, x):
             is_refused[:] = False
-        else:  # it depends on those that are free already: rounding alone made it look useful
+        else:  # it depends linearly on the free ones: its gain was a rounding error
             is_refused[entering] = True
         x = moved
     return x
 
 
 def _descend(a: Array, b: Array, x: Array, is_free: NDArray[np.bool_]) -> Array:
-    """From ``x`` to the best point of the free columns; those that would turn negative are held at 0."""
+    """The best point of the free columns from ``x`` on; columns that would turn negative are held at 0."""
     x = x.copy()
     while is_free.any():
         best = np.zeros_like(x)

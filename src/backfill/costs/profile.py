@@ -1,35 +1,39 @@
-"""A cost model with what it was measured on, as a JSON file."""
+"""A cost profile: a fitted cost model and what it was measured on, saved as a JSON file."""
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Mapping
+import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Literal
 from uuid import uuid4
 
+import msgspec
+
 from backfill.core.errors import ConfigError
-from backfill.costs.model import CostModel, PiecewiseLinear
+from backfill.costs.model import CostModel, NonNegative
 
 FORMAT_VERSION = 4
+_REMEDY = "run `backfill profile` for the model to measure it again."
 
 Quality = Literal["coarse", "refined", "full"]
+Count = Annotated[int, msgspec.Meta(ge=0)]
+Speed = Annotated[float, msgspec.Meta(gt=0.0, le=sys.float_info.max)]
 
-# A profile with a larger error, at its P95, says nothing for certain.
+# A profile whose P95 error is larger bounds no time from below.
 _MOST_CERTAIN_ERROR = 0.5
-# Between two hours a shared machine may be so much faster than when it was measured.
+# A shared machine may be faster than when it was measured, by up to this fraction.
 _SPEED_VARIES = 0.25
 
 
 @dataclass(frozen=True, slots=True)
 class ProfileKey:
-    """What a profile holds for. A profile of anything else is refused.
+    """What a profile was measured on. A profile with another key is refused.
 
     Attributes:
-        model: its shape, in words and a digest of its dimensions.
-        device: kind of device and, on CPU, the processor, its kernels and the number of threads.
+        model: the model's shape, and a digest of its dimensions.
+        device: kind of device; on CPU also the processor, the kernels and the number of threads.
         dtype: of weights and KV.
     """
 
@@ -42,64 +46,64 @@ class ProfileKey:
 class FitError:
     """|predicted - measured| / measured over a set of steps."""
 
-    median: float
-    p95: float
-    num_steps: int
+    median: NonNegative
+    p95: NonNegative
+    num_steps: Count
 
 
 @dataclass(frozen=True, slots=True)
 class CopySpeed:
-    """Of KV blocks between device and host memory, one after another, beside nothing else."""
+    """Speed of KV block copies between device and host memory, one after another, on an idle machine."""
 
-    to_host_bytes_per_s: float
-    to_device_bytes_per_s: float
+    to_host_bytes_per_s: Speed
+    to_device_bytes_per_s: Speed
 
     def seconds(self, num_bytes: int) -> float:
-        """Of a copy in the slower direction."""
+        """Seconds of a copy in the slower direction."""
         return num_bytes / min(self.to_host_bytes_per_s, self.to_device_bytes_per_s)
 
 
 @dataclass(frozen=True, slots=True)
 class CostProfile:
-    """A fitted cost model, what it was fitted on and how well.
+    """A fitted cost model, the steps it was fitted to, and its error.
 
     Attributes:
-        quality: ``coarse``, measured in a moment when an engine starts; ``refined``, a coarse one fitted anew
-            to steps that were served; ``full``, measured by ``backfill profile``.
-        num_layers: decoder layers the step's time is spread over.
-        error: on steps that were not fitted on.
-        known_tokens: how far into a prompt the steps reached that it was fitted on. Beyond, it extrapolates.
-        known_chunk_tokens: the most tokens of one prompt that one of these steps computed.
-        copies: None where it was not measured.
-        provenance: in words: how and from what the figures were made.
+        quality: ``coarse``: measured within a second at the start of an engine; ``refined``: fitted again to
+            served steps; ``full``: measured by ``backfill profile``.
+        num_layers: decoder layers in a step.
+        error: on steps that the model was not fitted to.
+        known_tokens: the farthest prompt position in the fitted steps. Beyond it the model extrapolates.
+        known_chunk_tokens: most tokens of one prompt in one of these steps.
+        copies: None if not measured.
+        provenance: how the profile was measured, as text.
     """
 
     key: ProfileKey
     quality: Quality
-    num_layers: int
+    num_layers: Annotated[int, msgspec.Meta(ge=1)]
     cost: CostModel
     error: FitError
-    known_tokens: int
-    known_chunk_tokens: int
+    known_tokens: Count
+    known_chunk_tokens: Count
     copies: CopySpeed | None
     provenance: str
 
     @property
     def certain_share(self) -> float:
-        """The part of a predicted time that is needed in any case; 0 where nothing is certain.
+        """The fraction of a predicted time that a step takes at least; 0 if the profile is too coarse to say.
 
-        It leaves room for the P95 of the error and for a machine that is faster than when it was measured.
+        The rest allows for the P95 of the error and for a machine that is faster than when it was measured.
         """
         if self.quality == "coarse" or self.error.p95 > _MOST_CERTAIN_ERROR:
             return 0.0
         return 1.0 - self.error.p95 - _SPEED_VARIES
 
     def block_copy_s(self, block_bytes: int) -> float | None:
-        """Seconds of the copy of one KV block; None if not known."""
+        """Seconds to copy one KV block; None if not measured."""
         return None if self.copies is None else self.copies.seconds(block_bytes)
 
     def save(self, path: Path) -> None:
-        """Write the file whole; after an OSError it is as it was, and nothing else is left."""
+        """Write the file atomically; after an OSError it is unchanged, and no other file is left."""
         content = {"format": FORMAT_VERSION, **asdict(self)}
         path.parent.mkdir(parents=True, exist_ok=True)
         # Two containers on one volume may have the same process id.
@@ -112,40 +116,27 @@ class CostProfile:
 
     @classmethod
     def load(cls, path: Path) -> CostProfile:
-        """Raises: ConfigError naming the file, when it cannot be read, is no profile, or has bad values."""
+        """Raises: ConfigError naming the file if it cannot be read, is no profile or has wrong values."""
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
         except OSError as error:
             raise ConfigError(f"The profile {path} cannot be read: {error.strerror or error}.") from error
-        except (ValueError, RecursionError) as error:  # no UTF-8, no JSON, or JSON no one wrote
+        except (ValueError, RecursionError) as error:  # no UTF-8, no JSON, or nested too deeply
             raise ConfigError(f"The profile {path} is not JSON: {_REMEDY}") from error
         return cls.parse(content, str(path))
 
     @classmethod
     def parse(cls, content: object, name: str) -> CostProfile:
+        """``content`` as JSON has it. Raises: ConfigError for another format, and where a value is wrong."""
         if not isinstance(content, dict) or content.get("format") != FORMAT_VERSION:
             raise ConfigError(f"The profile {name} is not of format {FORMAT_VERSION}: {_REMEDY}")
         try:
-            return cls(
-                key=ProfileKey(**{field: _text(content["key"], field) for field in ProfileKey.__slots__}),
-                quality=_quality(content),
-                num_layers=int(_number(content, "num_layers", low=1)),
-                cost=_cost(content["cost"]),
-                error=FitError(
-                    _number(content["error"], "median"),
-                    _number(content["error"], "p95"),
-                    int(_number(content["error"], "num_steps")),
-                ),
-                known_tokens=int(_number(content, "known_tokens")),
-                known_chunk_tokens=int(_number(content, "known_chunk_tokens")),
-                copies=None if content["copies"] is None else _copies(content["copies"]),
-                provenance=_text(content, "provenance"),
-            )
-        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            return msgspec.convert(content, cls)
+        except msgspec.ValidationError as error:
             raise ConfigError(f"The profile {name} is damaged ({error}): {_REMEDY}") from error
 
     def check_key(self, key: ProfileKey, name: str) -> None:
-        """Raises: ConfigError when the profile was measured on something else, saying what."""
+        """Raises: ConfigError, saying what differs, if the profile was measured on something else."""
         for field in ProfileKey.__slots__:
             measured, here = getattr(self.key, field), getattr(key, field)
             if measured != here:
@@ -153,50 +144,3 @@ class CostProfile:
                     f"The profile {name} is of another {field}: measured on {measured!r}, here it is "
                     f"{here!r}; {_REMEDY}"
                 )
-
-
-_REMEDY = "run `backfill profile` for the model to measure it anew."
-
-
-def _copies(content: Mapping[str, Any]) -> CopySpeed:
-    speeds = [_number(content, name) for name in CopySpeed.__slots__]
-    if min(speeds) <= 0:
-        raise ValueError(f"speeds of copies must be above 0, got {speeds}")
-    return CopySpeed(*speeds)
-
-
-def _cost(content: Mapping[str, Any]) -> CostModel:
-    rows, sampled = content["rows_s"], content["sampled_s"]
-    return CostModel(
-        PiecewiseLinear(_numbers(rows, "x"), _numbers(rows, "y")),
-        PiecewiseLinear(_numbers(sampled, "x"), _numbers(sampled, "y")),
-        _number(content, "request_s"),
-        _number(content, "prefill_pair_s"),
-        _number(content, "prefill_context_s"),
-        _number(content, "decode_context_s"),
-    )
-
-
-def _quality(content: Mapping[str, Any]) -> Quality:
-    value: Quality = content["quality"]
-    if value not in get_args(Quality):
-        raise ValueError(f"quality must be one of {', '.join(get_args(Quality))}, got {value!r}")
-    return value
-
-
-def _text(content: Mapping[str, Any], field: str) -> str:
-    value = content[field]
-    if not isinstance(value, str):
-        raise ValueError(f"{field} must be text")
-    return value
-
-
-def _number(content: Mapping[str, Any], field: str, low: float = 0.0) -> float:
-    value = content[field]
-    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value < math.inf:
-        raise ValueError(f"{field} must be a number of at least {low:g}, got {value!r}")
-    return float(value)
-
-
-def _numbers(content: Mapping[str, Any], field: str) -> tuple[float, ...]:
-    return tuple(_number({field: value}, field) for value in content[field])

@@ -1,4 +1,4 @@
-"""Times steps of a real executor and fits the cost model to them."""
+"""Times steps of an executor and fits a cost model to them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import itertools
 import math
 import random
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -23,12 +23,13 @@ from backfill.costs.profile import CopySpeed, CostProfile, ProfileKey, Quality
 Slice = tuple[int, int, bool]  # start, number of tokens, samples
 Shape = tuple[Slice, ...]
 
+_EMPTY_PLAN = StepPlan(step=0, admitted=(), slices=(), released=())
 _PROMPT_TOKEN = 5
 _SEED = 0
 _COPIED_BLOCKS = 64
 _COPY_ROUNDS = 6
 _SHORTEST_S = 1e-9
-_NUM_ALWAYS_TIMED = 2  # of a grid with a budget: what a token costs, and what the next ones do
+_NUM_ALWAYS_TIMED = 2  # of a grid with a budget: the first steps tell what a token costs
 
 
 class RunsPlans(Protocol):
@@ -39,12 +40,12 @@ class RunsPlans(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What a step may be at most: shapes beyond it are left out.
+    """The limits of a step. Shapes beyond them are not timed.
 
     Attributes:
         kv_tokens: tokens of the KV pool.
         num_host_blocks: blocks of the pool in host memory.
-        block_bytes: of a block of either pool.
+        block_bytes: bytes of a block of either pool.
     """
 
     kv_tokens: int
@@ -64,7 +65,7 @@ class Capacity:
             len(shape) <= self.max_num_seqs
             and sum(count for _, count, _ in shape) <= self.max_num_batched_tokens
             and self.num_blocks(shape) * self.block_size <= self.kv_tokens
-            # One token more than computed: it is what a chunk that does not sample leaves over.
+            # One token more than computed: a chunk that does not sample leaves one.
             and all(start + count < self.max_model_len for start, count, _ in shape)
         )
 
@@ -74,14 +75,14 @@ class Grid:
     """Which steps are timed.
 
     Attributes:
-        chunks: tokens of prefills, alone and behind each of ``contexts``.
-        batches: decoding requests, behind each of ``contexts``.
+        chunks: tokens of prefills, alone and after each of ``contexts``.
+        batches: decoding requests, after each of ``contexts``.
         listed: further steps.
-        rounds: how often each step is run at most.
-        budget_s: of all steps together. With one they are run in their order as far as it goes, and the least
-            time of each counts; without, all in every round, and the median.
-        num_held_out: random mixes that are timed and not fitted on; without any the error is cross-validated.
-        row_knots, sampled_knots: where the fitted functions may bend; those beyond what fits are left out.
+        rounds: most runs of each step.
+        budget_s: seconds of all steps together. With a budget, steps run in this order while it lasts, and
+            the least time of each counts. Without, all run in every round, and the median counts.
+        num_held_out: random mixes that are timed but not fitted to; with 0 the error is cross-validated.
+        row_knots, sampled_knots: where the fitted functions may bend, up to the largest step timed.
     """
 
     quality: Quality
@@ -96,7 +97,7 @@ class Grid:
     budget_s: float | None = None
 
     def shapes(self, capacity: Capacity) -> list[Shape]:
-        """Prefills, parts of prompts, several prompts, decodes, and decodes beside a prefill."""
+        """Prefills, parts of prompts, several prompts, decodes, and decodes with a prefill."""
         found: list[Shape] = []
         for chunk in self.chunks:
             found += [((0, chunk, True),), ((0, chunk, False),)]
@@ -111,12 +112,12 @@ class Grid:
         return [shape for shape in dict.fromkeys(found) if capacity.holds(shape)]
 
     def num_blocks(self, capacity: Capacity) -> int:
-        """Blocks of the KV pool that the largest of the steps has."""
+        """Blocks of the KV pool that the largest step uses."""
         shapes = [*self.shapes(capacity), *self.held_out(capacity)]
         return max(map(capacity.num_blocks, shapes), default=0)
 
     def held_out(self, capacity: Capacity) -> list[Shape]:
-        """Random mixes like those of a server: some decodes, often a chunk of a prompt."""
+        """Random mixes as in a server: some decodes, often a chunk of a prompt."""
         rng = random.Random(_SEED)
         found: list[Shape] = []
         for _ in range(100 * self.num_held_out):
@@ -142,10 +143,10 @@ FULL = Grid(
     row_knots=(1, 4, 8, 16, 32, 48, 64, 96, 128, 256, 512, 1024, 2048, 4096, 8192),
     sampled_knots=(1, 8, 16, 32, 64, 128, 256),
 )
-# A start waits for it. The steps that say most come first, each of a kind that tells a term of the model from
-# the others. For long prompts there are a large chunk and, behind a long context, a small and a larger one:
-# these tell what attention takes a pair from what it takes a cached token. Extrapolated from short prompts
-# alone, long ones were predicted at more than twice their time, or less than half of it.
+# The start of an engine waits for these steps. The most informative come first; each separates one term of
+# the model from the others. A large chunk, and a small and a larger one after a long context, separate
+# attention's time per pair from its time per cached token. Extrapolated from short prompts alone, predictions
+# for long ones were off by more than a factor of two, either way.
 QUICK = Grid(
     quality="coarse",
     chunks=(),
@@ -192,8 +193,8 @@ def profile_executor(
     """Run the grid's steps and fit the cost model.
 
     Args:
-        on_step: called with (steps run or left out, steps in all).
-    Raises: ConfigError when not even a step of one token is within the capacity.
+        on_step: called with (steps run or left out, all steps).
+    Raises: ConfigError if not even a step of one token is within the capacity.
     """
     fitted_on, held_out = grid.shapes(capacity), grid.held_out(capacity)
     if not fitted_on:
@@ -231,7 +232,7 @@ def profile_executor(
 
 
 class _StepTimer:
-    """Runs steps on an executor and takes their times."""
+    """Runs steps on an executor and measures their times."""
 
     def __init__(
         self,
@@ -249,8 +250,8 @@ class _StepTimer:
     def time_all(self, shapes: Sequence[Shape], rounds: int) -> dict[Shape, float]:
         """The median seconds of each step.
 
-        Steps run in an order that is shuffled anew each round, so that a drift of the machine's speed spreads
-        over all of them; a first round warms up and does not count.
+        The order is shuffled in each round: a drift of the machine's speed then spreads over all steps. The
+        first round warms up and does not count.
         """
         rng = random.Random(_SEED)
         samples: dict[Shape, list[float]] = {shape: [] for shape in shapes}
@@ -266,10 +267,11 @@ class _StepTimer:
         return {shape: statistics.median(values) for shape, values in samples.items()}
 
     def time_within(self, shapes: Sequence[Shape], rounds: int, budget_s: float) -> dict[Shape, float]:
-        """The least seconds of each step that there was time for, in up to ``rounds`` rounds.
+        """The least seconds of each step within the budget, in up to ``rounds`` rounds.
 
-        But for the first two a step is left out that would not end in time, by its own time or, before it has
-        one, by the least time a token so far. Of few runs the least is what no other process disturbed.
+        After the first two, a step is left out if its predicted time exceeds the budget left: its own least
+        time, or before its first run the least time per token so far. With few runs, the least time is the
+        one that other processes disturbed least.
         """
         least: dict[Shape, float] = {}
         token_s = math.inf
@@ -286,51 +288,40 @@ class _StepTimer:
         return least
 
     def _time(self, shape: Shape) -> float:
-        return _time_step(self._executor, self._clock, self._capacity, shape, self._numbers)
+        """Seconds of one step; its requests are admitted and released in other steps, which are not timed."""
+        request_ids = [RequestId(f"profile-{next(self._numbers)}") for _ in shape]
+        sampling = SamplingParams(max_tokens=1, temperature=0.0)
+        admitted = tuple(
+            AdmittedRequest(request_id, (_PROMPT_TOKEN,) * (start + count + (not samples)), sampling)
+            for request_id, (start, count, samples) in zip(request_ids, shape, strict=True)
+        )
+        self._executor.run(replace(_EMPTY_PLAN, admitted=admitted))
+        blocks = _tables(shape, self._capacity.block_size)
+        slices = tuple(
+            ScheduledSlice(request_id, start, count, table, samples)
+            for request_id, (start, count, samples), table in zip(request_ids, shape, blocks, strict=True)
+        )
+        plan = replace(_EMPTY_PLAN, slices=slices)
+        began_s = self._clock.now_s()
+        self._executor.run(plan)
+        seconds = self._clock.now_s() - began_s
+        self._executor.run(replace(_EMPTY_PLAN, released=tuple(request_ids)))
+        return seconds
 
     def _report(self, done: int, total: int) -> None:
         if self._on_step is not None:
             self._on_step(done, total)
 
 
-def _time_step(
-    executor: RunsPlans, clock: Clock, capacity: Capacity, shape: Shape, numbers: Iterator[int]
-) -> float:
-    """Seconds of one step; its requests are made known before it and forgotten after it."""
-    request_ids = [RequestId(f"profile-{next(numbers)}") for _ in shape]
-    sampling = SamplingParams(max_tokens=1, temperature=0.0)
-    admitted = tuple(
-        AdmittedRequest(request_id, (_PROMPT_TOKEN,) * (start + count + (not samples)), sampling)
-        for request_id, (start, count, samples) in zip(request_ids, shape, strict=True)
-    )
-    executor.run(StepPlan(step=0, admitted=admitted, slices=(), released=()))
-    blocks = _tables(shape, capacity.block_size)
-    plan = StepPlan(
-        step=0,
-        admitted=(),
-        slices=tuple(
-            ScheduledSlice(request_id, start, count, table, samples)
-            for request_id, (start, count, samples), table in zip(request_ids, shape, blocks, strict=True)
-        ),
-        released=(),
-    )
-    began_s = clock.now_s()
-    executor.run(plan)
-    seconds = clock.now_s() - began_s
-    executor.run(StepPlan(step=0, admitted=(), slices=(), released=tuple(request_ids)))
-    return seconds
-
-
 def _time_copies(executor: RunsPlans, clock: Clock, capacity: Capacity) -> CopySpeed | None:
-    """Bytes a second of copies each way; None without a pool in host memory."""
+    """Bytes per second of copies in each direction; None without a pool in host memory."""
     count = min(capacity.num_host_blocks, capacity.kv_tokens // capacity.block_size, _COPIED_BLOCKS)
     if not count:
         return None
     copies = tuple(BlockCopy(index, index) for index in range(count))
-    empty = StepPlan(step=0, admitted=(), slices=(), released=())
     plans = (
-        replace(empty, checkpoint=copies, blocking_copies=CopyDirections.CHECKPOINT),
-        replace(empty, restore=copies, blocking_copies=CopyDirections.RESTORE),
+        replace(_EMPTY_PLAN, checkpoint=copies, blocking_copies=CopyDirections.CHECKPOINT),
+        replace(_EMPTY_PLAN, restore=copies, blocking_copies=CopyDirections.RESTORE),
     )
     speeds = []
     for plan in plans:
@@ -339,14 +330,14 @@ def _time_copies(executor: RunsPlans, clock: Clock, capacity: Capacity) -> CopyS
             began_s = clock.now_s()
             executor.run(plan)
             samples.append(clock.now_s() - began_s)
-        # The first one meets memory that was never touched; a clock that did not move has no speed.
+        # The first copy touches new memory. A clock that did not move yields no speed.
         seconds = max(statistics.median(samples[1:]), _SHORTEST_S)
         speeds.append(count * capacity.block_bytes / seconds)
     return CopySpeed(*speeds)
 
 
 def _tables(shape: Shape, block_size: int) -> list[tuple[BlockRef, ...]]:
-    """Blocks for each slice, no two alike."""
+    """A block table for each slice; no block is in two of them."""
     indices = itertools.count()
     return [
         tuple(pack_block_ref(next(indices)) for _ in range(-(-(start + count) // block_size)))
@@ -355,6 +346,6 @@ def _tables(shape: Shape, block_size: int) -> list[tuple[BlockRef, ...]]:
 
 
 def _within(knots: Sequence[int], largest: int) -> list[int]:
-    """The knots up to the largest value that was timed, which ends the last piece if it is none."""
+    """The knots up to the largest value timed; that value is added if there are fewer than two."""
     kept = [knot for knot in knots if knot <= largest]
     return kept if len(kept) > 1 else [*kept, max(largest, kept[-1] + 1 if kept else 1)]

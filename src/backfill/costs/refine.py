@@ -1,4 +1,4 @@
-"""Refines a cost profile by the steps that are served."""
+"""Refines a cost profile with the steps that are served."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import statistics
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from backfill.core.clock import Clock
 from backfill.core.plan import StepPlan
@@ -15,14 +16,14 @@ from backfill.costs.load import StepLoad
 from backfill.costs.model import CostModel
 from backfill.costs.profile import CostProfile, FitError
 
-# Knots of the refined functions: as far apart as the strata are wide, so that each segment has a sample.
+# Knots of the refined functions, as far apart as the strata are wide: each interval then has a sample.
 _ROW_KNOTS = tuple(1 << power for power in range(15))
 _SAMPLED_KNOTS = (1, 8, 32, 128)
 
 _MAX_STRATA = 128
 _SAMPLES_PER_STRATUM = 9
 _HOLD_OUT_EVERY = 3
-# Fewer say more of the moment than of the load.
+# The median of fewer samples depends too much on chance.
 _LEAST_SAMPLES = 3
 _CONTEXT_UNIT = 64
 
@@ -30,22 +31,22 @@ _LEAST_NEW_STEPS = 32
 _LEAST_HELD_OUT = 8
 _LEAST_INTERVAL_S = 30.0
 _MOST_INTERVAL_S = 600.0
-# Of the error's median and P95 together. Less is chance.
+# Least relative gain, of the error's median plus P95, for a new model. Less is chance.
 _LEAST_GAIN = 0.05
-# Of the median or the P95, and of the known tokens over what they were. Less is not worth telling of.
+# Least change of the error's median or P95, and least relative change of the known tokens, for a new profile.
 _LEAST_MOVE, _LEAST_GROWTH = 0.02, 0.1
 _LOWEST_SCALE, _HIGHEST_SCALE = 0.5, 2.0
-# Of a stratum without served steps, beside 1 of one with. Attention's terms are common to all of them.
+# Weight of a stratum without served steps; one with them weighs 1. All strata share attention's terms.
 _UNSERVED_WEIGHT = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class ServedStep:
-    """A step that was served whole.
+    """A step that was served from its first layer to its last.
 
     Attributes:
-        prompt_end: how far into a prompt it reached; 0 without a prompt.
-        chunk_tokens: the most tokens of one prompt in it; 0 without a prompt.
+        prompt_end: the farthest prompt position it computed; 0 without a prompt.
+        chunk_tokens: most tokens of one prompt in it; 0 without a prompt.
     """
 
     timed: TimedStep
@@ -53,9 +54,17 @@ class ServedStep:
     chunk_tokens: int = 0
 
 
+class StratumKey(NamedTuple):
+    """Bits of each size of a load; the same for loads of similar sizes."""
+
+    token_bits: int
+    sampled_bits: int
+    context_bits: int
+
+
 @dataclass(slots=True)
 class Stratum:
-    """The latest steps of like loads. Every third is held out: no model is fitted to it."""
+    """The latest steps of similar loads. Every third is held out: no model is fitted to it."""
 
     fitted: deque[ServedStep] = field(default_factory=lambda: deque(maxlen=_SAMPLES_PER_STRATUM))
     held_out: deque[ServedStep] = field(default_factory=lambda: deque(maxlen=_SAMPLES_PER_STRATUM))
@@ -67,14 +76,14 @@ class Stratum:
 
 
 class StepSample:
-    """A bounded sample of served steps, spread over kinds of load.
+    """A bounded sample of served steps, spread over the loads that occur.
 
-    A stratum holds loads of like sizes, by powers of two, of their tokens, sampled rows and context. The one
-    that was met longest ago gives way to a new one.
+    Loads of a stratum have the same tokens, sampled rows and context, up to a factor of two. A new stratum
+    replaces the least recently used one.
     """
 
     def __init__(self) -> None:
-        self._strata: OrderedDict[tuple[int, int, int], Stratum] = OrderedDict()
+        self._strata: OrderedDict[StratumKey, Stratum] = OrderedDict()
 
     def add(self, step: ServedStep) -> None:
         key = stratum_of(step.timed.load)
@@ -89,8 +98,8 @@ class StepSample:
     def held_out(self) -> list[TimedStep]:
         return [step.timed for stratum in self._strata.values() for step in stratum.held_out]
 
-    def typical(self, cost: CostModel) -> dict[tuple[int, int, int], ServedStep]:
-        """Of each stratum with enough steps the one whose time over the predicted one is the median."""
+    def typical(self, cost: CostModel) -> dict[StratumKey, ServedStep]:
+        """By stratum with enough steps, the step with the median ratio of measured to predicted time."""
 
         def ratio(step: ServedStep) -> float:
             return step.timed.seconds / cost.step_time_s(step.timed.load)
@@ -103,17 +112,16 @@ class StepSample:
 
 
 class ProfileRefiner:
-    """Collects served steps and fits the profile's cost model to them now and then.
+    """Collects served steps and from time to time fits the profile's cost model to them.
 
-    Where steps were served these count. Elsewhere the model in use does, at the grid's loads, scaled by what
-    the served steps took over their prediction: a machine that is slower than when it was measured is so for
-    all loads.
+    Strata without served steps keep the current model's predictions, at the loads of the grid. They are
+    scaled by the served steps' ratio of measured to predicted time: a slower machine is slower for all loads.
 
     Attributes:
-        profile: the one in use.
+        profile: the current one.
 
     Args:
-        grid: loads at which a model is kept where no steps were served.
+        grid: loads at which the current model counts where no steps were served.
         on_refined: called with each new profile.
     """
 
@@ -135,25 +143,25 @@ class ProfileRefiner:
 
     @property
     def is_due(self) -> bool:
-        """Enough steps were served since the last fit, and that is a while ago."""
+        """Enough steps were served since the last fit, and enough time has passed."""
         return (
             self._num_new >= _LEAST_NEW_STEPS and self._clock.now_s() - self._fitted_at_s >= _LEAST_INTERVAL_S
         )
 
     @property
     def is_overdue(self) -> bool:
-        """It has been due for so long that requests may wait for the few milliseconds that a fit takes."""
+        """A fit is due and so late that requests may wait for it, a few milliseconds."""
         last_s = max(self._fitted_at_s, self._began_at_s)
         return self.is_due and self._clock.now_s() - last_s >= _MOST_INTERVAL_S
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
-        """A step ran whole, from its first layer to its last, and took so long."""
+        """Take a step into the sample that ran from its first layer to its last in ``seconds``."""
         if seconds <= 0:
             return
         chunks = [scheduled for scheduled in plan.slices if scheduled.num_tokens > 1]
         self._sample.add(
             ServedStep(
-                TimedStep(StepLoad.of_plan(plan), seconds),
+                TimedStep(StepLoad.of_slices(plan.slices), seconds),
                 prompt_end=max((chunk.start + chunk.num_tokens for chunk in chunks), default=0),
                 chunk_tokens=max((chunk.num_tokens for chunk in chunks), default=0),
             )
@@ -161,10 +169,10 @@ class ProfileRefiner:
         self._num_new += 1
 
     def refine(self) -> CostProfile | None:
-        """Fit anew; the new profile, where there is one.
+        """Fit again. Returns the new profile, or None if it did not change.
 
-        A new model is adopted where it predicts held-out steps better than the one in use. Else the profile
-        keeps its model and gets the error that it has on these steps, unless that is what it says already.
+        The new model replaces the current one if it predicts held-out steps better. Otherwise the profile
+        keeps its model, with the error on these steps.
         """
         self._num_new = 0
         self._fitted_at_s = self._clock.now_s()
@@ -175,7 +183,7 @@ class ProfileRefiner:
         cost, error = self.profile.cost, fit_error(self.profile.cost, held_out)
         fitted = self._fit(typical)
         fitted_error = fit_error(fitted, held_out)
-        is_better = _badness(fitted_error) < (1 - _LEAST_GAIN) * _badness(error)
+        is_better = _total_error(fitted_error) < (1 - _LEAST_GAIN) * _total_error(error)
         if is_better:
             cost, error = fitted, fitted_error
         refined = replace(
@@ -187,13 +195,13 @@ class ProfileRefiner:
             known_chunk_tokens=max(step.chunk_tokens for step in typical.values()),
             provenance=f"refined by served steps of {len(typical)} kinds; {len(held_out)} others held out.",
         )
-        if not is_better and _says_the_same(refined, self.profile):
+        if not is_better and _is_unchanged(refined, self.profile):
             return None
         self.profile = refined
         self._on_refined(refined)
         return refined
 
-    def _fit(self, typical: dict[tuple[int, int, int], ServedStep]) -> CostModel:
+    def _fit(self, typical: dict[StratumKey, ServedStep]) -> CostModel:
         cost = self.profile.cost
         served = [step.timed for step in typical.values()]
         ratio = statistics.median(step.seconds / cost.step_time_s(step.load) for step in served)
@@ -210,10 +218,9 @@ class ProfileRefiner:
         )
 
 
-def stratum_of(load: StepLoad) -> tuple[int, int, int]:
-    """Equal for loads of like sizes."""
+def stratum_of(load: StepLoad) -> StratumKey:
     context = load.prefill_context_tokens + load.decode_context_tokens
-    return (
+    return StratumKey(
         load.num_tokens.bit_length(),
         load.num_sampled.bit_length(),
         (context // _CONTEXT_UNIT).bit_length(),
@@ -221,18 +228,18 @@ def stratum_of(load: StepLoad) -> tuple[int, int, int]:
 
 
 def _unserved_weights(loads: Sequence[StepLoad]) -> list[float]:
-    """Each stratum's loads weigh alike together, however many there are."""
+    """One weight per load; the loads of each stratum have the same total weight."""
     keys = [stratum_of(load) for load in loads]
     counts = Counter(keys)
     return [_UNSERVED_WEIGHT / counts[key] for key in keys]
 
 
-def _badness(error: FitError) -> float:
+def _total_error(error: FitError) -> float:
     return error.median + error.p95
 
 
-def _says_the_same(new: CostProfile, old: CostProfile) -> bool:
-    """But for little, of two profiles with one model."""
+def _is_unchanged(new: CostProfile, old: CostProfile) -> bool:
+    """Whether two profiles with the same model differ too little for a report."""
     moved = max(abs(new.error.median - old.error.median), abs(new.error.p95 - old.error.p95))
     known = (new.known_tokens, old.known_tokens), (new.known_chunk_tokens, old.known_chunk_tokens)
     return (
@@ -243,6 +250,6 @@ def _says_the_same(new: CostProfile, old: CostProfile) -> bool:
 
 
 def _knots_within(knots: Sequence[int], largest: int) -> list[int]:
-    """At least two, the first of them at most ``largest``."""
+    """The knots up to ``largest``, at least two."""
     kept = [knot for knot in knots if knot <= largest]
     return kept if len(kept) > 1 else [1, 2]

@@ -229,7 +229,7 @@ class Engine:
         return stopped_at_s - requested_at_s
 
     def _running_step(self, plan: StepPlan, points: Safepoints, cost: CostModel) -> RunningStep:
-        online = StepLoad.of((p.start, p.num_tokens, p.samples) for p in plan.slices if not p.preemptible)
+        online = StepLoad.of_slices(each for each in plan.slices if not each.preemptible)
         num_layers = plan.max_layers or self.executor.info.num_layers
         scale = self.scheduler.policy.time_scale
         return RunningStep(

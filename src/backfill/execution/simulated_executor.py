@@ -145,9 +145,7 @@ class SimulatedExecutor:
         return last if last < num_layers else None
 
     def _seconds(self, slices: tuple[ScheduledSlice, ...]) -> float:
-        return self._cost.step_time_s(
-            StepLoad.of((scheduled.start, scheduled.num_tokens, scheduled.samples) for scheduled in slices)
-        )
+        return self._cost.step_time_s(StepLoad.of_slices(slices))
 
     def _sample(self, slices: tuple[ScheduledSlice, ...]) -> tuple[SampledToken, ...]:
         sampled = []

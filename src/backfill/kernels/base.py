@@ -1,6 +1,6 @@
-"""The contract every kernel set fulfils, and the tensors one step shares between its layers.
+"""The interface of a kernel set, and the tensors that all layers of a step share.
 
-A kernel set is chosen once per executor (``create_kernels``). Everything above it is
+An executor chooses its kernel set once (``create_kernels``). Everything above this package is
 device-agnostic. Shapes: T tokens in the step's flat batch (prefill and decode together), S
 sequences, H query heads, G key/value heads, D head size, L layers, B block size.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
-    """Where each token of a step's flat batch is and which KV it reads; the same for all layers.
+    """Positions, slots and block tables of a step's flat batch; the same for all layers.
 
     Sequence s owns rows ``[cu_seqlens_q[s], cu_seqlens_q[s + 1])`` of the batch. Its last row is
     the token at position ``seq_lens[s] - 1``; row i of its n rows is at position
@@ -27,7 +27,7 @@ class AttentionMetadata:
     cu_seqlens_q: Tensor  # int32 [S + 1]
     seq_lens: Tensor  # int32 [S]: tokens of KV once this step's rows are written
     block_table: Tensor  # int32 [sum of blocks]: packed BlockRef (index << 1 | reverse), sequence by sequence
-    block_table_offsets: Tensor  # int32 [S + 1]: where each sequence's blocks begin in block_table
+    block_table_offsets: Tensor  # int32 [S + 1]: index in block_table of each sequence's first block
     max_query_len: int
     max_seq_len: int
 
@@ -37,7 +37,7 @@ class AttentionMetadata:
 
 
 class Linear(Protocol):
-    """A weight in the form the device multiplies fastest with."""
+    """A weight in the device's fastest layout."""
 
     in_features: int
     out_features: int
@@ -99,3 +99,8 @@ class Kernels(Protocol):
         Query head h reads key/value head ``h // (H // G)``. Softmax and sums are float32.
         """
         ...
+
+
+def describe(x: Tensor) -> str:
+    """A tensor's dtype, shape, strides and device, for the message of an error."""
+    return f"{x.dtype} {list(x.shape)} with strides {list(x.stride())} on {x.device}"

@@ -1,8 +1,8 @@
 """The operators on the CPU: launchers of the C++ kernels in ``csrc/``, and oneDNN where they have none.
 
-A launcher checks type, shape and layout before it passes addresses on, because nothing below it can; the
-checks are kept to attribute reads, as a step makes hundreds of calls, and what a pool or a batch holds is
-read once for all layers. The values of a batch (slots, block references) are the caller's responsibility.
+The C++ code gets addresses and cannot check them, so a launcher checks dtype, shape and layout. A step makes
+hundreds of calls: checks only read attributes, and a pool or a batch is checked once for all layers. The
+caller answers for the values in a batch (slots, block references).
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from torch import Tensor
 # After torch: both use the OpenMP runtime that torch brings, so that there is one pool of threads.
 from backfill import _kernels  # type: ignore[attr-defined]
 from backfill.core.errors import ConfigError
-from backfill.kernels.base import AttentionMetadata, Linear
+from backfill.kernels.base import AttentionMetadata, Linear, describe
 from backfill.kernels.isa import ISA_VARIABLE
+from backfill.kernels.reference import ReferenceLinear
 
 _TYPE_CODES = {torch.bfloat16: 0, torch.float32: 1}
 
-# The row count for which oneDNN chooses a packed weight's layout. Layouts for 16, 64 and 512 rows were equal
-# within the noise at nearly all row counts; the one for 1 row took up to twice as long for 64
+# The row count for which oneDNN chooses a packed weight's layout. Measured: layouts for 16, 64 and 512 rows
+# are equal within the noise at nearly all row counts; the layout for 1 row takes up to twice as long for 64
 # rows of a wide output.
 _PACKED_FOR_ROWS = 16
 
@@ -40,32 +41,20 @@ def available_isas() -> list[str]:
 
 
 def _isa_of_environment() -> str:
-    """The variant that the environment names; "" for the best one."""
+    """The variant that the environment names; "" for the best one. Raises: ConfigError for an unknown one."""
     isa = os.environ.get(ISA_VARIABLE, "")
     if isa and isa not in available_isas():
         raise ConfigError(f"{ISA_VARIABLE}: this machine has {', '.join(available_isas())}, got {isa!r}.")
     return isa
 
 
-class TorchLinear:
-    """A weight as torch has it: where oneDNN packs nothing or gains nothing."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self.out_features, self.in_features = weight.shape
-        self._weight = weight.detach().clone(memory_format=torch.contiguous_format)
-        self._bias = None if bias is None else bias.detach().clone()
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return F.linear(x, self._weight, self._bias)
-
-
 class PackedLinear:
-    """A bf16 weight in oneDNN's blocked layout, which costs as much memory as the plain one."""
+    """A bf16 weight in oneDNN's blocked layout, which takes as much memory as the plain one."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.out_features, self.in_features = weight.shape
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _PACKED_FOR_ROWS)
-        self._bias = None if bias is None else bias.detach().clone()
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_FOR_ROWS)
+        self._bias = bias
         self._multiply = torch.ops.mkldnn._linear_pointwise.default
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -76,21 +65,20 @@ class PackedLinear:
 class TiledLinear:
     """A bf16 weight in panels of 32 outputs for the AMX product of ``csrc/linear.h``.
 
-    Its time beside oneDNN's, by shape and rows, is in ``docs/performance.md``.
-    A row's result depends on no other row.
+    ``docs/performance.md`` compares its time with oneDNN's. A row's result depends on no other row.
     """
 
     def __init__(self, cpp: _kernels.KernelSet, weight: Tensor, bias: Tensor | None) -> None:
         self.out_features, self.in_features = weight.shape
-        self._weight = _panels(weight.detach())
-        self._bias = None if bias is None else bias.detach().clone()
+        self._weight = _panels(weight)
+        self._bias = bias
         self._weight_address, self._bias_address = self._weight.data_ptr(), _address(self._bias)
         self._multiply = cpp.linear
 
     def __call__(self, x: Tensor) -> Tensor:
         _, rows, columns, stride = _matrix("x", x)
         if columns != self.in_features or x.dtype != torch.bfloat16:
-            raise ValueError(f"x: expected bfloat16 [T, {self.in_features}], got {_describe(x)}")
+            raise ValueError(f"x: expected bfloat16 [T, {self.in_features}], got {describe(x)}")
         out = x.new_empty((rows, self.out_features))
         self._multiply(
             x.data_ptr(),
@@ -106,11 +94,14 @@ class TiledLinear:
 
 
 def _panels(weight: Tensor) -> Tensor:
-    """``[out, in]`` as ``csrc/linear.h`` reads it: ``[out / 32, in / 32, 2, 16, 16, 2]``, that is for each
-    panel and 32 inputs two tiles, one for each half of its outputs, of 16 pairs of inputs by 16 outputs."""
+    """``[out, in]`` to ``[out / 32, in / 32, 2, 16, 16, 2]``, as ``csrc/linear.h`` reads it.
+
+    Each panel has two tiles for every 32 inputs, one for each half of its outputs. A tile holds 16 pairs of
+    inputs by 16 outputs.
+    """
     missing = -weight.shape[0] % _PANEL
     padded = F.pad(weight, (0, 0, 0, missing)) if missing else weight
-    # A pair moves as one number: in a fifth of the time, and every start packs all weights.
+    # A pair moves as one int32, in a fifth of the time: every start packs all weights.
     pairs = padded.contiguous().view(torch.int32).view(-1, 2, 16, weight.shape[1] // _TILE_DEPTH, 16)
     tiles = pairs.permute(0, 3, 1, 4, 2).contiguous()
     return tiles.view(weight.dtype).view(*tiles.shape, 2)
@@ -124,21 +115,21 @@ def copy_blocks(
 ) -> None:
     """Copy block ``source_blocks[i]`` of one KV pool to ``destination_blocks[i]`` of the other, in order.
 
-    The GIL is released meanwhile, and the caches are passed by. Pools are ``[num_blocks, ...]``, of one type
-    and block shape, and do not overlap.
+    The copy releases the GIL and bypasses the CPU caches. Pools are ``[num_blocks, ...]``, of one dtype and
+    block shape, and do not overlap.
 
-    Raises: ValueError if they are not, and for a block that a pool does not have.
+    Raises: ValueError for other dtypes or shapes, and for a block that a pool does not have.
     """
     for name, pool, blocks in (
         ("destination", destination, destination_blocks),
         ("source", source, source_blocks),
     ):
         if not pool.is_cpu or not pool.is_contiguous():
-            raise ValueError(f"{name}: expected a contiguous pool on cpu, got {_describe(pool)}")
+            raise ValueError(f"{name}: expected a contiguous pool on cpu, got {describe(pool)}")
         if blocks and not (min(blocks) >= 0 and max(blocks) < pool.shape[0]):
             raise ValueError(f"{name}: expected blocks 0 to {pool.shape[0] - 1}, got {list(blocks)}")
     if destination.shape[1:] != source.shape[1:] or destination.dtype != source.dtype:
-        raise ValueError(f"source: expected blocks of {_describe(destination)}, got {_describe(source)}")
+        raise ValueError(f"source: expected blocks of {describe(destination)}, got {describe(source)}")
     if len(destination_blocks) != len(source_blocks):
         raise ValueError(f"source: expected {len(destination_blocks)} blocks, got {len(source_blocks)}")
     block_bytes = math.prod(source.shape[1:]) * source.itemsize
@@ -148,7 +139,7 @@ def copy_blocks(
 
 
 class _Pool(NamedTuple):
-    """The last pool seen, checked and taken apart; a step asks for the same one in every layer."""
+    """The last pool seen, checked, with its address and sizes; all layers of a step use the same one."""
 
     tensor: Tensor
     cpp: _kernels.KvPool
@@ -159,7 +150,7 @@ class _Pool(NamedTuple):
 
 
 class _Batch(NamedTuple):
-    """The last batch seen, likewise. Holding it keeps its tensors, whose addresses are in ``cpp``, alive."""
+    """The last batch seen, checked. ``batch`` keeps the tensors alive whose addresses are in ``cpp``."""
 
     batch: AttentionMetadata
     cpp: _kernels.Batch
@@ -169,16 +160,16 @@ class _Batch(NamedTuple):
 class CpuKernels:
     """See ``backfill.kernels.base.Kernels`` for shapes. Tensors are bfloat16 or float32, on the CPU.
 
-    Accumulation is float32. Where bf16 products are used (AVX-512 BF16, AMX) attention rounds the softmax
-    weights to bf16 before they multiply V; the sum they are divided by is taken before rounding.
+    Accumulation is float32. With bf16 products (AVX-512 BF16, AMX), attention rounds the softmax weights to
+    bf16 before the product with V; their sum, the divisor, is taken before rounding.
 
-    Creating one also tells malloc to keep freed memory in the process: a step's activations and logits are
-    megabytes, whose pages would otherwise be returned and faulted in (28,800 times a step of 400 rows).
+    The constructor also tells malloc to keep freed memory in the process. Otherwise the pages of each step's
+    activations and logits are returned and cause page faults (28,800 in a step of 400 rows).
 
     Args:
         isa: one of ``available_isas()``; by default the environment's ``BACKFILL_CPU_ISA``, else the best.
-    Raises: ValueError if the machine lacks ``isa``, ConfigError if it lacks the environment's, and ValueError
-        from every operator for a tensor that does not fit.
+    Raises: ValueError if the machine lacks ``isa``, ConfigError if it lacks the environment's. Every operator
+        raises ValueError, naming the argument, for a tensor that it cannot take.
     """
 
     def __init__(self, isa: str | None = None) -> None:
@@ -187,7 +178,6 @@ class CpuKernels:
         self._packs_bfloat16 = torch.backends.mkldnn.is_available() and bool(  # type: ignore[no-untyped-call]
             torch.ops.mkldnn._is_mkldnn_bf16_supported()
         )
-
         self._last_pool: _Pool | None = None
         self._last_batch: _Batch | None = None
 
@@ -199,43 +189,26 @@ class CpuKernels:
         if weight.dim() != 2:
             raise ValueError(f"weight: expected [out, in], got {list(weight.shape)}")
         if not weight.is_cpu or weight.shape[1] == 0:
-            raise ValueError(f"weight: expected at least one input, on cpu, got {_describe(weight)}")
+            raise ValueError(f"weight: expected at least one input, on cpu, got {describe(weight)}")
         if bias is not None:
             _check_vector("bias", bias, weight.shape[0], weight.dtype)
+        weight, bias = weight.detach(), None if bias is None else bias.detach().clone()
         if weight.dtype == torch.bfloat16:
             if self._cpp.has_linear and weight.shape[1] % _TILE_DEPTH == 0:
                 return TiledLinear(self._cpp, weight, bias)
             if self._packs_bfloat16:
                 return PackedLinear(weight, bias)
-        return TorchLinear(weight, bias)
+        return ReferenceLinear(weight.clone(memory_format=torch.contiguous_format), bias)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        code, rows, size, stride = _matrix("x", x)
-        _check_vector("weight", weight, size, x.dtype)
-        out = x.new_empty((rows, size))
-        self._cpp.norm(code, x.data_ptr(), 0, weight.data_ptr(), out.data_ptr(), rows, size, stride, eps)
-        return out
+        return self._norm(x, None, weight, eps)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        code, rows, size, stride = _matrix("x", x)
-        _check_vector("weight", weight, size, x.dtype)
         if residual.shape != x.shape or residual.dtype != x.dtype or not residual.is_contiguous():
             raise ValueError(
-                f"residual: expected contiguous {x.dtype} {list(x.shape)}, got {_describe(residual)}"
+                f"residual: expected contiguous {x.dtype} {list(x.shape)}, got {describe(residual)}"
             )
-        out = torch.empty_like(residual)
-        self._cpp.norm(
-            code,
-            x.data_ptr(),
-            residual.data_ptr(),
-            weight.data_ptr(),
-            out.data_ptr(),
-            rows,
-            size,
-            stride,
-            eps,
-        )
-        return out
+        return self._norm(x, residual, weight, eps)
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         code, rows, columns, stride = _matrix("gate_up", gate_up)
@@ -258,23 +231,21 @@ class CpuKernels:
         k_norm: Tensor | None = None,
         eps: float = 0.0,
     ) -> None:
-        pool, known = self._check_attention_inputs(qkv, kv_pool, layer, batch, num_heads)
+        pool, checked = self._check_attention_inputs(qkv, kv_pool, layer, batch, num_heads)
         head_dim = pool.head_dim
         if cos_sin is not None and (
             cos_sin.dtype != torch.float32 or cos_sin.shape[-1] != head_dim or not cos_sin.is_contiguous()
         ):
-            raise ValueError(
-                f"cos_sin: expected contiguous float32 [*, {head_dim}], got {_describe(cos_sin)}"
-            )
+            raise ValueError(f"cos_sin: expected contiguous float32 [*, {head_dim}], got {describe(cos_sin)}")
         if (q_norm is None) != (k_norm is None):
-            raise ValueError("k_norm: q_norm and k_norm go together")
+            raise ValueError("k_norm: expected q_norm and k_norm, or neither")
         if q_norm is not None and k_norm is not None:
             _check_vector("q_norm", q_norm, head_dim, qkv.dtype)
             _check_vector("k_norm", k_norm, head_dim, qkv.dtype)
         self._cpp.rotate_and_write_kv(
             qkv.data_ptr(),
             pool.cpp,
-            known.cpp,
+            checked.cpp,
             layer,
             num_heads,
             _address(cos_sin),
@@ -286,21 +257,30 @@ class CpuKernels:
     def attention(
         self, qkv: Tensor, kv_pool: Tensor, layer: int, batch: AttentionMetadata, num_heads: int, scale: float
     ) -> Tensor:
-        pool, known = self._check_attention_inputs(qkv, kv_pool, layer, batch, num_heads)
+        pool, checked = self._check_attention_inputs(qkv, kv_pool, layer, batch, num_heads)
         if scale <= 0:
             raise ValueError(f"scale: expected a positive number, got {scale}")
-        out = qkv.new_empty((known.rows, num_heads * pool.head_dim))
-        self._cpp.attention(qkv.data_ptr(), out.data_ptr(), pool.cpp, known.cpp, layer, num_heads, scale)
+        out = qkv.new_empty((checked.rows, num_heads * pool.head_dim))
+        self._cpp.attention(qkv.data_ptr(), out.data_ptr(), pool.cpp, checked.cpp, layer, num_heads, scale)
+        return out
+
+    def _norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+        code, rows, size, stride = _matrix("x", x)
+        _check_vector("weight", weight, size, x.dtype)
+        out = x.new_empty((rows, size))
+        self._cpp.norm(
+            code, x.data_ptr(), _address(residual), weight.data_ptr(), out.data_ptr(), rows, size, stride, eps
+        )
         return out
 
     def _check_attention_inputs(
         self, qkv: Tensor, kv_pool: Tensor, layer: int, batch: AttentionMetadata, num_heads: int
     ) -> tuple[_Pool, _Batch]:
-        pool, known = self._last_pool, self._last_batch
+        pool, checked = self._last_pool, self._last_batch
         if pool is None or pool.tensor is not kv_pool:
-            pool = self._last_pool = _take_pool_apart(kv_pool)
-        if known is None or known.batch is not batch:
-            known = self._last_batch = _take_batch_apart(batch)
+            pool = self._last_pool = _checked_pool(kv_pool)
+        if checked is None or checked.batch is not batch:
+            checked = self._last_batch = _checked_batch(batch)
         if num_heads <= 0 or num_heads % pool.num_kv_heads:
             raise ValueError(
                 f"num_heads: expected a multiple of the {pool.num_kv_heads} key/value heads, got {num_heads}"
@@ -308,19 +288,19 @@ class CpuKernels:
         if not 0 <= layer < pool.num_layers:
             raise ValueError(f"layer: expected 0 to {pool.num_layers - 1}, got {layer}")
         columns = (num_heads + 2 * pool.num_kv_heads) * pool.head_dim
-        if qkv.dtype != pool.dtype or qkv.shape != (known.rows, columns) or not qkv.is_contiguous():
+        if qkv.dtype != pool.dtype or qkv.shape != (checked.rows, columns) or not qkv.is_contiguous():
             raise ValueError(
-                f"qkv: expected contiguous {pool.dtype} [{known.rows}, {columns}], got {_describe(qkv)}"
+                f"qkv: expected contiguous {pool.dtype} [{checked.rows}, {columns}], got {describe(qkv)}"
             )
-        return pool, known
+        return pool, checked
 
 
-def _take_pool_apart(kv_pool: Tensor) -> _Pool:
+def _checked_pool(kv_pool: Tensor) -> _Pool:
     code = _TYPE_CODES.get(kv_pool.dtype)
     if code is None or kv_pool.dim() != 6 or not kv_pool.is_contiguous() or not kv_pool.is_cpu:
         raise ValueError(
             "kv_pool: expected contiguous bfloat16 or float32 [num_blocks, L, 2, G, B, D] on cpu, "
-            f"got {_describe(kv_pool)}"
+            f"got {describe(kv_pool)}"
         )
     _, num_layers, two, num_kv_heads, block_size, head_dim = kv_pool.shape
     if two != 2 or head_dim % 8:
@@ -329,14 +309,14 @@ def _take_pool_apart(kv_pool: Tensor) -> _Pool:
     return _Pool(kv_pool, cpp, kv_pool.dtype, num_layers, num_kv_heads, head_dim)
 
 
-def _take_batch_apart(batch: AttentionMetadata) -> _Batch:
-    rows, num_seqs = batch.positions.shape[0], batch.seq_lens.shape[0]
-    _check_indices("positions", batch.positions, rows, torch.int64)
-    _check_indices("slot_mapping", batch.slot_mapping, rows, torch.int64)
-    _check_indices("cu_seqlens_q", batch.cu_seqlens_q, num_seqs + 1, torch.int32)
-    _check_indices("seq_lens", batch.seq_lens, num_seqs, torch.int32)
-    _check_indices("block_table", batch.block_table, batch.block_table.shape[0], torch.int32)
-    _check_indices("block_table_offsets", batch.block_table_offsets, num_seqs + 1, torch.int32)
+def _checked_batch(batch: AttentionMetadata) -> _Batch:
+    rows, num_seqs = batch.positions.shape[0], batch.num_seqs
+    _check_vector("batch.positions", batch.positions, rows, torch.int64)
+    _check_vector("batch.slot_mapping", batch.slot_mapping, rows, torch.int64)
+    _check_vector("batch.cu_seqlens_q", batch.cu_seqlens_q, num_seqs + 1, torch.int32)
+    _check_vector("batch.seq_lens", batch.seq_lens, num_seqs, torch.int32)
+    _check_vector("batch.block_table", batch.block_table, batch.block_table.shape[0], torch.int32)
+    _check_vector("batch.block_table_offsets", batch.block_table_offsets, num_seqs + 1, torch.int32)
     cpp = _kernels.Batch(
         batch.positions.data_ptr(),
         batch.slot_mapping.data_ptr(),
@@ -351,7 +331,7 @@ def _take_batch_apart(batch: AttentionMetadata) -> _Batch:
 
 
 def _matrix(name: str, x: Tensor) -> tuple[int, int, int, int]:
-    """Type code, rows, columns and row stride of a 2-d tensor; its rows are dense but may lie apart."""
+    """Type code, rows, columns and row stride of a 2-d tensor with dense rows. Raises: ValueError."""
     code = _TYPE_CODES.get(x.dtype)
     if code is not None and x.dim() == 2 and x.is_cpu:
         rows, columns = x.shape
@@ -359,24 +339,13 @@ def _matrix(name: str, x: Tensor) -> tuple[int, int, int, int]:
             return code, rows, columns, columns
         if x.stride(1) == 1:
             return code, rows, columns, x.stride(0)
-    raise ValueError(
-        f"{name}: expected bfloat16 or float32 [T, N] with dense rows on cpu, got {_describe(x)}"
-    )
+    raise ValueError(f"{name}: expected bfloat16 or float32 [T, N] with dense rows on cpu, got {describe(x)}")
 
 
 def _check_vector(name: str, x: Tensor, size: int, dtype: torch.dtype) -> None:
     if x.dtype != dtype or x.dim() != 1 or x.shape[0] != size or not x.is_contiguous() or not x.is_cpu:
-        raise ValueError(f"{name}: expected contiguous {dtype} [{size}] on cpu, got {_describe(x)}")
-
-
-def _check_indices(name: str, x: Tensor, size: int, dtype: torch.dtype) -> None:
-    if x.dtype != dtype or x.dim() != 1 or x.shape[0] != size or not x.is_contiguous() or not x.is_cpu:
-        raise ValueError(f"batch.{name}: expected contiguous {dtype} [{size}] on cpu, got {_describe(x)}")
+        raise ValueError(f"{name}: expected contiguous {dtype} [{size}] on cpu, got {describe(x)}")
 
 
 def _address(x: Tensor | None) -> int:
     return 0 if x is None else x.data_ptr()
-
-
-def _describe(x: Tensor) -> str:
-    return f"{x.dtype} {list(x.shape)} with strides {list(x.stride())} on {x.device}"

@@ -1,13 +1,14 @@
-"""Which instruction set variant of the CPU kernels runs, and the like limits of the libraries beside them."""
+"""The instruction set variant of the CPU kernels, and the matching limits of torch's libraries."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-# Names a variant of ``csrc/``; unset, the best one of the machine is taken.
+# Names a variant of ``csrc/``. Without it the machine's best one runs.
 ISA_VARIABLE = "BACKFILL_CPU_ISA"
 
-# What each library calls the set, which it reads when it is loaded: oneDNN, torch's own kernels, MKL.
+# Each library's name of the instruction set; it reads its variable when it is loaded. In the order of
+# ``_VARIABLES``: oneDNN, torch's own kernels, MKL.
 _LIMITS = {
     "generic": ("SSE41", "default", "SSE4_2"),
     "avx2": ("AVX2", "avx2", "AVX2"),
@@ -18,7 +19,10 @@ _VARIABLES = ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTI
 
 
 def library_limits(current: Mapping[str, str]) -> dict[str, str]:
-    """What keeps torch's libraries to the variant that ``current`` names, so that one machine computes as
-    another would; nothing for the best one, for no name and for an unknown one."""
+    """Environment variables that limit torch's libraries to the variant that ``current`` names.
+
+    With them one machine computes as another would. Empty for the best variant, for no name and for an
+    unknown one.
+    """
     limits = _LIMITS.get(current.get(ISA_VARIABLE, ""), ())
     return dict(zip(_VARIABLES, limits, strict=False))

@@ -63,9 +63,9 @@ class ReferenceKernels:
             q_rotated = _rotate(q_rotated, cos_sin[batch.positions])
             k = _rotate(k, cos_sin[batch.positions])
         q.copy_(q_rotated)
-        blocks, places = batch.slot_mapping // block_size, batch.slot_mapping % block_size
-        kv_pool[blocks, layer, 0, :, places] = k
-        kv_pool[blocks, layer, 1, :, places] = v
+        blocks, slots = batch.slot_mapping // block_size, batch.slot_mapping % block_size
+        kv_pool[blocks, layer, 0, :, slots] = k
+        kv_pool[blocks, layer, 1, :, slots] = v
 
     def attention(
         self, qkv: Tensor, kv_pool: Tensor, layer: int, batch: AttentionMetadata, num_heads: int, scale: float
@@ -98,8 +98,8 @@ def gather_tokens(pool: Tensor, refs: Tensor, num_tokens: int) -> Tensor:
     offsets = torch.arange(num_tokens, device=pool.device)
     ref = refs.long()[offsets // block_size]
     forward = offsets % block_size
-    places = torch.where(ref & 1 == 1, block_size - 1 - forward, forward)
-    return pool[ref >> 1, :, places].transpose(0, 1)
+    slots = torch.where(ref & 1 == 1, block_size - 1 - forward, forward)
+    return pool[ref >> 1, :, slots].transpose(0, 1)
 
 
 def _split_heads(

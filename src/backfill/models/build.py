@@ -1,4 +1,4 @@
-"""From a configuration and its weights to a runnable model."""
+"""Builds a runnable model from a configuration and its weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def build_model(
 ) -> DecoderModel:
     """Load every weight through ``checkpoint`` and pack it for ``kernels``.
 
-    Raises: CorruptModel where a weight is missing or of another shape than ``config`` implies.
+    Raises: CorruptModel if a weight is missing or does not have the shape that ``config`` implies.
     """
     model = OPTModel if config.architecture is Architecture.OPT else LlamaModel
     return model(config, checkpoint, kernels, max_positions=max_positions, device=device)

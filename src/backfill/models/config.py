@@ -1,4 +1,4 @@
-"""What a model folder's ``config.json`` says, checked once, so that no other package need doubt it."""
+"""A model folder's ``config.json``, parsed and checked once."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ SUPPORTED_ARCHITECTURES = (
 )
 _DTYPES = ("bfloat16", "float16", "float32")
 _OPT_NORM_EPS = 1e-5  # fixed in the architecture, not in its config.json
-OPT_POSITION_OFFSET = 2  # rows of OPT's learned position table before that of position 0
+OPT_POSITION_OFFSET = 2  # rows before position 0 in OPT's table of learned positions
 
 
 class Architecture(StrEnum):
-    """Which decoder a model is built from; Mistral and Qwen are Llama with other flags."""
+    """The decoder a model is built from; Mistral and Qwen are Llama with other flags."""
 
     LLAMA = "llama"
     OPT = "opt"
@@ -55,17 +55,19 @@ class ModelConfig:
     mlp_bias: bool
     qk_norm: bool  # RMS norm of each head of q and k, before the rotation
     tie_word_embeddings: bool
-    sliding_window: int | None  # each layer attends to this many last positions, a token's own included
+    sliding_window: int | None  # positions each layer attends to: the last ones, a token's own included
     dtype: str  # what config.json names: "bfloat16", "float16" or "float32"
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
-    word_embed_proj_dim: int = 0  # opt: width of the embedding table; project_in/out exist if != hidden_size
+    word_embed_proj_dim: int = (
+        0  # opt: width of the embedding table; if not hidden_size, there are project_in and project_out
+    )
     do_layer_norm_before: bool = True  # opt
     final_layer_norm: bool = True  # opt: False for opt-350m
 
     @property
     def shape_key(self) -> str:
-        """The shape in words and a digest of all there is to it: models with the same one cost the same."""
+        """Readable shape and a digest of all fields: models with the same key have the same step times."""
         digest = hashlib.sha256(repr(astuple(self)).encode()).hexdigest()[:8]
         return f"{self.architecture}-{self.num_layers}x{self.hidden_size}-{digest}"
 
@@ -76,7 +78,7 @@ class ModelConfig:
         Raises:
             ModelNotFound: there is no config.json.
             CorruptModel: it is not JSON, or a value has the wrong type, sign or divisibility.
-            UnsupportedModel: an architecture, activation, rope kind or quantization not implemented.
+            UnsupportedModel: an architecture, activation, rope kind or quantization that is not implemented.
         """
         fields = Fields.from_file(Path(folder) / "config.json")
         architecture = _supported_architecture(fields)
@@ -101,7 +103,7 @@ class ModelConfig:
         return self.num_parameters * dtype_bytes
 
     def kv_bytes_per_token(self, dtype_bytes: int) -> int:
-        """Bytes of keys and values one token keeps over all layers."""
+        """Bytes of a token's keys and values, all layers together."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype_bytes
 
 
@@ -142,7 +144,7 @@ def _opt_parameters(config: ModelConfig) -> int:
 
 
 def _supported_architecture(fields: Fields) -> str:
-    """The one supported name in ``architectures``. Raises: UnsupportedModel, CorruptModel."""
+    """The first supported name in ``architectures``. Raises: UnsupportedModel, CorruptModel."""
     names = fields.values.get("architectures")
     if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
         raise fields.wrong("architectures", "a list of class names")
@@ -160,17 +162,11 @@ def _llama_config(fields: Fields, architecture: str) -> ModelConfig:
     act = fields.text("hidden_act", "silu")
     if act != "silu":
         raise fields.unsupported("hidden_act", act, ("silu",))
+    mistral, qwen2, qwen3 = (architecture == f"{name}ForCausalLM" for name in ("Mistral", "Qwen2", "Qwen3"))
     num_heads, hidden_size = fields.size("num_attention_heads"), fields.size("hidden_size")
-    head_dim = fields.size(
-        "head_dim", 128 if architecture == "Qwen3ForCausalLM" else hidden_size // num_heads or 1
-    )
-    if (
-        fields.values.get("head_dim") is None
-        and architecture != "Qwen3ForCausalLM"
-        and hidden_size % num_heads
-    ):
+    head_dim = fields.size("head_dim", 128 if qwen3 else hidden_size // num_heads or 1)
+    if fields.values.get("head_dim") is None and not qwen3 and hidden_size % num_heads:
         raise fields.wrong("hidden_size", f"a multiple of num_attention_heads ({num_heads})")
-    qwen2, mistral = architecture == "Qwen2ForCausalLM", architecture == "MistralForCausalLM"
     attention_bias = fields.flag("attention_bias", False) and not (qwen2 or mistral)
     has_default_ids = architecture in ("LlamaForCausalLM", "MistralForCausalLM")
     num_layers, positions = fields.size("num_hidden_layers"), fields.size("max_position_embeddings")
@@ -190,7 +186,7 @@ def _llama_config(fields: Fields, architecture: str) -> ModelConfig:
         qkv_bias=qwen2 or attention_bias,
         o_bias=attention_bias,
         mlp_bias=architecture == "LlamaForCausalLM" and fields.flag("mlp_bias", False),
-        qk_norm=architecture == "Qwen3ForCausalLM",
+        qk_norm=qwen3,
         tie_word_embeddings=fields.flag("tie_word_embeddings", False),
         sliding_window=_sliding_window(fields, architecture, num_layers, positions),
         dtype=_dtype(fields),
@@ -248,9 +244,9 @@ def _dtype(fields: Fields) -> str:
 
 
 def _sliding_window(fields: Fields, architecture: str, num_layers: int, positions: int) -> int | None:
-    """The window if every layer has it and it is shorter than the context; None if no layer does.
+    """The window if all layers have it and it is shorter than the context; None if no layer has it.
 
-    Raises: UnsupportedModel where only some layers have one.
+    Raises: UnsupportedModel if only some layers have a window.
     """
     if architecture == "LlamaForCausalLM":
         return None

@@ -1,4 +1,4 @@
-"""The shape every architecture has for the executor: a walk over layers that can stop between any two."""
+"""The interface of a model to the executor: layers run one by one, so that a step can stop between two."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from backfill.kernels.base import AttentionMetadata
 
 
 class HiddenState(NamedTuple):
-    """All that one layer hands to the next, one row for each token of the batch.
+    """The state of a forward pass between two layers, besides the KV written: a row for each token.
 
-    The hidden states are ``residual + delta``; the sum is left to the next norm, which fuses it.
-    Together with the KV already written, these rows are the whole state of a forward pass between
-    two layers: dropping rows here drops their tokens from the rest of the step.
+    The hidden states are ``residual + delta``; the next norm computes the sum, fused. A token whose
+    row is dropped is not computed by the following layers.
     """
 
     residual: Tensor  # [T, hidden]

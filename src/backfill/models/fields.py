@@ -1,6 +1,6 @@
-"""Read a JSON file of a model folder by hand, each value checked as it is taken out.
+"""Reads a JSON file of a model folder and checks each value.
 
-transformers' own configuration classes import torch, which the HTTP process must not.
+transformers' configuration classes import torch, which the HTTP process must not.
 """
 
 from __future__ import annotations
@@ -9,13 +9,15 @@ import json
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from backfill.core.errors import CorruptModel, ModelNotFound, UnsupportedModel
 
+V = TypeVar("V")
+
 
 class Fields:
-    """A JSON object whose values are checked as they are read; an error names the file, key and value."""
+    """A JSON object whose values are checked when they are read; errors name file, key and value."""
 
     def __init__(self, path: Path, values: Mapping[str, Any], prefix: str = "") -> None:
         self.path = path
@@ -28,56 +30,49 @@ class Fields:
         return cls(path, _read_object(path))
 
     def unsupported(self, feature: str, found: str, supported: Iterable[str]) -> UnsupportedModel:
-        """The error for a valid value that is not implemented, to be raised."""
+        """The error, for the caller to raise, of a valid value that is not implemented."""
         return UnsupportedModel(
             f"{self.path}: {feature} {found} is not supported; supported: {', '.join(supported)}"
         )
 
     def wrong(self, key: str, expected: str) -> CorruptModel:
-        """The error for a value of the wrong type or range, to be raised."""
+        """The error, for the caller to raise, of a value of the wrong type or range."""
         return CorruptModel(
             f"{self.path}: {self._prefix}{key} must be {expected}, got {self.values.get(key)!r}"
         )
 
     def section(self, key: str) -> Fields | None:
         """The object under ``key``; None if it is absent or null. Raises: CorruptModel."""
-        value = self.values.get(key)
-        if value is None:
-            return None
-        if not isinstance(value, dict):
-            raise self.wrong(key, "an object")
-        return Fields(self.path, value, f"{self._prefix}{key}.")
+        value = self._optional(key, dict, "an object")
+        return None if value is None else Fields(self.path, value, f"{self._prefix}{key}.")
 
     def size(self, key: str, default: int | None = None) -> int:
-        """A positive integer; without a default it must be there. Raises: CorruptModel."""
-        value = self.values.get(key)
+        """A positive integer, required unless there is a default. Raises: CorruptModel."""
+        value = self._optional(key, int, "a positive integer")
         if value is None and default is not None:
             return default
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        if value is None or value < 1:
             raise self.wrong(key, "a positive integer")
         return value
 
     def optional_integer(self, key: str) -> int | None:
         """Any integer; None if it is absent or null. Raises: CorruptModel."""
-        value = self.values.get(key)
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
-            raise self.wrong(key, "an integer")
-        return value
+        return self._optional(key, int, "an integer")
 
     def optional_number(
         self, key: str, *, minimum: float = -math.inf, maximum: float = math.inf
     ) -> float | None:
         """A number in [minimum, maximum]; None if it is absent or null. Raises: CorruptModel."""
-        value = self.values.get(key)
+        bounds = f" in [{minimum:g}, {maximum:g}]" if math.isfinite(minimum) else ""
+        value = self._optional(key, (int, float), f"a number{bounds}")
         if value is None:
             return None
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not minimum <= value <= maximum:
-            bounds = f" in [{minimum:g}, {maximum:g}]" if math.isfinite(minimum) else ""
+        if not minimum <= value <= maximum:
             raise self.wrong(key, f"a number{bounds}")
         return float(value)
 
     def positive(self, key: str, default: float | None = None) -> float:
-        """A finite number above 0; without a default it must be there. Raises: CorruptModel."""
+        """A finite number above 0, required unless there is a default. Raises: CorruptModel."""
         value = self.optional_number(key)
         if value is None and default is not None:
             return default
@@ -86,25 +81,17 @@ class Fields:
         return value
 
     def flag(self, key: str, default: bool) -> bool:
-        """A boolean; the default stands in for null too. Raises: CorruptModel."""
-        value = self.values.get(key)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
-            raise self.wrong(key, "true or false")
-        return value
+        """A boolean; the default if it is absent or null. Raises: CorruptModel."""
+        value = self._optional(key, bool, "true or false")
+        return default if value is None else value
 
     def text(self, key: str, default: str) -> str:
-        """A string; the default stands in for null too. Raises: CorruptModel."""
-        value = self.values.get(key)
-        if value is None:
-            return default
-        if not isinstance(value, str):
-            raise self.wrong(key, "a string")
-        return value
+        """A string; the default if it is absent or null. Raises: CorruptModel."""
+        value = self._optional(key, str, "a string")
+        return default if value is None else value
 
     def token_ids(self, key: str, default: int | None = None) -> tuple[int, ...]:
-        """One id, a list of ids, or none; the default stands in for an absent key, not for null.
+        """One id, a list of ids, or none; the default if the key is absent, not if it is null.
 
         Raises: CorruptModel.
         """
@@ -118,6 +105,18 @@ class Fields:
     def token_id(self, key: str, default: int | None = None) -> int | None:
         """The first of ``token_ids``. Raises: CorruptModel."""
         return next(iter(self.token_ids(key, default)), None)
+
+    def _optional(self, key: str, kind: type[V] | tuple[type[V], ...], expected: str) -> V | None:
+        """A value of type ``kind``; None if it is absent or null. A boolean is no integer.
+
+        Raises: CorruptModel, saying what was ``expected``.
+        """
+        value = self.values.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            raise self.wrong(key, expected)
+        return value
 
 
 def _read_object(path: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Frequencies of rotary position embeddings. Apart from their configuration, which needs no numpy."""
+"""Frequencies of rotary position embeddings. A file of its own: their configuration needs no numpy."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from backfill.models.rope import RopeConfig
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[npt.NDArray[np.float32], float]:
     """Angle per position of each rotated pair, and the factor on cosine and sine.
 
-    Returns: float32 ``[head_dim / 2]``, and 1.0 but for YaRN. Pair i is elements (i, i + head_dim / 2).
-    Computed in float32 step by step as transformers does: a difference in the last bit is multiplied by
-    the position, so a more precise result would be a different model at long contexts.
+    Returns: float32 ``[head_dim / 2]``, and 1.0 except for YaRN. Pair i is elements (i, i + head_dim / 2).
+    The float32 steps are those of transformers: the position multiplies a difference in the last bit, so a
+    more precise result would be a different model at long contexts.
     Source: transformers ``modeling_rope_utils.ROPE_INIT_FUNCTIONS``.
     """
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
@@ -33,7 +33,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[npt.NDArray[np
 
 
 def _llama3_frequencies(frequencies: npt.NDArray[np.float32], rope: RopeConfig) -> npt.NDArray[np.float32]:
-    """Long wavelengths divided by ``factor``, short ones kept, those between interpolated."""
+    """Low frequencies divided by ``factor``, high ones kept, those between interpolated."""
     context, low, high = rope.original_max_position_embeddings, rope.low_freq_factor, rope.high_freq_factor
     wavelengths = np.float32(2 * math.pi) / frequencies
     scaled = frequencies / np.float32(rope.factor)
@@ -46,7 +46,7 @@ def _llama3_frequencies(frequencies: npt.NDArray[np.float32], rope: RopeConfig) 
 def _yarn_frequencies(
     periods: npt.NDArray[np.float32], rope: RopeConfig, dim: int
 ) -> npt.NDArray[np.float32]:
-    """Blend of kept and stretched frequencies over the range of dimensions YaRN's betas span."""
+    """A blend of kept and stretched frequencies over the dimensions between YaRN's two betas."""
 
     def dimension_turning(rotations: float) -> float:
         context = rope.original_max_position_embeddings
@@ -65,7 +65,7 @@ def _yarn_frequencies(
 
 
 def _yarn_attention_factor(rope: RopeConfig) -> float:
-    """The factor on cosine and sine, which sharpens attention over a stretched context."""
+    """The factor on cosine and sine; it sharpens attention over a stretched context."""
 
     def mscale(weight: float) -> float:
         return 1.0 if rope.factor <= 1 else 0.1 * weight * math.log(rope.factor) + 1.0

@@ -1,4 +1,4 @@
-"""What a model folder's ``generation_config.json`` recommends, and which tokens end an output."""
+"""A model folder's ``generation_config.json``, and the tokens that end an output."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class GenerationDefaults:
-    """Sampling parameters the model's authors recommend; None where they say nothing."""
+    """Sampling parameters that the model's authors recommend; None where there is no recommendation."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -46,10 +46,10 @@ class GenerationDefaults:
 def end_token_ids(
     config: ModelConfig, generation: GenerationDefaults, tokenizer_eos_id: int | None = None
 ) -> tuple[int, ...]:
-    """Every id that ends a sequence, ascending: the union of what the three files say.
+    """Every id that ends a sequence, ascending: the union of three files' ids.
 
-    They disagree in practice: chat models end a turn with a token only one of them names. An id outside the
-    vocabulary, which the model can never give, is left out with a warning.
+    The files disagree in practice: often only one of them has the token that ends a chat turn. An id outside
+    the vocabulary cannot be sampled; it is left out with a warning.
     """
     ids = {*config.eos_token_ids, *generation.eos_token_ids}
     if tokenizer_eos_id is not None:

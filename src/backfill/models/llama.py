@@ -17,7 +17,7 @@ from backfill.models.weights import Checkpoint
 
 @dataclass(slots=True)
 class LlamaLayer:
-    """The weights of one layer; projections that read the same input are one matrix."""
+    """The weights of one layer; projections of the same input are one matrix."""
 
     input_norm: Tensor
     qkv: Linear  # q heads, k heads, v heads
@@ -104,7 +104,7 @@ class LlamaModel:
             return checkpoint.get(f"{prefix}.{name}.weight", (size,)).to(device)
 
         def linear(names: dict[str, int], in_size: int, has_bias: bool) -> Linear:
-            """One matrix out of those named, with their output sizes."""
+            """One matrix of the named ones; ``names`` has their output sizes."""
             weights = [
                 checkpoint.get(f"{prefix}.{name}.weight", (size, in_size)) for name, size in names.items()
             ]

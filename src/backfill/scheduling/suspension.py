@@ -70,7 +70,7 @@ class Suspension:
         if not self._slices:
             return 0.0
         assert self._cost is not None
-        load = StepLoad.of((p.start, p.num_tokens, p.samples) for p in self._slices.values())
+        load = StepLoad.of_slices(self._slices.values())
         return self._cost.step_time_s(load) * (1.0 - self._layers_done / self._num_layers)
 
     def lost_tokens(self, request_id: RequestId) -> float:

@@ -52,7 +52,7 @@ NAMES = {
 
 
 def make_model(config: Any) -> torch.nn.Module:
-    """A random model whose weights bf16 holds exactly; large enough that positions and heads matter."""
+    """A random model with weights exact in bf16, large enough that positions and heads matter."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
@@ -148,23 +148,23 @@ def write_gguf(
 
 
 def header(*, num_tensors: int = 0, num_fields: int = 0) -> bytes:
-    """What a file of version 3 begins with; the counts may be lies."""
+    """The start of a file of version 3; the counts may be wrong."""
     return struct.pack("<4sIQQ", b"GGUF", 3, num_tensors, num_fields)
 
 
 def string(text: str, num_bytes: int | None = None) -> bytes:
-    """A string of the header, which says it has ``num_bytes``."""
+    """A string of the header that claims ``num_bytes``."""
     encoded = text.encode()
     return struct.pack("<Q", len(encoded) if num_bytes is None else num_bytes) + encoded
 
 
 def array_field(kind: int, length: int) -> bytes:
-    """A metadata field up to the values: an array that says it has ``length`` of ``GGUFValueType`` kind."""
+    """A metadata field up to its values: an array that claims ``length`` values of ``GGUFValueType`` kind."""
     return string("k") + struct.pack("<IIQ", gguf.GGUFValueType.ARRAY, kind, length)
 
 
 def tensor_header(name: str, *dims: int, num_dims: int | None = None, offset: int = 0) -> bytes:
-    """A float32 tensor of ``dims``, the fastest first, which says it has ``num_dims``."""
+    """A float32 tensor of ``dims``, the fastest first, that claims ``num_dims``."""
     number = len(dims) if num_dims is None else num_dims
     return string(name) + struct.pack(f"<I{len(dims)}QIQ", number, *dims, Quant.F32, offset)
 

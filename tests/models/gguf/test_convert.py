@@ -84,7 +84,7 @@ def test_dequantises_each_row(quant: Quant, tmp_path: Path) -> None:
 def test_rows_are_converted_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = write_tiny(tmp_path / "m.gguf", quant=Quant.Q8_0)
     whole = load_file(convert_gguf(source, tmp_path / "whole") / "model.safetensors")
-    monkeypatch.setattr("backfill.models.gguf.convert._CHUNK_ELEMENTS", 200)
+    monkeypatch.setattr("backfill.models.gguf.tensors._CHUNK_ELEMENTS", 200)
     steps: list[tuple[int, int]] = []
     folder = convert_gguf(
         source, tmp_path / "out", progress=lambda step, done, all_: steps.append((done, all_))

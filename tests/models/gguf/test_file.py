@@ -66,7 +66,7 @@ def test_counts_beyond_the_file_are_refused_before_memory_is_taken(
         tracemalloc.stop()
 
 
-def test_tensors_are_counted_again_behind_the_metadata(tmp_path: Path) -> None:
+def test_tensors_are_counted_again_after_the_metadata(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     fields = string("k") + struct.pack("<I", STRING) + string("x" * 2400)
     path.write_bytes(header(num_tensors=100, num_fields=1) + fields + bytes(240))

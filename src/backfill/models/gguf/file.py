@@ -1,8 +1,7 @@
-"""Read the container: a GGUF file's header, metadata and tensors.
+"""Reads a GGUF file's header, metadata and tensors.
 
-The ``gguf`` package supplies the format's constants and the dequantisers. The header is parsed here,
-because that package's reader takes seconds for a large vocabulary and follows the lengths of a damaged
-file out of bounds.
+The format's constants and the dequantisers are those of the ``gguf`` package. Its reader is not used: it
+takes seconds for a large vocabulary and reads out of bounds in a damaged file.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -22,9 +21,11 @@ from gguf.quants import dequantize
 
 from backfill.core.errors import CorruptModel, ModelNotFound, UnsupportedModel
 
+V = TypeVar("V")
+
 _MAX_DIMS = 4
 _DEFAULT_ALIGNMENT = 32  # bytes
-# The fewest bytes each takes in a header: a key or name of no characters, and the least that must follow.
+# Least bytes of each in a header: an empty key or name, and the smallest fields after it.
 _MIN_STRING_BYTES = 8
 _MIN_FIELD_BYTES = _MIN_STRING_BYTES + 4 + 1  # type, value
 _MIN_TENSOR_BYTES = _MIN_STRING_BYTES + 4 + 4 + 8  # number of dimensions, type, offset
@@ -57,14 +58,14 @@ class GgufFile:
     Source of the layout: docs/gguf.md of ggml.
 
     Args:
-        path: the file; it stays mapped for as long as one of its tensors lives.
+        path: the file; it stays mapped while one of its tensors lives.
     Attributes:
         fields: metadata values by key, arrays as lists.
         tensors: by name, in the file's order.
     Raises:
         ModelNotFound: no such file.
         CorruptModel: not a GGUF file, or a length or type in its header is impossible.
-        UnsupportedModel: another version, or a tensor of a type that is not known.
+        UnsupportedModel: another version, or a tensor of an unknown type.
     """
 
     def __init__(self, path: Path) -> None:
@@ -84,7 +85,13 @@ class GgufFile:
             self.fields[key] = cursor.value(cursor.number("I"))
         self.tensors = {t.name: t for t in _read_tensors(cursor, num_tensors, self.fields)}
 
-    def get(self, key: str, kind: type, default: Any = None) -> Any:
+    @overload
+    def get(self, key: str, kind: type[V]) -> V | None: ...
+
+    @overload
+    def get(self, key: str, kind: type[V], default: V) -> V: ...
+
+    def get(self, key: str, kind: type[V], default: V | None = None) -> V | None:
         """A metadata value of type ``kind``, or ``default``. Raises: CorruptModel on another type."""
         value = self.fields.get(key, default)
         if kind is float and isinstance(value, int):
@@ -93,7 +100,7 @@ class GgufFile:
             raise CorruptModel(f"{self.path}: {key} must be {kind.__name__}, got {str(value)[:60]!r}")
         return value
 
-    def need(self, key: str, kind: type) -> Any:
+    def need(self, key: str, kind: type[V]) -> V:
         """A metadata value of type ``kind``. Raises: CorruptModel if it is missing or of another type."""
         value = self.get(key, kind)
         if value is None:
@@ -124,7 +131,7 @@ class _Cursor:
         self.offset = 0
 
     def take(self, size: int) -> int:
-        """Move past ``size`` bytes and return where they began. Raises: CorruptModel beyond the end."""
+        """Move past ``size`` bytes and return the first one's offset. Raises: CorruptModel beyond the end."""
         start = self.offset
         if size > len(self.data) - start:
             raise CorruptModel(f"{self.path} is damaged or truncated: it ends within its header")
@@ -132,7 +139,7 @@ class _Cursor:
         return start
 
     def check_count(self, what: str, count: int, item_bytes: int) -> None:
-        """Raise CorruptModel unless ``count`` items of ``item_bytes`` or more fit into the rest."""
+        """Raise CorruptModel unless ``count`` items of at least ``item_bytes`` fit into the rest."""
         most = (len(self.data) - self.offset) // item_bytes
         if count > most:
             raise CorruptModel(
@@ -141,7 +148,7 @@ class _Cursor:
             )
 
     def number(self, code: str) -> Any:
-        """The next number, of ``code`` as in the struct module."""
+        """The next number; ``code`` is a format of the struct module."""
         return struct.unpack_from("<" + code, self.data, self.take(struct.calcsize("<" + code)))[0]
 
     def text(self) -> str:
@@ -166,7 +173,7 @@ class _Cursor:
         if kind == GGUFValueType.STRING:
             self.check_count("strings of an array", length, _MIN_STRING_BYTES)
             return [self.text() for _ in range(length)]
-        # Scalars at once: a vocabulary has several hundred thousand.
+        # One read for all scalars: a vocabulary has several hundred thousand.
         dtype = np.dtype("<" + self._code(kind))
         self.check_count("values of an array", length, dtype.itemsize)
         start = self.take(length * dtype.itemsize)
@@ -195,8 +202,8 @@ def _read_preamble(cursor: _Cursor) -> tuple[int, int]:
 
 
 def _read_tensors(cursor: _Cursor, count: int, fields: Mapping[str, Any]) -> Iterator[GgufTensor]:
-    """The tensors whose headers come next, as views of the data behind. Raises as ``GgufFile``."""
-    cursor.check_count("tensors", count, _MIN_TENSOR_BYTES)  # again: the metadata lies before them
+    """The tensors whose headers come next, as views of the data after them. Raises as ``GgufFile``."""
+    cursor.check_count("tensors", count, _MIN_TENSOR_BYTES)  # again: the metadata took some of the bytes
     headers = [_read_tensor_header(cursor) for _ in range(count)]
     alignment = fields.get("general.alignment", _DEFAULT_ALIGNMENT)
     if not isinstance(alignment, int) or alignment < 1:
@@ -221,7 +228,7 @@ def _read_tensors(cursor: _Cursor, count: int, fields: Mapping[str, Any]) -> Ite
 
 
 def _read_tensor_header(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
-    """Name, shape, type and offset in bytes from where the data begins. Raises: CorruptModel."""
+    """Name, shape, type and offset in bytes from the start of the data. Raises: CorruptModel."""
     name, num_dims = cursor.text(), cursor.number("I")
     if num_dims > _MAX_DIMS:
         raise CorruptModel(

@@ -15,7 +15,7 @@ from backfill.models.gguf.file import GgufFile
 
 logger = logging.getLogger(__name__)
 
-# The regular expressions are those of the tokenizer.json of Llama 3 and Qwen 2.
+# The regular expressions of the tokenizer.json of Llama 3 and Qwen 2.
 _LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -34,10 +34,10 @@ def build_tokenizer(file: GgufFile, config: Mapping[str, Any]) -> tuple[Tokenize
     """The tokenizer, and the contents of ``tokenizer_config.json``.
 
     Args:
-        config: the model's ``config.json``; the vocabulary may not be larger than its embedding table.
+        config: the model's ``config.json``; its embedding table must hold the vocabulary.
     Raises:
         UnsupportedModel: a tokenizer or pre-tokenizer that is not implemented.
-        CorruptModel: metadata is missing, or its parts contradict each other.
+        CorruptModel: metadata is missing or inconsistent.
     """
     tokens, kinds = _vocabulary(file, config["vocab_size"])
     model = file.need("tokenizer.ggml.model", str)
@@ -66,7 +66,7 @@ def build_tokenizer(file: GgufFile, config: Mapping[str, Any]) -> tuple[Tokenize
 
 
 def _vocabulary(file: GgufFile, num_embeddings: int) -> tuple[list[str], list[int]]:
-    """Tokens by id, and the ``TokenType`` of each. Raises: CorruptModel where the numbers disagree."""
+    """Tokens by id, and the ``TokenType`` of each. Raises: CorruptModel if the numbers of both differ."""
     tokens: list[str] = file.need("tokenizer.ggml.tokens", list)
     kinds: list[int] = file.get("tokenizer.ggml.token_type", list, [TokenType.NORMAL] * len(tokens))
     if len(kinds) != len(tokens) or len(tokens) > num_embeddings:
@@ -74,14 +74,14 @@ def _vocabulary(file: GgufFile, num_embeddings: int) -> tuple[list[str], list[in
             f"{file.path}: {len(tokens)} tokens, {len(kinds)} token types, {num_embeddings} embeddings"
         )
     size = len(tokens)
-    # Those at the end pad the embedding table and are no part of the vocabulary.
+    # Unused tokens at the end pad the embedding table and are not part of the vocabulary.
     while size and kinds[size - 1] == TokenType.UNUSED:
         size -= 1
     return tokens[:size], kinds[:size]
 
 
 def _mark_whole_tokens(tokenizer: Tokenizer, tokens: Sequence[str], kinds: Sequence[int]) -> None:
-    """Have user-defined and special tokens matched as a whole, before the text is split."""
+    """Let the tokenizer match user-defined and special tokens as a whole, before it splits the text."""
     for kind, special in (
         (TokenType.USER_DEFINED, False),
         (TokenType.CONTROL, True),
@@ -97,7 +97,7 @@ def _mark_whole_tokens(tokenizer: Tokenizer, tokens: Sequence[str], kinds: Seque
 
 
 def _special_tokens(file: GgufFile, tokens: Sequence[str]) -> dict[str, str]:
-    """Text of the special tokens by transformers' names. Raises: CorruptModel for an id out of range."""
+    """The special tokens' texts by transformers' names. Raises: CorruptModel for an id out of range."""
     names = {}
     for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
         index = file.get(f"tokenizer.ggml.{key}_token_id", int)
@@ -111,16 +111,15 @@ def _special_tokens(file: GgufFile, tokens: Sequence[str]) -> dict[str, str]:
 
 
 def _add_template(file: GgufFile, tokenizer: Tokenizer, names: Mapping[str, str], adds_bos: bool) -> None:
-    """Make encoding add the begin and end tokens the file asks for."""
+    """Make encoding add the begin and end tokens that the file asks for."""
     bos = names.get("bos_token") if file.get("tokenizer.ggml.add_bos_token", bool, adds_bos) else None
     eos = names.get("eos_token") if file.get("tokenizer.ggml.add_eos_token", bool, False) else None
 
     def around(part: str, sequence: int) -> list[str]:
-        marks = [f"{bos}:{sequence}"] if bos else [], [f"{eos}:{sequence}"] if eos else []
-        return [*marks[0], f"{part}:{sequence}", *marks[1]]
+        return [f"{each}:{sequence}" for each in (bos, part, eos) if each]
 
     special = [(token, tokenizer.token_to_id(token)) for token in {bos, eos} if token]
-    # Without marks too: an empty template keeps transformers from making up one of its own.
+    # Also without BOS and EOS: without a template transformers would invent one.
     tokenizer.post_processor = processors.TemplateProcessing(
         single=around("$A", 0), pair=around("$A", 0) + around("$B", 1), special_tokens=special
     )
@@ -129,7 +128,7 @@ def _add_template(file: GgufFile, tokenizer: Tokenizer, names: Mapping[str, str]
 def _byte_level_tokenizer(
     file: GgufFile, tokens: Sequence[str], kinds: Sequence[int]
 ) -> tuple[Tokenizer, bool]:
-    """Byte-level BPE with the pre-tokenizer the file names, and whether it adds BOS by default.
+    """Byte-level BPE with the file's pre-tokenizer, and whether it adds BOS by default.
 
     Raises: UnsupportedModel for another pre-tokenizer; CorruptModel for a malformed merge.
     """
@@ -170,7 +169,7 @@ def _pre_tokenizer(file: GgufFile, pre: str) -> Any:
 def _sentencepiece_tokenizer(
     file: GgufFile, tokens: Sequence[str], kinds: Sequence[int]
 ) -> tuple[Tokenizer, bool]:
-    """SentencePiece BPE with byte fallback, as of Llama 1 and 2 and early Mistral; it adds BOS by default.
+    """SentencePiece BPE with byte fallback (Llama 1 and 2, early Mistral); it adds BOS by default.
 
     Source: transformers ``convert_slow_tokenizer.LlamaConverter``.
     """
@@ -202,15 +201,15 @@ def _sentencepiece_tokenizer(
 
 
 def _first_ids(tokens: Sequence[str]) -> dict[str, int]:
-    """Id of each token; of one that occurs twice, the first."""
+    """Id of each token; the first id of a token that occurs twice."""
     return {token: i for i, token in reversed(list(enumerate(tokens)))}
 
 
 def _merges_by_score(scores: Mapping[str, float]) -> list[tuple[str, str]]:
     """BPE merges equal to SentencePiece's rule "join the neighbours whose union has the highest score".
 
-    A piece can be reached by any split into two pieces, so each split is a merge; they rank by the score
-    of the piece, and among equals the shorter left part first.
+    Any two pieces that form a piece can be joined, so each split of a piece into two is a merge. Merges rank
+    by the score of the piece; of equal ones, the shorter left part comes first.
     """
     pairs = [
         (-score, len(piece[:cut]), piece[:cut], piece[cut:])

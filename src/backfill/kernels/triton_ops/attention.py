@@ -1,0 +1,189 @@
+"""What decode and prefill share: online softmax over the keys of one KV head, and the kernels' arguments."""
+
+# A kernel's arguments (pointers, tensors, compile-time values) have no Python types.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from backfill.kernels.base import AttentionMetadata
+
+# Smallest tile side tl.dot accepts for 16-bit operands.
+MIN_DOT = 16
+
+
+@triton.jit
+def _key_offsets(
+    refs, keys, valid, block_stride: tl.constexpr, block_size: tl.constexpr, head_dim: tl.constexpr
+):
+    """Element offset of each key's row from the same head's plane of block 0.
+
+    One reference is read per key, and not per block, so that a tile may span several small blocks.
+    """
+    ref = tl.load(refs + keys // block_size, mask=valid, other=0)
+    offset = keys % block_size
+    slot = tl.where((ref & 1) == 1, block_size - 1 - offset, offset)
+    # 64 bits: a pool may hold more than 2**31 elements.
+    return (ref >> 1).to(tl.int64) * block_stride + slot * head_dim
+
+
+@triton.jit
+def _attend_tiles(
+    acc,
+    row_max,
+    row_sum,
+    q,
+    row_ends,
+    start,
+    stop,
+    key_end,
+    k_plane,
+    refs,
+    scale_log2,
+    block_stride: tl.constexpr,
+    v_stride: tl.constexpr,
+    block_size: tl.constexpr,
+    head_dim: tl.constexpr,
+    tile_keys: tl.constexpr,
+    masked: tl.constexpr,
+):
+    """Online softmax over keys ``[start, stop)`` in tiles; row r attends to keys below ``row_ends[r]``.
+
+    With ``masked`` false the caller promises that every row attends to every key of every tile.
+    Keys from ``key_end`` on are never loaded: their slots may hold anything, NaN included.
+    The caller starts where each row attends to at least one key of the first tile; hence ``row_max`` is
+    finite after it and no exponent is infinity minus infinity.
+    """
+    dims = tl.arange(0, q.shape[1])
+    for tile_start in range(start, stop, tile_keys):
+        keys = tile_start + tl.arange(0, tile_keys)
+        valid = keys < key_end
+        offsets = _key_offsets(refs, keys, valid, block_stride, block_size, head_dim)
+        pointers = k_plane + offsets[:, None] + dims[None, :]
+        loaded = (dims < head_dim)[None, :]
+        if masked:
+            loaded = loaded & valid[:, None]
+        k = tl.load(pointers, mask=loaded, other=0.0).to(q.dtype)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+        if masked:
+            scores = tl.where(keys[None, :] < row_ends[:, None], scores, float("-inf"))
+        new_max = tl.maximum(row_max, tl.max(scores, axis=1))
+        weights = tl.exp2(scores - new_max[:, None])
+        rescale = tl.exp2(row_max - new_max)
+        v = tl.load(pointers + v_stride, mask=loaded, other=0.0).to(q.dtype)
+        acc = acc * rescale[:, None] + tl.dot(weights.to(q.dtype), v, input_precision="ieee")
+        row_sum = row_sum * rescale + tl.sum(weights, axis=1)
+        row_max = new_max
+    return acc, row_max, row_sum
+
+
+@triton.jit
+def attend(
+    q,
+    row_ends,
+    start,
+    full_end,
+    key_end,
+    kv_pool,
+    layer,
+    kv_head,
+    refs,
+    scale_log2,
+    num_layers: tl.constexpr,
+    num_kv_heads: tl.constexpr,
+    block_size: tl.constexpr,
+    head_dim: tl.constexpr,
+    tile_keys: tl.constexpr,
+):
+    """Attention of ``q [rows, D]`` over keys ``[start, key_end)``; ``[start, full_end)`` needs no mask.
+
+    ``full_end - start`` is a multiple of ``tile_keys``. ``refs`` points at the sequence's first block
+    reference.
+    Returns: unnormalised sums ``[rows, D]``, then per row the largest base-2 score and the sum of weights.
+    """
+    v_stride: tl.constexpr = num_kv_heads * block_size * head_dim
+    block_stride: tl.constexpr = num_layers * 2 * v_stride
+    k_plane = kv_pool + layer * (2 * v_stride) + kv_head * (block_size * head_dim)
+    acc = tl.zeros([q.shape[0], q.shape[1]], dtype=tl.float32)
+    row_max = tl.full([q.shape[0]], float("-inf"), dtype=tl.float32)
+    row_sum = tl.zeros([q.shape[0]], dtype=tl.float32)
+    acc, row_max, row_sum = _attend_tiles(
+        acc, row_max, row_sum, q, row_ends, start, full_end, key_end, k_plane, refs, scale_log2,
+        block_stride, v_stride, block_size, head_dim, tile_keys, masked=False,
+    )  # fmt: skip
+    acc, row_max, row_sum = _attend_tiles(
+        acc, row_max, row_sum, q, row_ends, full_end, key_end, key_end, k_plane, refs, scale_log2,
+        block_stride, v_stride, block_size, head_dim, tile_keys, masked=True,
+    )  # fmt: skip
+    return acc, row_max, row_sum
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionArguments:
+    """A call of ``Kernels.attention`` whose tensors are checked, with the tensor ``out`` to write to.
+
+    Attributes:
+        dot_dtype: element type of the operands of ``tl.dot``.
+    """
+
+    out: Tensor
+    qkv: Tensor
+    kv_pool: Tensor
+    layer: int
+    batch: AttentionMetadata
+    num_heads: int
+    scale: float
+    dot_dtype: tl.dtype
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.kv_pool.shape[3]
+
+    @property
+    def num_queries_per_kv(self) -> int:
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.kv_pool.shape[5]
+
+    @property
+    def dims_padded(self) -> int:
+        padded: int = triton.next_power_of_2(self.head_dim)
+        return max(MIN_DOT, padded)
+
+    @property
+    def tile_keys(self) -> int:
+        # At most 16 KiB of K per tile: two stages of K and V then fit the shared memory of
+        # every GPU since compute capability 8.0.
+        return max(MIN_DOT, min(64, 16384 // (self.dims_padded * self.kv_pool.element_size())))
+
+    def for_kernel(self) -> dict[str, Tensor | float | tl.dtype]:
+        """The parameters that both kernels have, by name, and the launch option ``num_stages``."""
+        return {
+            "out": self.out,
+            "qkv": self.qkv,
+            "kv_pool": self.kv_pool,
+            "cu_seqlens_q": self.batch.cu_seqlens_q,
+            "seq_lens": self.batch.seq_lens,
+            "block_table": self.batch.block_table,
+            "block_table_offsets": self.batch.block_table_offsets,
+            "qkv_stride": self.qkv.stride(0),
+            "scale_log2": self.scale * math.log2(math.e),
+            "layer": self.layer,
+            "num_queries_per_kv": self.num_queries_per_kv,
+            "num_layers": self.kv_pool.shape[1],
+            "num_kv_heads": self.num_kv_heads,
+            "block_size": self.kv_pool.shape[4],
+            "head_dim": self.head_dim,
+            "dims_padded": self.dims_padded,
+            "tile_keys": self.tile_keys,
+            "dot_dtype": self.dot_dtype,
+            "num_stages": 2,
+        }

@@ -1,0 +1,31 @@
+"""Fixtures of the CPU kernels' tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from backfill import _kernels  # type: ignore[attr-defined]
+from backfill.kernels.cpu import CpuKernels, available_isas
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.fixture(params=available_isas())
+def kernels(request: pytest.FixtureRequest) -> CpuKernels:
+    return CpuKernels(request.param)
+
+
+@pytest.fixture(params=DTYPES, ids=["float32", "bfloat16"])
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    chosen: torch.dtype = request.param
+    return chosen
+
+
+@pytest.fixture
+def scratch_limit() -> Iterator[Callable[[int], None]]:
+    """Sets the most bytes of scratch memory that a kernel's thread gets."""
+    yield _kernels.limit_scratch
+    _kernels.limit_scratch(1 << 62)
