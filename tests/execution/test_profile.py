@@ -315,7 +315,7 @@ def test_measuring_keeps_within_the_limits_of_the_configuration(
     plans = record_plans(executor, monkeypatch)
     few = replace(config, scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=16))
     measure_profile(few, executor, execution_profile.QUICK)
-    loads = [StepLoad.of_plan(plan) for plan in plans]
+    loads = [StepLoad.of_slices(plan.slices) for plan in plans]
     assert max(load.num_requests for load in loads) == 8
     assert max(load.num_tokens for load in loads) == 16
 
