@@ -44,7 +44,7 @@ def options(command: str) -> set[str]:
     return {option for parameter in commands()[command].params for option in parameter.opts}
 
 
-def test_every_metric_is_documented() -> None:
+def exposed_metrics() -> set[str]:
     jobs = JobMetrics("m")
     jobs.watch(
         lambda: JobsSnapshot(jobs_by_status={}, num_lines_queued=0, oldest_line_s=0.0, least_slack_s=None)
@@ -54,9 +54,13 @@ def test_every_metric_is_documented() -> None:
     lag = LoopLag("m")
     metrics = Metrics("m", make_info(), slo=SLO(1.5, 0.11), loop_lag=lag, preparation=preparation, jobs=jobs)
     metrics.engine.on_profile(make_profile())
-    text = (ROOT / "docs" / "metrics.md").read_text()
     exposed = {family.name for family in metrics.registry.collect()}
-    exposed |= {"backfill:num_requests_running", "backfill:num_requests_waiting"}
+    return exposed | {"backfill:num_requests_running", "backfill:num_requests_waiting"}
+
+
+def test_every_metric_is_documented() -> None:
+    text = (ROOT / "docs" / "metrics.md").read_text()
+    exposed = exposed_metrics()
     assert len(exposed) > 20
     for name in exposed:
         assert name.removeprefix("backfill:") in text, name
@@ -69,12 +73,6 @@ def test_every_command_and_option_has_help() -> None:
         assert command.help, name
         for parameter in command.params:
             assert parameter.name == "help" or parameter.help, (name, parameter.name)
-
-
-def test_options_in_the_readme_exist() -> None:
-    known = {option for name in commands() for option in options(name)}
-    mentioned = set(re.findall(r"`?(--[a-z][a-z-]+)", (ROOT / "README.md").read_text()))
-    assert mentioned - {"--help"} <= known
 
 
 def test_every_option_of_batches_is_documented() -> None:
@@ -110,7 +108,54 @@ def test_every_key_of_a_result_is_documented() -> None:
         assert f"`{name}`" in text, key
 
 
+DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+# In backticks, and not in the repository: what a command writes or reads.
+ELSEWHERE = {"SCENARIO.png", "LABEL-RATEqps-MODEL-DATE.json", "config.json", "files/", "suspects/"}
+
+
+def without_blocks(document: Path) -> str:
+    return re.sub(r"^```.*?^```", "", document.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+def anchors(document: Path) -> set[str]:
+    """Of the headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", without_blocks(document), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 def test_links_between_documents_lead_somewhere() -> None:
-    for document in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
-        for target in re.findall(r"\]\(([^)#:]+)\)", document.read_text()):
-            assert (document.parent / target).exists(), f"{document.name}: {target}"
+    for document in DOCUMENTS:
+        for target, anchor in re.findall(r"\]\(([^)#:]*)#?([^):]*)\)", document.read_text()):
+            linked = document.parent / target if target else document
+            assert linked.exists(), f"{document.name}: {target}"
+            assert not anchor or anchor in anchors(linked), f"{document.name}: {target}#{anchor}"
+
+
+def test_files_in_documents_exist() -> None:
+    """Names are from the root, the package, or the folder of the benchmarks; published CSVs are elsewhere."""
+    folders = (ROOT, ROOT / "src" / "backfill", ROOT / "benchmarks")
+    path = r"(?<![\w/.-])((?:[\w.-]+/)*[\w-]+\.(?:py|md|json|png|h|cpp)|(?:[\w.-]+/)+)(?![\w/.-])"
+    num_found = 0
+    for document in DOCUMENTS:
+        for span in re.findall(r"`([^`\n]+)`", without_blocks(document)):
+            for name in set(re.findall(path, span)) - ELSEWHERE:
+                assert any((folder / name).exists() for folder in folders), f"{document.name}: {name}"
+                num_found += 1
+    assert num_found > 50
+
+
+def test_options_in_documents_exist() -> None:
+    known = {option for name in commands() for option in options(name)}
+    known |= {"--help", "--no-batch-api", "--no-self-timed"}
+    known.add("--scheduling-policy")  # vLLM's
+    scripts = "".join(script.read_text() for script in (ROOT / "benchmarks").glob("*.py"))
+    for document in DOCUMENTS:
+        for option in set(re.findall(r"(?<![\w-])--[a-z][a-z-]*[a-z]", document.read_text())) - known:
+            assert f'"{option}"' in scripts, f"{document.name}: {option}"
+
+
+def test_metrics_in_documents_exist() -> None:
+    exposed = exposed_metrics()
+    for document in DOCUMENTS:
+        for name in re.findall(r"backfill:\w+", document.read_text()):
+            assert name in exposed or name.removesuffix("_total") in exposed, f"{document.name}: {name}"
