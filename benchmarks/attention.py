@@ -1,8 +1,8 @@
 """Time of the CPU attention kernels against the machine's limits: memory for decode, arithmetic for prefill.
 
 Prints a table, and one JSON object as the last line. Every figure is the median of several runs. Shapes are
-those of SmolLM2-135M by default. The decode pool holds all layers and is walked layer by layer, so that no
-cache keeps what a layer needs.
+those of SmolLM2-135M by default. The decode pool holds all layers and is read layer by layer, so that no
+layer finds its blocks in a cache.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def make_pool(args: argparse.Namespace, num_blocks: int) -> torch.Tensor:
 def make_batch(
     args: argparse.Namespace, query_lens: list[int], seq_lens: list[int], blocks: torch.Tensor
 ) -> AttentionMetadata:
-    """Sequences that own ``blocks`` in turn, filled forwards."""
+    """Sequences with consecutive parts of ``blocks``, all forward references."""
     counts = torch.tensor([-(-context // args.block_size) for context in seq_lens])
     return AttentionMetadata(
         positions=torch.zeros(sum(query_lens), dtype=torch.int64),
