@@ -1,7 +1,8 @@
 """What a batch costs beside its answers: upload, validation and bookkeeping of many one-token lines.
 
 The lines go through the real store, preparation process, feeder and result files; a runner that answers at
-once stands where the engine is. CPU time and memory are this process's own, but for ``prepare_us_per_line``.
+once replaces the engine. ``prepare_us_per_line`` is CPU time of the preparation process; all other CPU times
+and the memory are this process's.
 
 Usage: batch_overhead.py [--lines 100000] [--upload-mib 512]. The last line of output is a JSON object.
 """
@@ -68,7 +69,7 @@ async def measure(folder: Path, num_lines: int, upload_mib: int) -> dict[str, fl
     manager = JobManager(config, preparation, model_names=["m"], runner=InstantRunner())
     await manager.start()
     content = b"".join(input_line(index) for index in range(num_lines))
-    # Forgets the peak so far, which importing torch has set.
+    # Reset the peak, which importing torch has set.
     Path("/proc/self/clear_refs").write_text("5")
     rss_before = peak_kib()
     cpu_before = time.process_time()
@@ -82,7 +83,7 @@ async def measure(folder: Path, num_lines: int, upload_mib: int) -> dict[str, fl
         await asyncio.sleep(0.05)
     cpu_after = time.process_time()
     rss_after, prepare_s = peak_kib(), cpu_of(preparation.pid) - prepare_before_s
-    # Last, since what it holds would hide the peak of the lines.
+    # Last: its memory would hide the lines' peak.
     started_at_s = time.perf_counter()
     await upload(manager, bytes(upload_mib << 20), "user_data")
     upload_s = time.perf_counter() - started_at_s

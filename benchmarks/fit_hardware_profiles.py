@@ -1,9 +1,9 @@
-"""Hardware profiles to simulate with, fitted to published A100 operator times.
+"""Hardware profiles for the simulator, fitted to published A100 operator times.
 
-Reads the operator and all-reduce times that microsoft/vidur published (MIT), adds a model of what they leave
-out, builds timed steps from the sums and fits a cost model to them. What is measured and what is modelled is
-said in each profile's provenance and in docs/hardware-profiles.md. Prints the error on token counts that were
-not fitted on, and a table of steps to hold against published figures.
+Reads the operator and all-reduce times that microsoft/vidur published (MIT), models what they leave out,
+builds timed steps from the sums and fits a cost model to them. Each profile's provenance and
+docs/hardware-profiles.md say what is measured and what is modelled. Prints the error on token counts that
+were held out, and a table of steps to compare with published figures.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SAMPLER_PASSES = 4  # over a row of fp32 logits
 ACTIVATIONS_BYTES = 1.5 * GIB
 MEMORY_FRAC = 0.9
 
-# A decoder layer's measured operators as often as they occur in it; its attention is not among them.
+# How often each measured operator occurs in a decoder layer. Attention was not measured.
 LAYER_OPERATORS = {
     "input_layernorm": 1,
     "attn_pre_proj": 1,
@@ -48,8 +48,8 @@ LAYER_OPERATORS = {
 }
 LAYER_KERNELS = sum(LAYER_OPERATORS.values()) + 2  # and the KV write and attention
 
-# Products are computed in tiles of 64 or 128 rows, so time jumps behind their multiples. There the tables go
-# up in steps of 8.
+# Products are computed in tiles of 64 or 128 rows, so time jumps just above their multiples, where the tables
+# have steps of 8.
 JUMPS = (64, *range(128, 1024, 128))
 ROW_KNOTS = (1, 16, *(at for jump in JUMPS for at in (jump, jump + 8)), 1024, 1280, 1536, 2048, 3072, 4096)
 ROW_KNOTS += (8192, 16384, 32768)
@@ -155,7 +155,7 @@ def main() -> None:
 
 
 def read_operators(path: Path, num_devices: int) -> dict[int, dict[str, float]]:
-    """Median seconds of each operator by number of tokens; the mean of them where a count is there twice."""
+    """Median seconds of each operator by number of tokens; the mean where a count occurs twice."""
     found: dict[int, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     with path.open(newline="") as file:
         for row in csv.DictReader(file):
@@ -172,8 +172,9 @@ def read_operators(path: Path, num_devices: int) -> dict[int, dict[str, float]]:
 def read_all_reduce(path: Path) -> tuple[list[float], list[float]]:
     """Sizes in bytes, ascending, and the seconds of an all-reduce among 8 devices of one machine.
 
-    Medians of up to 300 kB come out at either some 35 or some 60 us, both for neighbouring sizes, perhaps as
-    the devices did not start together. So each is lowered to the least of any larger size: then they ascend.
+    Medians of up to 300 kB are about 35 or about 60 us, also for neighbouring sizes, perhaps because the
+    devices did not start together. So each is lowered to the least of any larger size, which makes them
+    ascend.
     """
     with path.open(newline="") as file:
         found = sorted(
@@ -222,7 +223,7 @@ def fit_target(
 
 
 def held_out_tokens(operators: Iterable[int]) -> set[int]:
-    """Every other measured token count that is no knot."""
+    """Every other measured token count that is not a knot."""
     return set([num_tokens for num_tokens in operators if num_tokens not in ROW_KNOTS][::2])
 
 
@@ -232,7 +233,7 @@ def rows_time_s(
     measured_s: Mapping[str, float],
     all_reduce: tuple[list[float], list[float]],
 ) -> float:
-    """Seconds of a step but for attention and output: all measured except KV writes and gaps of kernels."""
+    """Seconds of a step without attention and output. KV writes and gaps between kernels are modelled."""
     shape, tp = target.shape, target.num_devices
     operator_bytes = bytes_moved(shape, num_tokens)
     seconds = {
@@ -272,20 +273,20 @@ def bytes_moved(shape: ModelShape, num_tokens: int) -> dict[str, float]:
 def on_device(device: Device, num_bytes: float, measured_s: float) -> float:
     """Seconds of an operator on a device of another bandwidth and the same arithmetic.
 
-    An operator takes as long as where it was measured, unless moving its bytes takes longer here; and it
-    slows by the ratio of bandwidths at most, however much of its bytes came from a cache.
+    An operator takes its measured time, or the time to move its bytes here if that is longer, but at most the
+    measured time times the ratio of bandwidths: some of its bytes may have come from a cache.
     """
     at_most = measured_s * MEASURED_DEVICE.bandwidth / device.bandwidth
     return max(measured_s, min(at_most, num_bytes / memory_rate(device)))
 
 
 def memory_rate(device: Device) -> float:
-    """Bytes a second that kernels bound by memory reach."""
+    """Bytes a second that memory-bound kernels reach."""
     return device.bandwidth * BANDWIDTH_FRAC
 
 
 def interpolate(at: float, x: list[float], y: list[float]) -> float:
-    """Linear; beyond the largest ``x`` the slope over the upper half goes on: links bound an all-reduce."""
+    """Linear; beyond the largest ``x`` with the slope of the upper half, where links bound an all-reduce."""
     if at <= x[-1]:
         return float(np.interp(at, x, y))
     middle = len(x) // 2
@@ -293,11 +294,11 @@ def interpolate(at: float, x: list[float], y: list[float]) -> float:
 
 
 def timed_steps(target: Target, num_tokens: int, rows_s: float) -> list[TimedStep]:
-    """Steps of as many tokens: prefills, chunks behind a context, decodes, and mixtures of them."""
+    """Steps of ``num_tokens``: prefills, chunks with a context, decodes, and mixtures."""
     longest = target.shape.max_model_len
     contexts = [context for context in (0, 512, 2048, longest // 2) if num_tokens + context <= longest]
     steps = [[(context, num_tokens, sampled)] for context in contexts for sampled in (True, False)]
-    if not steps:  # more than a sequence may have: as many sequences as that takes
+    if not steps:  # longer than a sequence may be: several sequences
         whole, rest = divmod(num_tokens, longest)
         steps.append([(0, longest, True)] * whole + ([(0, rest, True)] if rest else []))
     if num_tokens <= max(SAMPLED_KNOTS):
@@ -313,8 +314,8 @@ def timed_steps(target: Target, num_tokens: int, rows_s: float) -> list[TimedSte
 def modelled_time_s(target: Target, load: StepLoad) -> float:
     """Seconds of attention, the output projection and sampling, from their bytes and FLOPs.
 
-    Prefill attention is paid for its arithmetic and for reading its context, one after the other: kernels
-    overlap them in part, so this is the slow side.
+    Prefill attention takes its arithmetic and then reads its context. Kernels overlap the two in part, so
+    this is an upper bound.
     """
     shape, tp = target.shape, target.num_devices
     rate, flops = memory_rate(target.device) * tp, PEAK_FLOPS * FLOPS_FRAC * tp
@@ -365,7 +366,7 @@ def rows_error(
     operators: Mapping[int, dict[str, float]],
     all_reduce: tuple[list[float], list[float]],
 ) -> FitError:
-    """Of the row-wise part at the token counts held out: without the attention that both sides share."""
+    """Error of the row-wise part at held-out token counts, without attention, which both sides share."""
     errors = []
     for num_tokens in held_out_tokens(operators):
         rows_s = rows_time_s(target, num_tokens, operators[num_tokens], all_reduce)

@@ -1,14 +1,13 @@
 """What HTTP costs: 32 concurrent streams through the server, against the same work in one process.
 
-Both run 32 prompts of 256 random tokens, 128 new tokens each, alternately for several rounds. The client
-is a bare asyncio reader, so that it takes little of the processors it shares with the engine.
+Both run 32 prompts of 256 random tokens, 128 new tokens each, alternating for several rounds. The client is
+a bare asyncio reader, so that it takes little of the processors it shares with the engine.
 
 The client's time to first token is compared with the server's own, from ``/metrics``. The client's clock
-starts before a request's first byte is written, on a connection that is open and with the body encoded,
-and stops when the first event has been read whole. It includes sending, the server's reading and checking of
-the body, queue, prefill, making and sending the event, and the turns that the client's and the server's
-event loops take for the other streams. The server's starts when the request has been read and checked, and
-stops when the engine's first token is back in the serving process.
+starts before it writes a request's first byte, with the connection open and the body encoded, and stops when
+it has read the first event. It includes sending, the server's reading and checking of the body, queue,
+prefill, the event, and the work of both event loops for the other streams. The server's clock starts when it
+has read and checked the request, and stops when the engine's first token has reached the serving process.
 
 Usage: http_overhead.py [--rounds 3] [--streams 32]. The last line of output is a JSON object.
 """
@@ -30,7 +29,7 @@ from served import get, served
 from backfill.bench.sse import SseDecoder
 
 INPUT_LEN, OUTPUT_LEN = 256, 128
-STREAM_S = 600.0  # after which a stream, or the run in one process, has failed
+STREAM_S = 600.0  # longest time of a stream, and of the run in one process
 
 
 def main() -> None:
@@ -117,7 +116,7 @@ async def read_stream(port: int, request: bytes, num_tokens: int) -> float:
 
 
 async def body_parts(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
-    """The chunks of a response in chunked transfer encoding, whatever reads they arrive in.
+    """The chunks of a response in chunked transfer encoding.
 
     Raises: SystemExit for another response, IncompleteReadError when the connection ends before it.
     """

@@ -1,7 +1,7 @@
-"""What it costs to tell the serving process of a step: encoding, ZeroMQ, decoding.
+"""What sending a step report to the serving process costs: encoding, ZeroMQ, decoding.
 
-``measure_ipc`` uses the sockets, transport and codec of ``backfill.engine``; the other end is this file as a
-program, ``ipc.py REQUESTS_URL ANSWERS_URL``, which sends every message back until it gets an empty one.
+``measure_ipc`` uses the sockets, transport and codec of ``backfill.engine``. The other end is this file as a
+program, ``ipc.py REQUESTS_URL ANSWERS_URL``, which returns every message until it receives an empty one.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ def median_s(run: Callable[[], object], repeats: int) -> float:
 
 
 def round_trip_s(message: bytes, repeats: int) -> float:
-    """Median seconds until another process has sent ``message`` back.
+    """Median seconds until another process has returned ``message``.
 
-    Raises: RuntimeError when it does not within 30 s.
+    Raises: RuntimeError after 30 s without an answer.
     """
     with tempfile.TemporaryDirectory() as folder, zmq.Context() as context:
         urls = [f"ipc://{folder}/{name}" for name in ("requests", "answers")]
@@ -64,7 +64,7 @@ def round_trip_s(message: bytes, repeats: int) -> float:
                         raise RuntimeError(f"no answer; the other process has ended with {other.poll()}")
                     assert len(answers.recv()) == len(message)
 
-                trip()  # until the process has started
+                trip()  # waits for the process to start
                 result = median_s(trip, repeats)
                 requests.send(b"")
                 other.wait(_TIMEOUT_MS / 1000)

@@ -1,31 +1,29 @@
-"""How fast KV blocks are copied between the two pools, and what that costs the steps beside it.
+"""How fast KV blocks are copied between the two pools, and what the copies cost the steps beside them.
 
     python benchmarks/kv_copies.py
 
-Copies alone are timed in both directions, into memory never touched before and into memory that was, beside
-one thread's memcpy of the same blocks. Then steps of 64 decodes of the real model run in turn with copies of
-0, 1, 4, 16 and 64 blocks that begin with the step.
+Copies alone are timed in both directions, into new and into touched memory, and compared with one thread's
+memcpy of the same blocks. Then steps of 64 decodes of the real model alternate between copies of 0, 1, 4, 16
+and 64 blocks that begin with the step.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 
 import torch
+from in_process import restart_in_engine_environment
 
 from backfill.core.block import BlockCopy, pack_block_ref
 from backfill.core.config import EngineConfig, SchedulerConfig
 from backfill.core.plan import AdmittedRequest, CopyDirections, ScheduledSlice, StepPlan
 from backfill.core.request import RequestId
 from backfill.core.sampling import SamplingParams
-from backfill.engine.environment import engine_environment
 from backfill.execution.copies import BlockCopier, create_copier
 from backfill.execution.create import create_torch_executor
 from backfill.execution.torch_executor import TorchExecutor
@@ -37,7 +35,7 @@ _COPIED_ALONE = 1024
 
 
 class TimedCopier:
-    """A copier that keeps how long the step's own thread was in it, in seconds."""
+    """A copier that adds up the seconds that the step's own thread spends in it."""
 
     def __init__(self, copier: BlockCopier) -> None:
         self._copier = copier
@@ -70,7 +68,7 @@ def seconds(call: Callable[[], object]) -> float:
 
 
 def memcpy_bytes_per_s(num_bytes: int, block_bytes: int, rounds: int) -> float:
-    """One thread's, of blocks in random order, by the C library's own routine."""
+    """Of one thread that copies blocks in random order with the C library's memcpy."""
     source, target = (torch.full((num_bytes // block_bytes, block_bytes), 1, dtype=torch.uint8).numpy()
                       for _ in range(2))  # fmt: skip
     order = list(range(len(source)))
@@ -88,7 +86,7 @@ def memcpy_bytes_per_s(num_bytes: int, block_bytes: int, rounds: int) -> float:
 
 
 def alone(executor: TorchExecutor, rounds: int) -> dict[str, float]:
-    """Bytes per second of each direction, nothing running beside it."""
+    """Bytes per second of each direction, with nothing running beside it."""
     info = executor.info
     count = min(_COPIED_ALONE, info.num_blocks, info.num_host_blocks)
     fresh = create_copier(executor._kv_pool, info.num_host_blocks)
@@ -107,7 +105,7 @@ def alone(executor: TorchExecutor, rounds: int) -> dict[str, float]:
 
 
 def decode_step(executor: TorchExecutor) -> StepPlan:
-    """A plan that samples nothing, so that it can run any number of times, of the pool's first blocks."""
+    """Decodes in the pool's first blocks. None samples, so the plan can run any number of times."""
     blocks_each = -(-(_CONTEXT + 1) // executor.info.block_size)
     slices = tuple(
         ScheduledSlice(
@@ -132,7 +130,7 @@ def drain(executor: TorchExecutor, in_flight: int) -> None:
 
 
 def beside_steps(executor: TorchExecutor, copier: TimedCopier, rounds: int) -> list[dict[str, object]]:
-    """Of each direction and number of copies: the step's time over that of the same round's without any."""
+    """For each direction and number of copies, the step's time over that without copies in the same round."""
     info, plan = executor.info, decode_step(executor)
     first_unused = _NUM_DECODES * len(plan.slices[0].blocks)
     unused = range(first_unused, info.num_blocks)
@@ -179,9 +177,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--rounds", type=int, default=60)
     options = parser.parse_args()
-    missing = engine_environment(os.environ)
-    if missing:
-        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **missing})
+    restart_in_engine_environment()
     random.seed(0)
     executor = create_torch_executor(
         EngineConfig(
@@ -196,7 +192,7 @@ def main() -> None:
     limit = memcpy_bytes_per_s(volume, info.block_bytes, rounds=8) if info.device == "cpu" else None
     speeds = alone(executor, rounds=8)
     assert executor._copier is not None
-    # Touch the whole host pool: the first copy into a page is slower, once.
+    # Touch the whole host pool: the first copy into a page is slower.
     everything = tuple(BlockCopy(index % info.num_blocks, index) for index in range(info.num_host_blocks))
     executor._copier.begin(everything, (), CopyDirections.CHECKPOINT)
     copier = TimedCopier(executor._copier)

@@ -1,9 +1,8 @@
-"""Three load generators against one of our servers: ours, ``vllm bench serve`` and guidellm.
+"""Three load generators against a Backfill server: ours, ``vllm bench serve`` and guidellm.
 
-The same work from each: completions of 256 tokens in and 32 out at a constant rate, one generator after
-another for several rounds. Figures are medians over the rounds. The server is not equally fast in all
-runs, not least because a generator takes its part of the processors; so each one's means are also divided
-by the server's own, from its ``/metrics`` before and after the run.
+Each sends completions of 256 tokens in and 32 out at a constant rate, one generator after another for several
+rounds. Figures are medians over the rounds. A generator takes some of the server's processors, so each mean
+is also divided by the server's own of the same run, from ``/metrics`` before and after it.
 
     load_generators.py --vllm VL/bin/python --guidellm GL/bin/guidellm
 
@@ -31,7 +30,7 @@ from backfill.models.resolve import resolve_model
 INPUT_LEN, OUTPUT_LEN = 256, 32
 FIGURES = ("ttft_ms", "tpot_ms", "e2el_ms", "output_tok_s", "ttft_over_server", "tpot_over_server")
 
-# One worker process is enough for this rate; guidellm's ten would take the processors from the server.
+# One worker process is enough for this rate; guidellm's default of ten would starve the server.
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "GUIDELLM__MAX_WORKER_PROCESSES": "1"}
 
 # vLLM's own command line asks for the metadata of a package named vllm, which its CPU build lacks.
@@ -132,7 +131,7 @@ def run_vllm(args: argparse.Namespace, url: str, folder: Path, served_name: str)
             f"--backend openai --base-url {url} --dataset-name random --burstiness 1e9 --disable-tqdm "
             f"--percentile-metrics ttft,tpot,itl,e2el --save-result --result-filename result.json"
         )
-        # Not in the text that is split: they may hold spaces.
+        # Not in the text that is split: these may contain spaces.
         places = ["--model", served_name, "--tokenizer", str(folder), "--result-dir", results]
         run([str(args.vllm), "-c", VLLM_BENCH_SERVE, *options.split(), *places, *work(args)])
         return from_vllm_keys(json.loads((Path(results) / "result.json").read_text()))
@@ -157,7 +156,7 @@ def run_guidellm(args: argparse.Namespace, url: str, folder: Path) -> dict[str, 
 
     return {
         "ttft_ms": mean("time_to_first_token_ms"),
-        "tpot_ms": mean("inter_token_latency_ms"),  # guidellm's own "TPOT" counts the first token in
+        "tpot_ms": mean("inter_token_latency_ms"),  # guidellm's "TPOT" includes the first token
         "e2el_ms": 1e3 * mean("request_latency"),
         "output_tok_s": mean("output_tokens_per_second"),
     }

@@ -1,9 +1,9 @@
-"""Whether ``backfill serve`` refuses objectives that a run would meet, and accepts those that none can.
+"""Whether ``backfill serve`` refuses objectives that a run would meet, and accepts objectives that none can.
 
 A server starts without a saved cost profile, measures a coarse one, and refines it by what it serves here.
-Each of the random prompts is served alone for its measured TTFT and gap. Then it is asked again, with
-objectives of one to two times those, which must not be refused, and with a fifth of its TTFT, which a good
-profile may refuse. Refusals are counted by the quality of the profile in use when it was asked.
+Each of the random prompts is served alone, which gives its TTFT and longest gap. It is sent again with
+objectives of one to two times these, which must not be refused, and with a fifth of its TTFT, which a good
+profile may refuse. Refusals are counted by the quality of the profile in use.
 
 Usage: objectives.py [--prompts 200] [--longest 7900] [--seed 0]. Ends with one JSON object on a line.
 """
@@ -15,8 +15,6 @@ import json
 import os
 import random
 import re
-import subprocess
-import sys
 import tempfile
 import urllib.error
 import urllib.request
@@ -24,7 +22,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from startup import cache_root, free_port, wait_for
+from served import get, served
+from startup import cache_root
 
 OUTPUT_TOKENS = 4
 IMPOSSIBLE = 0.2
@@ -37,18 +36,10 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     rng = random.Random(arguments.seed)
-    port = free_port()
-    with tempfile.TemporaryDirectory() as cache, tempfile.TemporaryDirectory() as data_dir:
+    counts: Counter[str] = Counter()
+    with tempfile.TemporaryDirectory() as cache:
         (Path(cache) / "models").symlink_to(cache_root() / "models")
-        process = subprocess.Popen(
-            [sys.executable, "-m", "backfill", "serve", "--port", str(port), "--data-dir", data_dir],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            env={**os.environ, "BACKFILL_CACHE_ROOT": cache},
-        )
-        try:
-            wait_for(port, "/health")
-            counts: Counter[str] = Counter()
+        with served(environment={"BACKFILL_CACHE_ROOT": cache}) as port:
             for number in range(arguments.prompts):
                 num_tokens = round(arguments.longest ** rng.uniform(0.3, 1.0))
                 ask_about(port, num_tokens, rng, counts)
@@ -58,15 +49,12 @@ def main() -> None:
                 quantile: sample(port, "cost_profile_error_ratio", f'quantile="{quantile}"')
                 for quantile in ("0.5", "0.95")
             }
-        finally:
-            process.terminate()
-            process.wait()
     load = os.getloadavg()[0]
     print(json.dumps({"benchmark": "objectives", **counts, "error": error, "load_average": load}))
 
 
 def ask_about(port: int, num_tokens: int, rng: random.Random, counts: Counter[str]) -> None:
-    """Serve a prompt, and ask for it with objectives that it has met and with some that it cannot meet."""
+    """Serve a prompt, then send it with objectives that it can meet and with one that it cannot."""
     prompt = [rng.randint(1000, 40_000) for _ in range(num_tokens)]
     measured = ask(port, prompt, {"ttft": 1e6, "tpot": 1e6})
     assert measured is not None, "an objective of days was refused"
@@ -83,7 +71,7 @@ def ask_about(port: int, num_tokens: int, rng: random.Random, counts: Counter[st
 
 
 def ask(port: int, prompt: list[int], slo: dict[str, float]) -> dict[str, Any] | None:
-    """What the answer says of its objectives; None where they were refused."""
+    """The answer's ``metrics``; None where the objectives were refused."""
     body = {"prompt": prompt, "max_tokens": OUTPUT_TOKENS, "ignore_eos": True, "slo": slo}
     request = urllib.request.Request(
         f"http://127.0.0.1:{port}/v1/completions",
@@ -103,7 +91,7 @@ def ask(port: int, prompt: list[int], slo: dict[str, float]) -> dict[str, Any] |
 def sample(port: int, name: str, label: str) -> float:
     """A metric's value with that label; 0 where there is none."""
     pattern = rf"backfill:{name}\{{[^}}]*{re.escape(label)}[^}}]*\}} (\S+)"
-    found = re.search(pattern, wait_for(port, "/metrics"))
+    found = re.search(pattern, get(port, "/metrics"))
     return 0.0 if found is None else float(found[1])
 
 

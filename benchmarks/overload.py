@@ -3,9 +3,9 @@
 Two loads of online chats against a server of each policy, the policies alternating for --rounds rounds:
 
 - burst: 200 chats of 32 tokens in and 32 out, all sent at one instant.
-- crowd: 64 chats of 128 tokens in and 64 out kept in flight; as one ends the next is sent.
+- crowd: 64 chats of 128 tokens in and 64 out kept in flight; when one ends the next is sent.
 
-Printed are medians of the rounds, and ``slo`` over ``fcfs``. The last line of output is a JSON object.
+Prints medians of the rounds, and ``slo`` over ``fcfs``. The last line of output is a JSON object.
 """
 
 from __future__ import annotations

@@ -1,24 +1,22 @@
-"""Backfill beside other engines on the same work, alternately in one run on one machine.
+"""Backfill beside other engines on the same work and machine, alternating in one run.
 
-The work: 64 prompts of 256 random tokens, 128 new tokens each, greedy; one stream of 256 new tokens
-after a prompt of 256, prefill included; the time to the first token of such a prompt. Every engine runs
-as a process of its own, one after another, for several rounds; the first of a round is the second of the
-round before, so that none always runs on a machine just rested or just heated. Figures are medians over
-the rounds, with the least and the greatest. The machine's own limits are measured at the start of each
-round with torch: bf16 matrix products, and reading and copying memory.
+The work: 64 prompts of 256 random tokens, 128 new tokens each, greedy; one stream of 256 new tokens after a
+prompt of 256, prefill included; the time to the first token of such a prompt. Each engine is a process of its
+own. Engines run in turn for several rounds, and their order rotates by one each round, so that none always
+runs on a cool machine. Figures are medians over the rounds, with the least and the greatest. At the start of
+each round the machine's limits are measured with torch: bf16 matrix products, and reading and copying memory.
 
-Peers are given by the interpreter of their environment and the script that prints one JSON line with
-batch_tok_s, stream_tok_s and first_token_s:
+A peer is the interpreter of its environment and a script that prints one JSON line with batch_tok_s,
+stream_tok_s and first_token_s:
 
     peers.py --peers DIR --gguf MODEL.gguf --openvino OV/bin/python --vllm VL/bin/python
 
-DIR holds openvino_batch.py and vllm_batch.py. Engines whose interpreter is not given are left out,
-except transformers' own continuous batching, which runs in this environment. A script that takes several
-first tokens lists them as first_token_samples_s; one that does not has taken one a round, and the result
-says so.
+DIR holds openvino_batch.py and vllm_batch.py. Engines whose interpreter is not given are left out;
+--transformers runs transformers' continuous batching in this environment. A script that takes several first
+tokens lists them as first_token_samples_s; else it has taken one a round, and the result says so.
 
-An engine that fails in a round misses that round: what it did measure and all others' figures stay, the
-table and the result name the failure, and the exit status is 1. --out is written after every round.
+When an engine fails in a round, its other rounds and all other figures stay, the table and the result name
+the failure, and the exit status is 1. --out is written after every round.
 """
 
 from __future__ import annotations
@@ -26,21 +24,22 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import signal
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from backfill.models.config import OPT_POSITION_OFFSET, ModelConfig
+from machine_limits import floor_of, measure_limits, processor_name
+
+from backfill.models.config import ModelConfig
 from backfill.models.resolve import resolve_model
 
-# The scripts of --peers have it built in.
+# The work of the scripts of --peers, which have no options for it.
 PUBLISHED_WORK = {"num_prompts": 64, "input_len": 256, "output_len": 128, "stream_len": 256}
 FIRST_TOKEN_SAMPLES = 5
 FIGURES = ("batch_tok_s", "stream_tok_s", "first_token_s")
@@ -62,7 +61,7 @@ print(json.dumps(found))
 
 
 class EngineFailed(Exception):
-    """An engine's process gave no figures; the message says why."""
+    """An engine's process printed no figures; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +70,8 @@ class EngineCommand:
 
     Args:
         command: prints the figures; its first word is the interpreter.
-        num_threads: what it is told to use; None leaves the choice to the engine.
-        packages: those whose versions belong to a result.
+        num_threads: threads it is told to use; None leaves the choice to the engine.
+        packages: packages whose versions are part of the result.
     """
 
     command: list[str]
@@ -114,7 +113,7 @@ def main() -> None:
 def run_round(
     round_number: int, engines: Mapping[str, EngineCommand], result: dict[str, Any], timeout_s: float
 ) -> None:
-    """Measure the limits and each engine once, and enter figures and failures into ``result``."""
+    """Measure the limits and each engine once; figures and failures go into ``result``."""
     limits = EngineCommand([sys.executable, __file__, "--measure-limits"], (), None)
     order = rotated(list(engines), round_number - 1)
     result["orders"].append(order)
@@ -126,7 +125,7 @@ def run_round(
             result["failures"].append({"round": round_number, "engine": name, "error": str(error)})
             print(f"round {round_number}: {name} FAILED: {error}", file=sys.stderr, flush=True)
             continue
-        # A round that failed is missing from the list, so each entry names its own.
+        # A failed round is missing from the list, so each entry names its round.
         entry = {"round": round_number, **entry}
         (result["limits_of_rounds"] if name == LIMITS else result["runs"][name]).append(entry)
         print(f"round {round_number}: {name} {entry}", file=sys.stderr, flush=True)
@@ -207,7 +206,7 @@ def engine_commands(args: argparse.Namespace, folder: Path) -> dict[str, EngineC
 
 
 def rotated(names: Sequence[_T], by: int) -> list[_T]:
-    """``names`` with the first ``by`` moved to the end, as often as need be."""
+    """``names`` with the first ``by`` moved to the end, modulo their number."""
     start = by % len(names)
     return [*names[start:], *names[:start]]
 
@@ -216,7 +215,7 @@ def run_json(engine: EngineCommand, timeout_s: float) -> dict[str, Any]:
     """The last JSON line a command prints.
 
     Raises: EngineFailed when it cannot be started, ends with an error, prints no such line, or takes longer
-    than ``timeout_s``. Its whole process group has then ended.
+    than ``timeout_s``; its process group is then killed.
     """
     try:
         process = subprocess.Popen(
@@ -226,7 +225,7 @@ def run_json(engine: EngineCommand, timeout_s: float) -> dict[str, Any]:
             stderr=subprocess.PIPE,
             text=True,
             errors="replace",
-            start_new_session=True,  # so that an engine's own processes can be ended with it
+            start_new_session=True,  # its child processes are killed with it
         )
     except OSError as error:
         raise EngineFailed(f"could not be started: {error}") from error
@@ -256,7 +255,7 @@ def last_json(output: str) -> dict[str, Any]:
 
 
 def figures_of(printed: Mapping[str, Any]) -> dict[str, Any]:
-    """An engine's figures from what its process printed, and every first token it took.
+    """An engine's figures, and its first-token samples, from what its process printed.
 
     Raises: EngineFailed when one of ``FIGURES`` is missing or not a positive number.
     """
@@ -270,7 +269,7 @@ def figures_of(printed: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def summary_of(result: Mapping[str, Any], config: ModelConfig) -> dict[str, Any]:
-    """Medians and ranges over the rounds measured so far; an engine without one has no entry."""
+    """Medians and ranges over the rounds so far; an engine without a round has no entry."""
     limits = [without(entry, "round") for entry in result["limits_of_rounds"]]
     machine = {key: statistics.median(entry[key] for entry in limits) for key in (limits or [{}])[0]}
     measured = {name: entries for name, entries in result["runs"].items() if entries}
@@ -301,7 +300,7 @@ def without(entry: Mapping[str, Any], key: str) -> dict[str, Any]:
 
 
 def versions_of(engine: EngineCommand) -> dict[str, str]:
-    """Versions of Python and the engine's packages, as its own interpreter finds them."""
+    """Versions of Python and the engine's packages in its own environment."""
     asking = EngineCommand([engine.command[0], "-c", _ASK_VERSIONS, *engine.packages], (), None)
     try:
         found = run_json(asking, 60)
@@ -326,82 +325,6 @@ def source_commit() -> str | None:
     except (OSError, subprocess.CalledProcessError):
         return None
     return head.stdout.strip() + ("+" if changes.stdout.strip() else "")
-
-
-def measure_limits() -> dict[str, float]:
-    """bf16 GFLOP/s of large products; GB/s of reading (a matrix-vector product) and copying memory."""
-    import torch
-
-    a, b = torch.randn(2048, 2048).bfloat16(), torch.randn(2048, 2048).bfloat16()
-    matrix_s = best_time(lambda: torch.mm(a, b), 15)
-    source = torch.zeros(256 << 20, dtype=torch.uint8)
-    target = torch.zeros_like(source)
-    copy_s = best_time(lambda: target.copy_(source), 7)
-    rows, x = source.view(torch.float32).view(-1, 4096), torch.ones(4096)
-    read_s = best_time(lambda: torch.mv(rows, x), 7)
-    return {
-        "bf16_gflop_s": 2 * 2048**3 / matrix_s / 1e9,
-        "read_gb_s": source.numel() / read_s / 1e9,
-        "copy_gb_s": source.numel() / copy_s / 1e9,
-    }
-
-
-def best_time(run: Callable[[], object], repeats: int) -> float:
-    run()
-    times = []
-    for _ in range(repeats):
-        started_at_s = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - started_at_s)
-    return min(times)
-
-
-def floor_of(
-    config: ModelConfig,
-    machine: Mapping[str, float],
-    *,
-    num_prompts: int,
-    input_len: int,
-    output_len: int,
-    stream_len: int,
-) -> dict[str, float]:
-    """What the machine's limits allow: products at the bf16 rate, weights and KV read once a step.
-
-    The prefill gives an output's first token, so n tokens take n - 1 decode steps. Attention's own FLOPs are
-    left out (under 3 % of these prompts' work), and so is everything between the large products: no engine
-    reaches this.
-    """
-    rate, read = machine["bf16_gflop_s"] * 1e9, machine["read_gb_s"] * 1e9
-    embedding = config.vocab_size * (config.word_embed_proj_dim or config.hidden_size)
-    weights = read_parameters(config)
-    layers = weights - embedding
-
-    def step_s(num_tokens: int, num_sampled: int) -> float:
-        flops = 2 * (num_tokens * layers + num_sampled * embedding)
-        return max(flops / rate, 2 * weights / read)
-
-    def decode_s(num_seqs: int, num_tokens: int) -> float:
-        """Of ``num_tokens`` outputs of each sequence but the first; step k has a context of input_len + k."""
-        kv_bytes = config.kv_bytes_per_token(2) * (input_len + num_tokens / 2)
-        return (num_tokens - 1) * (step_s(num_seqs, num_seqs) + num_seqs * kv_bytes / read)
-
-    first_s = step_s(input_len, 1)
-    batch_s = step_s(num_prompts * input_len, num_prompts) + decode_s(num_prompts, output_len)
-    return {
-        "batch_tok_s": num_prompts * (input_len + output_len) / batch_s,
-        "stream_tok_s": stream_len / (first_s + decode_s(1, stream_len)),
-        "first_token_s": first_s,
-    }
-
-
-def read_parameters(config: ModelConfig) -> int:
-    """Weights that a step reads whole: all but the tables of which it looks up its tokens' rows."""
-    looked_up = 0
-    if not config.tie_word_embeddings:
-        looked_up += config.vocab_size * (config.word_embed_proj_dim or config.hidden_size)
-    if config.rope is None:
-        looked_up += (config.max_position_embeddings + OPT_POSITION_OFFSET) * config.hidden_size
-    return config.num_parameters - looked_up
 
 
 def print_report(result: Mapping[str, Any]) -> None:
@@ -450,16 +373,6 @@ def table_row(
             notes.append(f"ours {ours[figure] / figures[figure]:.2f} x")
         cells.append(f"{figures[figure]:.{digits}f}" + (f" ({'; '.join(notes)})" if notes else ""))
     return f"| {name} | {' | '.join(cells)} |"
-
-
-def processor_name() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
 
 
 if __name__ == "__main__":

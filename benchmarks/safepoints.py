@@ -2,30 +2,28 @@
 
     python benchmarks/safepoints.py
 
-Steps with and without armed safepoints run in turn on the real model: a step of 64 decodes and a chunk of a
-prompt. Then steps are stopped at random instants by another thread, as an arrival does, and go on.
+Steps of 64 decodes and a chunk of a prompt alternate with and without safepoints on the real model. Then
+another thread stops steps at random instants, as an arrival does, and each step is resumed.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import statistics
-import sys
 import threading
 import time
 from dataclasses import replace
 
 import numpy as np
+from in_process import restart_in_engine_environment
 
 from backfill.core.block import pack_block_ref
 from backfill.core.config import EngineConfig
 from backfill.core.plan import AdmittedRequest, Safepoints, ScheduledSlice, StepPlan
 from backfill.core.request import RequestId
 from backfill.core.sampling import SamplingParams
-from backfill.engine.environment import engine_environment
 from backfill.execution.create import create_torch_executor
 from backfill.execution.torch_executor import TorchExecutor
 from backfill.models.resolve import resolve_model
@@ -35,7 +33,7 @@ _MAX_STOP_S = 0.005
 
 
 def make_plan(executor: TorchExecutor) -> StepPlan:
-    """Offline decodes and a chunk of a prompt; none samples, so the same plan can run any number of times."""
+    """Offline decodes and a chunk of a prompt. None samples, so the plan can run any number of times."""
     blocks_each = -(-(_CONTEXT + 1) // executor.info.block_size)
     shapes = [(_CONTEXT, 1)] * _NUM_DECODES + [(0, _CHUNK)]
     slices = tuple(
@@ -69,7 +67,7 @@ def seconds(executor: TorchExecutor, plan: StepPlan) -> float:
 
 
 def overhead(executor: TorchExecutor, plan: StepPlan, rounds: int) -> tuple[float, float]:
-    """Median step without safepoints, and the median of each round's time with them over that without."""
+    """Median seconds of a step without safepoints, and the median ratio of steps with and without them."""
     armed = replace(plan, safepoints=Safepoints(1, suspends=True))
     plain_s, ratios = [], []
     for number in range(rounds):
@@ -111,9 +109,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--rounds", type=int, default=100)
     options = parser.parse_args()
-    missing = engine_environment(os.environ)
-    if missing:
-        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **missing})
+    restart_in_engine_environment()
     executor = create_torch_executor(EngineConfig(model_dir=str(resolve_model(options.model))))
     plan = make_plan(executor)
     step_s, ratio = overhead(executor, plan, options.rounds)

@@ -1,16 +1,17 @@
-"""A ``backfill serve`` of its own for the benchmarks that need one."""
+"""Starts and ends a ``backfill serve`` for a benchmark."""
 
 from __future__ import annotations
 
 import contextlib
 import http.client
+import os
 import socket
 import subprocess
 import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 HTTP_TIMEOUT_S = 30.0
@@ -19,10 +20,12 @@ _SHOWN_BYTES = 4000
 
 
 @contextlib.contextmanager
-def served(*options: str, start_timeout_s: float = 300.0) -> Iterator[int]:
-    """The port of a server that is ready; it ends with the context.
+def served(
+    *options: str, start_timeout_s: float = 300.0, environment: Mapping[str, str] | None = None
+) -> Iterator[int]:
+    """The port of a ready server, which ends with the context.
 
-    What the server wrote to stderr is shown when it does not start, and when the context fails.
+    The end of its stderr is shown when it does not start, and when the context fails.
 
     Raises: SystemExit when the server ends or is not ready within ``start_timeout_s``.
     """
@@ -32,13 +35,16 @@ def served(*options: str, start_timeout_s: float = 300.0) -> Iterator[int]:
         command = [sys.executable, "-m", "backfill", "serve", "--port", str(port)]
         with log.open("wb") as stderr:
             server = subprocess.Popen(
-                [*command, "--data-dir", f"{folder}/data", *options], stdout=subprocess.DEVNULL, stderr=stderr
+                [*command, "--data-dir", f"{folder}/data", *options],
+                stdout=subprocess.DEVNULL,
+                stderr=stderr,
+                env={**os.environ, **(environment or {})},
             )
         try:
             wait_until_ready(server, port, start_timeout_s)
             yield port
         except BaseException:
-            print(f"the server's last words:\n{last_words(log)}", file=sys.stderr, flush=True)
+            print(f"the end of the server's log:\n{end_of(log)}", file=sys.stderr, flush=True)
             raise
         finally:
             stop(server)
@@ -64,7 +70,7 @@ def stop(server: subprocess.Popen[bytes]) -> None:
         server.wait()
 
 
-def last_words(log: Path) -> str:
+def end_of(log: Path) -> str:
     return log.read_bytes()[-_SHOWN_BYTES:].decode(errors="replace").strip() or "(nothing)"
 
 

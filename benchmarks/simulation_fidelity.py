@@ -2,9 +2,8 @@
 
     python benchmarks/simulation_fidelity.py [--duration 300] [--model smollm2-135m-instruct]
 
-Online requests of 256 tokens in and 64 out with gamma arrivals, beside a flood of offline requests, under the
-``slo`` policy. The real run is in this process, without HTTP. Both runs share the code of everything but the
-executor and the clock.
+Online requests of 256 tokens in and 64 out with gamma arrivals run beside a flood of offline requests under
+the ``slo`` policy. The real run is in this process, without HTTP. Only the executor and the clock differ.
 """
 
 from __future__ import annotations
@@ -12,16 +11,15 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 import numpy as np
+from in_process import restart_in_engine_environment
 
 from backfill.core.clock import VirtualClock, WallClock
 from backfill.core.config import EngineConfig, SchedulerConfig
 from backfill.core.slo import SLO
 from backfill.engine.engine import Engine
-from backfill.engine.environment import engine_environment
 from backfill.execution.create import create_torch_executor
 from backfill.execution.executor import Executor
 from backfill.execution.profile import load_or_measure_profile
@@ -61,10 +59,7 @@ def main() -> None:
     parser.add_argument("--duration", type=float, default=300.0, help="seconds")
     parser.add_argument("--rate", type=float, default=0.7, help="online requests a second")
     options = parser.parse_args()
-    missing = engine_environment(os.environ)
-    if missing:
-        names = " ".join(f"{name}={value}" for name, value in missing.items())
-        raise SystemExit(f"run it with the engine's environment: env {names} python {__file__}")
+    restart_in_engine_environment()
     config = EngineConfig(
         model_dir=str(resolve_model(options.model)),
         scheduler=SchedulerConfig(policy="slo", ttft_slo=_SLO.ttft_s, tpot_slo=_SLO.tpot_s),
@@ -75,7 +70,7 @@ def main() -> None:
         options.rate, 1.0, options.duration, Lengths(256, 64), offline=offline_lengths(4000, 1), seed=0
     )
     virtual = VirtualClock()
-    simulated: Executor = SimulatedExecutor(replace(executor.info), profile.cost, virtual, profile.copies)
+    simulated: Executor = SimulatedExecutor(executor.info, profile.cost, virtual, profile.copies)
     figures: dict[str, PolicyMetrics] = {}
     for name, runs, clock in (("simulated", simulated, virtual), ("real", executor, WallClock())):
         result = replay(Engine(config.scheduler, runs, clock, profile), clock, workload).run()

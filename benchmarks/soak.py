@@ -1,33 +1,33 @@
 """A server under bad conditions: mixed traffic, hostile clients, kills and a broken disk.
 
-Starts ``backfill serve`` on a temporary data folder and a free port, and runs against it online requests
-(streamed and not, half of them with objectives), flex requests and batches. Beside them clients stall, leave
-mid-stream, and send bad bodies, heads that are huge or slow. At moments that --seed fixes, the engine or the
-server is killed (SIGKILL; the server is started again), or the disk below the data folder is full for a while
-or hangs for 5 s (a library that is compiled and preloaded: soak_disk.cpp). That takes 70 % of --duration.
-Then nothing is disturbed any more: what is open drains, and five equal rounds of the same traffic, hostile
-clients too, take the rest (at least 20 s each), each ending idle.
+Starts ``backfill serve`` on a temporary data folder and a free port, and sends it online requests (streamed
+and not, half of them with objectives), flex requests and batches. Beside them clients stall, leave
+mid-stream, and send bad bodies and huge or slow heads. At instants that --seed fixes, the engine or the
+server is killed (SIGKILL; the server is restarted), or the disk below the data folder is full for a while or
+hangs for 5 s (by a preloaded library, soak_disk.cpp). This takes 70 % of --duration. Then open work drains,
+and five equal rounds of the same traffic without kills take the rest (at least 20 s each); each round ends
+idle.
 
-Checked at the end, exit status 1 naming what fails:
+Checks at the end; a failed one is named, and the exit status is 1:
 
 - answers: every line of every batch has exactly one answer in the output or the error file, and the counts
-  agree. A tenth of the lines ask for more than the context; those alone may, and must, be errors.
-- requests: outside kills, no well-behaved request fails, and no hostile one gets anything but a 4xx.
+  agree. A tenth of the lines exceed the context; these must be errors, and no others may.
+- requests: outside kills, no well-behaved request fails, and hostile ones get nothing but a 4xx.
 - memory: server, engine and other processes each hold at most 5 % more after both of the last two rounds
-  than they did after the first two, which warm up. Counted is resident memory not backed by files. Rounds are
-  equal and within one life of the processes: what a kill cuts short cannot be compared.
+  than after the first two, which warm up. Resident memory not backed by files counts. All rounds are within
+  one life of the processes.
 - idle: after each round no request runs or waits and no KV block is in use, on either tier.
 - deaths: the server and the engine end only when killed.
-- disk: the disk's faults met calls of the server, so that they were tried.
+- disk: calls of the server met the broken disk.
 
-Printed, and in the result: the event loop's lag as the server measures it (histogram of all lives, upper
-bounds of buckets), how long GET /health takes a hundred times a second from another process, and the gaps
-between the events of one small stream that is always open, both outside kills.
+Also reported: the event-loop lag as the server measures it (upper bounds of histogram buckets, over all
+restarts), the time of GET /health, asked 100 times a second from another process, and the gaps between the
+events of one small stream that is always open; the last two outside kills.
 
 With --stalls there are no kills. Four bursts of work follow one another beside online and offline traffic
 that keeps the engine busy: a batch of --lines lines of --line-tokens tokens starts; bodies of the maximum
 size arrive; an upload of --upload-mb MB is received and validated; the disk hangs for 5 s while results are
-written and an upload runs. The lag must stay under 20 ms at P99 and 100 ms at most in each, and no request
+written and an upload runs. In each, the lag must stay under 20 ms at P99 and 100 ms at most, and no request
 may fail.
 
 Usage: soak.py [--duration 600] [--seed 0] [--json FILE] [--stalls] [-- options of backfill serve]
@@ -71,7 +71,7 @@ MIN_ROUND_S = 20.0  # shorter ones do not warm up
 HANG_S = 5.0
 DRAIN_TIMEOUT_S = 900.0
 IDLE_TIMEOUT_S = 60.0
-# Small pools: requests are preempted, and the warm-up touches all of both, which is when their memory counts.
+# Small pools: requests are preempted, and the warm-up touches all memory of both.
 SOAK_OPTIONS = ("--kv-gib", "0.2", "--host-kv-gib", "0.05", "--max-model-len", "4096")
 STALLS_OPTIONS = ("--batch-max-bytes", "1000000000")
 
@@ -98,10 +98,10 @@ def parse_arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--duration", type=float, default=600.0, help="seconds without draining (600)")
-    parser.add_argument("--seed", type=int, default=0, help="of the disturbances and of all texts (0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of disturbances and texts (0)")
     parser.add_argument("--interval", type=float, default=20.0, help="mean seconds between disturbances (20)")
     parser.add_argument("--json", type=Path, help="file for the result")
-    parser.add_argument("--log", type=Path, help="file for what the server logged")
+    parser.add_argument("--log", type=Path, help="file for the server's log")
     parser.add_argument("--stalls", action="store_true", help="measure four bursts of work instead")
     parser.add_argument("--lines", type=int, default=10_000, help="lines of the batch that starts (10,000)")
     parser.add_argument("--line-tokens", type=int, default=4_000, help="tokens of each of them (4,000)")
@@ -186,7 +186,7 @@ def memory_faults(rounds: Sequence[Mapping[str, int]]) -> list[str]:
 async def traffic(
     server: SoakedServer, records: Path, outcomes: Outcomes, seed: int, batch_faults: list[str]
 ) -> AsyncIterator[None]:
-    """All clients and the probes, until the context ends."""
+    """Run all clients and the probes until the context ends."""
     clients = Traffic(server.url, outcomes, seed)
     async with asyncio.TaskGroup() as group:
         tasks = [
@@ -203,12 +203,12 @@ async def traffic(
 
 
 async def disturb(server: SoakedServer, seed: int, duration_s: float, interval_s: float) -> dict[str, int]:
-    """Break things one after another; how often each was."""
+    """Cause disturbances in turn; returns how often each kind occurred."""
     done: dict[str, int] = {}
     end_at_s = time.monotonic() + duration_s
     full_s = min(15.0, duration_s / 10)
     for pause_s, kind in schedule(seed, duration_s, interval_s):
-        if time.monotonic() + pause_s > end_at_s:  # what is broken takes its time as well
+        if time.monotonic() + pause_s > end_at_s:  # disturbances take time too
             break
         await asyncio.sleep(pause_s)
         await server.revive()
@@ -227,10 +227,9 @@ async def disturb(server: SoakedServer, seed: int, duration_s: float, interval_s
 
 
 async def break_disk(server: SoakedServer, mode: DiskMode, span_s: float) -> None:
-    with server.outages.during(server.outages.disk):
-        server.disk.set(mode)
-        await asyncio.sleep(span_s)
-        server.disk.set(DiskMode.PASS)
+    server.disk.set(mode)
+    await asyncio.sleep(span_s)
+    server.disk.set(DiskMode.PASS)
 
 
 async def drain(server: SoakedServer, faults: list[str]) -> None:

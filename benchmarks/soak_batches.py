@@ -1,4 +1,4 @@
-"""Batches of the soak: made, followed over kills, and at the end held against their files."""
+"""Batches of the soak: created, followed across kills, and compared with their files at the end."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PIECE_BYTES = 1 << 18
 
 
 def lines_of(seed: int, num_lines: int, max_tokens: int) -> Iterator[bytes]:
-    """Unique lines; every tenth must fail when it runs, since it asks for more than any context holds."""
+    """Unique lines; every tenth must fail when it runs, since its prompt exceeds the context."""
     generator = random.Random(f"{seed} lines")
     for index in range(num_lines):
         is_bad = index % 10 == 9
@@ -36,14 +36,14 @@ def batch_line(custom_id: str, body: dict[str, Any]) -> bytes:
 
 
 class BatchClient:
-    """Files and batches over HTTP; calls are repeated until a server answers, for up to ``patience_s``.
+    """Files and batches over HTTP. Calls are repeated until a server answers, for up to ``retry_s``.
 
-    Use as a context.
+    An async context manager.
     """
 
-    def __init__(self, url: str, patience_s: float = 300.0) -> None:
+    def __init__(self, url: str, retry_s: float = 300.0) -> None:
         self._url = url
-        self._patience_s = patience_s
+        self._retry_s = retry_s
         timeout = aiohttp.ClientTimeout(_CALL_TIMEOUT_S)
         self._session = aiohttp.ClientSession(timeout=timeout)
 
@@ -54,7 +54,7 @@ class BatchClient:
         await self._session.close()
 
     async def upload(self, lines: Callable[[], Iterator[bytes]]) -> str:
-        """The id of a file of ``lines``, which are made again for every attempt."""
+        """The id of a file of ``lines``, which is called again for every attempt."""
 
         def form() -> aiohttp.FormData:
             data = aiohttp.FormData()
@@ -86,7 +86,7 @@ class BatchClient:
         return batch
 
     async def all_batches(self) -> list[dict[str, Any]]:
-        """Also those whose creation was never answered."""
+        """Including batches whose creation was never answered."""
         found: list[dict[str, Any]] = []
         after = ""
         while True:
@@ -127,8 +127,8 @@ class BatchClient:
         body: dict[str, Any] | None = None,
         form: Callable[[], aiohttp.FormData] | None = None,
     ) -> dict[str, Any]:
-        """Raises: TimeoutError when no call succeeds in time, RuntimeError when one is refused for good."""
-        deadline_at_s, last = time.monotonic() + self._patience_s, ""
+        """Raises: TimeoutError when no call succeeds in time, RuntimeError for a 4xx other than 429."""
+        deadline_at_s, last = time.monotonic() + self._retry_s, ""
         while time.monotonic() < deadline_at_s:
             try:
                 data = None if form is None else form()
@@ -137,17 +137,17 @@ class BatchClient:
                         answer: dict[str, Any] = await response.json()
                         return answer
                     last = f"{response.status}: {(await response.text())[:300]}"
-                    # 507: no space for the moment.
+                    # 507, no space on the disk, is temporary here.
                     if response.status < 500 and response.status != 429:
                         raise RuntimeError(f"{method} {path}: {last}")
             except (aiohttp.ClientError, OSError) as error:
                 last = repr(error)
             await asyncio.sleep(_RETRY_S)
-        raise TimeoutError(f"{method} {path} did not succeed within {self._patience_s:g} s; last: {last}")
+        raise TimeoutError(f"{method} {path} did not succeed within {self._retry_s:g} s; last: {last}")
 
 
 async def keep_batches_open(url: str, seed: int, num_open: int, num_lines: int, faults: list[str]) -> None:
-    """Have ``num_open`` batches open at all times, until cancelled; ``faults`` gets calls that failed."""
+    """Keep ``num_open`` batches open until cancelled; failed calls are added to ``faults``."""
 
     async def repeat(index: int) -> None:
         async with BatchClient(url) as client:
@@ -170,14 +170,14 @@ async def keep_batches_open(url: str, seed: int, num_open: int, num_lines: int, 
 
 
 async def settle(url: str, timeout_s: float) -> None:
-    """Wait until no batch is open. Raises: TimeoutError naming one that is."""
+    """Wait until no batch is open. Raises: TimeoutError naming one that still is."""
     async with BatchClient(url) as client:
         for batch in await client.all_batches():
             await client.wait(batch["id"], OPEN_STATUSES, timeout_s)
 
 
 async def audit(url: str) -> tuple[dict[str, int], list[str]]:
-    """Totals over all batches, and what contradicts that each line is answered exactly once."""
+    """Totals over all batches, and violations of "each line is answered exactly once"."""
     totals = {"batches": 0, "lines": 0, "completed": 0, "failed": 0}
     faults: list[str] = []
     async with BatchClient(url) as client:

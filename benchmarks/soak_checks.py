@@ -1,4 +1,4 @@
-"""What the soak's figures mean: schedule, histograms, gaps, exactly-once, memory; without side effects."""
+"""The soak's pure functions: schedule, histograms, gaps, exactly-once, memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 KILL_ENGINE, KILL_SERVER, DISK_FULL, DISK_HANG = "kill_engine", "kill_server", "disk_full", "disk_hang"
 DISTURBANCES = (KILL_ENGINE, KILL_SERVER, DISK_FULL, DISK_HANG)
-# After a warm-up, identical rounds may differ by this much.
+# Largest difference between identical rounds after a warm-up.
 MAX_GROWTH_FRAC = 0.05
 _SAMPLE = re.compile(r"(\w[\w:]*)(?:\{(.*)\})? (\S+)")
 
@@ -19,7 +19,7 @@ Window = tuple[float, float]  # [start, end) in seconds of the monotonic clock
 
 
 def schedule(seed: int, duration_s: float, interval_s: float) -> Iterator[tuple[float, str]]:
-    """Pauses in seconds, each with the disturbance that follows it; the same for the same arguments.
+    """Pauses in seconds, each with the disturbance that follows it. Deterministic.
 
     Kinds come in shuffled rounds, so that a short run has each of them. Pauses are 0.2 to 1.8 times
     ``interval_s``, until they add up to ``duration_s``.
@@ -121,7 +121,7 @@ def overlaps(start_s: float, end_s: float, windows: Iterable[Window]) -> bool:
 
 
 def gaps(tokens: Iterable[tuple[int, float]], outages: Sequence[Window]) -> list[float]:
-    """Seconds between neighbours of ``(stream, arrived_at_s)`` of one stream that meet no outage."""
+    """Seconds between consecutive tokens ``(stream, arrived_at_s)`` of a stream, outside outages."""
     found, last = [], (-1, 0.0)
     for stream, at_s in tokens:
         if stream == last[0] and not overlaps(last[1], at_s, outages):
@@ -135,10 +135,10 @@ def gaps(tokens: Iterable[tuple[int, float]], outages: Sequence[Window]) -> list
 
 @dataclass(frozen=True, slots=True)
 class BatchAnswers:
-    """An ended batch as its files show it; ids in the files' order, with repetitions.
+    """An ended batch as its files show it; custom ids in the files' order, with repetitions.
 
     Attributes:
-        asked: custom ids of the input; those of lines that must fail begin with ``BAD_LINE``.
+        asked: custom ids of the input; lines that must fail begin with ``BAD_LINE``.
     """
 
     batch_id: str
@@ -155,7 +155,7 @@ BAD_LINE = "bad-"
 
 
 def faults_of(batch: BatchAnswers) -> list[str]:
-    """What contradicts "every line is answered exactly once", in words; empty if nothing does."""
+    """Violations of "every line is answered exactly once", in words."""
     faults = []
     if batch.status != "completed":
         faults.append(f"it ended as {batch.status}")
@@ -186,11 +186,11 @@ def faults_of(batch: BatchAnswers) -> list[str]:
 def growth_fracs(rounds: Sequence[Mapping[str, int]]) -> dict[str, float]:
     """Growth by role of process after the first two rounds, a warm-up.
 
-    Compared are the most that was held after one of the first two and the least after one of the last two:
-    what leaks is in both of the last two, what the allocator happens to keep is not.
+    Compares the most after one of the first two with the least after one of the last two: a leak is in both
+    of the last two, memory that the allocator happens to keep is not.
 
     Args:
-        rounds: bytes by role, when idle after each of at least four rounds of the same work in one life.
+        rounds: bytes by role, when idle after each of at least four equal rounds without a restart.
     """
     roles = set.intersection(*(set(held) for held in rounds))
     return {

@@ -1,9 +1,9 @@
 // A disk that is full or hangs, for one folder: loaded into the server with LD_PRELOAD.
 //
-// SOAK_DISK_FOLDER names the folder, SOAK_DISK_CONTROL a file of at least 8 bytes that is mapped: a mode and a
-// count of calls it was applied to, both of 32 bits. Mode 0 passes everything on. In mode 1 what takes space
-// (writing, growing and creating files) fails with ENOSPC. In mode 2 every call on the folder waits until the
-// mode changes, reading as well.
+// SOAK_DISK_FOLDER names the folder, SOAK_DISK_CONTROL a file of at least 8 bytes that is mapped: a mode,
+// and the number of calls it was applied to, 32 bits each. Mode 0 passes every call on. In mode 1 calls that
+// take space (write, grow or create files) fail with ENOSPC. In mode 2 every call on the folder, reads
+// included, waits until the mode changes.
 #include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
@@ -37,8 +37,7 @@ template <typename F>
 F* real(F*, const char* name) {
     return reinterpret_cast<F*>(dlsym(RTLD_NEXT, name));
 }
-#define REAL(name) \
-    static auto* const call = real(&::name, #name)
+#define REAL(name) static auto* const call = real(&::name, #name)
 
 __attribute__((constructor)) void attach() {
     const char* path = getenv("SOAK_DISK_CONTROL");
@@ -64,7 +63,7 @@ bool is_inside(int fd) {
     return is_inside(path);
 }
 
-// Whether a call on `target` fails for want of space; waits first while the disk hangs.
+// Whether a call on `target` fails with ENOSPC. While the disk hangs, it waits first.
 template <typename Target>
 bool refuses(Target target, bool takes_space) {
     const uint32_t mode = control->mode.load(std::memory_order_relaxed);
@@ -90,83 +89,39 @@ mode_t mode_of(int flags, va_list& arguments) {
 
 extern "C" {
 
-#define OPEN(name)                                                   \
-    int name(const char* path, int flags, ...) {                     \
-        REAL(name);                                                  \
-        va_list arguments;                                           \
-        va_start(arguments, flags);                                  \
-        const mode_t mode = mode_of(flags, arguments);               \
-        va_end(arguments);                                           \
-        if (refuses(path, creates(path, flags))) return -1;          \
-        return call(path, flags, mode);                              \
+#define OPEN(name, parameters, ...)                          \
+    int name parameters {                                    \
+        REAL(name);                                          \
+        va_list arguments;                                   \
+        va_start(arguments, flags);                          \
+        const mode_t mode = mode_of(flags, arguments);       \
+        va_end(arguments);                                   \
+        if (refuses(path, creates(path, flags))) return -1;  \
+        return call(__VA_ARGS__, mode);                      \
     }
-OPEN(open)
-OPEN(open64)
+OPEN(open, (const char* path, int flags, ...), path, flags)
+OPEN(open64, (const char* path, int flags, ...), path, flags)
+OPEN(openat, (int at, const char* path, int flags, ...), at, path, flags)
+OPEN(openat64, (int at, const char* path, int flags, ...), at, path, flags)
 
-#define OPENAT(name)                                                 \
-    int name(int at, const char* path, int flags, ...) {             \
-        REAL(name);                                                  \
-        va_list arguments;                                           \
-        va_start(arguments, flags);                                  \
-        const mode_t mode = mode_of(flags, arguments);               \
-        va_end(arguments);                                           \
-        if (refuses(path, creates(path, flags))) return -1;          \
-        return call(at, path, flags, mode);                          \
+// `target` is the argument by which a call is known to be inside the folder.
+#define CALL(result, name, parameters, target, takes_space, refusal, ...)  \
+    result name parameters {                                               \
+        REAL(name);                                                        \
+        return refuses(target, takes_space) ? refusal : call(__VA_ARGS__); \
     }
-OPENAT(openat)
-OPENAT(openat64)
-
-ssize_t write(int fd, const void* data, size_t size) {
-    REAL(write);
-    return refuses(fd, true) ? -1 : call(fd, data, size);
-}
-ssize_t pwrite(int fd, const void* data, size_t size, off_t offset) {
-    REAL(pwrite);
-    return refuses(fd, true) ? -1 : call(fd, data, size, offset);
-}
-ssize_t pwrite64(int fd, const void* data, size_t size, off64_t offset) {
-    REAL(pwrite64);
-    return refuses(fd, true) ? -1 : call(fd, data, size, offset);
-}
-ssize_t writev(int fd, const struct iovec* parts, int count) {
-    REAL(writev);
-    return refuses(fd, true) ? -1 : call(fd, parts, count);
-}
-ssize_t read(int fd, void* data, size_t size) {
-    REAL(read);
-    return refuses(fd, false) ? -1 : call(fd, data, size);
-}
-ssize_t pread64(int fd, void* data, size_t size, off64_t offset) {
-    REAL(pread64);
-    return refuses(fd, false) ? -1 : call(fd, data, size, offset);
-}
-int fsync(int fd) {
-    REAL(fsync);
-    return refuses(fd, false) ? -1 : call(fd);
-}
-int fdatasync(int fd) {
-    REAL(fdatasync);
-    return refuses(fd, false) ? -1 : call(fd);
-}
-int ftruncate64(int fd, off64_t size) {
-    REAL(ftruncate64);
-    return refuses(fd, false) ? -1 : call(fd, size);
-}
-int posix_fallocate64(int fd, off64_t offset, off64_t size) {
-    REAL(posix_fallocate64);
-    return refuses(fd, true) ? ENOSPC : call(fd, offset, size);
-}
-int mkdir(const char* path, mode_t mode) {
-    REAL(mkdir);
-    return refuses(path, true) ? -1 : call(path, mode);
-}
-int rename(const char* from, const char* to) {
-    REAL(rename);
-    return refuses(to, false) ? -1 : call(from, to);
-}
-int unlink(const char* path) {
-    REAL(unlink);
-    return refuses(path, false) ? -1 : call(path);
-}
+CALL(ssize_t, write, (int fd, const void* data, size_t size), fd, true, -1, fd, data, size)
+CALL(ssize_t, pwrite, (int fd, const void* data, size_t size, off_t at), fd, true, -1, fd, data, size, at)
+CALL(ssize_t, pwrite64, (int fd, const void* data, size_t size, off64_t at), fd, true, -1, fd, data, size, at)
+CALL(ssize_t, writev, (int fd, const struct iovec* parts, int count), fd, true, -1, fd, parts, count)
+CALL(ssize_t, read, (int fd, void* data, size_t size), fd, false, -1, fd, data, size)
+CALL(ssize_t, pread64, (int fd, void* data, size_t size, off64_t at), fd, false, -1, fd, data, size, at)
+CALL(int, fsync, (int fd), fd, false, -1, fd)
+CALL(int, fdatasync, (int fd), fd, false, -1, fd)
+CALL(int, ftruncate64, (int fd, off64_t size), fd, false, -1, fd, size)
+CALL(int, posix_fallocate64, (int fd, off64_t at, off64_t size), fd, true, ENOSPC, fd, at, size)
+CALL(int, mkdir, (const char* path, mode_t mode), path, true, -1, path, mode)
+CALL(int, rename, (const char* from, const char* to), to, false, -1, from, to)
+CALL(int, unlink, (const char* path), path, false, -1, path)
 
 }  // extern "C"

@@ -1,4 +1,4 @@
-"""A disk that can be full or hang at will, for the folder of one server (``soak_disk.cpp``)."""
+"""A disk that is full or hangs on demand, for the folder of one server (``soak_disk.cpp``)."""
 
 from __future__ import annotations
 
@@ -48,5 +48,5 @@ class Disk:
 
     @property
     def num_calls(self) -> int:
-        """Calls that failed or waited so far."""
+        """Calls that have failed or waited."""
         return int.from_bytes(self._map[4:8], sys.byteorder)

@@ -1,6 +1,6 @@
-"""Ill-behaved clients of the soak: they stall, leave, and send what no client should.
+"""Hostile clients of the soak: they stall, leave, and send bad requests.
 
-Each is a function that meets the server once over a connection of its own and says how it was answered.
+Each is a function that opens one connection to the server and returns how it was answered.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from soak_load import Outcomes
 
 _STALLS_S = (5.0, 20.0, 120.0)
 _ANSWER_TIMEOUT_S = 60.0
-_HELD_S = 15.0  # the patience of the slow ones
+_HELD_S = 15.0  # how long the slow clients keep a connection
 _PAUSE_S = 1.0
 
 Client = Callable[[int, random.Random], Awaitable[str]]
@@ -36,13 +36,13 @@ async def _connect(port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWrite
 
 
 def _status_of(received: bytes) -> str:
-    """The status code of a response that begins so; empty where the connection was closed instead."""
+    """The status code of a response's first line; empty where the connection was closed."""
     words = received.split(b" ", 2)
     return words[1].decode(errors="replace") if len(words) > 1 else ""
 
 
 async def _refused(port: int, head: bytes, body: bytes = b"") -> str:
-    """``ok`` when the server answers with a 4xx or closes the connection; else what it answers."""
+    """``ok`` when the server answers with a 4xx or closes the connection, else the status."""
     reader, writer = await _connect(port)
     try:
         async with asyncio.timeout(_ANSWER_TIMEOUT_S):
@@ -53,7 +53,7 @@ async def _refused(port: int, head: bytes, body: bytes = b"") -> str:
                     await writer.drain()
                 status = _status_of(await reader.readline())
             except ConnectionError:
-                return "ok"  # closed while we still sent
+                return "ok"  # closed while sending
         return "ok" if not status or status.startswith("4") else f"status {status}"
     finally:
         writer.close()
@@ -76,7 +76,7 @@ async def leave_mid_stream(port: int, generator: random.Random) -> str:
 
 
 async def stall_mid_stream(port: int, generator: random.Random) -> str:
-    """Asks for a long stream with many log-probabilities, reads a little, and then nothing for a while."""
+    """Asks for a long stream with many logprobs, reads a little, then nothing for a while."""
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     connection.setblocking(False)
@@ -118,7 +118,7 @@ async def announced_too_large(port: int, generator: random.Random) -> str:
 
 
 async def sent_too_large(port: int, generator: random.Random) -> str:
-    """More than any limit, in chunks that do not announce it."""
+    """A body over any limit, in chunks, so that no header announces its size."""
     chunk = b"10000\r\n" + b" " * 0x10000 + b"\r\n"
     head = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
     return await _refused(port, head + b"Transfer-Encoding: chunked\r\n\r\n", chunk * 1000)
@@ -132,7 +132,7 @@ async def huge_headers(port: int, generator: random.Random) -> str:
 
 
 async def slow_head(port: int, generator: random.Random) -> str:
-    """A byte of the head every half second; gives up after a while."""
+    """A byte of the head every half second, for ``_HELD_S``."""
     reader, writer = await _connect(port)
     answer = asyncio.create_task(reader.read(1))
     try:
@@ -175,7 +175,7 @@ CLIENTS: tuple[Client, ...] = (
 
 
 async def harass(port: int, outcomes: Outcomes, seed: int) -> None:
-    """One client of each kind again and again, until cancelled."""
+    """Run one client of each kind repeatedly until cancelled."""
 
     async def repeat(client: Client) -> None:
         generator = random.Random(f"{seed} {client.__name__}")

@@ -16,19 +16,19 @@ from soak_checks import Window, overlaps
 
 from backfill.bench.sse import SseDecoder
 
-_REQUEST_TIMEOUT_S = 900.0  # a flex request may wait for long while online ones come in
+_REQUEST_TIMEOUT_S = 900.0  # flex requests wait long beside online ones
 _TEXT = (
     "time year people way day man thing woman life child world school state family student group country "
     "problem hand part place case week company system program question work number night point home water"
 )
 _WORDS = _TEXT.split()
-# "The queue is full" and "this machine cannot keep that objective" are answers; "restarting" is none.
+# A full queue and an objective that cannot be met are proper answers; 503 is not.
 FINE = frozenset({"ok", "status 429", "objective refused"})
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How one request ended: one of ``FINE``, ``cut`` (no or half an answer), or what was wrong."""
+    """How one request ended: one of ``FINE``, ``cut`` (no answer or part of one), or the error."""
 
     kind: str
     start_s: float
@@ -38,7 +38,7 @@ class Outcome:
 
 @dataclass
 class Outcomes:
-    """Of all requests of a run."""
+    """The outcomes of all requests of a run."""
 
     all: list[Outcome] = field(default_factory=list)
 
@@ -58,7 +58,7 @@ class Outcomes:
         return {kind: dict(counter.most_common()) for kind, counter in sorted(found.items())}
 
     def unexplained(self, windows: Sequence[Window]) -> list[str]:
-        """Requests that did not end well although no window touches them."""
+        """Requests that failed outside all windows."""
         return [
             f"{outcome.kind}: {outcome.result} after {outcome.end_s - outcome.start_s:.1f} s"
             for outcome in self.all
@@ -71,7 +71,7 @@ def text_of(generator: random.Random, num_words: int) -> str:
 
 
 class Traffic:
-    """Clients that ask, read, wait a little and ask again, until they are cancelled.
+    """Clients that send a request, read the answer, pause, and repeat until cancelled.
 
     Args:
         pause_s: mean pause between two requests of a client.

@@ -1,14 +1,14 @@
-"""Two probes of a server, in a process of their own: ``/health`` a hundred times a second, and one stream.
+"""Two probes of a server in a process of their own: ``/health`` 100 times a second, and one stream.
 
 Usage: soak_probe.py PORT FILE. Until it is terminated it appends JSON lines to FILE, times in seconds of the
 monotonic clock, which all processes share:
 
     ["health", sent_at_s, took_s, status]   status 0: no answer
-    ["late", at_s, late_s]                  this process itself was late to ask: how busy the machine is
+    ["late", at_s, late_s]                  how late this process sent: how busy the machine is
     ["token", stream, at_s]                 an event of the stream arrived
     ["stream", stream, started_at_s, ended_at_s, outcome]
 
-Asking does not wait for answers, so that a server that stalls is asked as often as one that does not.
+Requests are sent without waiting for answers, so a stalled server gets as many as any other.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from backfill.bench.sse import SseDecoder
 
 HEALTH_PER_S = 100
 _TIMEOUT_S = 60.0
-_MAX_OPEN = 2000  # requests for health without an answer
+_MAX_OPEN = 2000  # unanswered requests
 _STREAM_TOKENS = 200
 _PROMPT = list(range(1000, 1032))
 _REQUEST = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
@@ -38,7 +38,7 @@ Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class HealthProbe:
-    """Asks at a steady rate over as many connections as answers are missing."""
+    """Sends at a steady rate; each unanswered request has a connection of its own."""
 
     def __init__(self, port: int, out: IO[str]) -> None:
         self._port = port
@@ -86,7 +86,7 @@ class HealthProbe:
 
 async def probe_stream(port: int, out: IO[str]) -> None:
     """One small stream after another."""
-    for stream in itertools.count(os.getpid() * 1_000_000):  # no other probe's numbers
+    for stream in itertools.count(os.getpid() * 1_000_000):  # unique over all probes
         started_at_s, outcome = time.monotonic(), "ended"
         try:
             await _read_stream(port, out, stream)
@@ -115,7 +115,7 @@ def record(out: IO[str], *fields: object) -> None:
 
 async def main(port: int, path: str) -> None:
     with contextlib.suppress(PermissionError):
-        os.setpriority(os.PRIO_PROCESS, 0, -10)  # a probe that waits for a processor measures the machine
+        os.setpriority(os.PRIO_PROCESS, 0, -10)  # a probe without a processor would measure the machine
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     with open(path, "a") as out:

@@ -1,4 +1,4 @@
-"""The server that is soaked: killed, started again on its port and data folder, its memory read."""
+"""The soak's server: killed, restarted on the same port and data folder, its memory measured."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from served import free_port, last_words
+from served import end_of, free_port
 from soak_checks import Window
 from soak_disk import Disk
 
@@ -27,19 +27,14 @@ _POLL_S = 0.05
 
 @dataclass
 class Outages:
-    """When faults of ours explain what clients see: from before a fault until it is over."""
+    """When kills by the soak explain failed requests: from before a kill until the server answers again."""
 
     server: list[Window] = field(default_factory=list)
     engine: list[Window] = field(default_factory=list)
-    disk: list[Window] = field(default_factory=list)
-
-    @property
-    def all(self) -> list[Window]:
-        return [*self.server, *self.engine, *self.disk]
 
     @contextmanager
     def during(self, windows: list[Window]) -> Iterator[None]:
-        """Enters a window that is open until the context ends."""
+        """Add a window that ends with the context."""
         start_s = time.monotonic()
         windows.append((start_s, float("inf")))
         index = len(windows) - 1
@@ -50,10 +45,10 @@ class Outages:
 
 
 class SoakedServer:
-    """``backfill serve`` on one port and one data folder, in as many lives as it takes.
+    """``backfill serve`` on one port and one data folder, restarted after each kill.
 
     Args:
-        folder: for data, log, profile and the disk's library.
+        folder: for data, log, profile and the library that breaks the disk.
         options: further options of ``backfill serve``.
     """
 
@@ -64,7 +59,7 @@ class SoakedServer:
         self.log = folder / "server.log"
         self.disk = Disk(self.data, folder)
         self.outages = Outages()
-        self.own_deaths: list[str] = []  # ends that were no kill of ours
+        self.own_deaths: list[str] = []  # ends that the soak did not cause
         self.num_failed_starts = 0
         self._scratch = folder / "tmp"
         self._scratch.mkdir()
@@ -80,7 +75,7 @@ class SoakedServer:
                 return
             self.num_failed_starts += 1
             if time.monotonic() > deadline_at_s:
-                raise SystemExit(f"the server does not start:\n{last_words(self.log)}")
+                raise SystemExit(f"the server does not start:\n{end_of(self.log)}")
             await asyncio.sleep(1.0)
 
     def stop(self) -> None:
@@ -96,7 +91,7 @@ class SoakedServer:
             process.wait()
 
     async def kill_server(self) -> None:
-        """SIGKILL, and start it again."""
+        """SIGKILL, then restart."""
         with self.outages.during(self.outages.server):
             assert self._process is not None
             self._process.kill()
@@ -104,31 +99,31 @@ class SoakedServer:
             await self.start()
 
     async def kill_engine(self) -> None:
-        """SIGKILL the engine, and wait until there is another."""
+        """SIGKILL the engine, and wait for the next."""
         with self.outages.during(self.outages.engine):
             deadline_at_s = time.monotonic() + _READY_TIMEOUT_S
             killed = self.pids_by_role()["engine"]
             for pid in killed:
                 os.kill(pid, signal.SIGKILL)
-            # A server that has not noticed yet still says that it is ready; one with another engine has.
+            # Until the server notices, /health still says ready; a new process shows that it has.
             while self._is_running() and not set(self.pids_by_role()["engine"]) - set(killed):
                 if time.monotonic() > deadline_at_s:
-                    raise SystemExit(f"the engine is not started again:\n{last_words(self.log)}")
+                    raise SystemExit(f"the engine is not started again:\n{end_of(self.log)}")
                 await asyncio.sleep(_POLL_S)
             if not await self._wait_ready(deadline_at_s):
                 await self.revive()
 
     async def revive(self) -> None:
-        """Start the server again if it has ended by itself, which is noted."""
+        """Note an end that the soak did not cause, and restart."""
         assert self._process is not None
         status = self._process.poll()
         if status is not None:
-            self.own_deaths.append(f"it ended with status {status}: {last_words(self.log)[-500:]}")
+            self.own_deaths.append(f"it ended with status {status}: {end_of(self.log)[-500:]}")
             with self.outages.during(self.outages.server):
                 await self.start()
 
     def pids_by_role(self) -> dict[str, list[int]]:
-        """Process ids of the server, of its engine, which alone has torch loaded, and of other children."""
+        """Process ids of the server, of its engine (the one that has loaded torch), and of other children."""
         assert self._process is not None
         found: dict[str, list[int]] = {"server": [self._process.pid], "engine": [], "other": []}
         for pid in _descendants(self._process.pid):
@@ -140,7 +135,7 @@ class SoakedServer:
         return found
 
     def memory_by_role(self) -> dict[str, int]:
-        """Bytes of memory that is not backed by files: pages of libraries and weights come and go."""
+        """Bytes not backed by files: the kernel evicts and reloads pages of libraries and weights."""
         return {role: sum(map(_private_bytes, pids)) for role, pids in self.pids_by_role().items() if pids}
 
     def config(self) -> dict[str, Any]:
@@ -149,7 +144,7 @@ class SoakedServer:
         return config
 
     def num_scratch_entries(self) -> int:
-        """What is left in its folder for temporary files."""
+        """Entries left in the server's folder for temporary files."""
         return len(list(self._scratch.iterdir()))
 
     def _is_running(self) -> bool:
@@ -172,7 +167,7 @@ class SoakedServer:
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(5.0)) as session:
             while self._process.poll() is None:
                 if time.monotonic() > deadline_at_s:
-                    raise SystemExit(f"the server is not ready in time:\n{last_words(self.log)}")
+                    raise SystemExit(f"the server is not ready in time:\n{end_of(self.log)}")
                 try:
                     async with session.get(f"{self.url}/health") as response:
                         if response.status == 200:
@@ -184,7 +179,7 @@ class SoakedServer:
 
 
 def _measure_profile(folder: Path) -> Path:
-    """What steps cost here, measured once: every start would else measure it."""
+    """A cost profile, measured once, so that no start measures it."""
     path = folder / "profile.json"
     command = [sys.executable, "-m", "backfill", "profile", "--quick", "--out", str(path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""What stalls the event loop: four bursts of work, one after another, beside a busy engine."""
+"""What stalls the event loop: four bursts of work in turn, beside a busy engine."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _NUM_LARGE_BODIES = 3  # of each kind
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """How much work the bursts are."""
+    """The size of the bursts."""
 
     num_lines: int
     line_tokens: int
@@ -42,7 +42,7 @@ class Scale:
 
 
 async def run_stalls(server: SoakedServer, scale: Scale, seed: int, records: Path) -> dict[str, Any]:
-    """Figures of each phase, and what fails.
+    """Figures of each phase, and violations.
 
     Returns: ``phases`` (by name: lag, health, stream_gap, prober_late), ``outcomes`` and ``faults``.
     """
@@ -83,7 +83,7 @@ async def run_stalls(server: SoakedServer, scale: Scale, seed: int, records: Pat
 
 
 class Span:
-    """The part of a phase that is measured; the last ``begin`` and the first ``end`` after it hold."""
+    """The measured part of a phase: from the last ``begin`` to the first ``end`` after it."""
 
     def __init__(self, watch: MetricsWatch) -> None:
         self._watch = watch
@@ -106,7 +106,7 @@ class Span:
 
 
 def lag_faults(phase: str, lag: dict[str, float] | None) -> list[str]:
-    """What the lag of a phase contradicts of what must be reached."""
+    """The limits that the lag of a phase exceeds."""
     if lag is None:
         return [f"{phase}: the server exposes no event loop lag"]
     limits = (("p99_s", MAX_LAG_P99_S), ("max_s", MAX_LAG_S))
@@ -119,7 +119,7 @@ def lag_faults(phase: str, lag: dict[str, float] | None) -> list[str]:
 
 @asynccontextmanager
 async def busy(url: str, outcomes: Outcomes, seed: int, faults: list[str]) -> AsyncIterator[None]:
-    """Online and offline work keeps the engine busy until the context ends."""
+    """Keep the engine busy with online and offline work until the context ends."""
     traffic = Traffic(url, outcomes, seed, pause_s=0.1)
     async with asyncio.TaskGroup() as group:
         tasks = [
@@ -134,7 +134,7 @@ async def busy(url: str, outcomes: Outcomes, seed: int, faults: list[str]) -> As
 
 
 async def _start_batch(server: SoakedServer, scale: Scale, seed: int, span: Span) -> None:
-    """Upload and create a batch, and let it run for a while."""
+    """Upload and create a batch, and let it run for ``_AFTER_START_S``."""
     words_per_line = await _words_of(server.url, scale.line_tokens)
 
     def lines() -> Iterator[bytes]:
@@ -153,7 +153,7 @@ async def _start_batch(server: SoakedServer, scale: Scale, seed: int, span: Span
 
 
 async def _send_large_bodies(server: SoakedServer, outcomes: Outcomes, seed: int) -> None:
-    """Valid JSON just within the limit: one very long text, and very many messages."""
+    """Valid JSON just within the limit: one long text, and many messages."""
     max_bytes = int(server.config()["server"]["max_body_bytes"])
     bodies = [
         ("/v1/completions", lambda: long_text_body(max_bytes, seed)),
@@ -180,7 +180,7 @@ async def _send_large_bodies(server: SoakedServer, outcomes: Outcomes, seed: int
 
 
 async def _validate_upload(server: SoakedServer, scale: Scale, seed: int) -> None:
-    """From the upload's first byte until its lines are checked; then the batch is cancelled."""
+    """Upload a file, wait until its lines are checked, and cancel the batch."""
     num_lines = max(1, scale.upload_bytes // _UPLOAD_LINE_BYTES)
 
     def lines() -> Iterator[bytes]:
@@ -222,7 +222,7 @@ async def _hang_disk(server: SoakedServer, scale: Scale, seed: int, span: Span) 
         finally:
             server.disk.set(DiskMode.PASS)
         if server.disk.num_calls == calls_before:
-            raise RuntimeError("the server did not touch its disk while that hung")
+            raise RuntimeError("the server did not use its disk while the disk hung")
         await upload
         await span.end()
         await client.cancel(batch_id)
@@ -232,7 +232,7 @@ async def _hang_disk(server: SoakedServer, scale: Scale, seed: int, span: Span) 
 def long_lines(
     seed: int, num_lines: int, num_words: int | None = None, num_bytes: int = 0
 ) -> Iterator[bytes]:
-    """Batch lines of about so many words or bytes, each with its own text; made quickly."""
+    """Batch lines of about ``num_words`` words or ``num_bytes`` bytes, each with its own text."""
     text = text_of(random.Random(seed), num_words or num_bytes // 5)
     if num_words is None:
         text = text[: max(16, num_bytes - 150)]
@@ -257,7 +257,7 @@ def many_messages_body(num_bytes: int) -> bytes:
 
 
 async def _words_of(url: str, num_tokens: int) -> int:
-    """How many words of ours are so many tokens."""
+    """The number of words of ``text_of`` that make ``num_tokens`` tokens."""
     text = text_of(random.Random(0), 1000)
     async with (
         aiohttp.ClientSession() as session,

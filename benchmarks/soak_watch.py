@@ -1,4 +1,4 @@
-"""What is watched while the soak runs: the server's own metrics, and the probes' process."""
+"""Watches the soak: the server's metrics, and the process of the probes."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _SCRAPE_S = 1.0
 
 
 class MetricsWatch:
-    """Reads ``/metrics`` every second, and adds up the lag of the event loop over the lives of a server."""
+    """Reads ``/metrics`` every second, and sums the event-loop lag over restarts of the server."""
 
     def __init__(self, url: str) -> None:
         self._url = url
-        self._lives: list[Histogram] = []  # the last one read of each life
+        self._lives: list[Histogram] = []  # the last one read before each restart
         self._max_lags: list[tuple[float, float]] = []  # read_at_s, seconds
 
     async def run(self) -> None:
@@ -43,7 +43,7 @@ class MetricsWatch:
                 await asyncio.sleep(_SCRAPE_S)
 
     async def lag(self) -> Histogram | None:
-        """As it is now. Raises: aiohttp.ClientError, OSError."""
+        """The current lag. Raises: aiohttp.ClientError, OSError."""
         text = await self._text()
         self._take(text)
         return Histogram.parse(text, LAG)
@@ -58,11 +58,11 @@ class MetricsWatch:
         return lag_figures(total, self.max_lag((-math.inf, math.inf)))
 
     def max_lag(self, during: Window) -> float:
-        """At least the largest lag of a span that was watched: what is read reaches a minute back."""
+        """An upper bound of the lag in a watched window: the metric covers the last minute."""
         return max((lag for at_s, lag in self._max_lags if during[0] <= at_s <= during[1]), default=math.inf)
 
     async def busy_when_idle(self, timeout_s: float) -> list[str]:
-        """The gauges that are not 0 with no client left, after waiting up to ``timeout_s`` for them."""
+        """Gauges that are still not 0 after ``timeout_s`` without clients."""
         deadline_at_s = time.monotonic() + timeout_s
         while True:
             try:
@@ -93,7 +93,7 @@ class MetricsWatch:
 
 
 def lag_figures(lag: Histogram | None, most_s: float = math.inf) -> dict[str, float] | None:
-    """Upper bounds in seconds, by bucket; the largest is also at most ``most_s``."""
+    """Upper bounds of buckets in seconds; ``max_s`` is at most ``most_s``."""
     if lag is None:
         return None
     return {
@@ -105,7 +105,7 @@ def lag_figures(lag: Histogram | None, most_s: float = math.inf) -> dict[str, fl
 
 
 class ProbeRecords:
-    """What ``soak_probe.py`` wrote."""
+    """The records of ``soak_probe.py``."""
 
     def __init__(self, path: Path) -> None:
         self.health: list[tuple[float, float, int]] = []  # sent_at_s, took_s, status
@@ -120,7 +120,7 @@ class ProbeRecords:
     def summary(
         self, during: Window, server_outages: Sequence[Window], stream_outages: Sequence[Window]
     ) -> dict[str, dict[str, float]]:
-        """Figures of what began within ``during`` and met no outage."""
+        """Figures of requests and gaps that began within ``during`` and met no outage."""
         start_s, end_s = during
         health = [
             (took_s, status)
@@ -140,7 +140,7 @@ class ProbeRecords:
 
 @contextmanager
 def probing(port: int, path: Path) -> Iterator[None]:
-    """The probes ask until the context ends, then ``path`` holds what they saw."""
+    """Run the probes until the context ends; ``path`` then holds their records."""
     command = [sys.executable, str(Path(__file__).with_name("soak_probe.py")), str(port), str(path)]
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
     try:
@@ -168,7 +168,7 @@ def _ms(seconds: float) -> str:
 
 
 def finite(value: object) -> object:
-    """``value`` for JSON: null is a figure without samples, or beyond a histogram's last bucket."""
+    """``value`` for JSON; null for a figure without samples or beyond a histogram's last bucket."""
     if isinstance(value, dict):
         return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -1,9 +1,9 @@
 """Start-up time and memory of ``backfill serve`` with the model cached and a 1 GiB KV pool.
 
-Time runs from launching the command to ``/health`` being 200 (ready) and to the whole first chat answer, once
-without a cost profile, then with the coarse one that the first start left. Idle memory is the
-proportional set size of all its processes once they are up and one chat was answered. Peak memory is the sum
-of their peak resident sizes (pages they share counted twice), after requests have filled the KV pool.
+Times run from launching the command until ``/health`` is 200 (ready), and until the first chat answer is
+complete; first without a cost profile, then with the coarse one that the first start saved. Idle memory is
+the proportional set size of all processes after one chat. Peak memory is the sum of their peak resident sizes
+(shared pages count more than once) after requests have filled the KV pool.
 
 Usage: startup.py [--runs 3] [--no-fill]. Prints a table and, as the last line, one JSON object.
 """
@@ -11,19 +11,20 @@ Usage: startup.py [--runs 3] [--no-fill]. Prints a table and, as the last line, 
 from __future__ import annotations
 
 import argparse
+import http.client
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
+
+from served import free_port, get
 
 PROMPT_TOKENS = 1500
 CHAT = {"messages": [{"role": "user", "content": "What is gravity?"}], "max_tokens": 8}
@@ -50,7 +51,7 @@ def main() -> None:
 
 
 def measure(cache: str, *, fills: bool) -> dict[str, float]:
-    """Start a server whose profiles are in ``cache``, and let it answer."""
+    """Start a server whose profiles are in ``cache``, and send it a chat."""
     port = free_port()
     with tempfile.TemporaryDirectory() as data_dir:
         options = ["--port", str(port), "--kv-gib", "1", "--data-dir", data_dir]
@@ -89,17 +90,16 @@ def cache_root() -> Path:
 
 
 def wait_for(port: int, path: str) -> str:
-    """What is answered there, once it is."""
+    """The body of a GET of ``path``, as soon as the server answers."""
     while True:
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}") as response:
-                return response.read().decode()
-        except (urllib.error.URLError, ConnectionError):
+            return get(port, path)
+        except (OSError, http.client.HTTPException):  # URLError is an OSError
             time.sleep(0.02)
 
 
 def fill_kv_pool(port: int) -> float:
-    """Run long prompts until the pool was nearly full; returns the largest share seen in use."""
+    """Run long prompts that nearly fill the pool; returns the largest share in use."""
     body = {"prompt": [1000] * PROMPT_TOKENS, "max_tokens": 100, "ignore_eos": True}
     threads = [
         threading.Thread(target=post, args=(port, "/v1/completions", body), daemon=True) for _ in range(34)
@@ -108,8 +108,7 @@ def fill_kv_pool(port: int) -> float:
         thread.start()
     most_used = 0.0
     while any(thread.is_alive() for thread in threads):
-        metrics = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics").read().decode()
-        for line in metrics.splitlines():
+        for line in get(port, "/metrics").splitlines():
             if line.startswith("backfill:kv_cache_usage_perc{"):
                 most_used = max(most_used, float(line.rsplit(" ", 1)[1]))
         time.sleep(0.2)
@@ -117,7 +116,7 @@ def fill_kv_pool(port: int) -> float:
 
 
 def proportional_bytes(pid: str) -> int:
-    """Resident pages, each divided by the processes that have it."""
+    """Resident bytes, each page divided by the number of processes that share it."""
     sizes = Path(f"/proc/{pid}/smaps_rollup").read_text()
     return next(int(line.split()[1]) for line in sizes.splitlines() if line.startswith("Pss:")) * 1024
 
@@ -135,13 +134,6 @@ def post(port: int, path: str, body: dict[str, Any]) -> dict[str, Any]:
     )
     answer: dict[str, Any] = json.load(urllib.request.urlopen(request, timeout=300))
     return answer
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 if __name__ == "__main__":

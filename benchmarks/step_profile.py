@@ -2,15 +2,14 @@
 
 Runs a batch of requests past their prefill and times the following steps, twice over the same contexts:
 
-- whole: only ``Engine.step`` and the executor's forward pass in it (embedding to logits) are timed. What is
-  outside the model is the one less the other, step by step. On top of that a served step costs its report's
-  way to the serving process: the state in it, encoding, ZeroMQ, decoding. These are measured on their own
-  with the last step's report (``ipc.py``); in service ZeroMQ and decoding overlap with the next step, so
-  the sum is the most that they can add.
-- by part: every operator is timed from outside (the wrappers add about 0.2 us a call).
+- whole: times only ``Engine.step`` and the model's forward pass in it (embedding to logits). The
+  difference is the time outside the model. A served step also sends its report to the serving process: state,
+  encoding, ZeroMQ, decoding. These are measured separately with the last step's report (``ipc.py``). In
+  service ZeroMQ and decoding overlap with the next step, so their sum is an upper bound.
+- by part: times every operator from outside (the wrappers add about 0.2 us a call).
 
-Floors: weights and KV bytes at the memory's measured read rate, or FLOPs at the measured bf16 rate,
-whichever is longer.
+A floor is the longer of two times: weights and KV bytes at the measured read rate of memory, and FLOPs at the
+measured bf16 rate.
 
 Usage: step_profile.py [--seqs 64] [--context 256] [--steps 96]. The last line is a JSON object.
 """
@@ -19,23 +18,21 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
+from in_process import restart_in_engine_environment
 from ipc import measure_ipc
-from peers import measure_limits
+from machine_limits import measure_limits
 
 from backfill.core.clock import WallClock
 from backfill.core.config import EngineConfig, SchedulerConfig
 from backfill.core.request import Request, RequestId
 from backfill.core.sampling import SamplingParams
 from backfill.engine.engine import Engine
-from backfill.engine.environment import engine_environment
 from backfill.engine.messages import StepReport
 from backfill.execution.create import create_torch_executor
 from backfill.execution.torch_executor import TorchExecutor
@@ -43,6 +40,7 @@ from backfill.models.config import ModelConfig
 from backfill.models.resolve import resolve_model
 
 OPERATORS = ("rms_norm", "add_rms_norm", "silu_and_mul", "rotate_and_write_kv", "attention")
+FORWARD_PASS = ("embed", "run_layer", "logits")
 PROJECTIONS = ("qkv", "output", "gate_up", "down")
 
 
@@ -52,9 +50,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=256)
     parser.add_argument("--steps", type=int, default=96)
     args = parser.parse_args()
-    settings = engine_environment(os.environ)
-    if settings:
-        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **settings})
+    restart_in_engine_environment()
     folder = resolve_model("smollm2-135m-instruct")
     executor = create_torch_executor(EngineConfig(model_dir=str(folder), kv_gib=1.0))
     whole = profile_whole(executor, args.seqs, args.context, args.steps)
@@ -80,17 +76,20 @@ def main() -> None:
 
 
 def profile_whole(executor: TorchExecutor, num_seqs: int, context: int, num_steps: int) -> dict[str, float]:
-    """Means of a step and of the model's part, and what the report costs: seconds, but ``num_bytes``."""
+    """Mean seconds of a step, of the model in it and of the report, and the report's ``num_bytes``."""
     engine = started_engine(executor, num_seqs, context, num_steps)
     times: dict[str, float] = defaultdict(float)
-    forward = executor._forward
-    executor._forward = timed(times, "model", forward)  # type: ignore[method-assign]
+    model: Any = executor._model
+    passes = {name: getattr(model, name) for name in FORWARD_PASS}
+    for name, call in passes.items():
+        setattr(model, name, timed(times, "model", call))
     step, stats = timed(times, "step", engine.step), timed(times, "stats", engine.stats)
     try:
         for _ in range(num_steps):
             report = StepReport(step(), stats())
     finally:
-        executor._forward = forward  # type: ignore[method-assign]
+        for name, call in passes.items():
+            setattr(model, name, call)
     assert len(report.outputs) == num_seqs, f"{len(report.outputs)} outputs of {num_seqs} requests"
     means = {f"{name}_s": seconds / num_steps for name, seconds in times.items()}
     return {**means, "outside_s": means["step_s"] - means["model_s"], **measure_ipc(report)}
@@ -116,7 +115,7 @@ def print_whole(whole: dict[str, float]) -> None:
 def profile_parts(
     executor: TorchExecutor, num_seqs: int, context: int, num_steps: int
 ) -> tuple[dict[str, float], float]:
-    """Mean seconds of a step that each part takes, and those of the step."""
+    """Mean seconds of each part of a step, and of the whole step."""
     times: dict[str, float] = defaultdict(float)
     engine = started_engine(executor, num_seqs, context, num_steps)
     install_timers(executor, engine, times)
@@ -128,15 +127,15 @@ def profile_parts(
 
 
 def started_engine(executor: TorchExecutor, num_seqs: int, context: int, num_steps: int) -> Engine:
-    """An engine whose requests have all left their prefill and have ``num_steps`` to go, and a few."""
+    """An engine whose requests have ended their prefill and have at least ``num_steps`` steps to go."""
     engine = Engine(SchedulerConfig(max_num_seqs=num_seqs), executor, WallClock())
     for index in range(num_seqs):
-        prompt = [random.randrange(1000, 40000) for _ in range(context)]
-        # The first to start goes on while the others prefill, at most a step for each of them.
+        prompt = [random.randrange(executor.info.vocab_size) for _ in range(context)]
+        # The first request decodes while the others prefill, at most a step for each.
         sampling = SamplingParams(max_tokens=num_steps + num_seqs + 8, temperature=0.0, ignore_eos=True)
         engine.add(Request(request_id=RequestId(str(index)), prompt_token_ids=prompt, sampling=sampling))
     num_started = 0
-    while num_started < num_seqs:  # until each has its first token, that is, has left its prefill
+    while num_started < num_seqs:  # until each has its first token
         num_started += len({output.request_id for output in engine.step() if output.first_scheduled_at_s})
     return engine
 

@@ -1,7 +1,7 @@
 """transformers' own continuous batching on the work of peers.py; prints one JSON line with its figures.
 
-Batch, stream and first tokens are timed from handing over the prompts to the last token, prefill
-included, in the order of the other engines' scripts and after the same warm-up.
+Batch, stream and first tokens are timed from adding the prompts to the last token, prefill included, in the
+order of the other engines' scripts and after the same warm-up.
 
 Usage: transformers_batch.py MODEL_DIR [--num-prompts 64] [--input-len 256] [--output-len 128]
            [--stream-len 256] [--first-token-samples 5]
@@ -18,7 +18,7 @@ import time
 import torch
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
-# As large as our own pool in this comparison, about 1 GiB.
+# As large as Backfill's pool in this comparison, about 1 GiB.
 POOL = ContinuousBatchingConfig(page_size=16, num_blocks=2900, max_batch_tokens=2048)
 
 
@@ -36,7 +36,7 @@ def main() -> None:
     )
     chooser = random.Random(0)
 
-    # No token ends a sequence: a negative id is never drawn.
+    # A negative id is never drawn, so no token ends a sequence.
     settings = GenerationConfig(max_new_tokens=args.output_len, do_sample=False, eos_token_id=-1)
     with model.continuous_batching_context_manager(settings, continuous_batching_config=POOL) as manager:
 

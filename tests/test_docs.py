@@ -143,7 +143,54 @@ def test_every_key_of_a_result_is_documented() -> None:
         assert f"`{name}`" in text, key
 
 
+DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+# In backticks, and not in the repository: what a command writes or reads.
+ELSEWHERE = {"SCENARIO.png", "LABEL-RATEqps-MODEL-DATE.json", "config.json", "files/", "suspects/"}
+
+
+def without_blocks(document: Path) -> str:
+    return re.sub(r"^```.*?^```", "", document.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+def anchors(document: Path) -> set[str]:
+    """Of the headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", without_blocks(document), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 def test_links_between_documents_lead_somewhere() -> None:
-    for document in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
-        for target in re.findall(r"\]\(([^)#:]+)\)", document.read_text()):
-            assert (document.parent / target).exists(), f"{document.name}: {target}"
+    for document in DOCUMENTS:
+        for target, anchor in re.findall(r"\]\(([^)#:]*)#?([^):]*)\)", document.read_text()):
+            linked = document.parent / target if target else document
+            assert linked.exists(), f"{document.name}: {target}"
+            assert not anchor or anchor in anchors(linked), f"{document.name}: {target}#{anchor}"
+
+
+def test_files_in_documents_exist() -> None:
+    """Names are from the root, the package, or the folder of the benchmarks; published CSVs are elsewhere."""
+    folders = (ROOT, ROOT / "src" / "backfill", ROOT / "benchmarks")
+    path = r"(?<![\w/.-])((?:[\w.-]+/)*[\w-]+\.(?:py|md|json|png|h|cpp)|(?:[\w.-]+/)+)(?![\w/.-])"
+    num_found = 0
+    for document in DOCUMENTS:
+        for span in re.findall(r"`([^`\n]+)`", without_blocks(document)):
+            for name in set(re.findall(path, span)) - ELSEWHERE:
+                assert any((folder / name).exists() for folder in folders), f"{document.name}: {name}"
+                num_found += 1
+    assert num_found > 50
+
+
+def test_options_in_documents_exist() -> None:
+    known = {option for name in commands() for option in options(name)}
+    known |= {"--help", "--no-batch-api", "--no-self-timed"}
+    known.add("--scheduling-policy")  # vLLM's
+    scripts = "".join(script.read_text() for script in (ROOT / "benchmarks").glob("*.py"))
+    for document in DOCUMENTS:
+        for option in set(re.findall(r"(?<![\w-])--[a-z][a-z-]*[a-z]", document.read_text())) - known:
+            assert f'"{option}"' in scripts, f"{document.name}: {option}"
+
+
+def test_metrics_in_documents_exist() -> None:
+    listed = (ROOT / "docs" / "metrics.md").read_text()
+    for document in DOCUMENTS:
+        for name in re.findall(r"backfill:(\w+)", document.read_text()):
+            assert name in listed, f"{document.name}: {name}"

@@ -8,6 +8,7 @@ from typing import Any
 
 import peers
 import pytest
+from machine_limits import floor_of, read_parameters
 
 from backfill.models.config import ModelConfig
 from tests.models.tiny import save_tiny_model
@@ -31,7 +32,7 @@ def prints(text: str, *, then: str = "") -> peers.EngineCommand:
 
 
 def test_bytes_are_read_once_for_each_step_and_the_prefill_is_one(config: ModelConfig) -> None:
-    floor = peers.floor_of(config, BYTES_BIND, **WORK)
+    floor = floor_of(config, BYTES_BIND, **WORK)
     weights_s = config.num_parameters * 2 / 1e9
     kv_s = config.kv_bytes_per_token(2) / 1e9
     # Token 2 is computed with 33 tokens of context, the last, token n, with 32 + n - 1.
@@ -43,7 +44,7 @@ def test_bytes_are_read_once_for_each_step_and_the_prefill_is_one(config: ModelC
 
 
 def test_products_count_each_token_once_and_logits_once_for_each_output(config: ModelConfig) -> None:
-    floor = peers.floor_of(config, PRODUCTS_BIND, **WORK)
+    floor = floor_of(config, PRODUCTS_BIND, **WORK)
     embedding = config.vocab_size * config.hidden_size
     layers = config.num_parameters - embedding
     flops = 2 * 4 * ((32 + 7) * layers + 8 * embedding)
@@ -54,12 +55,12 @@ def test_products_count_each_token_once_and_logits_once_for_each_output(config: 
 def test_an_input_table_of_its_own_is_not_read(config: ModelConfig) -> None:
     untied = replace(config, tie_word_embeddings=False)
     assert untied.num_parameters > config.num_parameters
-    assert peers.read_parameters(untied) == peers.read_parameters(config) == config.num_parameters
-    assert peers.floor_of(untied, BYTES_BIND, **WORK) == peers.floor_of(config, BYTES_BIND, **WORK)
+    assert read_parameters(untied) == read_parameters(config) == config.num_parameters
+    assert floor_of(untied, BYTES_BIND, **WORK) == floor_of(config, BYTES_BIND, **WORK)
 
 
 def test_one_output_token_needs_no_decode_step(config: ModelConfig) -> None:
-    floor = peers.floor_of(config, BYTES_BIND, **{**WORK, "stream_len": 1})
+    floor = floor_of(config, BYTES_BIND, **{**WORK, "stream_len": 1})
     assert floor["stream_tok_s"] == pytest.approx(1 / floor["first_token_s"])
 
 

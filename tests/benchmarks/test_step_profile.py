@@ -6,9 +6,11 @@ import ipc
 import pytest
 import step_profile
 
+from backfill.core.config import EngineConfig
 from backfill.core.counters import ClassCounters
 from backfill.core.request import RequestId
 from backfill.engine.messages import ClassStats, EngineStats, StepReport, StepStats, TokenOutput
+from backfill.execution.create import create_torch_executor
 from backfill.models.config import ModelConfig
 from tests.models.tiny import save_tiny_model
 
@@ -37,3 +39,13 @@ def test_a_report_goes_to_another_process_and_back() -> None:
     figures = ipc.measure_ipc(report, repeats=20)
     assert figures["num_bytes"] > 64 * 4
     assert all(0 < figures[name] < 1 for name in ("encode_s", "decode_s", "round_trip_s"))
+
+
+def test_a_step_is_timed_whole_and_by_part(tmp_path: Path) -> None:
+    save_tiny_model("llama", tmp_path)
+    executor = create_torch_executor(EngineConfig(model_dir=str(tmp_path), kv_bytes=1 << 20))
+    whole = step_profile.profile_whole(executor, num_seqs=2, context=8, num_steps=2)
+    assert 0 < whole["model_s"] < whole["step_s"]
+    parts, step_s = step_profile.profile_parts(executor, num_seqs=2, context=8, num_steps=2)
+    assert {"attention", "linear qkv", "lm_head", "sample", "plan", "commit"} <= parts.keys()
+    assert 0 < sum(parts.values()) < step_s

@@ -1,0 +1,163 @@
+"""Numbers, names and codes that documents repeat from the code."""
+# ruff: noqa: RUF001 (the multiplication sign of the documents)
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import backfill
+from backfill.api import body_budget, http_protocol, multipart, open_files, server, shedding
+from backfill.api.config import ServerConfig
+from backfill.core.config import SchedulerConfig
+from backfill.costs.hardware import hardware_profile_names, load_hardware_profile
+from backfill.engine import hang, process, supervisor
+from backfill.generation import tokenizer
+from backfill.jobs import feeder, lines, manager, suspects
+from backfill.jobs.config import JobsConfig
+from backfill.preparation import client as preparation_client
+from backfill.preparation import process as preparation_process
+from backfill.protocol import body_shape, requests
+from backfill.simulation.variants import variant_names
+from tests.test_docs import ROOT, commands
+
+CONNECTION = http_protocol.ConnectionLimits(max_connections=1)
+SERVER = ServerConfig()
+JOBS = JobsConfig(data_dir=Path())
+UVICORN = server.HttpServer(object(), CONNECTION).config
+
+# Beginning of a row in docs/operations.md, and what it must say.
+OPERATIONS = [
+    ("connections", f"at most {open_files.MOST_CONNECTIONS})"),
+    ("headers", f"{CONNECTION.max_head_bytes >> 10} KiB"),
+    ("URL", f"{CONNECTION.max_url_bytes >> 10} KiB"),
+    ("time until the headers", f"({SERVER.head_timeout_s:g} s)"),
+    ("idle time", f"{UVICORN.timeout_keep_alive} s"),
+    ("pause within a body", f"({SERVER.body_timeout_s:g} s)"),
+    ("time until a body", f"{server._WHOLE_BODY_FACTOR} × `--body-timeout`"),
+    ("time until a body", f"{http_protocol._LEAST_BODY_BYTES_PER_S >> 10} KiB/s"),
+    ("time in which a client", f"({SERVER.write_timeout_s:g} s)"),
+    ("pipelined requests", f"{http_protocol.MAX_PIPELINED} "),
+    ("online choices", f"({SchedulerConfig().max_num_seqs} + {SERVER.max_queued_requests})"),
+    ("offline choices", f"({SERVER.max_queued_offline_requests})"),
+    ("JSON body; line", f"({SERVER.max_body_bytes >> 20} MiB)"),
+    ("all JSON bodies", f"({SERVER.max_inflight_body_bytes >> 20} MiB); 1/{body_budget._RESERVED_PART} "),
+    ("all JSON bodies", f"at most {body_budget.SMALL_BODY_BYTES >> 10} KiB"),
+    ("JSON bodies of `flex`", f"1/{body_budget._OFFLINE_PART} of"),
+    (
+        "objects and arrays",
+        f"{body_shape.MAX_CONTAINERS:,}; {body_shape.MAX_KEYS:,}; {body_shape.MAX_ITEMS:,} ",
+    ),
+    ("messages;", f"{requests.MAX_MESSAGES:,}; {requests.MAX_PARTS:,} "),
+    (
+        "choices (prompts",
+        f"{requests.MAX_CHOICES}; {requests.MAX_STOP_STRINGS}; {requests.MAX_STOP_TOKENS}; "
+        f"{requests.MAX_LOGIT_BIASES} ",
+    ),
+    ("choices × `max_tokens`", f"({SERVER.max_response_tokens:,})"),
+    ("characters of a", f"{tokenizer.MAX_CHARS:,} "),
+    ("a step raises", f"After {process._MAX_FAILED_STEPS} failed steps"),
+    ("the engine process dies", f"after {supervisor._RESTART_DELAY_S:g} s; "),
+    ("the engine process dies", f"up to {supervisor._LONGEST_RESTART_DELAY_S:g} s"),
+    ("the engine process dies", f"within {supervisor._QUICK_DEATH_S:g} s"),
+    ("the engine sends no report", f"({hang._LONGEST_STEPS:g} × the longest possible step"),
+    ("the engine sends no report", f"at least {hang._LEAST_S:g} s; {hang._WITHOUT_PROFILE_S:g} s without"),
+    (
+        f"{supervisor._MAX_QUICK_DEATHS} times in a row",
+        f"lived for {supervisor._TRUSTED_AFTER_S:g} s",
+    ),
+    ("the preparation process dies", f"after {preparation_process._MAX_WORK_S:g} s"),
+    ("the preparation process cannot", f"{preparation_client._MAX_FAILED_LAUNCHES} times"),
+    ("`SIGTERM`", f"({SERVER.drain_timeout_s:g} s)"),
+]
+BATCH = [
+    ("`--batch-max-lines`", f"({JOBS.max_lines:,})"),
+    ("`--batch-max-bytes`", f"({JOBS.max_batch_bytes // 10**6} MB)"),
+    ("`--batch-max-bytes`", f"{JOBS.max_file_bytes // 10**6} MB,"),
+    ("`--batch-max-uploads`", f"({JOBS.max_uploads})"),
+    ("`--batch-max-open`", f"({JOBS.max_open_batches})"),
+    ("`--batch-max-queued-lines`", f"({JOBS.max_queued_lines:,})"),
+    ("`--batch-min-free-gib`", f"({JOBS.min_free_bytes >> 30})"),
+    ("`--batch-retention-hours`", f"({JOBS.retention_s / 3600:g})"),
+    ("fixed", f"{multipart.MAX_OVERHEAD_BYTES >> 10} KiB"),
+]
+PROSE = [
+    ("operations.md", f"from 1 to {shedding._MAX_RETRY_AFTER_S} s"),
+    ("operations.md", f"at the latest {server._PREPARATION_WITHIN_S:g} s"),
+    ("batch.md", f"lost {suspects.MAX_LONE_LOSSES} times with no other request"),
+    ("batch.md", f"or {suspects.MAX_ONLY_LINE_LOSSES} times as the only line"),
+    ("batch.md", f"waits for it {manager.STOP_TIMEOUT_S:g} s"),
+    ("batch.md", f"at most {feeder.MAX_HELD_BYTES >> 20} MiB"),
+    ("batch.md", f"died {supervisor._MAX_QUICK_DEATHS} times in a row"),
+]
+
+
+def text_of(document: str) -> str:
+    """The document with every run of white space as one space, so that line breaks do not matter."""
+    return " ".join((ROOT / "docs" / document).read_text().split())
+
+
+def row(document: str, start: str) -> str:
+    text = (ROOT / "docs" / document).read_text()
+    (found,) = re.findall(rf"^\| {re.escape(start)}.*$", text, re.MULTILINE)
+    return str(found)
+
+
+@pytest.mark.parametrize(("start", "stated"), OPERATIONS)
+def test_limits_of_the_server(start: str, stated: str) -> None:
+    assert stated in row("operations.md", start)
+
+
+@pytest.mark.parametrize(("start", "stated"), BATCH)
+def test_limits_of_batches(start: str, stated: str) -> None:
+    assert stated in row("batch.md", start)
+
+
+@pytest.mark.parametrize(("document", "stated"), PROSE)
+def test_numbers_in_sentences(document: str, stated: str) -> None:
+    assert stated in text_of(document)
+
+
+def test_exit_statuses_are_those_of_the_help() -> None:
+    def in_help(command: str) -> set[str]:
+        return set(re.findall(r"\b\d+\b", commands()[command].help.partition("Exit status")[2]))
+
+    table = (ROOT / "docs" / "batch.md").read_text().partition("| exit status |")[2]
+    cells = re.findall(r"^\| ([\d, ]+) \|", table, re.MULTILINE)
+    assert {status for cell in cells for status in cell.split(", ")} == in_help("run-batch")
+    sentence = text_of("operations.md").partition("Exit status of `backfill serve`:")[2].partition("##")[0]
+    assert set(re.findall(r"\b\d+\b", sentence)) == in_help("serve")
+
+
+def test_codes_of_batch_errors() -> None:
+    sources = ("preparation/lines", "preparation/validation", "protocol/requests", "protocol/body_check")
+    sources += ("execution/executor", "jobs/lifecycle")
+    package = Path(backfill.__file__).parent
+    found = set()
+    for source in sources:
+        content = (package / f"{source}.py").read_text()
+        found |= set(re.findall(r'(?:(?:BadLine|LineError)\(|code=|error\.code or )\s*"(\w+)"', content))
+    text = text_of("batch.md")
+    of_batches = text.partition("has `errors` with these codes:")[2].partition("Bodies are checked")[0]
+    assert set(re.findall(r"`(\w+)`", of_batches)) - {"max_tokens"} == found
+    of_lines = text.partition("`error` with a code:")[2].partition("##")[0]
+    assert set(re.findall(r"`(\w+)`", of_lines)) == lines._UNRUN_MESSAGES.keys()
+
+
+def test_hardware_profiles() -> None:
+    for name in hardware_profile_names():
+        profile = load_hardware_profile(name)
+        error = profile.costs.error
+        stated = row("hardware-profiles.md", f"`{name}`")
+        assert f"| {error.median:.1%}, {error.p95:.1%} |".replace("%", " %") in stated
+        assert stated.endswith(f"| {profile.kv_tokens:,} |")
+
+
+def test_variants_of_the_simulator() -> None:
+    table = (
+        (ROOT / "docs" / "simulation.md").read_text().partition("| name | policy |")[2].partition("\n\n")[0]
+    )
+    names = re.findall(r"^\| (`.*?`) \|", table, re.MULTILINE)
+    assert {name.strip("`") for cell in names for name in cell.split(", ")} == set(variant_names())
