@@ -6,7 +6,8 @@ import pytest
 
 from backfill.core.errors import RequestError
 from backfill.protocol.body_shape import MAX_CONTAINERS, MAX_ITEMS, MAX_KEYS, check_shape
-from backfill.protocol.requests import ChatCompletionRequest, parse_body
+from backfill.protocol.chat import ChatCompletionRequest
+from backfill.protocol.parsing import parse_body
 
 
 def test_brackets_within_strings_are_text() -> None:

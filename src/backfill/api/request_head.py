@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from backfill.api.config import ServerConfig
 from backfill.api.errors import Stranger, answer
 from backfill.core.errors import RequestError
-from backfill.protocol.requests import SLO_HEADERS
+from backfill.protocol.objectives import SLO_HEADERS
 
 _SINGLE_HEADERS = frozenset(
     {

@@ -11,16 +11,13 @@ from backfill.api.openapi import answers, takes_json
 from backfill.api.state import Phase, ServerState
 from backfill.api.streaming import EventStream, WholeResponse
 from backfill.core.request import ServiceClass
+from backfill.protocol.chat import ChatCompletionRequest
+from backfill.protocol.completion import CompletionRequest
+from backfill.protocol.generation_fields import REQUEST_HEADERS
 from backfill.protocol.preparer import RequestContext, RequestPreparer, TextEndpoint
-from backfill.protocol.requests import (
-    REQUEST_HEADERS,
-    ChatCompletionRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    GenerationEndpoint,
-    TokenizeRequest,
-)
+from backfill.protocol.requests import GenerationEndpoint
 from backfill.protocol.responses import Json
+from backfill.protocol.tokenization import DetokenizeRequest, TokenizeRequest
 
 
 def build_router(state: ServerState) -> APIRouter:

@@ -105,7 +105,7 @@ def _parse_message(message: object, name: str) -> dict[str, Any]:
     # Here and not above: without a conversation nobody needs to wait for them.
     from pydantic import ValidationError
 
-    from backfill.protocol.requests import ChatMessage, check_parts
+    from backfill.protocol.chat import ChatMessage, check_parts
 
     try:
         parsed = ChatMessage.model_validate(message)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
-from typing import Literal
+from typing import Literal, get_args
 
 from pydantic import BaseModel
 
 from backfill.core.errors import RequestError
-from backfill.protocol.requests import StrictModel
+from backfill.protocol.parsing import StrictModel
+from backfill.protocol.requests import GenerationEndpoint
 
-BATCH_ENDPOINTS = ("/v1/chat/completions", "/v1/completions")
+BATCH_ENDPOINTS: tuple[str, ...] = get_args(GenerationEndpoint)
 UPLOAD_PURPOSES = ("assistants", "batch", "evals", "fine-tune", "user_data", "vision")
 FILE_PURPOSES = (*UPLOAD_PURPOSES, "batch_output")
 DEFAULT_EXPIRY_ANCHOR = "created_at"

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from backfill.core.errors import RequestError
 from backfill.execution.executor import ExecutorInfo
 from backfill.models.generation_config import GenerationDefaults
-from backfill.protocol.requests import GenerationBody, GenerationFields
+from backfill.protocol.generation_fields import GenerationFields
+from backfill.protocol.requests import GenerationBody
 from backfill.protocol.response_size import MAX_RESPONSE_TOKENS, bounded_max_tokens
 
 # A warning names so many fields, so much of each: it becomes a header.
@@ -78,7 +79,7 @@ class BodyCheck:
         prompts = body.token_prompts
         max_model_len = sys.maxsize if self.info is None else self.info.max_model_len
         max_tokens = bounded_max_tokens(
-            body.asked_max_tokens,
+            body.requested_max_tokens,
             max(1, max_model_len - max(map(len, prompts), default=1)),
             num_choices=body.num_prompts * body.num_choices,
             num_logprobs=body.num_logprobs,
@@ -101,7 +102,7 @@ class BodyCheck:
 
 
 def _has_empty_slo(body: GenerationFields) -> bool:
-    return body.slo is not None and not body.slo.model_dump(exclude_none=True)
+    return body.slo is not None and not body.slo.as_dict()
 
 
 def _named(name: str, known: Collection[str]) -> str:

@@ -22,19 +22,14 @@ from backfill.execution.executor import ExecutorInfo
 from backfill.generation.tokenizer import Tokenizer
 from backfill.models.generation_config import GenerationDefaults
 from backfill.protocol.body_check import BodyCheck, refuse_unknown_fields, warning_of
-from backfill.protocol.requests import (
-    ChatCompletionRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    GenerationBody,
-    GenerationEndpoint,
-    GenerationFields,
-    Objective,
-    TokenizeRequest,
-    parse_body,
-    parse_generation,
-)
+from backfill.protocol.chat import ChatCompletionRequest
+from backfill.protocol.completion import CompletionRequest
+from backfill.protocol.generation_fields import GenerationFields
+from backfill.protocol.objectives import Objective
+from backfill.protocol.parsing import parse_body
+from backfill.protocol.requests import GenerationBody, GenerationEndpoint, parse_generation
 from backfill.protocol.response_size import MAX_RESPONSE_TOKENS, bounded_max_tokens
+from backfill.protocol.tokenization import DetokenizeRequest, TokenizeRequest
 from backfill.scheduling.objectives import impossible_objectives
 
 TextEndpoint = Literal["/tokenize", "/detokenize"]
@@ -211,7 +206,7 @@ class RequestPreparer:
             context,
             prompts=[body.truncated(token_ids)],
             echoed=[""],
-            max_tokens=body.asked_max_tokens,
+            max_tokens=body.requested_max_tokens,
             num_logprobs=body.num_logprobs,
         )
 
@@ -241,7 +236,7 @@ class RequestPreparer:
             context,
             prompts=prompts,
             echoed=echoed,
-            max_tokens=body.asked_max_tokens,
+            max_tokens=body.requested_max_tokens,
             num_logprobs=body.num_logprobs,
         )
 
@@ -280,7 +275,7 @@ class RequestPreparer:
         self.check_model(body.model)
         if context.is_batch_line:
             body.become_batch_line()
-        body.take_headers(context.headers)
+        body.apply_headers(context.headers)
         body.check()
         if self._is_strict:
             refuse_unknown_fields(body)
