@@ -14,6 +14,7 @@ from unittest.mock import AsyncMock
 import pytest
 
 from backfill import SLO, AsyncLLM, EngineDead, RequestOutput, RequestOutputKind, SamplingParams
+from backfill.core.request import Request
 from backfill.engine.client import EngineClient
 from backfill.engine.messages import Ready
 from backfill.llm import local_engine
@@ -89,9 +90,9 @@ def test_the_class_and_the_objectives_reach_the_engine(
     client, asked = async_llm._engine.client, []
     generate = client.generate
 
-    def note(*args: Any, **fields: Any) -> Any:
-        asked.append((fields["service_class"].value, fields["priority"], fields["slo"]))
-        return generate(*args, **fields)
+    def note(request: Request, **options: Any) -> Any:
+        asked.append((request.service_class.value, request.priority, request.slo))
+        return generate(request, **options)
 
     monkeypatch.setattr(client, "generate", note)
     slo = SLO(ttft_s=50.0, tpot_s=40.0)
@@ -124,7 +125,7 @@ def test_seeds_follow_the_order_of_requests_however_long_they_take_to_prepare(
         if name == "long":
             is_short_prepared.wait(60.0)
         prepared = prepare(*args, **fields)
-        seeds[name] = prepared.choices[0].seed
+        seeds[name] = prepared.generation.samplings[0].seed
         if name == "short":
             is_short_prepared.set()
         return prepared

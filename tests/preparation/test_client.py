@@ -33,7 +33,8 @@ from backfill.preparation.messages import (
     Prepared,
     ToPreparation,
 )
-from backfill.protocol.preparer import EngineFacts, Generation, RequestContext, ServedModel
+from backfill.protocol.generation import Generation
+from backfill.protocol.preparer import EngineFacts, RequestContext, ServedModel
 from tests.jobs.doubles import URL, input_line, input_of
 from tests.preparation.test_line_file import generation_of
 
@@ -76,7 +77,7 @@ async def test_bodies_texts_lines_and_checks(client: PreparationClient, tmp_path
     generation = await client.prepare(
         "/v1/completions", b'{"prompt": "Gravity is", "max_tokens": 3, "n": 2}', CONTEXT
     )
-    assert (len(generation.prompts), generation.num_choices) == (1, 2)
+    assert (len(generation.request.prompts), generation.request.num_choices) == (1, 2)
     assert generation.warning is None
     misspelt = await client.prepare("/v1/completions", b'{"prompt": "x", "max_tokns": 3}', CONTEXT)
     assert misspelt.warning is not None and "max_tokns" in misspelt.warning
@@ -85,7 +86,7 @@ async def test_bodies_texts_lines_and_checks(client: PreparationClient, tmp_path
     assert refused.value.param == "messages"
 
     answer = json.loads(await client.answer("/tokenize", b'{"prompt": "Gravity is"}'))
-    assert answer["tokens"] == generation.prompts[0]
+    assert answer["tokens"] == generation.request.prompts[0]
     text = json.loads(await client.answer("/detokenize", json.dumps({"tokens": answer["tokens"]}).encode()))
     assert text == {"prompt": "Gravity is"}
 
@@ -117,7 +118,7 @@ async def test_a_death_loses_no_job_and_no_line(client: PreparationClient, tmp_p
         read += group
     assert [line.number for line in read] == list(range(1, 41))
     assert all(line.generation is not None for line in read)
-    assert (await body).prompts
+    assert (await body).request.prompts
     assert (await check).total == 40
 
 
@@ -285,5 +286,5 @@ async def test_a_process_that_cannot_be_started_is_tried_again(default_model: Pa
     for file in default_model.iterdir():
         if file.suffix == ".json":
             (tmp_path / file.name).write_bytes(file.read_bytes())
-    assert (await job).prompts
+    assert (await job).request.prompts
     await client.stop()

@@ -12,36 +12,21 @@ from hypothesis import strategies as st
 
 from backfill.core.errors import RequestError
 from backfill.core.request import ServiceClass
-from backfill.core.sampling import SamplingParams
 from backfill.preparation import line_file
 from backfill.preparation.line_file import LineFile
 from backfill.preparation.lines import BadLine, BatchLine
 from backfill.preparation.messages import LineSelection, Position
-from backfill.protocol.preparer import Generation, RequestContext
+from backfill.protocol.generation import Generation
+from backfill.protocol.preparer import RequestContext
 from backfill.protocol.requests import GenerationEndpoint
 from tests.jobs.doubles import URL, input_line, input_of
+from tests.protocol.builders import make_generation
 
 
 def generation_of(context: RequestContext) -> Generation:
-    return Generation(
-        endpoint="/v1/completions",
+    return make_generation(
         response_id=f"cmpl-{context.request_id}",
-        created=0,
-        service_tier="flex",
-        prompts=[[1, 2]],
-        echoed=[""],
-        samplings=[SamplingParams(max_tokens=1)],
-        stop=(),
-        include_stop_str_in_output=False,
-        skip_special_tokens=True,
-        returns_token_ids=False,
-        streams=False,
-        includes_usage=False,
-        usage_on_every_chunk=False,
         service_class=ServiceClass.OFFLINE,
-        priority=0,
-        slo=None,
-        reported_slo=None,
         complete_by_s=context.complete_by_s,
     )
 
@@ -76,7 +61,7 @@ def test_lines_come_in_groups_ready_to_run(tmp_path: Path) -> None:
     assert [[line.number for line in group] for group in groups] == [[1, 2, 3, 4], [5, 7], []]
     for line in groups[0]:
         assert line.generation is not None
-        assert line.generation.complete_by_s == 7.5
+        assert line.generation.request.complete_by_s == 7.5
         assert line.generation.response_id == f"cmpl-{line.request_id}"
         assert line.num_bytes == len(input_line(0))
 

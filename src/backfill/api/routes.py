@@ -98,14 +98,14 @@ async def _generate(request: Request, state: ServerState, endpoint: GenerationEn
             generation = await state.prepare(
                 endpoint, body.raw, _context_of(request), service_class, request.receive
             )
-            place.resize(generation.num_choices, generation.service_class)
+            place.resize(generation.request.num_choices, generation.request.service_class)
             arrived_at_s: float = request.state.arrived_at_s
             waiting = state.shed_or_wait(generation, arrived_at_s)
         except BaseException:
             place.release()
             raise
     if state.metrics is not None:
-        state.metrics.requests.on_accepted(generation.service_class, generation.num_choices)
+        state.metrics.requests.on_accepted(generation.request.service_class, generation.request.num_choices)
     state.num_unanswered += 1
     if generation.warning is not None:
         state.field_warnings.add(generation.warning)

@@ -201,7 +201,6 @@ class Server:
             )
             self.state.preparer = preparer
             self.state.service = CompletionService(
-                self._model,
                 preparer.tokenizer,
                 TextGenerator(self._client, preparer.tokenizer, self.state.metrics.requests),
             )

@@ -16,8 +16,7 @@ import zmq.asyncio
 
 from backfill.core.config import EngineConfig
 from backfill.core.errors import BackfillError, EngineDead, StepFailed
-from backfill.core.request import RequestId, ServiceClass
-from backfill.core.sampling import SamplingParams
+from backfill.core.request import Request, RequestId, ServiceClass
 from backfill.core.slo import SLO
 from backfill.costs.profile import CostProfile
 from backfill.engine.environment import engine_environment
@@ -285,15 +284,8 @@ class EngineClient:
 
     async def generate(
         self,
-        request_id: RequestId,
-        prompt_token_ids: list[int],
-        sampling: SamplingParams,
+        request: Request,
         *,
-        service_class: ServiceClass = ServiceClass.ONLINE,
-        priority: int = 0,
-        arrived_at_s: float | None = None,
-        slo: SLO | None = None,
-        complete_by_s: float | None = None,
         group: Hashable | None = None,
         on_first_token: Callable[[], None] | None = None,
         on_end: Callable[[], None] | None = None,
@@ -309,25 +301,14 @@ class EngineClient:
         """
         if self._commands is None or self.info is None:
             raise EngineDead("The engine is not running; it is being started. Please retry.")
+        request_id = request.request_id
         assert request_id not in self._streams, f"{request_id} is in flight already"
         stream = self._streams[request_id] = _Stream(
-            service_class, request_id if group is None else group, on_first_token, on_end
+            request.service_class, request_id if group is None else group, on_first_token, on_end
         )
         is_over = False
         try:
-            is_sent = self._send(
-                AddRequest(
-                    request_id=request_id,
-                    prompt_token_ids=prompt_token_ids,
-                    sampling=sampling,
-                    service_class=service_class,
-                    priority=priority,
-                    arrived_at_s=time.monotonic() if arrived_at_s is None else arrived_at_s,
-                    slo=slo,
-                    complete_by_s=complete_by_s,
-                )
-            )
-            if not is_sent:
+            if not self._send(AddRequest(request)):
                 is_over = True
                 raise EngineDead("The engine process has ended.")
             while not is_over:

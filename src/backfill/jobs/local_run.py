@@ -274,7 +274,7 @@ class LocalRun:
         self._preparation.configure(EngineFacts.of(ready, self._engine_config.scheduler))
         # Tokens are counted by step: here a prompt is known when its request ends.
         generator = TextGenerator(self._client, tokenizer, NoObserver())
-        self._service = CompletionService(self._model, tokenizer, generator)
+        self._service = CompletionService(tokenizer, generator)
         num_at_once = self._engine_config.scheduler.max_num_seqs
         if self.rates is None:
             now_s = time.monotonic()

@@ -200,7 +200,7 @@ class LLM:
     def _collect(self, requests: Sequence[PreparedRequest], use_tqdm: UseTqdm) -> list[RequestOutput]:
         """The requests' outputs, in their order."""
         arrivals: queue.SimpleQueue[tuple[int, RequestOutput] | None] = queue.SimpleQueue()
-        order = sorted(enumerate(requests), key=lambda numbered: numbered[1].priority)
+        order = sorted(enumerate(requests), key=lambda numbered: numbered[1].generation.priority)
         work = self._loop.submit(_run_all(self._engine, order, self._max_in_flight, arrivals.put))
         work.add_done_callback(lambda _: arrivals.put(None))
         outputs: dict[int, RequestOutput] = {}

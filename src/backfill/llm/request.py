@@ -9,14 +9,13 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
-from backfill.core import sampling
 from backfill.core.config import SchedulerConfig
 from backfill.core.errors import RequestAborted
 from backfill.core.request import ServiceClass
 from backfill.core.slo import SLO
 from backfill.costs.profile import CostProfile
 from backfill.execution.executor import ExecutorInfo
-from backfill.generation.generator import GenerationRequest, TextDelta, TextGenerator, merge
+from backfill.generation.generator import GenerationRequest, TextDelta, TextGenerator
 from backfill.generation.tokenizer import Tokenizer
 from backfill.llm.errors import InvalidRequest
 from backfill.llm.inputs import PromptInput
@@ -32,19 +31,14 @@ class PreparedRequest:
     """A request that the engine can serve.
 
     Attributes:
-        choices: sampling of each of its outputs.
+        prompt: its text; None where token ids were given.
         arrived_at_s: on the monotonic clock.
     """
 
     request_id: str
     prompt: str | None
-    prompt_token_ids: list[int]
-    params: SamplingParams
-    choices: list[sampling.SamplingParams]
+    generation: GenerationRequest
     output_kind: RequestOutputKind
-    service_class: ServiceClass
-    priority: int = 0
-    slo: SLO | None = None
     arrived_at_s: float = field(default_factory=time.monotonic)
 
 
@@ -130,18 +124,21 @@ class Preparer:
             )
         self._check_slo(slo, service_class, len(token_ids))
         choices = params.choices(max(1, self._info.max_model_len - len(token_ids)), seed)
-        for choice in choices:
-            self._info.check_request(token_ids, choice)
+        self._info.check_request(token_ids, choices[0])  # the others differ in their seeds alone
         return PreparedRequest(
             request_id=request_id,
             prompt=prompt.text,
-            prompt_token_ids=token_ids,
-            params=params,
-            choices=choices,
+            generation=GenerationRequest(
+                prompts=[token_ids],
+                samplings=choices,
+                stop=params.stop_strings,
+                include_stop_str_in_output=params.include_stop_str_in_output,
+                skip_special_tokens=params.skip_special_tokens,
+                service_class=service_class,
+                priority=priority,
+                slo=slo,
+            ),
             output_kind=output_kind or params.output_kind,
-            service_class=service_class,
-            priority=priority,
-            slo=slo,
         )
 
     def _check_slo(self, slo: SLO | None, service_class: ServiceClass, num_prompt_tokens: int) -> None:
@@ -187,7 +184,8 @@ async def run_request(
     kind = request.output_kind
     try:
         handle.check()
-        async with aclosing(merge([generator.stream(each) for each in _choices(request, handle)])) as deltas:
+        stream = generator.stream(request.generation, arrived_at_s=request.arrived_at_s, group=handle)
+        async with aclosing(stream) as deltas:
             async for index, delta in deltas:
                 handle.check()  # aborted before the client had all choices
                 answer.add(index, delta)
@@ -203,34 +201,15 @@ async def run_request(
         yield answer.so_far()
 
 
-def _choices(request: PreparedRequest, group: AbortHandle) -> list[GenerationRequest]:
-    params = request.params
-    return [
-        GenerationRequest(
-            prompt_token_ids=request.prompt_token_ids,
-            sampling=choice,
-            stop=params.stop_strings,
-            include_stop_str_in_output=params.include_stop_str_in_output,
-            skip_special_tokens=params.skip_special_tokens,
-            service_class=request.service_class,
-            priority=request.priority,
-            slo=request.slo,
-            arrived_at_s=request.arrived_at_s,
-            group=group,
-        )
-        for choice in request.choices
-    ]
-
-
 class _Answer:
     """A request's outputs while they grow."""
 
     def __init__(self, request: PreparedRequest, tokenizer: Tokenizer) -> None:
         self._request = request
         self._tokenizer = tokenizer
-        wants_logprobs = request.params.logprobs is not None
         self._outputs = [
-            OutputSoFar(index, [] if wants_logprobs else None) for index in range(len(request.choices))
+            OutputSoFar(index, None if sampling.num_logprobs is None else [])
+            for index, sampling in enumerate(request.generation.samplings)
         ]
         self._first_token_at_s: float | None = None
         self._last_token_at_s: float | None = None
@@ -263,7 +242,7 @@ class _Answer:
         return RequestOutput(
             request_id=self._request.request_id,
             prompt=self._request.prompt,
-            prompt_token_ids=self._request.prompt_token_ids,
+            prompt_token_ids=self._request.generation.prompts[0],
             outputs=[output.completion() for output in outputs],
             finished=all(output.finish_reason is not None for output in self._outputs),
             metrics=RequestMetrics(

@@ -45,12 +45,8 @@ from backfill.preparation.messages import (
     error_of_fault,
 )
 from backfill.preparation.process import run_preparation_process
-from backfill.protocol.preparer import (
-    EngineFacts,
-    Generation,
-    RequestContext,
-    TextEndpoint,
-)
+from backfill.protocol.generation import Generation
+from backfill.protocol.preparer import EngineFacts, RequestContext, TextEndpoint
 from backfill.protocol.requests import GenerationEndpoint
 
 logger = logging.getLogger(__name__)

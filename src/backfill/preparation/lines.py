@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from backfill.protocol.batches import BATCH_ENDPOINTS
-from backfill.protocol.preparer import Generation
+from backfill.protocol.generation import Generation
 
 MAX_CUSTOM_ID_BYTES = 512
 

@@ -47,7 +47,8 @@ from backfill.preparation.messages import (
     fault_of,
 )
 from backfill.preparation.validation import InputCheck
-from backfill.protocol.preparer import Generation, RequestContext, RequestPreparer
+from backfill.protocol.generation import Generation
+from backfill.protocol.preparer import RequestContext, RequestPreparer
 from backfill.protocol.requests import GenerationEndpoint
 
 logger = logging.getLogger(__name__)
