@@ -23,14 +23,15 @@ from backfill.preparation.line_file import LineFile
 from backfill.preparation.lines import BadLine, BatchLine
 from backfill.preparation.messages import (
     InputLimits,
+    Job,
     JobBegun,
+    JobDone,
     LineSelection,
     LinesRead,
     Loaded,
     Position,
     PreparationSetup,
     PrepareBody,
-    Prepared,
     ToPreparation,
 )
 from backfill.protocol.generation import Generation
@@ -136,7 +137,7 @@ class DyingClient:
             self.file.position = before
             self.num_deaths += 1
             raise PreparationDied("over line 3")
-        return LinesRead(0, lines, self.file.position)
+        return LinesRead(lines, self.file.position)
 
     def move(self, reader_id: int, lines: PreparedLines) -> None:
         self.file.position = lines.position
@@ -150,7 +151,7 @@ class DyingClient:
 
 
 async def _read(file: LineFile, max_lines: int) -> LinesRead:
-    return LinesRead(0, file.read(max_lines), file.position)
+    return LinesRead(file.read(max_lines), file.position)
 
 
 async def test_a_line_that_ends_the_process_costs_no_other(tmp_path: Path) -> None:
@@ -184,13 +185,13 @@ class Child:
 
     def send(self, data: bytes) -> bool:
         message = msgspec.msgpack.decode(data, type=ToPreparation)
-        if isinstance(message, PrepareBody):
+        if isinstance(message, Job) and isinstance(message.work, PrepareBody):
             self.lives[-1].append(message.job_id)
             self._report(JobBegun(message.job_id))
-            if Child.poison(message):
+            if Child.poison(message.work):
                 asyncio.get_running_loop().call_later(0.01, self._reports.put_nowait, None)
             else:
-                answer = Prepared(message.job_id, generation_of(message.context))
+                answer = JobDone(message.job_id, generation_of(message.work.context))
                 asyncio.get_running_loop().call_later(0.02, self._report, answer)
         return True
 
@@ -222,7 +223,7 @@ def lone_client() -> PreparationClient:
 async def test_a_body_that_ends_the_process_is_found_and_costs_no_other(
     children: type[Child], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Child, "poison", lambda job: job.body == b"poison")
+    monkeypatch.setattr(Child, "poison", lambda work: work.body == b"poison")
     client = lone_client()
     client.start()
     bodies = [b"a", b"poison", b"b", b"c"]

@@ -19,19 +19,16 @@ from backfill.preparation.lines import BatchLine
 from backfill.preparation.messages import (
     START,
     AnswerBody,
-    Answered,
     CancelCheck,
     CheckInput,
     CloseLines,
     Configure,
+    Failure,
     FromPreparation,
-    InputChecked,
     InputLimits,
     InputReport,
     Job,
     JobBegun,
-    JobDone,
-    JobFailed,
     LineSelection,
     LinesRead,
     Loaded,
@@ -39,10 +36,11 @@ from backfill.preparation.messages import (
     Position,
     PreparationSetup,
     PrepareBody,
-    Prepared,
     ReadLines,
+    Result,
     ToPreparation,
-    error_of_fault,
+    Work,
+    exception_of,
 )
 from backfill.preparation.process import run_preparation_process
 from backfill.protocol.generation import Generation
@@ -62,7 +60,7 @@ _LONGEST_RESTART_S = 10.0
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[FromPreparation] = msgspec.msgpack.Decoder(FromPreparation)
 
-Done = TypeVar("Done", bound=JobDone)
+Wanted = TypeVar("Wanted", bound=Result)
 
 
 class PreparationDied(BackfillError):
@@ -81,7 +79,7 @@ class _PendingJob:
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        self.done: asyncio.Future[JobDone] = asyncio.get_running_loop().create_future()
+        self.done: asyncio.Future[Result | Failure] = asyncio.get_running_loop().create_future()
         self.is_sent = self.has_begun = self.is_suspect = False
 
 
@@ -166,23 +164,17 @@ class PreparationClient:
 
         Raises: RequestError, NotReady while no process can be started, PreparationDied.
         """
-        job = PrepareBody(next(self._ids), endpoint, body, context)
         async with self._bodies[service_class]:
-            return (await self._ask(job, Prepared)).generation
+            return await self._ask(PrepareBody(endpoint, body, context), Generation)
 
     async def answer(self, endpoint: TextEndpoint, body: bytes) -> bytes:
         """The JSON answer of ``/tokenize`` or ``/detokenize``. Raises: as ``prepare``."""
         async with self._bodies[ServiceClass.ONLINE]:
-            return (await self._ask(AnswerBody(next(self._ids), endpoint, body), Answered)).body
+            return await self._ask(AnswerBody(endpoint, body), bytes)
 
     async def check_input(self, path: str, limits: InputLimits) -> InputReport:
         """What is in a file. Cancelled, it stops reading. Raises: OSError, PreparationDied."""
-        job = CheckInput(next(self._ids), path, limits)
-        try:
-            return (await self._ask(job, InputChecked)).report
-        except asyncio.CancelledError:
-            self._send(CancelCheck(job.job_id))
-            raise
+        return await self._ask(CheckInput(path, limits), InputReport)
 
     def open_lines(self, selection: LineSelection, position: Position = START) -> PreparedLines:
         """A file's lines from a position on, ready to run. Close it after use."""
@@ -193,7 +185,7 @@ class PreparationClient:
 
     async def read_lines(self, reader_id: int, max_lines: int) -> LinesRead:
         """For PreparedLines. Raises: BadLine, OSError, PreparationDied."""
-        return await self._ask(ReadLines(next(self._ids), reader_id, max_lines), LinesRead)
+        return await self._ask(ReadLines(reader_id, max_lines), LinesRead)
 
     def move(self, reader_id: int, lines: PreparedLines) -> None:
         """For PreparedLines: go on at its position."""
@@ -204,21 +196,26 @@ class PreparationClient:
         del self._lines[reader_id]
         self._send(CloseLines(reader_id))
 
-    async def _ask(self, job: Job, answer: type[Done]) -> Done:
+    async def _ask(self, work: Work, kind: type[Wanted]) -> Wanted:
         if self._num_failed_launches >= _MAX_FAILED_LAUNCHES:
             raise NotReady("The server cannot prepare requests at the moment. Please retry.")
+        job = Job(next(self._ids), work)
         pending = self._jobs[job.job_id] = _PendingJob(job)
         self._is_needed.set()
         self._send_jobs()
         try:
-            done = await pending.done
+            result = await pending.done
+        except asyncio.CancelledError:
+            if isinstance(work, CheckInput):
+                self._send(CancelCheck(job.job_id))
+            raise
         finally:
             self._jobs.pop(job.job_id, None)
             self._send_jobs()  # it may have been the one that had to be alone
-        if isinstance(done, JobFailed):
-            raise error_of_fault(done.fault)
-        assert isinstance(done, answer)
-        return done
+        if isinstance(result, Failure):
+            raise exception_of(result)
+        assert isinstance(result, kind)
+        return result
 
     def _send_jobs(self) -> None:
         """Give the process what it may have: everything, or one suspect at a time."""
@@ -245,8 +242,8 @@ class PreparationClient:
             first = await child.receive()
             loaded = Loaded("The preparation process ended.") if first is None else _decoder.decode(first)
             assert isinstance(loaded, Loaded)
-            if loaded.fault is not None:
-                raise BackfillError(loaded.fault)
+            if loaded.error is not None:
+                raise BackfillError(loaded.error)
         except BaseException:
             await child.close()
             raise
@@ -286,7 +283,7 @@ class PreparationClient:
         if isinstance(message, JobBegun):
             pending.has_begun = True
         else:
-            pending.done.set_result(message)
+            pending.done.set_result(message.result)
 
     def _find_suspects(self) -> None:
         """After a death: those the process worked on may be the reason; one that was alone is."""

@@ -15,8 +15,8 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 from backfill.core.errors import BackfillError
 from backfill.core.heap import freeze_heap
@@ -25,35 +25,32 @@ from backfill.preparation.line_file import LineFile
 from backfill.preparation.messages import (
     START,
     AnswerBody,
-    Answered,
     Bug,
     CancelCheck,
     CheckInput,
     CloseLines,
     Configure,
     FromPreparation,
-    InputChecked,
+    InputReport,
+    Job,
     JobBegun,
     JobDone,
-    JobFailed,
     LinesRead,
     Loaded,
     OpenLines,
     PreparationSetup,
     PrepareBody,
-    Prepared,
     ReadLines,
+    Result,
     ToPreparation,
-    fault_of,
+    failure_of,
 )
 from backfill.preparation.validation import InputCheck
 from backfill.protocol.generation import Generation
-from backfill.protocol.preparer import RequestContext, RequestPreparer
+from backfill.protocol.preparer import RequestContext, RequestPreparer, TextEndpoint
 from backfill.protocol.requests import GenerationEndpoint
 
 logger = logging.getLogger(__name__)
-
-AnyJob = TypeVar("AnyJob", PrepareBody, AnswerBody, ReadLines, CheckInput)
 
 # So that a small body does not wait for a large one's end: encoding releases the interpreter's lock.
 _NUM_BODY_THREADS = 2
@@ -106,35 +103,34 @@ class Preparation:
                     self._files.pop(reader_id, None)
                 case CancelCheck(job_id):
                     self._wanted_checks.discard(job_id)
-                case PrepareBody():
-                    self._begin(self._bodies, message, self._prepare)
-                case AnswerBody():
-                    self._begin(self._bodies, message, self._answer)
-                case ReadLines():
-                    self._begin(self._lines, message, self._read)
-                case CheckInput():
-                    self._wanted_checks.add(message.job_id)
-                    self._begin(self._checks, message, self._check)
+                case Job(_, PrepareBody(endpoint, body, context)):
+                    self._begin(
+                        self._bodies, message, partial(self._prepare_in_time, endpoint, body, context)
+                    )
+                case Job(_, AnswerBody(endpoint, body)):
+                    self._begin(self._bodies, message, partial(self._answer_in_time, endpoint, body))
+                case Job(_, ReadLines() as wanted):
+                    self._begin(self._lines, message, partial(self._read, wanted))
+                case Job(job_id, CheckInput() as wanted):
+                    self._wanted_checks.add(job_id)
+                    self._begin(self._checks, message, partial(self._check, job_id, wanted))
 
-    def _begin(self, pool: ThreadPoolExecutor, job: AnyJob, work: Callable[[AnyJob], JobDone]) -> None:
+    def _begin(self, pool: ThreadPoolExecutor, job: Job, work: Callable[[], Result]) -> None:
         def run() -> None:
             self._channel.send(JobBegun(job.job_id))
             try:
-                self._channel.send(work(job))
+                self._channel.send(JobDone(job.job_id, work()))
             except Exception as error:
-                fault = fault_of(error)
-                if isinstance(fault, Bug):
-                    logger.exception("a %s failed", type(job).__name__)
-                self._channel.send(JobFailed(job.job_id, fault))
+                failure = failure_of(error)
+                if isinstance(failure, Bug):
+                    logger.exception("a %s failed", type(job.work).__name__)
+                self._channel.send(JobDone(job.job_id, failure))
 
         pool.submit(run)
 
-    def _prepare(self, job: PrepareBody) -> Prepared:
-        return Prepared(job.job_id, self._prepare_in_time(job.endpoint, job.body, job.context))
-
-    def _answer(self, job: AnswerBody) -> Answered:
+    def _answer_in_time(self, endpoint: TextEndpoint, body: bytes) -> bytes:
         with self._in_time():
-            return Answered(job.job_id, self._preparer.answer(job.endpoint, job.body))
+            return self._preparer.answer(endpoint, body)
 
     def _prepare_in_time(
         self, endpoint: GenerationEndpoint, body: bytes, context: RequestContext
@@ -159,17 +155,17 @@ class Preparation:
             faulthandler.dump_traceback()
             os._exit(1)
 
-    def _read(self, job: ReadLines) -> LinesRead:
-        file = self._files.get(job.reader_id)
+    def _read(self, wanted: ReadLines) -> LinesRead:
+        file = self._files.get(wanted.reader_id)
         if file is None:  # closed meanwhile: nobody waits for them
-            return LinesRead(job.job_id, [], START)
-        return LinesRead(job.job_id, file.read(job.max_lines), file.position)
+            return LinesRead([], START)
+        return LinesRead(file.read(wanted.max_lines), file.position)
 
-    def _check(self, job: CheckInput) -> InputChecked:
+    def _check(self, job_id: int, wanted: CheckInput) -> InputReport:
         try:
-            with closing(InputCheck(Path(job.path), job.limits, self._preparer.line_check)) as check:
-                while job.job_id in self._wanted_checks and not check.advance():
+            with closing(InputCheck(Path(wanted.path), wanted.limits, self._preparer.line_check)) as check:
+                while job_id in self._wanted_checks and not check.advance():
                     pass
         finally:
-            self._wanted_checks.discard(job.job_id)
-        return InputChecked(job.job_id, check.report)
+            self._wanted_checks.discard(job_id)
+        return check.report

@@ -9,7 +9,7 @@ from backfill.generation.generator import GenerationRequest
 from backfill.protocol.requests import GenerationEndpoint
 
 
-class Generation(msgspec.Struct, frozen=True, kw_only=True):
+class Generation(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """What the engine runs, and how the response reports it.
 
     Attributes:
