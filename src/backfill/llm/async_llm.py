@@ -7,21 +7,17 @@ import itertools
 import weakref
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from contextlib import aclosing
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
 from backfill.core.request import ServiceClass
 from backfill.core.slo import SLO
-from backfill.execution.executor import ExecutorInfo
+from backfill.llm.base import BaseLLM
 from backfill.llm.errors import InvalidRequest, in_library_terms
 from backfill.llm.inputs import Conversation, Prompt, PromptInput, parse_conversation, parse_prompt
-from backfill.llm.local_engine import LocalEngine
-from backfill.llm.options import parse_engine_options, resolve_options, signature_with_options
 from backfill.llm.outputs import RequestOutput
 from backfill.llm.request import AbortHandle, PreparedRequest, Preparer
 from backfill.llm.sampling_params import SamplingParams
-from backfill.models.resolve import DEFAULT_MODEL
 
 # Longer texts are tokenized in a thread: the loop has other requests to serve.
 _MAX_INLINE_CHARS = 4096
@@ -29,7 +25,7 @@ _MAX_INLINE_CHARS = 4096
 ServiceClassName = Literal["online", "offline"]
 
 
-class AsyncLLM:
+class AsyncLLM(BaseLLM):
     """A model in an engine process of its own, for one event loop.
 
     ``async with AsyncLLM(...) as llm`` starts the engine and ends it. Without it the first request starts the
@@ -37,50 +33,14 @@ class AsyncLLM:
 
     Online requests have latency objectives, and offline ones run in what these leave (``policy="slo"``, as a
     server's). An engine that dies fails the requests it had with EngineDead; the next one starts it again.
-
-    Args:
-        model: known name, Hugging Face folder, GGUF file or hub id.
-        revision: branch, tag or commit of a hub model.
-        chat_template: Jinja source, or a file of it, to use instead of the model's.
-        generation_config: "auto" takes sampling defaults from the model, "vllm" does not.
-        seed: of the seeds of requests that bring none: the same requests in the same order get the same.
-        log_level: of the engine process, to standard error.
-        engine_options: fields of ``backfill.engine.options.EngineOptions``.
-    Raises: TypeError for an unknown keyword, InvalidOption for a value that cannot be.
     """
 
-    def __init__(
-        self,
-        model: str = DEFAULT_MODEL,
-        *,
-        revision: str | None = None,
-        chat_template: str | Path | None = None,
-        generation_config: str = "auto",
-        seed: int = 0,
-        log_level: str = "WARNING",
-        **engine_options: Any,
-    ) -> None:
-        with in_library_terms():
-            options = resolve_options(
-                model=model,
-                revision=revision,
-                chat_template=chat_template,
-                generation_config=generation_config,
-                seed=seed,
-                log_level=log_level,
-                engine=parse_engine_options({"policy": "slo", **engine_options}, "AsyncLLM"),
-            )
-        self._engine = LocalEngine(options)
+    _is_offline = False
+
+    def _open(self) -> None:
         self._handles: dict[str, AbortHandle] = {}
         self._request_numbers = itertools.count()
         self._finalizer = weakref.finalize(self, self._engine.abandon)
-
-    __signature__ = signature_with_options(__init__)
-
-    @property
-    def info(self) -> ExecutorInfo | None:
-        """Context length, vocabulary, KV pool and device; None while no engine runs."""
-        return self._engine.info
 
     async def start(self) -> None:
         """Return once the engine is ready; requests do it too. Raises: BackfillError."""

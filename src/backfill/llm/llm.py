@@ -8,12 +8,11 @@ import queue
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from backfill.core.request import ServiceClass
-from backfill.execution.executor import ExecutorInfo
+from backfill.llm.base import BaseLLM
 from backfill.llm.errors import in_library_terms
 from backfill.llm.inputs import (
     Conversation,
@@ -25,18 +24,16 @@ from backfill.llm.inputs import (
 )
 from backfill.llm.local_engine import LocalEngine
 from backfill.llm.loop_thread import LoopThread
-from backfill.llm.options import parse_engine_options, resolve_options, signature_with_options
 from backfill.llm.outputs import RequestOutput
 from backfill.llm.progress import GenerationBar, UseTqdm
 from backfill.llm.request import AbortHandle, PreparedRequest
 from backfill.llm.sampling_params import RequestOutputKind, SamplingParams
-from backfill.models.resolve import DEFAULT_MODEL
 
 # Requests with the engine at once, in steps' worth: the next are there when some end.
 _STEPS_AHEAD = 2
 
 
-class LLM:
+class LLM(BaseLLM):
     """A model in an engine process of its own, for whoever waits for outputs.
 
     Its requests are of the offline class: nobody waits for a single token, so steps are as large as they can
@@ -47,35 +44,13 @@ class LLM:
     ``close``, the end of a ``with`` block, garbage collection and the interpreter's exit end it. A forked
     process cannot use it, and gets EngineDead.
 
-    Args: as those of ``AsyncLLM``.
-    Raises: TypeError for an unknown keyword, InvalidOption for a value that cannot be, ModelError, and
-        BackfillError with the reason when the engine cannot start.
+    Raises: ModelError, and BackfillError with the reason when the engine cannot start.
     """
 
-    def __init__(
-        self,
-        model: str = DEFAULT_MODEL,
-        *,
-        revision: str | None = None,
-        chat_template: str | Path | None = None,
-        generation_config: str = "auto",
-        seed: int = 0,
-        log_level: str = "WARNING",
-        **engine_options: Any,
-    ) -> None:
-        with in_library_terms():
-            engine = parse_engine_options(engine_options, "LLM")
-            options = resolve_options(
-                model=model,
-                revision=revision,
-                chat_template=chat_template,
-                generation_config=generation_config,
-                seed=seed,
-                log_level=log_level,
-                engine=engine if "policy" in engine_options else engine.for_offline_work(),
-            )
-        self._engine = LocalEngine(options)
-        self._max_in_flight = _STEPS_AHEAD * options.engine_config.scheduler.max_num_seqs
+    _is_offline = True
+
+    def _open(self) -> None:
+        self._max_in_flight = _STEPS_AHEAD * self._max_num_seqs
         self._loop = LoopThread("backfill-llm")
         self._finalizer = weakref.finalize(self, _end, self._engine, self._loop, os.getpid())
         try:
@@ -83,13 +58,6 @@ class LLM:
         except BaseException:
             self.close()
             raise
-
-    __signature__ = signature_with_options(__init__)
-
-    @property
-    def info(self) -> ExecutorInfo | None:
-        """Context length, vocabulary, KV pool and device; None while no engine runs."""
-        return self._engine.info
 
     def get_tokenizer(self) -> Any:
         """The ``transformers`` tokenizer."""
