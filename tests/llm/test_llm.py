@@ -216,7 +216,7 @@ def test_an_engine_that_dies_fails_the_call_and_is_started_by_the_next(
         generate(llm, [[1000]] * 64, LONG)
     assert llm.info is None
     assert texts(generate(llm, PROMPTS, GREEDY)) == expected
-    assert "the engine has died and is started again" in caplog.text
+    assert "the engine has died and is restarted" in caplog.text
 
 
 def test_a_closed_one_says_so(small_model: Path) -> None:

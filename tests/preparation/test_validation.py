@@ -194,8 +194,8 @@ def test_a_long_line_hides_no_other(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "part"),
     [
-        (b'{"body": {"temperature": NaN}}', "NaN is no number in JSON (byte 25)"),
-        (b'{"body": {"temperature": -Infinity}}', "Infinity is no number in JSON"),
+        (b'{"body": {"temperature": NaN}}', "NaN is not a number in JSON (byte 25)"),
+        (b'{"body": {"temperature": -Infinity}}', "Infinity is not a number in JSON"),
         (b'{"body": {"a": 1,}}', "trailing comma in object (byte 17)"),
         (b'{"bo', "ends too early"),
         ("{}".encode("utf-16"), "UTF-16"),

@@ -1,4 +1,4 @@
-"""Which objectives are refused at the door."""
+"""Which objectives are refused before the request is queued."""
 
 from __future__ import annotations
 

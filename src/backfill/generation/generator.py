@@ -1,4 +1,4 @@
-"""One request's text, from the engine's tokens."""
+"""A request's stream of text, from the engine's tokens."""
 
 from __future__ import annotations
 
@@ -62,10 +62,10 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """What one token added to the output.
+    """The text of one output token.
 
     ``text`` is empty while a character or a stop string is incomplete. ``waited_s`` is the time since the
-    request's arrival for its first token, since the token before for the others.
+    previous token, and for the first token since the request's arrival.
     """
 
     text: str
@@ -78,7 +78,7 @@ class TextDelta:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestRecord:
-    """A request that ended, for metrics. Instants are on the machine's monotonic clock."""
+    """A finished request, for metrics. Instants are on the monotonic clock."""
 
     service_class: ServiceClass
     slo: SLO | None
@@ -95,7 +95,7 @@ class RequestRecord:
 
 
 class Observer(Protocol):
-    """Told of every token and every ended request."""
+    """Notified of every token and every finished request."""
 
     def on_first_token(
         self, service_class: ServiceClass, since_arrival_s: float, slo: SLO | None
@@ -105,7 +105,7 @@ class Observer(Protocol):
 
 
 class NoObserver:
-    """An Observer where nobody counts requests."""
+    """An Observer that does nothing."""
 
     def on_first_token(
         self, service_class: ServiceClass, since_arrival_s: float, slo: SLO | None
@@ -224,13 +224,13 @@ def _delta(
 
 
 class _Timeline:
-    """When a request's tokens came; reports them to the observer."""
+    """Records when a request's tokens arrive, and notifies the observer."""
 
     def __init__(self, request: Request, observer: Observer) -> None:
         self.request = request
         self.num_tokens = 0
-        self.waited_s = 0.0  # for the last token
-        self.finish_reason = FinishReason.ABORT  # until the output ends in another way
+        self.waited_s = 0.0  # of the last token
+        self.finish_reason = FinishReason.ABORT  # unless the output ends otherwise
         self._observer = observer
         self._first_token_at_s: float | None = None
         self._last_token_at_s: float | None = None
@@ -238,7 +238,7 @@ class _Timeline:
         self._last_output: TokenOutput | None = None
 
     async def watch(self, outputs: AsyncGenerator[TokenOutput, None]) -> AsyncGenerator[TokenOutput, None]:
-        """Pass outputs on, and raise those that refuse the request."""
+        """Yield the outputs. Raises: BackfillError for one that refuses the request."""
         async with aclosing(outputs):
             async for output in outputs:
                 self._last_output = output
@@ -284,9 +284,9 @@ class _Timeline:
 async def merge(
     streams: Sequence[AsyncGenerator[TextDelta, None]],
 ) -> AsyncGenerator[tuple[int, TextDelta], None]:
-    """Interleave streams as their deltas come, each with its stream's index.
+    """Yield the deltas of all streams as they arrive, each with its stream's index.
 
-    If one raises, the others are closed and the error goes on to the caller.
+    If a stream raises, the others are closed and the error is raised here.
     """
     if len(streams) == 1:
         async with aclosing(streams[0]) as only:

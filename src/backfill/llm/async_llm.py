@@ -1,4 +1,4 @@
-"""The engine for asyncio programs: streams of both service classes, side by side."""
+"""The library for asyncio programs: streams of both service classes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from backfill.llm.outputs import RequestOutput
 from backfill.llm.request import AbortHandle, PreparedRequest, Preparer
 from backfill.llm.sampling_params import SamplingParams
 
-# Longer texts are tokenized in a thread: the loop has other requests to serve.
+# Longer texts are tokenized in a thread, so that the loop can serve other requests.
 _MAX_INLINE_CHARS = 4096
 
 ServiceClassName = Literal["online", "offline"]
@@ -28,11 +28,12 @@ ServiceClassName = Literal["online", "offline"]
 class AsyncLLM(BaseLLM):
     """A model in an engine process of its own, for one event loop.
 
-    ``async with AsyncLLM(...) as llm`` starts the engine and ends it. Without it the first request starts the
+    ``async with AsyncLLM(...) as llm`` starts the engine and ends it. Otherwise the first request starts the
     engine, and ``await llm.shutdown()`` ends it.
 
-    Online requests have latency objectives, and offline ones run in what these leave (``policy="slo"``, as a
-    server's). An engine that dies fails the requests it had with EngineDead; the next one starts it again.
+    Online requests have latency objectives; offline requests use the capacity that online ones leave
+    (``policy="slo"``, as in the server). When the engine dies, its requests raise EngineDead, and the next
+    request starts it again.
     """
 
     _is_offline = False
@@ -43,7 +44,7 @@ class AsyncLLM(BaseLLM):
         self._finalizer = weakref.finalize(self, self._engine.abandon)
 
     async def start(self) -> None:
-        """Return once the engine is ready; requests do it too. Raises: BackfillError."""
+        """Start the engine and wait until it is ready, as the first request does. Raises: BackfillError."""
         await self._engine.start()
 
     async def get_tokenizer(self) -> Any:
@@ -52,12 +53,12 @@ class AsyncLLM(BaseLLM):
         return self._engine.loaded.tokenizer.wrapped
 
     async def get_default_sampling_params(self) -> SamplingParams:
-        """Those of requests that bring none: what the model recommends, 16 tokens."""
+        """Sampling of requests without ``sampling_params``: the model's recommendation, and 16 tokens."""
         await self.start()
         return self._engine.loaded.default_params
 
     async def shutdown(self) -> None:
-        """End the engine. Requests in flight get EngineDead, and so do later ones."""
+        """End the engine. Requests in flight and later ones raise EngineDead."""
         await self._engine.close()
         self._finalizer.detach()
 
@@ -82,17 +83,17 @@ class AsyncLLM(BaseLLM):
         priority: int = 0,
         slo: SLO | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Yield outputs as tokens come; each holds the whole text so far, unless ``output_kind`` says else.
+        """Yield outputs as tokens arrive. Each holds the whole text so far, unless ``output_kind`` differs.
 
         Closing the iterator early aborts the request.
 
         Args:
-            request_id: in its outputs, and for ``abort``; one is made up for None.
-            service_class: "online" has objectives, "offline" runs in what online requests leave.
+            request_id: of the outputs, and for ``abort``; None generates one.
+            service_class: "online" has objectives; "offline" uses the capacity that online requests leave.
             priority: lower is sooner, within a class.
             slo: objectives of an online request; None for the engine's.
-        Raises: InvalidRequest, a ValueError, for what can never be served; RequestLost, such as EngineDead,
-            when the engine lost the request.
+        Raises: InvalidRequest, a ValueError, for a request that can never be served; RequestLost, such as
+            EngineDead, if the engine lost the request.
         """
 
         def prompt_of(preparer: Preparer) -> PromptInput:
@@ -115,10 +116,10 @@ class AsyncLLM(BaseLLM):
         priority: int = 0,
         slo: SLO | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """``generate`` for a conversation, written as the model's chat template does.
+        """``generate`` for a conversation, with the model's chat template.
 
         Args:
-            continue_final_message: the last message, the assistant's, is continued.
+            continue_final_message: continue the last message, which must be the assistant's.
             chat_template_kwargs: variables of the template.
         """
 
@@ -138,11 +139,11 @@ class AsyncLLM(BaseLLM):
             service_class=service_class,
             priority=priority,
             slo=slo,
-            add_special_tokens=False,  # the template wrote them
+            add_special_tokens=False,  # the template writes them
         )
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
-        """End requests: each yields a last output, of finish reason "abort". Unknown ids are ignored."""
+        """Abort requests: each yields a last output with finish reason "abort". Unknown ids are ignored."""
         for each in [request_id] if isinstance(request_id, str) else request_id:
             handle = self._handles.get(each)
             if handle is not None:
@@ -167,7 +168,7 @@ class AsyncLLM(BaseLLM):
             await self.start()
             with in_library_terms():
                 prompt = prompt_of(self._engine.preparer)
-                seed = self._engine.preparer.next_seed()  # now: a long prompt is prepared later than the next
+                seed = self._engine.preparer.next_seed()  # here, in the order of requests
 
                 def prepare() -> PreparedRequest:
                     return self._engine.preparer.prepare(

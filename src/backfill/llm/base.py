@@ -1,4 +1,4 @@
-"""What ``LLM`` and ``AsyncLLM`` share: how an engine is chosen and described."""
+"""What ``LLM`` and ``AsyncLLM`` share: their options and the engine they own."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from backfill.models.resolve import DEFAULT_MODEL
 class BaseLLM:
     """A model in an engine process of its own."""
 
-    _is_offline: ClassVar[bool]  # no online requests: there are no objectives to keep
+    _is_offline: ClassVar[bool]  # it has no online requests, so there are no objectives to meet
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""One prompt on its way: checked and tokenized, then run until its outputs are whole."""
+"""The life of a request: it is checked and tokenized, then run until its outputs are finished."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _MAX_PRIORITY = 2**31 - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedRequest:
-    """A request that the engine can serve.
+    """A checked and tokenized request, which the engine can serve.
 
     Attributes:
-        prompt: its text; None where token ids were given.
+        prompt: the prompt's text; None if token ids were given.
         arrived_at_s: on the monotonic clock.
     """
 
@@ -43,14 +43,15 @@ class PreparedRequest:
 
 
 class Preparer:
-    """Checks prompts and tokenizes them. Its methods may be called from any thread, but ``next_seed``.
+    """Checks and tokenizes prompts. All methods but ``next_seed`` may be called from any thread.
+
+    All methods raise RequestError for a request that can never be served.
 
     Attributes:
-        profile: what steps cost, as the engine predicts them now; None where it does not.
+        profile: predicts step times, as the engine does now; None if unknown.
 
     Args:
-        seed: of ``next_seed``.
-    Raises, of all methods: RequestError for a request that can never be served.
+        seed: for ``next_seed``.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class Preparer:
         self._seeds = random.Random(seed)
 
     def next_seed(self) -> int:
-        """For the next request; called in the order of the requests, which may be prepared in another."""
+        """A seed for the next request. Called in the order of the requests; ``prepare`` may not be."""
         return self._seeds.getrandbits(62)
 
     def render_chat(
@@ -106,8 +107,8 @@ class Preparer:
     ) -> PreparedRequest:
         """
         Args:
-            seed: where ``params`` brings none.
-            output_kind: None for what ``params`` asks for.
+            seed: used if ``params`` sets none.
+            output_kind: overrides that of ``params``; None keeps it.
         """
         if not isinstance(params, SamplingParams):
             raise InvalidRequest(
@@ -142,7 +143,7 @@ class Preparer:
         )
 
     def _check_slo(self, slo: SLO | None, service_class: ServiceClass, num_prompt_tokens: int) -> None:
-        """Refuse objectives that no run of the request can meet, as far as the profile is certain of it."""
+        """Refuse objectives that the request cannot meet even when it runs alone, if the profile is sure."""
         if slo is None:
             return
         if not isinstance(slo, SLO) or not (slo.ttft_s > 0 and slo.tpot_s > 0):
@@ -161,7 +162,7 @@ class Preparer:
 
 @dataclass(eq=False, slots=True)
 class AbortHandle:
-    """Whether a request was aborted; the group of its choices in the engine's client."""
+    """Whether a request was aborted. It also is the group of the request's choices in the engine's client."""
 
     is_aborted: bool = False
 
@@ -173,36 +174,36 @@ class AbortHandle:
 async def run_request(
     request: PreparedRequest, generator: TextGenerator, tokenizer: Tokenizer, handle: AbortHandle
 ) -> AsyncGenerator[RequestOutput, None]:
-    """Yield outputs of its kind, the last one finished.
+    """Yield outputs of the request's ``output_kind``; the last one is finished.
 
-    Closing the iterator aborts the request. Once the handle is aborted, outputs that are not whole end with
-    the reason "abort".
+    Closing the iterator aborts the request. When the handle is aborted, unfinished outputs end with finish
+    reason "abort".
 
-    Raises: RequestLost when the engine lost it.
+    Raises: RequestLost if the engine lost the request.
     """
-    answer = _Answer(request, tokenizer)
+    outputs = _Outputs(request, tokenizer)
     kind = request.output_kind
     try:
         handle.check()
         stream = generator.stream(request.generation, arrived_at_s=request.arrived_at_s, group=handle)
         async with aclosing(stream) as deltas:
             async for index, delta in deltas:
-                handle.check()  # aborted before the client had all choices
-                answer.add(index, delta)
+                handle.check()  # it may have been aborted before the client had all choices
+                outputs.add(index, delta)
                 if kind is RequestOutputKind.CUMULATIVE:
-                    yield answer.so_far()
+                    yield outputs.so_far()
                 elif kind is RequestOutputKind.DELTA:
-                    yield answer.taken(index)
+                    yield outputs.take_delta(index)
     except RequestAborted:
-        answer.abort()
-        yield answer.so_far()
+        outputs.abort()
+        yield outputs.so_far()
         return
     if kind is RequestOutputKind.FINAL_ONLY:
-        yield answer.so_far()
+        yield outputs.so_far()
 
 
-class _Answer:
-    """A request's outputs while they grow."""
+class _Outputs:
+    """A request's outputs as they grow."""
 
     def __init__(self, request: PreparedRequest, tokenizer: Tokenizer) -> None:
         self._request = request
@@ -232,8 +233,8 @@ class _Answer:
     def so_far(self) -> RequestOutput:
         return self._with(self._outputs)
 
-    def taken(self, index: int) -> RequestOutput:
-        """What one output has gained since this was called for it before."""
+    def take_delta(self, index: int) -> RequestOutput:
+        """What one output has gained since the previous call for it."""
         taken = self._with(self._outputs[index : index + 1])
         self._outputs[index].forget_tokens()
         return taken

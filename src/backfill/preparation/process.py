@@ -1,7 +1,7 @@
-"""The preparation process: everything that would hold up the server's event loop for long.
+"""The preparation process: work that would block the server's event loop for too long.
 
-A thread of its own for each kind of job, so that none waits for another's: bodies of online requests,
-lines of batches, checks of input files. A disk that hangs stops the last two only.
+Bodies of online requests, lines of batches and checks of input files have threads of their own, so that no
+kind waits for another. A disk that hangs blocks the last two only.
 """
 
 from __future__ import annotations
@@ -52,16 +52,16 @@ from backfill.protocol.requests import GenerationEndpoint
 
 logger = logging.getLogger(__name__)
 
-# So that a small body does not wait for a large one's end: encoding releases the interpreter's lock.
+# Two, so that a small body need not wait for a large one: encoding releases the interpreter's lock.
 _NUM_BODY_THREADS = 2
-# A body or a line takes seconds at the most. What takes longer hangs, and only the process's end stops it.
+# A body or line takes seconds at most. One that takes longer hangs, and only ending the process stops it.
 _MAX_WORK_S = 60.0
 
 
 def run_preparation_process(setup: PreparationSetup, commands_url: str, reports_url: str) -> None:
-    """Entry point of the child process. Ends with its parent, or when that kills it."""
+    """Entry point of the child process. It ends when its parent ends or kills it."""
     logging.basicConfig(level=setup.log_level, format="%(asctime)s %(levelname)s preparation: %(message)s")
-    # One text is encoded by one thread: a pool of them for a line would fight with the engine's.
+    # Encode a text in one thread: a pool of threads would compete with the engine's.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     with open_channel("backfill-prep", ToPreparation, commands_url, reports_url) as channel:
         try:
@@ -79,7 +79,7 @@ def run_preparation_process(setup: PreparationSetup, commands_url: str, reports_
 
 
 class Preparation:
-    """Receives jobs and answers each, in whatever order they end."""
+    """Receives jobs and sends their results, in the order in which they end."""
 
     def __init__(self, channel: Channel[ToPreparation, FromPreparation], preparer: RequestPreparer) -> None:
         self._channel = channel
@@ -89,10 +89,10 @@ class Preparation:
         self._checks = ThreadPoolExecutor(1, "checks")
         self._files: dict[int, LineFile] = {}
         self._wanted_checks: set[int] = set()
-        self._working: dict[int, float] = {}  # by thread: since when it prepares one body or line
+        self._working: dict[int, float] = {}  # by thread: when it began the current body or line
 
     def run(self) -> None:
-        """Until the channel is closed."""
+        """Serve until the channel is closed."""
         while (message := self._channel.receive(self._end_if_it_hangs)) is not None:
             match message:
                 case Configure(facts):
@@ -140,7 +140,7 @@ class Preparation:
 
     @contextmanager
     def _in_time(self) -> Iterator[None]:
-        """The process ends where the block takes too long. Waiting for a disk is no work."""
+        """End the process if the block takes too long. It must not wait for a disk."""
         thread = threading.get_ident()
         self._working[thread] = time.monotonic()
         try:
@@ -151,13 +151,13 @@ class Preparation:
     def _end_if_it_hangs(self) -> None:
         since_s = min(self._working.copy().values(), default=math.inf)
         if time.monotonic() - since_s > _MAX_WORK_S:
-            logger.error("a body or line takes over %.0f s; the process ends. It was at:", _MAX_WORK_S)
+            logger.error("a body or line takes over %.0f s, so the process ends. Its stacks:", _MAX_WORK_S)
             faulthandler.dump_traceback()
             os._exit(1)
 
     def _read(self, wanted: ReadLines) -> LinesRead:
         file = self._files.get(wanted.reader_id)
-        if file is None:  # closed meanwhile: nobody waits for them
+        if file is None:  # closed meanwhile: nobody waits for the lines
             return LinesRead([], START)
         return LinesRead(file.read(wanted.max_lines), file.position)
 

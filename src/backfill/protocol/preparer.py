@@ -1,4 +1,4 @@
-"""Bodies of requests to generations: parsed, checked, templated and tokenized. Pure: no engine, no I/O."""
+"""Turns request bodies into generations: parses, checks, templates and tokenizes. No engine, no I/O."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ TextEndpoint = Literal["/tokenize", "/detokenize"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """The one model a service answers for.
+    """The model of this server.
 
     Attributes:
-        names: what clients may call it; the first is echoed.
-        root: folder or hub id, from which clients can load the tokenizer.
+        names: names that clients may use; responses name the first.
+        root: folder or hub id from which clients can load the tokenizer.
     """
 
     names: tuple[str, ...]
@@ -52,11 +52,11 @@ class ServedModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFacts:
-    """What the running engine takes and promises.
+    """What requests are checked against: limits and objectives of the running engine.
 
     Attributes:
-        default_slo: of online requests that bring no objectives.
-        profile: what steps cost; None where that is not known. Objectives are not checked then.
+        default_slo: of online requests that set no objectives.
+        profile: predicts step times; None if unknown, and then objectives are not checked.
     """
 
     info: ExecutorInfo
@@ -71,11 +71,11 @@ class EngineFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestContext:
-    """What is known of a request besides its body.
+    """A request without its body.
 
     Attributes:
-        headers: those of the request that a body's fields override, by lower-case name.
-        is_batch_line: it runs in the offline class, whatever the body says, and does not stream.
+        headers: the headers of ``REQUEST_HEADERS``, by lower-case name; fields of the body override them.
+        is_batch_line: the request is offline, whatever the body says, and does not stream.
         complete_by_s: end of its batch's completion window, on the monotonic clock.
     """
 
@@ -89,11 +89,11 @@ class RequestPreparer:
     """Turns bodies into generations.
 
     Args:
-        max_response_tokens: choices x max_tokens x (1 + logprobs) of one request; more is refused.
-        is_strict: what ``warning_of`` would warn of is refused instead.
+        max_response_tokens: most choices x max_tokens x (1 + logprobs) of one request.
+        is_strict: refuse what ``warning_of`` would warn of.
 
     Attributes:
-        facts: of the running engine; set before anything but ``check_model`` is called.
+        facts: of the running engine; None until it is ready, and then only ``check_model`` may be called.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class RequestPreparer:
 
     @property
     def line_check(self) -> BodyCheck:
-        """What finds faults of batch lines before they are prepared."""
+        """Checks batch lines before they are prepared."""
         return BodyCheck(
             is_strict=self._is_strict,
             max_response_tokens=self._max_response_tokens,
@@ -166,7 +166,7 @@ class RequestPreparer:
         return msgspec.json.encode(self._detokenize(parse_body(DetokenizeRequest, raw)))
 
     def check_model(self, name: str | None) -> None:
-        """Raise RequestError for a model that is not served here."""
+        """Raise RequestError unless this server serves the model."""
         if name is not None and name not in self.model.names:
             raise RequestError(
                 f"The model '{name}' does not exist. This server has: {', '.join(self.model.names)}.",
@@ -263,12 +263,12 @@ class RequestPreparer:
 
     @property
     def engine(self) -> EngineFacts:
-        """The running engine's facts, which are known."""
+        """``facts``, which must be set."""
         assert self.facts is not None, "set before requests are prepared"
         return self.facts
 
     def _check(self, body: GenerationBody, context: RequestContext) -> None:
-        """Add to the body what its context says, and see that its fields hold together."""
+        """Apply the context to the body, then check its fields. Raises: RequestError."""
         self.check_model(body.model)
         if context.is_batch_line:
             body.become_batch_line()
@@ -278,7 +278,7 @@ class RequestPreparer:
             refuse_unknown_fields(body)
 
     def _slo(self, service_class: ServiceClass, objectives: Mapping[str, Objective]) -> SLO | None:
-        """What the request brings, the server's own where it brings none; an offline request has none."""
+        """The request's objectives, with the server's for absent ones. Offline requests have none."""
         if service_class is ServiceClass.OFFLINE:
             return None
         default, ttft, tpot = self.engine.default_slo, objectives.get("ttft"), objectives.get("tpot")
@@ -288,7 +288,7 @@ class RequestPreparer:
         )
 
     def _check_achievable(self, objectives: Mapping[str, Objective], num_prompt_tokens: int) -> None:
-        """Raise RequestError for an objective that no run of the request can meet."""
+        """Raise RequestError for an objective that the request cannot meet even when it runs alone."""
         asked = {name: objective.seconds for name, objective in objectives.items()}
         impossible = impossible_objectives(
             asked, self.engine.profile, self.engine.scheduler, num_prompt_tokens

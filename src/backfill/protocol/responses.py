@@ -1,4 +1,4 @@
-"""OpenAI's response bodies and stream chunks, from deltas of text."""
+"""OpenAI's response bodies and stream chunks, made from text deltas."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MAX_ECHOED_CHARS = 500
 
 
 def error_body(message: str, kind: str, *, param: str | None = None, code: str | None = None) -> Json:
-    """OpenAI's error object; what a message echoes of the input is cut short."""
+    """OpenAI's error object. A long message, which may echo the input, is cut."""
     return {"error": {"message": shortened(message), "type": kind, "param": param, "code": code}}
 
 
@@ -57,14 +57,14 @@ class Usage:
 
 @dataclass(slots=True)
 class Attainment:
-    """How an API request met its objectives, by the worst of its choices; times in seconds, as seen here."""
+    """Whether an API request met its objectives: the worst of its choices, in seconds, measured here."""
 
     slo: SLO
     ttft_s: float = 0.0
     max_itl_s: float | None = None  # None before any output has a second token
 
     def add(self, waited_s: float, *, is_first: bool) -> None:
-        """Count a token of any choice."""
+        """Count a token of a choice."""
         if is_first:
             self.ttft_s = max(self.ttft_s, waited_s)
         else:

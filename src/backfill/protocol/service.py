@@ -1,4 +1,4 @@
-"""Runs prepared requests: choices to engine requests, deltas to OpenAI's bodies."""
+"""Runs prepared requests and turns their deltas into OpenAI's responses."""
 
 from __future__ import annotations
 
