@@ -15,7 +15,7 @@ from tests.protocol.builders import make_generation
 
 
 class EndedTokens:
-    """An engine's client: every request ends with its first token."""
+    """An engine's client where every request ends with its first token."""
 
     def __init__(self) -> None:
         self.groups: list[Hashable] = []
@@ -28,7 +28,7 @@ class EndedTokens:
 
 
 class NoText:
-    """A tokenizer where no token is shown."""
+    """A tokenizer that decodes to empty text."""
 
     is_byte_level = True
 
@@ -42,7 +42,7 @@ def test_the_choices_of_one_request_are_one_group_and_no_other_request_is_in_it(
     generator = TextGenerator(client, tokenizer, NoObserver())
 
     async def run() -> None:
-        for _ in range(2):  # which a client may send with one and the same id
+        for _ in range(2):  # a client may send both with the same id
             async for _ in generator.stream(make_generation(num_choices=3).request, arrived_at_s=0.0):
                 pass
 
@@ -80,7 +80,7 @@ def test_streams_interleave_and_keep_their_order() -> None:
 
 
 @pytest.mark.parametrize("error", [EngineDead("gone"), ValueError("bug")])
-def test_an_error_in_one_stream_closes_all_and_goes_on(error: Exception) -> None:
+def test_an_error_in_one_stream_closes_all_and_is_raised(error: Exception) -> None:
     closed: list[str] = []
 
     async def run() -> None:

@@ -1,4 +1,4 @@
-"""The preparation process, with the real default model's tokenizer: what it answers, and its deaths."""
+"""The preparation process, with the real default model's tokenizer: its results, and its deaths."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ async def test_a_death_loses_no_job_and_no_line(client: PreparationClient, tmp_p
     read: list[BatchLine] = list(await lines.read(8))
     body = asyncio.create_task(client.prepare("/v1/completions", b'{"prompt": "x"}', CONTEXT))
     check = asyncio.create_task(client.check_input(str(path), limits()))
-    await asyncio.sleep(0)  # both are asked for
+    await asyncio.sleep(0)  # both jobs are submitted
     kill(client)
     while group := await lines.read(8):
         read += group
@@ -124,7 +124,7 @@ async def test_a_death_loses_no_job_and_no_line(client: PreparationClient, tmp_p
 
 
 class DyingClient:
-    """Reads lines as the process does, but ends over line 3."""
+    """Reads lines as the process does, but dies on line 3."""
 
     def __init__(self) -> None:
         self.file: LineFile
@@ -136,7 +136,7 @@ class DyingClient:
         if any(line.number == 3 for line in lines):
             self.file.position = before
             self.num_deaths += 1
-            raise PreparationDied("over line 3")
+            raise PreparationDied("on line 3")
         return LinesRead(lines, self.file.position)
 
     def move(self, reader_id: int, lines: PreparedLines) -> None:
@@ -170,10 +170,10 @@ async def test_a_line_that_ends_the_process_costs_no_other(tmp_path: Path) -> No
 
 
 class Child:
-    """A preparation process as the client's ``ChildProcess``: it ends over what ``poison`` is true of."""
+    """A preparation process as the client's ``ChildProcess``: it ends if a job's work is ``poison``."""
 
-    lives: ClassVar[list[list[int]]] = []  # of each process, the jobs it was given
-    poison: ClassVar[Callable[[Any], bool]] = lambda job: False
+    lives: ClassVar[list[list[int]]] = []  # for each process, the jobs it was sent
+    poison: ClassVar[Callable[[Any], bool]] = lambda work: False
 
     def __init__(self, *args: object) -> None:
         self.pid = 1
@@ -267,7 +267,7 @@ async def test_jobs_are_refused_while_no_process_can_be_started(
     client.start()
     with pytest.raises(BackfillError, match="Cannot allocate memory"):
         await client.wait_ready()
-    with pytest.raises(NotReady):  # after some more attempts
+    with pytest.raises(NotReady):  # after more failed launches
         await client.prepare("/v1/completions", b"x", CONTEXT)
     monkeypatch.setattr(Child, "start", start)
     while not client.is_up:
@@ -280,7 +280,7 @@ async def test_a_process_that_cannot_be_started_is_tried_again(default_model: Pa
     model = ServedModel(names=("m",), root="m", folder=tmp_path, created=0)
     client = PreparationClient(PreparationSetup(model=model))
     client.configure(FACTS)
-    client.start(within_s=3600)  # or when it is needed
+    client.start(within_s=3600)  # the first job launches it earlier
     job = asyncio.create_task(client.prepare("/v1/completions", b'{"prompt": "x"}', CONTEXT))
     await asyncio.wait([job], timeout=0.5)
     assert not job.done()

@@ -1,4 +1,4 @@
-"""Input files read on in groups."""
+"""Input files read in groups of lines."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_lines_come_in_groups_ready_to_run(tmp_path: Path) -> None:
 
 
 @given(done=st.sets(st.integers(1, 30)), group=st.integers(1, 7), cut=st.integers(0, 30))
-def test_each_line_that_is_not_done_comes_once_wherever_reading_is_taken_up(
+def test_each_line_that_is_not_done_is_read_once_from_any_position(
     done: set[int], group: int, cut: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     path = tmp_path_factory.mktemp("lines") / "in"
@@ -94,7 +94,7 @@ def test_a_refused_body_and_one_that_cannot_be_prepared_are_lines_too(tmp_path: 
     assert failed.refusal is None
 
 
-def test_a_line_that_is_no_request_is_raised_in_its_turn_each_time(tmp_path: Path) -> None:
+def test_a_line_that_is_not_a_request_is_raised_in_its_turn_each_time(tmp_path: Path) -> None:
     file = opened(tmp_path / "in", input_of(2) + b"{\n" + input_line(3))
     assert [line.number for line in file.read(10)] == [1, 2]
     for _ in range(2):
@@ -103,7 +103,7 @@ def test_a_line_that_is_no_request_is_raised_in_its_turn_each_time(tmp_path: Pat
         assert raised.value.error.line == 3
 
 
-def test_names_alone_leave_bodies_unread(tmp_path: Path) -> None:
+def test_with_names_only_bodies_are_not_prepared(tmp_path: Path) -> None:
     content = input_line(0, body={"prompt": "bug"}) + input_line(1, body={"prompt": "refused"})
     lines = rest(opened(tmp_path / "in", content, names_only=True))
     assert [(line.custom_id, line.num_bytes, line.refusal) for line in lines] == [

@@ -39,7 +39,7 @@ BODY = Job(1, PrepareBody("/v1/completions", b"{}", RequestContext()))
 
 
 class Channel:
-    """What the server says and hears."""
+    """The server's end: commands it sends, reports it receives."""
 
     def __init__(self) -> None:
         self.commands: queue.Queue[Any] = queue.Queue()
@@ -98,7 +98,7 @@ def preparer(channel: Channel) -> Any:
     running.join()
 
 
-def test_a_body_at_work_for_too_long_ends_the_process(
+def test_a_body_that_takes_too_long_ends_the_process(
     channel: Channel, preparer: Preparer, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     ended = threading.Event()

@@ -1,4 +1,4 @@
-"""A generation as the preparer makes it."""
+"""Builds generations as the preparer does."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from backfill.protocol.generation import Generation
 
 
 def make_generation(*, num_choices: int = 1, response_id: str = "cmpl-1", **request: Any) -> Generation:
-    """``request`` is fields of its GenerationRequest."""
+    """A generation of one prompt. ``request``: fields of its GenerationRequest."""
     return Generation(
         request=GenerationRequest(
             prompts=[[5, 6]], samplings=[SamplingParams(max_tokens=1)] * num_choices, **request

@@ -19,7 +19,7 @@ def test_brackets_within_strings_are_text() -> None:
 
 
 @pytest.mark.parametrize("item", [b"{}", b"[]", b'{"a": "["}', b'[{"b": "\\""}]'])
-def test_a_body_of_countless_items_is_refused(item: bytes) -> None:
+def test_a_body_of_many_items_is_refused_quickly(item: bytes) -> None:
     with pytest.raises(RequestError, match=str(MAX_CONTAINERS)):
         check_shape(b'{"x": [' + b",".join([item] * MAX_CONTAINERS) + b"]}")
 

@@ -40,7 +40,7 @@ def prepare(
 
 
 @pytest.mark.parametrize(("slo", "param"), [({"ttft": 0.069}, "slo.ttft"), ({"tpot": 0.0006}, "slo.tpot")])
-def test_what_a_good_profile_knows_to_be_impossible_is_refused(slo: dict[str, float], param: str) -> None:
+def test_objectives_that_a_good_profile_rules_out_are_refused(slo: dict[str, float], param: str) -> None:
     for profile in (FULL, replace(FULL, quality="refined")):
         with pytest.raises(RequestError, match=r"cannot be met: .* the request needs 0\.") as caught:
             prepare(profile, slo)

@@ -150,8 +150,8 @@ class Preparer:
             raise InvalidRequest(f"slo must be an SLO of seconds above 0, got {slo!r:.80}.", param="slo")
         if service_class is ServiceClass.OFFLINE:
             raise InvalidRequest("slo is for online requests, not for offline ones.", param="slo")
-        asked = {"ttft": slo.ttft_s, "tpot": slo.tpot_s}
-        impossible = impossible_objectives(asked, self.profile, self._scheduler, num_prompt_tokens)
+        requested = {"ttft": slo.ttft_s, "tpot": slo.tpot_s}
+        impossible = impossible_objectives(requested, self.profile, self._scheduler, num_prompt_tokens)
         if impossible:
             needs = " and ".join(f"{name}_s={needed_s:g}" for name, needed_s in impossible.items())
             raise InvalidRequest(

@@ -170,9 +170,9 @@ def _why_not_json(data: bytes, error: Exception) -> str:
     position = _POSITION.search(reason)
     if position is not None:
         at = int(position[1])
-        word = _NOT_NUMBERS.search(data, max(0, at - 2), at + 9)
-        if word is not None:
-            return f"{word[0].decode()} is not a number in JSON ({position[0]})"
+        literal = _NOT_NUMBERS.search(data, max(0, at - 2), at + 9)
+        if literal is not None:
+            return f"{literal[0].decode()} is not a number in JSON ({position[0]})"
     return "it ends too early" if reason == "Input data was truncated" else reason
 
 

@@ -289,9 +289,9 @@ class RequestPreparer:
 
     def _check_achievable(self, objectives: Mapping[str, Objective], num_prompt_tokens: int) -> None:
         """Raise RequestError for an objective that the request cannot meet even when it runs alone."""
-        asked = {name: objective.seconds for name, objective in objectives.items()}
+        requested = {name: objective.seconds for name, objective in objectives.items()}
         impossible = impossible_objectives(
-            asked, self.engine.profile, self.engine.scheduler, num_prompt_tokens
+            requested, self.engine.profile, self.engine.scheduler, num_prompt_tokens
         )
         if impossible:
             name, needed_s = next(iter(impossible.items()))
