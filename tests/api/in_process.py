@@ -16,8 +16,7 @@ from backfill.api.metrics.loop_lag import LoopLag
 from backfill.api.metrics.registry import Metrics
 from backfill.api.state import Phase, ServerState
 from backfill.core.config import EngineConfig, SchedulerConfig
-from backfill.core.request import FinishReason, RequestId, ServiceClass
-from backfill.core.sampling import SamplingParams
+from backfill.core.request import FinishReason, Request, ServiceClass
 from backfill.core.slo import SLO
 from backfill.engine.client import EngineClient
 from backfill.engine.messages import TokenOutput
@@ -25,14 +24,8 @@ from backfill.generation.generator import TextGenerator
 from backfill.generation.tokenizer import Tokenizer
 from backfill.models.generation_config import GenerationDefaults
 from backfill.preparation.client import PreparationClient
-from backfill.protocol.preparer import (
-    EngineFacts,
-    Generation,
-    RequestContext,
-    RequestPreparer,
-    ServedModel,
-    TextEndpoint,
-)
+from backfill.protocol.generation import Generation
+from backfill.protocol.preparer import EngineFacts, RequestContext, RequestPreparer, ServedModel, TextEndpoint
 from backfill.protocol.requests import GenerationEndpoint
 from backfill.protocol.service import CompletionService
 from tests.api.sockets import limits, serving
@@ -55,15 +48,13 @@ class ScriptedEngine:
 
     async def generate(
         self,
-        request_id: RequestId,
-        prompt_token_ids: list[int],
-        sampling: SamplingParams,
+        request: Request,
         *,
         on_first_token: Callable[[], None] | None = None,
         on_end: Callable[[], None] | None = None,
         **_: object,
     ) -> AsyncGenerator[TokenOutput, None]:
-        self.prompts.append(prompt_token_ids)
+        self.prompts.append(list(request.prompt_token_ids))
         self.num_running += 1
         try:
             while not self.may_end.is_set():
@@ -74,9 +65,10 @@ class ScriptedEngine:
             self.num_running -= 1
             if on_end is not None:
                 on_end()
-        for number in range(1, sampling.max_tokens + 1):
-            reason = FinishReason.LENGTH if number == sampling.max_tokens else None
-            yield TokenOutput(request_id, 5, finish_reason=reason)
+        max_tokens = request.sampling.max_tokens
+        for number in range(1, max_tokens + 1):
+            reason = FinishReason.LENGTH if number == max_tokens else None
+            yield TokenOutput(request.request_id, 5, finish_reason=reason)
 
 
 class InlinePreparation:
@@ -174,6 +166,6 @@ def in_process_server(
     )
     state.metrics = Metrics("m", engine.info, slo=SLO(1.0, 0.15), loop_lag=LoopLag("m"), jobs=None)
     generator = TextGenerator(client, tokenizer, state.metrics.requests)
-    state.service = CompletionService(served, tokenizer, generator)
+    state.service = CompletionService(tokenizer, generator)
     with serving(create_app(state), limits(**(connection or {})), send_buffer_bytes=8192) as port:
         yield InProcessServer(port, state, engine, preparation)

@@ -7,6 +7,7 @@ import itertools
 import os
 import signal
 import tempfile
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
@@ -15,15 +16,14 @@ import pytest
 
 from backfill.core.config import EngineConfig
 from backfill.core.errors import BackfillError, EngineDead, RequestLost, StepFailed
-from backfill.core.request import FinishReason, RequestId, ServiceClass
-from backfill.core.sampling import SamplingParams
+from backfill.core.request import FinishReason, Request, RequestId, ServiceClass
 from backfill.core.slo import SLO
 from backfill.engine.client import EngineClient
 from backfill.engine.messages import StepReport, TokenOutput
 from backfill.engine.process import EngineLoader
 from backfill.engine.streams import RequestStream
 from backfill.ipc.python_process import PythonProcess
-from tests.builders import flat_cost, make_profile
+from tests.builders import flat_cost, make_profile, make_request
 from tests.engine.loaders import (
     load_crowded,
     load_failing,
@@ -51,6 +51,17 @@ async def started(
         await client.stop()
 
 
+def request_of(name: str, max_tokens: int, service_class: ServiceClass = ServiceClass.ONLINE) -> Request:
+    return make_request(
+        2,
+        max_tokens,
+        request_id=name,
+        service_class=service_class,
+        arrived_at_s=time.monotonic(),
+        ignore_eos=True,
+    )
+
+
 async def generate(
     client: EngineClient,
     name: str,
@@ -61,13 +72,7 @@ async def generate(
 ) -> int:
     """The number of tokens; ``begun`` is set at the first."""
     num_tokens = 0
-    outputs = client.generate(
-        RequestId(name),
-        [5, 6],
-        SamplingParams(max_tokens=max_tokens, ignore_eos=True),
-        service_class=service_class,
-        group=group,
-    )
+    outputs = client.generate(request_of(name, max_tokens, service_class), group=group)
     async with aclosing(outputs):
         async for _ in outputs:
             num_tokens += 1
@@ -126,9 +131,7 @@ def test_a_killed_engine_says_how_many_requests_it_took_with_it() -> None:
 def test_a_request_whose_last_output_nobody_has_read_is_not_in_flight() -> None:
     async def run() -> None:
         async with started(load_slow) as client:
-            unread = client.generate(
-                RequestId("unread"), [5, 6], SamplingParams(max_tokens=2, ignore_eos=True)
-            )
+            unread = client.generate(request_of("unread", max_tokens=2))
             async with aclosing(unread):
                 await anext(unread)
                 assert await generate(client, "after", 20) == 20

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import msgspec
 import pytest
 
 from backfill.core.clock import VirtualClock
 from backfill.core.config import SchedulerConfig
 from backfill.core.plan import TokenLogprobs
-from backfill.core.request import FinishReason, RequestId, ServiceClass
+from backfill.core.request import FinishReason, Request, RequestId, ServiceClass
 from backfill.core.sampling import SamplingParams
 from backfill.core.slo import SLO
 from backfill.engine.engine import Engine
@@ -166,17 +168,20 @@ def test_stats_count_by_class() -> None:
 
 def test_messages_survive_the_wire() -> None:
     sampling = SamplingParams(max_tokens=3, logit_bias=((4, 1.5),), stop_token_ids=(1, 2), num_logprobs=2)
+    request = Request(
+        request_id=RequestId("r"),
+        prompt_token_ids=[1, 2],
+        sampling=sampling,
+        service_class=ServiceClass.OFFLINE,
+        priority=-3,
+        arrived_at_s=1.25,
+        slo=SLO(0.5, 0.1),
+        complete_by_s=9.5,
+    )
+    added = msgspec.msgpack.decode(msgspec.msgpack.encode(AddRequest(request)), type=ToEngine)
+    assert isinstance(added, AddRequest)
+    assert asdict(added.request) == asdict(request)
     commands: list[ToEngine] = [
-        AddRequest(
-            request_id=RequestId("r"),
-            prompt_token_ids=[1, 2],
-            sampling=sampling,
-            service_class=ServiceClass.OFFLINE,
-            priority=-3,
-            arrived_at_s=1.25,
-            slo=SLO(0.5, 0.1),
-            complete_by_s=9.5,
-        ),
         AbortRequests([RequestId("r")]),
         Stop(),
     ]

@@ -11,7 +11,6 @@ import pytest
 from backfill.core.clock import VirtualClock
 from backfill.core.config import SchedulerConfig
 from backfill.core.request import Request, RequestId, ServiceClass
-from backfill.core.sampling import SamplingParams
 from backfill.core.slo import SLO
 from backfill.engine.engine import Engine
 from backfill.engine.messages import (
@@ -51,14 +50,7 @@ class ScriptedChannel:
 
 
 def add(request_id: str, **fields: Any) -> AddRequest:
-    return AddRequest(
-        request_id=RequestId(request_id),
-        prompt_token_ids=[5, 6],
-        sampling=SamplingParams(max_tokens=2),
-        priority=0,
-        arrived_at_s=0.0,
-        **fields,
-    )
+    return AddRequest(make_request(2, 2, request_id=request_id, **fields))
 
 
 class NotingEngine(Engine):

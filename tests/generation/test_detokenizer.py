@@ -26,16 +26,16 @@ def detokenize(tokenizer: Tokenizer, ids: list[int], prompt: list[int]) -> list[
 @given(
     text=st.text(alphabet=st.characters(exclude_categories=["Cs"]), max_size=40), prompt=st.text(max_size=10)
 )
-def test_the_pieces_join_to_the_whole_text(tokenizer: Tokenizer, text: str, prompt: str) -> None:
+def test_the_texts_join_to_the_whole_text(tokenizer: Tokenizer, text: str, prompt: str) -> None:
     ids = tokenizer.encode(text)
     assert "".join(detokenize(tokenizer, ids, tokenizer.encode(prompt))) == tokenizer.decode(ids)
 
 
-def test_a_character_in_pieces_appears_when_whole(tokenizer: Tokenizer) -> None:
+def test_a_character_of_several_tokens_appears_when_complete(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("🧵")
     assert len(ids) > 1
-    pieces = detokenize(tokenizer, ids, [])
-    assert pieces == [""] * (len(ids) - 1) + ["🧵", ""]
+    texts = detokenize(tokenizer, ids, [])
+    assert texts == [""] * (len(ids) - 1) + ["🧵", ""]
 
 
 def test_an_incomplete_character_becomes_a_replacement_at_the_end(tokenizer: Tokenizer) -> None:
@@ -87,10 +87,10 @@ def test_a_damaged_tokenizer_is_named(tmp_path: Path) -> None:
         Tokenizer.from_folder(tmp_path)
 
 
-def feed(stops: StopStrings, pieces: list[str]) -> tuple[str, str | None]:
+def feed(stops: StopStrings, texts: list[str]) -> tuple[str, str | None]:
     shown = ""
-    for piece in pieces:
-        text, found = stops.push(piece)
+    for each in texts:
+        text, found = stops.push(each)
         shown += text
         if found is not None:
             return shown, found
@@ -98,7 +98,7 @@ def feed(stops: StopStrings, pieces: list[str]) -> tuple[str, str | None]:
 
 
 @pytest.mark.parametrize(
-    ("pieces", "stops", "include", "expected"),
+    ("texts", "stops", "include", "expected"),
     [
         (["hello"], [], False, ("hello", None)),
         (["he", "llo wor", "ld!"], ["world"], False, ("hello ", "world")),
@@ -110,9 +110,9 @@ def feed(stops: StopStrings, pieces: list[str]) -> tuple[str, str | None]:
     ],
 )
 def test_stop_strings(
-    pieces: list[str], stops: list[str], include: bool, expected: tuple[str, str | None]
+    texts: list[str], stops: list[str], include: bool, expected: tuple[str, str | None]
 ) -> None:
-    assert feed(StopStrings(stops, include_in_output=include), pieces) == expected
+    assert feed(StopStrings(stops, include_in_output=include), texts) == expected
 
 
 @given(
@@ -122,7 +122,7 @@ def test_stop_strings(
 )
 def test_where_text_is_cut_does_not_matter(text: str, cuts: list[int], stop: str) -> None:
     bounds = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
-    pieces = [text[a:b] for a, b in itertools.pairwise(bounds)]
+    texts = [text[a:b] for a, b in itertools.pairwise(bounds)]
     found = text.find(stop)
     expected = (text, None) if found < 0 else (text[:found], stop)
-    assert feed(StopStrings([stop], include_in_output=False), pieces) == expected
+    assert feed(StopStrings([stop], include_in_output=False), texts) == expected

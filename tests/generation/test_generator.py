@@ -1,13 +1,57 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Hashable, Sequence
+from typing import Any
 
 import pytest
 
 from backfill.api.streaming import _with_keep_alives
 from backfill.core.errors import EngineDead
-from backfill.generation.generator import TextDelta, merge
+from backfill.core.request import FinishReason, Request
+from backfill.engine.messages import TokenOutput
+from backfill.generation.generator import NoObserver, TextDelta, TextGenerator, merge
+from tests.protocol.builders import make_generation
+
+
+class EndedTokens:
+    """An engine's client where every request ends with its first token."""
+
+    def __init__(self) -> None:
+        self.groups: list[Hashable] = []
+
+    async def generate(
+        self, request: Request, *, group: Hashable, **callbacks: object
+    ) -> AsyncGenerator[TokenOutput, None]:
+        self.groups.append(group)
+        yield TokenOutput(request.request_id, 7, finish_reason=FinishReason.STOP)
+
+
+class NoText:
+    """A tokenizer that decodes to empty text."""
+
+    is_byte_level = True
+
+    def decode(self, token_ids: Sequence[int], **options: object) -> str:
+        return ""
+
+
+def test_the_choices_of_one_request_are_one_group_and_no_other_request_is_in_it() -> None:
+    client: Any = EndedTokens()
+    tokenizer: Any = NoText()
+    generator = TextGenerator(client, tokenizer, NoObserver())
+
+    async def run() -> None:
+        for _ in range(2):  # a client may send both with the same id
+            async for _ in generator.stream(make_generation(num_choices=3).request, arrived_at_s=0.0):
+                pass
+
+    asyncio.run(run())
+    first, second = (set(client.groups[at : at + 3]) for at in (0, 3))
+    assert len(client.groups) == 6
+    assert len(first) == len(second) == 1
+    assert None not in first
+    assert first != second
 
 
 async def deltas(
@@ -36,7 +80,7 @@ def test_streams_interleave_and_keep_their_order() -> None:
 
 
 @pytest.mark.parametrize("error", [EngineDead("gone"), ValueError("bug")])
-def test_an_error_in_one_stream_closes_all_and_goes_on(error: Exception) -> None:
+def test_an_error_in_one_stream_closes_all_and_is_raised(error: Exception) -> None:
     closed: list[str] = []
 
     async def run() -> None:

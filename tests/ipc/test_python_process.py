@@ -1,4 +1,4 @@
-"""Children run our function and nothing of the program that started them."""
+"""Children run one function, without the main module of their parent."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def write_and_sleep(path: str) -> None:
 
 
 def ended(process: PythonProcess) -> int | None:
-    """Its exit code, once the sentinel has told of its end."""
+    """Its exit code, once the sentinel has reported its end."""
     assert select.select([process.sentinel], [], [], TIMEOUT_S)[0], "no end"
     process.join(TIMEOUT_S)
     return process.exitcode
@@ -53,7 +53,7 @@ def test_it_leaves_the_parents_signals_to_the_parent_and_can_be_killed(tmp_path:
     process = PythonProcess("test", write_and_sleep, (str(tmp_path / "begun"),), {"GREETING": "hello"})
     process.start()
     assert process.pid is not None
-    # At once: they come before it can have said that it ignores them.
+    # At once, before the child can have set its handlers.
     os.kill(process.pid, signal.SIGINT)
     os.kill(process.pid, signal.SIGTERM)
     wait_for(tmp_path / "begun")
@@ -97,7 +97,7 @@ def test_it_ends_with_its_parent_whose_folders_it_knows(tmp_path: Path) -> None:
 
 
 def _is_running(pid: int) -> bool:
-    """Whoever takes in orphans here may leave them as zombies."""
+    """Whether the process runs. An orphan that nobody reaps stays a zombie, which does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:

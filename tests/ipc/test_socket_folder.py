@@ -14,7 +14,7 @@ from backfill.ipc.socket_folder import SocketFolder
 
 @pytest.fixture
 def tmp_path() -> Iterator[Path]:
-    """Shorter than pytest's, in which there may be no room for sockets."""
+    """A short path: pytest's may be too long for sockets."""
     folder = Path(tempfile.mkdtemp(prefix="bf-"))
     yield folder
     shutil.rmtree(folder)
@@ -48,7 +48,7 @@ def test_sockets_can_be_made_where_the_temporary_folder_has_a_long_path(
     assert not folder.path.exists()
 
 
-def test_a_new_folder_clears_away_those_of_killed_processes_alone(tmp_path: Path) -> None:
+def test_a_new_folder_removes_only_those_of_killed_processes(tmp_path: Path) -> None:
     mine = SocketFolder()
     others = [tmp_path / "backfill-models", tmp_path / "backfill-abc123"]
     for other in others:
@@ -63,14 +63,14 @@ def test_a_new_folder_clears_away_those_of_killed_processes_alone(tmp_path: Path
     assert sorted(tmp_path.iterdir()) == sorted(others)
 
 
-def test_a_folder_that_is_held_stays_where_its_process_is_not_known(tmp_path: Path) -> None:
+def test_a_locked_folder_stays_even_if_its_process_is_unknown(tmp_path: Path) -> None:
     held = SocketFolder()
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     foreign = held.path.rename(tmp_path / f"backfill-{ended.pid}-x")  # as in another container
     SocketFolder().remove()
     assert foreign.is_dir()
-    held.remove()  # gives it free
+    held.remove()  # releases the lock
     SocketFolder().remove()
     assert not foreign.exists()
 

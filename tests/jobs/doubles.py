@@ -21,7 +21,7 @@ from backfill.preparation.lines import BatchLine
 from backfill.preparation.messages import InputLimits, InputReport, LineSelection, Position
 from backfill.preparation.validation import InputCheck
 from backfill.protocol.body_check import BodyCheck
-from backfill.protocol.preparer import Generation
+from backfill.protocol.generation import Generation
 from backfill.protocol.service import CompletionService
 
 OWNER = "owner"

@@ -14,7 +14,7 @@ from tests.api.servers import SMALL_MODEL, quick_profile
 
 @pytest.fixture(scope="package")
 def llm(default_model: Path) -> Iterator[LLM]:
-    """The real default model, in float32, in which its greedy tokens are transformers'."""
+    """The real default model, in float32, which makes its greedy tokens equal transformers'."""
     with LLM(str(default_model), dtype="float32", kv_gib=0.1, max_model_len=256, max_num_seqs=8) as llm:
         yield llm
 

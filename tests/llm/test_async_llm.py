@@ -14,6 +14,7 @@ from unittest.mock import AsyncMock
 import pytest
 
 from backfill import SLO, AsyncLLM, EngineDead, RequestOutput, RequestOutputKind, SamplingParams
+from backfill.core.request import Request
 from backfill.engine.client import EngineClient
 from backfill.engine.messages import Ready
 from backfill.llm import local_engine
@@ -69,7 +70,7 @@ def test_differences_and_final_outputs_add_up_to_the_same(async_llm: AsyncLLM, r
         assert [part.finish_reason for part in parts] == [None] * 7 + ["length"]
 
 
-def test_both_classes_at_once_give_what_each_gives_alone(async_llm: AsyncLLM, run: Run) -> None:
+def test_both_classes_together_give_what_each_gives_alone(async_llm: AsyncLLM, run: Run) -> None:
     async def both() -> list[list[RequestOutput]]:
         return await asyncio.gather(
             collect(async_llm.generate(PROMPT, GREEDY, slo=SLO(ttft_s=60.0, tpot_s=60.0))),
@@ -86,19 +87,19 @@ def test_both_classes_at_once_give_what_each_gives_alone(async_llm: AsyncLLM, ru
 def test_the_class_and_the_objectives_reach_the_engine(
     async_llm: AsyncLLM, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    client, asked = async_llm._engine.client, []
+    client, sent = async_llm._engine.client, []
     generate = client.generate
 
-    def note(*args: Any, **fields: Any) -> Any:
-        asked.append((fields["service_class"].value, fields["priority"], fields["slo"]))
-        return generate(*args, **fields)
+    def note(request: Request, **options: Any) -> Any:
+        sent.append((request.service_class.value, request.priority, request.slo))
+        return generate(request, **options)
 
     monkeypatch.setattr(client, "generate", note)
     slo = SLO(ttft_s=50.0, tpot_s=40.0)
     run(collect(async_llm.generate(PROMPT, GREEDY)))
     run(collect(async_llm.generate(PROMPT, GREEDY, service_class="offline", priority=3)))
     run(collect(async_llm.generate(PROMPT, GREEDY, slo=slo)))
-    assert asked == [("online", 0, None), ("offline", 3, None), ("online", 0, slo)]
+    assert sent == [("online", 0, None), ("offline", 3, None), ("online", 0, slo)]
 
 
 def test_chat_and_prompts_of_text(async_llm: AsyncLLM, run: Run) -> None:
@@ -124,7 +125,7 @@ def test_seeds_follow_the_order_of_requests_however_long_they_take_to_prepare(
         if name == "long":
             is_short_prepared.wait(60.0)
         prepared = prepare(*args, **fields)
-        seeds[name] = prepared.choices[0].seed
+        seeds[name] = prepared.generation.samplings[0].seed
         if name == "short":
             is_short_prepared.set()
         return prepared
@@ -232,7 +233,7 @@ def test_defaults_and_facts_are_those_of_the_model(async_llm: AsyncLLM, run: Run
     assert tokenizer.decode(tokenizer("hello").input_ids) == "hello"
 
 
-def test_one_that_is_shut_down_while_it_looks_for_the_model_starts_nothing(
+def test_shutdown_while_the_model_is_resolved_starts_no_engine(
     small_model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     is_looking, may_find = threading.Event(), threading.Event()
@@ -257,7 +258,7 @@ def test_one_that_is_shut_down_while_it_looks_for_the_model_starts_nothing(
     asyncio.run(asyncio.wait_for(shut_down_early(), 120.0))
 
 
-def test_requests_of_one_that_is_shut_down_while_it_loads_fail(small_model: Any) -> None:
+def test_shutdown_while_the_engine_loads_fails_requests(small_model: Any) -> None:
     async def shut_down_early() -> list[Any]:
         llm = AsyncLLM(str(small_model), dtype="float32", threads=1, kv_gib=0.05, policy="fcfs")
         tasks = [asyncio.create_task(collect(llm.generate(PROMPT, GREEDY))) for _ in range(2)]

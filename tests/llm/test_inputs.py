@@ -41,7 +41,7 @@ def test_prompts_come_in_many_forms(given: Any, expected: list[PromptInput]) -> 
         ({"prompt_token_ids": "a"}, "prompt must be text"),
     ],
 )
-def test_what_is_no_prompt_is_refused_and_named(given: Any, message: str) -> None:
+def test_a_bad_prompt_is_refused_and_named(given: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         parse_prompts(given)
 
@@ -69,7 +69,7 @@ def test_conversations_come_alone_or_in_a_list() -> None:
         ),
     ],
 )
-def test_what_is_no_conversation_is_refused_and_named(given: Any, message: str) -> None:
+def test_a_bad_conversation_is_refused_and_named(given: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         parse_conversations(given)
 

@@ -191,7 +191,7 @@ def test_it_works_inside_a_running_loop(llm: LLM) -> None:
     assert texts(asyncio.run(cell())) == texts(generate(llm, PROMPTS[:1], GREEDY))
 
 
-def test_ctrl_c_aborts_the_requests_and_the_engine_goes_on(llm: LLM) -> None:
+def test_ctrl_c_aborts_the_requests_and_leaves_the_engine(llm: LLM) -> None:
     main_thread = threading.main_thread().ident
     assert main_thread is not None
     with (
@@ -216,7 +216,7 @@ def test_an_engine_that_dies_fails_the_call_and_is_started_by_the_next(
         generate(llm, [[1000]] * 64, LONG)
     assert llm.info is None
     assert texts(generate(llm, PROMPTS, GREEDY)) == expected
-    assert "the engine has died and is started again" in caplog.text
+    assert "the engine has died and is restarted" in caplog.text
 
 
 def test_a_closed_one_says_so(small_model: Path) -> None:
@@ -231,7 +231,7 @@ def test_a_closed_one_says_so(small_model: Path) -> None:
     llm.close()
 
 
-def test_closing_one_whose_engine_is_started_again_fails_the_call(small_model: Path) -> None:
+def test_closing_during_a_restart_fails_the_call(small_model: Path) -> None:
     llm = LLM(str(small_model), dtype="float32", threads=1, kv_gib=0.01)
     client, failures = llm._engine.client, []
     dead = client.pid
@@ -256,7 +256,7 @@ def test_closing_one_whose_engine_is_started_again_fails_the_call(small_model: P
     assert [type(failure) for failure in failures] == [EngineDead]
 
 
-def test_a_fork_is_told_that_the_engine_is_its_parents(llm: LLM) -> None:
+def test_in_a_fork_calls_raise_engine_dead(llm: LLM) -> None:
     def use() -> int:
         signal.alarm(30)  # rather than hang
         with pytest.raises(EngineDead, match=f"belongs to process {os.getppid()}, and a fork of it cannot"):
@@ -279,7 +279,7 @@ def test_a_fork_is_told_that_the_engine_is_its_parents(llm: LLM) -> None:
 
 @contextmanager
 def when_busy(llm: LLM, act: Any) -> Iterator[None]:
-    """``act`` once while the engine has requests of the block."""
+    """Call ``act`` once while the engine runs requests of the block."""
     is_over = threading.Event()
 
     def watch() -> None:

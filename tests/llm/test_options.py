@@ -1,4 +1,4 @@
-"""Keywords of LLM and AsyncLLM; none of these gets as far as starting an engine."""
+"""Keywords of LLM and AsyncLLM. No test here starts an engine."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ import pytest
 from backfill.llm.progress import FetchLines
 
 
-def test_fetching_a_model_says_once_what_it_does(capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_step_of_a_download_is_printed_once(capsys: pytest.CaptureFixture[str]) -> None:
     fetch = FetchLines("smollm2-135m-instruct")
     for step, done in (("downloading", 0), ("converting", 0), ("converting", 50), ("converting", 90)):
         fetch(step, done, 93_000_000)

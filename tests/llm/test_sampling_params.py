@@ -84,9 +84,9 @@ def test_every_field_reaches_the_engine() -> None:
     assert first.num_logprobs == 4
 
 
-@pytest.mark.parametrize(("asked", "expected"), [(None, 40), (16, 16), (100, 40)])
-def test_an_output_ends_where_the_context_does(asked: int | None, expected: int) -> None:
-    (choice,) = SamplingParams(max_tokens=asked).choices(most_tokens=40, seed=0)
+@pytest.mark.parametrize(("requested", "expected"), [(None, 40), (16, 16), (100, 40)])
+def test_an_output_ends_where_the_context_does(requested: int | None, expected: int) -> None:
+    (choice,) = SamplingParams(max_tokens=requested).choices(most_tokens=40, seed=0)
     assert choice.max_tokens == expected
 
 

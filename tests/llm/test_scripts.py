@@ -1,4 +1,4 @@
-"""LLM in programs as users write them: no guard, from a file, a string or standard input."""
+"""LLM in users' programs: without a guard, from a file, a string or standard input."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_ctrl_c_ends_a_script_with_one_traceback_and_nothing_left(small_model: P
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        start_new_session=True,  # a group of its own, as of a terminal's command
+        start_new_session=True,  # a process group, as a terminal gives a command
         env={**os.environ, "TMPDIR": str(tmp_path)},
     ) as process:
         assert process.stdout is not None

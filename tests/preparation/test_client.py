@@ -1,4 +1,4 @@
-"""The preparation process, with the real default model's tokenizer: what it answers, and its deaths."""
+"""The preparation process, with the real default model's tokenizer: its results, and its deaths."""
 
 from __future__ import annotations
 
@@ -23,17 +23,19 @@ from backfill.preparation.line_file import LineFile
 from backfill.preparation.lines import BadLine, BatchLine
 from backfill.preparation.messages import (
     InputLimits,
+    Job,
     JobBegun,
+    JobDone,
     LineSelection,
     LinesRead,
     Loaded,
     Position,
     PreparationSetup,
     PrepareBody,
-    Prepared,
     ToPreparation,
 )
-from backfill.protocol.preparer import EngineFacts, Generation, RequestContext, ServedModel
+from backfill.protocol.generation import Generation
+from backfill.protocol.preparer import EngineFacts, RequestContext, ServedModel
 from tests.jobs.doubles import URL, input_line, input_of
 from tests.preparation.test_line_file import generation_of
 
@@ -76,7 +78,7 @@ async def test_bodies_texts_lines_and_checks(client: PreparationClient, tmp_path
     generation = await client.prepare(
         "/v1/completions", b'{"prompt": "Gravity is", "max_tokens": 3, "n": 2}', CONTEXT
     )
-    assert (len(generation.prompts), generation.num_choices) == (1, 2)
+    assert (len(generation.request.prompts), generation.request.num_choices) == (1, 2)
     assert generation.warning is None
     misspelt = await client.prepare("/v1/completions", b'{"prompt": "x", "max_tokns": 3}', CONTEXT)
     assert misspelt.warning is not None and "max_tokns" in misspelt.warning
@@ -85,7 +87,7 @@ async def test_bodies_texts_lines_and_checks(client: PreparationClient, tmp_path
     assert refused.value.param == "messages"
 
     answer = json.loads(await client.answer("/tokenize", b'{"prompt": "Gravity is"}'))
-    assert answer["tokens"] == generation.prompts[0]
+    assert answer["tokens"] == generation.request.prompts[0]
     text = json.loads(await client.answer("/detokenize", json.dumps({"tokens": answer["tokens"]}).encode()))
     assert text == {"prompt": "Gravity is"}
 
@@ -111,18 +113,18 @@ async def test_a_death_loses_no_job_and_no_line(client: PreparationClient, tmp_p
     read: list[BatchLine] = list(await lines.read(8))
     body = asyncio.create_task(client.prepare("/v1/completions", b'{"prompt": "x"}', CONTEXT))
     check = asyncio.create_task(client.check_input(str(path), limits()))
-    await asyncio.sleep(0)  # both are asked for
+    await asyncio.sleep(0)  # both jobs are submitted
     kill(client)
     while group := await lines.read(8):
         read += group
     assert [line.number for line in read] == list(range(1, 41))
     assert all(line.generation is not None for line in read)
-    assert (await body).prompts
+    assert (await body).request.prompts
     assert (await check).total == 40
 
 
 class DyingClient:
-    """Reads lines as the process does, but ends over line 3."""
+    """Reads lines as the process does, but dies on line 3."""
 
     def __init__(self) -> None:
         self.file: LineFile
@@ -134,8 +136,8 @@ class DyingClient:
         if any(line.number == 3 for line in lines):
             self.file.position = before
             self.num_deaths += 1
-            raise PreparationDied("over line 3")
-        return LinesRead(0, lines, self.file.position)
+            raise PreparationDied("on line 3")
+        return LinesRead(lines, self.file.position)
 
     def move(self, reader_id: int, lines: PreparedLines) -> None:
         self.file.position = lines.position
@@ -149,7 +151,7 @@ class DyingClient:
 
 
 async def _read(file: LineFile, max_lines: int) -> LinesRead:
-    return LinesRead(0, file.read(max_lines), file.position)
+    return LinesRead(file.read(max_lines), file.position)
 
 
 async def test_a_line_that_ends_the_process_costs_no_other(tmp_path: Path) -> None:
@@ -168,10 +170,10 @@ async def test_a_line_that_ends_the_process_costs_no_other(tmp_path: Path) -> No
 
 
 class Child:
-    """A preparation process as the client's ``ChildProcess``: it ends over what ``poison`` is true of."""
+    """A preparation process as the client's ``ChildProcess``: it ends if a job's work is ``poison``."""
 
-    lives: ClassVar[list[list[int]]] = []  # of each process, the jobs it was given
-    poison: ClassVar[Callable[[Any], bool]] = lambda job: False
+    lives: ClassVar[list[list[int]]] = []  # for each process, the jobs it was sent
+    poison: ClassVar[Callable[[Any], bool]] = lambda work: False
 
     def __init__(self, *args: object) -> None:
         self.pid = 1
@@ -183,13 +185,13 @@ class Child:
 
     def send(self, data: bytes) -> bool:
         message = msgspec.msgpack.decode(data, type=ToPreparation)
-        if isinstance(message, PrepareBody):
+        if isinstance(message, Job) and isinstance(message.work, PrepareBody):
             self.lives[-1].append(message.job_id)
             self._report(JobBegun(message.job_id))
-            if Child.poison(message):
+            if Child.poison(message.work):
                 asyncio.get_running_loop().call_later(0.01, self._reports.put_nowait, None)
             else:
-                answer = Prepared(message.job_id, generation_of(message.context))
+                answer = JobDone(message.job_id, generation_of(message.work.context))
                 asyncio.get_running_loop().call_later(0.02, self._report, answer)
         return True
 
@@ -221,7 +223,7 @@ def lone_client() -> PreparationClient:
 async def test_a_body_that_ends_the_process_is_found_and_costs_no_other(
     children: type[Child], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Child, "poison", lambda job: job.body == b"poison")
+    monkeypatch.setattr(Child, "poison", lambda work: work.body == b"poison")
     client = lone_client()
     client.start()
     bodies = [b"a", b"poison", b"b", b"c"]
@@ -265,7 +267,7 @@ async def test_jobs_are_refused_while_no_process_can_be_started(
     client.start()
     with pytest.raises(BackfillError, match="Cannot allocate memory"):
         await client.wait_ready()
-    with pytest.raises(NotReady):  # after some more attempts
+    with pytest.raises(NotReady):  # after more failed launches
         await client.prepare("/v1/completions", b"x", CONTEXT)
     monkeypatch.setattr(Child, "start", start)
     while not client.is_up:
@@ -278,12 +280,12 @@ async def test_a_process_that_cannot_be_started_is_tried_again(default_model: Pa
     model = ServedModel(names=("m",), root="m", folder=tmp_path, created=0)
     client = PreparationClient(PreparationSetup(model=model))
     client.configure(FACTS)
-    client.start(within_s=3600)  # or when it is needed
+    client.start(within_s=3600)  # the first job launches it earlier
     job = asyncio.create_task(client.prepare("/v1/completions", b'{"prompt": "x"}', CONTEXT))
     await asyncio.wait([job], timeout=0.5)
     assert not job.done()
     for file in default_model.iterdir():
         if file.suffix == ".json":
             (tmp_path / file.name).write_bytes(file.read_bytes())
-    assert (await job).prompts
+    assert (await job).request.prompts
     await client.stop()

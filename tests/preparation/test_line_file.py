@@ -1,4 +1,4 @@
-"""Input files read on in groups."""
+"""Input files read in groups of lines."""
 
 from __future__ import annotations
 
@@ -12,36 +12,21 @@ from hypothesis import strategies as st
 
 from backfill.core.errors import RequestError
 from backfill.core.request import ServiceClass
-from backfill.core.sampling import SamplingParams
 from backfill.preparation import line_file
 from backfill.preparation.line_file import LineFile
 from backfill.preparation.lines import BadLine, BatchLine
 from backfill.preparation.messages import LineSelection, Position
-from backfill.protocol.preparer import Generation, RequestContext
+from backfill.protocol.generation import Generation
+from backfill.protocol.preparer import RequestContext
 from backfill.protocol.requests import GenerationEndpoint
 from tests.jobs.doubles import URL, input_line, input_of
+from tests.protocol.builders import make_generation
 
 
 def generation_of(context: RequestContext) -> Generation:
-    return Generation(
-        endpoint="/v1/completions",
+    return make_generation(
         response_id=f"cmpl-{context.request_id}",
-        created=0,
-        service_tier="flex",
-        prompts=[[1, 2]],
-        echoed=[""],
-        samplings=[SamplingParams(max_tokens=1)],
-        stop=(),
-        include_stop_str_in_output=False,
-        skip_special_tokens=True,
-        returns_token_ids=False,
-        streams=False,
-        includes_usage=False,
-        usage_on_every_chunk=False,
         service_class=ServiceClass.OFFLINE,
-        priority=0,
-        slo=None,
-        reported_slo=None,
         complete_by_s=context.complete_by_s,
     )
 
@@ -76,13 +61,13 @@ def test_lines_come_in_groups_ready_to_run(tmp_path: Path) -> None:
     assert [[line.number for line in group] for group in groups] == [[1, 2, 3, 4], [5, 7], []]
     for line in groups[0]:
         assert line.generation is not None
-        assert line.generation.complete_by_s == 7.5
+        assert line.generation.request.complete_by_s == 7.5
         assert line.generation.response_id == f"cmpl-{line.request_id}"
         assert line.num_bytes == len(input_line(0))
 
 
 @given(done=st.sets(st.integers(1, 30)), group=st.integers(1, 7), cut=st.integers(0, 30))
-def test_each_line_that_is_not_done_comes_once_wherever_reading_is_taken_up(
+def test_each_line_that_is_not_done_is_read_once_from_any_position(
     done: set[int], group: int, cut: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     path = tmp_path_factory.mktemp("lines") / "in"
@@ -109,7 +94,7 @@ def test_a_refused_body_and_one_that_cannot_be_prepared_are_lines_too(tmp_path: 
     assert failed.refusal is None
 
 
-def test_a_line_that_is_no_request_is_raised_in_its_turn_each_time(tmp_path: Path) -> None:
+def test_a_line_that_is_not_a_request_is_raised_in_its_turn_each_time(tmp_path: Path) -> None:
     file = opened(tmp_path / "in", input_of(2) + b"{\n" + input_line(3))
     assert [line.number for line in file.read(10)] == [1, 2]
     for _ in range(2):
@@ -118,7 +103,7 @@ def test_a_line_that_is_no_request_is_raised_in_its_turn_each_time(tmp_path: Pat
         assert raised.value.error.line == 3
 
 
-def test_names_alone_leave_bodies_unread(tmp_path: Path) -> None:
+def test_with_names_only_bodies_are_not_prepared(tmp_path: Path) -> None:
     content = input_line(0, body={"prompt": "bug"}) + input_line(1, body={"prompt": "refused"})
     lines = rest(opened(tmp_path / "in", content, names_only=True))
     assert [(line.custom_id, line.num_bytes, line.refusal) for line in lines] == [

@@ -16,29 +16,30 @@ from backfill.preparation.messages import (
     CancelCheck,
     CheckInput,
     CloseLines,
-    InputChecked,
     InputLimits,
+    InputReport,
+    Job,
     JobBegun,
-    JobFailed,
+    JobDone,
     LineSelection,
     LinesRead,
     OpenLines,
     Position,
     PrepareBody,
-    Prepared,
     ReadLines,
 )
 from backfill.preparation.process import Preparation
 from backfill.protocol.body_check import BodyCheck
+from backfill.protocol.generation import Generation
 from backfill.protocol.preparer import RequestContext
 from tests.jobs.doubles import URL, input_of
 from tests.preparation.test_line_file import generation_of
 
-BODY = PrepareBody(1, "/v1/completions", b"{}", RequestContext())
+BODY = Job(1, PrepareBody("/v1/completions", b"{}", RequestContext()))
 
 
 class Channel:
-    """What the server says and hears."""
+    """The server's end: commands it sends, reports it receives."""
 
     def __init__(self) -> None:
         self.commands: queue.Queue[Any] = queue.Queue()
@@ -46,7 +47,11 @@ class Channel:
         self.refused: type | None = None
 
     def send(self, message: object) -> None:
-        if self.refused is not None and isinstance(message, self.refused):
+        if (
+            self.refused is not None
+            and isinstance(message, JobDone)
+            and isinstance(message.result, self.refused)
+        ):
             raise TypeError("cannot be encoded")
         self.reports.put(message)
 
@@ -93,13 +98,13 @@ def preparer(channel: Channel) -> Any:
     running.join()
 
 
-def test_a_body_at_work_for_too_long_ends_the_process(
+def test_a_body_that_takes_too_long_ends_the_process(
     channel: Channel, preparer: Preparer, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     ended = threading.Event()
     monkeypatch.setattr(process.os, "_exit", lambda status: ended.set())
     channel.commands.put(BODY)
-    assert isinstance(channel.next_report(), Prepared)
+    assert isinstance(channel.next_report().result, Generation)
     assert not ended.is_set()
     preparer.may_end.clear()
     channel.commands.put(BODY)
@@ -109,11 +114,11 @@ def test_a_body_at_work_for_too_long_ends_the_process(
 
 
 def test_an_answer_that_cannot_be_sent_is_a_failed_job(channel: Channel, preparer: Preparer) -> None:
-    channel.refused = Prepared
+    channel.refused = Generation
     channel.commands.put(BODY)
     failed = channel.next_report()
-    assert isinstance(failed, JobFailed)
-    assert isinstance(failed.fault, Bug)
+    assert isinstance(failed, JobDone)
+    assert isinstance(failed.result, Bug)
 
 
 def test_lines_of_a_reader_that_was_closed_are_none(
@@ -123,20 +128,20 @@ def test_lines_of_a_reader_that_was_closed_are_none(
     path.write_bytes(input_of(3))
     selection = LineSelection(path=str(path), max_line_bytes=1000, names_only=True)
     channel.commands.put(OpenLines(7, selection, Position()))
-    channel.commands.put(ReadLines(1, 7, 2))
+    channel.commands.put(Job(1, ReadLines(7, 2)))
     read = channel.next_report()
-    assert [line.number for line in read.lines] == [1, 2]
+    assert [line.number for line in read.result.lines] == [1, 2]
     channel.commands.put(CloseLines(7))
-    channel.commands.put(ReadLines(2, 7, 2))
-    assert channel.next_report() == LinesRead(2, [], Position())
+    channel.commands.put(Job(2, ReadLines(7, 2)))
+    assert channel.next_report() == JobDone(2, LinesRead([], Position()))
 
 
 def test_a_cancelled_check_stops_reading(channel: Channel, preparer: Preparer, tmp_path: Path) -> None:
     path = tmp_path / "in"
     path.write_bytes(input_of(200_000))
     limits = InputLimits(endpoint=URL, model_names=("m",), max_lines=10**6, max_line_bytes=1000)
-    channel.commands.put(CheckInput(1, str(path), limits))
+    channel.commands.put(Job(1, CheckInput(str(path), limits)))
     channel.commands.put(CancelCheck(1))
     checked = channel.next_report()
-    assert isinstance(checked, InputChecked)
-    assert checked.report.total < 200_000
+    assert isinstance(checked.result, InputReport)
+    assert checked.result.total < 200_000

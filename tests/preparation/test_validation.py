@@ -1,4 +1,4 @@
-"""Input files, before a line of them runs."""
+"""The check of an input file."""
 
 from __future__ import annotations
 
@@ -103,12 +103,12 @@ def test_too_many_lines(tmp_path: Path) -> None:
     assert [error.code for error in checked(tmp_path, input_of(11)).errors] == ["too_many_tasks"]
 
 
-def test_only_so_many_errors_are_listed(tmp_path: Path) -> None:
+def test_the_number_of_listed_errors_is_limited(tmp_path: Path) -> None:
     check = checked(tmp_path, b"{\n" * 500, max_lines=1000)
     assert len(check.errors) == MAX_REPORTED_ERRORS
 
 
-def test_without_an_endpoint_each_line_says_its_own(tmp_path: Path) -> None:
+def test_without_an_endpoint_each_line_names_its_own(tmp_path: Path) -> None:
     chat = {"messages": [{"role": "user", "content": "hi"}]}
     content = input_line(0) + input_line(1, url=CHATS, body=chat) + input_line(2, url="/v1/embeddings")
     errors = checked(tmp_path, content, endpoint=None).errors
@@ -127,13 +127,13 @@ def test_without_an_endpoint_each_line_says_its_own(tmp_path: Path) -> None:
         ([{"content": "x"}], "missing_required_parameter"),
     ],
 )
-def test_a_chat_that_is_none_is_named(tmp_path: Path, messages: Any, code: str) -> None:
+def test_a_bad_conversation_is_reported(tmp_path: Path, messages: Any, code: str) -> None:
     content = input_line(0, url=CHATS, body={"messages": messages})
     (error,) = checked(tmp_path, content, endpoint=CHATS).errors
     assert (error.code, error.line, error.param) == (code, 1, "messages")
 
 
-def test_both_faults_of_a_line_are_told(tmp_path: Path) -> None:
+def test_both_errors_of_a_line_are_reported(tmp_path: Path) -> None:
     content = input_line(0) + input_line(0, body={"prompt": "x", "n": 0})
     errors = checked(tmp_path, content).errors
     assert [(error.line, error.param) for error in errors] == [(2, "custom_id"), (2, "n")]
@@ -160,7 +160,7 @@ def test_the_limits_of_an_engine_are_checked_once_it_is_known(tmp_path: Path) ->
     ]
 
 
-def test_fields_without_an_effect_are_told_once_a_file(tmp_path: Path) -> None:
+def test_fields_without_an_effect_are_reported_once_a_file(tmp_path: Path) -> None:
     content = input_line(0) + prompt_line(1, max_tokns=3) + prompt_line(2, slo={}) + prompt_line(3, user="u")
     report = checked(tmp_path, content)
     assert report.errors == []
@@ -179,7 +179,7 @@ def test_fields_without_an_effect_fail_a_strict_check(tmp_path: Path) -> None:
     ]
 
 
-def test_a_message_echoes_only_so_much_of_a_line(tmp_path: Path) -> None:
+def test_a_message_echoes_a_bounded_part_of_a_line(tmp_path: Path) -> None:
     content = prompt_line(0, logit_bias={"9" * 5000: "x"})
     (error,) = checked(tmp_path, content, max_line_bytes=10_000).errors
     assert len(error.message) < 600
@@ -194,20 +194,22 @@ def test_a_long_line_hides_no_other(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "part"),
     [
-        (b'{"body": {"temperature": NaN}}', "NaN is no number in JSON (byte 25)"),
-        (b'{"body": {"temperature": -Infinity}}', "Infinity is no number in JSON"),
+        (b'{"body": {"temperature": NaN}}', "NaN is not a number in JSON (byte 25)"),
+        (b'{"body": {"temperature": -Infinity}}', "Infinity is not a number in JSON"),
         (b'{"body": {"a": 1,}}', "trailing comma in object (byte 17)"),
         (b'{"bo', "ends too early"),
         ("{}".encode("utf-16"), "UTF-16"),
     ],
 )
-def test_a_line_that_is_no_json_says_where_and_why(tmp_path: Path, line: bytes, part: str) -> None:
+def test_a_line_that_is_not_json_is_reported_with_place_and_reason(
+    tmp_path: Path, line: bytes, part: str
+) -> None:
     (error,) = checked(tmp_path, line).errors
     assert (error.code, error.line) == ("invalid_json_line", 1)
     assert part in error.message
 
 
-def test_a_mark_of_the_byte_order_is_no_part_of_the_first_line(tmp_path: Path) -> None:
+def test_a_byte_order_mark_is_not_part_of_the_first_line(tmp_path: Path) -> None:
     check = checked(tmp_path, b"\xef\xbb\xbf" + input_of(2))
     assert (check.total, check.errors) == (2, [])
 

@@ -1,4 +1,4 @@
-"""Unknown fields; faults of lines are in tests/preparation/test_validation.py."""
+"""Unknown fields. Errors of batch lines are in tests/preparation/test_validation.py."""
 
 from __future__ import annotations
 
@@ -17,13 +17,9 @@ from backfill.core.slo import SLO
 from backfill.generation.tokenizer import Tokenizer
 from backfill.models.generation_config import GenerationDefaults
 from backfill.protocol.body_check import has_warning, refuse_unknown_fields, warning_of
+from backfill.protocol.generation_fields import SERVICE_TIERS
 from backfill.protocol.preparer import EngineFacts, RequestContext, RequestPreparer, ServedModel
-from backfill.protocol.requests import (
-    SERVICE_TIERS,
-    GenerationBody,
-    GenerationEndpoint,
-    parse_generation,
-)
+from backfill.protocol.requests import GenerationBody, GenerationEndpoint, parse_generation
 from tests.builders import make_info
 
 PROMPT = {"prompt": "x"}
@@ -51,7 +47,7 @@ def test_the_official_clients_fields_are_known(endpoint: GenerationEndpoint, par
     assert warning_of(body_of({"stream": True, "stream_options": stream_options}, endpoint)) is None
 
 
-def test_the_official_clients_tiers_are_taken() -> None:
+def test_the_official_clients_tiers_are_accepted() -> None:
     hint = get_type_hints(chat_create_params.CompletionCreateParamsBase)["service_tier"]
     tiers = {tier for option in get_args(hint) for tier in get_args(option)}
     assert tiers
@@ -76,13 +72,13 @@ def test_the_official_clients_tiers_are_taken() -> None:
         ({"tools": [], "guided_json": None, "echo": True}, None),
     ],
 )
-def test_unknown_fields_are_warned_of(fields: dict[str, Any], warning: str | None) -> None:
+def test_unknown_fields_are_warned_about(fields: dict[str, Any], warning: str | None) -> None:
     assert warning_of(body_of(fields)) == warning
     assert has_warning(body_of(fields)) == (warning is not None)
 
 
 @pytest.mark.parametrize("name", ["", "a\r\nset-cookie: x", "\0", "caf\u00e9", "\U0001f600", "x" * 100_000])
-def test_a_warning_can_be_a_header_whatever_the_name(name: str) -> None:
+def test_a_warning_can_be_a_header_for_any_name(name: str) -> None:
     warning = warning_of(body_of({f"{name}{number}" if number else name: 1 for number in range(50)}))
     assert warning is not None
     assert warning.isascii()
@@ -111,7 +107,7 @@ def test_what_a_chat_cannot_echo_is_refused() -> None:
 
 
 class TwoTokens:
-    """A tokenizer by which every text is two tokens long."""
+    """A tokenizer that encodes every text as two tokens."""
 
     def encode(self, text: str, **_: object) -> list[int]:
         return [5, 6]

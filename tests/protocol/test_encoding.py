@@ -37,13 +37,13 @@ def test_a_body_without_lists_and_an_empty_list() -> None:
     assert bytes(EncodedBody({"a": EncodedList()})) == b'{"a":[]}'
 
 
-def test_a_long_body_comes_in_pieces() -> None:
+def test_a_long_body_comes_in_chunks() -> None:
     entries: list[object] = ["x" * 1000] * 2000
     chunks = list(EncodedBody({"a": encoded_list(entries, 1), "b": encoded_list(entries, 2)}).chunks())
     assert max(map(len, chunks)) < 300_000
     assert json.loads(b"".join(chunks)) == {"a": entries, "b": entries}
 
 
-def test_what_is_no_json_is_refused() -> None:
+def test_values_that_are_not_json_are_refused() -> None:
     with pytest.raises(TypeError):
         EncodedBody({"a": object()})

@@ -1,4 +1,4 @@
-"""Which objectives are refused at the door."""
+"""Which objectives are refused before the request is queued."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from backfill.core.errors import RequestError
 from backfill.core.slo import SLO
 from backfill.costs.profile import CostProfile, FitError
 from backfill.models.generation_config import GenerationDefaults
-from backfill.protocol.preparer import EngineFacts, Generation, RequestContext, RequestPreparer, ServedModel
+from backfill.protocol.generation import Generation
+from backfill.protocol.preparer import EngineFacts, RequestContext, RequestPreparer, ServedModel
 from tests.builders import linear_cost, make_info, make_profile
 
 NO_TOKENIZER: Any = None  # prompts are token ids
@@ -39,7 +40,7 @@ def prepare(
 
 
 @pytest.mark.parametrize(("slo", "param"), [({"ttft": 0.069}, "slo.ttft"), ({"tpot": 0.0006}, "slo.tpot")])
-def test_what_a_good_profile_knows_to_be_impossible_is_refused(slo: dict[str, float], param: str) -> None:
+def test_objectives_that_a_good_profile_rules_out_are_refused(slo: dict[str, float], param: str) -> None:
     for profile in (FULL, replace(FULL, quality="refined")):
         with pytest.raises(RequestError, match=r"cannot be met: .* the request needs 0\.") as caught:
             prepare(profile, slo)
@@ -56,14 +57,14 @@ def test_without_a_good_profile_every_objective_is_accepted_and_reported(profile
 
 
 def test_what_is_only_predicted_to_be_missed_is_accepted() -> None:
-    assert prepare(FULL, {"ttft": 0.071}).slo == SLO(0.071, 0.15)
+    assert prepare(FULL, {"ttft": 0.071}).request.slo == SLO(0.071, 0.15)
 
 
 def test_of_a_long_prompt_only_the_known_part_is_certain() -> None:
-    assert prepare(FULL, {"ttft": 0.71}, num_tokens=8000).slo == SLO(0.71, 0.15)
+    assert prepare(FULL, {"ttft": 0.71}, num_tokens=8000).request.slo == SLO(0.71, 0.15)
     with pytest.raises(RequestError, match="needs 8 s"):
         prepare(FULL, {"ttft": 0.69}, num_tokens=8000)
 
 
 def test_a_policy_without_objectives_refuses_none() -> None:
-    assert prepare(FULL, {"ttft": 1e-6}, policy="priority").slo == SLO(1e-6, 0.15)
+    assert prepare(FULL, {"ttft": 1e-6}, policy="priority").request.slo == SLO(1e-6, 0.15)

@@ -6,13 +6,15 @@ from backfill.core.errors import RequestError
 from backfill.protocol.response_size import MAX_RESPONSE_TOKENS, bounded_max_tokens
 
 
-def bounded(asked: int | None, *, choices: int = 1, logprobs: int | None = None, default: int = 8192) -> int:
+def bounded(
+    requested: int | None, *, choices: int = 1, logprobs: int | None = None, default: int = 8192
+) -> int:
     return bounded_max_tokens(
-        asked, default, num_choices=choices, num_logprobs=logprobs, most=MAX_RESPONSE_TOKENS
+        requested, default, num_choices=choices, num_logprobs=logprobs, most=MAX_RESPONSE_TOKENS
     )
 
 
-def test_what_fits_is_what_was_asked() -> None:
+def test_max_tokens_that_fit_are_unchanged() -> None:
     assert bounded(100, choices=128, logprobs=20) == 100
     assert bounded(MAX_RESPONSE_TOKENS) == MAX_RESPONSE_TOKENS
 
@@ -23,7 +25,7 @@ def test_more_is_refused_and_the_message_says_what_is_allowed() -> None:
     assert caught.value.param == "max_tokens"
 
 
-def test_logprobs_out_of_range_are_another_check_s_business() -> None:
+def test_logprobs_out_of_range_are_left_to_another_check() -> None:
     assert bounded(100, logprobs=-1) == 100
     assert bounded(100, logprobs=10**9) == 100
 

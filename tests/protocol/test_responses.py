@@ -14,21 +14,12 @@ from backfill.protocol.responses import (
     ChatShape,
     ChoiceState,
     CompletionShape,
-    ResponseHead,
     Usage,
     whole_body,
 )
+from tests.protocol.builders import make_generation
 
-HEAD = ResponseHead(
-    response_id="r",
-    created=1,
-    model="m",
-    service_tier="default",
-    num_prompt_tokens=1,
-    returns_token_ids=False,
-    prompt_token_ids=[[1]],
-    echoed=[""],
-)
+GENERATION = make_generation()
 
 
 class LetterTokenizer:
@@ -47,9 +38,9 @@ def whole(shape: ChatShape | CompletionShape, text: str, *, with_logprobs: bool)
     for letter in text:
         logprobs = TokenLogprobs(-0.5, ((ord(letter), -0.5), (0, -2.25))) if with_logprobs else None
         delta = TextDelta(letter, ord(letter), logprobs, FinishReason.STOP)
-        state.add_logprobs(shape.logprobs(delta, state))
+        state.add_logprobs(shape.logprobs(delta, state.num_chars))
         state.add(delta)
-    body = json.loads(bytes(EncodedBody(whole_body(HEAD, shape, [state], Usage(1, len(text))))))
+    body = json.loads(bytes(EncodedBody(whole_body(GENERATION, shape, [state], Usage(1, len(text))))))
     (choice,) = body["choices"]
     result: dict[str, object] = choice["logprobs"]
     return result

@@ -11,7 +11,7 @@ from backfill.api.state import ServerState
 from backfill.jobs.records import BatchRecord, TokenUsage
 from backfill.preparation.lines import LineError
 from backfill.protocol.batches import CreateBatchRequest, parse_window_s
-from backfill.protocol.requests import parse_body
+from backfill.protocol.parsing import parse_body
 from backfill.protocol.responses import Json
 
 _DEFAULT_PAGE, _MAX_PAGE = 20, 100

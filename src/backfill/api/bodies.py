@@ -14,7 +14,7 @@ from backfill.api.body_budget import BodyBudget, HeldBytes
 from backfill.api.errors import BodyTooLarge, UnsupportedEncoding
 from backfill.core.errors import RequestError
 from backfill.core.request import ServiceClass
-from backfill.protocol.requests import MAX_CHOICES
+from backfill.protocol.generation_fields import MAX_CHOICES
 
 _JSON_TYPE = re.compile(r"application/([\w.+-]+\+)?json\s*(;|$)", re.IGNORECASE)
 _FLEX = b'"flex"'

@@ -19,7 +19,7 @@ from backfill.api.config import ServerConfig
 from backfill.api.errors import Forbidden, error_response
 from backfill.api.middleware import HttpMiddleware
 from backfill.core.errors import RequestError
-from backfill.protocol.requests import SLO_HEADERS
+from backfill.protocol.objectives import SLO_HEADERS
 
 _SINGLE_HEADERS = frozenset(
     {

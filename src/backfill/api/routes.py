@@ -11,16 +11,13 @@ from backfill.api.openapi import answers, takes_json
 from backfill.api.state import Phase, ServerState
 from backfill.api.streaming import EventStream, WholeResponse
 from backfill.core.request import ServiceClass
+from backfill.protocol.chat import ChatCompletionRequest
+from backfill.protocol.completion import CompletionRequest
+from backfill.protocol.generation_fields import REQUEST_HEADERS
 from backfill.protocol.preparer import RequestContext, RequestPreparer, TextEndpoint
-from backfill.protocol.requests import (
-    REQUEST_HEADERS,
-    ChatCompletionRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    GenerationEndpoint,
-    TokenizeRequest,
-)
+from backfill.protocol.requests import GenerationEndpoint
 from backfill.protocol.responses import Json
+from backfill.protocol.tokenization import DetokenizeRequest, TokenizeRequest
 
 
 def build_router(state: ServerState) -> APIRouter:
@@ -117,14 +114,14 @@ async def _generate(request: Request, state: ServerState, endpoint: GenerationEn
             generation = await state.prepare(
                 endpoint, body.raw, _context_of(request), service_class, request.receive
             )
-            reservation.resize(generation.num_choices, generation.service_class)
+            reservation.resize(generation.request.num_choices, generation.request.service_class)
             arrived_at_s: float = request.state.arrived_at_s
             waiting = state.shed_or_wait(generation, arrived_at_s)
         except BaseException:
             reservation.release()
             raise
     if state.metrics is not None:
-        state.metrics.requests.on_accepted(generation.service_class, generation.num_choices)
+        state.metrics.requests.on_accepted(generation.request.service_class, generation.request.num_choices)
     state.num_unanswered += 1
     if generation.warning is not None:
         state.field_warnings.add(generation.warning)

@@ -21,12 +21,8 @@ from backfill.core.request import ServiceClass
 from backfill.engine.client import EngineClient
 from backfill.jobs.manager import JobManager
 from backfill.preparation.client import PreparationClient
-from backfill.protocol.preparer import (
-    Generation,
-    RequestContext,
-    RequestPreparer,
-    TextEndpoint,
-)
+from backfill.protocol.generation import Generation
+from backfill.protocol.preparer import RequestContext, RequestPreparer, TextEndpoint
 from backfill.protocol.requests import GenerationEndpoint
 from backfill.protocol.service import CompletionService
 
@@ -106,17 +102,18 @@ class ServerState:
 
     def shed_or_wait(self, generation: Generation, arrived_at_s: float) -> WaitingPrompts | None:
         """Count an online request's prompts as waiting, if the server sheds load. Raises: RequestShed."""
-        if self.shedder is None or generation.slo is None:
+        request = generation.request
+        if self.shedder is None or request.slo is None:
             return None
         try:
             return self.shedder.admit(
-                [len(generation.prompts[generation.prompt_of(i)]) for i in range(generation.num_choices)],
-                priority=generation.priority,
-                objective_s=generation.slo.ttft_s,
+                [len(request.prompt_of(choice)) for choice in range(request.num_choices)],
+                priority=request.priority,
+                objective_s=request.slo.ttft_s,
                 waited_s=time.monotonic() - arrived_at_s,
             )
         except RequestShed:
-            self._on_refused(generation.service_class, "hopeless")
+            self._on_refused(request.service_class, "hopeless")
             raise
 
     def ready_jobs(self) -> JobManager:

@@ -69,7 +69,7 @@ class FinishReason(Enum):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Request:
-    """One prompt, one output sequence.
+    """One prompt, one output sequence. A client makes it and sends it to the engine, which schedules it.
 
     Progress is one variable: ``0 <= num_computed_tokens <= num_tokens``. The KV of the tokens in
     ``[num_computed_tokens, num_tokens)`` is not computed yet; computing the last of them yields the next
@@ -82,9 +82,9 @@ class Request:
     sampling: SamplingParams
     service_class: ServiceClass = ServiceClass.ONLINE
     slo: SLO | None = None  # None: no objective; the policy's default for online requests
-    complete_by_s: float | None = None  # end of an offline request's completion window
+    complete_by_s: float | None = None  # end of an offline request's completion window, on the engine's clock
     priority: int = 0  # lower is sooner, within a class
-    arrived_at_s: float = 0.0
+    arrived_at_s: float = 0.0  # on the engine's clock
     output_token_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
     status: RequestStatus = RequestStatus.WAITING

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncGenerator, Callable, Hashable
 from dataclasses import replace
 
 from backfill.core.config import EngineConfig
 from backfill.core.errors import BackfillError, EngineDead
-from backfill.core.request import RequestId, ServiceClass
-from backfill.core.sampling import SamplingParams
+from backfill.core.request import Request, ServiceClass
 from backfill.core.slo import SLO
 from backfill.costs.profile import CostProfile
 from backfill.engine.connection import EngineConnection
@@ -197,15 +195,8 @@ class EngineClient:
 
     async def generate(
         self,
-        request_id: RequestId,
-        prompt_token_ids: list[int],
-        sampling: SamplingParams,
+        request: Request,
         *,
-        service_class: ServiceClass = ServiceClass.ONLINE,
-        priority: int = 0,
-        arrived_at_s: float | None = None,
-        slo: SLO | None = None,
-        complete_by_s: float | None = None,
         group: Hashable | None = None,
         on_first_token: Callable[[], None] | None = None,
         on_end: Callable[[], None] | None = None,
@@ -221,23 +212,14 @@ class EngineClient:
         """
         if self._connection is None or not self._connection.is_open or self.info is None:
             raise EngineDead("The engine is not running; it is being started. Please retry.")
-        stream = RequestStream(service_class, request_id if group is None else group, on_first_token, on_end)
+        request_id = request.request_id
+        stream = RequestStream(
+            request.service_class, request_id if group is None else group, on_first_token, on_end
+        )
         self._streams.add(request_id, stream)
         is_over = False
         try:
-            is_sent = self._send(
-                AddRequest(
-                    request_id=request_id,
-                    prompt_token_ids=prompt_token_ids,
-                    sampling=sampling,
-                    service_class=service_class,
-                    priority=priority,
-                    arrived_at_s=time.monotonic() if arrived_at_s is None else arrived_at_s,
-                    slo=slo,
-                    complete_by_s=complete_by_s,
-                )
-            )
-            if not is_sent:
+            if not self._send(AddRequest(request)):
                 is_over = True
                 raise EngineDead("The engine process has ended.")
             while not is_over:

@@ -8,29 +8,17 @@ import msgspec
 
 from backfill.core.counters import ClassCounters
 from backfill.core.plan import TokenLogprobs
-from backfill.core.request import FinishReason, RequestId, ServiceClass
-from backfill.core.sampling import SamplingParams
+from backfill.core.request import FinishReason, Request, RequestId
 from backfill.core.slo import SLO
 from backfill.costs.model import CostModel
 from backfill.costs.profile import CostProfile
 from backfill.execution.executor import ExecutorInfo
 
 
-class AddRequest(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """Client to engine: serve this request.
+class AddRequest(msgspec.Struct, tag=True, frozen=True):
+    """Client to engine: serve this request, which has not run yet."""
 
-    ``arrived_at_s`` and ``complete_by_s``, the end of an offline request's completion window, are instants
-    on the machine's monotonic clock. Without an ``slo`` an online request has the engine's default.
-    """
-
-    request_id: RequestId
-    prompt_token_ids: list[int]
-    sampling: SamplingParams
-    service_class: ServiceClass
-    priority: int
-    arrived_at_s: float
-    slo: SLO | None = None
-    complete_by_s: float | None = None
+    request: Request
 
 
 class AbortRequests(msgspec.Struct, tag=True, frozen=True):

@@ -14,7 +14,6 @@ from backfill.core.clock import WallClock
 from backfill.core.config import EngineConfig, SchedulerConfig
 from backfill.core.errors import BackfillError
 from backfill.core.heap import freeze_heap
-from backfill.core.request import Request
 from backfill.core.slo import SLO
 from backfill.costs.profile import CostProfile
 from backfill.engine.engine import Engine
@@ -172,7 +171,7 @@ class EngineLoop:
         try:
             while (command := self._channel.receive()) is not None:
                 if isinstance(command, AddRequest):
-                    self._engine.arrive(_request_of(command))
+                    self._engine.arrive(command.request)
                 else:
                     self._commands.append(command)
                 self._has_news.set()
@@ -180,16 +179,3 @@ class EngineLoop:
             logger.exception("commands cannot be read")
             self._commands.append(Stop())
             self._has_news.set()
-
-
-def _request_of(command: AddRequest) -> Request:
-    return Request(
-        request_id=command.request_id,
-        prompt_token_ids=command.prompt_token_ids,
-        sampling=command.sampling,
-        service_class=command.service_class,
-        slo=command.slo,
-        complete_by_s=command.complete_by_s,
-        priority=command.priority,
-        arrived_at_s=command.arrived_at_s,
-    )

@@ -39,8 +39,8 @@ class ExecutorInfo:
     num_host_blocks: int = 0
     block_bytes: int = 1
 
-    def check_prompt(self, prompt_token_ids: Sequence[int]) -> None:
-        """Raise RequestError if the prompt is empty or has a token outside the vocabulary."""
+    def check_request(self, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> None:
+        """Raise RequestError if this executor can never serve the request."""
         if not prompt_token_ids:
             raise RequestError("The prompt must have at least one token.", param="prompt")
         if min(prompt_token_ids) < 0 or max(prompt_token_ids) >= self.vocab_size:
@@ -48,9 +48,6 @@ class ExecutorInfo:
                 f"Prompt token ids must be between 0 and {self.vocab_size - 1}.", param="prompt"
             )
 
-    def check_request(self, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> None:
-        """Raise RequestError if this executor can never serve the request."""
-        self.check_prompt(prompt_token_ids)
         num_prompt_tokens = len(prompt_token_ids)
         if num_prompt_tokens >= self.max_model_len:
             raise RequestError(

@@ -1,1 +1,1 @@
-"""Text in, text out: tokens to text and back, stop strings, one request's stream of text."""
+"""Tokenizer, chat templates, detokenizer and stop strings: a request's stream of text."""

@@ -1,4 +1,4 @@
-"""Chat templates that a user brings."""
+"""Chat templates given by the user."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from backfill.core.errors import ConfigError
 
 
 def read_template(path: Path | None) -> str | None:
-    """The text of a chat template that parses. Raises: ConfigError."""
+    """Read a chat template and check that it parses. Raises: ConfigError."""
     if path is None:
         return None
     try:
@@ -26,5 +26,5 @@ def check_template(template: str, which: str = "") -> None:
     try:
         jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(template)
     except jinja2.TemplateSyntaxError as error:
-        if "'generation'" not in str(error):  # a tag of transformers' own
+        if "'generation'" not in str(error):  # a tag that transformers adds
             raise ConfigError(f"`chat_template`{which}, line {error.lineno}: {error.message}") from error

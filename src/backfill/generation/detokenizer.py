@@ -1,4 +1,4 @@
-"""Token ids to text, one at a time, and the stop strings that end it."""
+"""Token ids to text, one token at a time, and stop strings."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _NUM_PRIMING_TOKENS = 8
 
 
 class IncrementalDetokenizer:
-    """Text of an output as its tokens arrive; characters are emitted only when whole.
+    """Text of an output as its tokens arrive. A character is emitted once it is complete.
 
-    Some tokenizers (SentencePiece) drop a token's leading space at the start of a text. For these the
-    end of the prompt is decoded first and thrown away, unless it ends inside a character, whose
-    replacement would then come out with the first token.
+    Some tokenizers (SentencePiece) drop the leading space of a text's first token. For these the end of the
+    prompt is decoded first and its text dropped. A prompt that ends inside a character is not: the first
+    token's text would begin with a replacement character.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class IncrementalDetokenizer:
         self._withheld: list[int] = []
 
     def push(self, token_id: int) -> str:
-        """The text that this token completes; empty while a character is incomplete."""
+        """The text that this token completes; empty while its character is incomplete."""
         text = self._step(token_id)
         if text is None:
             self._withheld.append(token_id)
@@ -41,7 +41,7 @@ class IncrementalDetokenizer:
         return text
 
     def flush(self) -> str:
-        """What is left when no more tokens come; an incomplete character becomes U+FFFD."""
+        """The rest, after the last token; an incomplete character becomes U+FFFD."""
         text = self._tokenizer.decode(self._withheld, skip_special_tokens=self._skip_special_tokens)
         self._withheld.clear()
         return text
@@ -51,14 +51,14 @@ class IncrementalDetokenizer:
         try:
             text: str | None = self._stream.step(backend, token_id)
         except Exception:
-            # The stream gives up when an invalid byte sequence changes text already emitted.
+            # The stream raises when an invalid byte sequence changes text already emitted.
             self._stream = DecodeStream(skip_special_tokens=self._skip_special_tokens)
             text = self._stream.step(backend, token_id)
         return text
 
 
 class StopStrings:
-    """Finds the first stop string in a growing text and withholds text that may begin one."""
+    """Finds the first stop string in a growing text. Withholds text that may begin one."""
 
     def __init__(self, stops: Sequence[str], *, include_in_output: bool) -> None:
         self._stops = tuple(stops)
@@ -66,7 +66,7 @@ class StopStrings:
         self._pending = ""
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """Return (text that may be shown, the stop string found or None)."""
+        """Add text. Returns: text that may be shown, and the stop string if one was found."""
         if not self._stops:
             return text, None
         self._pending += text
@@ -79,7 +79,7 @@ class StopStrings:
             end = index + len(stop) if self._include_in_output else index
             shown, self._pending = self._pending[:end], ""
             return shown, stop
-        keep = self._longest_beginning()
+        keep = self._longest_prefix()
         shown, self._pending = (
             self._pending[: len(self._pending) - keep],
             self._pending[len(self._pending) - keep :],
@@ -87,12 +87,12 @@ class StopStrings:
         return shown, None
 
     def flush(self) -> str:
-        """The text withheld, when it can no longer become a stop string."""
+        """The withheld text, after the last token."""
         shown, self._pending = self._pending, ""
         return shown
 
-    def _longest_beginning(self) -> int:
-        """Length of the longest end of the pending text that begins a stop string."""
+    def _longest_prefix(self) -> int:
+        """Length of the longest suffix of the pending text that is a prefix of a stop string."""
         for length in range(min(len(self._pending), max(map(len, self._stops)) - 1), 0, -1):
             end = self._pending[-length:]
             if any(stop.startswith(end) for stop in self._stops):

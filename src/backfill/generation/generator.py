@@ -1,4 +1,4 @@
-"""One request's text, from the engine's tokens."""
+"""A request's stream of text, from the engine's tokens."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ import time
 from collections.abc import AsyncGenerator, Callable, Hashable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from backfill.core.errors import BackfillError, EngineDead
 from backfill.core.plan import TokenLogprobs
-from backfill.core.request import FinishReason, RequestId, ServiceClass
+from backfill.core.request import FinishReason, Request, RequestId, ServiceClass
 from backfill.core.sampling import SamplingParams
 from backfill.core.slo import SLO
 from backfill.engine.client import EngineClient
@@ -23,15 +24,17 @@ from backfill.generation.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """One prompt, one output.
+    """A client's request: tokenized prompts, and the sampling of every choice.
 
-    Instants are on the monotonic clock: ``arrived_at_s`` when the client's request came in, from which its
-    latency counts; ``complete_by_s`` the end of an offline request's completion window. The choices of one
-    client request have the same ``group``.
+    Attributes:
+        prompts: token ids, one list a prompt.
+        samplings: one a choice; the choices of the first prompt come first.
+        slo: None for the engine's default, and for offline requests.
+        complete_by_s: end of an offline request's completion window, on the monotonic clock.
     """
 
-    prompt_token_ids: list[int]
-    sampling: SamplingParams
+    prompts: list[list[int]]
+    samplings: list[SamplingParams]
     stop: tuple[str, ...] = ()
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
@@ -39,16 +42,30 @@ class GenerationRequest:
     priority: int = 0
     slo: SLO | None = None
     complete_by_s: float | None = None
-    arrived_at_s: float
-    group: Hashable | None = None
+
+    @property
+    def num_choices(self) -> int:
+        return len(self.samplings)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(map(len, self.prompts))
+
+    def prompt_index(self, choice: int) -> int:
+        """Index of the prompt that a choice continues."""
+        return choice * len(self.prompts) // len(self.samplings)
+
+    def prompt_of(self, choice: int) -> list[int]:
+        """Token ids of the prompt that a choice continues."""
+        return self.prompts[self.prompt_index(choice)]
 
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """What one token added to the output.
+    """The text of one output token.
 
     ``text`` is empty while a character or a stop string is incomplete. ``waited_s`` is the time since the
-    request's arrival for its first token, since the token before for the others.
+    previous token, and for the first token since the request's arrival.
     """
 
     text: str
@@ -61,7 +78,7 @@ class TextDelta:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestRecord:
-    """A request that ended, for metrics. Instants are on the machine's monotonic clock."""
+    """A finished request, for metrics. Instants are on the monotonic clock."""
 
     service_class: ServiceClass
     slo: SLO | None
@@ -78,7 +95,7 @@ class RequestRecord:
 
 
 class Observer(Protocol):
-    """Told of every token and every ended request."""
+    """Notified of every token and every finished request."""
 
     def on_first_token(
         self, service_class: ServiceClass, since_arrival_s: float, slo: SLO | None
@@ -88,7 +105,7 @@ class Observer(Protocol):
 
 
 class NoObserver:
-    """An Observer where nobody counts requests."""
+    """An Observer that does nothing."""
 
     def on_first_token(
         self, service_class: ServiceClass, since_arrival_s: float, slo: SLO | None
@@ -106,31 +123,70 @@ class TextGenerator:
         self._observer = observer
         self._num_requests = itertools.count()
 
-    async def stream(
+    def stream(
         self,
         request: GenerationRequest,
-        on_first_token: Callable[[], None] | None = None,
-        on_engine_end: Callable[[], None] | None = None,
-    ) -> AsyncGenerator[TextDelta, None]:
-        """Yield one delta for each token, the last with a finish reason.
+        *,
+        arrived_at_s: float,
+        group: Hashable | None = None,
+        on_first_token: Callable[[int], None] | None = None,
+        on_choice_end: Callable[[], None] | None = None,
+    ) -> AsyncGenerator[tuple[int, TextDelta], None]:
+        """Yield one delta for each token, with the index of its choice; a choice's last has a finish reason.
 
         Closing the iterator aborts the request.
 
         Args:
-            on_first_token: called once, when the first token comes from the engine; its delta may be unread
-                still.
-            on_engine_end: called once, when the engine is done with the request; deltas may be unread still.
+            arrived_at_s: when the client's request came in, on the monotonic clock; its latency counts from
+                then.
+            group: names the request to ``EngineClient.interrupt_group``; None for a name of its own.
+            on_first_token: called with a choice's index when the engine reports its first token, which may
+                not have been yielded yet.
+            on_choice_end: called when the engine has finished a choice; deltas may not have been yielded yet.
         Raises: RequestLost when the engine lost it, BackfillError when it refuses it.
         """
-        detokenizer = IncrementalDetokenizer(
-            self._tokenizer, request.prompt_token_ids, skip_special_tokens=request.skip_special_tokens
+        group = object() if group is None else group
+        return merge(
+            [
+                self._stream_choice(
+                    request,
+                    Request(
+                        # Clients choose response ids and may repeat them; the engine's are unique and short.
+                        request_id=RequestId(str(next(self._num_requests))),
+                        prompt_token_ids=request.prompt_of(choice),
+                        sampling=sampling,
+                        service_class=request.service_class,
+                        slo=request.slo,
+                        complete_by_s=request.complete_by_s,
+                        priority=request.priority,
+                        arrived_at_s=arrived_at_s,
+                    ),
+                    group,
+                    None if on_first_token is None else partial(on_first_token, choice),
+                    on_choice_end,
+                )
+                for choice, sampling in enumerate(request.samplings)
+            ]
         )
-        stops = StopStrings(request.stop, include_in_output=request.include_stop_str_in_output)
+
+    async def _stream_choice(
+        self,
+        text: GenerationRequest,
+        request: Request,
+        group: Hashable,
+        on_first_token: Callable[[], None] | None,
+        on_end: Callable[[], None] | None,
+    ) -> AsyncGenerator[TextDelta, None]:
+        detokenizer = IncrementalDetokenizer(
+            self._tokenizer, request.prompt_token_ids, skip_special_tokens=text.skip_special_tokens
+        )
+        stops = StopStrings(text.stop, include_in_output=text.include_stop_str_in_output)
         timeline = _Timeline(request, self._observer)
+        tokens = self._client.generate(request, group=group, on_first_token=on_first_token, on_end=on_end)
         try:
-            async with aclosing(self._outputs(request, timeline, on_first_token, on_engine_end)) as outputs:
+            async with aclosing(timeline.watch(tokens)) as outputs:
                 async for output in outputs:
-                    delta = self._delta(request, output, detokenizer, stops, timeline)
+                    delta = _delta(text, output, detokenizer, stops, timeline)
                     if delta.finish_reason is not None:
                         timeline.finish_reason = delta.finish_reason
                     yield delta
@@ -142,67 +198,39 @@ class TextGenerator:
         finally:
             timeline.close()
 
-    def _outputs(
-        self,
-        request: GenerationRequest,
-        timeline: _Timeline,
-        on_first_token: Callable[[], None] | None,
-        on_engine_end: Callable[[], None] | None,
-    ) -> AsyncGenerator[TokenOutput, None]:
-        return timeline.watch(
-            self._client.generate(
-                # Clients choose response ids and may repeat them; the engine's are unique and short.
-                RequestId(str(next(self._num_requests))),
-                request.prompt_token_ids,
-                request.sampling,
-                service_class=request.service_class,
-                priority=request.priority,
-                arrived_at_s=timeline.arrived_at_s,
-                slo=request.slo,
-                complete_by_s=request.complete_by_s,
-                group=request.group,
-                on_first_token=on_first_token,
-                on_end=on_engine_end,
-            )
-        )
 
-    def _delta(
-        self,
-        request: GenerationRequest,
-        output: TokenOutput,
-        detokenizer: IncrementalDetokenizer,
-        stops: StopStrings,
-        timeline: _Timeline,
-    ) -> TextDelta:
-        assert output.token_id is not None
-        ended_by_token = output.finish_reason is FinishReason.STOP
-        hides_token = ended_by_token and not request.include_stop_str_in_output
-        text = "" if hides_token else detokenizer.push(output.token_id)
-        finish_reason = output.finish_reason
-        stop_reason: int | str | None = output.stop_token_id
-        if finish_reason is not None:
-            text += detokenizer.flush()
-        shown: str = text
-        if timeline.num_tokens >= request.sampling.min_tokens:
-            shown, found = stops.push(text)
-            if found is not None:
-                finish_reason, stop_reason = FinishReason.STOP, found
-            elif finish_reason is not None:
-                shown += stops.flush()
-        return TextDelta(
-            shown, output.token_id, output.logprobs, finish_reason, stop_reason, timeline.waited_s
-        )
+def _delta(
+    text: GenerationRequest,
+    output: TokenOutput,
+    detokenizer: IncrementalDetokenizer,
+    stops: StopStrings,
+    timeline: _Timeline,
+) -> TextDelta:
+    assert output.token_id is not None
+    is_end_token = output.finish_reason is FinishReason.STOP
+    hides_token = is_end_token and not text.include_stop_str_in_output
+    shown = "" if hides_token else detokenizer.push(output.token_id)
+    finish_reason = output.finish_reason
+    stop_reason: int | str | None = output.stop_token_id
+    if finish_reason is not None:
+        shown += detokenizer.flush()
+    if timeline.num_tokens >= timeline.request.sampling.min_tokens:
+        shown, found = stops.push(shown)
+        if found is not None:
+            finish_reason, stop_reason = FinishReason.STOP, found
+        elif finish_reason is not None:
+            shown += stops.flush()
+    return TextDelta(shown, output.token_id, output.logprobs, finish_reason, stop_reason, timeline.waited_s)
 
 
 class _Timeline:
-    """When a request's tokens came; reports them to the observer."""
+    """Records when a request's tokens arrive, and notifies the observer."""
 
-    def __init__(self, request: GenerationRequest, observer: Observer) -> None:
-        self.arrived_at_s = request.arrived_at_s
+    def __init__(self, request: Request, observer: Observer) -> None:
+        self.request = request
         self.num_tokens = 0
-        self.waited_s = 0.0  # for the last token
-        self.finish_reason = FinishReason.ABORT  # until the output ends in another way
-        self._request = request
+        self.waited_s = 0.0  # of the last token
+        self.finish_reason = FinishReason.ABORT  # unless the output ends otherwise
         self._observer = observer
         self._first_token_at_s: float | None = None
         self._last_token_at_s: float | None = None
@@ -210,7 +238,7 @@ class _Timeline:
         self._last_output: TokenOutput | None = None
 
     async def watch(self, outputs: AsyncGenerator[TokenOutput, None]) -> AsyncGenerator[TokenOutput, None]:
-        """Pass outputs on, and raise those that refuse the request."""
+        """Yield the outputs. Raises: BackfillError for one that refuses the request."""
         async with aclosing(outputs):
             async for output in outputs:
                 self._last_output = output
@@ -225,14 +253,14 @@ class _Timeline:
         output = self._last_output
         self._observer.on_finished(
             RequestRecord(
-                service_class=self._request.service_class,
-                slo=self._request.slo,
+                service_class=self.request.service_class,
+                slo=self.request.slo,
                 finish_reason=self.finish_reason,
-                num_prompt_tokens=len(self._request.prompt_token_ids),
+                num_prompt_tokens=self.request.num_prompt_tokens,
                 num_output_tokens=self.num_tokens,
-                max_tokens=self._request.sampling.max_tokens,
+                max_tokens=self.request.sampling.max_tokens,
                 num_preemptions=0 if output is None else output.num_preemptions,
-                arrived_at_s=self.arrived_at_s,
+                arrived_at_s=self.request.arrived_at_s,
                 first_scheduled_at_s=self._first_scheduled_at_s,
                 first_token_at_s=self._first_token_at_s,
                 last_token_at_s=self._last_token_at_s,
@@ -245,20 +273,20 @@ class _Timeline:
         self.num_tokens += 1
         if self._last_token_at_s is None:
             self._first_token_at_s = now_s
-            self.waited_s = now_s - self.arrived_at_s
-            self._observer.on_first_token(self._request.service_class, self.waited_s, self._request.slo)
+            self.waited_s = now_s - self.request.arrived_at_s
+            self._observer.on_first_token(self.request.service_class, self.waited_s, self.request.slo)
         else:
             self.waited_s = now_s - self._last_token_at_s
-            self._observer.on_next_token(self._request.service_class, self.waited_s, self._request.slo)
+            self._observer.on_next_token(self.request.service_class, self.waited_s, self.request.slo)
         self._last_token_at_s = now_s
 
 
 async def merge(
     streams: Sequence[AsyncGenerator[TextDelta, None]],
 ) -> AsyncGenerator[tuple[int, TextDelta], None]:
-    """Interleave streams as their deltas come, each with its stream's index.
+    """Yield the deltas of all streams as they arrive, each with its stream's index.
 
-    If one raises, the others are closed and the error goes on to the caller.
+    If a stream raises, the others are closed and the error is raised here.
     """
     if len(streams) == 1:
         async with aclosing(streams[0]) as only:

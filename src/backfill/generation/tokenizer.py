@@ -12,21 +12,20 @@ from tokenizers.decoders import ByteLevel
 
 from backfill.core.errors import CorruptModel, ModelError, RequestError
 
-# Without a tokenizer.json, these are what transformers can convert.
+# Files that transformers can convert if there is no tokenizer.json.
 _OTHER_TOKENIZER_FILES = ("tokenizer.model", "vocab.json", "spiece.model", "tekken.json")
 
-
-# Of a text whose tokens nothing else bounds: encoding takes 200 times a text's memory.
+# Longest text if nothing else bounds its tokens: encoding takes 200 times the text's memory.
 MAX_CHARS = 1 << 20
-# Tokens before those that are needed, so that a cut changes none of these.
+# Extra tokens kept before the needed ones, so that cutting the text changes none of the needed ones.
 _CUT_MARGIN_TOKENS = 64
 
 
 class Tokenizer:
     """Text to token ids and back.
 
-    Wraps ``transformers``' fast tokenizers: their Rust core encodes, their Jinja code renders chat
-    templates in a sandbox.
+    Wraps a fast tokenizer of ``transformers``: its Rust core encodes, its Jinja sandbox renders chat
+    templates.
     """
 
     def __init__(self, wrapped: Any) -> None:
@@ -36,7 +35,7 @@ class Tokenizer:
         self.is_byte_level = isinstance(self.backend.decoder, ByteLevel)
         self._decoded: dict[int, str] = {}
         self._longest_token = max(map(len, wrapped.get_vocab()), default=1)
-        # What a client must not set through template_kwargs: some would run a template of its own.
+        # Names that template_kwargs must not contain: some would replace the template.
         self._template_parameters = frozenset(inspect.signature(wrapped.apply_chat_template).parameters)
 
     @classmethod
@@ -45,14 +44,13 @@ class Tokenizer:
 
         Args:
             chat_template: Jinja source that replaces the folder's own.
-        Raises: ModelError when the folder has no tokenizer this can read, CorruptModel when its files
-            are damaged.
+        Raises: ModelError if the folder has no readable tokenizer, CorruptModel if its files are damaged.
         """
         try:
             wrapped = _load(folder)
         except ModelError:
             raise
-        except Exception as error:  # the library raises many kinds, bare Exception among them
+        except Exception as error:  # the library raises many kinds, even bare Exception
             raise CorruptModel(f"The tokenizer in {folder} cannot be read: {error}") from error
         if chat_template is not None:
             wrapped.chat_template = chat_template
@@ -78,10 +76,10 @@ class Tokenizer:
         """Token ids of ``text``.
 
         Args:
-            most_tokens: refuse, before the work, a text that must have more tokens than this.
-            last_tokens: only so many at the end are needed: of a text that must have more the start is left
-                out.
-        Raises: RequestError for such a text, and where neither is given for one over ``MAX_CHARS``.
+            most_tokens: refuse a text that must have more tokens, before encoding it.
+            last_tokens: only this many tokens at the end are needed; the start of a longer text is cut off.
+        Raises: RequestError for a text that is too long for ``most_tokens``; without ``most_tokens`` and
+            ``last_tokens``, for a text over ``MAX_CHARS``.
         """
         if most_tokens is not None and len(text) > most_tokens * self._longest_token:
             raise RequestError(
@@ -96,7 +94,7 @@ class Tokenizer:
             )
         if last_tokens is not None:
             text = text[-(last_tokens + _CUT_MARGIN_TOKENS) * self._longest_token :]
-        # Of the library's ways to encode, this one releases the interpreter's lock all the while.
+        # Unlike other methods, encode_batch_fast releases the interpreter's lock for the whole time.
         ids: list[int] = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
 
@@ -118,8 +116,9 @@ class Tokenizer:
         """Render the conversation with the chat template and encode it.
 
         Args:
-            add_special_tokens: also those that templates usually write themselves, such as BOS.
-        Raises: RequestError when there is no template or the template refuses the messages.
+            add_special_tokens: add those that templates usually write themselves, such as BOS.
+            most_tokens, last_tokens: as for ``encode``.
+        Raises: RequestError as ``render_chat`` and ``encode`` do.
         """
         text = self.render_chat(
             messages,
@@ -139,9 +138,9 @@ class Tokenizer:
         continue_final_message: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """The conversation as the chat template writes it.
+        """Write the conversation with the chat template.
 
-        Raises: RequestError when there is no template or the template refuses the messages.
+        Raises: RequestError if there is no template, or if it refuses the messages.
         """
         reserved = sorted(self._template_parameters.intersection(template_kwargs or {}))
         if reserved:
@@ -163,34 +162,34 @@ class Tokenizer:
                 continue_final_message=continue_final_message,
                 **(template_kwargs or {}),
             )
-        except Exception as error:  # templates raise what they like
+        except Exception as error:  # templates may raise any error
             raise RequestError(
                 f"The chat template refused the messages: {error}", param="messages"
             ) from error
         return text
 
     def token_text(self, token_id: int) -> str:
-        """One token's text on its own; replacement characters where it is part of a character."""
+        """The text of one token alone; with replacement characters if it is part of a character."""
         text = self._decoded.get(token_id)
         if text is None:
             text = self._decoded[token_id] = self.decode([token_id])
         return text
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes one token stands for, also where they are only part of a character."""
-        piece: str = self.backend.id_to_token(token_id) or ""
+        """The bytes of one token, also if they are only part of a character."""
+        token: str = self.backend.id_to_token(token_id) or ""
         if self.is_byte_level and token_id not in self._special_ids:
             table = _byte_level_alphabet()
-            if all(char in table for char in piece):
-                return bytes(table[char] for char in piece)
-        if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
-            return bytes([int(piece[3:5], 16)])
+            if all(char in table for char in token):
+                return bytes(table[char] for char in token)
+        if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+            return bytes([int(token[3:5], 16)])
         return self.token_text(token_id).encode()
 
 
 def _load(folder: Path) -> Any:
     if (folder / "tokenizer.json").is_file():
-        # Unlike AutoTokenizer, this class reads the file without importing torch.
+        # AutoTokenizer would import torch.
         from transformers import PreTrainedTokenizerFast
 
         return PreTrainedTokenizerFast.from_pretrained(folder)
@@ -206,9 +205,9 @@ def _load(folder: Path) -> Any:
 
 @cache
 def _byte_level_alphabet() -> dict[str, int]:
-    """The characters that byte-level tokenizers (GPT-2) write bytes as.
+    """Byte of each character in byte-level vocabularies (GPT-2).
 
-    Printable bytes stand for themselves, the others are U+0100 and on.
+    Printable bytes are their own characters; the others are U+0100 and following.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]

@@ -1,1 +1,1 @@
-"""A child process and the messages to and from it."""
+"""Child processes and messages to and from them."""

@@ -1,4 +1,4 @@
-"""The child's end of the sockets."""
+"""The child's end of the sockets to its parent."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _POLL_MS = 200
 
 
 class Channel(Generic[Incoming, Outgoing]):
-    """Messages instead of bytes. One thread receives; any thread sends."""
+    """Sends and receives messages. One thread receives; any thread sends."""
 
     def __init__(
         self,
         commands: zmq.Socket[bytes],
         reports: zmq.Socket[bytes],
-        incoming: Any,  # the type of messages to decode: a union is no type object
+        incoming: Any,  # type of the messages to decode; a union is not a ``type``
     ) -> None:
         self._commands = commands
         self._reports = reports
@@ -39,7 +39,7 @@ class Channel(Generic[Incoming, Outgoing]):
             self._reports.send(data)
 
     def receive(self, between: Callable[[], None] = lambda: None) -> Incoming | None:
-        """The next message, once there is one; None after ``close``. ``between`` is called now and then."""
+        """Wait for the next message; None after ``close``. ``between`` is called at least every 200 ms."""
         while not self._is_closed:
             between()
             if self._commands.poll(_POLL_MS):
@@ -47,7 +47,7 @@ class Channel(Generic[Incoming, Outgoing]):
         return None
 
     def close(self) -> None:
-        """Let ``receive`` return."""
+        """Make ``receive`` return."""
         self._is_closed = True
 
 
@@ -57,13 +57,14 @@ def open_channel(
 ) -> Iterator[Channel[Any, Any]]:
     """The channel of this child process.
 
-    ``name``, of at most 15 characters, is what ``ps`` and ``top`` call the process.
+    Args:
+        name: shown by ``ps`` and ``top``; at most 15 characters.
     """
     _name_process(name)
     with zmq.Context() as context:
         commands, reports = context.socket(zmq.PULL), context.socket(zmq.PUSH)
         for socket in (commands, reports):
-            socket.set_hwm(0)  # nothing is dropped, and nothing blocks on a slow reader
+            socket.set_hwm(0)  # no message is dropped, and no sender waits for a slow reader
         reports.setsockopt(zmq.LINGER, 1000)
         commands.connect(commands_url)
         reports.connect(reports_url)

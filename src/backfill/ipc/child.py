@@ -1,4 +1,4 @@
-"""A child process as an asyncio program sees it: bytes to it, bytes from it, and its end."""
+"""A child process of an asyncio program: sends and receives bytes, and notices its end."""
 
 from __future__ import annotations
 
@@ -13,20 +13,19 @@ import zmq.asyncio
 from backfill.ipc.python_process import PythonProcess
 from backfill.ipc.socket_folder import SocketFolder
 
-_REAP_S = 2.0  # a killed process is gone in milliseconds, unless the kernel holds it
-
+_REAP_S = 2.0  # a killed process ends in milliseconds, unless the kernel holds it
 
 _open_children: set[ChildProcess] = set()
 
 
 def abandon_children() -> None:
-    """End all child processes and remove their folders at once, for a caller that is about to exit."""
+    """Kill all child processes and remove their folders, for a caller that is about to exit."""
     for child in _open_children:
         child.abandon()
 
 
 class ChildProcess:
-    """A spawned process behind two sockets. One event loop owns it; it is started once.
+    """A process and two sockets to it. One event loop owns it; it is started once.
 
     Args:
         target: runs in the child as ``target(*args, commands_url, reports_url)``; see ``ipc.channel``.
@@ -54,7 +53,7 @@ class ChildProcess:
         _open_children.add(self)
 
     def start(self) -> None:
-        """Raises: OSError where no process can be made."""
+        """Raises: OSError if no process can be created."""
         self._process.start()
         asyncio.get_running_loop().add_reader(self._process.sentinel, self._has_ended.set)
 
@@ -63,7 +62,7 @@ class ChildProcess:
         return self._process.pid
 
     def send(self, message: bytes) -> bool:
-        """Hand a message over; False when nobody is there to take it."""
+        """Send a message; False if no process can receive it."""
         if self._is_closed:
             return False
         try:
@@ -84,17 +83,17 @@ class ChildProcess:
                 future.cancel()
 
     def kill(self) -> None:
-        """End the process at once, without waiting for its end."""
+        """Kill the process without waiting for its end."""
         if self._process.pid is not None and self._process.is_alive():
             self._process.kill()
 
     def abandon(self) -> None:
-        """End the process and remove its folder, without waiting for anything."""
+        """Kill the process and remove its folder, without waiting."""
         self.kill()
         self._folder.remove()
 
     async def close(self) -> None:
-        """Kill the process if it still runs, reap it, and give back sockets and folder."""
+        """Kill the process if it still runs, reap it, and release sockets and folder."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -112,7 +111,7 @@ class ChildProcess:
         _open_children.discard(self)
 
     def how_it_ended(self) -> str:
-        """In words, once it has."""
+        """For messages, once the process has ended."""
         code = self._process.exitcode
         if code is not None and code < 0:
             return f"was killed by signal {-code}"

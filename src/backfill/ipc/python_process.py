@@ -1,8 +1,8 @@
-"""A child process that runs one function of ours, and nothing of the caller's program.
+"""A child process that runs one function, without the caller's main module.
 
 ``multiprocessing`` runs the caller's main module again in every process that it spawns. A script without a
-``__main__`` guard would then start an engine in each engine, and one read from standard input has no file to
-run again. This starts a bare interpreter instead.
+``__main__`` guard would then start an engine in each engine, and a script from standard input has no file to
+run again. This module starts a bare interpreter instead.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
-# Modules are found where the parent finds them, also those of a folder that it added itself. ``-P`` keeps the
-# working folder out until then.
+# The child takes over its parent's ``sys.path``. ``-P`` keeps the working folder out until then.
 _BOOTSTRAP = (
     "import pickle, sys; sys.path[:] = pickle.load(sys.stdin.buffer); "
     "from backfill.ipc.python_process import run_child; run_child()"
@@ -28,15 +27,14 @@ _PARENTS_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class PythonProcess:
-    """``target(*args)`` in an interpreter of its own, which ends with this process.
+    """Runs ``target(*args)`` in a new interpreter, which ends when this process ends.
 
-    SIGINT and SIGTERM are ignored there: both may reach the whole process group, and the parent decides what
-    they mean.
+    The child ignores SIGINT and SIGTERM: both may reach the whole process group, and the parent handles them.
 
     Args:
         name: shown in its command line.
-        target: a function of a module; found by its name, as pickle does.
-        environment: added to that of this process.
+        target: a function at module level; pickled by name.
+        environment: added to this process's environment.
     """
 
     def __init__(
@@ -53,12 +51,12 @@ class PythonProcess:
         self._sentinel = -1
 
     def start(self) -> None:
-        """Raises: OSError where no process can be made."""
+        """Raises: OSError if no process can be created."""
         setup = pickle.dumps([os.path.abspath(folder) for folder in sys.path]) + pickle.dumps(self._work)
         self._sentinel, held_by_child = os.pipe()
-        # Not when the interpreter exits: those that end the process then still wait for it.
+        # Not at interpreter exit: callers that end the process then still wait on the descriptor.
         weakref.finalize(self, os.close, self._sentinel).atexit = False
-        # Signals that come before the child ignores them wait until it does.
+        # Signals stay blocked until the child ignores them.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, _PARENTS_SIGNALS)
         try:
             self._process = subprocess.Popen(
@@ -71,7 +69,8 @@ class PythonProcess:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             os.close(held_by_child)
         assert self._process.stdin is not None
-        with suppress(BrokenPipeError), self._process.stdin as stdin:  # else: it has ended, as others notice
+        # The pipe breaks if the child has ended, which ``sentinel`` reports.
+        with suppress(BrokenPipeError), self._process.stdin as stdin:
             stdin.write(setup)
 
     @property
@@ -86,26 +85,26 @@ class PythonProcess:
 
     @property
     def exitcode(self) -> int | None:
-        """None until it has ended; the negative signal where one ended it."""
+        """None until it has ended; negative if a signal ended it."""
         return None if self._process is None else self._process.poll()
 
     def is_alive(self) -> bool:
         return self._process is not None and self._process.poll() is None
 
     def kill(self) -> None:
-        """End it at once, without waiting for its end."""
+        """Kill it without waiting for its end."""
         if self._process is not None:
             self._process.kill()
 
     def join(self, timeout_s: float) -> None:
-        """Wait until it has ended, but no longer than this."""
+        """Wait until it has ended, or for ``timeout_s``."""
         if self._process is not None:
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(timeout_s)
 
 
 def run_child() -> None:
-    """What the new interpreter does. Its parent's process id is the last argument."""
+    """Entry point of the new interpreter. Its last argument is its parent's process id."""
     for number in _PARENTS_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _PARENTS_SIGNALS)
@@ -115,7 +114,7 @@ def run_child() -> None:
 
 
 def _end_with_parent(parent_pid: int) -> None:
-    """Ask Linux to kill this process when its parent ends, however that happens."""
+    """Ask Linux to kill this process when its parent ends."""
     if not sys.platform.startswith("linux"):
         return
     set_parent_death_signal = 1

@@ -1,4 +1,4 @@
-"""Where the sockets between a process and one child of it lie."""
+"""The folder of the sockets between a process and one of its children."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from contextlib import suppress
 from pathlib import Path
 
 _PREFIX = "backfill-"
-# A socket's path has 107 bytes at most, of which this folder's own name and the socket's take up to 35.
+# A socket's path has at most 107 bytes; the names of this folder and of the socket take up to 35.
 _LONGEST_PARENT = 72
 _SHORT_PARENT = "/tmp"
 
 
 class SocketFolder:
-    """A new folder. Making one removes those that ended processes of this user left behind.
+    """A new folder. Creating it also removes folders that this user's ended processes left behind.
 
-    It is not a TemporaryDirectory: a forked process that exits would remove its parent's.
+    It is not a TemporaryDirectory, as a forked process that exits would remove its parent's.
 
     Attributes:
-        path: of the folder; its name holds this process's id.
+        path: of the folder; its name contains this process's id.
     """
 
     def __init__(self) -> None:
         parent = _parent()
         remove_left_folders(parent)
         self.path = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=parent))
-        # Held while this process lives: a container with the same /tmp does not know its id.
+        # Locked while this process lives: in another container with the same /tmp the id means nothing.
         # By flock, since filelock cannot lock a folder.
         self._lock: int | None = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         fcntl.flock(self._lock, fcntl.LOCK_SH)
@@ -51,10 +51,10 @@ def _parent() -> Path:
 
 
 def remove_left_folders(parent: Path) -> None:
-    """Remove the folders of processes that have ended, such as by SIGKILL."""
+    """Remove the folders of processes that have ended without removing them, as by SIGKILL."""
     for path in parent.glob(f"{_PREFIX}*-*"):
         pid = path.name.removeprefix(_PREFIX).partition("-")[0]
-        with suppress(OSError):  # another process removes it
+        with suppress(OSError):  # another process removes it at the same time
             if pid.isdigit() and path.stat().st_uid == os.getuid() and not _is_alive(int(pid)):
                 _remove_unless_held(path)
 
@@ -70,7 +70,7 @@ def _is_alive(pid: int) -> bool:
 
 
 def _remove_unless_held(path: Path) -> None:
-    """Raises: OSError where it is held."""
+    """Raises: OSError if it is locked."""
     lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

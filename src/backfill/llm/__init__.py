@@ -1,1 +1,1 @@
-"""The engine as a library: ``LLM`` for scripts and notebooks, ``AsyncLLM`` for asyncio programs."""
+"""The library: ``LLM`` for scripts and notebooks, ``AsyncLLM`` for asyncio programs."""

@@ -1,4 +1,4 @@
-"""The engine for asyncio programs: streams of both service classes, side by side."""
+"""The library for asyncio programs: streams of both service classes."""
 
 from __future__ import annotations
 
@@ -7,83 +7,44 @@ import itertools
 import weakref
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from contextlib import aclosing
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
 from backfill.core.request import ServiceClass
 from backfill.core.slo import SLO
-from backfill.execution.executor import ExecutorInfo
+from backfill.llm.base import BaseLLM
 from backfill.llm.errors import InvalidRequest, in_library_terms
 from backfill.llm.inputs import Conversation, Prompt, PromptInput, parse_conversation, parse_prompt
-from backfill.llm.local_engine import LocalEngine
-from backfill.llm.options import parse_engine_options, resolve_options, signature_with_options
 from backfill.llm.outputs import RequestOutput
 from backfill.llm.request import AbortHandle, PreparedRequest, Preparer
 from backfill.llm.sampling_params import SamplingParams
-from backfill.models.resolve import DEFAULT_MODEL
 
-# Longer texts are tokenized in a thread: the loop has other requests to serve.
+# Longer texts are tokenized in a thread, so that the loop can serve other requests.
 _MAX_INLINE_CHARS = 4096
 
 ServiceClassName = Literal["online", "offline"]
 
 
-class AsyncLLM:
+class AsyncLLM(BaseLLM):
     """A model in an engine process of its own, for one event loop.
 
-    ``async with AsyncLLM(...) as llm`` starts the engine and ends it. Without it the first request starts the
+    ``async with AsyncLLM(...) as llm`` starts the engine and ends it. Otherwise the first request starts the
     engine, and ``await llm.shutdown()`` ends it.
 
-    Online requests have latency objectives, and offline ones run in what these leave (``policy="slo"``, as a
-    server's). An engine that dies fails the requests it had with EngineDead; the next one starts it again.
-
-    Args:
-        model: known name, Hugging Face folder, GGUF file or hub id.
-        revision: branch, tag or commit of a hub model.
-        chat_template: Jinja source, or a file of it, to use instead of the model's.
-        generation_config: "auto" takes sampling defaults from the model, "vllm" does not.
-        seed: of the seeds of requests that bring none: the same requests in the same order get the same.
-        log_level: of the engine process, to standard error.
-        engine_options: fields of ``backfill.core.config.EngineConfig`` and its scheduler.
-    Raises: TypeError for an unknown keyword, InvalidOption for a value that cannot be.
+    Online requests have latency objectives; offline requests use the capacity that online ones leave
+    (``policy="slo"``, as in the server). When the engine dies, its requests raise EngineDead, and the next
+    request starts it again.
     """
 
-    def __init__(
-        self,
-        model: str = DEFAULT_MODEL,
-        *,
-        revision: str | None = None,
-        chat_template: str | Path | None = None,
-        generation_config: str = "auto",
-        seed: int = 0,
-        log_level: str = "WARNING",
-        **engine_options: object,
-    ) -> None:
-        with in_library_terms():
-            options = resolve_options(
-                model=model,
-                revision=revision,
-                chat_template=chat_template,
-                generation_config=generation_config,
-                seed=seed,
-                log_level=log_level,
-                engine=parse_engine_options({"policy": "slo", **engine_options}, "AsyncLLM"),
-            )
-        self._engine = LocalEngine(options)
+    _is_offline = False
+
+    def _open(self) -> None:
         self._handles: dict[str, AbortHandle] = {}
         self._request_numbers = itertools.count()
         self._finalizer = weakref.finalize(self, self._engine.abandon)
 
-    __signature__ = signature_with_options(__init__)
-
-    @property
-    def info(self) -> ExecutorInfo | None:
-        """Context length, vocabulary, KV pool and device; None while no engine runs."""
-        return self._engine.info
-
     async def start(self) -> None:
-        """Return once the engine is ready; requests do it too. Raises: BackfillError."""
+        """Start the engine and wait until it is ready, as the first request does. Raises: BackfillError."""
         await self._engine.start()
 
     async def get_tokenizer(self) -> Any:
@@ -92,12 +53,12 @@ class AsyncLLM:
         return self._engine.loaded.tokenizer.wrapped
 
     async def get_default_sampling_params(self) -> SamplingParams:
-        """Those of requests that bring none: what the model recommends, 16 tokens."""
+        """Sampling of requests without ``sampling_params``: the model's recommendation, and 16 tokens."""
         await self.start()
         return self._engine.loaded.default_params
 
     async def shutdown(self) -> None:
-        """End the engine. Requests in flight get EngineDead, and so do later ones."""
+        """End the engine. Requests in flight and later ones raise EngineDead."""
         await self._engine.close()
         self._finalizer.detach()
 
@@ -122,17 +83,17 @@ class AsyncLLM:
         priority: int = 0,
         slo: SLO | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Yield outputs as tokens come; each holds the whole text so far, unless ``output_kind`` says else.
+        """Yield outputs as tokens arrive. Each holds the whole text so far, unless ``output_kind`` differs.
 
         Closing the iterator early aborts the request.
 
         Args:
-            request_id: in its outputs, and for ``abort``; one is made up for None.
-            service_class: "online" has objectives, "offline" runs in what online requests leave.
+            request_id: of the outputs, and for ``abort``; None generates one.
+            service_class: "online" has objectives; "offline" uses the capacity that online requests leave.
             priority: lower is sooner, within a class.
             slo: objectives of an online request; None for the engine's.
-        Raises: InvalidRequest, a ValueError, for what can never be served; RequestLost, such as EngineDead,
-            when the engine lost the request.
+        Raises: InvalidRequest, a ValueError, for a request that can never be served; RequestLost, such as
+            EngineDead, if the engine lost the request.
         """
 
         def prompt_of(preparer: Preparer) -> PromptInput:
@@ -155,10 +116,10 @@ class AsyncLLM:
         priority: int = 0,
         slo: SLO | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """``generate`` for a conversation, written as the model's chat template does.
+        """``generate`` for a conversation, with the model's chat template.
 
         Args:
-            continue_final_message: the last message, the assistant's, is continued.
+            continue_final_message: continue the last message, which must be the assistant's.
             chat_template_kwargs: variables of the template.
         """
 
@@ -178,11 +139,11 @@ class AsyncLLM:
             service_class=service_class,
             priority=priority,
             slo=slo,
-            add_special_tokens=False,  # the template wrote them
+            add_special_tokens=False,  # the template writes them
         )
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
-        """End requests: each yields a last output, of finish reason "abort". Unknown ids are ignored."""
+        """Abort requests: each yields a last output with finish reason "abort". Unknown ids are ignored."""
         for each in [request_id] if isinstance(request_id, str) else request_id:
             handle = self._handles.get(each)
             if handle is not None:
@@ -207,7 +168,7 @@ class AsyncLLM:
             await self.start()
             with in_library_terms():
                 prompt = prompt_of(self._engine.preparer)
-                seed = self._engine.preparer.next_seed()  # now: a long prompt is prepared later than the next
+                seed = self._engine.preparer.next_seed()  # here, in the order of requests
 
                 def prepare() -> PreparedRequest:
                     return self._engine.preparer.prepare(

@@ -1,4 +1,4 @@
-"""What users may give as prompts and conversations."""
+"""Parses the prompts and conversations that users pass."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class PromptInput:
 
 
 def parse_prompts(prompts: Prompt | Sequence[Prompt]) -> list[PromptInput]:
-    """One prompt, or a list of them. Raises: InvalidRequest."""
+    """Parse one prompt or a list of prompts. Raises: InvalidRequest."""
     if isinstance(prompts, str | Mapping) or _are_token_ids(prompts):
         return [parse_prompt(prompts)]
     if not _is_list(prompts):
@@ -47,7 +47,7 @@ def parse_prompts(prompts: Prompt | Sequence[Prompt]) -> list[PromptInput]:
 
 
 def parse_prompt(prompt: object, name: str = "prompt") -> PromptInput:
-    """Raises: InvalidRequest."""
+    """Parse one prompt; ``name`` is for messages. Raises: InvalidRequest."""
     parsed = _parse_prompt(prompt)
     if parsed is None:
         raise InvalidRequest(f"{name} must be {_PROMPT_FORMS}, got {prompt!r:.80}.", param=name)
@@ -77,7 +77,7 @@ def parse_conversation(messages: object, name: str = "messages") -> list[dict[st
 
 
 def one_each(given: PerPrompt | Sequence[PerPrompt], count: int, name: str) -> list[PerPrompt]:
-    """What is given once for all prompts, or once for each. Raises: InvalidRequest for another number."""
+    """A list with one value for each prompt. Raises: InvalidRequest for a list of another length."""
     if isinstance(given, str) or not isinstance(given, Sequence):
         return [given] * count
     if len(given) != count:
@@ -86,7 +86,7 @@ def one_each(given: PerPrompt | Sequence[PerPrompt], count: int, name: str) -> l
 
 
 def _parse_prompt(prompt: Any) -> PromptInput | None:
-    """None for what is no prompt."""
+    """None if it is not a prompt."""
     if isinstance(prompt, str):
         return PromptInput(text=prompt)
     if isinstance(prompt, Mapping):
@@ -102,10 +102,10 @@ def _parse_prompt(prompt: Any) -> PromptInput | None:
 
 
 def _parse_message(message: object, name: str) -> dict[str, Any]:
-    # Here and not above: without a conversation nobody needs to wait for them.
+    # Imported here, as pydantic is slow to import and only conversations need it.
     from pydantic import ValidationError
 
-    from backfill.protocol.requests import ChatMessage, check_parts
+    from backfill.protocol.chat import ChatMessage, check_parts
 
     try:
         parsed = ChatMessage.model_validate(message)
@@ -119,7 +119,7 @@ def _parse_message(message: object, name: str) -> dict[str, Any]:
 
 
 def _is_list(value: object) -> bool:
-    """A list, tuple or array; numpy's have no base class of ours."""
+    """Whether it is a list, tuple or array; numpy's arrays are no ``Sequence``."""
     return isinstance(value, Sequence) or (hasattr(value, "__len__") and hasattr(value, "__getitem__"))
 
 

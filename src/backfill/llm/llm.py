@@ -1,4 +1,4 @@
-"""The engine for scripts and notebooks: prompts in, outputs back."""
+"""The library for scripts and notebooks: prompts in, outputs out."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ import queue
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from backfill.core.request import ServiceClass
-from backfill.execution.executor import ExecutorInfo
+from backfill.llm.base import BaseLLM
 from backfill.llm.errors import in_library_terms
 from backfill.llm.inputs import (
     Conversation,
@@ -25,57 +24,32 @@ from backfill.llm.inputs import (
 )
 from backfill.llm.local_engine import LocalEngine
 from backfill.llm.loop_thread import LoopThread
-from backfill.llm.options import parse_engine_options, resolve_options, signature_with_options
 from backfill.llm.outputs import RequestOutput
 from backfill.llm.progress import GenerationBar, UseTqdm
 from backfill.llm.request import AbortHandle, PreparedRequest
 from backfill.llm.sampling_params import RequestOutputKind, SamplingParams
-from backfill.models.resolve import DEFAULT_MODEL
 
-# Requests with the engine at once, in steps' worth: the next are there when some end.
+# Requests in flight, as a multiple of a step's requests, so that the engine never waits for the next.
 _STEPS_AHEAD = 2
 
 
-class LLM:
-    """A model in an engine process of its own, for whoever waits for outputs.
+class LLM(BaseLLM):
+    """A model in an engine process of its own, for callers that wait for whole outputs.
 
-    Its requests are of the offline class: nobody waits for a single token, so steps are as large as they can
-    be. Without online requests there are no objectives to keep, and the policy is ``priority`` unless another
-    is named. Its event loop runs in a thread of its own, so it works in a notebook too.
+    Its requests are offline: they have no latency objectives, so steps are as large as possible, and the
+    policy is ``priority`` unless another is given. Its event loop runs in a thread, so it works in notebooks.
 
-    An engine that dies fails the call that it worked for with EngineDead; the next call starts it again.
-    ``close``, the end of a ``with`` block, garbage collection and the interpreter's exit end it. A forked
-    process cannot use it, and gets EngineDead.
+    When the engine dies, the call in progress raises EngineDead, and the next call restarts it. It ends with
+    ``close``, a ``with`` block, garbage collection or the interpreter. In a forked process every call raises
+    EngineDead.
 
-    Args: as those of ``AsyncLLM``.
-    Raises: TypeError for an unknown keyword, InvalidOption for a value that cannot be, ModelError, and
-        BackfillError with the reason when the engine cannot start.
+    Raises: ModelError, and BackfillError with the reason when the engine cannot start.
     """
 
-    def __init__(
-        self,
-        model: str = DEFAULT_MODEL,
-        *,
-        revision: str | None = None,
-        chat_template: str | Path | None = None,
-        generation_config: str = "auto",
-        seed: int = 0,
-        log_level: str = "WARNING",
-        **engine_options: object,
-    ) -> None:
-        with in_library_terms():
-            engine = parse_engine_options(engine_options, "LLM")
-            options = resolve_options(
-                model=model,
-                revision=revision,
-                chat_template=chat_template,
-                generation_config=generation_config,
-                seed=seed,
-                log_level=log_level,
-                engine=engine if "policy" in engine_options else engine.for_offline_work(),
-            )
-        self._engine = LocalEngine(options)
-        self._max_in_flight = _STEPS_AHEAD * options.engine_config.scheduler.max_num_seqs
+    _is_offline = True
+
+    def _open(self) -> None:
+        self._max_in_flight = _STEPS_AHEAD * self._max_num_seqs
         self._loop = LoopThread("backfill-llm")
         self._finalizer = weakref.finalize(self, _end, self._engine, self._loop, os.getpid())
         try:
@@ -84,23 +58,16 @@ class LLM:
             self.close()
             raise
 
-    __signature__ = signature_with_options(__init__)
-
-    @property
-    def info(self) -> ExecutorInfo | None:
-        """Context length, vocabulary, KV pool and device; None while no engine runs."""
-        return self._engine.info
-
     def get_tokenizer(self) -> Any:
         """The ``transformers`` tokenizer."""
         return self._engine.loaded.tokenizer.wrapped
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Those of calls that bring none: what the model recommends, 16 tokens."""
+        """Sampling of calls without ``sampling_params``: the model's recommendation, and 16 tokens."""
         return self._engine.loaded.default_params
 
     def close(self) -> None:
-        """End the engine. Calls of other threads get EngineDead, and so do later ones."""
+        """End the engine. Calls in other threads and later calls raise EngineDead."""
         self._finalizer()
 
     shutdown = close
@@ -121,17 +88,17 @@ class LLM:
         *,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """Whole outputs, in the order of the prompts.
+        """Return whole outputs, in the order of the prompts.
 
-        All prompts are checked before any runs. KeyboardInterrupt aborts the requests; the engine goes on.
+        All prompts are checked before any runs. KeyboardInterrupt aborts the requests and leaves the engine.
 
         Args:
             prompts: text, token ids, ``{"prompt": text}``, ``{"prompt_token_ids": [...]}``, or a list.
-            sampling_params: for all, or one for each prompt; None for the model's.
-            use_tqdm: show a bar on standard error; a callable makes another than ``tqdm.auto``'s.
+            sampling_params: one for all prompts, or one for each; None for the model's.
+            use_tqdm: show a bar on standard error; a callable replaces ``tqdm.auto``'s.
             priority: one for each prompt; lower is sooner.
-        Raises: InvalidRequest, a ValueError, for what can never be served; RequestLost, such as EngineDead,
-            when the engine lost a request.
+        Raises: InvalidRequest, a ValueError, for a prompt that can never be served; RequestLost, such as
+            EngineDead, if the engine lost a request.
         """
         return self._run(parse_prompts(prompts), sampling_params, use_tqdm, priority, add_special_tokens=True)
 
@@ -146,10 +113,10 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """``generate`` for one conversation or a list of them, written as the model's chat template does.
+        """``generate`` for one conversation or a list of them, with the model's chat template.
 
         Args:
-            continue_final_message: the last message, the assistant's, is continued.
+            continue_final_message: continue the last message, which must be the assistant's.
             chat_template_kwargs: variables of the template.
         """
         with in_library_terms():
@@ -163,7 +130,7 @@ class LLM:
                 for conversation in parse_conversations(messages)
             ]
         prompts = [PromptInput(text=text) for text in texts]
-        # The template wrote the special tokens.
+        # The template writes the special tokens.
         return self._run(prompts, sampling_params, use_tqdm, priority, add_special_tokens=False)
 
     def _run(
@@ -175,8 +142,8 @@ class LLM:
         *,
         add_special_tokens: bool,
     ) -> list[RequestOutput]:
-        self._engine.check_usable()  # else the loop has ended, or is another process's
-        self._loop.run(self._engine.start())  # again, where it has died
+        self._engine.check_usable()  # before the loop, which has ended or belongs to the parent otherwise
+        self._loop.run(self._engine.start())  # restarts an engine that has died
         given = self.get_default_sampling_params() if sampling_params is None else sampling_params
         params = one_each(given, len(prompts), "sampling_params")
         priorities = one_each(0 if priority is None else priority, len(prompts), "priority")
@@ -198,9 +165,9 @@ class LLM:
         return self._collect(requests, use_tqdm)
 
     def _collect(self, requests: Sequence[PreparedRequest], use_tqdm: UseTqdm) -> list[RequestOutput]:
-        """The requests' outputs, in their order."""
+        """Run the requests. Returns: their outputs, in their order."""
         arrivals: queue.SimpleQueue[tuple[int, RequestOutput] | None] = queue.SimpleQueue()
-        order = sorted(enumerate(requests), key=lambda numbered: numbered[1].priority)
+        order = sorted(enumerate(requests), key=lambda numbered: numbered[1].generation.priority)
         work = self._loop.submit(_run_all(self._engine, order, self._max_in_flight, arrivals.put))
         work.add_done_callback(lambda _: arrivals.put(None))
         outputs: dict[int, RequestOutput] = {}
@@ -210,7 +177,7 @@ class LLM:
                     index, output = arrival
                     outputs[index] = output
                     bar.add(output)
-        except BaseException:  # KeyboardInterrupt above all
+        except BaseException:  # mostly KeyboardInterrupt
             work.cancel()
             raise
         work.result()
@@ -223,10 +190,10 @@ async def _run_all(
     max_in_flight: int,
     on_output: Callable[[tuple[int, RequestOutput]], None],
 ) -> None:
-    """Run numbered requests, so many at a time. Raises: what the first to fail does, others aborted."""
+    """Run numbered requests. The first error aborts the others and is raised."""
     waiting = iter(requests)
 
-    async def work_off() -> None:
+    async def run_waiting() -> None:
         for number, request in waiting:
             async with aclosing(engine.run(request, AbortHandle())) as outputs:
                 async for output in outputs:
@@ -235,16 +202,16 @@ async def _run_all(
     try:
         async with asyncio.TaskGroup() as group:
             for _ in range(min(max_in_flight, len(requests))):
-                group.create_task(work_off())
+                group.create_task(run_waiting())
     except BaseExceptionGroup as failures:
         raise failures.exceptions[0] from None
 
 
 def _end(engine: LocalEngine, loop: LoopThread, pid: int) -> None:
-    """End an LLM's engine, then its thread, wherever the LLM was last seen."""
+    """End an LLM's engine, then its thread. Called in any thread, also by garbage collection."""
     if os.getpid() != pid:
-        return  # a fork: both are its parent's
-    if loop.is_current:  # garbage collection may happen in any thread
+        return  # a fork: engine and thread are the parent's
+    if loop.is_current:
         engine.abandon()
     else:
         loop.run(engine.close())

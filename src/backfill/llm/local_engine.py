@@ -1,4 +1,4 @@
-"""The engine process of a program that uses the library."""
+"""The engine process behind ``LLM`` and ``AsyncLLM``."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """What is the same for every engine that is started with a model."""
+    """What a restarted engine shares with the one before."""
 
     tokenizer: Tokenizer
     generator: TextGenerator
@@ -43,10 +43,10 @@ class LoadedModel:
 
 
 class LocalEngine:
-    """An engine process and what requests need of it, started when first needed. One event loop owns it.
+    """An engine process with tokenizer and preparer, started when first needed. One event loop owns it.
 
-    An engine that has died is started again by the next request. It serves the process that made it: in a
-    fork of that, only ``check_usable``, ``close`` and ``abandon`` may be called.
+    The next request restarts an engine that has died. In a fork of the process that created it, only
+    ``check_usable``, ``close`` and ``abandon`` may be called.
     """
 
     def __init__(self, options: LLMOptions) -> None:
@@ -81,7 +81,7 @@ class LocalEngine:
     async def start(self) -> None:
         """Return once an engine is ready.
 
-        Raises: BackfillError with the reason when there can be none, EngineDead after ``close``.
+        Raises: BackfillError with the reason if it cannot start, EngineDead after ``close``.
         """
         self.check_usable()
         async with self._starting:
@@ -91,9 +91,9 @@ class LocalEngine:
                     await self._start()
 
     async def close(self) -> None:
-        """End the engine, also one that is being started; requests in flight get EngineDead.
+        """End the engine, also while it starts; requests in flight raise EngineDead.
 
-        It cannot be started again. In a fork nothing happens: the engine is the parent's.
+        It cannot be started again. In a fork nothing happens, as the engine is the parent's.
         """
         if os.getpid() != self._pid:
             return
@@ -102,7 +102,7 @@ class LocalEngine:
             await self._client.stop()
 
     def abandon(self) -> None:
-        """``close`` at once, without the event loop."""
+        """``close`` without the event loop."""
         if os.getpid() != self._pid:
             return
         self._is_closed = True
@@ -110,7 +110,7 @@ class LocalEngine:
             self._client.abandon()
 
     def abort(self, handle: AbortHandle) -> None:
-        """End the request that runs, or will, with this handle; it yields a last output."""
+        """Abort the request of this handle, also before it runs; it yields a last output."""
         handle.is_aborted = True
         if self._client is not None:
             self._client.interrupt_group(handle, RequestAborted("The request was aborted."))
@@ -122,7 +122,7 @@ class LocalEngine:
                 yield output
 
     def check_usable(self) -> None:
-        """Raises: EngineDead after ``close``, and in a fork of the process that it serves."""
+        """Raises: EngineDead after ``close``, and in a fork of the process that created it."""
         if os.getpid() != self._pid:
             raise EngineDead(
                 f"This engine belongs to process {self._pid}, and a fork of it cannot use it; "
@@ -134,14 +134,14 @@ class LocalEngine:
     async def _start(self) -> None:
         if self._client is None:
             config = await asyncio.to_thread(_find_model, self._options)
-            self.check_usable()  # a download takes a while
+            self.check_usable()  # it may have been closed during a download
             self._client = EngineClient(
                 config, on_profile=self._on_profile, log_level=self._options.log_level
             )
         elif self._loaded is not None:
-            logger.warning("the engine has died and is started again")
+            logger.warning("the engine has died and is restarted")
         client = self._client
-        # Beside the engine: both take about as long.
+        # While the engine starts, which takes about as long.
         loading = asyncio.ensure_future(asyncio.to_thread(self._load, client))
         try:
             ready = await client.start()
@@ -163,7 +163,7 @@ class LocalEngine:
             self._preparer.profile = profile
 
     def _load(self, client: EngineClient) -> LoadedModel:
-        """What of the model this process needs. Raises: ModelError."""
+        """Load the tokenizer and the sampling defaults. Raises: ModelError."""
         if self._loaded is not None:
             return self._loaded
         folder = Path(client.config.model_dir)
@@ -176,9 +176,9 @@ class LocalEngine:
 
 
 def _find_model(options: LLMOptions) -> EngineConfig:
-    """The configuration with the model's folder, fetched where needed. Raises: BackfillError."""
+    """The configuration with the model's folder. Downloads the model if needed. Raises: BackfillError."""
     folder = resolve_model(options.model, revision=options.revision, progress=FetchLines(options.model))
-    ModelConfig.from_folder(folder)  # refused before anything starts
+    ModelConfig.from_folder(folder)  # refuses a model before the engine starts
     config = dataclasses.replace(options.engine_config, model_dir=str(folder))
     check_profile(config)
     return config

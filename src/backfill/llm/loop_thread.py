@@ -1,4 +1,4 @@
-"""An event loop in a thread of its own, for callers that may be inside one already, as in a notebook."""
+"""An event loop in a thread, for callers that may already run in an event loop, as in a notebook."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class LoopThread:
         self._thread.start()
 
     def submit(self, coroutine: Coroutine[Any, Any, Result]) -> Future[Result]:
-        """Begin it; cancelling the future cancels it."""
+        """Start a coroutine; cancelling the future cancels it."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
-        """What it returns. An exception in the waiting thread, such as KeyboardInterrupt, cancels it."""
+        """Run a coroutine and return its result. KeyboardInterrupt in this thread cancels it."""
         future = self.submit(coroutine)
         try:
             return future.result()
@@ -37,7 +37,7 @@ class LoopThread:
         return threading.current_thread() is self._thread
 
     def close(self) -> None:
-        """End the loop and, from any other thread, wait for that. It must have nothing left to run."""
+        """Stop the loop, which must be idle. Waits for its end, unless called in the loop's thread."""
         self._loop.call_soon_threadsafe(self._loop.stop)
         if not self.is_current:
             self._thread.join()

@@ -1,4 +1,4 @@
-"""What comes of a request, and how it grows token by token."""
+"""A request's outputs, and how they grow token by token."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from backfill.generation.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """Natural-log probability of one token, of the logits before any shaping.
+    """Natural-log probability of one token, from the logits before any shaping.
 
     Attributes:
-        rank: 1 for the most likely token; None for a sampled token that is not among those returned.
+        rank: 1 for the most likely token; None for a sampled token outside the most likely ones returned.
     """
 
     logprob: float
@@ -27,12 +27,11 @@ class CompletionOutput:
     """One of a prompt's ``n`` outputs.
 
     Attributes:
-        token_ids: with the end token or those of the stop string, which the text does not hold.
-        logprobs: for each token, those of the sampled and of the most likely ones by token id; None where
-            none were asked for.
-        cumulative_logprob: sum over the tokens; None likewise.
-        finish_reason: "stop", "length" or "abort"; None while it goes on.
-        stop_reason: the stop token or stop string that ended it; None for the model's own end.
+        token_ids: includes the end token or the stop string's tokens, which the text does not contain.
+        logprobs: for each token, the sampled and the most likely tokens by token id; None if not requested.
+        cumulative_logprob: sum over the tokens; None if not requested.
+        finish_reason: "stop", "length" or "abort"; None while the output grows.
+        stop_reason: the stop token or stop string that ended it; None for the model's end token.
     """
 
     index: int
@@ -50,12 +49,12 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestMetrics:
-    """When a request's tokens came, as this process saw it. Instants are ``time.monotonic()``, in seconds.
+    """When a request's tokens arrived in this process. Instants are ``time.monotonic()``, in seconds.
 
     Attributes:
-        arrival_time: when it was made.
-        first_token_time, last_token_time: of all its outputs; None before there was one.
-        max_token_gap: the longest time between two tokens of one output; None before there was one.
+        arrival_time: when the request was made.
+        first_token_time, last_token_time: over all outputs; None before the first token.
+        max_token_gap: the longest time between two tokens of one output; None before a second token.
     """
 
     arrival_time: float
@@ -65,7 +64,7 @@ class RequestMetrics:
 
     @property
     def first_token_latency(self) -> float | None:
-        """Seconds from its arrival to its first token (TTFT)."""
+        """Seconds from arrival to the first token (TTFT)."""
         return None if self.first_token_time is None else self.first_token_time - self.arrival_time
 
 
@@ -74,8 +73,8 @@ class RequestOutput:
     """A prompt and its outputs.
 
     Attributes:
-        prompt: its text; None where token ids were given.
-        finished: this is the last one of the request.
+        prompt: the prompt's text; None if token ids were given.
+        finished: this is the request's last output.
     """
 
     request_id: str
@@ -88,10 +87,10 @@ class RequestOutput:
 
 @dataclass(slots=True)
 class OutputSoFar:
-    """One output while it grows."""
+    """One output as it grows."""
 
     index: int
-    logprobs: list[dict[int, Logprob]] | None  # None where none were asked for
+    logprobs: list[dict[int, Logprob]] | None  # None if not requested
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     cumulative_logprob: float = 0.0
@@ -119,7 +118,7 @@ class OutputSoFar:
         )
 
     def forget_tokens(self) -> None:
-        """What comes next is a difference to here."""
+        """Start the next delta."""
         self.text = ""
         self.token_ids.clear()
         if self.logprobs is not None:
@@ -127,7 +126,7 @@ class OutputSoFar:
 
 
 def logprobs_by_token(token_id: int, logprobs: TokenLogprobs, tokenizer: Tokenizer) -> dict[int, Logprob]:
-    """The sampled token first, then the most likely ones."""
+    """Log probabilities by token id: the sampled token, then the most likely ones."""
     ranks = {other: rank for rank, (other, _) in enumerate(logprobs.top, start=1)}
     entries = [(token_id, logprobs.logprob), *logprobs.top]
     return {each: Logprob(logprob, ranks.get(each), tokenizer.token_text(each)) for each, logprob in entries}

@@ -1,4 +1,4 @@
-"""What ``LLM`` shows of its work on standard error: a bar while it generates, a line while it fetches."""
+"""Progress on standard error: a bar while ``LLM`` generates, lines while it downloads."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 from backfill.llm.outputs import RequestOutput
 
-# True shows a bar, a callable makes one as ``tqdm.tqdm`` does.
+# True shows a bar; a callable creates it, with the arguments of ``tqdm.tqdm``.
 UseTqdm = bool | Callable[..., Any]
 
 
 class GenerationBar:
-    """Prompts that are done, and tokens a second. A context manager."""
+    """Finished prompts, and tokens per second. A context manager."""
 
     def __init__(self, use_tqdm: UseTqdm, num_prompts: int) -> None:
         self._bar: Any = None
@@ -47,7 +47,7 @@ class GenerationBar:
 
 
 class FetchLines:
-    """A line for each step in which a model is fetched: it may take minutes. A ``models.gguf.Progress``."""
+    """A line for each step of a model's download, which may take minutes. A ``models.gguf.Progress``."""
 
     def __init__(self, model: str) -> None:
         self._model = model

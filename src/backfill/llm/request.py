@@ -1,4 +1,4 @@
-"""One prompt on its way: checked and tokenized, then run until its outputs are whole."""
+"""The life of a request: it is checked and tokenized, then run until its outputs are finished."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
-from backfill.core import sampling
 from backfill.core.config import SchedulerConfig
 from backfill.core.errors import RequestAborted
 from backfill.core.request import ServiceClass
 from backfill.core.slo import SLO
 from backfill.costs.profile import CostProfile
 from backfill.execution.executor import ExecutorInfo
-from backfill.generation.generator import GenerationRequest, TextDelta, TextGenerator, merge
+from backfill.generation.generator import GenerationRequest, TextDelta, TextGenerator
 from backfill.generation.tokenizer import Tokenizer
 from backfill.llm.errors import InvalidRequest
 from backfill.llm.inputs import PromptInput
@@ -29,34 +28,30 @@ _MAX_PRIORITY = 2**31 - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedRequest:
-    """A request that the engine can serve.
+    """A checked and tokenized request, which the engine can serve.
 
     Attributes:
-        choices: sampling of each of its outputs.
+        prompt: the prompt's text; None if token ids were given.
         arrived_at_s: on the monotonic clock.
     """
 
     request_id: str
     prompt: str | None
-    prompt_token_ids: list[int]
-    params: SamplingParams
-    choices: list[sampling.SamplingParams]
+    generation: GenerationRequest
     output_kind: RequestOutputKind
-    service_class: ServiceClass
-    priority: int = 0
-    slo: SLO | None = None
     arrived_at_s: float = field(default_factory=time.monotonic)
 
 
 class Preparer:
-    """Checks prompts and tokenizes them. Its methods may be called from any thread, but ``next_seed``.
+    """Checks and tokenizes prompts. All methods but ``next_seed`` may be called from any thread.
+
+    All methods raise RequestError for a request that can never be served.
 
     Attributes:
-        profile: what steps cost, as the engine predicts them now; None where it does not.
+        profile: predicts step times, as the engine does now; None if unknown.
 
     Args:
-        seed: of ``next_seed``.
-    Raises, of all methods: RequestError for a request that can never be served.
+        seed: for ``next_seed``.
     """
 
     def __init__(
@@ -74,7 +69,7 @@ class Preparer:
         self._seeds = random.Random(seed)
 
     def next_seed(self) -> int:
-        """For the next request; called in the order of the requests, which may be prepared in another."""
+        """A seed for the next request. Called in the order of the requests; ``prepare`` may not be."""
         return self._seeds.getrandbits(62)
 
     def render_chat(
@@ -112,8 +107,8 @@ class Preparer:
     ) -> PreparedRequest:
         """
         Args:
-            seed: where ``params`` brings none.
-            output_kind: None for what ``params`` asks for.
+            seed: used if ``params`` sets none.
+            output_kind: overrides that of ``params``; None keeps it.
         """
         if not isinstance(params, SamplingParams):
             raise InvalidRequest(
@@ -130,30 +125,33 @@ class Preparer:
             )
         self._check_slo(slo, service_class, len(token_ids))
         choices = params.choices(max(1, self._info.max_model_len - len(token_ids)), seed)
-        for choice in choices:
-            self._info.check_request(token_ids, choice)
+        self._info.check_request(token_ids, choices[0])  # the others differ in their seeds alone
         return PreparedRequest(
             request_id=request_id,
             prompt=prompt.text,
-            prompt_token_ids=token_ids,
-            params=params,
-            choices=choices,
+            generation=GenerationRequest(
+                prompts=[token_ids],
+                samplings=choices,
+                stop=params.stop_strings,
+                include_stop_str_in_output=params.include_stop_str_in_output,
+                skip_special_tokens=params.skip_special_tokens,
+                service_class=service_class,
+                priority=priority,
+                slo=slo,
+            ),
             output_kind=output_kind or params.output_kind,
-            service_class=service_class,
-            priority=priority,
-            slo=slo,
         )
 
     def _check_slo(self, slo: SLO | None, service_class: ServiceClass, num_prompt_tokens: int) -> None:
-        """Refuse objectives that no run of the request can meet, as far as the profile is certain of it."""
+        """Refuse objectives that the request cannot meet even when it runs alone, if the profile is sure."""
         if slo is None:
             return
         if not isinstance(slo, SLO) or not (slo.ttft_s > 0 and slo.tpot_s > 0):
             raise InvalidRequest(f"slo must be an SLO of seconds above 0, got {slo!r:.80}.", param="slo")
         if service_class is ServiceClass.OFFLINE:
             raise InvalidRequest("slo is for online requests, not for offline ones.", param="slo")
-        asked = {"ttft": slo.ttft_s, "tpot": slo.tpot_s}
-        impossible = impossible_objectives(asked, self.profile, self._scheduler, num_prompt_tokens)
+        requested = {"ttft": slo.ttft_s, "tpot": slo.tpot_s}
+        impossible = impossible_objectives(requested, self.profile, self._scheduler, num_prompt_tokens)
         if impossible:
             needs = " and ".join(f"{name}_s={needed_s:g}" for name, needed_s in impossible.items())
             raise InvalidRequest(
@@ -164,7 +162,7 @@ class Preparer:
 
 @dataclass(eq=False, slots=True)
 class AbortHandle:
-    """Whether a request was aborted; the group of its choices in the engine's client."""
+    """Whether a request was aborted. It also is the group of the request's choices in the engine's client."""
 
     is_aborted: bool = False
 
@@ -176,61 +174,43 @@ class AbortHandle:
 async def run_request(
     request: PreparedRequest, generator: TextGenerator, tokenizer: Tokenizer, handle: AbortHandle
 ) -> AsyncGenerator[RequestOutput, None]:
-    """Yield outputs of its kind, the last one finished.
+    """Yield outputs of the request's ``output_kind``; the last one is finished.
 
-    Closing the iterator aborts the request. Once the handle is aborted, outputs that are not whole end with
-    the reason "abort".
+    Closing the iterator aborts the request. When the handle is aborted, unfinished outputs end with finish
+    reason "abort".
 
-    Raises: RequestLost when the engine lost it.
+    Raises: RequestLost if the engine lost the request.
     """
-    answer = _Answer(request, tokenizer)
+    outputs = _Outputs(request, tokenizer)
     kind = request.output_kind
     try:
         handle.check()
-        async with aclosing(merge([generator.stream(each) for each in _choices(request, handle)])) as deltas:
+        stream = generator.stream(request.generation, arrived_at_s=request.arrived_at_s, group=handle)
+        async with aclosing(stream) as deltas:
             async for index, delta in deltas:
-                handle.check()  # aborted before the client had all choices
-                answer.add(index, delta)
+                handle.check()  # it may have been aborted before the client had all choices
+                outputs.add(index, delta)
                 if kind is RequestOutputKind.CUMULATIVE:
-                    yield answer.so_far()
+                    yield outputs.so_far()
                 elif kind is RequestOutputKind.DELTA:
-                    yield answer.taken(index)
+                    yield outputs.take_delta(index)
     except RequestAborted:
-        answer.abort()
-        yield answer.so_far()
+        outputs.abort()
+        yield outputs.so_far()
         return
     if kind is RequestOutputKind.FINAL_ONLY:
-        yield answer.so_far()
+        yield outputs.so_far()
 
 
-def _choices(request: PreparedRequest, group: AbortHandle) -> list[GenerationRequest]:
-    params = request.params
-    return [
-        GenerationRequest(
-            prompt_token_ids=request.prompt_token_ids,
-            sampling=choice,
-            stop=params.stop_strings,
-            include_stop_str_in_output=params.include_stop_str_in_output,
-            skip_special_tokens=params.skip_special_tokens,
-            service_class=request.service_class,
-            priority=request.priority,
-            slo=request.slo,
-            arrived_at_s=request.arrived_at_s,
-            group=group,
-        )
-        for choice in request.choices
-    ]
-
-
-class _Answer:
-    """A request's outputs while they grow."""
+class _Outputs:
+    """A request's outputs as they grow."""
 
     def __init__(self, request: PreparedRequest, tokenizer: Tokenizer) -> None:
         self._request = request
         self._tokenizer = tokenizer
-        wants_logprobs = request.params.logprobs is not None
         self._outputs = [
-            OutputSoFar(index, [] if wants_logprobs else None) for index in range(len(request.choices))
+            OutputSoFar(index, None if sampling.num_logprobs is None else [])
+            for index, sampling in enumerate(request.generation.samplings)
         ]
         self._first_token_at_s: float | None = None
         self._last_token_at_s: float | None = None
@@ -253,8 +233,8 @@ class _Answer:
     def so_far(self) -> RequestOutput:
         return self._with(self._outputs)
 
-    def taken(self, index: int) -> RequestOutput:
-        """What one output has gained since this was called for it before."""
+    def take_delta(self, index: int) -> RequestOutput:
+        """What one output has gained since the previous call for it."""
         taken = self._with(self._outputs[index : index + 1])
         self._outputs[index].forget_tokens()
         return taken
@@ -263,7 +243,7 @@ class _Answer:
         return RequestOutput(
             request_id=self._request.request_id,
             prompt=self._request.prompt,
-            prompt_token_ids=self._request.prompt_token_ids,
+            prompt_token_ids=self._request.generation.prompts[0],
             outputs=[output.completion() for output in outputs],
             finished=all(output.finish_reason is not None for output in self._outputs),
             metrics=RequestMetrics(

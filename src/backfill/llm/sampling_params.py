@@ -1,4 +1,4 @@
-"""How outputs are sampled, as users write it: vLLM's names and defaults."""
+"""Sampling parameters of the library, with vLLM's names and defaults."""
 
 from __future__ import annotations
 
@@ -22,37 +22,37 @@ _OPTIONAL = frozenset({"max_tokens", "seed", "logprobs"})
 
 
 class RequestOutputKind(Enum):
-    """What each ``RequestOutput`` of a stream holds."""
+    """What each ``RequestOutput`` of a stream contains."""
 
-    CUMULATIVE = 0  # every choice's whole output so far
-    DELTA = 1  # what came since the output before
-    FINAL_ONLY = 2  # there is one output, the whole
+    CUMULATIVE = 0  # the whole output so far of every choice
+    DELTA = 1  # what is new since the previous output
+    FINAL_ONLY = 2  # one output, at the end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """Sampling of one prompt, checked when it is made.
+    """Sampling of one prompt, checked by the constructor.
 
     Attributes:
         n: outputs for each prompt.
-        max_tokens: of one output; it ends sooner where the context does. None: as many as the context takes.
-        min_tokens: neither end tokens nor stop strings end an output before it has so many.
+        max_tokens: most tokens of one output; fewer if the context ends. None: as many as the context holds.
+        min_tokens: neither end tokens nor stop strings end an output before it has this many.
         temperature: 0 is greedy.
         top_k: keep the k most likely tokens; 0 or -1 keeps all.
         top_p: keep the most likely tokens whose probabilities sum to at least this, in (0, 1].
         min_p: drop tokens less likely than this fraction of the most likely one, in [0, 1].
         repetition_penalty: above 0; more than 1 makes tokens of prompt and output less likely.
-        presence_penalty, frequency_penalty: in [-2, 2], of tokens of the output.
-        seed: the same seed gives the same output. None: drawn with the ``seed`` of the ``LLM``.
-        stop: strings that end the output, which does not hold them.
+        presence_penalty, frequency_penalty: in [-2, 2]; for tokens of the output.
+        seed: the same seed gives the same output. None: derived from the ``seed`` of the ``LLM``.
+        stop: strings that end the output, which does not contain them.
         stop_token_ids: tokens that end the output, besides the model's own.
-        include_stop_str_in_output: the output's text holds the stop string, or the end token's text.
+        include_stop_str_in_output: the output's text contains the stop string or the end token's text.
         ignore_eos: the model's end tokens do not end the output.
         logit_bias: added to the logits of these token ids, in [-100, 100].
-        logprobs: return the log probability of each token and of so many most likely ones, 0 to 20.
+        logprobs: return the log probability of each token and of this many most likely ones, 0 to 20.
         skip_special_tokens: leave special tokens out of the text.
-        output_kind: what a stream yields; ``LLM`` yields final outputs, whatever it says.
-    Raises: InvalidRequest, a ValueError, that names the first field that is wrong.
+        output_kind: what a stream yields; ``LLM`` ignores it and returns final outputs.
+    Raises: InvalidRequest, a ValueError, naming the first field that is wrong.
     """
 
     n: int = 1
@@ -104,16 +104,16 @@ class SamplingParams:
 
     @classmethod
     def recommended(cls, defaults: GenerationDefaults) -> SamplingParams:
-        """The model's own settings, and the defaults for what it does not say."""
+        """The model's recommended sampling, with this class's defaults for other fields."""
         named = {field.name: getattr(defaults, field.name, None) for field in dataclasses.fields(cls)}
         return cls(**{name: value for name, value in named.items() if value is not None})
 
     def choices(self, most_tokens: int, seed: int) -> list[sampling.SamplingParams]:
-        """As the engine takes them, one for each of the ``n`` outputs.
+        """The engine's sampling parameters, one for each of the ``n`` outputs.
 
         Args:
-            most_tokens: what the context leaves for an output, at least 1.
-            seed: of a request that brings none.
+            most_tokens: tokens that the context leaves for an output, at least 1.
+            seed: used if this sets none.
         """
         max_tokens = most_tokens if self.max_tokens is None else min(int(self.max_tokens), most_tokens)
         seed = seed if self.seed is None else int(self.seed)

@@ -1,1 +1,1 @@
-"""Request bodies and batch files to token ids, in a process of their own."""
+"""A process that turns request bodies and batch files into token ids."""

@@ -1,4 +1,4 @@
-"""The preparation process as the server sees it."""
+"""The server's client of the preparation process."""
 
 from __future__ import annotations
 
@@ -19,19 +19,16 @@ from backfill.preparation.lines import BatchLine
 from backfill.preparation.messages import (
     START,
     AnswerBody,
-    Answered,
     CancelCheck,
     CheckInput,
     CloseLines,
     Configure,
+    Failure,
     FromPreparation,
-    InputChecked,
     InputLimits,
     InputReport,
     Job,
     JobBegun,
-    JobDone,
-    JobFailed,
     LineSelection,
     LinesRead,
     Loaded,
@@ -39,26 +36,23 @@ from backfill.preparation.messages import (
     Position,
     PreparationSetup,
     PrepareBody,
-    Prepared,
     ReadLines,
+    Result,
     ToPreparation,
-    error_of_fault,
+    Work,
+    exception_of,
 )
 from backfill.preparation.process import run_preparation_process
-from backfill.protocol.preparer import (
-    EngineFacts,
-    Generation,
-    RequestContext,
-    TextEndpoint,
-)
+from backfill.protocol.generation import Generation
+from backfill.protocol.preparer import EngineFacts, RequestContext, TextEndpoint
 from backfill.protocol.requests import GenerationEndpoint
 
 logger = logging.getLogger(__name__)
 
-# Bodies of a class in the process at once; more wait here, where a client that leaves takes its body along.
+# Bodies of a class in the process at once. More wait here, where a client that disconnects frees its body.
 _MAX_ONLINE_BODIES = 4
 _MAX_OFFLINE_BODIES = 1
-# Launches that fail in a row before jobs are refused rather than kept waiting.
+# Failed launches in a row after which jobs are refused instead of kept waiting.
 _MAX_FAILED_LAUNCHES = 3
 _FIRST_RESTART_S = 0.1
 _LONGEST_RESTART_S = 10.0
@@ -66,38 +60,39 @@ _LONGEST_RESTART_S = 10.0
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[FromPreparation] = msgspec.msgpack.Decoder(FromPreparation)
 
-Done = TypeVar("Done", bound=JobDone)
+Wanted = TypeVar("Wanted", bound=Result)
 
 
 class PreparationDied(BackfillError):
-    """The process ended over a job, the second time while it had no other."""
+    """The process ended twice while it worked on a job, the second time on this job alone."""
 
 
 class _PendingJob:
-    """A job without an answer.
+    """A job without a result.
 
     Attributes:
-        is_sent: the process that runs now has it; ``has_begun``: and works on it.
-        is_suspect: a process ended while it worked on it, perhaps not the only one.
+        is_sent: the current process has it.
+        has_begun: the current process works on it.
+        is_suspect: a process ended while it worked on this job, and perhaps on others.
     """
 
     __slots__ = ("done", "has_begun", "is_sent", "is_suspect", "job")
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        self.done: asyncio.Future[JobDone] = asyncio.get_running_loop().create_future()
+        self.done: asyncio.Future[Result | Failure] = asyncio.get_running_loop().create_future()
         self.is_sent = self.has_begun = self.is_suspect = False
 
 
 class PreparationClient:
-    """Starts the process, gives it jobs, and starts it again when it dies: a job that has no answer yet is
-    given to the next one. Jobs may come before the process is there. One event loop owns it.
+    """Starts the process, sends it jobs, and restarts it when it dies. One event loop owns the client.
 
-    Which job a process died of is found out: those it worked on are suspects, and are given to the next one
-    alone, one after another. One that ends that process too fails; no other job does.
+    Jobs may be submitted before the process is up. When the process dies, the next one gets the jobs that
+    have no result. The jobs that it worked on are suspects: the next process gets them one at a time, and a
+    suspect that ends this process too fails. No other job fails.
 
     Attributes:
-        num_deaths: processes that ended unasked.
+        num_deaths: processes that ended by themselves.
 
     Args:
         tasks: starts the client's own task.
@@ -123,27 +118,27 @@ class PreparationClient:
 
     @property
     def pid(self) -> int | None:
-        """Of the running process; None where there is none."""
+        """Of the running process; None if there is none."""
         return None if self._child is None else self._child.pid
 
     @property
     def is_up(self) -> bool:
-        """A process is there and ready."""
+        """A process is ready."""
         return self._child is not None
 
     async def wait_ready(self) -> None:
-        """Return once a process has been ready. Raises: BackfillError where the first launch failed."""
+        """Return once a process has been ready. Raises: BackfillError if the first launch failed."""
         assert self._launched is not None, "called after start"
         self._is_needed.set()
         await asyncio.shield(self._launched)
 
     def start(self, *, within_s: float = 0.0) -> None:
-        """Launch the process after so many seconds, or when the first job comes."""
+        """Launch the process after ``within_s`` seconds, or at the first job."""
         self._launched = asyncio.get_running_loop().create_future()
         self._reader = self._tasks.start(self._run(within_s), "preparation")
 
     async def stop(self) -> None:
-        """End the process. Jobs without an answer are cancelled."""
+        """End the process and cancel the jobs that have no result."""
         if self._reader is not None:
             self._reader.cancel()
             await asyncio.gather(self._reader, return_exceptions=True)
@@ -155,7 +150,7 @@ class PreparationClient:
             await child.close()
 
     def configure(self, facts: EngineFacts) -> None:
-        """Tell what the engine takes. Comes before the first body or line to prepare."""
+        """Send the engine's limits. Called before the first body or line is prepared."""
         self._facts = facts
         self._send(Configure(facts))
 
@@ -166,30 +161,24 @@ class PreparationClient:
         context: RequestContext,
         service_class: ServiceClass = ServiceClass.ONLINE,
     ) -> Generation:
-        """A body as a generation. Bodies of the two classes do not wait for each other.
+        """Prepare a body. Bodies of the two classes do not wait for each other.
 
-        Raises: RequestError, NotReady while no process can be started, PreparationDied.
+        Raises: RequestError; NotReady while no process can be started; PreparationDied.
         """
-        job = PrepareBody(next(self._ids), endpoint, body, context)
         async with self._bodies[service_class]:
-            return (await self._ask(job, Prepared)).generation
+            return await self._ask(PrepareBody(endpoint, body, context), Generation)
 
     async def answer(self, endpoint: TextEndpoint, body: bytes) -> bytes:
         """The JSON answer of ``/tokenize`` or ``/detokenize``. Raises: as ``prepare``."""
         async with self._bodies[ServiceClass.ONLINE]:
-            return (await self._ask(AnswerBody(next(self._ids), endpoint, body), Answered)).body
+            return await self._ask(AnswerBody(endpoint, body), bytes)
 
     async def check_input(self, path: str, limits: InputLimits) -> InputReport:
-        """What is in a file. Cancelled, it stops reading. Raises: OSError, PreparationDied."""
-        job = CheckInput(next(self._ids), path, limits)
-        try:
-            return (await self._ask(job, InputChecked)).report
-        except asyncio.CancelledError:
-            self._send(CancelCheck(job.job_id))
-            raise
+        """Check an input file. Cancelling stops the reading. Raises: OSError, PreparationDied."""
+        return await self._ask(CheckInput(path, limits), InputReport)
 
     def open_lines(self, selection: LineSelection, position: Position = START) -> PreparedLines:
-        """A file's lines from a position on, ready to run. Close it after use."""
+        """The lines of a file from a position on, prepared. Close it after use."""
         reader_id = next(self._ids)
         lines = self._lines[reader_id] = PreparedLines(self, reader_id, selection, position)
         self._send(OpenLines(reader_id, selection, lines.position))
@@ -197,10 +186,10 @@ class PreparationClient:
 
     async def read_lines(self, reader_id: int, max_lines: int) -> LinesRead:
         """For PreparedLines. Raises: BadLine, OSError, PreparationDied."""
-        return await self._ask(ReadLines(next(self._ids), reader_id, max_lines), LinesRead)
+        return await self._ask(ReadLines(reader_id, max_lines), LinesRead)
 
     def move(self, reader_id: int, lines: PreparedLines) -> None:
-        """For PreparedLines: go on at its position."""
+        """For PreparedLines: continue at its position."""
         self._send(OpenLines(reader_id, lines.selection, lines.position))
 
     def close_lines(self, reader_id: int) -> None:
@@ -208,24 +197,29 @@ class PreparationClient:
         del self._lines[reader_id]
         self._send(CloseLines(reader_id))
 
-    async def _ask(self, job: Job, answer: type[Done]) -> Done:
+    async def _ask(self, work: Work, kind: type[Wanted]) -> Wanted:
         if self._num_failed_launches >= _MAX_FAILED_LAUNCHES:
             raise NotReady("The server cannot prepare requests at the moment. Please retry.")
+        job = Job(next(self._ids), work)
         pending = self._jobs[job.job_id] = _PendingJob(job)
         self._is_needed.set()
         self._send_jobs()
         try:
-            done = await pending.done
+            result = await pending.done
+        except asyncio.CancelledError:
+            if isinstance(work, CheckInput):
+                self._send(CancelCheck(job.job_id))
+            raise
         finally:
             self._jobs.pop(job.job_id, None)
-            self._send_jobs()  # it may have been the one that had to be alone
-        if isinstance(done, JobFailed):
-            raise error_of_fault(done.fault)
-        assert isinstance(done, answer)
-        return done
+            self._send_jobs()  # others may have waited for this one, if it was a suspect
+        if isinstance(result, Failure):
+            raise exception_of(result)
+        assert isinstance(result, kind)
+        return result
 
     def _send_jobs(self) -> None:
-        """Give the process what it may have: everything, or one suspect at a time."""
+        """Send the process all jobs, or one suspect at a time."""
         if self._child is None:
             return
         waiting = [each for each in self._jobs.values() if not each.done.done()]
@@ -238,7 +232,7 @@ class PreparationClient:
                 self._send(each.job)
 
     def _send(self, message: ToPreparation) -> None:
-        """To the process, if there is one: the next is told anew."""
+        """Send to the process if there is one. ``_launch`` sends the next one all it needs."""
         if self._child is not None:
             self._child.send(_encoder.encode(message))
 
@@ -249,8 +243,8 @@ class PreparationClient:
             first = await child.receive()
             loaded = Loaded("The preparation process ended.") if first is None else _decoder.decode(first)
             assert isinstance(loaded, Loaded)
-            if loaded.fault is not None:
-                raise BackfillError(loaded.fault)
+            if loaded.error is not None:
+                raise BackfillError(loaded.error)
         except BaseException:
             await child.close()
             raise
@@ -264,52 +258,54 @@ class PreparationClient:
         self._send_jobs()
 
     async def _run(self, within_s: float) -> None:
-        """Keep a process running and hand out its answers, until cancelled."""
+        """Keep a process running and dispatch its messages, until cancelled."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._is_needed.wait(), within_s)
         while True:
-            await self._launch_at_last()
+            await self._launch_until_ready()
             child = self._child
             assert child is not None
             try:
                 while (data := await child.receive()) is not None:
                     self._take(_decoder.decode(data))
             except Exception:
-                logger.exception("the preparation process is not understood, and is ended")
+                logger.exception("a message of the preparation process cannot be read; the process is ended")
             self._child = None
             await child.close()
             self.num_deaths += 1
-            logger.error("the preparation process %s; it is started again", child.how_it_ended())
+            logger.error("the preparation process %s; it is restarted", child.how_it_ended())
             self._find_suspects()
 
     def _take(self, message: FromPreparation) -> None:
         assert not isinstance(message, Loaded)
         pending = self._jobs.get(message.job_id)
-        if pending is None or pending.done.done():  # nobody waits for it any more
+        if pending is None or pending.done.done():  # its caller was cancelled
             return
         if isinstance(message, JobBegun):
             pending.has_begun = True
         else:
-            pending.done.set_result(message)
+            pending.done.set_result(message.result)
 
     def _find_suspects(self) -> None:
-        """After a death: those the process worked on may be the reason; one that was alone is."""
+        """After a death: suspect the jobs that the process worked on; one that was alone is to blame."""
         begun = [each for each in self._jobs.values() if each.has_begun and not each.done.done()]
         for pending in begun:
             if pending.is_suspect:
-                message = "The server could not prepare the request: the process that did ended over it."
+                message = "The server could not prepare the request: the process ended while preparing it."
                 pending.done.set_exception(PreparationDied(message))
             pending.is_suspect = True
 
-    async def _launch_at_last(self) -> None:
-        """Launch a process, and again until one is ready."""
+    async def _launch_until_ready(self) -> None:
+        """Launch processes until one is ready."""
         delay_s = _FIRST_RESTART_S
         while True:
             try:
                 await self._launch()
-            except Exception as error:  # such as memory that is short: it may pass
+            except Exception as error:  # may pass, such as a lack of memory
                 self._note_failed_launch(error)
-                logger.error("no preparation process can be started (%s); again in %g s", error, delay_s)
+                logger.error(
+                    "the preparation process cannot be started (%s); next try in %g s", error, delay_s
+                )
             else:
                 self._num_failed_launches = 0
                 if self._launched is not None and not self._launched.done():
@@ -319,13 +315,13 @@ class PreparationClient:
             delay_s = min(_LONGEST_RESTART_S, 2 * delay_s)
 
     def _note_failed_launch(self, error: Exception) -> None:
-        """Whoever waits for the first launch is told; after several, so is everybody who has a job."""
+        """Fail the wait for the first launch; after several failed launches, fail all jobs."""
         self._num_failed_launches += 1
         if self._launched is not None and not self._launched.done():
             self._launched.set_exception(
                 error if isinstance(error, BackfillError) else BackfillError(str(error))
             )
-            self._launched.exception()  # nobody need wait for it
+            self._launched.exception()  # else asyncio warns if nobody waits for it
         if self._num_failed_launches >= _MAX_FAILED_LAUNCHES:
             for pending in self._jobs.values():
                 if not pending.done.done():
@@ -335,9 +331,9 @@ class PreparationClient:
 
 
 class PreparedLines:
-    """A file's lines in their order, read as they are asked for. One reader at a time.
+    """The lines of a file, in order, read on demand. One reader at a time.
 
-    A line over which the process ends is given as one that cannot be prepared.
+    A line that ends the process is returned as one that cannot be prepared.
     """
 
     def __init__(
@@ -347,7 +343,7 @@ class PreparedLines:
         self.position = position
         self._client = client
         self._id = reader_id
-        self._num_single = 0  # lines to read one by one, since one of them ended the process
+        self._num_single = 0  # lines to read one by one, as one of them ended the process
 
     async def read(self, max_lines: int) -> Sequence[BatchLine]:
         """The next lines, at least one unless the file has no more. Raises: BadLine, OSError."""
@@ -368,7 +364,7 @@ class PreparedLines:
         self._client.close_lines(self._id)
 
     async def _read_name(self) -> list[BatchLine]:
-        """The next line with its name alone."""
+        """The next line, without its body."""
         names = self._client.open_lines(
             msgspec.structs.replace(self.selection, names_only=True), self.position
         )

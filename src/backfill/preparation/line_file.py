@@ -1,4 +1,4 @@
-"""Input files read on in groups, as the engine takes their lines."""
+"""Reads an input file in groups of lines, at the engine's pace."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from typing import cast
 from backfill.core.errors import RequestError
 from backfill.preparation.lines import BatchLine, InputLine, Refusal, parse_line, read_lines
 from backfill.preparation.messages import LineSelection, Position
-from backfill.protocol.preparer import Generation, RequestContext
+from backfill.protocol.generation import Generation
+from backfill.protocol.preparer import RequestContext
 from backfill.protocol.requests import GenerationEndpoint
 from backfill.protocol.responses import error_of
 
 logger = logging.getLogger(__name__)
 
-# A group ends early after so much work or so many bytes, that others get their turn.
+# Limits of a group's time and size, so that other readers get their turn.
 _GROUP_S = 0.05
 _GROUP_BYTES = 1 << 20
 
@@ -26,10 +27,10 @@ Prepare = Callable[[GenerationEndpoint, bytes, RequestContext], Generation]
 
 
 class LineFile:
-    """The selected lines of one file, from ``position`` on. Holds no descriptor between calls.
+    """The selected lines of one file, from ``position`` on. The file is closed between calls.
 
     Args:
-        prepare: makes a body a generation; raises RequestError.
+        prepare: turns a body into a generation; raises RequestError.
     """
 
     def __init__(self, selection: LineSelection, position: Position, prepare: Prepare) -> None:
@@ -40,7 +41,7 @@ class LineFile:
     def read(self, max_lines: int) -> list[BatchLine]:
         """The next lines, at least one unless the file has no more.
 
-        Raises: BadLine, OSError; reading goes on at the same place.
+        Raises: BadLine, OSError; the next call reads from the same place.
         """
         selection, group = self._selection, list[BatchLine]()
         num_bytes, started_at_s = 0, time.monotonic()
@@ -51,10 +52,10 @@ class LineFile:
                     try:
                         line = parse_line(number, data, selection.max_line_bytes)
                     except Exception:
-                        if group:  # raised again, at the next call
+                        if group:  # the next call raises it again
                             return group
                         raise
-                    group.append(self._to_run(line, len(data)))
+                    group.append(self._prepared(line, len(data)))
                     num_bytes += len(data)
                 self.position = Position(number, file.tell())
                 is_late = time.monotonic() - started_at_s > _GROUP_S
@@ -62,7 +63,7 @@ class LineFile:
                     break
         return group
 
-    def _to_run(self, line: InputLine, num_bytes: int) -> BatchLine:
+    def _prepared(self, line: InputLine, num_bytes: int) -> BatchLine:
         read = BatchLine(number=line.number, custom_id=line.custom_id, request_id=f"req_{uuid.uuid4().hex}")
         if self._selection.names_only:
             return read
@@ -73,12 +74,12 @@ class LineFile:
             complete_by_s=self._selection.complete_by_s,
         )
         try:
-            # Checked with the file: a line has one of these endpoints.
+            # The check of the file has ensured that the url is one of these endpoints.
             read.generation = self._prepare(cast(GenerationEndpoint, line.url), line.body, context)
         except RequestError as error:
             read.refusal = Refusal(*error_of(error))
         except Exception:
-            logger.exception("line %d cannot be prepared", line.number)
+            logger.exception("line %d could not be prepared", line.number)
         return read
 
     def _is_done(self, number: int) -> bool:

@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from backfill.protocol.batches import BATCH_ENDPOINTS
-from backfill.protocol.preparer import Generation
+from backfill.protocol.generation import Generation
 
 MAX_CUSTOM_ID_BYTES = 512
 
@@ -23,11 +23,11 @@ class _Line(msgspec.Struct):
     body: msgspec.Raw
 
 
-# Escapes in JSON strings; the group matches halves of surrogate pairs without their other half.
+# Escapes in JSON strings; the group matches a lone half of a surrogate pair.
 _ESCAPES = re.compile(
     rb"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(\\u[dD][89a-fA-F][0-9a-fA-F]{2})|\\."
 )
-_NO_NUMBERS = re.compile(rb"NaN|-?Infinity")
+_NOT_NUMBERS = re.compile(rb"NaN|-?Infinity")
 _POSITION = re.compile(r"byte (\d+)")
 _WRONG_FIELD = re.compile(r"at `\$\.(\w+)`$")
 
@@ -35,20 +35,21 @@ _line_decoder = msgspec.json.Decoder(_Line)
 
 
 class Refusal(msgspec.Struct, frozen=True):
-    """The HTTP status and body with which the online API would refuse a line's request."""
+    """The HTTP status and body of the online API's answer to a line that it would refuse."""
 
     status: int
     body: dict[str, Any]
 
 
 class BatchLine(msgspec.Struct, kw_only=True):
-    """One request of a batch, as it goes from the file to the engine.
+    """One request of a batch, on its way from the file to the engine.
 
     Attributes:
-        number: counts lines of the file from 1, blank ones included.
-        num_bytes: of the line, for bounding memory.
-        request_id: of this request, as its result names it.
-        generation, refusal: what the body came to; neither where only names were asked for.
+        number: line number in the file, from 1; blank lines count.
+        num_bytes: length of the line, for bounding memory.
+        request_id: as the line's result names it.
+        generation, refusal: the prepared body, or why it is refused; both None if only names were read or
+            the body could not be prepared.
     """
 
     number: int
@@ -61,7 +62,7 @@ class BatchLine(msgspec.Struct, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class LineError:
-    """Why an input file is refused; ``line`` counts from 1, None where it concerns the whole file."""
+    """Why an input file is refused; ``line`` counts from 1, None for the whole file."""
 
     code: str
     message: str
@@ -71,7 +72,7 @@ class LineError:
 
 @dataclass(frozen=True, slots=True)
 class InputLine:
-    """A line of the file, its body still unread."""
+    """A line of the file, its body not parsed."""
 
     number: int
     custom_id: str
@@ -80,7 +81,7 @@ class InputLine:
 
 
 class BadLine(Exception):
-    """A line that is no request; carries what the batch reports of it."""
+    """A line that is not a batch request. ``error`` is the batch's report of it."""
 
     def __init__(self, code: str, message: str, line: int, param: str | None = None) -> None:
         super().__init__(message)
@@ -88,7 +89,7 @@ class BadLine(Exception):
 
 
 def read_lines(file: BinaryIO, max_line_bytes: int, *, after: int = 0) -> Iterator[tuple[int, bytes]]:
-    """Number and bytes of each line that is not blank. A longer line is cut one byte over the limit.
+    """Number and bytes of each line that is not blank. Longer lines are cut to ``max_line_bytes + 1``.
 
     Args:
         after: number of the last line before the file's position.
@@ -96,7 +97,7 @@ def read_lines(file: BinaryIO, max_line_bytes: int, *, after: int = 0) -> Iterat
     number = after
     while data := file.readline(max_line_bytes + 1):
         number += 1
-        if number == 1:  # what some programs put at the start of a text file
+        if number == 1:  # some programs start text files with a byte order mark
             data = data.removeprefix(codecs.BOM_UTF8)
         rest = data
         while not rest.endswith(b"\n") and len(rest) > max_line_bytes:
@@ -106,7 +107,7 @@ def read_lines(file: BinaryIO, max_line_bytes: int, *, after: int = 0) -> Iterat
 
 
 def parse_line(number: int, data: bytes, max_line_bytes: int) -> InputLine:
-    """Raises: BadLine."""
+    """Parse a line, but not its body. Raises: BadLine."""
     if len(data) > max_line_bytes:
         raise BadLine("invalid_value", f"This line is longer than {max_line_bytes} bytes.", number)
     try:
@@ -117,10 +118,10 @@ def parse_line(number: int, data: bytes, max_line_bytes: int) -> InputLine:
             message = f"Missing required parameter: '{missing}'."
             raise BadLine("missing_required_parameter", message, number, missing) from None
         wrong = _WRONG_FIELD.search(str(error))
-        message = f"This line is no batch request: {error}."
+        message = f"This line is not a batch request: {error}."
         raise BadLine("invalid_value", message, number, wrong and wrong[1]) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        message = f"This line is not parseable as valid JSON: {_why_no_json(data, error)}."
+        message = f"This line is not parseable as valid JSON: {_why_not_json(data, error)}."
         raise BadLine("invalid_json_line", message, number) from None
     if not line.custom_id or len(line.custom_id.encode(errors="replace")) > MAX_CUSTOM_ID_BYTES:
         message = f"custom_id must be a string of 1 to {MAX_CUSTOM_ID_BYTES} bytes."
@@ -134,7 +135,7 @@ def parse_line(number: int, data: bytes, max_line_bytes: int) -> InputLine:
 
 
 def check_target(line: InputLine, endpoint: str | None) -> None:
-    """Raise BadLine unless the line is for the batch's endpoint, or, with None, for any there is."""
+    """Raise BadLine unless the line's url is ``endpoint``, or any batch endpoint for None."""
     if endpoint is None:
         if line.url not in BATCH_ENDPOINTS:
             message = f"url must be {' or '.join(BATCH_ENDPOINTS)}, got {line.url[:80]!r}."
@@ -145,10 +146,10 @@ def check_target(line: InputLine, endpoint: str | None) -> None:
 
 
 def _decode(data: bytes) -> _Line:
-    """The line; in its body, a half of a surrogate pair becomes the replacement character.
+    """Decode a line, with the replacement character for lone halves of surrogate pairs in its body.
 
-    Programs that cut text within a pair write such halves as escapes. No text holds them, so no model
-    could be given them.
+    Programs that cut text inside a pair write such escapes. They are not valid text, so no tokenizer takes
+    them.
     """
     try:
         return _line_decoder.decode(data)
@@ -157,21 +158,21 @@ def _decode(data: bytes) -> _Line:
         if repaired == data:
             raise
         line = _line_decoder.decode(repaired)
-        if "\ufffd" in line.custom_id:  # it would not be found again by its name
+        if "\ufffd" in line.custom_id:  # the client could not match the result by this id
             raise
         return line
 
 
-def _why_no_json(data: bytes, error: Exception) -> str:
+def _why_not_json(data: bytes, error: Exception) -> str:
     if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        return "it is UTF-16, where UTF-8 is needed"
+        return "it is UTF-16, but must be UTF-8"
     reason = str(error).removeprefix("JSON is malformed: ")
     position = _POSITION.search(reason)
     if position is not None:
         at = int(position[1])
-        word = _NO_NUMBERS.search(data, max(0, at - 2), at + 9)
-        if word is not None:
-            return f"{word[0].decode()} is no number in JSON ({position[0]})"
+        literal = _NOT_NUMBERS.search(data, max(0, at - 2), at + 9)
+        if literal is not None:
+            return f"{literal[0].decode()} is not a number in JSON ({position[0]})"
     return "it ends too early" if reason == "Input data was truncated" else reason
 
 

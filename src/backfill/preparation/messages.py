@@ -1,4 +1,4 @@
-"""What the server and the preparation process say to each other."""
+"""Messages between the server and the preparation process."""
 
 from __future__ import annotations
 
@@ -12,14 +12,8 @@ from backfill.generation.tokenizer import Tokenizer
 from backfill.models.generation_config import GenerationDefaults
 from backfill.preparation.lines import BadLine, BatchLine, LineError
 from backfill.protocol.body_check import BodyCheck
-from backfill.protocol.preparer import (
-    EngineFacts,
-    Generation,
-    RequestContext,
-    RequestPreparer,
-    ServedModel,
-    TextEndpoint,
-)
+from backfill.protocol.generation import Generation
+from backfill.protocol.preparer import EngineFacts, RequestContext, RequestPreparer, ServedModel, TextEndpoint
 from backfill.protocol.requests import GenerationEndpoint
 from backfill.protocol.response_size import MAX_RESPONSE_TOKENS
 
@@ -53,7 +47,7 @@ class PreparationSetup:
 
     @property
     def line_check(self) -> BodyCheck:
-        """What finds faults of lines before there is a tokenizer or an engine."""
+        """Checks lines before there is a tokenizer or an engine."""
         return BodyCheck(is_strict=self.is_strict, max_response_tokens=self.max_response_tokens)
 
 
@@ -61,8 +55,8 @@ class InputLimits(msgspec.Struct, frozen=True, kw_only=True):
     """What an input file may hold.
 
     Attributes:
-        endpoint: what every line's url must be; None allows any endpoint there is.
-        model_names: what lines may call the model; ``model_hint`` is told of a line that calls it otherwise.
+        endpoint: every line's url must be this; None allows every batch endpoint.
+        model_names: names that lines may use for the model; ``model_hint`` is added to the error for another.
     """
 
     endpoint: str | None
@@ -72,10 +66,13 @@ class InputLimits(msgspec.Struct, frozen=True, kw_only=True):
     model_hint: str = ""
 
 
-class InputReport(msgspec.Struct, frozen=True):
-    """What was found in an input file: how many lines, the model they name, and what is wrong.
+class InputReport(msgspec.Struct, tag=True, frozen=True):
+    """The check of an input file.
 
-    ``warning`` says which fields of how many lines have no effect; None where there are none.
+    Attributes:
+        total: lines in the file.
+        model: the model that the lines name; None if none does.
+        warning: how many lines have fields without effect, and which; None if there are none.
     """
 
     total: int
@@ -85,11 +82,11 @@ class InputReport(msgspec.Struct, frozen=True):
 
 
 class LineSelection(msgspec.Struct, frozen=True, kw_only=True):
-    """Which lines of a file to read, and what for.
+    """Which lines of a file to read.
 
     Attributes:
-        done: a bit for each line that is not to be read: that of line i is bit i % 8 of byte i // 8.
-        names_only: the bodies are left alone.
+        done: a bit for each line to skip: line i is bit i % 8 of byte i // 8.
+        names_only: do not prepare the bodies.
         complete_by_s: end of the lines' completion window, on the monotonic clock.
     """
 
@@ -101,7 +98,7 @@ class LineSelection(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Position(msgspec.Struct, frozen=True):
-    """Where reading goes on: after line ``number``, at byte ``offset``."""
+    """Where reading continues: after line ``number``, at byte ``offset``."""
 
     number: int = 0
     offset: int = 0
@@ -110,35 +107,49 @@ class Position(msgspec.Struct, frozen=True):
 START = Position()
 
 
-class Configure(msgspec.Struct, tag=True, frozen=True):
-    """An engine is ready. Comes before the first body or line to prepare."""
-
-    facts: EngineFacts
-
-
 class PrepareBody(msgspec.Struct, tag=True, frozen=True):
-    """Answered by Prepared."""
+    """Its result is a Generation."""
 
-    job_id: int
     endpoint: GenerationEndpoint
     body: bytes
     context: RequestContext
 
 
 class AnswerBody(msgspec.Struct, tag=True, frozen=True):
-    """Answered by Answered."""
+    """Its result is a JSON body."""
 
-    job_id: int
     endpoint: TextEndpoint
     body: bytes
 
 
 class CheckInput(msgspec.Struct, tag=True, frozen=True):
-    """Answered by InputChecked, unless a CancelCheck comes first."""
+    """Its result is an InputReport. A CancelCheck ends it early."""
 
-    job_id: int
     path: str
     limits: InputLimits
+
+
+class ReadLines(msgspec.Struct, tag=True, frozen=True):
+    """Its result is LinesRead, with at least one line unless the file has no more."""
+
+    reader_id: int
+    max_lines: int
+
+
+Work = PrepareBody | AnswerBody | CheckInput | ReadLines
+
+
+class Job(msgspec.Struct, tag=True, frozen=True):
+    """Server to process. Answered by JobBegun, then JobDone."""
+
+    job_id: int
+    work: Work
+
+
+class Configure(msgspec.Struct, tag=True, frozen=True):
+    """An engine is ready. Comes before the first body or line to prepare."""
+
+    facts: EngineFacts
 
 
 class CancelCheck(msgspec.Struct, tag=True, frozen=True):
@@ -151,68 +162,29 @@ class OpenLines(msgspec.Struct, tag=True, frozen=True):
     position: Position
 
 
-class ReadLines(msgspec.Struct, tag=True, frozen=True):
-    """Answered by LinesRead, with at least one line unless the file has no more."""
-
-    job_id: int
-    reader_id: int
-    max_lines: int
-
-
 class CloseLines(msgspec.Struct, tag=True, frozen=True):
     reader_id: int
 
 
-Job = PrepareBody | AnswerBody | CheckInput | ReadLines
 ToPreparation = Job | Configure | CancelCheck | OpenLines | CloseLines
 
 
-class Loaded(msgspec.Struct, tag=True, frozen=True):
-    """The process is ready; ``fault`` is why it never will be."""
-
-    fault: str | None = None
-
-
-class JobBegun(msgspec.Struct, tag=True, frozen=True):
-    """A thread works on the job now: if the process ends before the answer, this may be why."""
-
-    job_id: int
-
-
-class Prepared(msgspec.Struct, tag=True, frozen=True):
-    job_id: int
-    generation: Generation
-
-
-class Answered(msgspec.Struct, tag=True, frozen=True):
-    """``body`` is JSON."""
-
-    job_id: int
-    body: bytes
-
-
-class InputChecked(msgspec.Struct, tag=True, frozen=True):
-    job_id: int
-    report: InputReport
-
-
 class LinesRead(msgspec.Struct, tag=True, frozen=True):
-    job_id: int
     lines: list[BatchLine]
     position: Position
 
 
-class RequestFault(msgspec.Struct, tag=True, frozen=True):
+class RequestFailure(msgspec.Struct, tag=True, frozen=True):
     message: str
     param: str | None
     code: str | None
 
 
-class LineFault(msgspec.Struct, tag=True, frozen=True):
+class LineFailure(msgspec.Struct, tag=True, frozen=True):
     error: LineError
 
 
-class FileFault(msgspec.Struct, tag=True, frozen=True):
+class FileFailure(msgspec.Struct, tag=True, frozen=True):
     number: int | None
     reason: str
     filename: str | None
@@ -222,43 +194,52 @@ class Bug(msgspec.Struct, tag=True, frozen=True):
     message: str
 
 
-Fault = RequestFault | LineFault | FileFault | Bug
+Failure = RequestFailure | LineFailure | FileFailure | Bug
+Result = Generation | bytes | InputReport | LinesRead
 
 
-class JobFailed(msgspec.Struct, tag=True, frozen=True):
+class Loaded(msgspec.Struct, tag=True, frozen=True):
+    """The process is ready, or cannot start for the reason in ``error``."""
+
+    error: str | None = None
+
+
+class JobBegun(msgspec.Struct, tag=True, frozen=True):
+    """A thread works on the job now. If the process ends before JobDone, the job may be the reason."""
+
     job_id: int
-    fault: Fault
 
 
-JobDone = Prepared | Answered | InputChecked | LinesRead | JobFailed
+class JobDone(msgspec.Struct, tag=True, frozen=True):
+    job_id: int
+    result: Result | Failure
+
+
 FromPreparation = Loaded | JobBegun | JobDone
 
 
-def fault_of(error: Exception) -> Fault:
-    """An exception of a job, for the way to the server."""
+def failure_of(error: Exception) -> Failure:
+    """An exception of a job, as a message."""
     match error:
         case RequestError():
-            return RequestFault(str(error), error.param, error.code)
+            return RequestFailure(str(error), error.param, error.code)
         case BadLine():
-            return LineFault(error.error)
+            return LineFailure(error.error)
         case OSError():
-            return FileFault(error.errno, error.strerror or str(error), _name(error.filename))
+            filename = None if error.filename is None else str(Path(str(error.filename)))
+            return FileFailure(error.errno, error.strerror or str(error), filename)
         case _:
             return Bug(f"{type(error).__name__}: {error}")
 
 
-def error_of_fault(fault: Fault) -> Exception:
-    """The exception again, for whoever asked for the job."""
-    match fault:
-        case RequestFault(message, param, code):
+def exception_of(failure: Failure) -> Exception:
+    """The exception again, for the caller of the job."""
+    match failure:
+        case RequestFailure(message, param, code):
             return RequestError(message, param=param, code=code)
-        case LineFault(error):
+        case LineFailure(error):
             return BadLine(error.code, error.message, error.line or 0, error.param)
-        case FileFault(number, reason, filename):
+        case FileFailure(number, reason, filename):
             return OSError(number, reason, filename) if number is not None else OSError(reason)
         case Bug():
             return BackfillError("The server had an error while it prepared the request.")
-
-
-def _name(filename: object) -> str | None:
-    return str(Path(str(filename))) if filename is not None else None

@@ -1,7 +1,7 @@
-"""The preparation process: everything that would hold up the server's event loop for long.
+"""The preparation process: work that would block the server's event loop for too long.
 
-A thread of its own for each kind of job, so that none waits for another's: bodies of online requests,
-lines of batches, checks of input files. A disk that hangs stops the last two only.
+Bodies of online requests, lines of batches and checks of input files have threads of their own, so that no
+kind waits for another. A disk that hangs blocks the last two only.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 from backfill.core.errors import BackfillError
 from backfill.core.heap import freeze_heap
@@ -25,45 +25,43 @@ from backfill.preparation.line_file import LineFile
 from backfill.preparation.messages import (
     START,
     AnswerBody,
-    Answered,
     Bug,
     CancelCheck,
     CheckInput,
     CloseLines,
     Configure,
     FromPreparation,
-    InputChecked,
+    InputReport,
+    Job,
     JobBegun,
     JobDone,
-    JobFailed,
     LinesRead,
     Loaded,
     OpenLines,
     PreparationSetup,
     PrepareBody,
-    Prepared,
     ReadLines,
+    Result,
     ToPreparation,
-    fault_of,
+    failure_of,
 )
 from backfill.preparation.validation import InputCheck
-from backfill.protocol.preparer import Generation, RequestContext, RequestPreparer
+from backfill.protocol.generation import Generation
+from backfill.protocol.preparer import RequestContext, RequestPreparer, TextEndpoint
 from backfill.protocol.requests import GenerationEndpoint
 
 logger = logging.getLogger(__name__)
 
-AnyJob = TypeVar("AnyJob", PrepareBody, AnswerBody, ReadLines, CheckInput)
-
-# So that a small body does not wait for a large one's end: encoding releases the interpreter's lock.
+# Two, so that a small body need not wait for a large one: encoding releases the interpreter's lock.
 _NUM_BODY_THREADS = 2
-# A body or a line takes seconds at the most. What takes longer hangs, and only the process's end stops it.
+# A body or line takes seconds at most. One that takes longer hangs, and only ending the process stops it.
 _MAX_WORK_S = 60.0
 
 
 def run_preparation_process(setup: PreparationSetup, commands_url: str, reports_url: str) -> None:
-    """Entry point of the child process. Ends with its parent, or when that kills it."""
+    """Entry point of the child process. It ends when its parent ends or kills it."""
     logging.basicConfig(level=setup.log_level, format="%(asctime)s %(levelname)s preparation: %(message)s")
-    # One text is encoded by one thread: a pool of them for a line would fight with the engine's.
+    # Encode a text in one thread: a pool of threads would compete with the engine's.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     with open_channel("backfill-prep", ToPreparation, commands_url, reports_url) as channel:
         try:
@@ -81,7 +79,7 @@ def run_preparation_process(setup: PreparationSetup, commands_url: str, reports_
 
 
 class Preparation:
-    """Receives jobs and answers each, in whatever order they end."""
+    """Receives jobs and sends their results, in the order in which they end."""
 
     def __init__(self, channel: Channel[ToPreparation, FromPreparation], preparer: RequestPreparer) -> None:
         self._channel = channel
@@ -91,10 +89,10 @@ class Preparation:
         self._checks = ThreadPoolExecutor(1, "checks")
         self._files: dict[int, LineFile] = {}
         self._wanted_checks: set[int] = set()
-        self._working: dict[int, float] = {}  # by thread: since when it prepares one body or line
+        self._working: dict[int, float] = {}  # by thread: when it began the current body or line
 
     def run(self) -> None:
-        """Until the channel is closed."""
+        """Serve until the channel is closed."""
         while (message := self._channel.receive(self._end_if_it_hangs)) is not None:
             match message:
                 case Configure(facts):
@@ -105,35 +103,34 @@ class Preparation:
                     self._files.pop(reader_id, None)
                 case CancelCheck(job_id):
                     self._wanted_checks.discard(job_id)
-                case PrepareBody():
-                    self._begin(self._bodies, message, self._prepare)
-                case AnswerBody():
-                    self._begin(self._bodies, message, self._answer)
-                case ReadLines():
-                    self._begin(self._lines, message, self._read)
-                case CheckInput():
-                    self._wanted_checks.add(message.job_id)
-                    self._begin(self._checks, message, self._check)
+                case Job(_, PrepareBody(endpoint, body, context)):
+                    self._begin(
+                        self._bodies, message, partial(self._prepare_in_time, endpoint, body, context)
+                    )
+                case Job(_, AnswerBody(endpoint, body)):
+                    self._begin(self._bodies, message, partial(self._answer_in_time, endpoint, body))
+                case Job(_, ReadLines() as wanted):
+                    self._begin(self._lines, message, partial(self._read, wanted))
+                case Job(job_id, CheckInput() as wanted):
+                    self._wanted_checks.add(job_id)
+                    self._begin(self._checks, message, partial(self._check, job_id, wanted))
 
-    def _begin(self, pool: ThreadPoolExecutor, job: AnyJob, work: Callable[[AnyJob], JobDone]) -> None:
+    def _begin(self, pool: ThreadPoolExecutor, job: Job, work: Callable[[], Result]) -> None:
         def run() -> None:
             self._channel.send(JobBegun(job.job_id))
             try:
-                self._channel.send(work(job))
+                self._channel.send(JobDone(job.job_id, work()))
             except Exception as error:
-                fault = fault_of(error)
-                if isinstance(fault, Bug):
-                    logger.exception("a %s failed", type(job).__name__)
-                self._channel.send(JobFailed(job.job_id, fault))
+                failure = failure_of(error)
+                if isinstance(failure, Bug):
+                    logger.exception("a %s failed", type(job.work).__name__)
+                self._channel.send(JobDone(job.job_id, failure))
 
         pool.submit(run)
 
-    def _prepare(self, job: PrepareBody) -> Prepared:
-        return Prepared(job.job_id, self._prepare_in_time(job.endpoint, job.body, job.context))
-
-    def _answer(self, job: AnswerBody) -> Answered:
+    def _answer_in_time(self, endpoint: TextEndpoint, body: bytes) -> bytes:
         with self._in_time():
-            return Answered(job.job_id, self._preparer.answer(job.endpoint, job.body))
+            return self._preparer.answer(endpoint, body)
 
     def _prepare_in_time(
         self, endpoint: GenerationEndpoint, body: bytes, context: RequestContext
@@ -143,7 +140,7 @@ class Preparation:
 
     @contextmanager
     def _in_time(self) -> Iterator[None]:
-        """The process ends where the block takes too long. Waiting for a disk is no work."""
+        """End the process if the block takes too long. It must not wait for a disk."""
         thread = threading.get_ident()
         self._working[thread] = time.monotonic()
         try:
@@ -154,21 +151,21 @@ class Preparation:
     def _end_if_it_hangs(self) -> None:
         since_s = min(self._working.copy().values(), default=math.inf)
         if time.monotonic() - since_s > _MAX_WORK_S:
-            logger.error("a body or line takes over %.0f s; the process ends. It was at:", _MAX_WORK_S)
+            logger.error("a body or line takes over %.0f s, so the process ends. Its stacks:", _MAX_WORK_S)
             faulthandler.dump_traceback()
             os._exit(1)
 
-    def _read(self, job: ReadLines) -> LinesRead:
-        file = self._files.get(job.reader_id)
-        if file is None:  # closed meanwhile: nobody waits for them
-            return LinesRead(job.job_id, [], START)
-        return LinesRead(job.job_id, file.read(job.max_lines), file.position)
+    def _read(self, wanted: ReadLines) -> LinesRead:
+        file = self._files.get(wanted.reader_id)
+        if file is None:  # closed meanwhile: nobody waits for the lines
+            return LinesRead([], START)
+        return LinesRead(file.read(wanted.max_lines), file.position)
 
-    def _check(self, job: CheckInput) -> InputChecked:
+    def _check(self, job_id: int, wanted: CheckInput) -> InputReport:
         try:
-            with closing(InputCheck(Path(job.path), job.limits, self._preparer.line_check)) as check:
-                while job.job_id in self._wanted_checks and not check.advance():
+            with closing(InputCheck(Path(wanted.path), wanted.limits, self._preparer.line_check)) as check:
+                while job_id in self._wanted_checks and not check.advance():
                     pass
         finally:
-            self._wanted_checks.discard(job.job_id)
-        return InputChecked(job.job_id, check.report)
+            self._wanted_checks.discard(job_id)
+        return check.report

@@ -74,7 +74,7 @@ class ServingProcesses:
 
     def create_service(self, preparer: RequestPreparer, observer: Observer) -> CompletionService:
         generator = TextGenerator(self.client, preparer.tokenizer, observer)
-        return CompletionService(preparer.model, preparer.tokenizer, generator)
+        return CompletionService(preparer.tokenizer, generator)
 
     def _load(self) -> RequestPreparer:
         setup = self.preparation.setup

@@ -1,4 +1,4 @@
-"""Checks an input file before any of its lines runs."""
+"""Checks an input file before its lines run."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from backfill.protocol.responses import shortened
 MAX_REPORTED_ERRORS = 100
 
 _DIGEST_BYTES = 16
-_SLICE_BYTES = 1 << 20  # small lines of so many bytes take about 60 ms
+_GROUP_BYTES = 1 << 20  # small lines of this size take about 60 ms
 
 
 class InputCheck:
-    """Reads a file in slices, so that a caller can do other things between them.
+    """Checks a file in groups of lines, so that a caller can do other things between groups.
 
-    Whatever of a line needs no tokens is checked. A prompt that is too long is not: that is found when the
-    line runs. Memory is bounded but for 16 bytes and their set entry for each ``custom_id``.
+    It checks what needs no tokens. A prompt that is too long is found when its line runs. Memory is bounded,
+    except for 16 bytes and a set entry for each ``custom_id``.
     """
 
     def __init__(self, path: Path, limits: InputLimits, body_check: BodyCheck) -> None:
-        # Few reads: each gives up the interpreter's lock for too short a time for another thread to take it,
-        # and those that wait for it begin to wait anew.
-        self._file = path.open("rb", buffering=_SLICE_BYTES)
+        # A large buffer makes few reads. Each read releases the interpreter's lock too briefly for another
+        # thread to take it, and threads that wait for the lock start to wait again.
+        self._file = path.open("rb", buffering=_GROUP_BYTES)
         self._lines = read_lines(self._file, limits.max_line_bytes)
         self._limits = limits
         self._body_check = body_check
@@ -50,10 +50,10 @@ class InputCheck:
             warning = f"{lines} fields with no effect, first in {self._first_warning}"
         return InputReport(self._total, self._model, self._errors, warning)
 
-    def advance(self, num_bytes: int = _SLICE_BYTES) -> bool:
-        """Check the next lines, of so many bytes or a little more.
+    def advance(self, num_bytes: int = _GROUP_BYTES) -> bool:
+        """Check the next lines, of ``num_bytes`` or a little more.
 
-        Returns: True when the file has been read or is bad beyond what is reported.
+        Returns: True at the end of the file, or if no more errors will be reported.
         """
         num_read = 0
         while num_read < num_bytes:
@@ -69,7 +69,7 @@ class InputCheck:
                 return self._end()
             number, data = entry
             num_read += len(data)
-            self._errors += self._faults(number, data)
+            self._errors += self._errors_of(number, data)
             if len(self._errors) >= MAX_REPORTED_ERRORS:
                 del self._errors[MAX_REPORTED_ERRORS:]
                 return self._end()
@@ -78,19 +78,19 @@ class InputCheck:
     def close(self) -> None:
         self._file.close()
 
-    def _faults(self, number: int, data: bytes) -> list[LineError]:
-        """What is wrong with a line: its ``custom_id``, its request, or both."""
+    def _errors_of(self, number: int, data: bytes) -> list[LineError]:
+        """Errors of a line: of its ``custom_id``, its request, or both."""
         try:
             line = parse_line(number, data, self._limits.max_line_bytes)
         except BadLine as bad:
             return [bad.error]
-        faults = []
+        errors = []
         for check in (self._check_custom_id, self._check_request):
             try:
                 check(line)
             except BadLine as bad:
-                faults.append(bad.error)
-        return faults
+                errors.append(bad.error)
+        return errors
 
     def _check_custom_id(self, line: InputLine) -> None:
         digest = hashlib.blake2b(line.custom_id.encode(), digest_size=_DIGEST_BYTES).digest()

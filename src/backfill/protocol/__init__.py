@@ -1,1 +1,1 @@
-"""OpenAI's request and response shapes and the service behind them, without HTTP."""
+"""OpenAI's requests and responses and the service behind them, without HTTP."""

@@ -1,16 +1,17 @@
-"""Bodies and parameters of the Files and Batches API, and what each allows."""
+"""Bodies and parameters of the Files and Batches API, and their limits."""
 
 from __future__ import annotations
 
 import re
-from typing import Literal
+from typing import Literal, get_args
 
 from pydantic import BaseModel
 
 from backfill.core.errors import RequestError
-from backfill.protocol.requests import StrictModel
+from backfill.protocol.parsing import StrictModel
+from backfill.protocol.requests import GenerationEndpoint
 
-BATCH_ENDPOINTS = ("/v1/chat/completions", "/v1/completions")
+BATCH_ENDPOINTS: tuple[str, ...] = get_args(GenerationEndpoint)
 UPLOAD_PURPOSES = ("assistants", "batch", "evals", "fine-tune", "user_data", "vision")
 FILE_PURPOSES = (*UPLOAD_PURPOSES, "batch_output")
 DEFAULT_EXPIRY_ANCHOR = "created_at"
@@ -25,7 +26,7 @@ MAX_FILENAME_CHARS = 255
 _UNIT_S = {"m": 60, "h": 3600, "d": 24 * 3600}
 _MAX_WINDOW_S = 365 * 24 * 3600
 _WINDOW = re.compile(r"([1-9][0-9]{0,8})([mhd])", re.ASCII)
-_DEFAULT_FILENAME = "upload"  # what the official client calls bytes without a name
+_DEFAULT_FILENAME = "upload"  # OpenAI's client gives this name to bytes without one
 
 
 class ExpiresAfter(BaseModel):
@@ -45,7 +46,7 @@ class CreateBatchRequest(BaseModel):
     output_expires_after: ExpiresAfter | None = None
 
     def check(self) -> None:
-        """Raise RequestError for the first field out of range."""
+        """Raise RequestError naming the first field that is not allowed."""
         if self.endpoint not in BATCH_ENDPOINTS:
             raise RequestError(
                 f"endpoint must be {' or '.join(BATCH_ENDPOINTS)}, got {self.endpoint!r}.", param="endpoint"
@@ -70,7 +71,7 @@ def parse_window_s(window: str) -> int:
 
 
 def check_expiry_s(seconds: int, param: str) -> None:
-    """Raise RequestError where a file may not be kept for so long or so short."""
+    """Raise RequestError unless files may expire after this time."""
     if not MIN_EXPIRY_S <= seconds <= MAX_EXPIRY_S:
         raise RequestError(
             f"{param}.seconds must be between {MIN_EXPIRY_S} and {MAX_EXPIRY_S}, got {seconds}.", param=param
@@ -78,7 +79,7 @@ def check_expiry_s(seconds: int, param: str) -> None:
 
 
 def check_purpose(purpose: str) -> None:
-    """Raise RequestError for a purpose no upload can have."""
+    """Raise RequestError unless uploads may have this purpose."""
     if purpose not in UPLOAD_PURPOSES:
         raise RequestError(
             f"purpose must be one of {', '.join(UPLOAD_PURPOSES)}, got {purpose!r}.", param="purpose"
@@ -86,9 +87,10 @@ def check_purpose(purpose: str) -> None:
 
 
 def clean_filename(filename: str, purpose: str) -> str:
-    """The client's filename without folders: it is shown again, and never becomes a path.
+    """The client's filename without folders. It is only ever shown, never used as a path.
 
-    Raises: RequestError for a name no file can have, and where a batch's has another ending than .jsonl.
+    Raises: RequestError for a name that is too long or not printable, and for a batch's that does not end in
+        .jsonl.
     """
     name = re.split(r"[/\\]", filename)[-1] or _DEFAULT_FILENAME
     if not name.isprintable() or len(name) > MAX_FILENAME_CHARS:

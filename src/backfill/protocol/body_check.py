@@ -1,4 +1,4 @@
-"""What can be said of a body before it is tokenized: unknown fields, and faults of batch lines."""
+"""Checks of a body that need no tokens: unknown fields, and errors of batch lines."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from backfill.core.errors import RequestError
 from backfill.execution.executor import ExecutorInfo
 from backfill.models.generation_config import GenerationDefaults
-from backfill.protocol.requests import GenerationBody, GenerationFields
+from backfill.protocol.generation_fields import GenerationFields
+from backfill.protocol.requests import GenerationBody
 from backfill.protocol.response_size import MAX_RESPONSE_TOKENS, bounded_max_tokens
 
-# A warning names so many fields, so much of each: it becomes a header.
+# A warning becomes a header, so its length is bounded.
 _MAX_NAMED_FIELDS = 5
 _MAX_NAME_CHARS = 40
 _LEAST_SIMILARITY = 0.75
@@ -21,12 +22,12 @@ _EMPTY_SLO = "slo has neither ttft nor tpot, so it has no effect"
 
 
 def has_warning(body: GenerationFields) -> bool:
-    """Whether ``warning_of`` is not None, in a hundredth of its time."""
+    """Whether ``warning_of`` is not None; about 100 times faster."""
     return bool(body.unknown_fields) or _has_empty_slo(body)
 
 
 def warning_of(body: GenerationFields) -> str | None:
-    """The body's unknown fields and empty ``slo``, in printable ASCII of bounded length; None without any."""
+    """The body's unknown fields and empty ``slo``, as short printable ASCII; None if there are none."""
     parts = []
     unknown = body.unknown_fields
     if unknown:
@@ -55,11 +56,11 @@ def refuse_unknown_fields(body: GenerationFields) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BodyCheck:
-    """Finds what is wrong with the body of a batch line, as far as that needs no tokens.
+    """Checks the body of a batch line, except for what needs its tokens.
 
     Attributes:
-        is_strict, max_response_tokens: those of the preparer that will prepare the line.
-        info: of the running engine; without it what its limits refuse is found when the line runs.
+        is_strict, max_response_tokens: the settings of the preparer that will prepare the line.
+        info: of the running engine; None skips its limits, which are checked again when the line runs.
     """
 
     is_strict: bool = False
@@ -67,7 +68,7 @@ class BodyCheck:
     info: ExecutorInfo | None = None
 
     def check(self, body: GenerationBody) -> None:
-        """Make the body a batch line's. Raises: RequestError."""
+        """Turn the body into a batch line's and check it. Raises: RequestError."""
         body.become_batch_line()
         body.check()
         if self.is_strict:
@@ -78,7 +79,7 @@ class BodyCheck:
         prompts = body.token_prompts
         max_model_len = sys.maxsize if self.info is None else self.info.max_model_len
         max_tokens = bounded_max_tokens(
-            body.asked_max_tokens,
+            body.requested_max_tokens,
             max(1, max_model_len - max(map(len, prompts), default=1)),
             num_choices=body.num_prompts * body.num_choices,
             num_logprobs=body.num_logprobs,
@@ -101,7 +102,7 @@ class BodyCheck:
 
 
 def _has_empty_slo(body: GenerationFields) -> bool:
-    return body.slo is not None and not body.slo.model_dump(exclude_none=True)
+    return body.slo is not None and not body.slo.as_dict()
 
 
 def _named(name: str, known: Collection[str]) -> str:
@@ -111,6 +112,6 @@ def _named(name: str, known: Collection[str]) -> str:
 
 
 def _printable(name: str) -> str:
-    """The beginning of a name that a client chose, with ``?`` for what no header may hold."""
+    """The start of a client's field name, with ``?`` for characters that no header may hold."""
     shown = "".join(c if c.isascii() and c.isprintable() else "?" for c in name[:_MAX_NAME_CHARS])
     return (shown + "..." if len(name) > _MAX_NAME_CHARS else shown) or "''"

@@ -1,4 +1,4 @@
-"""How much a JSON body holds, counted before a parser spends up to 1 KB and 3 us on each."""
+"""Limits on the number of values in a JSON body, as parsing one takes up to 1 KB and 3 us."""
 
 from __future__ import annotations
 
@@ -11,24 +11,21 @@ MAX_CONTAINERS = 16_384
 MAX_KEYS = 65_536
 MAX_ITEMS = 524_288
 
-# What is limited, the marks that are counted, and how many there may be outside strings.
+# Name, the marks that are counted, and how many of them are allowed outside strings.
 _LIMITS = (
     ("objects and arrays", (b"{", b"["), MAX_CONTAINERS),
     ("keys", (b":",), MAX_KEYS),
     ("items", (b",",), MAX_ITEMS),
 )
-# Strings, to the end of the body where one is not closed; possessive, so that no input is read twice.
+# A string, up to the end of the body if it is not closed; possessive, so that no input is read twice.
 _STRING = rb'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)'
 _STRINGS = re.compile(_STRING, re.DOTALL)
-# One call of ``re`` keeps all other threads waiting.
+# In blocks, as one call of ``re`` keeps all other threads waiting.
 _BLOCKS = re.compile(rb'(?:[^"]++|' + _STRING + rb"){1,4096}+", re.DOTALL)
 
 
 def check_shape(raw: bytes) -> None:
-    """Raise RequestError for a body of too many objects and arrays, keys, or items.
-
-    It need not be valid JSON.
-    """
+    """Raise RequestError for too many objects and arrays, keys, or items. The body may be invalid JSON."""
     if all(_num_marks(raw, marks) <= most for _, marks, most in _LIMITS):  # strings included
         return
     counts = dict.fromkeys(_LIMITS, 0)

@@ -1,4 +1,4 @@
-"""JSON bodies in chunks: to encode or copy a long answer at once would stall the event loop."""
+"""JSON bodies in chunks. Encoding or copying a long response at once would stall the event loop."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 import msgspec
 
 _encoder = msgspec.json.Encoder()
-_PLACE = b"\0"  # in no JSON text: encoders escape it
-_PIECE_BYTES = 256 << 10
+_PLACEHOLDER = b"\0"  # no JSON text contains it: encoders escape it
+_CHUNK_BYTES = 256 << 10
 
 
 class EncodedList:
-    """A JSON array whose entries are encoded as they come."""
+    """A JSON array whose entries are encoded when they are added."""
 
     def __init__(self) -> None:
         self.parts: list[bytes] = []
@@ -25,22 +25,22 @@ class EncodedList:
 
 
 class EncodedBody:
-    """A JSON object that may hold ``EncodedList`` anywhere; those may not change any more.
+    """A JSON object that may contain ``EncodedList`` anywhere. The lists may not change afterwards.
 
     Attributes:
-        num_bytes: of the whole text.
+        num_bytes: length of the text.
     """
 
     def __init__(self, body: dict[str, Any]) -> None:
         lists: list[EncodedList] = []
 
-        def hold_place(value: object) -> msgspec.Raw:
+        def placeholder(value: object) -> msgspec.Raw:
             if not isinstance(value, EncodedList):
-                raise TypeError(f"{type(value).__name__} is no JSON")
+                raise TypeError(f"{type(value).__name__} is not JSON")
             lists.append(value)
-            return msgspec.Raw(b"[" + _PLACE + b"]")
+            return msgspec.Raw(b"[" + _PLACEHOLDER + b"]")
 
-        first, *others = msgspec.json.encode(body, enc_hook=hold_place).split(_PLACE)
+        first, *others = msgspec.json.encode(body, enc_hook=placeholder).split(_PLACEHOLDER)
         self._parts = [first]
         for encoded, following in zip(lists, others, strict=True):
             self._parts += encoded.parts
@@ -57,7 +57,7 @@ class EncodedBody:
         for part in self._parts:
             group.append(part)
             num_bytes += len(part)
-            if num_bytes >= _PIECE_BYTES:
+            if num_bytes >= _CHUNK_BYTES:
                 yield b"".join(group)
                 group, num_bytes = [], 0
         if group:

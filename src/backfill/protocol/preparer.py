@@ -1,10 +1,10 @@
-"""Bodies of requests to generations: parsed, checked, templated and tokenized. Pure: no engine, no I/O."""
+"""Turns request bodies into generations: parses, checks, templates and tokenizes. No engine, no I/O."""
 
 from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -19,22 +19,17 @@ from backfill.core.slo import SLO
 from backfill.costs.profile import CostProfile
 from backfill.engine.messages import Ready
 from backfill.execution.executor import ExecutorInfo
+from backfill.generation.generator import GenerationRequest
 from backfill.generation.tokenizer import Tokenizer
 from backfill.models.generation_config import GenerationDefaults
 from backfill.protocol.body_check import BodyCheck, refuse_unknown_fields, warning_of
-from backfill.protocol.requests import (
-    ChatCompletionRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    GenerationBody,
-    GenerationEndpoint,
-    GenerationFields,
-    Objective,
-    TokenizeRequest,
-    parse_body,
-    parse_generation,
-)
+from backfill.protocol.chat import ChatCompletionRequest, ChatMessage, ConversationFields
+from backfill.protocol.generation import Generation
+from backfill.protocol.objectives import Objective
+from backfill.protocol.parsing import parse_body
+from backfill.protocol.requests import GenerationBody, GenerationEndpoint, parse_generation
 from backfill.protocol.response_size import MAX_RESPONSE_TOKENS, bounded_max_tokens
+from backfill.protocol.tokenization import DetokenizeRequest, TokenizeRequest
 from backfill.scheduling.objectives import impossible_objectives
 
 TextEndpoint = Literal["/tokenize", "/detokenize"]
@@ -42,11 +37,11 @@ TextEndpoint = Literal["/tokenize", "/detokenize"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """The one model a service answers for.
+    """The model of this server.
 
     Attributes:
-        names: what clients may call it; the first is echoed.
-        root: folder or hub id, from which clients can load the tokenizer.
+        names: names that clients may use; responses name the first.
+        root: folder or hub id from which clients can load the tokenizer.
     """
 
     names: tuple[str, ...]
@@ -57,11 +52,11 @@ class ServedModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFacts:
-    """What the running engine takes and promises.
+    """What requests are checked against: limits and objectives of the running engine.
 
     Attributes:
-        default_slo: of online requests that bring no objectives.
-        profile: what steps cost; None where that is not known. Objectives are not checked then.
+        default_slo: of online requests that set no objectives.
+        profile: predicts step times; None if unknown, and then objectives are not checked.
     """
 
     info: ExecutorInfo
@@ -76,11 +71,11 @@ class EngineFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestContext:
-    """What is known of a request besides its body.
+    """A request without its body.
 
     Attributes:
-        headers: those of the request that a body's fields override, by lower-case name.
-        is_batch_line: it runs in the offline class, whatever the body says, and does not stream.
+        headers: the headers of ``REQUEST_HEADERS``, by lower-case name; fields of the body override them.
+        is_batch_line: the request is offline, whatever the body says, and does not stream.
         complete_by_s: end of its batch's completion window, on the monotonic clock.
     """
 
@@ -90,61 +85,15 @@ class RequestContext:
     complete_by_s: float | None = None
 
 
-class Generation(msgspec.Struct, frozen=True, kw_only=True):
-    """A checked request, ready to run: tokenized prompts, and the sampling of every choice.
-
-    Attributes:
-        prompts: token ids, one list a prompt.
-        echoed: text that precedes the output, one a prompt.
-        samplings: one a choice; the choices of the first prompt come first.
-        service_tier: as the answer says it.
-        reported_slo: objectives whose attainment the answer says; None where the client brought none.
-        warning: what of the body has no effect, in printable ASCII; None where nothing.
-    """
-
-    endpoint: GenerationEndpoint
-    response_id: str
-    created: int
-    service_tier: str
-    prompts: list[list[int]]
-    echoed: list[str]
-    samplings: list[SamplingParams]
-    stop: tuple[str, ...]
-    include_stop_str_in_output: bool
-    skip_special_tokens: bool
-    returns_token_ids: bool
-    streams: bool
-    includes_usage: bool
-    usage_on_every_chunk: bool
-    service_class: ServiceClass
-    priority: int
-    slo: SLO | None
-    reported_slo: SLO | None
-    complete_by_s: float | None
-    warning: str | None = None
-
-    @property
-    def num_choices(self) -> int:
-        return len(self.samplings)
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return sum(map(len, self.prompts))
-
-    def prompt_of(self, choice: int) -> int:
-        """Index of the prompt that a choice continues."""
-        return choice * len(self.prompts) // len(self.samplings)
-
-
 class RequestPreparer:
     """Turns bodies into generations.
 
     Args:
-        max_response_tokens: choices x max_tokens x (1 + logprobs) of one request; more is refused.
-        is_strict: what ``warning_of`` would warn of is refused instead.
+        max_response_tokens: most choices x max_tokens x (1 + logprobs) of one request.
+        is_strict: refuse what ``warning_of`` would warn of.
 
     Attributes:
-        facts: of the running engine; set before anything but ``check_model`` is called.
+        facts: of the running engine; None until it is ready, and then only ``check_model`` may be called.
     """
 
     def __init__(
@@ -165,7 +114,7 @@ class RequestPreparer:
 
     @property
     def line_check(self) -> BodyCheck:
-        """What finds faults of batch lines before they are prepared."""
+        """Checks batch lines before they are prepared."""
         return BodyCheck(
             is_strict=self._is_strict,
             max_response_tokens=self._max_response_tokens,
@@ -176,9 +125,39 @@ class RequestPreparer:
         """Parse, check and tokenize a body. Raises: RequestError."""
         body = parse_generation(endpoint, raw)
         self._check(body, context)
-        if isinstance(body, ChatCompletionRequest):
-            return self._prepare_chat(body, context)
-        return self._prepare_completion(body, context)
+        prompts = self._tokenized(body)
+        samplings = self._samplings(body, prompts)
+        objectives = body.objectives
+        self._check_achievable(objectives, max(map(len, prompts)))
+        slo = self._slo(body.service_class, objectives)
+        prefix = "chatcmpl" if endpoint == "/v1/chat/completions" else "cmpl"
+        options = body.stream_options
+        return Generation(
+            request=GenerationRequest(
+                prompts=prompts,
+                samplings=samplings,
+                stop=body.stop_strings,
+                include_stop_str_in_output=bool(body.include_stop_str_in_output),
+                skip_special_tokens=body.skip_special_tokens is not False,
+                service_class=body.service_class,
+                priority=body.priority or 0,
+                slo=slo,
+                complete_by_s=context.complete_by_s,
+            ),
+            endpoint=endpoint,
+            response_id=f"{prefix}-{body.request_id or context.request_id or uuid.uuid4().hex}",
+            created=int(time.time()),
+            model=self.model.names[0],
+            service_tier="flex" if body.service_tier == "flex" else "default",
+            echoed=self._echoed(body, prompts),
+            returns_token_ids=bool(body.return_token_ids),
+            streams=bool(body.stream),
+            includes_usage=options is not None and bool(options.include_usage),
+            usage_on_every_chunk=options is not None and bool(options.continuous_usage_stats),
+            reported_slo=slo if objectives else None,
+            # A batch's warnings were logged when its file was checked.
+            warning=None if context.is_batch_line else warning_of(body),
+        )
 
     def answer(self, endpoint: TextEndpoint, raw: bytes) -> bytes:
         """The JSON answer of ``/tokenize`` or ``/detokenize``. Raises: RequestError."""
@@ -187,7 +166,7 @@ class RequestPreparer:
         return msgspec.json.encode(self._detokenize(parse_body(DetokenizeRequest, raw)))
 
     def check_model(self, name: str | None) -> None:
-        """Raise RequestError for a model that is not served here."""
+        """Raise RequestError unless this server serves the model."""
         if name is not None and name not in self.model.names:
             raise RequestError(
                 f"The model '{name}' does not exist. This server has: {', '.join(self.model.names)}.",
@@ -195,67 +174,80 @@ class RequestPreparer:
                 code="model_not_found",
             )
 
-    def _prepare_chat(self, body: ChatCompletionRequest, context: RequestContext) -> Generation:
-        token_ids = self.tokenizer.encode_chat(
-            [message.as_template_input() for message in body.messages],
-            add_generation_prompt=body.add_generation_prompt,
-            continue_final_message=body.continue_final_message,
-            template_kwargs=body.chat_template_kwargs,
-            add_special_tokens=bool(body.add_special_tokens),
-            most_tokens=self._most_prompt_tokens(body),
-            last_tokens=body.truncate_prompt_tokens,
-        )
-        return self._generation(
-            "/v1/chat/completions",
-            body,
-            context,
-            prompts=[body.truncated(token_ids)],
-            echoed=[""],
-            max_tokens=body.asked_max_tokens,
-            num_logprobs=body.num_logprobs,
-        )
-
-    def _prepare_completion(self, body: CompletionRequest, context: RequestContext) -> Generation:
-        prompts = [
-            body.truncated(
+    def _tokenized(self, body: GenerationBody) -> list[list[int]]:
+        """The body's prompts as token ids, truncated to ``truncate_prompt_tokens``."""
+        last_tokens = body.truncate_prompt_tokens
+        most_tokens = self.engine.info.max_model_len if last_tokens is None else None
+        if isinstance(body, ChatCompletionRequest):
+            prompts = [
+                self._encode_chat(body, body.messages, most_tokens=most_tokens, last_tokens=last_tokens)
+            ]
+        else:
+            prompts = [
                 self.tokenizer.encode(
                     prompt,
                     add_special_tokens=body.add_special_tokens,
-                    most_tokens=self._most_prompt_tokens(body),
-                    last_tokens=body.truncate_prompt_tokens,
+                    most_tokens=most_tokens,
+                    last_tokens=last_tokens,
                 )
                 if isinstance(prompt, str)
                 else prompt
-            )
-            for prompt in body.prompts
-        ]
-        for prompt in prompts:
-            self.engine.info.check_prompt(prompt)
-        echoed = [
-            "" if not body.echo else prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt)
-            for prompt in body.prompts
-        ]
-        return self._generation(
-            "/v1/completions",
-            body,
-            context,
-            prompts=prompts,
-            echoed=echoed,
-            max_tokens=body.asked_max_tokens,
-            num_logprobs=body.num_logprobs,
+                for prompt in body.prompts
+            ]
+        return [body.truncated(prompt) for prompt in prompts]
+
+    def _encode_chat(
+        self,
+        fields: ConversationFields,
+        messages: Sequence[ChatMessage],
+        most_tokens: int | None = None,
+        last_tokens: int | None = None,
+    ) -> list[int]:
+        return self.tokenizer.encode_chat(
+            [message.as_template_input() for message in messages],
+            add_generation_prompt=fields.add_generation_prompt,
+            continue_final_message=fields.continue_final_message,
+            template_kwargs=fields.chat_template_kwargs,
+            add_special_tokens=bool(fields.add_special_tokens),
+            most_tokens=most_tokens,
+            last_tokens=last_tokens,
         )
+
+    def _samplings(self, body: GenerationBody, prompts: list[list[int]]) -> list[SamplingParams]:
+        """The sampling of every choice. Raises: RequestError for a request the engine can never serve."""
+        info = self.engine.info
+        samplings = []
+        for prompt in prompts:
+            max_tokens = bounded_max_tokens(
+                body.requested_max_tokens,
+                max(1, info.max_model_len - len(prompt)),
+                num_choices=len(prompts) * body.num_choices,
+                num_logprobs=body.num_logprobs,
+                most=self._max_response_tokens,
+            )
+            choices = [
+                body.sampling(
+                    self._defaults, max_tokens=max_tokens, num_logprobs=body.num_logprobs, choice=choice
+                )
+                for choice in range(body.num_choices)
+            ]
+            info.check_request(prompt, choices[0])  # the others differ in their seeds alone
+            samplings += choices
+        return samplings
+
+    def _echoed(self, body: GenerationBody, prompts: list[list[int]]) -> list[str]:
+        """Text that precedes the output, one a prompt."""
+        if isinstance(body, ChatCompletionRequest) or not body.echo:
+            return [""] * len(prompts)
+        return [
+            prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt) for prompt in body.prompts
+        ]
 
     def _tokenize(self, body: TokenizeRequest) -> dict[str, int | list[int]]:
         self.check_model(body.model)
         body.check()
         if body.messages is not None:
-            tokens = self.tokenizer.encode_chat(
-                [message.as_template_input() for message in body.messages],
-                add_generation_prompt=body.add_generation_prompt,
-                continue_final_message=body.continue_final_message,
-                template_kwargs=body.chat_template_kwargs,
-                add_special_tokens=bool(body.add_special_tokens),
-            )
+            tokens = self._encode_chat(body, body.messages)
         else:
             tokens = self.tokenizer.encode(
                 body.prompt or "", add_special_tokens=body.add_special_tokens is not False
@@ -271,84 +263,22 @@ class RequestPreparer:
 
     @property
     def engine(self) -> EngineFacts:
-        """The running engine's facts, which are known."""
+        """``facts``, which must be set."""
         assert self.facts is not None, "set before requests are prepared"
         return self.facts
 
     def _check(self, body: GenerationBody, context: RequestContext) -> None:
-        """Add to the body what its context says, and see that its fields hold together."""
+        """Apply the context to the body, then check its fields. Raises: RequestError."""
         self.check_model(body.model)
         if context.is_batch_line:
             body.become_batch_line()
-        body.take_headers(context.headers)
+        body.apply_headers(context.headers)
         body.check()
         if self._is_strict:
             refuse_unknown_fields(body)
 
-    def _most_prompt_tokens(self, body: GenerationFields) -> int | None:
-        """Beyond this a prompt is refused unread; None where it will be truncated."""
-        return self.engine.info.max_model_len if body.truncate_prompt_tokens is None else None
-
-    def _generation(
-        self,
-        endpoint: GenerationEndpoint,
-        body: GenerationFields,
-        context: RequestContext,
-        *,
-        prompts: list[list[int]],
-        echoed: list[str],
-        max_tokens: int | None,
-        num_logprobs: int | None,
-    ) -> Generation:
-        info = self.engine.info
-        prefix = "chatcmpl" if endpoint == "/v1/chat/completions" else "cmpl"
-        options, objectives = body.stream_options, body.objectives
-        self._check_achievable(objectives, max(map(len, prompts)))
-        slo = self._slo(body.service_class, objectives)
-        samplings = []
-        for prompt in prompts:
-            prompt_max_tokens = bounded_max_tokens(
-                max_tokens,
-                max(1, info.max_model_len - len(prompt)),
-                num_choices=len(prompts) * body.num_choices,
-                num_logprobs=num_logprobs,
-                most=self._max_response_tokens,
-            )
-            for choice in range(body.num_choices):
-                sampling = body.sampling(
-                    self._defaults,
-                    max_tokens=prompt_max_tokens,
-                    num_logprobs=num_logprobs,
-                    choice=choice,
-                )
-                info.check_request(prompt, sampling)
-                samplings.append(sampling)
-        return Generation(
-            endpoint=endpoint,
-            response_id=f"{prefix}-{body.request_id or context.request_id or uuid.uuid4().hex}",
-            created=int(time.time()),
-            service_tier="flex" if body.service_tier == "flex" else "default",
-            prompts=prompts,
-            echoed=echoed,
-            samplings=samplings,
-            stop=body.stop_strings,
-            include_stop_str_in_output=bool(body.include_stop_str_in_output),
-            skip_special_tokens=body.skip_special_tokens is not False,
-            returns_token_ids=bool(body.return_token_ids),
-            streams=bool(body.stream),
-            includes_usage=options is not None and bool(options.include_usage),
-            usage_on_every_chunk=options is not None and bool(options.continuous_usage_stats),
-            service_class=body.service_class,
-            priority=body.priority or 0,
-            slo=slo,
-            reported_slo=slo if objectives else None,
-            complete_by_s=context.complete_by_s,
-            # Those of a batch were logged when it was validated.
-            warning=None if context.is_batch_line else warning_of(body),
-        )
-
     def _slo(self, service_class: ServiceClass, objectives: Mapping[str, Objective]) -> SLO | None:
-        """What the request brings, the server's own where it brings none; an offline request has none."""
+        """The request's objectives, with the server's for absent ones. Offline requests have none."""
         if service_class is ServiceClass.OFFLINE:
             return None
         default, ttft, tpot = self.engine.default_slo, objectives.get("ttft"), objectives.get("tpot")
@@ -358,10 +288,10 @@ class RequestPreparer:
         )
 
     def _check_achievable(self, objectives: Mapping[str, Objective], num_prompt_tokens: int) -> None:
-        """Raise RequestError for an objective that no run of the request can meet."""
-        asked = {name: objective.seconds for name, objective in objectives.items()}
+        """Raise RequestError for an objective that the request cannot meet even when it runs alone."""
+        requested = {name: objective.seconds for name, objective in objectives.items()}
         impossible = impossible_objectives(
-            asked, self.engine.profile, self.engine.scheduler, num_prompt_tokens
+            requested, self.engine.profile, self.engine.scheduler, num_prompt_tokens
         )
         if impossible:
             name, needed_s = next(iter(impossible.items()))

@@ -1,4 +1,4 @@
-"""How much one response may hold: it waits in memory for a client that reads it when it likes."""
+"""A limit on the size of one response, which stays in memory until its client has read it."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ MAX_RESPONSE_TOKENS = 1 << 20
 
 
 def bounded_max_tokens(
-    asked: int | None, default: int, *, num_choices: int, num_logprobs: int | None, most: int
+    requested: int | None, default: int, *, num_choices: int, num_logprobs: int | None, most: int
 ) -> int:
     """``max_tokens`` of each choice, so that choices x max_tokens x (1 + logprobs) is at most ``most``.
 
     Args:
-        asked: what the request says; None takes as much of ``default`` as is allowed.
+        requested: the request's ``max_tokens``; None takes ``default`` or as much of it as is allowed.
         num_choices: prompts times n.
-        num_logprobs: as the request says it; what is out of range counts as the nearest that is not.
-    Raises: RequestError where ``asked`` is too much, or no token at all would be allowed.
+        num_logprobs: the request's, not yet checked; a value out of range counts as the nearest allowed one.
+    Raises: RequestError if ``requested`` is too large, or if not even one token is allowed.
     """
     num_logprobs = min(MAX_LOGPROBS, max(0, num_logprobs or 0))
     allowed = most // (num_choices * (1 + num_logprobs))
-    if allowed < 1 or (asked is not None and asked > allowed):
+    if allowed < 1 or (requested is not None and requested > allowed):
         raise RequestError(
             f"The response would be too large: choices x max_tokens x (1 + logprobs) may be at most {most}. "
             f"With {num_choices} choices and {num_logprobs} logprobs, "
             f"max_tokens may be {allowed} at most.",
             param="max_tokens",
         )
-    return min(default, allowed) if asked is None else asked
+    return min(default, allowed) if requested is None else requested

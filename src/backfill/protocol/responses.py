@@ -1,4 +1,4 @@
-"""OpenAI's response bodies and stream chunks, from deltas of text."""
+"""OpenAI's response bodies and stream chunks, made from text deltas."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from backfill.core.slo import SLO
 from backfill.generation.generator import TextDelta
 from backfill.generation.tokenizer import Tokenizer
 from backfill.protocol.encoding import EncodedList
+from backfill.protocol.generation import Generation
 
 Json = dict[str, Any]
 
@@ -20,7 +21,7 @@ _MAX_ECHOED_CHARS = 500
 
 
 def error_body(message: str, kind: str, *, param: str | None = None, code: str | None = None) -> Json:
-    """OpenAI's error object; what a message echoes of the input is cut short."""
+    """OpenAI's error object. A long message, which may echo the input, is cut."""
     return {"error": {"message": shortened(message), "type": kind, "param": param, "code": code}}
 
 
@@ -56,14 +57,14 @@ class Usage:
 
 @dataclass(slots=True)
 class Attainment:
-    """How an API request met its objectives, by the worst of its choices; times in seconds, as seen here."""
+    """Whether an API request met its objectives: the worst of its choices, in seconds, measured here."""
 
     slo: SLO
     ttft_s: float = 0.0
     max_itl_s: float | None = None  # None before any output has a second token
 
     def add(self, waited_s: float, *, is_first: bool) -> None:
-        """Count a token of any choice."""
+        """Count a token of a choice."""
         if is_first:
             self.ttft_s = max(self.ttft_s, waited_s)
         else:
@@ -76,20 +77,6 @@ class Attainment:
             "ttft_slo_met": self.ttft_s <= self.slo.ttft_s,
             "tpot_slo_met": self.max_itl_s is None or self.max_itl_s <= self.slo.tpot_s,
         }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResponseHead:
-    """What every body and chunk of one response repeats."""
-
-    response_id: str
-    created: int
-    model: str
-    service_tier: str
-    num_prompt_tokens: int
-    returns_token_ids: bool
-    prompt_token_ids: Sequence[Sequence[int]]
-    echoed: Sequence[str]  # for each choice, text that precedes the output
 
 
 @dataclass(slots=True)
@@ -111,56 +98,73 @@ class ChoiceState:
         self.stop_reason = delta.stop_reason
 
     def add_logprobs(self, logprobs: Json | None) -> None:
-        """Those of one delta: lists, by their name."""
+        """Add one delta's: lists, by name."""
         for name, entries in (logprobs or {}).items():
             self.logprobs.setdefault(name, EncodedList()).extend(entries)
 
 
-class ChatShape:
+class ResponseShape:
+    """What the two endpoints' bodies differ in."""
+
+    object: str
+    chunk_object: str
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def logprobs(self, delta: TextDelta, num_chars: int) -> Json | None:
+        """The delta's log probabilities; None if the request wants none.
+
+        Args:
+            num_chars: length of the choice's output before the delta, which is the token's text offset.
+        """
+        return None if delta.logprobs is None else self._logprobs(delta.token_id, delta.logprobs, num_chars)
+
+    def delta(self, text: str) -> Json:
+        """Text in a chunk."""
+        raise NotImplementedError
+
+    def opening(self, echoed: str) -> Json | None:
+        """What a choice's first chunk holds; None if nothing precedes the output."""
+        raise NotImplementedError
+
+    def whole(self, text: str) -> Json:
+        """Text in a whole body."""
+        raise NotImplementedError
+
+    def _logprobs(self, token_id: int, logprobs: TokenLogprobs, num_chars: int) -> Json:
+        raise NotImplementedError
+
+
+class ChatShape(ResponseShape):
     """Bodies of ``/v1/chat/completions``."""
 
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-
-    def logprobs(self, delta: TextDelta, state: ChoiceState) -> Json | None:
-        if delta.logprobs is None:
-            return None
-        return {"content": [_chat_logprob(self._tokenizer, delta.token_id, delta.logprobs)]}
-
     def delta(self, text: str) -> Json:
         return {"delta": {"content": text}}
 
-    def opening(self, echoed: str) -> Json:
+    def opening(self, echoed: str) -> Json | None:
         return {"delta": {"role": "assistant", "content": echoed}}
 
     def whole(self, text: str) -> Json:
         return {"message": {"role": "assistant", "content": text}}
 
+    def _logprobs(self, token_id: int, logprobs: TokenLogprobs, num_chars: int) -> Json:
+        top = [self._entry(other, logprob) for other, logprob in logprobs.top]
+        return {"content": [{**self._entry(token_id, logprobs.logprob), "top_logprobs": top}]}
 
-class CompletionShape:
+    def _entry(self, token_id: int, logprob: float) -> Json:
+        text = self._tokenizer.token_text(token_id)
+        return {"token": text, "logprob": logprob, "bytes": list(self._tokenizer.token_bytes(token_id))}
+
+
+class CompletionShape(ResponseShape):
     """Bodies of ``/v1/completions``."""
 
     object = "text_completion"
     chunk_object = "text_completion"
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-
-    def logprobs(self, delta: TextDelta, state: ChoiceState) -> Json | None:
-        """``state`` is that before the delta: its length is the token's offset in the text."""
-        if delta.logprobs is None:
-            return None
-        text = self._tokenizer.token_text
-        top = {text(token_id): logprob for token_id, logprob in delta.logprobs.top}
-        return {
-            "tokens": [text(delta.token_id)],
-            "token_logprobs": [delta.logprobs.logprob],
-            "top_logprobs": [top],
-            "text_offset": [state.num_chars],
-        }
 
     def delta(self, text: str) -> Json:
         return {"text": text}
@@ -171,35 +175,31 @@ class CompletionShape:
     def whole(self, text: str) -> Json:
         return {"text": text}
 
-
-Shape = ChatShape | CompletionShape
+    def _logprobs(self, token_id: int, logprobs: TokenLogprobs, num_chars: int) -> Json:
+        text = self._tokenizer.token_text
+        return {
+            "tokens": [text(token_id)],
+            "token_logprobs": [logprobs.logprob],
+            "top_logprobs": [{text(other): logprob for other, logprob in logprobs.top}],
+            "text_offset": [num_chars],
+        }
 
 
 def chunk(
-    head: ResponseHead,
-    shape: Shape,
+    generation: Generation,
+    shape: ResponseShape,
     choices: list[Json],
     usage: Usage | None = None,
     attainment: Attainment | None = None,
 ) -> Json:
-    body: Json = {
-        "id": head.response_id,
-        "object": shape.chunk_object,
-        "created": head.created,
-        "model": head.model,
-        "choices": choices,
-        "service_tier": head.service_tier,
-    }
-    if usage is not None:
-        body["usage"] = usage.as_json()
-    if attainment is not None:
-        body["metrics"] = attainment.as_json()
-    return body
+    """One chunk of a stream."""
+    return _body(generation, shape.chunk_object, choices, usage, attainment)
 
 
 def chunk_choice(
-    head: ResponseHead, shape: Shape, index: int, delta: TextDelta, logprobs: Json | None
+    generation: Generation, shape: ResponseShape, index: int, delta: TextDelta, logprobs: Json | None
 ) -> Json:
+    """A choice's part of a chunk."""
     choice: Json = {
         "index": index,
         **shape.delta(delta.text),
@@ -208,25 +208,25 @@ def chunk_choice(
     }
     if delta.finish_reason is not None:
         choice["stop_reason"] = delta.stop_reason
-    if head.returns_token_ids:
+    if generation.returns_token_ids:
         choice["token_ids"] = [delta.token_id]
     return choice
 
 
-def opening_choice(head: ResponseHead, shape: Shape, index: int) -> Json | None:
+def opening_choice(generation: Generation, shape: ResponseShape, index: int) -> Json | None:
     """A choice's first chunk, sent with its first token: the chat role, or the echoed prompt."""
-    opening = shape.opening(head.echoed[index])
+    opening = shape.opening(generation.echo_of(index))
     if opening is None:
         return None
     choice: Json = {"index": index, **opening, "logprobs": None, "finish_reason": None}
-    if head.returns_token_ids:
-        choice["prompt_token_ids"] = list(head.prompt_token_ids[index])
+    if generation.returns_token_ids:
+        choice["prompt_token_ids"] = generation.request.prompt_of(index)
     return choice
 
 
 def whole_body(
-    head: ResponseHead,
-    shape: Shape,
+    generation: Generation,
+    shape: ResponseShape,
     states: Sequence[ChoiceState],
     usage: Usage,
     attainment: Attainment | None = None,
@@ -237,36 +237,35 @@ def whole_body(
         assert state.finish_reason is not None
         choice: Json = {
             "index": index,
-            **shape.whole(head.echoed[index] + "".join(state.text)),
+            **shape.whole(generation.echo_of(index) + "".join(state.text)),
             "logprobs": state.logprobs or None,
             "finish_reason": state.finish_reason.value,
             "stop_reason": state.stop_reason,
         }
-        if head.returns_token_ids:
+        if generation.returns_token_ids:
             choice["token_ids"] = state.token_ids
-            choice["prompt_token_ids"] = list(head.prompt_token_ids[index])
+            choice["prompt_token_ids"] = generation.request.prompt_of(index)
         choices.append(choice)
+    return {**_body(generation, shape.object, choices, usage, attainment), "system_fingerprint": None}
+
+
+def _body(
+    generation: Generation,
+    kind: str,
+    choices: list[Json],
+    usage: Usage | None,
+    attainment: Attainment | None,
+) -> Json:
     body: Json = {
-        "id": head.response_id,
-        "object": shape.object,
-        "created": head.created,
-        "model": head.model,
+        "id": generation.response_id,
+        "object": kind,
+        "created": generation.created,
+        "model": generation.model,
         "choices": choices,
-        "usage": usage.as_json(),
-        "service_tier": head.service_tier,
-        "system_fingerprint": None,
+        "service_tier": generation.service_tier,
     }
+    if usage is not None:
+        body["usage"] = usage.as_json()
     if attainment is not None:
         body["metrics"] = attainment.as_json()
     return body
-
-
-def _chat_logprob(tokenizer: Tokenizer, token_id: int, logprobs: TokenLogprobs) -> Json:
-    def entry(token_id: int, logprob: float) -> Json:
-        text = tokenizer.token_text(token_id)
-        return {"token": text, "logprob": logprob, "bytes": list(tokenizer.token_bytes(token_id))}
-
-    return {
-        **entry(token_id, logprobs.logprob),
-        "top_logprobs": [entry(other, logprob) for other, logprob in logprobs.top],
-    }

@@ -1,0 +1,68 @@
+"""What ``LLM`` and ``AsyncLLM`` share: their options and the engine they own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import ClassVar
+
+from backfill.execution.executor import ExecutorInfo
+from backfill.llm.errors import in_library_terms
+from backfill.llm.local_engine import LocalEngine
+from backfill.llm.options import parse_engine_options, resolve_options, signature_with_options
+from backfill.models.resolve import DEFAULT_MODEL
+
+
+class BaseLLM:
+    """A model in an engine process of its own."""
+
+    _is_offline: ClassVar[bool]  # it has no online requests, so there are no objectives to meet
+
+    def __init__(
+        self,
+        model: str = DEFAULT_MODEL,
+        *,
+        revision: str | None = None,
+        chat_template: str | Path | None = None,
+        generation_config: str = "auto",
+        seed: int = 0,
+        log_level: str = "WARNING",
+        **engine_options: object,
+    ) -> None:
+        """
+        Args:
+            model: known name, Hugging Face folder, GGUF file or hub id.
+            revision: branch, tag or commit of a hub model.
+            chat_template: Jinja source, or a file of it, to use instead of the model's.
+            generation_config: "auto" takes sampling defaults from the model, "vllm" does not.
+            seed: seeds requests that set none; the same requests in the same order get the same seeds.
+            log_level: of the engine process, which logs to standard error.
+            engine_options: fields of ``backfill.core.config.EngineConfig``.
+        Raises: TypeError for an unknown keyword, InvalidOption for a value that is not allowed.
+        """
+        with in_library_terms():
+            engine = parse_engine_options({"policy": "slo", **engine_options}, type(self).__name__)
+            if self._is_offline and "policy" not in engine_options:
+                engine = engine.for_offline_work()
+            options = resolve_options(
+                model=model,
+                revision=revision,
+                chat_template=chat_template,
+                generation_config=generation_config,
+                seed=seed,
+                log_level=log_level,
+                engine=engine,
+            )
+        self._max_num_seqs = options.engine_config.scheduler.max_num_seqs
+        self._engine = LocalEngine(options)
+        self._open()
+
+    __signature__ = signature_with_options(__init__)
+
+    def _open(self) -> None:
+        """The rest of the constructor."""
+        raise NotImplementedError
+
+    @property
+    def info(self) -> ExecutorInfo | None:
+        """Context length, vocabulary, KV pool and device; None while no engine runs."""
+        return self._engine.info

@@ -1,0 +1,106 @@
+"""Bodies that hold a conversation: its messages, and the fields of chat completions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from backfill.core.errors import RequestError
+from backfill.protocol.generation_fields import GenerationFields
+from backfill.protocol.parsing import FailFastList, StrictModel
+
+MAX_MESSAGES = 2048  # OpenAI's
+MAX_PARTS = 2048
+
+
+class TextPart(BaseModel):
+    model_config = StrictModel
+    type: str
+    text: str | None = None
+
+
+class ChatMessage(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Annotated[FailFastList[TextPart], Field(max_length=MAX_PARTS)] | None = None
+
+    def as_template_input(self) -> dict[str, Any]:
+        """The message as chat templates expect it: text parts joined, ``developer`` as ``system``."""
+        content = self.content
+        if isinstance(content, list):
+            content = "".join(part.text or "" for part in content)
+        role = "system" if self.role == "developer" else self.role
+        return {**(self.model_extra or {}), "role": role, "content": content or ""}
+
+
+Messages = Annotated[FailFastList[ChatMessage], Field(max_length=MAX_MESSAGES)]
+
+
+class ConversationFields(BaseModel):
+    """How the chat template writes a conversation.
+
+    ``add_special_tokens`` adds those that templates usually write themselves, such as BOS.
+    """
+
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_special_tokens: bool | None = None
+
+
+class ChatCompletionRequest(GenerationFields, ConversationFields):
+    """Body of ``POST /v1/chat/completions``."""
+
+    messages: Messages
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+
+    @property
+    def requested_max_tokens(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def num_prompts(self) -> int:
+        return 1
+
+    @property
+    def token_prompts(self) -> list[list[int]]:
+        return []
+
+    def check(self) -> None:
+        super().check()
+        if not self.messages:
+            raise RequestError("messages must have at least one message.", param="messages")
+        check_conversation(self.messages, self.continue_final_message)
+        if self.top_logprobs is not None and not self.logprobs:
+            raise RequestError("top_logprobs is only allowed when logprobs is true.", param="top_logprobs")
+
+
+def check_conversation(messages: Sequence[ChatMessage], continue_final_message: bool) -> None:
+    """Raise RequestError for messages that a chat template cannot be given."""
+    for index, message in enumerate(messages):
+        if message.content is None and message.role != "assistant":
+            raise RequestError(f"messages[{index}] of role {message.role} has no content.", param="messages")
+    check_parts(messages)
+    if continue_final_message and not (messages and messages[-1].role == "assistant"):
+        raise RequestError(
+            "continue_final_message needs a last message of role assistant.", param="continue_final_message"
+        )
+
+
+def check_parts(messages: Sequence[ChatMessage]) -> None:
+    """Raise RequestError for a part that is not text."""
+    for message in messages:
+        for part in message.content if isinstance(message.content, list) else ():
+            if part.type != "text" or part.text is None:
+                raise RequestError(
+                    f"Message parts of type {part.type[:40]!r} are not supported, only text.",
+                    param="messages",
+                )

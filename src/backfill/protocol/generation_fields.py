@@ -1,0 +1,265 @@
+"""Fields that chat and text completions share."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Annotated, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, PrivateAttr, model_validator
+
+from backfill.core.errors import RequestError
+from backfill.core.request import ServiceClass
+from backfill.core.sampling import SamplingParams, choice_seed
+from backfill.models.generation_config import GenerationDefaults
+from backfill.protocol.objectives import SLO_HEADERS, Number, Objective, SloFields
+from backfill.protocol.parsing import FailFastList, StrictModel
+from backfill.protocol.unsupported import (
+    IGNORED_FIELDS,
+    IGNORED_STREAM_OPTIONS,
+    UNSUPPORTED_FIELDS,
+    refuse_unsupported,
+)
+
+MAX_CHOICES = 128
+MAX_STOP_STRINGS = 16
+MAX_STOP_TOKENS = 128
+MAX_LOGIT_BIASES = 300  # OpenAI's
+MAX_PRIORITY = 2**31 - 1
+MAX_REQUEST_ID_CHARS = 128
+# All but flex are online.
+SERVICE_TIERS = ("auto", "default", "fast", "flex", "priority", "scale", "standard")
+PRIORITY_HEADER = "x-vllm-priority"
+REQUEST_HEADERS = (*SLO_HEADERS.values(), PRIORITY_HEADER)
+
+Value = TypeVar("Value")
+
+
+def _check_num_biases(value: object) -> object:
+    if isinstance(value, dict) and len(value) > MAX_LOGIT_BIASES:
+        raise ValueError(f"at most {MAX_LOGIT_BIASES} entries are allowed")
+    return value
+
+
+LogitBias = Annotated[dict[str, float], BeforeValidator(_check_num_biases)]
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class ResponseFormat(BaseModel):
+    model_config = StrictModel
+    type: str
+
+
+class GenerationFields(BaseModel):
+    """The shared fields. An absent field and a null one mean the same."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    model: str | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    temperature: Number | None = None
+    top_p: Number | None = None
+    top_k: int | None = None
+    min_p: Number | None = None
+    repetition_penalty: Number | None = None
+    presence_penalty: Number | None = None
+    frequency_penalty: Number | None = None
+    logit_bias: LogitBias | None = None
+    seed: int | None = None
+    n: int | None = None
+    best_of: int | None = None
+    stop: str | FailFastList[str] | None = None
+    stop_token_ids: FailFastList[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    return_token_ids: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    service_tier: str | None = None
+    priority: int | None = None
+    slo: SloFields | None = None
+    request_id: str | None = None
+    user: str | None = None
+
+    _header_objectives: dict[str, Objective] = PrivateAttr(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _refuse_unsupported(self) -> GenerationFields:
+        for name, value in (self.model_extra or {}).items():
+            if name in UNSUPPORTED_FIELDS and value not in (None, [], ["text"], False):
+                refuse_unsupported(name)
+        return self
+
+    @classmethod
+    def known_fields(cls) -> list[str]:
+        """Names of the fields that have an effect; nested fields with their path."""
+        return [*cls.model_fields, *(f"stream_options.{name}" for name in StreamOptions.model_fields)]
+
+    @property
+    def unknown_fields(self) -> list[str]:
+        """Names in the body that this server does not know; nested fields with their path."""
+        unknown = [
+            name
+            for name in self.model_extra or ()
+            if name not in IGNORED_FIELDS and name not in UNSUPPORTED_FIELDS
+        ]
+        options = (self.stream_options and self.stream_options.model_extra) or ()
+        return unknown + [f"stream_options.{name}" for name in options if name not in IGNORED_STREAM_OPTIONS]
+
+    @property
+    def num_choices(self) -> int:
+        return 1 if self.n is None else self.n
+
+    @property
+    def service_class(self) -> ServiceClass:
+        return ServiceClass.OFFLINE if self.service_tier == "flex" else ServiceClass.ONLINE
+
+    @property
+    def objectives(self) -> dict[str, Objective]:
+        """The request's objectives, by field of ``slo``. The body overrides headers."""
+        fields = {} if self.slo is None else self.slo.as_dict()
+        in_body = {field: Objective(seconds, f"slo.{field}") for field, seconds in fields.items()}
+        return {**self._header_objectives, **in_body}
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        if self.stop is None:
+            return ()
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    def apply_headers(self, headers: Mapping[str, str]) -> None:
+        """Take objectives and priority from headers where the body has none. Raises: RequestError."""
+        for field, name in SLO_HEADERS.items():
+            if name in headers and field not in self.objectives:
+                self._header_objectives[field] = Objective.from_header(name, headers[name])
+        if self.priority is None and PRIORITY_HEADER in headers:
+            text = headers[PRIORITY_HEADER]
+            try:
+                self.priority = int(text)
+            except ValueError:
+                raise RequestError(
+                    f"{PRIORITY_HEADER} must be an integer, got {text[:40]!r}.", param="priority"
+                ) from None
+
+    def become_batch_line(self) -> None:
+        """Make the request offline, whatever its tier. Raises: RequestError if it cannot be in a batch."""
+        if self.stream:
+            raise RequestError("stream must be false in a batch.", param="stream")
+        self._check_service_tier()
+        self.service_tier = "flex"
+
+    def check(self) -> None:
+        """Raise RequestError for the first field, or combination of fields, that cannot be served."""
+        if not 1 <= self.num_choices <= MAX_CHOICES:
+            raise RequestError(f"n must be between 1 and {MAX_CHOICES}, got {self.n}.", param="n")
+        if self.best_of not in (None, 1) and self.best_of != self.num_choices:
+            raise RequestError(
+                "best_of other than 1 is not supported.", param="best_of", code="unsupported_parameter"
+            )
+        self._check_service_tier()
+        self._check_slo()
+        if len(self.stop_strings) > MAX_STOP_STRINGS or "" in self.stop_strings:
+            raise RequestError(
+                f"stop must be at most {MAX_STOP_STRINGS} strings, none of them empty.", param="stop"
+            )
+        if len(self.stop_token_ids or ()) > MAX_STOP_TOKENS:
+            raise RequestError(
+                f"stop_token_ids must be at most {MAX_STOP_TOKENS} tokens.", param="stop_token_ids"
+            )
+        request_id = self.request_id
+        if request_id is not None and not (
+            request_id.isascii() and request_id.isprintable() and 0 < len(request_id) <= MAX_REQUEST_ID_CHARS
+        ):
+            raise RequestError(
+                f"request_id must be 1 to {MAX_REQUEST_ID_CHARS} printable ASCII characters.",
+                param="request_id",
+            )
+        if self.stream_options is not None and not self.stream:
+            raise RequestError("stream_options is only allowed when stream is true.", param="stream_options")
+        if self.response_format is not None and self.response_format.type != "text":
+            refuse_unsupported("response_format")
+        if self.priority is not None and abs(self.priority) > MAX_PRIORITY:
+            raise RequestError(
+                f"priority must be between {-MAX_PRIORITY} and {MAX_PRIORITY}, got {self.priority}.",
+                param="priority",
+            )
+        if self.seed is not None and not -(2**63) <= self.seed < 2**63:
+            raise RequestError("seed must fit 64 signed bits.", param="seed")
+        if self.truncate_prompt_tokens is not None and self.truncate_prompt_tokens < 1:
+            raise RequestError(
+                f"truncate_prompt_tokens must be at least 1, got {self.truncate_prompt_tokens}.",
+                param="truncate_prompt_tokens",
+            )
+
+    def _check_service_tier(self) -> None:
+        if self.service_tier is not None and self.service_tier not in SERVICE_TIERS:
+            raise RequestError(
+                f"service_tier must be one of {', '.join(SERVICE_TIERS)}, got {self.service_tier[:40]!r}.",
+                param="service_tier",
+            )
+
+    def _check_slo(self) -> None:
+        objectives = self.objectives.values()
+        if self.service_class is ServiceClass.OFFLINE and objectives:
+            name = next(iter(objectives)).name.partition(".")[0]
+            raise RequestError(
+                f"{name} is for online requests, not for service_tier 'flex' or lines of a batch.",
+                param=name,
+            )
+        for objective in objectives:
+            if objective.seconds <= 0:
+                raise RequestError(
+                    f"{objective.name} must be a number of seconds above 0, got {objective.seconds:g}.",
+                    param=objective.name,
+                )
+
+    def truncated(self, token_ids: list[int]) -> list[int]:
+        """The prompt's last ``truncate_prompt_tokens`` tokens, or all."""
+        return token_ids if self.truncate_prompt_tokens is None else token_ids[-self.truncate_prompt_tokens :]
+
+    def sampling(
+        self, defaults: GenerationDefaults, *, max_tokens: int, num_logprobs: int | None, choice: int
+    ) -> SamplingParams:
+        """Sampling of one choice. Absent fields come from the model's generation config."""
+        seed = random.getrandbits(63) if self.seed is None else self.seed
+        top_k = _first(self.top_k, defaults.top_k, 0)
+        return SamplingParams(
+            max_tokens=max_tokens,
+            min_tokens=_first(self.min_tokens, None, 0),
+            temperature=_first(self.temperature, defaults.temperature, 1.0),
+            top_k=0 if top_k == -1 else top_k,
+            top_p=_first(self.top_p, defaults.top_p, 1.0),
+            min_p=_first(self.min_p, defaults.min_p, 0.0),
+            repetition_penalty=_first(self.repetition_penalty, defaults.repetition_penalty, 1.0),
+            presence_penalty=_first(self.presence_penalty, None, 0.0),
+            frequency_penalty=_first(self.frequency_penalty, None, 0.0),
+            seed=choice_seed(seed, choice),
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            ignore_eos=bool(self.ignore_eos),
+            logit_bias=_token_biases(self.logit_bias),
+            num_logprobs=num_logprobs,
+        )
+
+
+def _first(requested: Value | None, default: Value | None, fallback: Value) -> Value:
+    if requested is not None:
+        return requested
+    return fallback if default is None else default
+
+
+def _token_biases(biases: Mapping[str, float] | None) -> tuple[tuple[int, float], ...]:
+    parsed = []
+    for key, bias in (biases or {}).items():
+        if not key.isascii() or not key.isdigit() or str(int(key[:20])) != key:
+            raise RequestError(f"logit_bias keys must be token ids, got {key[:40]!r}.", param="logit_bias")
+        parsed.append((int(key), bias))
+    return tuple(parsed)

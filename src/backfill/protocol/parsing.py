@@ -1,0 +1,57 @@
+"""JSON bodies to pydantic models: errors name the first field that is wrong."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from backfill.core.errors import RequestError
+from backfill.protocol.body_shape import check_shape
+
+Item = TypeVar("Item")
+Body = TypeVar("Body", bound=BaseModel)
+
+StrictModel = ConfigDict(strict=True, extra="ignore")
+
+# Stops at the first wrong item: a list of a million wrong ones would otherwise be a million errors.
+FailFastList = Annotated[list[Item], Field(fail_fast=True)]
+
+
+def parse_body(kind: type[Body], raw: bytes) -> Body:
+    """Parse a JSON body. Raises: RequestError naming the first field that is wrong."""
+    check_shape(raw)
+    try:
+        return kind.model_validate_json(raw)
+    except ValidationError as error:
+        raise _request_error(error) from None
+
+
+def _request_error(error: ValidationError) -> RequestError:
+    errors = error.errors(include_url=False)
+    # For a list that is too long for one member of a union, pydantic also reports that it is no string.
+    first = next((each for each in errors if each["type"] == "too_long"), errors[0])
+    if first["type"] == "json_invalid":
+        return RequestError(f"The body is not valid JSON: {first['msg'].removeprefix('Invalid JSON: ')}.")
+    path = first["loc"]
+    name = str(path[0]) if path else None
+    if first["type"] == "missing":
+        where = ".".join(map(str, path))
+        return RequestError(
+            f"Missing required parameter: '{where}'.", param=name, code="missing_required_parameter"
+        )
+    where = ".".join(str(part) for part in path if not _is_type_name(part))
+    if first["type"] == "too_long":
+        return RequestError(f"'{where}' may have at most {first['ctx']['max_length']} items.", param=name)
+    if name is None:
+        return RequestError(f"The body must be a JSON object: {first['msg']}.")
+    got = json.dumps(first["input"], default=repr)[:80]
+    return RequestError(
+        f"Invalid value for '{where}': {first['msg']}, got {got}.", param=where if name == "slo" else name
+    )
+
+
+def _is_type_name(part: int | str) -> bool:
+    """Pydantic puts the union member it tried into the path; users know only fields and indices."""
+    return isinstance(part, str) and (part in {"str", "int"} or "[" in part)
