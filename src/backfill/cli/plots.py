@@ -1,4 +1,4 @@
-"""Whether plots can be drawn, asked before the work that they are to show."""
+"""Checks before the work that its plot can be drawn and its files written."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def can_plot() -> bool:
 
 
 def check_plot(path: Path | None) -> None:
-    """Raises: ConfigError where ``--plot`` names a file that could not be drawn or written later."""
+    """Raises: ConfigError for a plot that cannot be drawn or written."""
     if path is None:
         return
     if not can_plot():
@@ -29,7 +29,7 @@ def check_plot(path: Path | None) -> None:
 
 
 def check_folder(option: str, path: Path | None) -> None:
-    """Raises: ConfigError where a file cannot be put."""
+    """Raises: ConfigError for a file whose folder is missing or not writable."""
     if path is None:
         return
     folder = path.absolute().parent

@@ -145,7 +145,7 @@ def _run(
 
 
 def _banner(info: ExecutorInfo, name: str, url: str, took_s: float, *, asks_for_keys: bool) -> str:
-    """What is served where, and a request that can be copied."""
+    """The line that says what is served where, and a request to copy."""
     if info.max_model_len < _TINY_CONTEXT:  # a chat template alone may be longer
         path = "/v1/completions"
         body: dict[str, Any] = {"prompt": "Hi", "max_tokens": max(1, min(16, info.max_model_len // 2))}
@@ -169,7 +169,7 @@ def _banner(info: ExecutorInfo, name: str, url: str, took_s: float, *, asks_for_
 
 
 def _check_data_folder(folder: Path, url: str) -> None:
-    """Refuse a folder that another server holds before an engine is launched; the server takes it later.
+    """Refuse a folder that another server holds. The server takes it later, once the engine is launched.
 
     Raises: ConfigError.
     """
