@@ -162,6 +162,6 @@ def test_without_the_option_no_cors_header_is_sent(default_model: Path) -> None:
     ],
 )
 def test_an_invalid_origin_is_named(origin: str) -> None:
-    with pytest.raises(ConfigError, match="--allowed-origins"):
+    with pytest.raises(ConfigError, match="`allowed_origins`"):
         ServerConfig(allowed_origins=(origin,)).validate()
     ServerConfig(allowed_origins=("*", PAGE, "http://localhost:3000", "chrome-extension://abc")).validate()
