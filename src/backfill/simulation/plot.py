@@ -1,4 +1,4 @@
-"""A scenario's result as a picture."""
+"""Draws a scenario's result."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _WINDOW_S = 20.0
 
 
 def save_plot(path: Path, result: ScenarioResult) -> None:
-    """Write a PNG: latency and throughput over time, or over the settings of a sweep.
+    """Write a PNG: latency and throughput over time, or at each setting of a sweep.
 
     Raises: ConfigError when the file cannot be written.
     """
