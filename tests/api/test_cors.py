@@ -162,6 +162,6 @@ def test_without_the_option_nothing_is_said_of_origins(default_model: Path) -> N
     ],
 )
 def test_what_is_no_origin_is_named(origin: str) -> None:
-    with pytest.raises(ConfigError, match="--allowed-origins"):
+    with pytest.raises(ConfigError, match="`allowed_origins`"):
         ServerConfig(allowed_origins=(origin,)).validate()
     ServerConfig(allowed_origins=("*", PAGE, "http://localhost:3000", "chrome-extension://abc")).validate()

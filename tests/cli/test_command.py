@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from backfill.core.options import check_types, options_of, secret
 from backfill.engine.options import ModelOptions
 from backfill.jobs.config import JobsConfig
 from tests.cli.running import run_cli_here
-from tests.test_docs import commands
+from tests.test_docs import ROOT, commands
 
 COMMANDS = ("serve", "run-batch", "pull", "profile", "bench throughput")
 
@@ -239,3 +240,13 @@ def test_every_option_of_the_configurations_is_a_flag_of_serve() -> None:
         name for kind in (ModelOptions, ServerConfig, EngineConfig, JobsConfig) for name in options_of(kind)
     }
     assert flags == known | {"config"}
+
+
+def test_the_documented_file_is_read(tmp_path: Path) -> None:
+    text = (ROOT / "docs" / "operations.md").read_text()
+    (content,) = re.findall(r"```toml\n(.*?)```", text, re.DOTALL)
+    (tmp_path / "a.toml").write_text(content.replace("smollm2-135m-instruct", "no-such-model"))
+    (tmp_path / "keys").write_text("a=sesame")
+    keys = ("--api-key-file", str(tmp_path / "keys"))
+    done = run_cli_here("serve", "--config", str(tmp_path / "a.toml"), "--port", "0", *keys)
+    assert done.stderr.startswith("backfill: no model 'no-such-model'")

@@ -81,7 +81,7 @@ class ServerConfig(RequestOptions):
 
     def validate(self) -> None:
         """Raises: ConfigError for the first field out of range."""
-        super(ServerConfig, self).validate()  # slots make a new class, which super() alone does not find
+        RequestOptions.validate(self)
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"must be between 0 and 65535, got {self.port}.", field="port")
         for origin in self.allowed_origins:

@@ -1,8 +1,8 @@
 """What SIGINT (Ctrl-C) and SIGTERM do to a command: one line at most, and exit status 130 or 143.
 
-While a command loads, a signal ends the process at once: an exception would come out of an import as another
-error, or not at all. A command that launches a process while it loads has it ended first (``exit_after``).
-Elsewhere ``interruptible`` raises KeyboardInterrupt; event loops have handlers of their own.
+While a command loads, a signal ends the process at once: an import may turn an exception into another error,
+or drop it. A command that has launched a process ends that process first (``exit_after``). Elsewhere
+``interruptible`` raises KeyboardInterrupt. Event loops have handlers of their own.
 """
 
 from __future__ import annotations
@@ -23,18 +23,21 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def exit_at_once(number: int, frame: FrameType | None) -> None:
-    """Signal handler, for a command that has nothing to close."""
+    """Signal handler of a command that has nothing to close."""
     os.write(2, f"backfill: {LOADING}\n".encode())
     os._exit(128 + number)
 
 
 def exit_silently(number: int, frame: FrameType | None) -> None:
-    """Signal handler, for a command that has said what there was to say."""
+    """Signal handler of a command that has printed its last line."""
     os._exit(128 + number)
 
 
 def exit_after(close: Callable[[], None]) -> None:
-    """Signals from now on call ``close``, perhaps twice, and then exit as ``exit_at_once`` does."""
+    """From now on a signal calls ``close`` and ends the process as ``exit_at_once`` does.
+
+    A second signal may call ``close`` again.
+    """
 
     def close_and_exit(number: int, frame: FrameType | None) -> None:
         close()
@@ -45,7 +48,7 @@ def exit_after(close: Callable[[], None]) -> None:
 
 
 def take_from_loop(loop: asyncio.AbstractEventLoop) -> None:
-    """Signals exit silently from now on. For a loop about to close, which would set Python's handlers."""
+    """From now on signals exit silently. Call it before the loop closes and sets Python's handlers."""
     for number in SIGNALS:
         loop.remove_signal_handler(number)
         signal.signal(number, exit_silently)
@@ -53,7 +56,7 @@ def take_from_loop(loop: asyncio.AbstractEventLoop) -> None:
 
 @contextmanager
 def interruptible(message: str = "interrupted") -> Iterator[None]:
-    """Ctrl-C raises KeyboardInterrupt in the block, and ends the command with a message after it.
+    """Ctrl-C raises KeyboardInterrupt in the block; the command then ends with ``message``.
 
     Raises: SystemExit.
     """

@@ -54,7 +54,8 @@ def main(commands: App = app) -> None:
     except BackfillError as error:
         print(f"backfill: {error}", file=sys.stderr)
         raise SystemExit(1) from None
-    raise SystemExit(0)
+    _, apps, _ = commands.parse_commands(arguments)
+    raise SystemExit(2 if apps[-1].default_command is None else 0)  # 2: no command was named
 
 
 def _usage_error(error: CycloptsError) -> str:

@@ -1,4 +1,4 @@
-"""A ``backfill serve`` of a command's own, started and ended by it."""
+"""A ``backfill serve`` that a command starts and ends."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from backfill.core.errors import BackfillError
 
 _POLL_S = 0.1
 _END_TIMEOUT_S = 20.0
-# Straight to this machine, whatever proxies the environment names.
+# The server is on this machine: no proxy of the environment is asked.
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 class ServerFailed(BackfillError):
-    """A server of our own did not start, or ended by itself."""
+    """The server did not start, or it ended by itself."""
 
 
 class OwnServer:
@@ -30,7 +30,7 @@ class OwnServer:
 
     Args:
         url: scheme, host and port.
-        log: file with all it printed.
+        log: file with its output.
     """
 
     def __init__(self, process: subprocess.Popen[bytes], url: str, log: Path) -> None:
@@ -76,9 +76,9 @@ class OwnServer:
 
 @contextlib.contextmanager
 def own_server(model: str, options: Sequence[str], log: Path) -> Iterator[OwnServer]:
-    """A server on a free port with a data folder of its own; it has ended when the context has.
+    """A server on a free port with a temporary data folder; it ends with the context.
 
-    It may not be ready yet.
+    It may not be ready yet (``wait_until_ready``).
     """
     port = _free_port()
     with tempfile.TemporaryDirectory(prefix="backfill-data-") as data_dir, log.open("wb") as output:

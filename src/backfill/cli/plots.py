@@ -1,4 +1,4 @@
-"""Whether plots can be drawn and files be written, checked before the work."""
+"""Checks before the work that its plot can be drawn and its files written."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def can_plot() -> bool:
 
 
 def check_plot(path: Path | None) -> None:
-    """Raises: ConfigError when matplotlib is missing or the file cannot be written."""
+    """Raises: ConfigError for a plot that cannot be drawn or written."""
     if path is None:
         return
     if not can_plot():

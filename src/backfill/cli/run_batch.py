@@ -162,7 +162,7 @@ def _print_summary(run: LocalRun, console: Console, *, is_whole: bool, as_json: 
 
 
 class _LiveProgress:
-    """What a run does: a bar on a terminal, else a line every half minute."""
+    """Shows the progress of a run: a bar on a terminal, else a line every half minute."""
 
     def __init__(self, run: LocalRun, console: Console, *, line_interval_s: float = _LINE_INTERVAL_S) -> None:
         self._run = run
@@ -225,7 +225,7 @@ def _update_time_left(run: LocalRun, now_s: float) -> None:
 
 
 def describe(run: LocalRun, now_s: float) -> str:
-    """What the run does; while lines run, tokens a second of the last half minute, and the time left."""
+    """What the run does. While lines run: tokens per second in the last half minute, and the time left."""
     if run.is_stopping:
         return "stopping"
     if run.rates is None or run.time_left is None:

@@ -28,6 +28,7 @@ from backfill.jobs.lock import DataFolderLock
 from backfill.jobs.private_files import make_folder, write_durably
 
 if TYPE_CHECKING:
+    from backfill.engine.client import EngineClient
     from backfill.engine.messages import Ready
     from backfill.execution.executor import ExecutorInfo
     from backfill.protocol.preparer import ServedModel
@@ -90,7 +91,6 @@ def _run(
 ) -> None:
     from backfill.api.keys import ApiKeys
     from backfill.api.listener import bind
-    from backfill.engine.client import EngineClient
 
     keys = None
     if server_config.asks_for_keys:
@@ -104,11 +104,8 @@ def _run(
     check_profile(engine_config)
     if jobs_config.batch_api:
         _check_data_folder(jobs_config.data_dir, url)
-    client = EngineClient(engine_config, log_level=server_config.log_level.upper())
-    atexit.register(client.abandon)  # wherever this ends
-    exit_after(client.abandon)
-    client.launch()  # now: it loads while the server is imported, which takes a second
-    from backfill.api.server import Server
+    client = _launch(engine_config, server_config.log_level.upper())
+    from backfill.api.server import Server  # takes a second, in which the engine loads
 
     served = served_model(model.model, folder, server_config.served_model_name)
 
@@ -144,8 +141,19 @@ def _run(
         raise SystemExit(128 + stopped_by)
 
 
+def _launch(config: EngineConfig, log_level: str) -> EngineClient:
+    """An engine that loads. It ends with this process, wherever that ends."""
+    from backfill.engine.client import EngineClient
+
+    client = EngineClient(config, log_level=log_level)
+    atexit.register(client.abandon)
+    exit_after(client.abandon)
+    client.launch()
+    return client
+
+
 def _banner(info: ExecutorInfo, name: str, url: str, took_s: float, *, asks_for_keys: bool) -> str:
-    """What is served where, and a request that can be copied."""
+    """The line that says what is served where, and a request to copy."""
     if info.max_model_len < _TINY_CONTEXT:  # a chat template alone may be longer
         path = "/v1/completions"
         body: dict[str, Any] = {"prompt": "Hi", "max_tokens": max(1, min(16, info.max_model_len // 2))}
@@ -169,7 +177,7 @@ def _banner(info: ExecutorInfo, name: str, url: str, took_s: float, *, asks_for_
 
 
 def _check_data_folder(folder: Path, url: str) -> None:
-    """Refuse a folder that another server holds before an engine is launched; the server takes it later.
+    """Refuse a folder that another server holds. The server takes it later, once the engine is launched.
 
     Raises: ConfigError.
     """
