@@ -121,6 +121,16 @@ def test_bad_input_is_one_line(arguments: list[str], message: str) -> None:
     assert result.stdout == ""
 
 
+def test_options_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "bench.toml"
+    path.write_text('base-url = "http://127.0.0.1:1"\ngoodput = ["ttft:1000", "speed:50"]\n')
+    result = bench("--config", str(path))
+    assert result.returncode == 1
+    assert result.stderr.startswith(f"backfill: goodput in {path} takes NAME:MILLISECONDS")
+    result = bench("--config", str(path), "--goodput", "ttft:1000")
+    assert result.stderr == "backfill: No server answers at http://127.0.0.1:1: Connection refused.\n"
+
+
 def test_a_plot_without_matplotlib_is_refused_before_anything_is_sent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
