@@ -99,6 +99,9 @@ def test_interrupt_keeps_and_marks_what_was_measured(server: RunningServer) -> N
         (["--num-prompts", "0"], "--num-prompts must be at least 1"),
         (["--max-concurrency", "0"], "--max-concurrency must be at least 1"),
         (["--goodput", "speed:1"], "--goodput takes NAME:MILLISECONDS"),
+        (["--goodput", "ttft:1", "--goodput", "speed:1"], "--goodput takes NAME:MILLISECONDS"),
+        (["--goodput", "ttft:1", "speed:1", "--no-progress"], "--goodput takes NAME:MILLISECONDS"),
+        (["--random_prefix_len", "-1"], "--random-prefix-len must be at least 0"),
         (["--ttft-slo", "-1"], "--ttft-slo takes"),
         (["--extra-body", "{"], "--extra-body must be a JSON object"),
         (["--extra-body", "[]"], "--extra-body must be a JSON object"),
@@ -116,6 +119,16 @@ def test_bad_input_is_one_line(arguments: list[str], message: str) -> None:
     assert message in result.stderr
     assert result.stderr.count("\n") == 1
     assert result.stdout == ""
+
+
+def test_options_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "bench.toml"
+    path.write_text('base-url = "http://127.0.0.1:1"\ngoodput = ["ttft:1000", "speed:50"]\n')
+    result = bench("--config", str(path))
+    assert result.returncode == 1
+    assert result.stderr.startswith(f"backfill: goodput in {path} takes NAME:MILLISECONDS")
+    result = bench("--config", str(path), "--goodput", "ttft:1000")
+    assert result.stderr == "backfill: No server answers at http://127.0.0.1:1: Connection refused.\n"
 
 
 def test_a_plot_without_matplotlib_is_refused_before_anything_is_sent(

@@ -325,7 +325,7 @@ def paced(num_done: int, num_failed: int = 0) -> Any:
 
 async def use_progress(tmp_path: Path) -> None:
     console = Console(file=(tmp_path / "screen").open("w"), force_terminal=True)
-    async with _LiveProgress(running(), console):
+    async with _LiveProgress(running(), console).drawn():
         raise ConfigError("no such file")
 
 
@@ -362,7 +362,7 @@ def test_the_bar_takes_one_line_of_the_terminal(width: int) -> None:
 
 async def use_progress_without_a_terminal(screen: io.StringIO) -> None:
     console = Console(file=screen, force_terminal=False)
-    async with _LiveProgress(running("loading the model"), console, line_interval_s=0.0):
+    async with _LiveProgress(running("loading the model"), console, line_interval_s=0.0).drawn():
         await asyncio.sleep(0)
         await asyncio.sleep(0)
 

@@ -6,7 +6,7 @@ import itertools
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -99,6 +99,7 @@ def figures_of(run: CoserveRun) -> CoserveFigures:
     judged = [r for r in records if r.chunk_after_s or _is_judged(r, run)]
     in_time = sum(bool(r.chunk_after_s) and r.ttft_s <= load.ttft_slo for r in judged)
     samples = [s for s in run.samples if s.at_s >= load.warmup and _is_measured(s.at_s, run)]
+    rates = _rates(run)
     stops = gained(samples, *STEP_STOPS)
     preemptions = gained(samples, "backfill:num_preemptions_total")
     return CoserveFigures(
@@ -109,7 +110,10 @@ def figures_of(run: CoserveRun) -> CoserveFigures:
         tpot_p99_s=_percentile(tpots, 99),
         ttft_attainment=in_time / len(judged) if judged else None,
         itl_attainment=sum(gap <= load.tpot_slo for gap in gaps) / len(gaps) if gaps else None,
-        **_rates(run),
+        total_tok_s=rates.total_tok_s,
+        online_tok_s=rates.online_tok_s,
+        offline_tok_s=rates.offline_tok_s,
+        tokens_from=rates.tokens_from,
         recomputed_token_share=computed_share(samples, "backfill:recomputed_tokens_total"),
         aborted_token_share=aborted_share(samples),
         checkpointed_token_share=computed_share(samples, "backfill:checkpointed_tokens_total"),
@@ -186,20 +190,26 @@ def timeline_of(run: CoserveRun) -> Timeline:
     return Timeline(ttfts, itl_p99s, rates)
 
 
-def _rates(run: CoserveRun) -> dict[str, Any]:
-    """Tokens per second of the measurement; empty if there was none."""
+class _Rates(NamedTuple):
+    """Tokens per second of the measurement, and who counted the offline tokens."""
+
+    online_tok_s: float | None = None
+    offline_tok_s: float | None = None
+    total_tok_s: float | None = None
+    tokens_from: str | None = None
+
+
+def _rates(run: CoserveRun) -> _Rates:
+    """All None if nothing was measured."""
     start_s, end_s = run.load.warmup, run.ended_at_s
     if end_s <= start_s:
-        return {}
+        return _Rates()
     online = _online_tokens(run.online.records, [start_s, end_s])[0]
     offline, source = _offline_tokens(run, start_s, end_s, online)
     seconds = end_s - start_s
-    return {
-        "online_tok_s": online / seconds,
-        "offline_tok_s": None if offline is None else offline / seconds,
-        "total_tok_s": None if offline is None else (online + offline) / seconds,
-        "tokens_from": source,
-    }
+    if offline is None:
+        return _Rates(online / seconds, tokens_from=source)
+    return _Rates(online / seconds, offline / seconds, (online + offline) / seconds, source)
 
 
 def _offline_tokens(

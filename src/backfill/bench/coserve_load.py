@@ -59,7 +59,8 @@ class CoserveLoad:
         input_len: tokens of an online prompt: N, or LOW:HIGH drawn uniformly.
         output_len: tokens of an online output.
         offline_mode: how offline work is sent. flex: completions with service_tier flex; priority:
-            completions with priority 1, online ones with 0, as vLLM takes it; batch: through the Batch API.
+            completions with priority 1, online ones with 0, as in vLLM; batch: through the Batch API; none:
+            no offline work.
         offline_input_len: tokens of an offline prompt.
         offline_output_len: tokens of an offline output.
         offline_concurrency: offline requests kept at the server. For a batch, the server chooses.

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
+from numpy.typing import NDArray
 
 from backfill.bench.coserve_figures import WINDOW_S, Timeline
 from backfill.bench.coserve_load import CoserveLoad
@@ -30,13 +30,16 @@ def save_plot(path: Path, timelines: Mapping[str, Timeline], load: CoserveLoad, 
     ttft, itl, online, offline = figure.subplots(4, 1, sharex=True)
     others = iter(_OTHER_COLOURS * len(timelines))
     for name, timeline in timelines.items():
-        style = {"color": _COLOURS.get(name) or next(others), "label": name}
-        _draw(ttft, timeline.ttfts, linestyle=":", linewidth=0.6, marker="o", markersize=3, **style)
+        color = _COLOURS.get(name) or next(others)
+        ttfts = _columns(sorted(timeline.ttfts))
+        ttft.plot(*ttfts, color=color, label=name, linestyle=":", linewidth=0.6, marker="o", markersize=3)
         # Timelines have the end of each window; draw at its middle.
-        _draw(itl, [(at - WINDOW_S / 2, p99) for at, p99 in timeline.itl_p99s], marker=".", **style)
-        rates = [(at - WINDOW_S / 2, by_online, by_offline) for at, by_online, by_offline in timeline.rates]
-        _draw(online, [(at, rate) for at, rate, _ in rates], **style)
-        _draw(offline, [(at, np.nan if rate is None else rate) for at, _, rate in rates], **style)
+        gaps = _columns([(at_s - WINDOW_S / 2, p99) for at_s, p99 in timeline.itl_p99s])
+        itl.plot(*gaps, color=color, label=name, marker=".")
+        by_online = _columns([(at_s - WINDOW_S / 2, rate) for at_s, rate, _ in timeline.rates])
+        online.plot(*by_online, color=color, label=name)
+        by_offline = [(at_s - WINDOW_S / 2, rate) for at_s, _, rate in timeline.rates]
+        offline.plot(*_columns(by_offline), color=color, label=name)
     for axes, limit_s, name in (
         (ttft, load.ttft_slo, "TTFT of each request (s)"),
         (itl, load.tpot_slo, f"P99 inter-token gap in {WINDOW_S:g} s (s)"),
@@ -53,6 +56,6 @@ def save_plot(path: Path, timelines: Mapping[str, Timeline], load: CoserveLoad, 
     write_figure(figure, path, dpi=110)
 
 
-def _draw(axes: Any, points: list[tuple[float, float]], **style: Any) -> None:
-    at_s, values = zip(*sorted(points), strict=True) if points else ((), ())
-    axes.plot(at_s, values, **style)
+def _columns(points: Sequence[tuple[float, float | None]]) -> NDArray[np.float64]:
+    """Times and values as two rows; a value of None is NaN, which is not drawn."""
+    return np.array(points, dtype=np.float64).reshape(-1, 2).T

@@ -169,13 +169,13 @@ def parse_objectives(pairs: Iterable[str], field: str) -> dict[str, float]:
 
 
 def concurrency_steps(records: Iterable[RequestRecord]) -> list[tuple[float, int]]:
-    """The number of requests at the server after each change, with the instant in seconds."""
+    """The time in seconds of each change of the number of requests at the server, and the number after it."""
     changes = []
     for record in records:
         if record.sent_at_s is not None:
             changes += [(record.sent_at_s, 1), (record.sent_at_s + record.ended_after_s, -1)]
     steps, running = [], 0
-    for instant, change in sorted(changes):  # at one instant ends come first
+    for instant, change in sorted(changes):  # ends come before starts at the same time
         running += change
         steps.append((instant, running))
     return steps

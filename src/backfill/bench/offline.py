@@ -25,6 +25,7 @@ _RETRY_S = 0.5
 _POLL_S = 1.0
 # For a cancelled batch to reach its final status.
 _CANCEL_TIMEOUT_S = 30.0
+_CALL_ERRORS = (StreamError, aiohttp.ClientError, TimeoutError)
 _FINAL = ("completed", "failed", "expired", "cancelled")
 
 
@@ -169,7 +170,7 @@ class BatchLoad:
         async with self._api() as api:
             try:
                 self._file_id = str((await api.call("POST", "/v1/files", form))["id"])
-            except (StreamError, aiohttp.ClientError, TimeoutError, KeyError) as error:
+            except (*_CALL_ERRORS, KeyError) as error:
                 raise ConfigError(f"The server takes no batch file: {_reason(error)}.") from error
 
     async def run(self, run: Run) -> None:
@@ -179,7 +180,7 @@ class BatchLoad:
                 batch_id = await self._create(api)
                 while self._batches[batch_id]["status"] not in _FINAL:
                     await asyncio.sleep(_POLL_S)
-                    with contextlib.suppress(StreamError, aiohttp.ClientError, TimeoutError):
+                    with contextlib.suppress(*_CALL_ERRORS):
                         await self._poll(api, batch_id)
                     self._progress.append((time.perf_counter() - run.started_at, self.num_completed))
                 self._check_ran(batch_id)
@@ -187,7 +188,7 @@ class BatchLoad:
     async def finish(self) -> None:
         """Cancel the batches, wait for their counts, and delete all files."""
         async with self._api() as api:
-            with contextlib.suppress(StreamError, aiohttp.ClientError, TimeoutError):
+            with contextlib.suppress(*_CALL_ERRORS):
                 await asyncio.wait_for(self._cancel(api), _CANCEL_TIMEOUT_S)
             results = [
                 batch.get(kind)
@@ -195,7 +196,7 @@ class BatchLoad:
                 for kind in ("output_file_id", "error_file_id")
             ]
             for file_id in filter(None, (*results, self._file_id)):
-                with contextlib.suppress(StreamError, aiohttp.ClientError, TimeoutError):
+                with contextlib.suppress(*_CALL_ERRORS):
                     await api.call("DELETE", f"/v1/files/{file_id}")
 
     def tokens_between(self, start_s: float, end_s: float) -> float | None:
@@ -242,7 +243,7 @@ class BatchLoad:
             if posting.exception() is None:
                 self._note_created(posting.result())
             raise
-        except (StreamError, aiohttp.ClientError, TimeoutError) as error:
+        except _CALL_ERRORS as error:
             raise ConfigError(f"The server takes no batch: {_reason(error)}.") from error
         return self._note_created(posting.result())
 

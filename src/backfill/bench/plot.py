@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 
@@ -49,7 +49,7 @@ def write_figure(figure: Figure, path: Path, *, dpi: int) -> None:
         raise ConfigError(f"{path} cannot be written: {error.strerror or error}.") from error
 
 
-def _plot_distribution(axes: Any, samples: dict[str, list[float]]) -> None:
+def _plot_distribution(axes: Axes, samples: dict[str, list[float]]) -> None:
     for name, values in samples.items():
         if values:
             ordered = np.sort(values) * 1000
@@ -64,7 +64,7 @@ def _plot_distribution(axes: Any, samples: dict[str, list[float]]) -> None:
         axes.legend(loc="lower right")
 
 
-def _plot_rate(axes: Any, records: Sequence[RequestRecord]) -> None:
+def _plot_rate(axes: Axes, records: Sequence[RequestRecord]) -> None:
     per_second = tokens_by_second(records)
     axes.bar(range(len(per_second)), per_second, width=1.0, align="edge", color=_DECODE, alpha=0.6)
     axes.set(xlabel="s", ylabel="output tokens in a second", title="Throughput and requests at the server")
@@ -76,7 +76,7 @@ def _plot_rate(axes: Any, records: Sequence[RequestRecord]) -> None:
     running.set_ylim(bottom=0)
 
 
-def _plot_timelines(axes: Any, records: Sequence[RequestRecord]) -> None:
+def _plot_timelines(axes: Axes, records: Sequence[RequestRecord]) -> None:
     waits, decodes, failures = [], [], []
     for record in records:
         if record.sent_at_s is None:

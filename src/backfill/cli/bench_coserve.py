@@ -160,9 +160,9 @@ def coserve(servers: ServerOptions, load: CoserveLoad, output: ResultOptions) ->
         except KeyboardInterrupt:
             status = 130
         finally:
-            _show(result, output)
-    if status:
-        raise SystemExit(status)
+            is_saved = _show(result, output)
+    if status or not is_saved:
+        raise SystemExit(status or 1)
 
 
 app = command(
@@ -269,17 +269,21 @@ def _split(field: str, text: str) -> list[str]:
         raise ConfigError(f"`{field}` {text!r}: {error}.") from error
 
 
-def _show(result: CoserveResult, output: ResultOptions) -> None:
-    """Print the result and write its files. Raises: ConfigError when a file cannot be written."""
+def _show(result: CoserveResult, output: ResultOptions) -> bool:
+    """Print the result and write its files. Returns: whether all files were written."""
     content = result.as_json()
     if content["policies"]:
         _print_table(content["policies"], result.title)
         _explain(content["policies"])
+    is_saved = True
     try:
         result.save(output.result, output.plot)
-    finally:
-        if output.json:
-            print(json.dumps(content, allow_nan=False))
+    except ConfigError as error:
+        note(str(error))
+        is_saved = False
+    if output.json:
+        print(json.dumps(content, allow_nan=False))
+    return is_saved
 
 
 def _print_table(policies: Mapping[str, Mapping[str, Any]], title: str) -> None:

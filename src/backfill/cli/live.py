@@ -8,12 +8,15 @@ import sys
 import time
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from backfill.bench.record import Outcome
-from backfill.bench.runner import Run
+
+if TYPE_CHECKING:
+    from backfill.bench.runner import Run
 
 _INTERVAL_S = 0.5  # drawing takes time from the load
 _NUM_RECENT = 200

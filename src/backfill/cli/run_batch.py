@@ -8,9 +8,10 @@ import json
 import os
 import signal
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from rich.console import Console, RenderableType
@@ -19,6 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from backfill.cli import groups
 from backfill.cli.command import command
 from backfill.cli.interrupts import LOADING, SIGNALS, interruptible, take_from_loop
+from backfill.cli.live import alongside
 from backfill.cli.startup import configure_logging, find_folder, run_in_loop, served_model
 from backfill.core.config import EngineConfig
 from backfill.engine.options import ModelOptions
@@ -124,7 +126,7 @@ async def _run(run: LocalRun, console: Console) -> signal.Signals | None:
     for number in SIGNALS:
         loop.add_signal_handler(number, on_signal, number)
     try:
-        async with _LiveProgress(run, console):
+        async with _LiveProgress(run, console).drawn():
             is_whole = await run.run()
     finally:
         take_from_loop(loop)
@@ -163,10 +165,7 @@ def _print_summary(run: LocalRun, console: Console, *, is_whole: bool, as_json: 
 
 
 class _LiveProgress:
-    """Shows the progress of a run: a bar on a terminal, else a line every half minute.
-
-    An async context manager.
-    """
+    """Shows the progress of a run: a bar on a terminal, else a line every half minute."""
 
     def __init__(self, run: LocalRun, console: Console, *, line_interval_s: float = _LINE_INTERVAL_S) -> None:
         self._run = run
@@ -177,18 +176,16 @@ class _LiveProgress:
         self._progress = Progress(*columns, console=console, auto_refresh=False)
         self._task = self._progress.add_task("", total=None)
 
-    async def __aenter__(self) -> _LiveProgress:
-        self._drawing = asyncio.create_task(self._draw())
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._drawing.cancel()
-        await asyncio.gather(self._drawing, return_exceptions=True)
-        if self._console.is_terminal:
-            self.show(time.monotonic())
-            self._progress.stop()
+    @asynccontextmanager
+    async def drawn(self) -> AsyncIterator[None]:
+        """Draw while the block runs."""
+        try:
+            async with alongside(self._draw()):
+                yield
+        finally:
+            if self._console.is_terminal:
+                self.show(time.monotonic())
+                self._progress.stop()
 
     async def _draw(self) -> None:
         if self._console.is_terminal:

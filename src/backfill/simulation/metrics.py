@@ -14,17 +14,17 @@ from backfill.simulation.replay import ReplayResult
 
 @dataclass(frozen=True, slots=True)
 class PolicyMetrics:
-    """What a policy made of a workload. Times in seconds; rates in tokens a second of its duration.
+    """One policy's figures on one workload. Times are in seconds, rates in tokens per second of its duration.
 
     Attributes:
-        ttft_attainment: part of the online requests whose first token met its objective.
-        itl_attainment: part of the gaps between tokens that met theirs.
-        total_tok_s: tokens computed, prompt and output, each counted once however often it was recomputed.
-        recomputed_token_share: of all tokens computed.
-        aborted_token_share: tokens of stopped steps, of all tokens computed.
-        checkpointed_token_share, restored_token_share: tokens whose KV was copied to the host, and back, over
-            all tokens computed.
-        scheduling_time_share: processor time of planning and committing over the workload's duration.
+        ttft_attainment: share of online requests whose first token met its objective.
+        itl_attainment: share of gaps between tokens that met their objective.
+        total_tok_s: prompt and output tokens computed. A recomputed token counts once.
+        recomputed_token_share: over all tokens computed.
+        aborted_token_share: tokens of stopped steps, over all tokens computed.
+        checkpointed_token_share, restored_token_share: tokens whose KV was copied to host memory, and back,
+            over all tokens computed.
+        scheduling_time_share: CPU time of planning and committing over the workload's duration.
     """
 
     ttft_p50_s: float

@@ -1,11 +1,12 @@
-"""A scenario's result as a picture."""
+"""Draws a scenario's result."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from backfill.core.errors import ConfigError
@@ -30,7 +31,7 @@ _WINDOW_S = 20.0
 
 
 def save_plot(path: Path, result: ScenarioResult) -> None:
-    """Write a PNG: latency and throughput over time, or over the settings of a sweep.
+    """Write a PNG: latency and throughput over time, or at each setting of a sweep.
 
     Raises: ConfigError when the file cannot be written.
     """
@@ -47,7 +48,7 @@ def save_plot(path: Path, result: ScenarioResult) -> None:
         raise ConfigError(f"{path} cannot be written: {error.strerror or error}.") from error
 
 
-def _plot_timeline(axes: Any, point: PointResult, result: ScenarioResult) -> None:
+def _plot_timeline(axes: Sequence[Axes], point: PointResult, result: ScenarioResult) -> None:
     slo = result.scenario.slo
     for policy, replay in point.replays.items():
         colour = _COLOURS[policy]
@@ -65,7 +66,7 @@ def _plot_timeline(axes: Any, point: PointResult, result: ScenarioResult) -> Non
     axes[2].set(xlabel="s", ylabel="tokens/s, online and offline", xlim=(0, replay.duration_s))
 
 
-def _plot_sweep(axes: Any, result: ScenarioResult) -> None:
+def _plot_sweep(axes: Sequence[Axes], result: ScenarioResult) -> None:
     labels = [", ".join(f"{name} {value:g}" for name, value in p.setting.items()) for p in result.points]
     for axis, name in zip(axes, ("ttft_p99_s", "itl_p99_s", "offline_tok_s"), strict=True):
         for index, policy in enumerate(result.points[0].metrics):

@@ -1,4 +1,4 @@
-"""Replays a workload against an engine, on the virtual clock or the wall's."""
+"""Replays a workload against an engine, on a virtual clock or the wall clock."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from backfill.core.sampling import SamplingParams
 from backfill.engine.engine import Engine
 from backfill.engine.messages import TokenOutput
 
-# Prompts carry no meaning here; any id that every model has.
+# The prompt's content does not matter. Every model has this id.
 _PROMPT_TOKEN = 5
 
 
@@ -27,7 +27,7 @@ class Lengths(NamedTuple):
 
 
 class Arrival(NamedTuple):
-    """An online request: when it arrives, from the start of the replay, and its lengths."""
+    """An online request: its arrival, in seconds from the start of the replay, and its lengths."""
 
     at_s: float
     lengths: Lengths
@@ -35,7 +35,7 @@ class Arrival(NamedTuple):
 
 @dataclass(slots=True)
 class OnlineRecord:
-    """When an online request arrived and when each of its tokens came, on the replay's clock."""
+    """Times of an online request's arrival and of each of its tokens, on the replay's clock."""
 
     arrived_at_s: float
     token_at_s: list[float] = field(default_factory=list)
@@ -50,7 +50,7 @@ class OnlineRecord:
 
 @dataclass(slots=True)
 class TimelineBin:
-    """Tokens computed in one stretch of the replay, without what was computed before."""
+    """Tokens computed in one interval of the replay, without recomputed ones."""
 
     online_tokens: int = 0
     offline_tokens: int = 0
@@ -58,12 +58,14 @@ class TimelineBin:
 
 @dataclass(slots=True)
 class ReplayResult:
-    """
+    """What a replay measured.
+
     Attributes:
-        duration_s: of the workload; tokens count up to it, requests to their end.
+        duration_s: duration of the workload. Tokens are counted up to it, online requests to their end.
+        online: one record for each online request.
         counters: of each class at ``duration_s``.
         timeline: bins of ``bin_s``, from the start.
-        scheduling_s: processor time of planning and committing.
+        scheduling_s: CPU time of planning and committing.
     """
 
     duration_s: float
@@ -77,14 +79,15 @@ class ReplayResult:
 
 
 class Replay:
-    """Feeds an engine online requests at their instants and offline ones as a flood.
+    """Feeds an engine online requests at their arrival times, and a flood of offline requests.
 
     The flood keeps ``queue_depth`` offline requests waiting until the workload's end, as a large batch job
-    does. The replay then goes on until every online request has ended, so that those it delayed are counted.
+    does. The replay then continues until every online request has ended, so that delayed ones are counted.
 
     Args:
         clock: the engine's.
-        offline: lengths of offline requests, without end; None for none.
+        online: in order of arrival.
+        offline: an endless iterator of lengths of offline requests; None for none.
     """
 
     def __init__(
@@ -115,11 +118,13 @@ class Replay:
         self._counted = dict.fromkeys(ServiceClass, 0)
 
     def next_at_s(self) -> float:
+        """Time of the next arrival on the clock; inf if all have arrived."""
         if self._next_arrival >= len(self._online):
             return math.inf
         return self._origin_s + self._online[self._next_arrival].at_s
 
     def deliver(self) -> None:
+        """Pass the requests that have arrived to the engine."""
         now_s = self._clock.now_s()
         while self.next_at_s() <= now_s:
             arrival = self._online[self._next_arrival]
@@ -130,6 +135,7 @@ class Replay:
             self._engine.arrive(request)
 
     def run(self) -> ReplayResult:
+        """Replay the whole workload."""
         at_end: dict[ServiceClass, ClassCounters] | None = None
         while self._num_unfinished:
             is_over = self._elapsed_s >= self._duration_s

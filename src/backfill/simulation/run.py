@@ -1,4 +1,4 @@
-"""One policy on one workload on a device that is simulated."""
+"""Runs one policy on one workload on a simulated device."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def simulate(
     host_kv_tokens: int = 0,
     kv_bytes_per_token: int = 1,
 ) -> ReplayResult:
-    """Replay a workload on the virtual clock.
+    """Replay a workload on a virtual clock.
 
     Args:
-        config: with the objectives of every online request.
-        kv_tokens, host_kv_tokens: of the KV pools on the device and in host memory.
+        config: its objectives are those of every online request.
+        kv_tokens, host_kv_tokens: sizes of the KV pools on the device and in host memory.
     """
     clock = VirtualClock()
     cost = profile.cost
@@ -65,7 +65,10 @@ def simulate(
 def simulate_on(
     hardware: HardwareProfile, variant: Variant, workload: Workload, slo: SLO, max_num_batched_tokens: int
 ) -> ReplayResult:
-    """Replay a workload on a device that comes with the package, with a host pool of four times its own."""
+    """Replay a workload on a device whose profile comes with the package.
+
+    The host's KV pool is four times the device's.
+    """
     config = SchedulerConfig(
         max_num_batched_tokens=max_num_batched_tokens,
         max_prefill_chunk_tokens=max_num_batched_tokens,

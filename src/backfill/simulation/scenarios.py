@@ -28,13 +28,13 @@ _SLO = SLO(ttft_s=1.5, tpot_s=0.11)
 _REQUEST = Lengths(1024, 128)
 _NUM_OFFLINE = 4000
 _SEED = 0
-# Of vLLM 0.4.2 with chunked prefill, on which the paper builds; its steps of 110 ms are of about this size.
+# The steps of vLLM 0.4.2 with chunked prefill, on which the paper builds, have about this size at 110 ms.
 _MAX_NUM_BATCHED_TOKENS = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One setting of a scenario: what varies and the workload it gives."""
+    """One setting of a scenario: the values that vary, and the workload they give."""
 
     setting: Mapping[str, float]
     workload: Workload
@@ -42,10 +42,11 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """
+    """One experiment of the paper.
+
     Attributes:
-        policies: names of the variants that are compared.
-        paper: what the paper prints, by policy, under the names of ``PolicyMetrics`` where there are such.
+        policies: names of the variants to compare.
+        paper: the paper's figures by policy, with names of ``PolicyMetrics`` where these exist.
     """
 
     name: str
@@ -70,7 +71,7 @@ class ScenarioResult:
     points: list[PointResult]
 
     def as_json(self) -> dict[str, Any]:
-        """One object; a scenario of several settings has ``points``, and its first under ``policies`` too."""
+        """One object. ``policies`` is the first setting; a scenario of several also has ``points``."""
         content: dict[str, Any] = {
             "scenario": self.scenario.name,
             "hardware": self.scenario.hardware.name,
@@ -84,7 +85,7 @@ class ScenarioResult:
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """Traces to run on; None draws workloads that are like the published ones."""
+    """Traces to use; without one, a workload is drawn with the published trace's means and variation."""
 
     conversations: Path | None = None
     summaries: Path | None = None
@@ -106,7 +107,7 @@ def run_scenario(
     policies: Sequence[str],
     on_done: Callable[[Mapping[str, float], str, PolicyMetrics], None],
 ) -> ScenarioResult:
-    """Run every setting under every policy; ``on_done`` hears of each as it ends."""
+    """Run every setting under every policy. ``on_done`` is called after each."""
     results = []
     for point in scenario.points:
         result = PointResult(point.setting)
@@ -132,7 +133,7 @@ def _offline(inputs: Inputs, hardware: HardwareProfile) -> tuple[Lengths, ...]:
 
 
 def _fig5(inputs: Inputs) -> Scenario:
-    """Section 6.2: a real trace, a quiet stretch from 240 to 620 s, and a burst of three times the rate."""
+    """Section 6.2: a real trace with low load from 240 to 620 s, then a burst of three times the rate."""
     hardware = load_hardware_profile(_HARDWARE)
     phases = [Phase(240, 1.0), Phase(380, 0.4), Phase(120, 3.0), Phase(160, 1.0)]
     workload = conversation_workload(
@@ -159,7 +160,7 @@ def _fig5(inputs: Inputs) -> Scenario:
 
 
 def _fig6(inputs: Inputs) -> Scenario:
-    """Section 6.3.1: full load, none, and full load again."""
+    """Section 6.3.1: full load, no load, and full load again."""
     hardware = load_hardware_profile(_HARDWARE)
     phases = [Phase(180, _FIG6_RATE_PER_S), Phase(180, 0.0), Phase(180, _FIG6_RATE_PER_S)]
     workload = phased_workload(phases, _REQUEST, offline=_offline(inputs, hardware), seed=_SEED)
@@ -175,7 +176,7 @@ def _fig6(inputs: Inputs) -> Scenario:
 
 
 def _fig7(inputs: Inputs) -> Scenario:
-    """Section 6.3.2: 2 requests/s of growing burstiness, then CV 1 at growing rates."""
+    """Section 6.3.2: rising burstiness at 2 requests/s, then rising rates at CV 1."""
     hardware = load_hardware_profile(_HARDWARE)
     offline = _offline(inputs, hardware)
     settings = [(2.0, cv) for cv in (1.0, 2.0, 4.0, 8.0)] + [(rate, 1.0) for rate in (0.5, 1.0, 1.5, 2.5)]
@@ -223,8 +224,8 @@ def _fig8(inputs: Inputs) -> Scenario:
     )
 
 
-# The most at which online-only meets the objectives for every request (the paper's choice of R, section 6.1),
-# found by running it: in steps of 0.2 requests/s for the trace, of 0.5 for each of three seeds of figure 6.
+# The highest rate at which online-only meets the objectives of every request (the paper's R, section 6.1),
+# found by running it in steps of 0.2 requests/s for the trace, and of 0.5 for three seeds of figure 6.
 _FIG5_RATE_PER_S = 1.0
 _FIG6_RATE_PER_S = 4.0
 _FIG7_DURATION_S = 600.0

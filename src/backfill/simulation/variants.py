@@ -1,4 +1,4 @@
-"""What is compared in a scenario: policies, and parts of them switched off."""
+"""Policies that scenarios compare, some with parts switched off."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from backfill.core.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A scheduler's settings under a name."""
+    """Named settings of the scheduler."""
 
     name: str
     policy: PolicyName
@@ -24,7 +24,7 @@ _VARIANTS = (
     Variant("fcfs", "fcfs"),
     Variant("round-robin", "round-robin"),
     Variant("priority", "priority", "swap", "blocking"),  # the paper's vLLM++
-    Variant("priority-recompute", "priority"),  # what vLLM does today
+    Variant("priority-recompute", "priority"),  # as vLLM does today
     Variant("slo-recompute-latest", "slo", victims="latest"),
     Variant("slo-recompute", "slo"),
     Variant("slo-swap", "slo", "swap", "blocking"),
@@ -39,7 +39,7 @@ def variant_names() -> list[str]:
 
 
 def variant(name: str) -> Variant:
-    """Raises: ConfigError naming those that exist."""
+    """The variant of a name. Raises: ConfigError that names the known ones."""
     for each in _VARIANTS:
         if each.name == name:
             return each

@@ -1,4 +1,4 @@
-"""Workloads of the simulated experiments: from traces where paths are given, else drawn to be like them."""
+"""Workloads of the simulated experiments, from traces or drawn with the traces' means and variation."""
 
 from __future__ import annotations
 
@@ -25,11 +25,7 @@ _SUMMARIZATION_OUTPUT = LengthDistribution(291, 1.0, "lognormal")
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Online requests over a duration, and the lengths of the offline flood beside them.
-
-    Args:
-        max_len: context of the model; longer requests of a trace are left out.
-    """
+    """Online requests over a duration, and the lengths of the offline requests beside them."""
 
     online: tuple[Arrival, ...]
     duration_s: float
@@ -48,14 +44,20 @@ def conversation_workload(
     max_len: int,
     seed: int,
 ) -> Workload:
-    """A conversation trace sampled to a rate and rescaled to the phases' time (ConServe, section 6.1)."""
+    """A conversation trace, sampled to a rate and reshaped to phases (ConServe, section 6.1).
+
+    Args:
+        rate_per_s: mean over the duration of the phases; only the ratios of the phases' rates matter.
+        max_len: context of the model; longer requests are left out.
+    Raises: ConfigError for a trace without times or with too few requests.
+    """
     rng = np.random.default_rng(seed)
     duration_s = sum(phase.duration_s for phase in phases)
     count = round(rate_per_s * duration_s)
     if trace is None:
         source = _drawn_conversations(4 * count, max_len, rng)
     else:
-        source = _fitting(read_trace(trace), max_len)
+        source = _within_context(read_trace(trace), max_len)
     if source.arrivals_at_s is None:
         raise ConfigError(f"{trace} has no arrival times; a conversation trace needs them.")
     if len(source) < count:
@@ -73,10 +75,10 @@ def conversation_workload(
 def phased_workload(
     phases: Sequence[Phase], lengths: Lengths, *, offline: tuple[Lengths, ...], seed: int
 ) -> Workload:
-    """Requests of one shape in ON and OFF phases (ConServe, section 6.3.1)."""
+    """Requests of equal lengths in ON and OFF phases (ConServe, section 6.3.1)."""
     count = round(sum(phase.duration_s * phase.rate_per_s for phase in phases))
     instants = phased_arrivals(count, phases, 1.0, np.random.default_rng(seed))
-    return Workload(_alike(instants, lengths), sum(phase.duration_s for phase in phases), offline)
+    return Workload(_equal_requests(instants, lengths), sum(phase.duration_s for phase in phases), offline)
 
 
 def gamma_workload(
@@ -88,10 +90,10 @@ def gamma_workload(
     offline: tuple[Lengths, ...],
     seed: int,
 ) -> Workload:
-    """Requests of one shape with gamma arrivals (ConServe, section 6.3.2)."""
+    """Requests of equal lengths with gamma-distributed gaps (ConServe, section 6.3.2)."""
     count = max(1, round(rate_per_s * duration_s))
     instants = gamma_arrivals(count, rate_per_s, burstiness_of_cv(cv), np.random.default_rng(seed))
-    return Workload(_alike(instants, lengths), duration_s, offline)
+    return Workload(_equal_requests(instants, lengths), duration_s, offline)
 
 
 def summarization_lengths(path: Path | None, *, count: int, max_len: int, seed: int) -> tuple[Lengths, ...]:
@@ -103,7 +105,7 @@ def summarization_lengths(path: Path | None, *, count: int, max_len: int, seed: 
         outputs = np.minimum(outputs, max_len // 2)
         inputs = np.minimum(inputs, max_len - outputs)
     else:
-        trace = _fitting(read_trace(path), max_len)
+        trace = _within_context(read_trace(path), max_len)
         order = rng.permutation(len(trace))[:count]
         inputs, outputs = trace.input_lens[order], trace.output_lens[order]
     return tuple(Lengths(int(i), int(o)) for i, o in zip(inputs, outputs, strict=True))
@@ -115,9 +117,9 @@ def _drawn_conversations(count: int, max_len: int, rng: np.random.Generator) -> 
     return Trace(inputs, outputs, gamma_arrivals(count, 1.0, burstiness_of_cv(_CONVERSATION_CV), rng))
 
 
-def _fitting(trace: Trace, max_len: int) -> Trace:
+def _within_context(trace: Trace, max_len: int) -> Trace:
     return trace.select(np.flatnonzero(trace.input_lens + trace.output_lens <= max_len).tolist())
 
 
-def _alike(instants: np.ndarray, lengths: Lengths) -> tuple[Arrival, ...]:
+def _equal_requests(instants: np.ndarray, lengths: Lengths) -> tuple[Arrival, ...]:
     return tuple(Arrival(float(at_s), lengths) for at_s in instants)

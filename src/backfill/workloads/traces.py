@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 import numpy as np
 
@@ -297,7 +297,7 @@ def _trace_of(path: Path, rows: list[_Row]) -> Trace:
     )
 
 
-def _open(path: Path) -> Any:
+def _open(path: Path) -> TextIO:
     try:
         return path.open(encoding="utf-8-sig", errors="replace", newline="")
     except OSError as error:
@@ -306,8 +306,7 @@ def _open(path: Path) -> Any:
 
 def _read_text(path: Path) -> str:
     with _open(path) as file:
-        text: str = file.read()
-    return text
+        return file.read()
 
 
 def _short(value: Any) -> str:
