@@ -185,8 +185,8 @@ def test_messages_survive_the_wire() -> None:
     logprobs = TokenLogprobs(-0.5, ((7, -0.5), (8, -1.5)))
     engine, executor = make_engine()
     reports: list[FromEngine] = [
-        Ready(executor.info, 1.5, SLO(1.0, 0.1)),
-        Ready(executor.info, 1.5, SLO(1.0, 0.1), make_profile()),
+        Ready(executor.info, SLO(1.0, 0.1)),
+        Ready(executor.info, SLO(1.0, 0.1), make_profile()),
         ProfileRefined(make_profile()),
         StepReport(
             [

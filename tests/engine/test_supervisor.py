@@ -41,7 +41,7 @@ class MortalEngine:
 
     async def start(self) -> Ready:
         self.num_starts += 1
-        return Ready(make_info(), 0.0, DEFAULT_SLO)
+        return Ready(make_info(), DEFAULT_SLO)
 
     async def wait_dead(self) -> None:
         if not self._lifetimes_s:
