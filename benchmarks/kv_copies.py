@@ -1,9 +1,9 @@
-"""How fast KV blocks are copied between the two pools, and what that costs the steps beside it.
+"""Speed of copies between the two KV pools, and their cost to the steps beside them.
 
     python benchmarks/kv_copies.py
 
-Copies alone are timed in both directions, into memory never touched before and into memory that was, beside
-one thread's memcpy of the same blocks. Then steps of 64 decodes of the real model run in turn with copies of
+Copies without steps are timed in both directions, to untouched and to touched memory, and compared with one
+thread's memcpy of the same blocks. Then steps of 64 decodes of the real model run alternately with copies of
 0, 1, 4, 16 and 64 blocks that begin with the step.
 """
 
@@ -37,7 +37,7 @@ _COPIED_ALONE = 1024
 
 
 class TimedCopier:
-    """A copier that keeps how long the step's own thread was in it, in seconds."""
+    """A copier that counts the seconds that the step's own thread spends in it."""
 
     def __init__(self, copier: BlockCopier) -> None:
         self._copier = copier
@@ -70,7 +70,7 @@ def seconds(call: Callable[[], object]) -> float:
 
 
 def memcpy_bytes_per_s(num_bytes: int, block_bytes: int, rounds: int) -> float:
-    """One thread's, of blocks in random order, by the C library's own routine."""
+    """Speed of one thread that copies blocks in random order with the C library's routine."""
     source, target = (torch.full((num_bytes // block_bytes, block_bytes), 1, dtype=torch.uint8).numpy()
                       for _ in range(2))  # fmt: skip
     order = list(range(len(source)))
@@ -88,7 +88,7 @@ def memcpy_bytes_per_s(num_bytes: int, block_bytes: int, rounds: int) -> float:
 
 
 def alone(executor: TorchExecutor, rounds: int) -> dict[str, float]:
-    """Bytes per second of each direction, nothing running beside it."""
+    """Bytes per second of each direction without steps."""
     info = executor.info
     count = min(_COPIED_ALONE, info.num_blocks, info.num_host_blocks)
     fresh = create_copier(executor._kv_pool, info.num_host_blocks)
@@ -107,7 +107,7 @@ def alone(executor: TorchExecutor, rounds: int) -> dict[str, float]:
 
 
 def decode_step(executor: TorchExecutor) -> StepPlan:
-    """A plan that samples nothing, so that it can run any number of times, of the pool's first blocks."""
+    """A plan on the pool's first blocks. It samples nothing, so it can run any number of times."""
     blocks_each = -(-(_CONTEXT + 1) // executor.info.block_size)
     slices = tuple(
         ScheduledSlice(
@@ -120,7 +120,7 @@ def decode_step(executor: TorchExecutor) -> StepPlan:
         for index in range(_NUM_DECODES)
     )
     tokens, sampling = (5,) * (_CONTEXT + 1), SamplingParams(max_tokens=1)
-    admitted = tuple(AdmittedRequest(piece.request_id, tokens, sampling) for piece in slices)
+    admitted = tuple(AdmittedRequest(scheduled.request_id, tokens, sampling) for scheduled in slices)
     executor.run(StepPlan(step=0, admitted=admitted, slices=(), released=()))
     return StepPlan(step=0, admitted=(), slices=slices, released=())
 
@@ -132,7 +132,7 @@ def drain(executor: TorchExecutor, in_flight: int) -> None:
 
 
 def beside_steps(executor: TorchExecutor, copier: TimedCopier, rounds: int) -> list[dict[str, object]]:
-    """Of each direction and number of copies: the step's time over that of the same round's without any."""
+    """For each direction and number of copies: the step's time over that without copies, per round."""
     info, plan = executor.info, decode_step(executor)
     first_unused = _NUM_DECODES * len(plan.slices[0].blocks)
     unused = range(first_unused, info.num_blocks)
@@ -149,9 +149,9 @@ def beside_steps(executor: TorchExecutor, copier: TimedCopier, rounds: int) -> l
             name, count = case
             copies = tuple(map(BlockCopy, random.sample(unused, count),
                                random.sample(range(info.num_host_blocks), count)))  # fmt: skip
-            saves, restores = (copies, ()) if name == "checkpoint" else ((), copies)
+            checkpoint, restore = (copies, ()) if name == "checkpoint" else ((), copies)
             with_copies = StepPlan(
-                step=0, admitted=(), slices=plan.slices, released=(), checkpoint=saves, restore=restores
+                step=0, admitted=(), slices=plan.slices, released=(), checkpoint=checkpoint, restore=restore
             )
             copier.spent_s = 0.0
             began = time.perf_counter()

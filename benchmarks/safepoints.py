@@ -1,9 +1,9 @@
-"""What safepoints cost a step, and how soon a stop takes effect.
+"""The cost of safepoints to a step, and the latency of a stop.
 
     python benchmarks/safepoints.py
 
-Steps with and without armed safepoints run in turn on the real model: a step of 64 decodes and a chunk of a
-prompt. Then steps are stopped at random instants by another thread, as an arrival does, and go on.
+Steps of 64 decodes and a chunk of a prompt run on the real model, alternately with and without safepoints.
+Then another thread stops steps at random instants, as an arrival does, and they resume.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def seconds(executor: TorchExecutor, plan: StepPlan) -> float:
 
 
 def overhead(executor: TorchExecutor, plan: StepPlan, rounds: int) -> tuple[float, float]:
-    """Median step without safepoints, and the median of each round's time with them over that without."""
+    """Median seconds of a step without safepoints, and the median ratio of a step with to one without."""
     armed = replace(plan, safepoints=Safepoints(1, suspends=True))
     plain_s, ratios = [], []
     for number in range(rounds):
@@ -84,7 +84,7 @@ def overhead(executor: TorchExecutor, plan: StepPlan, rounds: int) -> tuple[floa
 def stop_latencies(
     executor: TorchExecutor, plan: StepPlan, step_s: float, rounds: int
 ) -> tuple[int, list[float]]:
-    """Layers between safepoints, and seconds from each request to its safepoint."""
+    """Layers between safepoints, and seconds from each stop request to its safepoint."""
     apart = max(1, int(_MAX_STOP_S / (step_s / executor.info.num_layers)))
     rng, latencies = random.Random(0), []
     for number in range(1, rounds + 1):

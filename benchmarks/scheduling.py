@@ -1,11 +1,10 @@
-"""Times one scheduling decision of the ``slo`` policy, plan and commit, and reclaiming, without a model.
+"""Times scheduling without a model: plan and commit of a step under the ``slo`` policy, and a reclaim.
 
     python benchmarks/scheduling.py
 
-A decision may take 1 ms with 256 running and 10,000 offline requests queued, and must grow no faster than
-the batch. Queues hold the offline requests of one job; a quarter of the running requests are online. With a
-host pool the device's pool is full, so that every new block is checkpointed. Taking 1,000 checkpointed blocks
-from a request may take 100 us.
+Goals: plan and commit take at most 1 ms with 256 running and 10,000 queued offline requests, and grow no
+faster than the batch; reclaiming 1,000 checkpointed blocks takes at most 100 us. A quarter of the running
+requests are online. With a host pool the device pool is full, so that every new block is checkpointed.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _WARM_UP = 600
 
 
 def time_decisions(num_running: int, num_queued: int, *, has_host_pool: bool) -> float:
-    """Median seconds of planning and committing a step while ``num_running`` requests decode."""
+    """Median seconds to plan and commit a step while ``num_running`` requests decode."""
     cost = load_hardware_profile("a100-80g-llama-3-8b").costs.cost
     config = SchedulerConfig(
         max_num_seqs=num_running,
@@ -60,7 +59,7 @@ def time_decisions(num_running: int, num_queued: int, *, has_host_pool: bool) ->
 
 
 def time_reclaim(num_blocks: int) -> float:
-    """Median seconds of taking all its checkpointed blocks from a request, beside another's copies."""
+    """Median seconds to reclaim all blocks of a checkpointed request, while another has copies in flight."""
     request_id, other = RequestId("victim"), RequestId("other")
     times = []
     for _ in range(_STEPS):

@@ -50,7 +50,7 @@ def test_every_request_gets_its_tokens_and_one_last_output() -> None:
         assert [output.finish_reason for output in mine] == [None, None, FinishReason.LENGTH]
 
 
-def test_what_can_never_be_served_is_refused_and_the_engine_goes_on() -> None:
+def test_a_request_that_can_never_be_served_is_refused_and_the_engine_continues() -> None:
     engine, _ = make_engine(max_model_len=20)
     refusals = [
         engine.add(make_request(prompt_tokens=15, max_tokens=6)),
@@ -124,7 +124,7 @@ def test_a_retried_request_may_be_aborted_before_it_runs_again() -> None:
     assert [output.token_id for output in run_to_end(engine)] == [7, 7]
 
 
-def test_only_a_step_that_computes_ends_a_row_of_failures() -> None:
+def test_only_a_step_with_slices_resets_the_count_of_failures() -> None:
     engine, executor = make_engine()
     engine.add(make_request(request_id="a", max_tokens=3))
     for step in range(2):
@@ -164,7 +164,7 @@ def test_stats_count_by_class() -> None:
     assert engine.stats().step.kind == "none", "a step is reported once"
 
 
-def test_messages_survive_the_wire() -> None:
+def test_messages_are_equal_after_encoding_and_decoding() -> None:
     sampling = SamplingParams(max_tokens=3, logit_bias=((4, 1.5),), stop_token_ids=(1, 2), num_logprobs=2)
     commands: list[ToEngine] = [
         AddRequest(
