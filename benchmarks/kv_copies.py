@@ -118,7 +118,7 @@ def decode_step(executor: TorchExecutor) -> StepPlan:
         for index in range(_NUM_DECODES)
     )
     tokens, sampling = (5,) * (_CONTEXT + 1), SamplingParams(max_tokens=1)
-    admitted = tuple(AdmittedRequest(piece.request_id, tokens, sampling) for piece in slices)
+    admitted = tuple(AdmittedRequest(scheduled.request_id, tokens, sampling) for scheduled in slices)
     executor.run(StepPlan(step=0, admitted=admitted, slices=(), released=()))
     return StepPlan(step=0, admitted=(), slices=slices, released=())
 
@@ -147,9 +147,9 @@ def beside_steps(executor: TorchExecutor, copier: TimedCopier, rounds: int) -> l
             name, count = case
             copies = tuple(map(BlockCopy, random.sample(unused, count),
                                random.sample(range(info.num_host_blocks), count)))  # fmt: skip
-            saves, restores = (copies, ()) if name == "checkpoint" else ((), copies)
+            checkpoint, restore = (copies, ()) if name == "checkpoint" else ((), copies)
             with_copies = StepPlan(
-                step=0, admitted=(), slices=plan.slices, released=(), checkpoint=saves, restore=restores
+                step=0, admitted=(), slices=plan.slices, released=(), checkpoint=checkpoint, restore=restore
             )
             copier.spent_s = 0.0
             began = time.perf_counter()

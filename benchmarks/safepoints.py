@@ -1,4 +1,4 @@
-"""What safepoints cost a step, and how soon a stop takes effect.
+"""The cost of safepoints to a step, and the latency of a stop.
 
     python benchmarks/safepoints.py
 
@@ -82,7 +82,7 @@ def overhead(executor: TorchExecutor, plan: StepPlan, rounds: int) -> tuple[floa
 def stop_latencies(
     executor: TorchExecutor, plan: StepPlan, step_s: float, rounds: int
 ) -> tuple[int, list[float]]:
-    """Layers between safepoints, and seconds from each request to its safepoint."""
+    """Layers between safepoints, and seconds from each stop request to its safepoint."""
     apart = max(1, int(_MAX_STOP_S / (step_s / executor.info.num_layers)))
     rng, latencies = random.Random(0), []
     for number in range(1, rounds + 1):

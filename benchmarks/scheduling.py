@@ -1,10 +1,10 @@
-"""Times one scheduling decision of the ``slo`` policy, plan and commit, and reclaiming, without a model.
+"""Times scheduling without a model: plan and commit of a step under the ``slo`` policy, and a reclaim.
 
     python benchmarks/scheduling.py
 
-Goals: 1 ms for a decision with 256 running and 10,000 offline requests queued, growing no faster than the
-batch; 100 us for taking 1,000 checkpointed blocks from a request. A quarter of the running requests are
-online. With a host pool the device pool is full, so that every new block is checkpointed.
+Goals: plan and commit take at most 1 ms with 256 running and 10,000 queued offline requests, and grow no
+faster than the batch; reclaiming 1,000 checkpointed blocks takes at most 100 us. A quarter of the running
+requests are online. With a host pool the device pool is full, so that every new block is checkpointed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _WARM_UP = 600
 
 
 def time_decisions(num_running: int, num_queued: int, *, has_host_pool: bool) -> float:
-    """Median seconds of planning and committing a step while ``num_running`` requests decode."""
+    """Median seconds to plan and commit a step while ``num_running`` requests decode."""
     cost = load_hardware_profile("a100-80g-llama-3-8b").costs.cost
     config = SchedulerConfig(
         max_num_seqs=num_running,
@@ -54,12 +54,12 @@ def time_decisions(num_running: int, num_queued: int, *, has_host_pool: bool) ->
         scheduler.add(_request(index, ServiceClass.ONLINE if is_online else ServiceClass.OFFLINE))
     for _ in range(_WARM_UP):  # until every request that fits has its prompt computed
         _step(scheduler, clock)
-    assert scheduler.num_running == num_running
+    assert scheduler.requests.num_running == num_running
     return statistics.median(_step(scheduler, clock) for _ in range(_STEPS))
 
 
 def time_reclaim(num_blocks: int) -> float:
-    """Median seconds of taking all its checkpointed blocks from a request, beside another's copies."""
+    """Median seconds to reclaim all blocks of a checkpointed request, while another has copies in flight."""
     request_id, other = RequestId("victim"), RequestId("other")
     times = []
     for _ in range(_STEPS):

@@ -1,4 +1,4 @@
-"""Builders that keep a test case to its point, and an executor that needs no model."""
+"""Builders of test objects, and executors that need no model."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def make_request(
 
 
 def linear_cost(token_s: float = 0.001, step_s: float = 0.0, context_s: float = 0.0) -> CostModel:
-    """Every token costs the same, beside a constant for the step and what is read of the context."""
+    """Every token costs the same, in addition to a constant for the step and the context that it reads."""
     knots = (1.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1000.0)
     return CostModel(
         rows_s=PiecewiseLinear(knots, tuple(step_s + token_s * knot for knot in knots)),
@@ -87,13 +87,12 @@ def flat_cost(step_s: float, row_s: float = 0.0) -> CostModel:
 
 
 class ScriptedExecutor:
-    """Checks each plan as a real executor would rely on it, and samples by ``next_token``.
+    """Checks what a real executor relies on in each plan, and samples ``next_token``.
 
-    It keeps what it was told of each request, so a plan that names an unknown request, skips a
-    token, or reuses a block of another live request fails here.
+    A plan fails that names an unknown request, skips a token, or uses a block of another request.
 
     Attributes:
-        fail_at_step: this step raises, after it took in ``num_admitted_by_failure`` of its requests.
+        fail_at_step: this step raises, after ``num_admitted_by_failure`` of its requests were admitted.
     """
 
     def __init__(self, info: ExecutorInfo, next_token: int = 7) -> None:
@@ -140,11 +139,11 @@ class _Copy:
 
 
 class TwoTierExecutor(ScriptedExecutor):
-    """A ScriptedExecutor with contents: every slot of both tiers holds the (request, position) it was given.
+    """A ScriptedExecutor with memory: every slot of both tiers holds a (request, position).
 
-    Copies move their block when they begin or when they complete, at random, and what they write is
-    undefined in between. They complete after random delays, in random order; some steps are stopped, where
-    they may be. A slice whose earlier tokens are not in its blocks, or that touches a block in a copy, fails.
+    A copy moves its block when it begins or when it completes, at random; in between its target is undefined.
+    Copies complete after random delays, in random order. Some steps with safepoints are stopped. A slice
+    fails if its earlier tokens are not in its blocks, or if it uses a block in a copy.
 
     Args:
         fails: the share of steps that raise, after their copies have begun.
@@ -213,7 +212,7 @@ class TwoTierExecutor(ScriptedExecutor):
                 for other in self.in_flight:
                     assert copy.device != other.copy.device, "a block is in two copies"
                     if to_host or other.to_host:
-                        assert copy.host != other.copy.host, "a host block is written in one and in another"
+                        assert copy.host != other.copy.host, "two copies use a host block that one writes"
                 begun = _Copy(copy, to_host, is_moved=waits or self._rng.random() < 0.5)
                 if begun.is_moved:
                     self._move(begun)
@@ -256,7 +255,7 @@ class TwoTierExecutor(ScriptedExecutor):
             self._device[scheduled.blocks[position // size] >> 1][position % size] = tag
 
     def _stopped(self, plan: StepPlan) -> tuple[Sequence[RequestId], int]:
-        """What is stopped in this step, and the layers behind it."""
+        """Requests stopped in this step, and the layers that they have passed."""
         num_layers = self.info.num_layers
         first = self._layers_done if plan.resumes else 0
         if plan.resumes:

@@ -36,7 +36,7 @@ async def ready_server(**options: Any) -> Server:
     server = new_server(**options)
     preparer = RequestPreparer(MODEL, cast(Tokenizer, None), GenerationDefaults())
     server._processes._loading = asyncio.create_task(asyncio.sleep(0, preparer))
-    await server._on_engine_ready(Ready(make_info(), 0.0, SLO(1.0, 0.1), make_profile(linear_cost())))
+    await server._on_engine_ready(Ready(make_info(), SLO(1.0, 0.1), make_profile(linear_cost())))
     return server
 
 
@@ -95,7 +95,7 @@ def test_impossible_objectives_of_the_server_are_refused_or_logged(caplog: pytes
         server = new_server(SchedulerConfig(policy="slo", ttft_slo=ttft_slo))
         preparer = RequestPreparer(MODEL, cast(Tokenizer, None), GenerationDefaults())
         server._processes._loading = asyncio.create_task(asyncio.sleep(0, preparer))
-        await server._on_engine_ready(Ready(make_info(), 0.0, SLO(ttft_slo, 0.1), profile))
+        await server._on_engine_ready(Ready(make_info(), SLO(ttft_slo, 0.1), profile))
 
     with pytest.raises(ConfigError, match=r"^`ttft_slo` 1e-09: one request alone needs 0.1 s on this device"):
         asyncio.run(ready(1e-9))

@@ -12,7 +12,7 @@ def test_a_virtual_clock_moves_only_when_told() -> None:
     assert clock.now_s() == 5.25
 
 
-def test_no_clock_goes_back() -> None:
+def test_no_clock_moves_backwards() -> None:
     with pytest.raises(ValueError, match="cannot go back"):
         VirtualClock().advance(-1.0)
     clock = WallClock()

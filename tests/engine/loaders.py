@@ -1,4 +1,4 @@
-"""Engines for the processes of an ``EngineClient``: without a model, each with a fault of its own."""
+"""Engines without a model for the processes of an ``EngineClient``, each with its own failure."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class _Crowded(ScriptedExecutor):
 class _Hanging(ScriptedExecutor):
     def run(self, plan: StepPlan) -> StepOutcome:
         if plan.slices:
-            self.wait_for_ever()
+            self.wait_forever()
         return super().run(plan)
 
-    def wait_for_ever(self) -> None:
+    def wait_forever(self) -> None:
         time.sleep(3600.0)
 
 
@@ -70,6 +70,6 @@ def load_hanging(config: EngineConfig) -> Engine:
 
 
 def load_never(config: EngineConfig) -> Engine:
-    """It loads for ever."""
+    """It never finishes loading."""
     time.sleep(3600.0)
     raise AssertionError("loaded")

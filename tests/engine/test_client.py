@@ -1,4 +1,4 @@
-"""The engine process as its client sees it: what its faults become."""
+"""The engine process as its client sees it, and how its failures reach the requests."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def assert_lost(answers: list[int | BaseException], num_lost: int, message: str)
         assert message in str(answer)
 
 
-def test_a_killed_engine_says_how_many_requests_it_took_with_it() -> None:
+def test_requests_of_a_killed_engine_are_told_how_many_were_lost() -> None:
     async def run() -> None:
         async with started(load_slow) as client:
             assert await generate(client, "ended") == 2
@@ -142,7 +142,9 @@ def test_a_request_whose_last_output_nobody_has_read_is_not_in_flight() -> None:
 
 
 @pytest.mark.parametrize("other_class", ServiceClass)  # offline: a flex request
-def test_choices_that_ended_hide_no_other_request_from_who_is_to_blame(other_class: ServiceClass) -> None:
+def test_others_are_requests_outside_the_group_even_if_choices_have_ended(
+    other_class: ServiceClass,
+) -> None:
     async def lose_together(client: EngineClient, others: Sequence[str]) -> dict[str, EngineDead]:
         """The errors of a line's choices and of other requests; two further choices have ended."""
         for name in ("c1", "c2"):
@@ -183,7 +185,7 @@ def test_choices_that_ended_hide_no_other_request_from_who_is_to_blame(other_cla
     asyncio.run(run())
 
 
-def test_a_failed_step_says_how_many_of_its_requests_were_others() -> None:
+def test_a_failed_step_counts_its_requests_outside_the_group() -> None:
     async def run() -> None:
         async with started(load_crowded) as client:
             begun = [asyncio.Event() for _ in range(2)]
@@ -200,7 +202,7 @@ def test_a_failed_step_says_how_many_of_its_requests_were_others() -> None:
     asyncio.run(run())
 
 
-def test_a_step_that_fails_twice_loses_its_requests_and_the_engine_goes_on() -> None:
+def test_a_step_that_fails_twice_loses_its_requests_and_the_engine_continues() -> None:
     async def run() -> None:
         async with started(load_failing) as client:
             with pytest.raises(StepFailed, match="RuntimeError") as failure:
@@ -225,14 +227,14 @@ def test_a_stopped_engine_is_noticed_and_ended_and_can_be_started_again() -> Non
     asyncio.run(run())
 
 
-def test_an_engine_that_hangs_says_where(capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_engine_that_hangs_writes_its_stacks(capfd: pytest.CaptureFixture[str]) -> None:
     async def run() -> None:
         async with started(load_hanging, hang_timeout_s=1.0) as client:
             assert_lost(await lose(client), 3, "hung for 1 s")
 
     asyncio.run(run())
     stacks = capfd.readouterr().err
-    assert "in wait_for_ever" in stacks
+    assert "in wait_forever" in stacks
     assert stacks.count("Thread 0x") >= 1, "of all threads"
 
 
@@ -250,7 +252,7 @@ def test_an_engine_ends_quietly_with_the_loop_of_its_client(caplog: pytest.LogCa
     assert caplog.text == ""
 
 
-def test_an_engine_that_idles_does_not_hang() -> None:
+def test_an_idle_engine_does_not_count_as_hanging() -> None:
     async def run() -> None:
         heard, num_reports = asyncio.Event(), itertools.count(1)
 
@@ -266,7 +268,7 @@ def test_an_engine_that_idles_does_not_hang() -> None:
 
 
 @pytest.mark.parametrize("error", [OSError(12, "Cannot allocate memory"), ValueError("unpicklable")])
-def test_a_process_that_cannot_be_made_leaves_nothing_and_may_be_tried_again(
+def test_a_process_that_cannot_be_started_leaves_nothing_and_may_be_retried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -290,7 +292,7 @@ def test_a_process_that_cannot_be_made_leaves_nothing_and_may_be_tried_again(
 
 
 @pytest.mark.parametrize("num_turns", [0, 1, 1000])
-def test_a_start_that_is_stopped_says_that_the_engine_is_dead(num_turns: int) -> None:
+def test_a_start_that_is_stopped_raises_engine_dead(num_turns: int) -> None:
     async def run() -> None:
         client = EngineClient(EngineConfig(model_dir=""), load=load_never)
         starting = asyncio.create_task(client.start())
@@ -306,7 +308,7 @@ def test_a_start_that_is_stopped_says_that_the_engine_is_dead(num_turns: int) ->
     asyncio.run(asyncio.wait_for(run(), 60.0))
 
 
-def test_an_engine_may_be_stopped_by_several_at_once() -> None:
+def test_an_engine_may_be_stopped_by_several_tasks() -> None:
     async def stop_after(client: EngineClient, num_turns: int) -> None:
         for _ in range(num_turns):
             await asyncio.sleep(0)
@@ -318,7 +320,6 @@ def test_an_engine_may_be_stopped_by_several_at_once() -> None:
         first = asyncio.create_task(client.stop())
         await asyncio.sleep(0)
         connection = client._connection
-        assert connection is not None
         while connection.is_alive:
             await asyncio.sleep(0)
         await asyncio.gather(first, *(stop_after(client, num_turns) for num_turns in range(12)))
@@ -354,7 +355,7 @@ def test_objectives_stay_when_the_engine_starts_again_with_another_profile(
         client = EngineClient(config, load=load_profiled)
         try:
             assert (await client.start()).default_slo == SLO(1.0, 0.4)
-            for step_s in (0.01, 10.0):  # the last cannot meet them, and serves all the same
+            for step_s in (0.01, 10.0):  # the last cannot meet them, but serves
                 assert client.pid is not None
                 os.kill(client.pid, signal.SIGKILL)
                 await client.wait_dead()

@@ -52,7 +52,7 @@ def test_every_request_gets_its_tokens_and_one_last_output() -> None:
         assert [output.finish_reason for output in mine] == [None, None, FinishReason.LENGTH]
 
 
-def test_what_can_never_be_served_is_refused_and_the_engine_goes_on() -> None:
+def test_a_request_that_can_never_be_served_is_refused_and_the_engine_continues() -> None:
     engine, _ = make_engine(max_model_len=20)
     refusals = [
         engine.add(make_request(prompt_tokens=15, max_tokens=6)),
@@ -126,7 +126,7 @@ def test_a_retried_request_may_be_aborted_before_it_runs_again() -> None:
     assert [output.token_id for output in run_to_end(engine)] == [7, 7]
 
 
-def test_only_a_step_that_computes_ends_a_row_of_failures() -> None:
+def test_only_a_step_with_slices_resets_the_count_of_failures() -> None:
     engine, executor = make_engine()
     engine.add(make_request(request_id="a", max_tokens=3))
     for step in range(2):
@@ -166,7 +166,7 @@ def test_stats_count_by_class() -> None:
     assert engine.stats().step.kind == "none", "a step is reported once"
 
 
-def test_messages_survive_the_wire() -> None:
+def test_messages_are_equal_after_encoding_and_decoding() -> None:
     sampling = SamplingParams(max_tokens=3, logit_bias=((4, 1.5),), stop_token_ids=(1, 2), num_logprobs=2)
     request = Request(
         request_id=RequestId("r"),
@@ -190,8 +190,8 @@ def test_messages_survive_the_wire() -> None:
     logprobs = TokenLogprobs(-0.5, ((7, -0.5), (8, -1.5)))
     engine, executor = make_engine()
     reports: list[FromEngine] = [
-        Ready(executor.info, 1.5, SLO(1.0, 0.1)),
-        Ready(executor.info, 1.5, SLO(1.0, 0.1), make_profile()),
+        Ready(executor.info, SLO(1.0, 0.1)),
+        Ready(executor.info, SLO(1.0, 0.1), make_profile()),
         ProfileRefined(make_profile()),
         StepReport(
             [

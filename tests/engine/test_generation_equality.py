@@ -64,7 +64,7 @@ def executor(small_model: Path) -> TorchExecutor:
 
 
 class WithFewerBlocks:
-    """The same executor to a control plane that may use only part of its pool."""
+    """The same executor, with only part of its pool for the control plane."""
 
     def __init__(self, executor: TorchExecutor, num_blocks: int | None) -> None:
         self.info = replace(executor.info, num_blocks=num_blocks or executor.info.num_blocks)
@@ -78,7 +78,7 @@ def generate(
     num_new_tokens: int = NUM_NEW_TOKENS,
     **limits: int,
 ) -> tuple[list[list[int]], Engine]:
-    """Greedy outputs of all prompts through one engine, its books checked after every step."""
+    """Greedy outputs of all prompts through one engine, with an integrity check after every step."""
     engine = Engine(SchedulerConfig(**limits), WithFewerBlocks(executor, num_blocks), WallClock())
     requests = [
         make_request(prompt_token_ids=prompt, max_tokens=num_new_tokens, request_id=f"r{index}")
@@ -102,7 +102,7 @@ def test_there_are_enough_prompts(prompts: list[list[int]]) -> None:
 @torch.inference_mode()
 def test_greedy_tokens_equal_transformers(default_model: Path, prompts: list[list[int]]) -> None:
     executor = create_executor(default_model)
-    # Chunks of prompts beside decodes, and fewer places than prompts.
+    # Chunks of prompts beside decodes, and more prompts than one batch holds.
     outputs, _ = generate(executor, prompts, max_num_seqs=32, max_prefill_chunk_tokens=16)
     model = AutoModelForCausalLM.from_pretrained(default_model, dtype=torch.float32).eval()
     for first in range(0, len(prompts), NUM_COMPARED_AT_ONCE):
@@ -120,7 +120,7 @@ def test_greedy_tokens_equal_transformers(default_model: Path, prompts: list[lis
 
 @pytest.fixture(scope="module")
 def expected(executor: TorchExecutor, prompts: list[list[int]]) -> list[list[int]]:
-    """What all prompts yield together."""
+    """Outputs of all prompts in one batch."""
     outputs, _ = generate(executor, prompts, max_num_seqs=64)
     assert len({tuple(output) for output in outputs}) == len(outputs), "tokens depend on the prompt"
     return outputs

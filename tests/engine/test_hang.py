@@ -31,7 +31,7 @@ def test_a_timeout_out_of_range_is_refused(given: float) -> None:
         EngineConfig(model_dir="", engine_hang_timeout=given).validate()
 
 
-def test_an_idle_engine_is_heard_several_times_within_the_timeout() -> None:
+def test_an_idle_engine_reports_several_times_within_the_timeout() -> None:
     assert heartbeat_s(1.0) == 0.25
     assert heartbeat_s(30.0) == heartbeat_s(0.0) == 2.0
 
@@ -56,7 +56,7 @@ def test_silence_is_noticed_and_a_report_ends_it() -> None:
     assert asyncio.run(run()) == ["last report", "silent"]
 
 
-def test_time_in_which_the_watcher_did_not_run_itself_is_no_silence() -> None:
+def test_a_pause_of_the_watching_process_is_no_silence() -> None:
     async def run() -> None:
         watchdog = Watchdog(0.4)
         watching = asyncio.create_task(watchdog.wait_silent())
@@ -73,7 +73,7 @@ def test_time_in_which_the_watcher_did_not_run_itself_is_no_silence() -> None:
     asyncio.run(run())
 
 
-def test_without_a_timeout_nothing_is_a_hang() -> None:
+def test_without_a_timeout_nothing_counts_as_hanging() -> None:
     async def run() -> None:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(Watchdog(0.0).wait_silent(), 0.05)

@@ -1,4 +1,4 @@
-"""What the engine's loop makes of commands."""
+"""How the engine's loop handles commands."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.builders import ScriptedExecutor, make_info, make_request
 
 
 class ScriptedChannel:
-    """Gives its commands, then Stop once the engine has nothing left to do."""
+    """Gives its commands, then Stop once the engine has no work."""
 
     def __init__(self, engine: Engine, *commands: ToEngine) -> None:
         self.sent: list[FromEngine] = []
@@ -53,8 +53,8 @@ def add(request_id: str, **fields: Any) -> AddRequest:
     return AddRequest(make_request(2, 2, request_id=request_id, **fields))
 
 
-class NotingEngine(Engine):
-    """Keeps the requests it was given."""
+class RecordingEngine(Engine):
+    """Records added requests."""
 
     def __init__(self) -> None:
         super().__init__(SchedulerConfig(), ScriptedExecutor(make_info()), VirtualClock())
@@ -67,7 +67,7 @@ class NotingEngine(Engine):
 
 def test_objectives_and_windows_reach_the_engine() -> None:
     slo = SLO(0.5, 0.1)
-    engine = NotingEngine()
+    engine = RecordingEngine()
     channel: Any = ScriptedChannel(
         engine,
         add("a", service_class=ServiceClass.ONLINE, slo=slo),
@@ -78,7 +78,7 @@ def test_objectives_and_windows_reach_the_engine() -> None:
 
 
 def test_each_step_is_reported_once() -> None:
-    engine = NotingEngine()
+    engine = RecordingEngine()
     channel: Any = ScriptedChannel(
         engine, add("a", service_class=ServiceClass.ONLINE), AbortRequests([RequestId("unknown")])
     )
@@ -92,7 +92,7 @@ def test_each_step_is_reported_once() -> None:
 
 
 class IdleChannel:
-    """Gives no command until the engine was heard so often without one."""
+    """Gives no command until the engine has sent this many reports."""
 
     def __init__(self, num_reports: int) -> None:
         self._left = threading.Semaphore(0)
@@ -116,7 +116,7 @@ class IdleChannel:
 
 
 @pytest.mark.parametrize("has_unserved", [False, True])
-def test_an_engine_without_a_step_to_make_is_heard_all_the_same(has_unserved: bool) -> None:
+def test_an_engine_without_a_step_reports_all_the_same(has_unserved: bool) -> None:
     config = SchedulerConfig(policy="online-only")
     engine = Engine(config, ScriptedExecutor(make_info()), VirtualClock())
     if has_unserved:

@@ -54,7 +54,7 @@ class LearningEngine:
         return self.engine.profile
 
     def serve_chats(self, num_requests: int, service_class: ServiceClass = ServiceClass.ONLINE) -> None:
-        """Up to four at a time, to their ends."""
+        """Serve up to four at a time, each to its end."""
         while num_requests > 0:
             batch = min(num_requests, self._rng.randint(1, 4))
             num_requests -= batch
@@ -97,7 +97,7 @@ def test_an_engine_learns_what_its_steps_cost() -> None:
     assert learning.saved[-1] == learning.profile == learning.refiner.profile
 
 
-def test_what_it_learns_is_used_everywhere_and_the_objectives_stay() -> None:
+def test_a_refined_model_is_used_everywhere_and_the_objectives_stay() -> None:
     learning = LearningEngine()
     engine, slo = learning.engine, learning.engine.default_slo
     policy = engine.scheduler.policy
@@ -111,13 +111,13 @@ def test_what_it_learns_is_used_everywhere_and_the_objectives_stay() -> None:
     assert policy.correction.mean == 1.0
     assert policy.correction.upper == pytest.approx(1.0 + deviation)
     assert engine.default_slo == policy.config.default_slo == slo
-    # A step of decodes beside a suspended one has what the new model leaves.
+    # Suspended slices get the time that the new model leaves beside a step of decodes.
     learning.serve_chats(20)
     step = engine.stats().step
     assert step.seconds == pytest.approx(step.predicted_s, rel=0.3)
 
 
-def test_a_profile_whose_error_alone_is_new_leaves_the_correction_as_it_is() -> None:
+def test_a_profile_with_only_a_new_error_keeps_the_correction() -> None:
     learning = LearningEngine(coarse_profile(TRUTH))
     policy = learning.engine.scheduler.policy
     assert isinstance(policy, SloPolicy)
@@ -143,7 +143,7 @@ def test_nothing_is_fitted_while_an_online_request_waits_for_it() -> None:
     assert learning.engine.refine_profile() is not None, "offline work can wait"
 
 
-def test_a_server_that_is_never_idle_fits_ten_minutes_after_it_began_and_after_each_fit(
+def test_a_server_that_is_never_idle_fits_every_ten_minutes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     learning = LearningEngine()
@@ -185,7 +185,7 @@ def test_a_refit_that_fails_ends_the_refining_and_nothing_else(
     assert "cannot be refined" in record.getMessage() and record.exc_info is not None
 
 
-def test_steps_that_did_not_run_whole_teach_nothing() -> None:
+def test_the_refiner_ignores_stopped_and_resumed_steps() -> None:
     learning = LearningEngine()
     engine = learning.engine
     observed: list[Any] = []
@@ -262,7 +262,7 @@ def test_what_a_coarse_profile_predicted_would_have_been_refused() -> None:
 
 
 class WaitingChannel:
-    """Says Stop once the engine has sent a refined profile."""
+    """Gives Stop once the engine has sent a refined profile."""
 
     def __init__(self) -> None:
         self.refined: list[CostProfile] = []

@@ -1,4 +1,4 @@
-"""Requests that leave the device and come back from host memory: their tokens are as if they had stayed."""
+"""Requests that are preempted and restored from host memory have the same tokens as without preemption."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_suspended_steps_beside_reclaimed_and_restored_blocks(
 
 
 class Clumsy:
-    """An executor that fails at the steps given: by turns before it has begun, and within a layer."""
+    """An executor that fails at the given steps: alternately before the step begins and within a layer."""
 
     def __init__(self, executor: TorchExecutor, fails_at: Collection[int]) -> None:
         self.info = executor.info

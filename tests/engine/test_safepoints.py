@@ -318,7 +318,7 @@ def test_a_request_that_arrives_while_the_step_is_planned_stops_it(executor: Tor
     drain(engine, executor)
 
 
-def test_the_engine_hears_an_arrival_from_another_thread_while_a_step_runs(executor: TorchExecutor) -> None:
+def test_the_engine_takes_an_arrival_from_another_thread_during_a_step(executor: TorchExecutor) -> None:
     executor._step_to_stop = -1
     profile: CostProfile = make_profile(linear_cost(token_s=0.01, step_s=0.1))
     config = SchedulerConfig(policy="slo", max_stop_s=1e-9, ttft_slo=5.0, tpot_slo=3.0)

@@ -1,4 +1,4 @@
-"""When a dead engine is started again, and when that ends."""
+"""When an engine is restarted, and when the supervisor gives up."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.builders import make_info
 
 
 class CountingClock(VirtualClock):
-    """Counts how often it is asked."""
+    """Counts its calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,8 +28,8 @@ class CountingClock(VirtualClock):
         return super().now_s()
 
 
-class MortalEngine:
-    """Lives for each of ``lifetimes_s`` in turn, then for ever."""
+class EndingEngine:
+    """Runs for each of ``lifetimes_s`` in turn, then without end."""
 
     def __init__(self, lifetimes_s: Sequence[float]) -> None:
         self.clock = CountingClock()
@@ -41,7 +41,7 @@ class MortalEngine:
 
     async def start(self) -> Ready:
         self.num_starts += 1
-        return Ready(make_info(), 0.0, DEFAULT_SLO)
+        return Ready(make_info(), DEFAULT_SLO)
 
     async def wait_dead(self) -> None:
         if not self._lifetimes_s:
@@ -57,12 +57,12 @@ class MortalEngine:
 
 
 class Watched:
-    """A supervisor around a mortal engine, and what it told."""
+    """A supervisor of such an engine, with a record of its callbacks."""
 
     def __init__(
-        self, *lifetimes_s: float, engine: MortalEngine | None = None, has_other_work: bool = False
+        self, *lifetimes_s: float, engine: EndingEngine | None = None, has_other_work: bool = False
     ) -> None:
-        self.engine = engine or MortalEngine(lifetimes_s)
+        self.engine = engine or EndingEngine(lifetimes_s)
         self.told: list[str] = []
         self.supervisor = EngineSupervisor(
             self.engine,
@@ -92,45 +92,45 @@ async def run_until(watched: Watched, condition: Callable[[], bool]) -> None:
 
 
 async def run_until_settled(watched: Watched) -> None:
-    """Until the engine lives that lives for ever."""
+    """Run until the engine that does not end."""
     await run_until(watched, lambda: watched.engine.is_settled)
 
 
-def test_a_dead_engine_is_started_again() -> None:
+def test_an_engine_that_ended_is_restarted() -> None:
     watched = Watched(100.0, 100.0, 100.0, 100.0)
     asyncio.run(run_until_settled(watched))
     assert watched.engine.num_starts == 5
     assert watched.told == ["ready", "lost"] * 4 + ["ready"]
 
 
-def test_an_engine_that_keeps_dying_soon_is_given_up() -> None:
+def test_an_engine_with_many_quick_deaths_is_given_up() -> None:
     watched = Watched(*[1.0] * 10, 100.0)
     with pytest.raises(EngineDead, match="10 times"):
         asyncio.run(watched.supervisor.run())
     assert watched.told == ["ready", "lost"] * 10, "the last loss is told too"
 
 
-def test_a_long_life_forgives_quick_deaths() -> None:
+def test_a_long_run_resets_the_count_of_quick_deaths() -> None:
     watched = Watched(*[1.0] * 9, 100.0, *[1.0] * 9)
     asyncio.run(run_until_settled(watched))
     assert watched.engine.num_starts == 20
 
 
-def test_an_engine_that_hangs_soon_dies_soon_however_late_it_is_killed() -> None:
+def test_an_engine_that_hangs_soon_is_a_quick_death_however_late_it_is_killed() -> None:
     watched = Watched(*[61.0] * 14, has_other_work=True)
     watched.engine.silent_s = 60.0
     asyncio.run(run_until_settled(watched))
     assert watched.told == ["ready", "lost"] * 10 + ["suspended"] + ["ready", "lost"] * 4 + ["ready"]
 
 
-def test_an_engine_that_hangs_after_a_long_life_does_not_die_soon() -> None:
+def test_an_engine_that_hangs_after_a_long_run_is_no_quick_death() -> None:
     watched = Watched(*[91.0] * 14, has_other_work=True)
     watched.engine.silent_s = 60.0
     asyncio.run(run_until_settled(watched))
     assert watched.told == ["ready", "lost"] * 14 + ["ready"]
 
 
-class Hesitant(MortalEngine):
+class Hesitant(EndingEngine):
     """Cannot be started the second, third and fourth time, or from the second time on."""
 
     def __init__(self, lifetimes_s: Sequence[float], error: Exception, *, for_ever: bool = False) -> None:
@@ -146,7 +146,7 @@ class Hesitant(MortalEngine):
 
 
 @pytest.mark.parametrize("error", [BackfillError("not enough memory"), OSError("no more processes")])
-def test_an_engine_that_cannot_be_started_again_at_once_is_tried_again(error: Exception) -> None:
+def test_a_restart_that_fails_is_retried(error: Exception) -> None:
     watched = Watched(engine=Hesitant([100.0], error))
     asyncio.run(run_until_settled(watched))
     assert watched.told == ["ready", "lost", "ready"]
@@ -154,13 +154,13 @@ def test_an_engine_that_cannot_be_started_again_at_once_is_tried_again(error: Ex
 
 
 @pytest.mark.parametrize("error", [BackfillError("not enough memory"), OSError("no more processes")])
-def test_an_engine_that_can_never_be_started_again_is_given_up_with_its_reason(error: Exception) -> None:
+def test_after_many_failed_restarts_the_engine_is_given_up_with_its_reason(error: Exception) -> None:
     watched = Watched(engine=Hesitant([100.0], error, for_ever=True))
     with pytest.raises(EngineDead, match=str(error)):
         asyncio.run(watched.supervisor.run())
 
 
-def test_an_engine_that_cannot_be_used_after_a_restart_is_ended_and_started_again() -> None:
+def test_an_engine_that_cannot_be_used_after_a_restart_is_restarted() -> None:
     class Picky(Watched):
         async def on_ready(self, ready: Ready) -> None:
             await super().on_ready(ready)
@@ -181,20 +181,20 @@ def test_what_the_first_readiness_raises_is_raised() -> None:
         asyncio.run(Picky().supervisor.run())
 
 
-def test_where_there_is_other_work_an_engine_that_keeps_dying_has_offline_work_suspended() -> None:
+def test_where_there_is_other_work_many_quick_deaths_suspend_offline_work() -> None:
     watched = Watched(*[1.0] * 14, has_other_work=True)
     asyncio.run(run_until_settled(watched))
     assert watched.told == ["ready", "lost"] * 10 + ["suspended"] + ["ready", "lost"] * 4 + ["ready"]
 
 
-def test_where_there_is_other_work_an_engine_that_cannot_start_is_tried_for_ever() -> None:
+def test_where_there_is_other_work_an_engine_that_cannot_start_is_retried_without_end() -> None:
     engine = Hesitant([100.0], OSError("no more processes"), for_ever=True)
     watched = Watched(engine=engine, has_other_work=True)
     asyncio.run(run_until(watched, lambda: engine.num_starts > 15))
     assert watched.told == ["ready", "lost", "suspended"]
 
 
-def test_offline_work_resumes_once_an_engine_has_lived_for_five_minutes() -> None:
+def test_offline_work_resumes_once_an_engine_has_run_for_five_minutes() -> None:
     watched = Watched(*[1.0] * 10, 299.0, has_other_work=True)
 
     async def run() -> None:
@@ -238,7 +238,7 @@ def test_an_expected_end_is_final_and_no_failure() -> None:
 
 
 def test_an_engine_that_cannot_start_says_why() -> None:
-    class Unstartable(MortalEngine):
+    class Unstartable(EndingEngine):
         async def start(self) -> Ready:
             raise BackfillError("not enough memory")
 

@@ -91,7 +91,7 @@ def two_tiers(
     return BlockManager(num_blocks, 4, num_host_blocks, blocking)
 
 
-def test_checkpointed_blocks_are_free_at_once_and_nothing_is_copied_for_it() -> None:
+def test_checkpointed_blocks_are_free_immediately_and_without_a_copy() -> None:
     blocks = two_tiers()
     blocks.grow(A, 12)
     assert blocks.checkpoint(A, 12, max_blocks=8) == 3
@@ -103,7 +103,7 @@ def test_checkpointed_blocks_are_free_at_once_and_nothing_is_copied_for_it() -> 
     assert blocks.num_copies_in_flight == 0
 
 
-def test_reclaimed_blocks_that_are_still_being_copied_are_free_once_they_are() -> None:
+def test_reclaimed_blocks_with_a_copy_in_flight_are_free_when_it_completes() -> None:
     blocks = two_tiers()
     blocks.grow(A, 8)
     blocks.checkpoint(A, 8, max_blocks=1)
@@ -128,7 +128,7 @@ def test_a_shared_prefix_is_checkpointed_once_and_outlives_its_first_owner() -> 
     assert (blocks.num_free_blocks, blocks.num_free_host_blocks) == (8, 6)
 
 
-def test_both_owners_of_a_shared_prefix_come_back_from_its_one_copy() -> None:
+def test_both_owners_of_a_shared_prefix_are_restored_from_its_one_copy() -> None:
     blocks = two_tiers()
     blocks.grow(A, 8)
     blocks.share(A, B, 2)
@@ -149,7 +149,7 @@ def test_both_owners_of_a_shared_prefix_come_back_from_its_one_copy() -> None:
 
 
 @pytest.mark.parametrize(("num_needed", "kept"), [(0, 14), (2, 14), (3, 12), (4, 8), (5, 8)])
-def test_what_is_needed_at_once_is_dropped_from_the_last_block_back(num_needed: int, kept: int) -> None:
+def test_blocks_needed_now_are_dropped_from_the_last_one_back(num_needed: int, kept: int) -> None:
     blocks = two_tiers()
     blocks.grow(A, 14)
     blocks.checkpoint(A, 14, max_blocks=2)
@@ -159,7 +159,7 @@ def test_what_is_needed_at_once_is_dropped_from_the_last_block_back(num_needed: 
     assert len(blocks.take_copies()[0]) == max(0, 4 - max(num_needed, 2)), "the rest is copied first"
 
 
-def test_only_as_many_blocks_are_saved_as_may_be_and_there_is_room_for() -> None:
+def test_no_more_blocks_are_checkpointed_than_allowed_and_than_the_host_has_free() -> None:
     for num_host_blocks, max_checkpoints, kept in ((8, 1, 4), (2, 8, 8), (0, 8, 0)):
         blocks = two_tiers(num_host_blocks=num_host_blocks)
         blocks.grow(A, 12)
@@ -167,7 +167,7 @@ def test_only_as_many_blocks_are_saved_as_may_be_and_there_is_room_for() -> None
         assert blocks.num_free_blocks == 8 - kept // 4
 
 
-def test_blocks_that_a_step_waits_to_save_are_free_at_once() -> None:
+def test_blocking_checkpoints_free_their_blocks_immediately() -> None:
     blocks = two_tiers(blocking=CopyDirections.CHECKPOINT)
     blocks.grow(A, 10)
     assert blocks.reclaim(A, 10, num_needed=3, max_checkpoints=8) == 10, "none is dropped to free its blocks"
@@ -177,7 +177,7 @@ def test_blocks_that_a_step_waits_to_save_are_free_at_once() -> None:
     assert blocks.num_copies_in_flight == 0
 
 
-def test_a_save_for_a_request_that_loses_it_before_the_plan_is_not_made() -> None:
+def test_a_blocking_checkpoint_evicted_before_the_plan_is_not_copied() -> None:
     blocks = two_tiers(num_host_blocks=1, blocking=CopyDirections.CHECKPOINT)
     blocks.grow(A, 4)
     blocks.grow(B, 4)
@@ -189,7 +189,7 @@ def test_a_save_for_a_request_that_loses_it_before_the_plan_is_not_made() -> Non
     assert checkpoint == ((block_index(kept_block), 0),)
 
 
-def test_a_last_block_that_is_not_full_comes_back_and_its_copy_is_given_up() -> None:
+def test_a_last_block_that_is_not_full_is_restored_and_its_copy_is_freed() -> None:
     blocks = two_tiers()
     blocks.grow(A, 6)
     assert blocks.reclaim(A, 6, max_checkpoints=8) == 6
@@ -233,7 +233,7 @@ def test_a_restore_waits_for_the_copy_that_writes_its_host_block() -> None:
     assert blocks.restore(A, 8) == 2
 
 
-def test_what_a_cancelled_restore_was_copied_to_is_free_when_the_copies_are_complete() -> None:
+def test_device_blocks_of_a_cancelled_restore_are_free_when_their_copies_complete() -> None:
     blocks = two_tiers()
     blocks.grow(A, 8)
     blocks.reclaim(A, 8, max_checkpoints=8)
@@ -251,7 +251,7 @@ def test_what_a_cancelled_restore_was_copied_to_is_free_when_the_copies_are_comp
     blocks.check_integrity()
 
 
-def test_copies_of_what_is_on_the_device_are_dropped_back_to_one_that_is_in_use() -> None:
+def test_copies_of_blocks_on_the_device_are_evicted_back_to_one_in_use() -> None:
     blocks = two_tiers()
     blocks.grow(A, 16)
     blocks.checkpoint(A, 16, max_blocks=4)
@@ -305,7 +305,7 @@ NUM_BLOCKS, NUM_HOST_BLOCKS = 9, 7
 
 @dataclass
 class Stream:
-    """One request as the model knows it: the tags that its computed tokens must have wherever they are."""
+    """One request in the model: the tags of its computed tokens, in either tier."""
 
     tags: list[tuple[str, int]] = field(default_factory=list)
     place: Literal["device", "host", "restoring"] = "device"
@@ -337,7 +337,7 @@ class TwoTierMachine(RuleBasedStateMachine):
         self.in_flight: list[InFlight] = []
         self.num_named = 0
 
-    # What the model knows.
+    # The model's state.
 
     def at(self, *places: str) -> list[RequestId]:
         return [request_id for request_id, stream in self.streams.items() if stream.place in places]
@@ -346,18 +346,18 @@ class TwoTierMachine(RuleBasedStateMachine):
         eligible = self.at(*places)
         return eligible[pick % len(eligible)] if eligible else None
 
-    def saves_begun(self) -> list[BlockCopy]:
-        """Those that no plan has taken yet."""
+    def checkpoints_begun(self) -> list[BlockCopy]:
+        """Checkpoints that no plan has taken yet."""
         return list(self.blocks._checkpoint.values())
 
     def untouchable(self) -> tuple[set[int], set[int]]:
         """Device and host blocks with a copy in flight, whether a plan has taken it or not."""
         copies = [*(each.copy for each in self.in_flight), *self.blocks._restore]
         if CopyDirections.CHECKPOINT not in self.blocking:
-            copies += self.saves_begun()
+            copies += self.checkpoints_begun()
         return {copy.device for copy in copies}, {copy.host for copy in copies}
 
-    def restored_at_once(self) -> set[int]:
+    def restored_by_next_plan(self) -> set[int]:
         """Device blocks that the next plan fills before it computes anything."""
         return {c.device for c in self.blocks._restore} if CopyDirections.RESTORE in self.blocking else set()
 
@@ -419,32 +419,32 @@ class TwoTierMachine(RuleBasedStateMachine):
     @rule(pick=picks, max_blocks=st.integers(0, 4))
     def checkpoint(self, pick: int, max_blocks: int) -> None:
         request_id = self.pick(pick, "device")
-        if request_id is None or self.is_restored_at_once(request_id):
+        if request_id is None or self.is_restored_by_next_plan(request_id):
             return
         _, busy = self.untouchable()
-        before, num_tokens = len(self.saves_begun()), len(self.streams[request_id].tags)
+        before, num_tokens = len(self.checkpoints_begun()), len(self.streams[request_id].tags)
         uncopied = self.blocks.num_uncheckpointed_blocks(request_id, num_tokens)
         room = self.blocks.num_free_host_blocks
         begun = self.blocks.checkpoint(request_id, num_tokens, max_blocks)
         assert begun == min(max_blocks, uncopied, room)
-        new = self.saves_begun()[before:]
+        new = self.checkpoints_begun()[before:]
         assert len(new) == begun
         assert busy.isdisjoint(copy.host for copy in new), "a host block in a copy was given out"
 
     @rule(pick=picks, num_needed=st.integers(0, 6), max_checkpoints=st.integers(0, 6))
     def reclaim(self, pick: int, num_needed: int, max_checkpoints: int) -> None:
         request_id = self.pick(pick, "device")
-        if request_id is None or self.is_restored_at_once(request_id):
+        if request_id is None or self.is_restored_by_next_plan(request_id):
             return
         stream, table = self.streams[request_id], set(self.blocks.table(request_id))
         busy = {ref for ref in table if block_index(ref) in self.untouchable()[0]}
-        free, num_saves = self.blocks.num_free_blocks, len(self.saves_begun())
+        free, num_saves = self.blocks.num_free_blocks, len(self.checkpoints_begun())
         _, busy_host = self.untouchable()
         is_shared = not table.isdisjoint(self.blocks._more_owners)
         kept = self.blocks.reclaim(
             request_id, len(stream.tags), num_needed=num_needed, max_checkpoints=max_checkpoints
         )
-        saves = self.saves_begun()[num_saves:]
+        saves = self.checkpoints_begun()[num_saves:]
         assert len(saves) <= max_checkpoints
         assert busy_host.isdisjoint(copy.host for copy in saves), "a host block in a copy was given out"
         if not is_shared:
@@ -460,9 +460,9 @@ class TwoTierMachine(RuleBasedStateMachine):
         if not kept:
             del self.streams[request_id]
 
-    def is_restored_at_once(self, request_id: RequestId) -> bool:
-        """Copies from a block before the plan that fills it would be of what is there now."""
-        return not self.restored_at_once().isdisjoint(map(block_index, self.blocks.table(request_id)))
+    def is_restored_by_next_plan(self, request_id: RequestId) -> bool:
+        """A checkpoint of such a block before the next plan would copy its present contents."""
+        return not self.restored_by_next_plan().isdisjoint(map(block_index, self.blocks.table(request_id)))
 
     @rule(pick=picks, max_blocks=st.integers(0, 3))
     def evict_host_blocks(self, pick: int, max_blocks: int) -> None:
@@ -499,7 +499,7 @@ class TwoTierMachine(RuleBasedStateMachine):
     def restore_some(self, request_id: RequestId, max_blocks: int) -> None:
         being_written = {each.copy.host for each in self.in_flight if each.to_host}
         if CopyDirections.CHECKPOINT not in self.blocking:
-            being_written |= {copy.host for copy in self.saves_begun()}
+            being_written |= {copy.host for copy in self.checkpoints_begun()}
         before = len(self.blocks._restore)
         begun = self.blocks.restore(request_id, max_blocks)
         new = self.blocks._restore[before:]
@@ -532,13 +532,13 @@ class TwoTierMachine(RuleBasedStateMachine):
             self.blocks.release(request_id)
             del self.streams[request_id]
 
-    @rule(moves_at_once=st.integers(0, 255))
-    def plan(self, moves_at_once: int) -> None:
-        self.take(moves_at_once)
+    @rule(moves_when_begun=st.integers(0, 255))
+    def plan(self, moves_when_begun: int) -> None:
+        self.take(moves_when_begun)
 
     @rule()
     def settle(self) -> None:
-        """All copies complete, and what is restored by that is back."""
+        """All copies complete, and the restores that they complete end."""
         for request_id in self.at("restoring"):
             self.restore_some(request_id, NUM_HOST_BLOCKS)
         self.take()
@@ -547,15 +547,15 @@ class TwoTierMachine(RuleBasedStateMachine):
             if self.blocks.is_restored(request_id):
                 self.end(request_id)
 
-    def take(self, moves_at_once: int = 0b10110010) -> None:
-        """The copies begun so far go into a plan; those that it waits for are complete before its slices."""
+    def take(self, moves_when_begun: int = 0b10110010) -> None:
+        """A plan takes the copies begun so far; blocking ones complete before its slices."""
         checkpoint, restore = self.blocks.take_copies()
         assert len({copy.device for copy in restore}) == len(restore), "two copies into one device block"
         assert len({copy.host for copy in checkpoint}) == len(checkpoint), "two copies into one host block"
         for to_host, copies in ((True, checkpoint), (False, restore)):
             waits = (CopyDirections.CHECKPOINT if to_host else CopyDirections.RESTORE) in self.blocking
             for index, copy in enumerate(copies):
-                is_moved = waits or bool(moves_at_once >> index & 1)
+                is_moved = waits or bool(moves_when_begun >> index & 1)
                 if is_moved:
                     self.move(copy, to_host)
                 if not waits:
@@ -581,28 +581,28 @@ class TwoTierMachine(RuleBasedStateMachine):
             self.in_flight.remove(each)
         self.blocks.complete([each.copy for each in done])
 
-    # What always holds.
+    # Invariants.
 
     @invariant()
-    def books_agree(self) -> None:
+    def counts_agree_in_both_tiers(self) -> None:
         self.blocks.check_integrity()
         busy, busy_host = self.untouchable()
-        at_once = len(self.restored_at_once())
+        at_once = len(self.restored_by_next_plan())
         assert self.blocks.num_copies_in_flight == len(busy) - at_once, "a block is in two copies in flight"
         free = set(map(block_index, self.blocks._free))
         assert free.isdisjoint(busy), "a block in a copy is free"
         assert busy_host.isdisjoint(self.blocks._free_host), "a host block in a copy is free"
-        # The contents of a block that a step waits to save are still there when that step begins.
-        for index in free - {copy.device for copy in self.saves_begun()}:
+        # A block with a blocking checkpoint still has its contents when the step begins.
+        for index in free - {copy.device for copy in self.checkpoints_begun()}:
             self.device[index] = [GARBAGE] * BLOCK_SIZE
         for index in self.blocks._free_host:
             self.host[index] = [GARBAGE] * BLOCK_SIZE
 
     @invariant()
-    def every_counted_token_is_where_the_books_say(self) -> None:
+    def every_counted_token_is_where_the_tables_say(self) -> None:
         unwritten = {each.copy.host for each in self.in_flight if each.to_host}
-        unwritten |= {copy.host for copy in self.saves_begun()}
-        unfilled = self.restored_at_once()
+        unwritten |= {copy.host for copy in self.checkpoints_begun()}
+        unfilled = self.restored_by_next_plan()
         for request_id, stream in self.streams.items():
             table = self.blocks._tables[request_id]
             first = list(table.host)
@@ -640,11 +640,11 @@ class TwoTierMachine(RuleBasedStateMachine):
         assert self.blocks.num_copies_in_flight == self.blocks.num_unreferenced_blocks == 0
 
 
-class SavingAtOnceMachine(TwoTierMachine):
+class BlockingCheckpointMachine(TwoTierMachine):
     blocking = CopyDirections.CHECKPOINT
 
 
-class RestoringAtOnceMachine(TwoTierMachine):
+class BlockingRestoreMachine(TwoTierMachine):
     blocking = CopyDirections.RESTORE
 
 
@@ -652,11 +652,11 @@ class BlockingMachine(TwoTierMachine):
     blocking = CopyDirections.CHECKPOINT | CopyDirections.RESTORE
 
 
-MACHINES = (TwoTierMachine, SavingAtOnceMachine, RestoringAtOnceMachine, BlockingMachine)
+MACHINES = (TwoTierMachine, BlockingCheckpointMachine, BlockingRestoreMachine, BlockingMachine)
 _TIERS = settings(max_examples=100, stateful_step_count=40, deadline=None)
 TestTwoTierMachine = TwoTierMachine.TestCase
-TestSavingAtOnceMachine = SavingAtOnceMachine.TestCase
-TestRestoringAtOnceMachine = RestoringAtOnceMachine.TestCase
+TestSavingAtOnceMachine = BlockingCheckpointMachine.TestCase
+TestRestoringAtOnceMachine = BlockingRestoreMachine.TestCase
 TestBlockingMachine = BlockingMachine.TestCase
 for _case in (TestTwoTierMachine, TestSavingAtOnceMachine, TestRestoringAtOnceMachine, TestBlockingMachine):
     _case.settings = _TIERS
@@ -667,7 +667,7 @@ del _case
 @settings(max_examples=150, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_no_long_walk_loses_or_overwrites_a_block(machine_type: type[TwoTierMachine], seed: int) -> None:
-    """What needs many steps in a row: the machines above seldom get there, but shrink what they find."""
+    """States after many steps, which the machines above rarely reach; those shrink their examples."""
     rng, machine = random.Random(seed), machine_type()
     few, many = functools.partial(rng.randint, 0, 4), functools.partial(rng.randint, 0, 11)
 
@@ -693,6 +693,6 @@ def test_no_long_walk_loses_or_overwrites_a_block(machine_type: type[TwoTierMach
     weights = [weight for weight, _ in actions]
     for _, action in rng.choices(actions, weights, k=150):
         action()
-        machine.books_agree()
-        machine.every_counted_token_is_where_the_books_say()
+        machine.counts_agree_in_both_tiers()
+        machine.every_counted_token_is_where_the_tables_say()
     machine.teardown()

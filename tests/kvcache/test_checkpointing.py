@@ -99,7 +99,7 @@ def with_level(rank: PriorityLevel, **fields: float) -> Request:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_least_urgent_is_copied_first(name: CheckpointingName) -> None:
+def test_the_least_urgent_request_is_checkpointed_first(name: CheckpointingName) -> None:
     expected = [
         with_level(PriorityLevel.OFFLINE, priority=1),
         with_level(PriorityLevel.OFFLINE, arrived_at_s=2.0),
@@ -113,7 +113,7 @@ def test_the_least_urgent_is_copied_first(name: CheckpointingName) -> None:
     assert mixed == expected
 
 
-def test_copies_of_what_is_on_the_device_give_way_first_and_there_the_most_urgent_ones() -> None:
+def test_copies_of_blocks_on_the_device_are_evicted_first_and_there_the_most_urgent_ones() -> None:
     key = create_checkpoint_policy("adaptive").eviction_key
     order = [(level, True) for level in (PriorityLevel.ONLINE, PriorityLevel.PROMOTED, PriorityLevel.OFFLINE)]
     order += [

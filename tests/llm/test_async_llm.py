@@ -289,7 +289,7 @@ def test_the_end_of_the_block_ends_the_requests(async_llm: AsyncLLM, small_model
 def test_objectives_of_the_engine_that_cannot_be_met_are_named_as_keywords(
     async_llm: AsyncLLM, run: Run, monkeypatch: pytest.MonkeyPatch, objective: str
 ) -> None:
-    ready = Ready(make_info(), 0.0, SLO(1.0, 1.0), make_profile(flat_cost(0.1)))
+    ready = Ready(make_info(), SLO(1.0, 1.0), make_profile(flat_cost(0.1)))
     monkeypatch.setattr(EngineClient, "start", AsyncMock(return_value=ready))
     with pytest.raises(ValueError, match=f"^{objective} 1e-09: one request alone needs 0.1 s on this device"):
         run(AsyncLLM(async_llm._engine.client.config.model_dir, **{objective: 1e-9}).start())
@@ -298,7 +298,7 @@ def test_objectives_of_the_engine_that_cannot_be_met_are_named_as_keywords(
 def test_objectives_that_may_be_missed_are_warned_of_once(
     async_llm: AsyncLLM, run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    ready = Ready(make_info(), 0.0, SLO(1.0, 1.0), make_profile(flat_cost(0.1)))
+    ready = Ready(make_info(), SLO(1.0, 1.0), make_profile(flat_cost(0.1)))
     monkeypatch.setattr(EngineClient, "start", AsyncMock(return_value=ready))
     llm = AsyncLLM(async_llm._engine.client.config.model_dir, ttft_slo=0.09)
     for _ in range(2):

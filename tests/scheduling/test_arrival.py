@@ -28,7 +28,7 @@ def running(predicted_s: float = 1.0, *, online_s: float = 0.0, suspends: bool =
         pytest.param(running(), 10.9, 11.5, False, id="the step is past its predicted end"),
     ],
 )
-def test_work_is_dropped_only_where_that_saves_a_first_token(
+def test_slices_are_discarded_only_where_that_saves_a_first_token(
     step: RunningStep, ttft_deadline_at_s: float, now_s: float, expected: bool
 ) -> None:
     assert should_stop(step, [ArrivedPrompt(100, ttft_deadline_at_s)], now_s, COST) is expected
@@ -43,7 +43,7 @@ def test_work_is_dropped_only_where_that_saves_a_first_token(
         pytest.param(running(online_s=0.2, suspends=True), 10.2, True, id="online slices are short"),
     ],
 )
-def test_work_is_suspended_wherever_that_saves_a_wait(
+def test_slices_are_suspended_wherever_that_saves_a_wait(
     step: RunningStep, now_s: float, expected: bool
 ) -> None:
     prompt = ArrivedPrompt(100, ttft_deadline_at_s=100.0)
@@ -51,7 +51,7 @@ def test_work_is_suspended_wherever_that_saves_a_wait(
     assert not should_stop(step, [], now_s, COST)
 
 
-def test_prompts_that_wait_are_computed_together() -> None:
+def test_arrived_prompts_are_computed_together() -> None:
     prompts = [ArrivedPrompt(100, 11.15) for _ in range(2)]
     assert not should_stop(running(), prompts[:1], 10.2, COST)
     assert should_stop(running(), prompts, 10.2, COST)

@@ -1,4 +1,4 @@
-"""Whole schedules with two tiers, against an executor that knows what is in every slot of both."""
+"""Whole schedules with two tiers, against an executor that knows the contents of every slot."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from backfill.scheduling.scheduler import Scheduler
 from tests.builders import TwoTierExecutor, linear_cost, make_info, make_profile, make_request
 
 BLOCK_SIZE = 4
-MOST_STEPS = 3000
+MAX_STEPS = 3000
 OFFLINE = ServiceClass.OFFLINE
 
 
@@ -80,7 +80,7 @@ class Arrival:
 
 @dataclass
 class Run:
-    """A scheduler and its executor, on a clock that steps take their predicted time of."""
+    """A scheduler and its executor; each step takes its predicted time of a virtual clock."""
 
     setting: Setting
     seed: int = 0
@@ -114,7 +114,7 @@ class Run:
         return plan
 
     def run(self, arrivals: list[Arrival]) -> None:
-        """All arrivals to their end, and what is left to clear up after them."""
+        """Run all arrivals to their end, and the releases and copies after them."""
         last = max((arrival.at_step for arrival in arrivals), default=0)
         while len(self.plans) <= last or self.scheduler.has_work:
             for arrival in arrivals:
@@ -124,7 +124,7 @@ class Run:
                     self.scheduler.finish(arrival.request.request_id, FinishReason.ABORT)
             self.scheduler.check_integrity()
             self.step()
-            assert len(self.plans) < MOST_STEPS, "it hangs"
+            assert len(self.plans) < MAX_STEPS, "it hangs"
         assert_whole(self.scheduler.blocks)
         assert not self.executor.num_tokens, "the executor was told to forget all"
 
@@ -190,7 +190,7 @@ def test_every_token_is_computed_from_its_own_context_and_nothing_is_lost(
 
 
 def crowd(rng: random.Random) -> list[Arrival]:
-    """More requests at once than the pool holds, of both classes, until all have come."""
+    """More requests of both classes than the pool holds."""
     arrivals = []
     for index in range(rng.randint(6, 16)):
         prompt_tokens, at_step = rng.randint(1, 36), rng.randint(0, 40)
@@ -210,13 +210,13 @@ def crowd(rng: random.Random) -> list[Arrival]:
 
 @settings(max_examples=150, deadline=None)
 @given(setting=all_settings(), seed=st.integers(0, 2**32))
-def test_crowded_schedules_too(setting: Setting, seed: int) -> None:
-    """What small examples seldom reach: many preemptions and restores in one schedule."""
+def test_crowded_schedules_compute_every_token_from_its_own_context(setting: Setting, seed: int) -> None:
+    """Many preemptions and restores in one schedule, which small examples rarely reach."""
     Run(setting, seed).run(crowd(random.Random(seed)))
 
 
 def contention() -> list[Arrival]:
-    """Offline requests that fill the pool, and online ones that take half of it, again and again."""
+    """Offline requests that fill the pool, and bursts of online ones that need half of it."""
     offline = [
         Arrival(0, make_request(12, 24, service_class=OFFLINE, arrived_at_s=float(index)))
         for index in range(4)
@@ -227,7 +227,7 @@ def contention() -> list[Arrival]:
 @pytest.mark.parametrize("restore", get_args(RestoreMode))
 @pytest.mark.parametrize("checkpointing", ["adaptive", "eager", "swap"])
 @pytest.mark.parametrize("policy", ["slo", "priority"])
-def test_preempted_requests_come_back_from_host_memory(
+def test_preempted_requests_are_restored_from_host_memory(
     policy: PolicyName, checkpointing: CheckpointingName, restore: RestoreMode
 ) -> None:
     setting = Setting(policy=policy, checkpointing=checkpointing, restore=restore)
@@ -244,7 +244,7 @@ def test_preempted_requests_come_back_from_host_memory(
     assert counters.num_recomputed_tokens < recomputed
 
 
-def test_others_run_while_a_request_is_restored_unless_they_wait_for_it() -> None:
+def test_others_run_beside_a_restore_unless_it_blocks() -> None:
     for restore in get_args(RestoreMode):
         run = Run(Setting(policy="slo", restore=restore, completes=0.1))
         run.run(contention())
@@ -255,11 +255,11 @@ def test_others_run_while_a_request_is_restored_unless_they_wait_for_it() -> Non
 
 
 class BrokenPlan(BaseException):
-    """What an executor found wrong with a plan; no failure that an engine goes on after."""
+    """An executor found an error in a plan. No Exception, so that the engine does not continue."""
 
 
 class Unforgiving:
-    """Lets only the scripted failures of an executor be failed steps."""
+    """Turns all failures of an executor but the scripted ones into BrokenPlan."""
 
     def __init__(self, executor: TwoTierExecutor) -> None:
         self.info = executor.info
@@ -309,7 +309,7 @@ def test_failing_steps_cost_only_requests_with_tokens_or_a_second_failure(
         engine.scheduler.check_integrity()
         clock.advance(0.005)
         num_steps += 1
-        assert num_steps < MOST_STEPS, "it hangs"
+        assert num_steps < MAX_STEPS, "it hangs"
     assert not engine.has_unfinished
     for arrival in arrivals:
         is_failed = arrival.request.request_id in failed

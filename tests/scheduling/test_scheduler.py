@@ -90,7 +90,7 @@ def test_the_least_urgent_is_preempted_when_blocks_run_out_and_recomputed_later(
     scheduler = make_scheduler(urgent, later, num_blocks=4)
     executor = ScriptedExecutor(make_info(num_blocks=4))
     step(scheduler, executor)
-    assert scheduler.num_running == 2
+    assert scheduler.requests.num_running == 2
     plan = step(scheduler, executor)  # both need a third and a second block, one is left
     assert sizes(plan) == {"urgent": 1}
     assert later.status is RequestStatus.PREEMPTED
@@ -103,7 +103,7 @@ def test_the_least_urgent_is_preempted_when_blocks_run_out_and_recomputed_later(
     assert not [a for p in executor.plans[1:] for a in p.admitted], "the executor kept its tokens"
 
 
-def test_chunks_still_to_come_are_reserved_for() -> None:
+def test_blocks_are_reserved_for_later_chunks() -> None:
     requests = [make_request(28, max_tokens=4, request_id=f"r{i}") for i in range(4)]
     scheduler = make_scheduler(*requests, num_blocks=20, max_prefill_chunk_tokens=4)
     executor = ScriptedExecutor(make_info(num_blocks=20))

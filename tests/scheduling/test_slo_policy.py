@@ -52,7 +52,7 @@ def test_offline_decodes_are_left_out_from_the_least_urgent_when_time_is_short()
     plan = bench.step()
     assert plan.predicted_s <= 0.02 * (1 - MARGIN)
     assert set(sizes(plan)) == {"chat", *(f"job{i}" for i in range(len(sizes(plan)) - 1))}
-    assert bench.scheduler.num_running == 41, "the others keep their blocks"
+    assert bench.scheduler.requests.num_running == 41, "the others keep their blocks"
 
 
 def test_an_online_request_preempts_the_offline_request_with_least_work_done() -> None:
@@ -60,14 +60,14 @@ def test_an_online_request_preempts_the_offline_request_with_least_work_done() -
     much, little = offline(36, 8, request_id="much"), offline(24, 8, request_id="little")
     bench.add(much, little)
     bench.step()
-    assert bench.scheduler.num_running == 2
+    assert bench.scheduler.requests.num_running == 2
     bench.add(make_request(24, 4, request_id="chat"))
     assert sizes(bench.step()) == {"chat": 24}
     assert little.status is RequestStatus.PREEMPTED
     assert much.status is RequestStatus.RUNNING
 
 
-def test_nothing_is_preempted_for_an_online_request_that_would_not_fit_even_so() -> None:
+def test_nothing_is_preempted_for_an_online_request_that_would_still_not_fit() -> None:
     bench = Bench(num_blocks=20)
     bench.add(make_request(48, 8, request_id="running"))
     bench.step()
@@ -132,7 +132,7 @@ def first_tokens(bench: Bench, chats: Sequence[Request]) -> list[float]:
     return sorted(seen.values())
 
 
-def test_many_chats_at_once_get_their_first_tokens_as_soon_as_under_fcfs() -> None:
+def test_a_burst_of_chats_gets_its_first_tokens_as_soon_as_under_fcfs() -> None:
     def of_policy(policy: Policy | None) -> list[float]:
         chats = [make_request(40, 60, request_id=f"chat{i}", arrived_at_s=0.0) for i in range(60)]
         return first_tokens(Bench(policy, step_s=0.02), chats)
@@ -144,7 +144,7 @@ def test_many_chats_at_once_get_their_first_tokens_as_soon_as_under_fcfs() -> No
         assert ours[index] <= 1.1 * fcfs[index]
 
 
-def test_newcomers_beside_many_decodes_are_not_left_a_few_tokens_a_step() -> None:
+def test_a_prompt_beside_many_decodes_gets_more_than_their_slack() -> None:
     bench = Bench(step_s=0.02)
     bench.add(*(make_request(4, 200, request_id=f"chat{i}") for i in range(60)))
     bench.step()
@@ -173,7 +173,7 @@ def test_a_prompt_that_would_be_late_even_alone_leaves_other_requests_their_gaps
         assert bench.step().predicted_s <= SLO_100_MS.tpot_s
 
 
-def test_a_prompt_that_needs_most_of_its_objective_goes_before_gaps() -> None:
+def test_a_prompt_that_needs_most_of_its_objective_may_widen_other_requests_gaps() -> None:
     bench = Bench()
     bench.add(*(make_request(4, 200, request_id=f"chat{i}") for i in range(30)))
     bench.step()
@@ -181,7 +181,7 @@ def test_a_prompt_that_needs_most_of_its_objective_goes_before_gaps() -> None:
     assert sizes(bench.step())["long"] == 900
 
 
-def test_a_prompt_that_is_late_because_it_waited_goes_before_gaps() -> None:
+def test_a_prompt_that_is_late_because_it_waited_may_widen_other_requests_gaps() -> None:
     bench = Bench()
     bench.add(make_request(4, 200, request_id="chat"))
     bench.step()

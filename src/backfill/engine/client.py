@@ -22,7 +22,6 @@ from backfill.engine.messages import (
     StartFailed,
     StepReport,
     Stop,
-    ToEngine,
     TokenOutput,
 )
 from backfill.engine.process import EngineLoader, load_engine
@@ -67,7 +66,7 @@ class EngineClient:
         self._tasks = tasks or TaskWatch()
         self._load = load
         self._watchdog = Watchdog(0.0)
-        self._connection: EngineConnection | None = None  # the last one, which may be closed
+        self._connection = self._new_connection()
         self._reader: asyncio.Task[None] | None = None
         self._starting: asyncio.Task[Ready] | None = None
         self._streams = RequestStreams()
@@ -81,7 +80,7 @@ class EngineClient:
     @property
     def pid(self) -> int | None:
         """Of the process that was started last."""
-        return None if self._connection is None else self._connection.pid
+        return self._connection.pid
 
     @property
     def num_in_flight(self) -> int:
@@ -110,8 +109,8 @@ class EngineClient:
 
         Raises: BackfillError when the process cannot be started; its files are removed then.
         """
-        assert self._connection is None or not self._connection.is_open, "there is a process already"
-        self._connection = EngineConnection(self.config, self._log_level, self._load)
+        assert not self._connection.is_open, "there is a process already"
+        self._connection = self._new_connection()
         self._connection.launch()
 
     async def start(self) -> Ready:
@@ -124,16 +123,15 @@ class EngineClient:
         try:
             return await starting
         except BaseException as error:
-            self._close()
+            self._connection.close()
             if isinstance(error, asyncio.CancelledError) and self._starting is not starting:
                 raise EngineDead("The engine was stopped while it was started.") from None
             raise
 
     async def _start(self) -> Ready:
-        if self._connection is None or not self._connection.is_open:
+        if not self._connection.is_open:
             self.launch()
         connection = self._connection
-        assert connection is not None
         first = await connection.first_message()
         if not isinstance(first, Ready):
             raise BackfillError(
@@ -158,8 +156,8 @@ class EngineClient:
         if starting is not None and not starting.done():
             starting.cancel()
             await asyncio.wait([starting])
-        if self.is_ready and self._connection is not None:
-            self._send(Stop())
+        if self.is_ready:
+            self._connection.send(Stop())
             await self._connection.wait_ended(_STOP_TIMEOUT_S)
         self.kill()
         reader = self._reader
@@ -168,17 +166,15 @@ class EngineClient:
             reader.cancel()
             await asyncio.wait([reader])
             self._reader = None
-        self._close()
+        self._connection.close()
 
     def kill(self) -> None:
         """End the process now, and wait up to a second for its end."""
-        if self._connection is not None:
-            self._connection.kill()
+        self._connection.kill()
 
     def abandon(self) -> None:
         """End the process and remove its files, for a caller that is about to exit."""
-        if self._connection is not None:
-            self._connection.abandon()
+        self._connection.abandon()
 
     def interrupt(self, service_class: ServiceClass, error: EngineDead) -> None:
         """End every request in flight of a service class with ``error``."""
@@ -191,7 +187,7 @@ class EngineClient:
     def _interrupt(self, is_meant: Callable[[RequestStream], bool], error: BackfillError) -> None:
         request_ids = self._streams.fail(is_meant, error)
         if request_ids:
-            self._send(AbortRequests(request_ids))
+            self._connection.send(AbortRequests(request_ids))
 
     async def generate(
         self,
@@ -210,7 +206,7 @@ class EngineClient:
         Raises: EngineDead if the engine ends first or is not running, StepFailed if the request was lost in a
             step that failed, and the error of ``interrupt`` or ``interrupt_group``.
         """
-        if self._connection is None or not self._connection.is_open or self.info is None:
+        if not self._connection.is_open or self.info is None:
             raise EngineDead("The engine is not running; it is being started. Please retry.")
         request_id = request.request_id
         stream = RequestStream(
@@ -219,7 +215,7 @@ class EngineClient:
         self._streams.add(request_id, stream)
         is_over = False
         try:
-            if not self._send(AddRequest(request)):
+            if not self._connection.send(AddRequest(request)):
                 is_over = True
                 raise EngineDead("The engine process has ended.")
             while not is_over:
@@ -232,10 +228,10 @@ class EngineClient:
         finally:
             self._streams.remove(request_id, stream)
             if not is_over:
-                self._send(AbortRequests([request_id]))
+                self._connection.send(AbortRequests([request_id]))
 
-    def _send(self, command: ToEngine) -> bool:
-        return self._connection is not None and self._connection.send(command)
+    def _new_connection(self) -> EngineConnection:
+        return EngineConnection(self.config, self._log_level, self._load)
 
     async def _read(self, connection: EngineConnection) -> None:
         """Hand out reports until the process ends; then end its requests."""
@@ -256,10 +252,6 @@ class EngineClient:
         self._streams.put(message)
         if self._on_report is not None:
             self._on_report(message)
-
-    def _close(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
 
 
 def _with_objectives(config: EngineConfig, slo: SLO) -> EngineConfig:

@@ -55,13 +55,11 @@ class EngineConnection:
         """
         try:
             self._launch()
-        except (OSError, zmq.ZMQError) as error:
+        except BaseException as error:
             self.close()
-            raise BackfillError(
-                f"The engine process cannot be started: {error.strerror or error}."
-            ) from error
-        except BaseException:
-            self.close()
+            if isinstance(error, OSError | zmq.ZMQError):
+                reason = error.strerror or error
+                raise BackfillError(f"The engine process cannot be started: {reason}.") from error
             raise
 
     def _launch(self) -> None:

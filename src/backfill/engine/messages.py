@@ -42,7 +42,6 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
     """
 
     info: ExecutorInfo
-    load_s: float
     default_slo: SLO
     profile: CostProfile | None = None
     hang_timeout_s: float = 0.0

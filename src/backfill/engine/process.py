@@ -6,7 +6,6 @@ import faulthandler
 import logging
 import signal
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 
@@ -67,7 +66,6 @@ def run_engine_process(
 
 
 def _serve(config: EngineConfig, channel: EngineChannel, load: EngineLoader) -> None:
-    started_at_s = time.monotonic()
     try:
         engine = load(config)
     except BackfillError as error:
@@ -82,7 +80,7 @@ def _serve(config: EngineConfig, channel: EngineChannel, load: EngineLoader) -> 
     if profile is not None:
         _log_profile("steps are predicted", profile)
     _log_objectives(config.scheduler, slo)
-    channel.send(Ready(info, time.monotonic() - started_at_s, slo, profile, timeout_s))
+    channel.send(Ready(info, slo, profile, timeout_s))
     freeze_heap()  # while the client completes its own start
     EngineLoop(engine, channel, heartbeat_s(timeout_s)).run()
 

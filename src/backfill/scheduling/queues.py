@@ -71,6 +71,10 @@ class UnfinishedRequests:
         self._promotions: list[tuple[float, int, Request]] = []  # a heap; may hold finished requests
 
     @property
+    def num_running(self) -> int:
+        return len(self.running)
+
+    @property
     def num_waiting(self) -> int:
         return sum(map(len, self.waiting.values()))
 

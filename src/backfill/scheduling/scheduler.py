@@ -83,14 +83,6 @@ class Scheduler:
         return self._planner.cost
 
     @property
-    def num_running(self) -> int:
-        return len(self.requests.running)
-
-    @property
-    def num_waiting(self) -> int:
-        return self.requests.num_waiting
-
-    @property
     def has_unfinished(self) -> bool:
         return bool(self.requests.by_id)
 
