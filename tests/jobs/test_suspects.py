@@ -44,7 +44,7 @@ def test_what_is_saved_is_read_by_the_same_batch_only(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"name": "b", "lines": {"1": [1]}}', b"\xff"])
-def test_a_file_that_is_not_understood_is_as_none(
+def test_a_file_that_cannot_be_decoded_is_ignored(
     tmp_path: Path, content: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "b"
@@ -53,7 +53,7 @@ def test_a_file_that_is_not_understood_is_as_none(
     with caplog.at_level(logging.WARNING):
         suspects.load()
     assert len(suspects) == 0
-    assert "not used" in caplog.text
+    assert "is ignored" in caplog.text
 
 
 def test_files_of_batches_that_ended_are_deleted(tmp_path: Path) -> None:

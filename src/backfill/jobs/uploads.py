@@ -1,4 +1,4 @@
-"""Takes files in, chunk by chunk, within what may be stored."""
+"""Uploads of files, chunk by chunk, within the limits of storage."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ logger = logging.getLogger(__name__)
 
 
 class Uploads:
-    """Begins uploads, and counts what all of them bring. One event loop owns it."""
+    """Begins uploads and counts the bytes of all. One event loop owns it."""
 
     def __init__(self, storage: JobStorage) -> None:
         self._storage = storage
-        # Bytes since the start, without those of uploads that were given up.
+        # Bytes since the start, without those of aborted uploads.
         self._num_received = 0
         self._num_received_of: Counter[str] = Counter()
-        self._num_unfinished_of: Counter[str] = Counter()  # of these, in uploads that have not ended
+        self._num_unfinished_of: Counter[str] = Counter()  # of those, in uploads that have not ended
         self._num_open_of: Counter[str] = Counter()
 
     async def begin(self, owner: str) -> Upload:
@@ -54,7 +54,7 @@ class Uploads:
         try:
             with _disk_errors():
                 file = await self._storage.threads.uploads.run(self._storage.blobs.create, file_id)
-        except BaseException:  # of a client that left just now it may have been made
+        except BaseException:  # the client has left; the file may have been made
             await self._storage.threads.uploads.run(self._storage.blobs.discard, file_id, None)
             raise
         return Upload(self, owner, file_id, file, most_received, most_received_of_owner)
@@ -64,7 +64,7 @@ class Uploads:
         await self._storage.threads.uploads.run(self._check_free_space, 0)
 
     def receive(self, owner: str, num_bytes: int) -> tuple[int, int]:
-        """Count bytes of an upload, negative ones where it is given up: those of all, and of the owner."""
+        """Count bytes of an upload; negative when it is aborted. Returns: totals of all, and of the owner."""
         self._num_received += num_bytes
         self._num_received_of[owner] += num_bytes
         self._num_unfinished_of[owner] += num_bytes
@@ -74,7 +74,7 @@ class Uploads:
         self._num_unfinished_of[owner] -= num_bytes
 
     def note_ended(self, owner: str) -> None:
-        """Take an upload off those that are open."""
+        """An upload is no longer open."""
         self._num_open_of[owner] -= 1
         if self._num_open_of[owner] == 0:
             del self._num_open_of[owner]
@@ -84,7 +84,7 @@ class Uploads:
             await self._storage.threads.uploads.run(self._write, file, data)
 
     async def keep(self, record: FileRecord, file: FileIO) -> None:
-        """The contents first, then the record of them."""
+        """Make the contents durable, then the record."""
         with _disk_errors():
             await self._storage.threads.uploads.run(self._storage.blobs.commit, record.id, file)
         try:
@@ -101,7 +101,7 @@ class Uploads:
     def new_record(
         self, file_id: str, owner: str, num_bytes: int, *, filename: str, purpose: str, lifetime_s: int | None
     ) -> FileRecord:
-        """``lifetime_s`` None is the purpose's own."""
+        """``lifetime_s`` None takes the default of the purpose."""
         if lifetime_s is None and purpose == "batch":
             lifetime_s = int(self._storage.config.retention_s)
         now = self._storage.now()
@@ -141,11 +141,11 @@ class Uploads:
 
 
 class Upload:
-    """A file on its way in. End it with ``finish`` or ``abort``.
+    """An open upload. End it with ``finish`` or ``abort``.
 
     Args:
-        most_received, most_received_of_owner: by all uploads, and by the owner's, since the start; None where
-            there is no limit.
+        most_received, most_received_of_owner: limits of the bytes of all uploads, and of the owner's, since
+            the start; None: no limit.
     """
 
     def __init__(
@@ -184,7 +184,7 @@ class Upload:
         await self._uploads.write(self._file, data)
 
     async def finish(self, *, filename: str, purpose: str, expires_after_s: int | None) -> FileRecord:
-        """Make the file durable. Raises: TooLarge for a batch's input over its limit, which is then gone."""
+        """Make the file durable. Raises: TooLarge for a batch's input over its limit; it is aborted then."""
         config = self._uploads.config
         if purpose == "batch" and self._num_bytes > config.max_batch_bytes:
             await self.abort()
