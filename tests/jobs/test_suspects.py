@@ -1,4 +1,4 @@
-"""Lines that were lost, and who is to blame."""
+"""Lines that were lost, and which is to blame."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def lose(suspects: Suspects, number: int, times: int, *, is_lone: bool, is_only_
     return losses
 
 
-def test_only_losses_without_company_count_against_a_line() -> None:
+def test_only_losses_of_a_lone_line_count_against_it() -> None:
     suspects = Suspects()
     assert not lose(suspects, 1, 100, is_lone=False, is_only_line=False).is_to_blame
     assert not lose(suspects, 1, MAX_LONE_LOSSES - 1, is_lone=True, is_only_line=True).is_to_blame
