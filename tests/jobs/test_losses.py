@@ -60,9 +60,7 @@ async def test_a_line_that_kills_the_engine_is_found_and_costs_no_other(
     assert engine.most_in_flight[0] == CAPACITY
     assert engine.most_in_flight[1] == CAPACITY // 8
     assert engine.most_in_flight[2 : 1 + MAX_LONE_LOSSES] == [1] * (MAX_LONE_LOSSES - 1)
-    assert max(engine.most_in_flight[-1:]) == CAPACITY, (
-        "once it is found, the full capacity is used again"
-    )
+    assert max(engine.most_in_flight[-1:]) == CAPACITY, "once it is found, the full capacity is used again"
     assert len(caplog.records) == engine.num_failures + 1, (
         "one line of the log for each death, one for the line"
     )

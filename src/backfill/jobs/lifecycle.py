@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from backfill.jobs.feed import Feed, InputChanged
 from backfill.jobs.feeder import Feeder
 from backfill.jobs.lines import LineResult, unanswered
-from backfill.jobs.open_batch import OpenBatch, num_unfinished
+from backfill.jobs.open_batch import OpenBatch
 from backfill.jobs.records import (
     FINAL_STATUSES,
     BatchRecord,
@@ -216,13 +216,13 @@ class BatchDriver:
         """Run lines until all are done, the window is over or the owner cancels."""
         await self._run_lines(job)
         changes: dict[str, Any] = {"finalizing_at": self._timestamp(job)}
-        if num_unfinished(job.counts()):
+        if job.counts().unfinished:
             changes["expired_at"] = changes["finalizing_at"]
         if not await self._change(job, BatchStatus.FINALIZING, changes, [BatchStatus.IN_PROGRESS]):
             job.batch = dataclasses.replace(job.batch, status=BatchStatus.CANCELLING)
 
     async def _run_lines(self, job: OpenBatch) -> None:
-        num_lines = num_unfinished(job.counts())
+        num_lines = job.counts().unfinished
         if num_lines == 0:
             return
         suspects = self._suspects_of(job.batch)
@@ -255,11 +255,11 @@ class BatchDriver:
         """From FINALIZING or CANCELLING to the end: every line gets its result, the files become readable."""
         if job.batch.status is BatchStatus.CANCELLING:
             end, outcome = BatchStatus.CANCELLED, LineOutcome.CANCELLED
-        elif job.batch.expired_at is not None or num_unfinished(job.counts()):
+        elif job.batch.expired_at is not None or job.counts().unfinished:
             end, outcome = BatchStatus.EXPIRED, LineOutcome.EXPIRED
         else:
             end, outcome = BatchStatus.COMPLETED, LineOutcome.COMPLETED
-        if num_unfinished(job.counts()):
+        if job.counts().unfinished:
             async with self._ending:
                 await self._end_unfinished(job, outcome)
         await self._storage.threads.results.run(job.log.check_intact)

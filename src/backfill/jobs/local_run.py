@@ -22,7 +22,6 @@ from backfill.generation.generator import NoObserver
 from backfill.ipc.child import abandon_children
 from backfill.jobs.feed import Feed
 from backfill.jobs.feeder import Feeder
-from backfill.jobs.lines import LineResult
 from backfill.jobs.progress import TimeLeft, TokenRates
 from backfill.jobs.records import RequestCounts, TokenUsage
 from backfill.jobs.results import ForeignResults, ResultLog
@@ -133,17 +132,17 @@ class LocalRun:
                 if not self._stop_asked.is_set():
                     self.phase = "reading results"
                     await self._threads.run(self._open_results, name, stack)
-                    if self._num_unfinished() > 0:
+                    if self.counts.unfinished > 0:
                         self.phase = "loading the model"
                         await self._run_lines()
-                    if self._num_unfinished() == 0:
+                    if self.counts.unfinished == 0:
                         await self._threads.run(self._suspects.delete)
         except OSError as error:
             raise ConfigError(f"{self._named(error.filename)}: {error.strerror}.") from error
         finally:
             self._threads.close()
             self.duration_s = time.monotonic() - started_at_s
-        return not self._stop_asked.is_set() or (self._log is not None and self._num_unfinished() == 0)
+        return not self._stop_asked.is_set() or (self._log is not None and self.counts.unfinished == 0)
 
     def _named(self, filename: str | bytes | int | None) -> str:
         """The option and path of a file of the run."""
@@ -216,9 +215,9 @@ class LocalRun:
         feed = Feed(
             self._input_path.name,
             lines,
-            self._num_unfinished(),
+            self.counts.unfinished,
             self._log,
-            _ignore,
+            lambda results: None,  # counts are read from the result log
             suspects=self._suspects,
         )
         self._feeder.add(feed)
@@ -249,7 +248,7 @@ class LocalRun:
         if self.rates is None:
             now_s = time.monotonic()
             self.rates = TokenRates(now_s)
-            self.time_left = TimeLeft(self._num_unfinished(), num_at_once, now_s)
+            self.time_left = TimeLeft(self.counts.unfinished, num_at_once, now_s)
         self._feeder.set_capacity(2 * num_at_once)
 
     def _on_report(self, report: StepReport) -> None:
@@ -260,10 +259,6 @@ class LocalRun:
         self._service = None
         self._feeder.set_capacity(0)
 
-    def _num_unfinished(self) -> int:
-        counts = self.counts
-        return counts.total - counts.completed - counts.failed
-
 
 def _suspects_path(output: Path) -> Path:
     """Beside the results, where the next run finds it."""
@@ -272,10 +267,6 @@ def _suspects_path(output: Path) -> Path:
 
 def _describe(error: LineError) -> str:
     return error.message if error.line is None else f"  line {error.line}: {error.message}"
-
-
-def _ignore(results: Sequence[LineResult]) -> None:
-    """Counts are read from the result log."""
 
 
 def _digest(path: Path) -> str:

@@ -20,7 +20,7 @@ from backfill.jobs.feeder import Feeder, LineRunner
 from backfill.jobs.lifecycle import SUSPECTS_FOLDER, BatchDriver, InputReader
 from backfill.jobs.lines import LineResult
 from backfill.jobs.lock import DataFolderLock
-from backfill.jobs.open_batch import OpenBatch, num_unfinished
+from backfill.jobs.open_batch import OpenBatch
 from backfill.jobs.records import (
     BatchRecord,
     BatchStatus,
@@ -193,7 +193,7 @@ class JobManager:
 
     def snapshot(self) -> JobsSnapshot:
         jobs = self._jobs.values()
-        queued = {job.batch.id: num_unfinished(job.counts()) for job in jobs}
+        queued = {job.batch.id: job.counts().unfinished for job in jobs}
         ages = [self._wall() - job.batch.created_at for job in jobs if queued[job.batch.id]]
         return JobsSnapshot(
             jobs_by_status=Counter(job.batch.status for job in jobs),
@@ -216,14 +216,8 @@ class JobManager:
         self, owner: str, *, purpose: str | None, order: str, limit: int, after: str | None
     ) -> Page[FileRecord]:
         """In order of creation, ``asc`` or ``desc``. Raises: NotFound for an unknown ``after``."""
-        return await self._storage.query(
-            self._storage.store.list_files,
-            owner,
-            purpose=purpose,
-            order=order,
-            limit=limit,
-            after=after,
-        )
+        query = self._storage.store.list_files
+        return await self._storage.query(query, owner, purpose=purpose, order=order, limit=limit, after=after)
 
     async def delete_file(self, owner: str, file_id: str) -> None:
         """Raises: NotFound, Conflict while a batch that has not ended reads it."""
@@ -336,7 +330,7 @@ class JobManager:
     def _num_queued_lines(self, owner: str) -> int:
         """Unfinished lines of an owner's open batches whose counts are known."""
         jobs = [job for job in self._jobs.values() if job.batch.owner == owner and job.has_counts]
-        return sum(num_unfinished(job.counts()) for job in jobs)
+        return sum(job.counts().unfinished for job in jobs)
 
     def _count(self, results: Sequence[LineResult]) -> None:
         if self._observer is None:

@@ -39,7 +39,3 @@ class OpenBatch:
             )
         finally:
             cancelled.cancel()
-
-
-def num_unfinished(counts: RequestCounts) -> int:
-    return counts.total - counts.completed - counts.failed

@@ -47,6 +47,10 @@ class RequestCounts:
     completed: int = 0
     failed: int = 0
 
+    @property
+    def unfinished(self) -> int:
+        return self.total - self.completed - self.failed
+
 
 @dataclass(frozen=True, slots=True)
 class TokenUsage:

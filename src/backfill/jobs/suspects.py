@@ -55,7 +55,7 @@ class Suspects:
         return len(self._losses)
 
     def of(self, number: int) -> Losses:
-        return self._losses.get(number, _NONE)
+        return self._losses.get(number, Losses())
 
     def note_lost(self, number: int, *, is_lone: bool, is_only_line: bool) -> Losses:
         """Count a loss. Returns: the losses of the line, this one included."""
@@ -106,6 +106,3 @@ def sweep(folder: Path, names: Collection[str]) -> None:
         for path in list(folder.iterdir()):
             if path.name not in names:
                 path.unlink()
-
-
-_NONE = Losses()
