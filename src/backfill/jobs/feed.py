@@ -74,7 +74,7 @@ class Feed:
         self._source = source
         self._num_unread = num_lines
         self._to_retry: list[BatchLine] = []  # lost or put back; sorted by losses, most last
-        self._read: deque[BatchLine] = deque()  # read, not taken yet
+        self._buffered: deque[BatchLine] = deque()  # read, not taken yet
         self.reading: asyncio.Task[None] | None = None
         self.running: dict[int, RunningLine] = {}
         self.results: list[LineResult] = []  # ended, not yet durable
@@ -86,11 +86,11 @@ class Feed:
 
     @property
     def has_lines(self) -> bool:
-        return not self.finished.done() and bool(self._to_retry or self._read or self._num_unread)
+        return not self.finished.done() and bool(self._to_retry or self._buffered or self._num_unread)
 
     @property
     def has_read_lines(self) -> bool:
-        return not self.finished.done() and bool(self._to_retry or self._read)
+        return not self.finished.done() and bool(self._to_retry or self._buffered)
 
     @property
     def num_losses_next(self) -> int:
@@ -103,8 +103,8 @@ class Feed:
         """The next line; None where one must be read first."""
         if self._to_retry:
             line = self._to_retry.pop()
-        elif self._read:
-            line = self._read.popleft()
+        elif self._buffered:
+            line = self._buffered.popleft()
         else:
             return None
         self.num_in_flight += 1
@@ -126,7 +126,7 @@ class Feed:
             if self.suspects.of(line.number).num:
                 self._put(line)
             else:
-                self._read.append(line)
+                self._buffered.append(line)
         self.num_buffered_bytes += sum(line.num_bytes for line in lines)
 
     def put_back(self, line: BatchLine) -> None:
@@ -138,7 +138,7 @@ class Feed:
             self.num_in_flight -= 1
             self.num_buffered_bytes -= result.line.num_bytes
             self.suspects.forget(result.line.number)
-        if self.num_in_flight == 0 and not (self._to_retry or self._read or self._num_unread):
+        if self.num_in_flight == 0 and not (self._to_retry or self._buffered or self._num_unread):
             self.finish()
 
     def finish(self) -> None:

@@ -129,7 +129,7 @@ class BatchDriver:
                     logger.exception("%s: cannot go on; trying again in %g s", name, delay_s)
                     num_unexpected += 1
                     if num_unexpected == MAX_UNEXPECTED:
-                        found = LineError("internal_error", "The server had an error that did not pass.")
+                        found = LineError("internal_error", "The server had repeated errors with this batch.")
             if final_error is None and found is not None:
                 final_error = found
                 logger.error("%s: given up: %s", name, final_error.message)
@@ -339,7 +339,7 @@ class BatchDriver:
 
     def _timestamp(self, job: OpenBatch) -> int:
         """Now, but never before the batch's latest timestamp."""
-        return max(self._storage.now(), job.batch.last_stamp)
+        return max(self._storage.now(), job.batch.last_timestamp)
 
     async def _change(
         self,

@@ -130,7 +130,7 @@ class JobManager:
             suspects = self.config.data_dir / SUSPECTS_FOLDER
             await self._threads.results.run(sweep_suspects, suspects, {batch.id for batch in batches})
             for batch in batches:
-                logger.info("%s: goes on, %s", batch.id, batch.status.value)
+                logger.info("%s: resumed, %s", batch.id, batch.status.value)
                 self._begin(batch)
         except BaseException:
             self._lock.release()
@@ -302,7 +302,7 @@ class JobManager:
                 to, stamps = BatchStatus.CANCELLING, ["cancelling_at"]
             else:
                 raise Conflict(f"The batch {batch_id} is {batch.status.value} and cannot be cancelled.")
-            stamp = max(self.now(), batch.last_stamp)
+            stamp = max(self.now(), batch.last_timestamp)
             changes = {"status": to.value, **dict.fromkeys(stamps, stamp)}
             if await self._storage.query(
                 self._storage.store.change_batch,

@@ -121,7 +121,7 @@ class BatchRecord:
     metadata: dict[str, str] | None = None
 
     @property
-    def last_stamp(self) -> int:
+    def last_timestamp(self) -> int:
         """The latest of its times."""
         stamps = (
             self.in_progress_at,

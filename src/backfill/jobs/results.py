@@ -17,7 +17,7 @@ from backfill.jobs.records import LineOutcome, RequestCounts, TokenUsage
 
 
 class ForeignResults(BackfillError):
-    """A result file holds results of another input, or lines that are no results."""
+    """A result file holds results of another input, or lines that are not results."""
 
 
 class ResultsLost(BackfillError):
