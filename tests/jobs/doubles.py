@@ -29,7 +29,7 @@ URL = "/v1/completions"
 
 
 class InstantRunner:
-    """Answers every line; after ``hold`` only what ``release`` allows."""
+    """Answers every line; from ``hold`` to ``release`` none."""
 
     def __init__(self) -> None:
         self.runs: Counter[str] = Counter()
@@ -53,7 +53,7 @@ class InstantRunner:
 
 
 class InThreadReader:
-    """Reads input files without a process of its own; bodies stay unread."""
+    """Reads input files in a thread; bodies stay unread."""
 
     async def check_input(self, path: str, limits: InputLimits) -> InputReport:
         return await asyncio.to_thread(self._check, Path(path), limits)
@@ -106,7 +106,7 @@ def make_manager(
     limits: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> JobManager:
-    # Whatever the disk has left: no test depends on it.
+    # No test depends on the free space of the disk.
     values = {"batch_min_free_gib": 0, **(limits or {})}
     config = JobsConfig(data_dir=folder, max_in_flight=num_in_flight, **values)
     return JobManager(
@@ -122,7 +122,7 @@ async def started(folder: Path, runner: Any = None, **options: Any) -> JobManage
 
 
 def ready(manager: JobManager) -> None:
-    """As when an engine is; the doubles' runners ask for no service."""
+    """An engine is ready. The doubles' runners need no service."""
     service: Any = object.__new__(CompletionService)
     manager.engine_ready(service, max_num_seqs=1)
 

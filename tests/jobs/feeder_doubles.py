@@ -1,4 +1,4 @@
-"""An engine that runs a feeder's lines in steps, and batches for it."""
+"""An engine that runs a feeder's lines in steps, and feeds for it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def line_of(number: int, num_bytes: int = 2) -> BatchLine:
 
 
 class Source:
-    """Lines of an iterator, so many at once."""
+    """Lines of an iterator, in groups."""
 
     def __init__(self, lines: Iterator[BatchLine], group: int = 5) -> None:
         self._lines = lines
@@ -46,13 +46,13 @@ class NoThreads(ThreadPool):
 
 
 class Engine:
-    """Runs all lines it holds in one step, once no more come; dies over fatal ones with all it holds.
+    """Runs all lines in flight in one step, once no more come. A step with a fatal line kills it.
 
     Args:
-        fatal: lines in whose steps it dies; or fails, with ``survives``.
+        fatal: lines whose steps kill it, or with ``survives`` fail.
         holds: no step runs until this is False.
-        num_others: requests that are not the feeder's, in every step.
-        threads: for results; by default none, so that nothing depends on how long they take.
+        num_others: other requests in every step.
+        threads: for results; by default results are written at once, without threads.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Engine:
         self.tasks = TaskWatch()
         self.feeder = Feeder(self, threads or NoThreads("results", 1), self.tasks)
         self.in_flight: dict[int, asyncio.Future[None]] = {}
-        self.most_in_flight: list[int] = [0]  # between two faults
+        self.most_in_flight: list[int] = [0]  # between two failures
         self.num_failures = 0
         self._stepping: asyncio.Task[None] | None = None
 
@@ -104,7 +104,7 @@ class Engine:
         self.feeder.set_capacity(CAPACITY)
 
     def fail(self) -> None:
-        """As the lines in flight see it."""
+        """Lose all lines in flight."""
         self.num_failures += 1
         self.most_in_flight.append(0)
         num_lost = len(self.in_flight) + self.num_others

@@ -1,4 +1,4 @@
-"""A disk that hangs holds up what needs it and nothing else: neither the event loop nor a stop."""
+"""A disk that hangs blocks only what needs it: neither the event loop nor a stop."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class HangingDisk:
         self._monkeypatch.setattr(os, name, call)
 
     async def hangs(self) -> None:
-        """Until a thread does; and the loop goes on."""
+        """Wait until a thread hangs. The event loop goes on."""
         async with asyncio.timeout(10):
             while not self._hung.is_set():
                 await asyncio.sleep(0.001)
@@ -125,7 +125,7 @@ async def test_an_upload_that_waits_for_the_disk(tmp_path: Path, disk: HangingDi
         assert (await manager.get_file(OWNER, await upload)).num_bytes == 3_000_000
 
 
-async def test_an_upload_given_up_on_a_hung_disk_leaves_nothing(tmp_path: Path, disk: HangingDisk) -> None:
+async def test_an_upload_aborted_on_a_hung_disk_leaves_nothing(tmp_path: Path, disk: HangingDisk) -> None:
     async with running(tmp_path) as manager:
         disk.hang("open", is_blob)
         upload = asyncio.create_task(manager.begin_upload(OWNER))
@@ -192,26 +192,26 @@ async def test_a_sweep_that_waits_for_the_disk(
         await until(lambda: not (tmp_path / "files" / file_id).exists())
 
 
-async def test_a_sweep_that_fails_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_sweep_that_fails_is_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(manager_module, "SWEEP_INTERVAL_S", 0.001)
     wall = [1_000_000.0]
     async with running(tmp_path, wall=lambda: wall[0]) as manager:
         real_delete = manager._storage.store.delete_expired_files
-        troubles = [OSError("no disk"), ValueError("a bug")]
+        errors_to_raise = [OSError("no disk"), ValueError("a bug")]
 
         def delete(now: int) -> list[str]:
-            if troubles:
-                raise troubles.pop()
+            if errors_to_raise:
+                raise errors_to_raise.pop()
             return real_delete(now)
 
         monkeypatch.setattr(manager._storage.store, "delete_expired_files", delete)
         file_id = await store_input(manager, b"x")
         wall[0] += 31 * 24 * 3600
         await until(lambda: not (tmp_path / "files" / file_id).exists())
-        assert not troubles
+        assert not errors_to_raise
 
 
-async def test_one_file_that_cannot_be_deleted_holds_up_no_other(
+async def test_one_file_that_cannot_be_deleted_blocks_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(manager_module, "SWEEP_INTERVAL_S", 0.001)
@@ -263,7 +263,7 @@ def _audit(event: str, args: tuple[Any, ...]) -> None:
             watch(event, args)
 
 
-sys.addaudithook(_audit)  # it cannot be taken away again
+sys.addaudithook(_audit)  # an audit hook cannot be removed
 
 
 async def test_no_file_is_opened_or_deleted_on_the_event_loop(tmp_path: Path) -> None:

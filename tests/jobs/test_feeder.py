@@ -29,7 +29,7 @@ from tests.jobs.feeder_doubles import (
 pytestmark = pytest.mark.anyio
 
 
-async def test_places_of_a_batch_that_leaves_are_given_to_others() -> None:
+async def test_places_of_a_removed_batch_go_to_others() -> None:
     engine = Engine(holds=True)
     greedy, other = feed_of(lines_up_to(200), 200), feed_of((line_of(n) for n in range(500, 510)), 10)
     engine.start()
@@ -59,7 +59,7 @@ async def test_lines_that_cannot_be_read_end_their_own_batch_only(error: OSError
         await bad.finished
 
 
-async def test_results_that_cannot_be_kept_end_their_own_batch_only() -> None:
+async def test_results_that_cannot_be_written_end_their_own_batch_only() -> None:
     class Broken(Sink):
         def append(self, results: Sequence[LineResult]) -> None:
             raise BackfillError("the file is gone")
@@ -124,12 +124,12 @@ async def test_lines_read_for_batches_that_must_wait_do_not_stop_the_next(
     engine = Engine(holds=True)
     engine.feeder.set_capacity(1)
     feeds: list[Feed] = []
-    for number in range(10):  # each has begun, with lines read ahead, when a more urgent one comes
+    for number in range(10):  # each has lines in memory when a more urgent one comes
         lines = (line_of(n, 100) for n in range(10 * number, 10 * number + 10))
         feeds.append(feed_of(lines, 10, deadline_at_s=100.0 - number))
         engine.feeder.add(feeds[-1])
         async with asyncio.timeout(10):
-            while not feeds[-1].running:  # lines that were read before it may have to make room
+            while not feeds[-1].running:  # lines that were read before may have to end first
                 for end in engine.in_flight.values():
                     if not end.done():
                         end.set_result(None)
@@ -139,7 +139,7 @@ async def test_lines_read_for_batches_that_must_wait_do_not_stop_the_next(
     await asyncio.wait_for(asyncio.gather(*(feed.finished for feed in feeds)), 10)
 
 
-async def test_a_batch_that_leaves_while_it_is_read_and_written_holds_up_no_other() -> None:
+async def test_a_batch_removed_during_a_read_and_a_write_blocks_no_other() -> None:
     class Hanging:
         """Gives two lines, and then no more."""
 

@@ -45,7 +45,7 @@ async def test_an_input_file_is_kept_while_its_batch_runs(tmp_path: Path) -> Non
     await manager.stop()
 
 
-async def test_an_input_removed_behind_our_back_fails_its_batch(tmp_path: Path) -> None:
+async def test_an_input_removed_from_the_disk_fails_its_batch(tmp_path: Path) -> None:
     manager = await started(tmp_path)
     batch = await submit(manager, input_of(5))
     await in_status(manager, batch.id, BatchStatus.IN_PROGRESS)
@@ -100,7 +100,7 @@ async def test_limits_of_storage(tmp_path: Path) -> None:
     await manager.stop()
 
 
-async def test_files_past_their_time_are_deleted_at_the_next_sweep(tmp_path: Path) -> None:
+async def test_expired_files_are_deleted_at_the_next_sweep(tmp_path: Path) -> None:
     wall = [1_000_000.0]
     manager = await started(tmp_path, wall=lambda: wall[0])
     file_id = await store_input(manager, b"x")

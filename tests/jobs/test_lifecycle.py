@@ -1,4 +1,4 @@
-"""What goes wrong around a batch ends it honestly, or passes; and its store is its own."""
+"""Errors around a batch end it as failed, or are retried. A database belongs to one data folder."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def short_delays(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def half_done(manager: JobManager, runner: InstantRunner) -> BatchRecord:
-    """A batch of 20 lines of which some have results, and the rest are held."""
+    """A batch of 20 lines; some have results, the runner holds the rest."""
     batch = await submit(manager, input_of(20))
     ready(manager)
     async with asyncio.timeout(5):
@@ -89,7 +89,7 @@ async def test_results_that_vanish_while_their_batch_runs_fail_it(
     assert batch.output_blob in error.message
     assert any(batch.id in text and batch.output_blob in text for text in caplog.messages)
     output, _ = await results_of(manager, batch)
-    assert len(output) == batch.request_counts.completed, "what is left can be read, and is what is counted"
+    assert len(output) == batch.request_counts.completed, "remaining results can be read and are counted"
     await manager.stop()
 
 
@@ -111,9 +111,7 @@ async def test_results_that_vanish_once_every_line_has_one_fail_their_batch(
     await manager.stop()
 
 
-async def test_a_trouble_that_passes_only_delays_a_batch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_temporary_error_only_delays_a_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     manager = await started(tmp_path)
     real_open, num_failures = ResultLog.open, 0
 
@@ -132,9 +130,7 @@ async def test_a_trouble_that_passes_only_delays_a_batch(
     await manager.stop()
 
 
-async def test_a_trouble_that_does_not_pass_fails_a_batch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_lasting_error_fails_a_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     manager = await started(tmp_path)
 
     async def stumble(driver: BatchDriver, job: Any) -> None:
@@ -170,7 +166,7 @@ async def test_files_that_were_changed_between_starts_fail_their_batch(
     ready(manager)
     batch = await ended(manager, batch.id)
     assert (batch.status, [error.code for error in batch.errors]) == (BatchStatus.FAILED, [code])
-    assert (await ended(manager, other.id)).status is BatchStatus.COMPLETED, "others are not touched"
+    assert (await ended(manager, other.id)).status is BatchStatus.COMPLETED, "other batches go on"
     await manager.stop()
 
 
@@ -270,7 +266,7 @@ async def test_a_folder_among_the_files_is_left_alone(tmp_path: Path) -> None:
     assert (tmp_path / "files" / "lost+found").is_dir()
 
 
-async def test_uploads_at_one_time_share_the_room_there_is(tmp_path: Path) -> None:
+async def test_concurrent_uploads_share_the_free_storage(tmp_path: Path) -> None:
     manager = make_manager(tmp_path, InstantRunner())
     object.__setattr__(manager.config, "batch_max_storage_gib", 100 / GIB)
     await manager.start()
@@ -285,7 +281,7 @@ async def test_uploads_at_one_time_share_the_room_there_is(tmp_path: Path) -> No
     await manager.stop()
 
 
-async def test_paused_it_answers_and_leaves_batches_to_the_next_start(tmp_path: Path) -> None:
+async def test_a_paused_manager_answers_and_leaves_batches_to_the_next_start(tmp_path: Path) -> None:
     runner = InstantRunner()
     manager = await started(tmp_path, runner)
     ready(manager)
@@ -324,7 +320,7 @@ async def test_lines_that_never_ran_are_named_without_their_bodies(
     await manager.stop()
 
 
-async def test_a_batch_whose_task_dies_is_said_so(
+async def test_a_batch_whose_task_dies_is_logged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def die(driver: BatchDriver, job: Any) -> None:

@@ -1,4 +1,4 @@
-"""What one owner may have open and stored, and what is kept of the disk for results."""
+"""Limits of one owner's batches, uploads and bytes, and the disk space kept for results."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ async def test_unfinished_lines_of_one_owner_are_limited(tmp_path: Path) -> None
     batches = await asyncio.gather(*(create(manager, file_id) for _ in range(4)))
     await until_validated(manager, batches)
     failed = [batch for batch in batches if (await manager.get_batch(OWNER, batch.id)).status.is_final]
-    assert len(failed) == 2, "however they race"
+    assert len(failed) == 2, "in any order"
     for batch in failed:
         (error,) = (await manager.get_batch(OWNER, batch.id)).errors
         assert error.code == "token_limit_exceeded"
@@ -132,7 +132,7 @@ async def test_bytes_of_one_owner_are_limited(tmp_path: Path) -> None:
     await manager.stop()
 
 
-async def test_results_are_written_though_their_owner_has_no_room(tmp_path: Path) -> None:
+async def test_results_are_written_though_their_owner_is_at_the_limit(tmp_path: Path) -> None:
     content = input_of(10)
     manager = await started(tmp_path, limits={"batch_max_owner_gib": len(content) / GIB})
     ready(manager)

@@ -55,12 +55,12 @@ async def test_a_line_that_kills_the_engine_is_found_and_costs_no_other(
         await asyncio.wait_for(feed.finished, 10)
     assert sink.failed() == [CAPACITY + 7]
     assert len({result.line.number for result in sink.results}) == 200
-    # Among all, among an eighth, and then alone.
+    # With all lines, with an eighth, and then alone.
     assert engine.num_failures == 2 + MAX_LONE_LOSSES
     assert engine.most_in_flight[0] == CAPACITY
     assert engine.most_in_flight[1] == CAPACITY // 8
     assert engine.most_in_flight[2 : 1 + MAX_LONE_LOSSES] == [1] * (MAX_LONE_LOSSES - 1)
-    assert max(engine.most_in_flight[-1:]) == CAPACITY, "once it is found, all places are used again"
+    assert max(engine.most_in_flight[-1:]) == CAPACITY, "once it is found, the full capacity is used again"
     assert len(caplog.records) == engine.num_failures + 1, (
         "one line of the log for each death, one for the line"
     )
@@ -124,7 +124,7 @@ async def test_a_fatal_line_beside_online_requests_is_given_up_in_the_end() -> N
     await asyncio.wait_for(feed.finished, 10)
     assert sink.failed() == [0]
     assert len(sink.results) == 9
-    # Among all, at most eight times among fewer, and then the only line.
+    # With all lines, at most eight times with fewer, and then as the only line.
     assert engine.num_failures <= 2 + MAX_ONLY_LINE_LOSSES
 
 
@@ -133,7 +133,7 @@ async def test_a_line_of_several_choices_is_to_blame_where_they_are_alone(
     num_others: int, num_failed: int
 ) -> None:
     class Choices:
-        """Loses a line of four choices, of which three have ended, beside requests that are no lines."""
+        """Loses a line of four choices, three of which have ended, beside requests that are no lines."""
 
         num_deaths = 0
 

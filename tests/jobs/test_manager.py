@@ -1,4 +1,4 @@
-"""A batch's way from submission to its end, and through everything that goes wrong on it."""
+"""Batches from submission to their end: order, restarts, cancellation, expiry, errors."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ async def test_owners_share_the_engine_evenly_and_the_earlier_deadline_goes_firs
     await manager.stop()
 
 
-async def test_however_many_batches_are_open_each_owner_and_deadline_gets_its_turn(tmp_path: Path) -> None:
+async def test_with_many_open_batches_each_owner_and_deadline_gets_its_turn(tmp_path: Path) -> None:
     runner, reader = InstantRunner(), InThreadReader()
     manager = await started(tmp_path, runner, num_in_flight=4, reader=reader)
     for number in range(70):
@@ -156,7 +156,7 @@ async def test_no_line_is_lost_or_answered_twice_over_restarts(tmp_path: Path, s
         end.cancel()
         await manager.stop()
         if not has_ended(tmp_path):
-            for path in (tmp_path / "files").iterdir():  # a write the crash tore
+            for path in (tmp_path / "files").iterdir():  # a write that a crash tore
                 content = path.read_bytes()
                 if b"batch_req_" in content[:60] and chooser.random() < 0.5:
                     os.truncate(path, len(content) - chooser.randrange(60))
@@ -239,7 +239,7 @@ async def test_a_window_that_ends_keeps_finished_lines(tmp_path: Path) -> None:
     await manager.stop()
 
 
-async def test_a_moved_clock_ends_nothing_early_and_orders_every_stamp(tmp_path: Path) -> None:
+async def test_a_changed_clock_ends_nothing_early_and_timestamps_stay_ordered(tmp_path: Path) -> None:
     wall = [1_000_000.0]
     manager = await started(tmp_path, wall=lambda: wall[0])
     batch = await submit(manager, input_of(5))
@@ -322,7 +322,7 @@ async def test_tasks_that_an_exception_ends_are_counted(
 
 
 class DyingEngine(InstantRunner):
-    """Ends over some lines, each time they are tried."""
+    """Dies of some lines, each time they run."""
 
     def __init__(self, manager: list[JobManager], fatal: set[str]) -> None:
         super().__init__()
@@ -354,12 +354,12 @@ async def test_a_line_that_ends_the_engine_is_given_up_in_time(tmp_path: Path) -
     await manager.stop()
 
 
-async def test_what_metrics_are_told(tmp_path: Path) -> None:
-    told: list[tuple[LineOutcome, int, TokenUsage]] = []
+async def test_observers_get_every_line_and_snapshots_count_the_rest(tmp_path: Path) -> None:
+    seen: list[tuple[LineOutcome, int, TokenUsage]] = []
 
     class Observer:
         def on_lines(self, outcome: LineOutcome, num_lines: int, usage: TokenUsage) -> None:
-            told.append((outcome, num_lines, usage))
+            seen.append((outcome, num_lines, usage))
 
     manager = await started(tmp_path, on_event=Observer())
     batch = await submit(manager, input_of(7))
@@ -373,7 +373,7 @@ async def test_what_metrics_are_told(tmp_path: Path) -> None:
     assert 3500 < snapshot.least_slack_s <= 3600
     ready(manager)
     await ended(manager, batch.id)
-    assert sum(num_lines for outcome, num_lines, _ in told if outcome is LineOutcome.COMPLETED) == 7
-    assert sum(usage.input_tokens for _, _, usage in told) == 14
+    assert sum(num_lines for outcome, num_lines, _ in seen if outcome is LineOutcome.COMPLETED) == 7
+    assert sum(usage.input_tokens for _, _, usage in seen) == 14
     assert manager.snapshot().num_lines_queued == 0
     await manager.stop()

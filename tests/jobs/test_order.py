@@ -1,4 +1,4 @@
-"""Whose line is next."""
+"""Which line runs next."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_the_owner_with_the_fewest_lines_goes_first_whatever_the_deadlines() -> 
     assert [take(order) for _ in range(3)] == [other, other, urgent]
 
 
-def test_a_batch_that_leaves_takes_its_lines_with_it() -> None:
+def test_a_removed_batch_has_no_lines_in_flight() -> None:
     leaving, staying, other = Batch("a", 1, 9), Batch("a", 2, 9), Batch("b", 1, 9)
     order = order_of([leaving, staying, other])
     for _ in range(6):
@@ -139,7 +139,7 @@ def test_rules_hold_however_lines_end(batches: list[Batch], capacity: int, seed:
 
 
 @given(data=st.data())
-def test_it_says_what_a_search_of_all_items_would(data: st.DataObject) -> None:
+def test_the_next_item_is_that_of_a_full_search(data: st.DataObject) -> None:
     order, batches = FairOrder[Batch](), list[Batch]()
     owners, last_served, num_taken = dict[str, int](), dict[str, int](), 0  # owners: in which order they came
     for number in range(data.draw(st.integers(1, 40))):

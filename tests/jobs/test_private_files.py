@@ -1,4 +1,4 @@
-"""Who may read what lies in a data folder, and small files that a crash does not tear."""
+"""Permissions of a data folder, and atomic writes of small files."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ async def test_only_the_servers_user_may_read_the_data_folder(tmp_path: Path) ->
         os.umask(umask)
 
 
-async def test_looser_modes_are_mended_at_the_start(tmp_path: Path) -> None:
+async def test_looser_modes_are_restricted_at_the_start(tmp_path: Path) -> None:
     folder = tmp_path / "data"
     manager = await started(folder)
     await submit(manager, input_of(5))
@@ -67,7 +67,7 @@ async def test_looser_modes_are_mended_at_the_start(tmp_path: Path) -> None:
     await manager.stop()
 
 
-def test_what_is_not_ours_is_left_as_it_is(tmp_path: Path) -> None:
+def test_other_files_are_not_changed(tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
     (tmp_path / "server.lock").touch(0o644)
     (tmp_path / "notes.txt").touch(0o644)
@@ -115,9 +115,9 @@ def test_content_and_name_are_on_the_disk_before_it_returns(
     assert done == ["file", "replace", "folder"]
 
 
-async def test_a_data_folder_that_cannot_be_used_is_said_so(
+async def test_a_data_folder_that_cannot_be_used_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "files").touch()  # no folder
+    (tmp_path / "files").touch()  # not a folder
     with pytest.raises(ConfigError, match=r"--data-dir .* cannot be used"):
         await make_manager(tmp_path, InstantRunner()).start()

@@ -1,4 +1,4 @@
-"""What a batch says of its pace, on instants that the tests choose."""
+"""Rates and the time left, at instants that the tests choose."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_rate_is_unknown_at_first_and_then_counts_from_the_start() -> None:
     assert rate.per_s(10.0) == 3000
 
 
-def test_a_rate_keeps_few_numbers_however_many_steps_there_are() -> None:
+def test_a_rate_keeps_few_numbers_for_many_steps() -> None:
     rate = SlidingRate(started_at_s=0.0)
     for step in range(10_000):
         rate.add(1, step * 0.01)
@@ -38,7 +38,7 @@ def test_a_rate_keeps_few_numbers_however_many_steps_there_are() -> None:
 
 
 def left_after(times: list[float], num_lines: int, num_at_once: int, now_s: float) -> list[float | None]:
-    """What is said twice a second up to ``now_s``, of lines that end at ``times``."""
+    """Estimates twice a second up to ``now_s``, of lines that end at ``times``."""
     left = TimeLeft(num_lines, num_at_once, 0.0)
     said = []
     for tick in range(int(now_s * 2) + 1):
@@ -53,7 +53,7 @@ def test_steady_lines_give_the_time_that_is_left() -> None:
     assert said[-1] == pytest.approx(50, rel=0.1)
 
 
-def test_nothing_is_said_before_a_wave_has_ended() -> None:
+def test_there_is_no_estimate_before_a_wave_has_ended() -> None:
     rng = random.Random(0)
     wave = sorted(rng.uniform(20, 120) for _ in range(64))
     said = left_after(wave, 640, 64, 100.0)
@@ -61,7 +61,7 @@ def test_nothing_is_said_before_a_wave_has_ended() -> None:
     assert left_after(wave, 640, 64, 130.0)[-1] is not None
 
 
-def test_waves_do_not_make_it_jump() -> None:
+def test_waves_do_not_make_the_estimate_jump() -> None:
     """Sixteen lines at once, all equal: nothing ends for a minute, then sixteen."""
     num_waves = 12
     times = [60.0 * (1 + index // 16) for index in range(16 * num_waves)]
@@ -71,8 +71,8 @@ def test_waves_do_not_make_it_jump() -> None:
             assert seconds == pytest.approx(60.0 * num_waves - tick / 2, rel=0.1)
 
 
-def test_lines_of_any_length_keep_it_near_the_truth() -> None:
-    """Eight at once of 5 to 60 seconds; what is said never doubles nor halves from one second to the next."""
+def test_the_estimate_stays_near_the_truth_for_lines_of_any_length() -> None:
+    """Eight at once of 5 to 60 seconds; the estimate never doubles nor halves within a second."""
     rng = random.Random(3)
     ends_at = [0.0] * 8
     times = []
@@ -89,7 +89,7 @@ def test_lines_of_any_length_keep_it_near_the_truth() -> None:
     assert all(after < 1.2 * before for (_, before), (_, after) in itertools.pairwise(known))
 
 
-def test_it_follows_a_machine_that_becomes_slower() -> None:
+def test_the_estimate_follows_a_machine_that_becomes_slower() -> None:
     times = [second / 10 for second in range(1, 1001)] + [100.0 + second for second in range(1, 2000)]
     left = TimeLeft(len(times), 4, 0.0)
     for second in range(400):
@@ -97,7 +97,7 @@ def test_it_follows_a_machine_that_becomes_slower() -> None:
     assert left.seconds(399.0) == pytest.approx(len(times) - 1300, rel=0.15)
 
 
-def test_a_line_that_never_ends_makes_it_longer_and_longer() -> None:
+def test_a_line_that_never_ends_makes_the_estimate_grow() -> None:
     said = left_after([float(second) for second in range(1, 31)], 60, 4, 300.0)
     assert said[-1] is not None
     assert said[-1] > 200
@@ -121,7 +121,7 @@ def test_prompts_are_counted_as_they_are_computed_and_apart_from_outputs() -> No
     assert rates.outputs.per_s(10.0) == 20
 
 
-def test_an_engine_that_was_started_again_counts_from_zero() -> None:
+def test_a_restarted_engine_counts_from_zero() -> None:
     rates = TokenRates(0.0)
     rates.on_report(report(5000, 0, 0), 1.0)
     rates.on_report(report(300, 0, 0), 2.0)

@@ -1,4 +1,4 @@
-"""The result files as the record of what is done."""
+"""The result files, which record the lines that are done."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_a_line_written_twice_is_refused(log: ResultLog, paths: tuple[Path, Path
         reopened(paths)
 
 
-def test_zeros_that_a_power_failure_left_are_cut_off(log: ResultLog, paths: tuple[Path, Path]) -> None:
+def test_zeros_that_a_power_loss_left_are_cut_off(log: ResultLog, paths: tuple[Path, Path]) -> None:
     log.append([result(1)])
     kept = paths[0].read_bytes()
     log.append([result(2), result(3)])
@@ -136,7 +136,7 @@ def test_zeros_that_a_power_failure_left_are_cut_off(log: ResultLog, paths: tupl
     assert (again.is_done(1), again.is_done(2), again.is_done(3)) == (True, False, False)
 
 
-def test_what_a_refused_write_left_is_cut_off_before_the_next(
+def test_a_partial_write_is_cut_off_before_the_next(
     log: ResultLog, paths: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log.append([result(1)])
@@ -166,7 +166,7 @@ def test_cached_tokens_are_read_back(log: ResultLog, paths: tuple[Path, Path]) -
 
 
 @pytest.mark.parametrize("is_replaced", [False, True])
-def test_a_file_that_is_gone_is_noticed_before_more_is_written(
+def test_a_missing_file_is_detected_before_the_next_write(
     log: ResultLog, paths: tuple[Path, Path], is_replaced: bool
 ) -> None:
     log.append([result(1)])

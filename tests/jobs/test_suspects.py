@@ -1,4 +1,4 @@
-"""Lines that were lost, and who is to blame."""
+"""Lines that were lost, and which is to blame."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def lose(suspects: Suspects, number: int, times: int, *, is_lone: bool, is_only_
     return losses
 
 
-def test_only_losses_without_company_count_against_a_line() -> None:
+def test_only_losses_of_a_lone_line_count_against_it() -> None:
     suspects = Suspects()
     assert not lose(suspects, 1, 100, is_lone=False, is_only_line=False).is_to_blame
     assert not lose(suspects, 1, MAX_LONE_LOSSES - 1, is_lone=True, is_only_line=True).is_to_blame
@@ -44,7 +44,7 @@ def test_what_is_saved_is_read_by_the_same_batch_only(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"name": "b", "lines": {"1": [1]}}', b"\xff"])
-def test_a_file_that_is_not_understood_is_as_none(
+def test_a_file_that_cannot_be_decoded_is_ignored(
     tmp_path: Path, content: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "b"
@@ -53,7 +53,7 @@ def test_a_file_that_is_not_understood_is_as_none(
     with caplog.at_level(logging.WARNING):
         suspects.load()
     assert len(suspects) == 0
-    assert "not used" in caplog.text
+    assert "is ignored" in caplog.text
 
 
 def test_files_of_batches_that_ended_are_deleted(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Pools of threads: how many, in which order, and what a call that never ends holds up."""
+"""Pools of threads: how many, in which order, and calls that never end."""
 
 from __future__ import annotations
 
@@ -74,10 +74,10 @@ async def test_a_cancelled_call_that_runs_ends_with_its_thread(gate: threading.E
     gate.set()
     with pytest.raises(asyncio.CancelledError):
         await call
-    assert await pool.run(begun.is_set), "what had not begun was given up"
+    assert await pool.run(begun.is_set), "the call that had not begun was cancelled"
 
 
-async def test_a_call_that_hangs_does_not_hold_up_the_close(gate: threading.Event) -> None:
+async def test_a_call_that_hangs_does_not_delay_the_close(gate: threading.Event) -> None:
     pool = ThreadPool("p", 1)
     begun = threading.Event()
 

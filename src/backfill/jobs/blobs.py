@@ -1,4 +1,4 @@
-"""Contents of files, by id. A client's filename never becomes a path. Blocking: for threads."""
+"""The contents of stored files, by id. No path comes from a client. Calls block: run them in threads."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class BlobStore:
         return self._folder / file_id
 
     def create(self, file_id: str) -> FileIO:
-        """A new upload, for ``commit`` or ``discard`` to close."""
+        """A new file for an upload. ``commit`` or ``discard`` closes it."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         return FileIO(os.open(self._partial(file_id), flags, FILE_MODE), "wb")
 
@@ -35,7 +35,7 @@ class BlobStore:
         sync_folder(self._folder)
 
     def discard(self, file_id: str, file: FileIO | None) -> None:
-        """``file`` is None where none was given out, though one may have been made."""
+        """Delete an upload. ``file`` is None where ``create`` was cancelled; it may have made the file."""
         if file is not None:
             file.close()
         self._partial(file_id).unlink(missing_ok=True)
@@ -44,7 +44,7 @@ class BlobStore:
         self.path(file_id).unlink(missing_ok=True)
 
     def size_or_delete(self, file_id: str) -> int:
-        """Bytes of it; 0 where it is missing, or was empty and is deleted."""
+        """Bytes of a file; 0 where there is none. An empty file is deleted."""
         try:
             num_bytes = self.path(file_id).stat().st_size
         except FileNotFoundError:
@@ -62,12 +62,12 @@ class BlobStore:
         return num_bytes
 
     def num_free_bytes(self) -> int:
-        """Bytes the disk has left for us."""
+        """Bytes that this user may still write to the disk."""
         disk = os.statvfs(self._folder)
         return disk.f_bavail * disk.f_frsize
 
     def open_folder(self, known: Iterable[str]) -> None:
-        """Make the folder, or delete what a crash left in it: unfinished uploads, and blobs nobody knows."""
+        """Make the folder. Delete what a crash left in it: unfinished uploads, and files not in ``known``."""
         make_folder(self._folder)
         kept = set(known)
         for entry in list(os.scandir(self._folder)):

@@ -61,7 +61,7 @@ batches = Table(
     metadata,
     *_key_columns(),
     Column("endpoint", String(64), nullable=False),
-    # No foreign keys: files may be deleted, or expire, once their batch has ended, and it still names them.
+    # No foreign keys: a batch that has ended still names its files, which may be deleted.
     Column("input_file_id", String(64), nullable=False),
     Column("completion_window", String(32), nullable=False),
     Column("status", String(16), nullable=False, index=True),
@@ -92,14 +92,14 @@ batches = Table(
 )
 
 
-# One row: which data folder the records are of.
+# One row: the data folder that the records belong to.
 folders = Table("data_folder", metadata, Column("id", String(64), primary_key=True))
 
 
 def open_database(url: str | None, data_dir: Path) -> Engine:
     """Connect and create missing tables. Raises: ConfigError naming the option, never the URL's password."""
     try:
-        if url is None:  # with it go the modes of the files that SQLite puts beside it
+        if url is None:  # SQLite gives the files beside it the same mode
             os.close(os.open(data_dir / "jobs.db", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, FILE_MODE))
         engine = create_engine(url or f"sqlite:///{data_dir / 'jobs.db'}")
         if engine.dialect.name == "sqlite":
@@ -118,9 +118,9 @@ def open_database(url: str | None, data_dir: Path) -> Engine:
 
 
 def tie_to_folder(engine: Engine, data_dir: Path) -> None:
-    """Make database and folder each other's for good: with another's, files would be taken for garbage.
+    """Bind the database to the folder for good. To another database the files would be garbage.
 
-    Raises: ConfigError when either is another's already.
+    Raises: ConfigError when either is bound to another already.
     """
     path = data_dir / "store.id"
     try:
@@ -143,7 +143,7 @@ def tie_to_folder(engine: Engine, data_dir: Path) -> None:
         if database_id is None:
             database_id = folder_id or uuid.uuid4().hex
             connection.execute(insert(folders), {"id": database_id})
-            # Before the transaction ends: an id without records is taken up again, not the other way round.
+            # Before the commit: a later start accepts an id that only the folder has, not the reverse.
             write_durably(path, f"{database_id}\n".encode())
 
 

@@ -1,4 +1,4 @@
-"""The contents of a stored file on their way out."""
+"""Reads stored files for clients."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ CHUNK_BYTES = 1 << 20
 
 
 class Download:
-    """Contents that may be read in part, and by a slow reader: no thread waits for it. Close it.
+    """An open file. A slow client holds up no thread. Close it after use.
 
     Attributes:
-        num_bytes: of the whole.
+        num_bytes: of the whole file.
     """
 
     def __init__(self, file: FileIO, threads: ThreadPool) -> None:

@@ -1,4 +1,4 @@
-"""What the keeper of files and batches refuses, beside RequestError for a bad argument."""
+"""Errors of the Files and Batches API. A bad argument is a RequestError."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class NotFound(BackfillError):
 
 
 class Conflict(BackfillError):
-    """The file or batch is in a state that does not allow it; a retry would not help."""
+    """The state of the file or batch does not allow the request; a retry would not help."""
 
 
 class TooLarge(BackfillError):
@@ -18,7 +18,7 @@ class TooLarge(BackfillError):
 
 
 class StorageFull(TooLarge):
-    """The server's disk has less space left than is kept for results."""
+    """The free space of the server's disk is kept for results."""
 
 
 class TooMany(BackfillError):
@@ -26,7 +26,7 @@ class TooMany(BackfillError):
 
 
 class TooManyUploads(BackfillError):
-    """As many uploads are open as may be; a retry may help."""
+    """The limit of open uploads is reached; a retry may help."""
 
 
 class Busy(BackfillError):

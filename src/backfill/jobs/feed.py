@@ -1,4 +1,4 @@
-"""One batch as the feeder sees it: lines to take, lines in the engine, results on their way to the disk."""
+"""One batch in the feeder: lines to run, lines in the engine, and results that are not durable yet."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class InputChanged(BackfillError):
 
 class LineSource(Protocol):
     async def read(self, max_lines: int) -> Sequence[BatchLine]:
-        """The next lines, at least one unless there are no more. Raises: whatever ends their batch."""
+        """The next lines, at least one unless there are no more. Any error ends their batch."""
         ...
 
 
 @dataclass(slots=True)
 class RunningLine:
-    """A line in the engine. ``ran_with_others`` once another line was there at the same time."""
+    """A line in the engine. ``ran_with_others``: another line was there at some time."""
 
     line: BatchLine
     task: asyncio.Task[None]
@@ -36,19 +36,19 @@ class RunningLine:
 
 
 class Feed:
-    """One batch as the feeder sees it. Use it with ``Feeder.add`` and ``Feeder.remove``.
+    """One batch in the feeder. Use it with ``Feeder.add`` and ``Feeder.remove``.
 
     Attributes:
-        finished: done when every line's result is durable; fails with what reading the lines, or writing
-            their results, raised.
+        finished: done when every line's result is durable; fails with the error of a read of lines or a
+            write of results.
 
     Args:
         name: for log lines.
         source: of the lines to run; read as the engine takes them.
-        num_lines: how many those are.
-        on_committed: told of each group once it is durable.
-        owner: among whom the engine is shared evenly.
-        deadline_at_s: of two batches of one owner the earlier goes first; on any clock.
+        num_lines: to run.
+        on_committed: called with each group of results once it is durable.
+        owner: the engine is shared evenly between owners.
+        deadline_at_s: an owner's batch with the earliest deadline goes first; on any clock.
         suspects: lines that were lost before.
     """
 
@@ -73,8 +73,8 @@ class Feed:
         self.finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._source = source
         self._num_unread = num_lines
-        self._to_retry: list[BatchLine] = []  # those that were lost or put back; the most often lost last
-        self._read: deque[BatchLine] = deque()  # read, not taken yet
+        self._to_retry: list[BatchLine] = []  # lost or put back; sorted by losses, most last
+        self._buffered: deque[BatchLine] = deque()  # read, not taken yet
         self.reading: asyncio.Task[None] | None = None
         self.running: dict[int, RunningLine] = {}
         self.results: list[LineResult] = []  # ended, not yet durable
@@ -86,15 +86,15 @@ class Feed:
 
     @property
     def has_lines(self) -> bool:
-        return not self.finished.done() and bool(self._to_retry or self._read or self._num_unread)
+        return not self.finished.done() and bool(self._to_retry or self._buffered or self._num_unread)
 
     @property
     def has_read_lines(self) -> bool:
-        return not self.finished.done() and bool(self._to_retry or self._read)
+        return not self.finished.done() and bool(self._to_retry or self._buffered)
 
     @property
     def num_losses_next(self) -> int:
-        """How often the line that ``take`` gives next was lost."""
+        """Losses of the line that ``take`` returns next."""
         if self.finished.done() or not self._to_retry:
             return 0
         return self.suspects.of(self._to_retry[-1].number).num
@@ -103,19 +103,19 @@ class Feed:
         """The next line; None where one must be read first."""
         if self._to_retry:
             line = self._to_retry.pop()
-        elif self._read:
-            line = self._read.popleft()
+        elif self._buffered:
+            line = self._buffered.popleft()
         else:
             return None
         self.num_in_flight += 1
         return line
 
     async def read(self, max_lines: int) -> None:
-        """Read lines to take; the feed has failed where they cannot be read."""
+        """Read lines for ``take``. The feed fails where they cannot be read."""
         try:
             lines = await self._source.read(min(max_lines, self._num_unread))
         except Exception as error:
-            # The feed's own trouble: whoever happened to have these lines read must not see it.
+            # It ends this batch alone, not the feeder's task that reads.
             self.fail(error)
             return
         if not lines:
@@ -126,7 +126,7 @@ class Feed:
             if self.suspects.of(line.number).num:
                 self._put(line)
             else:
-                self._read.append(line)
+                self._buffered.append(line)
         self.num_buffered_bytes += sum(line.num_bytes for line in lines)
 
     def put_back(self, line: BatchLine) -> None:
@@ -138,7 +138,7 @@ class Feed:
             self.num_in_flight -= 1
             self.num_buffered_bytes -= result.line.num_bytes
             self.suspects.forget(result.line.number)
-        if self.num_in_flight == 0 and not (self._to_retry or self._read or self._num_unread):
+        if self.num_in_flight == 0 and not (self._to_retry or self._buffered or self._num_unread):
             self.finish()
 
     def finish(self) -> None:
@@ -148,7 +148,7 @@ class Feed:
     def fail(self, error: Exception) -> None:
         if not self.finished.done():
             self.finished.set_exception(error)
-            self.finished.exception()  # whoever removes the feed need not look
+            self.finished.exception()  # so that asyncio logs no error that nobody awaited
 
     def _put(self, line: BatchLine) -> None:
         self._to_retry.append(line)

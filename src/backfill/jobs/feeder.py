@@ -1,4 +1,4 @@
-"""Keeps the engine supplied with lines, fairly from all open batches."""
+"""Gives the engine lines of all open batches, fairly."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from backfill.preparation.lines import BatchLine
 
 logger = logging.getLogger(__name__)
 
-# Bytes of the lines read and not yet durable, above which no further line is read.
+# While the lines in memory have this many bytes, no further line is read.
 MAX_BUFFERED_BYTES = 64 << 20
 
-# Lines asked for at once: enough that asking costs little, few enough that other batches get their turn.
+# Lines per read: enough to spread its cost, few enough that other batches get their turn.
 _GROUP_LINES = 32
-# Lines started in one turn of the event loop, which streams wait for.
+# Lines started in one turn of the event loop. Streams wait for it.
 _TURN_LINES = 32
+# Each loss of a line divides the lines in flight beside it by this.
 _SHRINK_FACTOR = 8
 
 
@@ -35,16 +36,16 @@ class LineRunner(Protocol):
 
 
 class Feeder:
-    """Runs lines of all feeds, at most ``capacity`` at once; results that wait for the disk count.
+    """Runs lines of all feeds, at most ``capacity`` at once. A line counts until its result is durable.
 
-    Whose line is next says ``FairOrder``. One event loop owns it.
+    ``FairOrder`` chooses the next line. One event loop owns the feeder.
 
-    An engine that dies, or a step that fails, loses all lines in it, of which one at most is to blame. They
-    run again before others, each time with an eighth as many lines in flight as before, at last with no
-    other. Only losses of a line without company count against it (``Losses.is_to_blame``).
+    When the engine dies or a step fails, all its lines are lost, and at most one is to blame. Lost lines run
+    again before others. Each loss divides the lines in flight by eight, until a line runs alone. Only losses
+    of a line that ran alone count against it (``Losses.is_to_blame``).
 
     Args:
-        threads: for results on their way to the disk.
+        threads: write results to the disk.
         tasks: starts the feeder's own tasks.
     """
 
@@ -61,7 +62,7 @@ class Feeder:
         self._fills_soon = False
 
     def set_capacity(self, capacity: int) -> None:
-        """0 pauses: lines that run go on, none begins."""
+        """At 0 no line starts; lines that run go on."""
         self._capacity = capacity
         if capacity > 0 and self._num_lost > 0:
             logger.warning(
@@ -80,9 +81,9 @@ class Feeder:
         self._fill()
 
     async def remove(self, feed: Feed, *, keep_results: bool = True) -> None:
-        """Stop the feed's lines at once; of those that had ended, the results are made durable first.
+        """Stop the feed's lines at once, and make the results of ended lines durable.
 
-        Cancelled, it no longer waits for the disk, but still for a write that has begun.
+        When cancelled, it waits only for a write that has begun.
         """
         ending = asyncio.ensure_future(self._remove(feed, keep_results=keep_results))
         try:
@@ -103,11 +104,11 @@ class Feeder:
             running.append(feed.reading)
         for task in running:
             task.cancel()
-        self._fill()  # its places are others'; they may have waited for it to be read
+        self._fill()  # other feeds take its places; they may have waited for its read
         await asyncio.gather(*running, return_exceptions=True)
-        self._num_running -= len(feed.running)  # those that were cancelled before they began
+        self._num_running -= len(feed.running)  # tasks that were cancelled before they began
         feed.running.clear()
-        self._fill()  # so are those that it had as a suspect
+        self._fill()  # its suspects no longer limit the lines in flight
         if feed.committer is not None:
             if not keep_results:
                 feed.committer.cancel()
@@ -136,7 +137,7 @@ class Feeder:
                     return
             line = feed.take()
             if line is None:
-                # The next line is this feed's, so the others wait for it too: reading is short.
+                # The next line is this feed's. The others wait for it too: a read is short.
                 if feed.reading is None:
                     feed.reading = self._tasks.start(self._read(feed), "feeder-read")
                 return
@@ -144,7 +145,7 @@ class Feeder:
             num_started += 1
 
     def _fill_soon(self) -> None:
-        """Go on in the next turn."""
+        """``_fill`` in the next turn of the event loop."""
         if not self._fills_soon:
             self._fills_soon = True
             asyncio.get_running_loop().call_soon(self._fill_now)
@@ -157,7 +158,7 @@ class Feeder:
         self._order.set_waiting(feed, feed.has_lines)
 
     def _next_feed(self) -> Feed | None:
-        """Whose line is next; where memory is full, among those whose lines are read already."""
+        """The feed whose line is next; where memory is full, a feed with lines in memory."""
         if self._may_have_suspects:
             feed = max(self._feeds, key=lambda feed: feed.num_losses_next, default=None)
             if feed is not None and feed.num_losses_next > 0:
@@ -168,12 +169,12 @@ class Feeder:
         if sum(other.num_buffered_bytes for other in self._feeds) < MAX_BUFFERED_BYTES:
             return feed
         ready = self._order.next(lambda feed: feed.has_read_lines)
-        # Memory that no line under way will free must not stop everything.
+        # With no line in flight nothing would free memory.
         return feed if ready is None and self._order.num_in_flight == 0 else ready
 
     def _start(self, feed: Feed, line: BatchLine) -> None:
         ran_with_others = self._num_running > 0
-        if self._num_running == 1:  # which was alone until now
+        if self._num_running == 1:  # that line was alone until now
             for other in self._feeds:
                 for run in other.running.values():
                     run.ran_with_others = True
@@ -193,7 +194,7 @@ class Feeder:
         self._fill()
 
     def _max_in_flight_with(self, num_losses: int) -> int:
-        """Lines that may be in flight together with one that was lost so often, itself included."""
+        """Lines that may be in flight, one with ``num_losses`` among them."""
         most: int = self._capacity // _SHRINK_FACTOR**num_losses
         return max(1, most)
 
@@ -223,7 +224,7 @@ class Feeder:
             feed.committer = self._tasks.start(self._commit(feed), "feeder-commit")
 
     def _after_loss(self, feed: Feed, line: BatchLine, error: RequestLost) -> LineResult | None:
-        """None where the line is to be run again."""
+        """The result of a line that is given up; None where it runs again."""
         self._num_lost += isinstance(error, EngineDead)
         self._may_have_suspects = True
         losses = feed.suspects.note_lost(
@@ -248,19 +249,19 @@ class Feeder:
         return unanswered(line, "engine_error")
 
     async def _save(self, feed: Feed) -> None:
-        """Make the losses durable; those that come while one write is under way are in the next."""
+        """Make losses durable. Losses during one write go into the next."""
         try:
             while feed.has_unsaved_losses:
                 feed.has_unsaved_losses = False
                 await self._threads.run(feed.suspects.save, feed.suspects.encode())
         except OSError as error:
             reason = error.strerror or error
-            logger.error("%s: which lines were lost cannot be kept: %s", feed.name, reason)
+            logger.error("%s: lost lines cannot be saved: %s", feed.name, reason)
         finally:
             feed.saver = None
 
     async def _commit(self, feed: Feed) -> None:
-        """Make results durable, group by group: while one is written the next gathers."""
+        """Make results durable, group by group. Results during one write form the next group."""
         try:
             while feed.results:
                 group, feed.results = feed.results, []

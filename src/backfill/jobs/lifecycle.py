@@ -1,8 +1,8 @@
 """Takes a batch from validation to its end.
 
-Each open batch has a task that drives it. What it decides is first made durable: results in the batch's
-files (results.py), status in the database by compare-and-set, so that of a cancellation and a completion
-that race one wins. A batch can therefore be taken up again from whatever a crash left.
+A task drives each open batch. Its decisions are made durable first: results in the batch's files
+(results.py), the status in the database. The status changes by compare-and-set: when a cancellation and a
+completion race, one wins. So a batch goes on after any crash.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from backfill.jobs.feed import Feed, InputChanged
 from backfill.jobs.feeder import Feeder
 from backfill.jobs.lines import LineResult, unanswered
-from backfill.jobs.open_batch import OpenBatch, num_unfinished
+from backfill.jobs.open_batch import OpenBatch
 from backfill.jobs.records import (
     FINAL_STATUSES,
     BatchRecord,
@@ -39,8 +39,8 @@ logger = logging.getLogger(__name__)
 
 SUSPECTS_FOLDER = "suspects"
 _MAX_CHECKED_AT_ONCE = 4
-_MAX_ENDED_AT_ONCE = 4  # of those with lines that never ran
-# A batch is given up once something unforeseen has gone wrong with it so often.
+_MAX_ENDED_AT_ONCE = 4  # batches with lines that never ran
+# A batch fails after this many unexpected errors.
 MAX_UNEXPECTED = 5
 _UNANSWERED_GROUP = 1000
 
@@ -49,7 +49,7 @@ _UNANSWERED_CODES = {LineOutcome.CANCELLED: "batch_cancelled", LineOutcome.EXPIR
 
 
 class LineReader(Protocol):
-    """Lines of one file, in their order."""
+    """The lines of one file, in order."""
 
     async def read(self, max_lines: int) -> Sequence[BatchLine]:
         """The next lines, at least one unless there are no more. Raises: BadLine, OSError."""
@@ -59,7 +59,7 @@ class LineReader(Protocol):
 
 
 class InputReader(Protocol):
-    """What reads input files: a ``PreparationClient`` outside of tests."""
+    """Reads input files. Outside of tests it is a ``PreparationClient``."""
 
     async def check_input(self, path: str, limits: InputLimits) -> InputReport:
         """Raises: OSError."""
@@ -76,7 +76,7 @@ class BatchDriver:
     """Drives open batches; several at once, each in a task of its own.
 
     Args:
-        on_lines: told of lines that ended, once they are durable.
+        on_lines: called with results once they are durable.
         num_queued_lines: unfinished lines of an owner's open batches.
     """
 
@@ -108,31 +108,31 @@ class BatchDriver:
         )
 
     async def drive(self, job: OpenBatch) -> None:
-        """To the batch's end, whatever goes wrong: it is tried again, or ends as failed."""
+        """Take the batch to its end. After an error it is tried again, or fails."""
         name = job.batch.id
         num_unexpected = 0
-        verdict: LineError | None = None
+        final_error: LineError | None = None
         for delay_s in retry_delays_s():
             found = None
             try:
-                if verdict is None:
+                if final_error is None:
                     await self._advance(job)
                 else:
-                    await self._fail(job, verdict)
+                    await self._fail(job, final_error)
                 return
             except Exception as error:
                 found = _final_error(error, job.batch)
-                if isinstance(error, OSError):  # such as too many open files: it may pass
+                if isinstance(error, OSError):  # such as too many open files, which may be temporary
                     reason = error.strerror or error
                     logger.error("%s: cannot go on (%s); trying again in %g s", name, reason, delay_s)
                 elif found is None:
                     logger.exception("%s: cannot go on; trying again in %g s", name, delay_s)
                     num_unexpected += 1
                     if num_unexpected == MAX_UNEXPECTED:
-                        found = LineError("internal_error", "The server had an error that did not pass.")
-            if verdict is None and found is not None:
-                verdict = found
-                logger.error("%s: given up: %s", name, verdict.message)
+                        found = LineError("internal_error", "The server had repeated errors with this batch.")
+            if final_error is None and found is not None:
+                final_error = found
+                logger.error("%s: given up: %s", name, final_error.message)
             else:
                 await asyncio.sleep(delay_s)
 
@@ -148,7 +148,7 @@ class BatchDriver:
         if job.batch.status is BatchStatus.IN_PROGRESS:
             await self._feed(job)
         elif job.batch.status is BatchStatus.FINALIZING and job.batch.expired_at is None:
-            await self._run_lines(job)  # those whose results were lost since
+            await self._run_lines(job)  # lines whose results were lost after the status was set
         await self._finish(job)
 
     async def _validate(self, job: OpenBatch) -> bool:
@@ -177,7 +177,7 @@ class BatchDriver:
         return await self._change(job, BatchStatus.IN_PROGRESS, changes, [BatchStatus.VALIDATING])
 
     async def _check_input(self, job: OpenBatch) -> InputReport | None:
-        """None where the owner cancels meanwhile."""
+        """None where the owner cancels the batch meanwhile."""
         limits = InputLimits(
             endpoint=job.batch.endpoint,
             model_names=tuple(self._model_names),
@@ -198,7 +198,7 @@ class BatchDriver:
             await asyncio.gather(check, cancelled, return_exceptions=True)
 
     def _queue_errors(self, job: OpenBatch, num_lines: int) -> list[LineError]:
-        """Why the owner's queue does not take so many lines more, if it does not."""
+        """The error where ``num_lines`` more are over the limit of the owner's queue."""
         most = self._storage.config.batch_max_queued_lines
         if num_lines > most:
             message = f"The input file has {num_lines} lines; the batches of one owner are limited to {most}."
@@ -216,13 +216,13 @@ class BatchDriver:
         """Run lines until all are done, the window is over or the owner cancels."""
         await self._run_lines(job)
         changes: dict[str, Any] = {"finalizing_at": self._timestamp(job)}
-        if num_unfinished(job.counts()):
+        if job.counts().unfinished:
             changes["expired_at"] = changes["finalizing_at"]
         if not await self._change(job, BatchStatus.FINALIZING, changes, [BatchStatus.IN_PROGRESS]):
             job.batch = dataclasses.replace(job.batch, status=BatchStatus.CANCELLING)
 
     async def _run_lines(self, job: OpenBatch) -> None:
-        num_lines = num_unfinished(job.counts())
+        num_lines = job.counts().unfinished
         if num_lines == 0:
             return
         suspects = self._suspects_of(job.batch)
@@ -255,18 +255,18 @@ class BatchDriver:
         """From FINALIZING or CANCELLING to the end: every line gets its result, the files become readable."""
         if job.batch.status is BatchStatus.CANCELLING:
             end, outcome = BatchStatus.CANCELLED, LineOutcome.CANCELLED
-        elif job.batch.expired_at is not None or num_unfinished(job.counts()):
+        elif job.batch.expired_at is not None or job.counts().unfinished:
             end, outcome = BatchStatus.EXPIRED, LineOutcome.EXPIRED
         else:
             end, outcome = BatchStatus.COMPLETED, LineOutcome.COMPLETED
-        if num_unfinished(job.counts()):
+        if job.counts().unfinished:
             async with self._ending:
                 await self._end_unfinished(job, outcome)
         await self._storage.threads.results.run(job.log.check_intact)
         await self._end(job, end, {f"{end.value}_at": self._timestamp(job)}, [job.batch.status])
 
     async def _end_unfinished(self, job: OpenBatch, outcome: LineOutcome) -> None:
-        """Give each line that has no result one that says why."""
+        """Write a result that says why for each line without one."""
         with contextlib.closing(self._unfinished_lines(job, names_only=True)) as lines:
             try:
                 while group := await lines.read(_UNANSWERED_GROUP):
@@ -277,7 +277,7 @@ class BatchDriver:
                 raise _InputMissing from None
 
     async def _fail(self, job: OpenBatch, reason: LineError) -> None:
-        """End with the results there are."""
+        """End as failed, with the results there are."""
         log = self.log_of(job.batch)
         with contextlib.suppress(ForeignResults):
             await self._storage.threads.results.run(log.open)
@@ -292,7 +292,7 @@ class BatchDriver:
         changes: dict[str, Any],
         only_from: Collection[BatchStatus],
     ) -> None:
-        """The last status and the result files, in one transaction."""
+        """Record the last status and the result files in one transaction."""
         record = job.batch
         now = self._timestamp(job)
         records, found = [], {}
@@ -338,8 +338,8 @@ class BatchDriver:
         )
 
     def _timestamp(self, job: OpenBatch) -> int:
-        """Now, but never before anything that happened to the batch already."""
-        return max(self._storage.now(), job.batch.last_stamp)
+        """Now, but never before the batch's latest timestamp."""
+        return max(self._storage.now(), job.batch.last_timestamp)
 
     async def _change(
         self,
@@ -349,7 +349,7 @@ class BatchDriver:
         only_from: Collection[BatchStatus],
         new_files: Sequence[FileRecord] = (),
     ) -> bool:
-        """Compare-and-set of the status, repeated until the database answers."""
+        """Compare and set the status, with retries. Returns: whether it is set."""
         row = {"status": status.value, **changes}
         if not await self._storage.query_with_retries(
             self._storage.store.change_batch, job.batch.id, row, only_from=only_from, new_files=new_files
@@ -361,7 +361,7 @@ class BatchDriver:
 
 
 def _final_error(error: Exception, batch: BatchRecord) -> LineError | None:
-    """Why the batch cannot go on, where trying again would not help."""
+    """The error to end the batch with; None where a retry may help."""
     match error:
         case _InputMissing():
             return LineError("file_not_found", f"The input file {batch.input_file_id} is missing.")

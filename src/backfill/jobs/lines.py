@@ -19,7 +19,7 @@ _UNANSWERED_MESSAGES = {
 
 @dataclass(frozen=True, slots=True)
 class LineResult:
-    """What one line came to, before it is given an id and written."""
+    """The result of one line, before it has an id."""
 
     line: BatchLine
     outcome: LineOutcome
@@ -54,7 +54,7 @@ def completed(line: BatchLine, body: dict[str, Any]) -> LineResult:
 
 
 def refused(line: BatchLine) -> LineResult:
-    """The model's refusal of the request, with the body the online API answers."""
+    """A line whose request was refused, with the error body of the online API."""
     assert line.refusal is not None
     response = {
         "status_code": line.refusal.status,

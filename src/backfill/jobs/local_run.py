@@ -1,4 +1,4 @@
-"""One batch without a server: an input file, result files that are also its state, an engine of its own."""
+"""One batch without a server: an engine of its own, and result files that are also its state."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from backfill.generation.generator import NoObserver
 from backfill.ipc.child import abandon_children
 from backfill.jobs.feed import Feed
 from backfill.jobs.feeder import Feeder
-from backfill.jobs.lines import LineResult
 from backfill.jobs.progress import TimeLeft, TokenRates
 from backfill.jobs.records import RequestCounts, TokenUsage
 from backfill.jobs.results import ForeignResults, ResultLog
@@ -43,22 +42,22 @@ _SLICE_BYTES = 1 << 20
 
 
 class BadInput(BackfillError):
-    """The input file cannot be run; no line has."""
+    """The input file is invalid; no line was run."""
 
     def __init__(self, path: Path, errors: Sequence[LineError]) -> None:
         shown = [_describe(error) for error in errors]
-        super().__init__(f"{path} cannot be run, and nothing of it was:\n" + "\n".join(shown))
+        super().__init__(f"{path} is invalid, and no line was run:\n" + "\n".join(shown))
 
 
 class LocalRun:
-    """Answers every line of a file that has no result yet.
+    """Runs every line of a file that has no result yet.
 
-    What it shows of itself may be read at any time.
+    The public attributes may be read at any time.
 
     Attributes:
-        phase: what it does before lines run, for people.
+        phase: what it does before lines run, as a text for users.
         num_resumed: lines that had a result before this run.
-        num_dropped: lines in flight when the run was stopped, which the next one runs again.
+        num_dropped: lines in flight when the run was stopped; the next run runs them again.
         rates, time_left: None before lines run.
         duration_s: of the run, once it has ended.
 
@@ -109,7 +108,7 @@ class LocalRun:
         return self._stop_asked.is_set()
 
     def stop(self) -> None:
-        """End the run soon; finished results are kept and the rest is for the next run."""
+        """End the run soon. Finished results are kept; the next run runs the rest."""
         self._stop_asked.set()
 
     def abandon(self) -> None:
@@ -118,37 +117,35 @@ class LocalRun:
         abandon_children()
 
     async def run(self) -> bool:
-        """Whether every line has a result at the end.
+        """Run all lines. Returns: whether every line has a result.
 
-        Raises: BadInput, ConfigError for files that cannot be used, ForeignResults where a result file is
-        another input's, BackfillError when the engine cannot run.
+        Raises: BadInput, ConfigError for files that cannot be used, ForeignResults where a result file
+        belongs to another input, BackfillError when the engine cannot run.
         """
         started_at_s = time.monotonic()
         for option, path in (("-i", self._input_path), ("-o", self._result_paths[0])):
             if str(path) == "-":
-                raise ConfigError(
-                    f"{option} - is no file: a run that is interrupted needs files to go on with."
-                )
+                raise ConfigError(f"{option} - is no file: an interrupted run resumes from files.")
         try:
             name = await self._check_input()
             with contextlib.ExitStack() as stack:
                 if not self._stop_asked.is_set():
                     self.phase = "reading results"
                     await self._threads.run(self._open_results, name, stack)
-                    if self._num_unfinished() > 0:
+                    if self.counts.unfinished > 0:
                         self.phase = "loading the model"
                         await self._run_lines()
-                    if self._num_unfinished() == 0:
+                    if self.counts.unfinished == 0:
                         await self._threads.run(self._suspects.delete)
         except OSError as error:
             raise ConfigError(f"{self._named(error.filename)}: {error.strerror}.") from error
         finally:
             self._threads.close()
             self.duration_s = time.monotonic() - started_at_s
-        return not self._stop_asked.is_set() or (self._log is not None and self._num_unfinished() == 0)
+        return not self._stop_asked.is_set() or (self._log is not None and self.counts.unfinished == 0)
 
     def _named(self, filename: str | bytes | int | None) -> str:
-        """A file of the run with the option that it was given with."""
+        """The option and path of a file of the run."""
         options = (
             ("-i", self._input_path),
             ("-o", self._result_paths[0]),
@@ -158,7 +155,7 @@ class LocalRun:
         return next(named, str(filename or "A file"))
 
     async def _check_input(self) -> str:
-        """A digest of the input, which names its results. Raises: BadInput, OSError."""
+        """Check the input. Returns: its digest, which names its results. Raises: BadInput, OSError."""
         limits = InputLimits(
             endpoint=None,
             model_names=self._setup.model.names,
@@ -183,7 +180,7 @@ class LocalRun:
         try:
             self._read_results(name, stack)
         except ForeignResults as error:
-            message = f"{error} The file is left as it is; give another -o, or delete it to begin anew."
+            message = f"{error} The file is left as it is; give another -o, or delete it to start over."
             raise ForeignResults(message) from None
 
     def _read_results(self, name: str, stack: contextlib.ExitStack) -> None:
@@ -218,9 +215,9 @@ class LocalRun:
         feed = Feed(
             self._input_path.name,
             lines,
-            self._num_unfinished(),
+            self.counts.unfinished,
             self._log,
-            _ignore,
+            lambda results: None,  # counts are read from the result log
             suspects=self._suspects,
         )
         self._feeder.add(feed)
@@ -228,7 +225,7 @@ class LocalRun:
             ends: set[asyncio.Future[Any]] = {feed.finished, engine, stopping}
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            # A result that waits for the disk is not waited for: a full disk would hold the stop for ever.
+            # Results that are not durable are dropped: a full disk would block the stop.
             await self._feeder.remove(feed, keep_results=False)
             self.num_dropped = feed.num_in_flight
             lines.close()
@@ -251,7 +248,7 @@ class LocalRun:
         if self.rates is None:
             now_s = time.monotonic()
             self.rates = TokenRates(now_s)
-            self.time_left = TimeLeft(self._num_unfinished(), num_at_once, now_s)
+            self.time_left = TimeLeft(self.counts.unfinished, num_at_once, now_s)
         self._feeder.set_capacity(2 * num_at_once)
 
     def _on_report(self, report: StepReport) -> None:
@@ -262,13 +259,9 @@ class LocalRun:
         self._service = None
         self._feeder.set_capacity(0)
 
-    def _num_unfinished(self) -> int:
-        counts = self.counts
-        return counts.total - counts.completed - counts.failed
-
 
 def _suspects_path(output: Path) -> Path:
-    """Beside the results: an interrupted run leaves them there for the next."""
+    """Beside the results, where the next run finds it."""
     return output.with_name(output.name + ".suspects")
 
 
@@ -276,12 +269,8 @@ def _describe(error: LineError) -> str:
     return error.message if error.line is None else f"  line {error.line}: {error.message}"
 
 
-def _ignore(results: Sequence[LineResult]) -> None:
-    """Counts are read from the result log."""
-
-
 def _digest(path: Path) -> str:
-    """Of the contents up to the last line that is not blank."""
+    """A digest of the contents up to the last line that is not blank."""
     digest = hashlib.sha256()
     blank = b""
     with path.open("rb") as file:
@@ -313,7 +302,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _check_tail(path: Path, head: bytes) -> None:
-    """Raise ForeignResults where what follows the last whole line is no torn result: it would be cut off."""
+    """Raise ForeignResults where the last line is neither whole nor a torn result: it would be cut off."""
     with path.open("rb") as file:
         end = file.seek(0, os.SEEK_END)
         start = end
@@ -327,6 +316,6 @@ def _check_tail(path: Path, head: bytes) -> None:
             start = block_start
         file.seek(start)
         tail = file.read(len(head))
-    # A machine that loses power may leave zeros where data was to come.
+    # A power loss may leave zeros in place of data.
     if not (head.startswith(tail) or not tail.strip(b"\0")):
         raise ForeignResults(f"{path.name} holds a line that is no result of a batch.")

@@ -12,7 +12,7 @@ from backfill.jobs.private_files import FILE_MODE, make_folder
 
 
 class DataFolderLock:
-    """Held from ``acquire`` until ``release`` or the end of the process, however it ends."""
+    """Held from ``acquire`` until ``release`` or the end of the process, also by a crash."""
 
     def __init__(self, folder: Path, url: str) -> None:
         self._path = folder / "server.lock"

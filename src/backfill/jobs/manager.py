@@ -1,4 +1,4 @@
-"""Keeps files and batches: what the Files and Batches API does, without HTTP."""
+"""Keeps files and runs batches: the Files and Batches API without HTTP."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from backfill.jobs.feeder import Feeder, LineRunner
 from backfill.jobs.lifecycle import SUSPECTS_FOLDER, BatchDriver, InputReader
 from backfill.jobs.lines import LineResult
 from backfill.jobs.lock import DataFolderLock
-from backfill.jobs.open_batch import OpenBatch, num_unfinished
+from backfill.jobs.open_batch import OpenBatch
 from backfill.jobs.records import (
     BatchRecord,
     BatchStatus,
@@ -41,12 +41,12 @@ from backfill.protocol.service import CompletionService
 logger = logging.getLogger(__name__)
 
 SWEEP_INTERVAL_S = 60.0
-# For batches to halt and files to close once the server ends.
+# Limit of ``pause`` and ``stop`` together.
 STOP_TIMEOUT_S = 10.0
 
 
 class JobObserver(Protocol):
-    """Told of every group of lines that ended, once it is durable."""
+    """Called with every group of results once it is durable."""
 
     def on_lines(self, outcome: LineOutcome, num_lines: int, usage: TokenUsage) -> None: ...
 
@@ -70,8 +70,8 @@ class JobManager:
     Args:
         reader: of input files.
         model_names: what lines may call the model.
-        url: where the server is reached, for whoever finds the folder taken.
-        on_event: told of lines that ended.
+        url: of the server, shown to a second server on the same folder.
+        on_event: counts results.
         runner: runs lines; by default on the service of ``engine_ready``.
         wall: Unix seconds.
         tasks: starts the manager's own tasks.
@@ -113,7 +113,7 @@ class JobManager:
     # ---- Life ----
 
     async def start(self) -> None:
-        """Take the data folder and go on with unfinished batches. Raises: ConfigError."""
+        """Lock the data folder and resume unfinished batches. Raises: ConfigError."""
         await self._threads.results.run(self._lock.acquire)
         try:
             self._storage = await JobStorage.open(self.config, self._threads, self.now)
@@ -130,7 +130,7 @@ class JobManager:
             suspects = self.config.data_dir / SUSPECTS_FOLDER
             await self._threads.results.run(sweep_suspects, suspects, {batch.id for batch in batches})
             for batch in batches:
-                logger.info("%s: goes on, %s", batch.id, batch.status.value)
+                logger.info("%s: resumed, %s", batch.id, batch.status.value)
                 self._begin(batch)
         except BaseException:
             self._lock.release()
@@ -139,9 +139,9 @@ class JobManager:
         self._sweeper = self._tasks.start(self._sweep(), "sweeper")
 
     async def pause(self) -> None:
-        """Stop feeding at once; lines that run are given up and run again at the next start.
+        """Stop feeding at once. Lines in flight are dropped; the next start runs them again.
 
-        Requests are answered on until ``stop``.
+        Requests are answered until ``stop``.
         """
         self._is_paused = True
         self._feeder.set_capacity(0)
@@ -154,10 +154,10 @@ class JobManager:
             await asyncio.wait(tasks, timeout=self._stop_timeout_s())
 
     async def stop(self) -> None:
-        """Release the data folder, once no request is at work any more.
+        """Release the data folder, once no request uses it.
 
-        A disk or database that hangs is waited for ``STOP_TIMEOUT_S`` from the pause on. Then the folder
-        stays this process's until it has ended: a write that is still under way must not meet another server.
+        Where a disk or database hangs for ``STOP_TIMEOUT_S`` from the pause on, this process keeps the lock
+        until it ends: no other server may start during an unfinished write.
         """
         if not self._is_open:
             return
@@ -173,7 +173,7 @@ class JobManager:
             logger.error("stopped while the disk or the database did not answer %d calls", num_left)
 
     def _stop_timeout_s(self) -> float:
-        """What is left of the time that pause and stop have together."""
+        """Seconds left of ``STOP_TIMEOUT_S``, from the first call on."""
         if self._stop_by_s is None:
             self._stop_by_s = time.monotonic() + STOP_TIMEOUT_S
         return max(0.0, self._stop_by_s - time.monotonic())
@@ -193,7 +193,7 @@ class JobManager:
 
     def snapshot(self) -> JobsSnapshot:
         jobs = self._jobs.values()
-        queued = {job.batch.id: num_unfinished(job.counts()) for job in jobs}
+        queued = {job.batch.id: job.counts().unfinished for job in jobs}
         ages = [self._wall() - job.batch.created_at for job in jobs if queued[job.batch.id]]
         return JobsSnapshot(
             jobs_by_status=Counter(job.batch.status for job in jobs),
@@ -216,14 +216,8 @@ class JobManager:
         self, owner: str, *, purpose: str | None, order: str, limit: int, after: str | None
     ) -> Page[FileRecord]:
         """In order of creation, ``asc`` or ``desc``. Raises: NotFound for an unknown ``after``."""
-        return await self._storage.query(
-            self._storage.store.list_files,
-            owner,
-            purpose=purpose,
-            order=order,
-            limit=limit,
-            after=after,
-        )
+        query = self._storage.store.list_files
+        return await self._storage.query(query, owner, purpose=purpose, order=order, limit=limit, after=after)
 
     async def delete_file(self, owner: str, file_id: str) -> None:
         """Raises: NotFound, Conflict while a batch that has not ended reads it."""
@@ -231,7 +225,7 @@ class JobManager:
         await self._threads.results.run(self._storage.blobs.delete, file_id)
 
     async def open_content(self, record: FileRecord) -> Download:
-        """Raises: NotFound where the bytes are gone from the disk, though nobody deleted the file."""
+        """Raises: NotFound also where the disk has lost the contents."""
         try:
             return await Download.open(self._storage.blobs.path(record.id), self._threads.downloads)
         except FileNotFoundError:
@@ -284,7 +278,7 @@ class JobManager:
         )
         await self._storage.query(self._storage.store.add_batch, batch, self.config.batch_max_open)
         logger.info("%s: created for %s, window %s", batch.id, input_file_id, completion_window)
-        if not self._is_paused:  # else the next start takes it up
+        if not self._is_paused:  # else the next start begins it
             self._begin(batch)
         return batch
 
@@ -309,7 +303,7 @@ class JobManager:
                 to, stamps = BatchStatus.CANCELLING, ["cancelling_at"]
             else:
                 raise Conflict(f"The batch {batch_id} is {batch.status.value} and cannot be cancelled.")
-            stamp = max(self.now(), batch.last_stamp)
+            stamp = max(self.now(), batch.last_timestamp)
             changes = {"status": to.value, **dict.fromkeys(stamps, stamp)}
             if await self._storage.query(
                 self._storage.store.change_batch,
@@ -331,13 +325,13 @@ class JobManager:
 
     def _forget(self, batch_id: str, task: asyncio.Task[None]) -> None:
         del self._jobs[batch_id]
-        if not task.cancelled() and task.exception() is not None:  # which is in the log
+        if not task.cancelled() and task.exception() is not None:  # TaskWatch has logged it
             logger.error("%s: stays as it is until the next start", batch_id)
 
     def _num_queued_lines(self, owner: str) -> int:
-        """Unfinished lines of an owner's open batches, as far as they are known."""
+        """Unfinished lines of an owner's open batches whose counts are known."""
         jobs = [job for job in self._jobs.values() if job.batch.owner == owner and job.has_counts]
-        return sum(num_unfinished(job.counts()) for job in jobs)
+        return sum(job.counts().unfinished for job in jobs)
 
     def _count(self, results: Sequence[LineResult]) -> None:
         if self._observer is None:
@@ -347,7 +341,7 @@ class JobManager:
             self._observer.on_lines(outcome, num_lines, usage)
 
     def _with_counts(self, batch: BatchRecord) -> BatchRecord:
-        """An open batch's counts are its result files', which the database gets when it ends."""
+        """The batch with the counts of its result files; the database gets them when it ends."""
         job = self._jobs.get(batch.id)
         if job is None or batch.status.is_final or batch.status is BatchStatus.VALIDATING:
             return batch
@@ -355,12 +349,12 @@ class JobManager:
         return dataclasses.replace(batch, request_counts=counts, usage=job.log.usage)
 
     async def _sweep(self) -> None:
-        """Delete files past their time, now and then, whatever goes wrong."""
+        """Delete expired files at an interval. Errors are logged."""
         while True:
             try:
                 await self._delete_expired()
             except Exception:
-                logger.exception("files past their time could not be deleted; trying again later")
+                logger.exception("expired files could not be deleted; trying again later")
             await asyncio.sleep(SWEEP_INTERVAL_S)
 
     async def _delete_expired(self) -> None:
@@ -368,7 +362,7 @@ class JobManager:
         for file_id in ids:
             try:
                 await self._threads.results.run(self._storage.blobs.delete, file_id)
-            except OSError as error:  # the next start finds that nobody knows it
+            except OSError as error:  # the next start deletes it
                 logger.error("%s: its contents cannot be deleted: %s", file_id, error.strerror or error)
             else:
-                logger.info("%s: deleted, its time was over", file_id)
+                logger.info("%s: deleted, it had expired", file_id)

@@ -13,14 +13,14 @@ from backfill.jobs.results import ResultLog
 class OpenBatch:
     """An open batch in memory.
 
-    The deadline is on the monotonic clock: a moved wall clock ends no batch early.
+    The deadline is on the monotonic clock: a change of the wall clock ends no batch early.
     """
 
     def __init__(self, batch: BatchRecord, log: ResultLog, wall_s: float) -> None:
         self.batch = batch
         self.log = log
         self.cancelled = asyncio.Event()
-        # One that an earlier server began has more results than are known before its files are read.
+        # The results of a batch that an earlier server began are unknown until its files are read.
         self.has_counts = batch.status is BatchStatus.VALIDATING
         self.deadline_s = time.monotonic() + batch.expires_at - wall_s
         self.task: asyncio.Task[None] | None = None
@@ -39,7 +39,3 @@ class OpenBatch:
             )
         finally:
             cancelled.cancel()
-
-
-def num_unfinished(counts: RequestCounts) -> int:
-    return counts.total - counts.completed - counts.failed

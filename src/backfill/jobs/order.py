@@ -1,4 +1,4 @@
-"""Which batch gives the engine its next line: fair between owners, by deadline within one."""
+"""Chooses the batch whose line runs next: fair between owners, by deadline within an owner."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class _Owner(Generic[Item]):
     last_served: int
     num_in_flight: int = 0
     num_items: int = 0
-    waiting: list[_Entry[Item]] = field(default_factory=list)  # those with lines to give, sorted
+    waiting: list[_Entry[Item]] = field(default_factory=list)  # items with waiting lines, sorted by key
 
     @property
     def turn(self) -> tuple[int, int, int]:
@@ -39,34 +39,33 @@ class _Entry(Generic[Item]):
 
 
 class FairOrder(Generic[Item]):
-    """Items that have lines to give, and how many lines each owner's have under way.
+    """Items with waiting lines, and the number of lines in flight of each owner.
 
-    The next line is of the owner with the fewest under way, of several the one served longest ago; and of
-    that owner's items the one with the earliest deadline, of several the one added first.
+    The next owner has the fewest lines in flight; a tie goes to the owner served longest ago. The owner's
+    next item has the earliest deadline; a tie goes to the item added first.
 
-    Owners without lines to give are in no list that is searched: what it takes to find the next line hardly
-    depends on how many owners there are.
+    Only owners with waiting lines are searched: the cost hardly depends on the number of owners.
     """
 
     def __init__(self) -> None:
         self._owners: dict[str, _Owner[Item]] = {}
         self._entries: dict[Item, _Entry[Item]] = {}
-        self._in_turn: list[_Owner[Item]] = []  # those with lines to give, sorted by turn
+        self._in_turn: list[_Owner[Item]] = []  # owners with waiting lines, sorted by turn
         self._num_added = 0
         self._num_taken = 0
         self.num_in_flight = 0
 
     def add(self, item: Item, owner: str, deadline_at_s: float) -> None:
-        """It has lines to give, until ``set_waiting`` says otherwise."""
+        """The item has waiting lines until ``set_waiting`` says otherwise."""
         self._num_added += 1
         self._entries[item] = _Entry(item, owner, deadline_at_s, self._num_added)
-        # A new owner waits for one turn of the others: else one that comes and goes would always be first.
+        # A new owner counts as served just now: else an owner that comes and goes would always be first.
         of_owner = self._owners.setdefault(owner, _Owner(self._num_added, last_served=self._num_taken))
         of_owner.num_items += 1
         self.set_waiting(item, True)
 
     def remove(self, item: Item) -> None:
-        """Its lines are no longer under way either; nothing happens for one that is not there."""
+        """Its lines are no longer in flight either. An unknown item is ignored."""
         if item not in self._entries:
             return
         self.set_waiting(item, False)
@@ -80,7 +79,7 @@ class FairOrder(Generic[Item]):
             del self._owners[entry.owner]
 
     def set_waiting(self, item: Item, is_waiting: bool) -> None:
-        """Whether it has lines to give; nothing happens for an item that was removed."""
+        """Set whether the item has waiting lines. A removed item is ignored."""
         entry = self._entries.get(item)
         if entry is None or entry.is_waiting is is_waiting:
             return
@@ -93,7 +92,7 @@ class FairOrder(Generic[Item]):
                 del of_owner.waiting[bisect.bisect_left(of_owner.waiting, entry.key, key=lambda e: e.key)]
 
     def next(self, accepts: Callable[[Item], bool] | None = None) -> Item | None:
-        """The item whose line is next, of those accepted; None where none has any. Changes nothing."""
+        """The accepted item whose line is next; None where there is none. Changes nothing."""
         for of_owner in self._in_turn:
             for entry in of_owner.waiting:
                 if accepts is None or accepts(entry.item):
@@ -101,12 +100,12 @@ class FairOrder(Generic[Item]):
         return None
 
     def note_taken(self, item: Item) -> None:
-        """A line of the item is under way."""
+        """A line of the item is in flight."""
         self._num_taken += 1
         self._add_in_flight(item, 1, last_served=self._num_taken)
 
     def note_ended(self, item: Item, num_lines: int = 1) -> None:
-        """So many of its lines no longer are; nothing happens for an item that was removed."""
+        """Lines of the item are no longer in flight. A removed item is ignored."""
         if item in self._entries:
             self._add_in_flight(item, -num_lines)
 
@@ -123,7 +122,7 @@ class FairOrder(Generic[Item]):
 
     @contextlib.contextmanager
     def _changing(self, of_owner: _Owner[Item]) -> Iterator[None]:
-        """Take an owner out of the turns, and put it back where it belongs after the change."""
+        """Take the owner out of ``_in_turn``, and insert it again after its turn has changed."""
         if of_owner.waiting:
             place = bisect.bisect_left(self._in_turn, of_owner.turn, key=lambda owner: owner.turn)
             assert self._in_turn[place] is of_owner

@@ -1,4 +1,4 @@
-"""Files and folders that only the server's own user may read, and small files written whole or not at all."""
+"""Files and folders that only the server's user may read, and atomic writes of small files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 FILE_MODE = 0o600
 FOLDER_MODE = 0o700
 
-# What a data folder holds; other things in it are somebody else's, and left as they are.
+# What a server writes into its data folder. Other files in it are not changed.
 _OWN_FILES = (
     "jobs.db",
     "jobs.db-wal",
@@ -28,14 +28,14 @@ _OWN_FOLDERS = ("files", "suspects")
 
 
 def make_folder(folder: Path) -> None:
-    """A folder of ours; one that exists is left as it is."""
+    """Make a private folder. One that exists keeps its mode."""
     folder.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
 
 
 def make_private(data_dir: Path) -> None:
-    """Take others' permissions from what an earlier version, or a copy, left in a data folder.
+    """Remove other users' permissions, which an earlier version or a copy may have left in a data folder.
 
-    From the folder itself too, unless it also holds what is not ours.
+    The folder's own permissions are kept where it also holds other files.
     """
     is_ours_alone = True
     for entry in os.scandir(data_dir):
@@ -84,5 +84,5 @@ def _restrict(path: Path, mode: int) -> None:
     if stat.S_IMODE(path.stat().st_mode) & ~mode:
         try:
             path.chmod(mode)
-        except PermissionError:  # another user's, who lets us use it
+        except PermissionError:  # the file belongs to another user
             logger.warning("%s may be read by others, and its mode cannot be changed", path)

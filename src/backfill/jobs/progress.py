@@ -1,4 +1,4 @@
-"""How fast a batch runs, and for how long still. Nobody here reads a clock: instants are arguments."""
+"""The speed of a batch and the time it still needs. Nothing here reads a clock: instants are arguments."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class SlidingRate:
         self._forget(now_s)
 
     def per_s(self, now_s: float) -> float | None:
-        """None before so much time has passed that it says something."""
+        """None in the first seconds, when a rate says little."""
         self._forget(now_s)
         span_s = min(now_s - self._started_at_s, self._window_s)
         if span_s < _LEAST_SPAN_S:
@@ -50,21 +50,21 @@ class SlidingRate:
 
 
 class TimeLeft:
-    """Estimates when the last line ends, from the pace of those that ended lately.
+    """Estimates when the last line ends, from the pace of recent lines.
 
-    The window is one of lines, three times those that run at once: they begin together and end together, so
-    that one of seconds would hold now all of them, now none. For the same reason the pace is measured when a
-    line ends, and else only where none has for longer than ever before.
+    The window is a number of lines: three times the lines that run at once. Lines that start together end
+    together, so a window of seconds would hold all of them or none. For the same reason the pace is measured
+    when a line ends, and between two ends only after the longest gap so far.
 
     Args:
         num_lines: to run.
-        num_at_once: that run at the same time, at most.
+        num_at_once: most lines that run at the same time.
     """
 
     def __init__(self, num_lines: int, num_at_once: int, started_at_s: float) -> None:
         self._num_lines = num_lines
         self._num_ended = 0
-        # Before as many have ended as began together, those that ended are the short ones.
+        # The first lines to end are short ones. Wait until as many have ended as started together.
         self._least_ended = max(_LEAST_ENDED_LINES, min(num_at_once, num_lines // 4))
         window_lines = max(_WINDOW_TURNS * num_at_once, _LEAST_WINDOW_LINES)
         self._ended_at_s: deque[float] = deque([started_at_s], maxlen=window_lines + 1)
@@ -73,7 +73,7 @@ class TimeLeft:
         self._measured_at_s = started_at_s
 
     def update(self, num_ended: int, now_s: float) -> None:
-        """Tell how many lines have ended; called again and again, also when none did."""
+        """Set the number of ended lines. Called at an interval, also when none has ended."""
         gap_s = now_s - self._ended_at_s[-1]
         num_new = num_ended - self._num_ended
         if num_new == 0 and gap_s <= self._longest_gap_s:
@@ -101,7 +101,7 @@ class TimeLeft:
 
 
 class TokenRates:
-    """Tokens that the engine computes per second, prompts apart from outputs."""
+    """Tokens of prompts and of outputs that the engine computes per second."""
 
     def __init__(self, started_at_s: float) -> None:
         self.prompts = SlidingRate(started_at_s)
@@ -113,10 +113,10 @@ class TokenRates:
         stats = report.stats
         totals = (stats.online.totals, stats.offline.totals)
         num_computed = sum(each.num_computed_tokens - each.num_recomputed_tokens for each in totals)
-        if num_computed < self._num_computed:  # of an engine that was started again
+        if num_computed < self._num_computed:  # a new engine counts from 0
             self._num_computed = 0
         num_new, self._num_computed = num_computed - self._num_computed, num_computed
         num_outputs = sum(output.token_id is not None for output in report.outputs)
         self.outputs.add(num_outputs, now_s)
-        # A decode computes one token and gives one. A prompt's end gives one too, which is not worth a count.
+        # A decode computes one token and outputs one. A prompt's last slice outputs one too: ignored.
         self.prompts.add(max(0, num_new - num_outputs), now_s)

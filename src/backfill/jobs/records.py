@@ -1,4 +1,4 @@
-"""Files and batches as data. Times are integer Unix seconds, None where it has not happened."""
+"""Files and batches as data. Times are integer Unix seconds; None: it has not happened."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FINAL_STATUSES = frozenset(
 
 
 class LineOutcome(Enum):
-    """How a line ended. All but the first are in the error file and count as failed."""
+    """How a line ended. All but COMPLETED are in the error file and count as failed."""
 
     COMPLETED = "completed"
     FAILED = "failed"
@@ -46,6 +46,10 @@ class RequestCounts:
     total: int = 0
     completed: int = 0
     failed: int = 0
+
+    @property
+    def unfinished(self) -> int:
+        return self.total - self.completed - self.failed
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +121,8 @@ class BatchRecord:
     metadata: dict[str, str] | None = None
 
     @property
-    def last_stamp(self) -> int:
-        """The latest time anything happened to it."""
+    def last_timestamp(self) -> int:
+        """The latest of its times."""
         stamps = (
             self.in_progress_at,
             self.finalizing_at,

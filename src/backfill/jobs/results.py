@@ -17,7 +17,7 @@ from backfill.jobs.records import LineOutcome, RequestCounts, TokenUsage
 
 
 class ForeignResults(BackfillError):
-    """A result file holds lines of another input, or something that is no result."""
+    """A result file holds results of another input, or lines that are not results."""
 
 
 class ResultsLost(BackfillError):
@@ -58,7 +58,7 @@ _decoder = msgspec.json.Decoder(_Written)
 
 @dataclass(frozen=True, slots=True)
 class _Identity:
-    """Which file it is, and how long it was when it was last closed."""
+    """A file's device and inode, and its size in bytes when it was last closed."""
 
     device: int
     inode: int
@@ -78,9 +78,8 @@ class _Identity:
 class ResultLog:
     """Appends results in groups; a group is durable when ``append`` returns.
 
-    Nothing is ever rewritten. A line's id holds its number, so reading the files back tells what is done;
-    counts kept elsewhere follow these files. Between calls no file is open, so that any number of batches
-    may be.
+    Results are never rewritten. A result's id holds its line's number, so the files tell which lines are
+    done; counts elsewhere are copies. Between calls no file is open: open batches use no descriptors.
 
     Args:
         name: distinguishes this input's lines: their ids are ``batch_req_NAME_NUMBER``.
@@ -98,7 +97,7 @@ class ResultLog:
         self.usage = TokenUsage()
 
     def open(self) -> None:
-        """Create the files, or read what they hold, cutting off a line that a crash left unfinished.
+        """Create the files, or read them and cut off a line that a crash left unfinished.
 
         Raises: ForeignResults, OSError.
         """
@@ -111,7 +110,7 @@ class ResultLog:
             sync_folder(folder)
 
     def check_intact(self) -> None:
-        """Raise ResultsLost unless every result noted is where it was written."""
+        """Raise ResultsLost unless every result is still in its file."""
         with contextlib.ExitStack() as stack:
             self._open_files(stack, self._files)
 
@@ -139,7 +138,7 @@ class ResultLog:
             path = self._paths[result.outcome is not LineOutcome.COMPLETED]
             written.setdefault(path, bytearray()).extend(result.encode(f"{self._prefix}{result.line.number}"))
         with contextlib.ExitStack() as stack:
-            # All of them: before anything is counted on top of what may be gone.
+            # All files: no result may count beside results that are lost.
             files = self._open_files(stack, self._files)
             self._is_torn = True
             try:
@@ -148,7 +147,7 @@ class ResultLog:
                 for path in written:
                     os.fsync(files[path])
             except OSError:
-                with contextlib.suppress(OSError):  # else the next attempt begins with it
+                with contextlib.suppress(OSError):  # else the next attempt cuts first
                     self._cut_open(files)
                 raise
         self._is_torn = False
@@ -158,7 +157,7 @@ class ResultLog:
             self._note(result.line.number, result.outcome is LineOutcome.COMPLETED, result.usage)
 
     def _open_files(self, stack: contextlib.ExitStack, paths: Iterable[Path]) -> dict[Path, int]:
-        """Raises: ResultsLost where one is not as it was left."""
+        """Raises: ResultsLost where a file is not as it was left."""
         files = {}
         for path in paths:
             try:
@@ -194,10 +193,9 @@ class ResultLog:
             self.num_failed += 1
 
     def _read_back(self, path: Path) -> int:
-        """Note every whole line; the size of the file up to the last one's end.
+        """Note every whole line. Returns: bytes up to the end of the last one.
 
-        A machine that loses power may leave zeros where unsynced data was to come. Nothing from there on
-        was counted.
+        A power loss may leave zeros in place of unsynced data. Nothing after them was counted.
         """
         size = 0
         for data in _whole_lines(path):

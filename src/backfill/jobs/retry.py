@@ -1,4 +1,4 @@
-"""Asking disks and databases again that refuse for a while."""
+"""Retries while a disk or a database refuses."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ LONGEST_RETRY_S = 10.0
 
 class ResultSink(Protocol):
     def append(self, results: Sequence[LineResult]) -> None:
-        """Make results durable, all or none; blocking. Raises: OSError, which may pass, and others."""
+        """Make results durable, all or none; blocks. Raises: OSError, which may be temporary, and others."""
         ...
 
 
 def retry_delays_s() -> Iterator[float]:
-    """Ever longer, without end."""
+    """Delays that double up to a limit, without end."""
     delay_s = FIRST_RETRY_S
     while True:
         yield delay_s
@@ -36,7 +36,7 @@ def retry_delays_s() -> Iterator[float]:
 async def append_with_retries(
     threads: ThreadPool, sink: ResultSink, results: Sequence[LineResult], name: str
 ) -> None:
-    """Append, and while the disk refuses try again, ever less often."""
+    """Append results; retry while the disk refuses."""
     for delay_s in retry_delays_s():
         try:
             return await threads.run(sink.append, results)
@@ -50,8 +50,8 @@ def reason_of(error: SQLAlchemyError) -> str:
     return str(getattr(error, "orig", None) or error).splitlines()[0]
 
 
-def may_pass(error: SQLAlchemyError) -> bool:
-    """Whether it is the connection's or a lock's fault rather than the statement's."""
+def is_temporary(error: SQLAlchemyError) -> bool:
+    """Whether a retry may help: the connection or a lock failed, not the statement."""
     if isinstance(error, OperationalError | InterfaceError | PoolTimeout):
         return True
     return isinstance(error, DBAPIError) and error.connection_invalidated

@@ -11,10 +11,10 @@ from backfill.protocol.service import CompletionService
 
 
 class ServiceRunner:
-    """A ``LineRunner`` on the service that is there when a line begins.
+    """A ``LineRunner`` on the current service.
 
     Args:
-        service: None while no engine is ready.
+        service: returns None while no engine is ready.
     """
 
     def __init__(self, service: Callable[[], CompletionService | None]) -> None:

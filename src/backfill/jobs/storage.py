@@ -16,7 +16,7 @@ from backfill.jobs.config import JobsConfig
 from backfill.jobs.database import open_database
 from backfill.jobs.errors import Busy
 from backfill.jobs.private_files import make_private
-from backfill.jobs.retry import may_pass, reason_of, retry_delays_s
+from backfill.jobs.retry import is_temporary, reason_of, retry_delays_s
 from backfill.jobs.store import JobStore
 from backfill.jobs.threads import JobThreads
 
@@ -72,7 +72,7 @@ class JobStorage:
             try:
                 return await self.threads.database.run(work, *args, **kwargs)
             except SQLAlchemyError as error:
-                if not may_pass(error):
+                if not is_temporary(error):
                     raise
                 reason = reason_of(error)
                 logger.error("the batch database does not answer (%s); trying again in %g s", reason, delay_s)

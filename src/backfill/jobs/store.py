@@ -34,11 +34,11 @@ class JobStore:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        # A batch is not made of a file that is being deleted. One process owns the records.
+        # No batch starts with a file that is being deleted. A lock suffices: one process owns the records.
         self._input_lock = threading.Lock()
 
     def tie_to_folder(self, data_dir: Path) -> None:
-        """Raises: ConfigError when the folder or the database is another's."""
+        """Raises: ConfigError when the folder or the database belongs to another."""
         tie_to_folder(self._engine, data_dir)
 
     def close(self) -> None:
@@ -75,7 +75,7 @@ class JobStore:
             raise Conflict(f"The file {file_id} is the input of a batch that has not ended.")
 
     def delete_expired_files(self, now: int) -> list[str]:
-        """Ids of the files that are past their time and were removed from the database."""
+        """Remove expired files from the database. Returns: their ids."""
         expired = (files.c.expires_at <= now, files.c.id.not_in(_inputs_in_use()))
         with self._input_lock, self._engine.begin() as connection:
             ids = list(connection.execute(select(files.c.id).where(*expired)).scalars())
@@ -102,14 +102,14 @@ class JobStore:
 
     def add_batch(self, batch: BatchRecord, max_open: int) -> None:
         """Raises: NotFound when the input file is gone, TooMany where its owner has ``max_open`` already."""
-        open_ones = select(func.count()).where(batches.c.owner == batch.owner, batches.c.status.in_(_OPEN))
+        num_open = select(func.count()).where(batches.c.owner == batch.owner, batches.c.status.in_(_OPEN))
         with self._input_lock, self._engine.begin() as connection:
             found = connection.execute(
                 select(files.c.id).where(files.c.id == batch.input_file_id, files.c.owner == batch.owner)
             ).first()
             if found is None:
                 raise NotFound(f"No such File object: {batch.input_file_id[:80]}")
-            if connection.execute(open_ones).scalar_one() >= max_open:
+            if connection.execute(num_open).scalar_one() >= max_open:
                 raise TooMany(
                     f"At most {max_open} of your batches may be open at once. "
                     "Wait until some have ended, or cancel them."
@@ -141,10 +141,10 @@ class JobStore:
         only_from: Collection[BatchStatus],
         new_files: Sequence[FileRecord] = (),
     ) -> bool:
-        """Apply ``changes`` (column values) and add files, if the batch is in one of the statuses.
+        """Apply ``changes`` (column values) and add files, if the batch has one of the statuses.
 
-        False, and nothing has changed, if it is not: of two that race, one wins. True also where the batch
-        has the new status already: an earlier attempt's answer may have been lost after it was committed.
+        Returns: False where it has another status; nothing has changed then. True also where it has the new
+        status already: an earlier attempt may have been committed without an answer.
         """
         current = select(batches.c.status).where(batches.c.id == batch_id)
         statement = (
@@ -182,7 +182,7 @@ class JobStore:
         after: str | None,
         kind: str,
     ) -> Sequence[RowMapping]:
-        """Up to one row more than ``limit``."""
+        """Up to ``limit`` + 1 rows; the last one tells that more follow."""
         if after is not None:
             mark = select(table.c.sequence).where(table.c.id == after, table.c.owner == owner)
             sequence = connection.execute(mark).scalar()

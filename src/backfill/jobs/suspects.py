@@ -13,16 +13,16 @@ from backfill.jobs.private_files import make_folder, write_durably
 
 logger = logging.getLogger(__name__)
 
-# A line is given up once it has been lost so often with no other request in the engine, or failed step.
+# A line is given up after this many losses with no other request in the engine or in the failed step.
 MAX_LONE_LOSSES = 3
-# Or so often with no other line, whatever online requests there were: on a server that is never idle it
-# would else be tried for ever.
+# Or after this many with no other line, beside any online requests: on a server that is never idle it would
+# else be retried without end.
 MAX_ONLY_LINE_LOSSES = 20
 
 
 @dataclass(frozen=True, slots=True)
 class Losses:
-    """How often one line was lost: in all, as the only request, and as the only line (online ones aside)."""
+    """Losses of one line: all, as the only request, and as the only line beside online requests."""
 
     num: int = 0
     num_lone: int = 0
@@ -42,7 +42,7 @@ class Suspects:
     """The lines of one batch that were lost, by number.
 
     Args:
-        path: of the file that keeps them, where a loss is saved; None keeps them in memory only.
+        path: where losses are saved; None keeps them in memory only.
         name: of the batch; a file that names another is not read.
     """
 
@@ -55,10 +55,10 @@ class Suspects:
         return len(self._losses)
 
     def of(self, number: int) -> Losses:
-        return self._losses.get(number, _NONE)
+        return self._losses.get(number, Losses())
 
     def note_lost(self, number: int, *, is_lone: bool, is_only_line: bool) -> Losses:
-        """Count a loss; those so far, this one included."""
+        """Count a loss. Returns: the losses of the line, this one included."""
         before = self.of(number)
         self._losses[number] = losses = Losses(
             before.num + 1, before.num_lone + is_lone, before.num_only_line + is_only_line
@@ -69,21 +69,21 @@ class Suspects:
         self._losses.pop(number, None)
 
     def encode(self) -> bytes:
-        """What ``save`` is to write."""
+        """The content for ``save``."""
         lines = {number: (one.num, one.num_lone, one.num_only_line) for number, one in self._losses.items()}
         return msgspec.json.encode(_Saved(self._name, lines))
 
-    # ---- Blocking: for threads ----
+    # ---- Blocking: run in threads ----
 
     def load(self) -> None:
-        """Read what was saved; a file that cannot be understood is as good as none. Raises: OSError."""
+        """Read saved losses. A file that cannot be decoded is ignored. Raises: OSError."""
         assert self._path is not None
         try:
             saved = msgspec.json.decode(self._path.read_bytes(), type=_Saved)
         except FileNotFoundError:
             return
         except msgspec.DecodeError as error:
-            logger.warning("%s is not understood and not used: %s", self._path.name, error)
+            logger.warning("%s cannot be decoded and is ignored: %s", self._path.name, error)
             return
         if saved.name == self._name:
             self._losses = {number: Losses(*counts) for number, counts in saved.lines.items()}
@@ -106,6 +106,3 @@ def sweep(folder: Path, names: Collection[str]) -> None:
         for path in list(folder.iterdir()):
             if path.name not in names:
                 path.unlink()
-
-
-_NONE = Losses()

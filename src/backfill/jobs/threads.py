@@ -18,8 +18,8 @@ Result = TypeVar("Result")
 class ThreadPool:
     """Runs blocking calls for one event loop, in threads that start as they are needed.
 
-    The threads are daemons: one that a hung disk holds keeps neither ``close`` nor the end of the process
-    waiting, as one of ``concurrent.futures`` would.
+    The threads are daemons: a thread that a hung disk blocks delays neither ``close`` nor the end of the
+    process. A ``ThreadPoolExecutor`` would wait for it.
 
     Args:
         max_threads: calls that run at once; more wait in the order they came.
@@ -34,14 +34,14 @@ class ThreadPool:
         self._is_closed = False
 
     async def wait_idle(self, timeout_s: float) -> None:
-        """Wait until no call runs or waits, but no longer than that."""
+        """Wait at most ``timeout_s`` until no call runs or waits."""
         if self._open:
             await asyncio.wait(list(self._open), timeout=timeout_s)
 
     async def run(self, work: Callable[Args, Result], *args: Args.args, **kwargs: Args.kwargs) -> Result:
-        """What ``work`` returns or raises.
+        """Run ``work`` in a thread.
 
-        Cancelled, it ends at once if the call has not begun, else only with it: a file may be closed then.
+        When cancelled, it still waits for a call that has begun: only then may a file be closed.
         Raises: CancelledError also when the pool is closed.
         """
         if self._is_closed:
@@ -62,7 +62,7 @@ class ThreadPool:
             raise
 
     def close(self) -> int:
-        """End the threads, and every ``run`` as if cancelled. The number of calls left behind running."""
+        """End the threads and cancel every ``run``. Returns: the number of calls that still run."""
         self._is_closed = True
         num_left = 0
         for done, call in list(self._open.items()):
@@ -79,17 +79,17 @@ class ThreadPool:
     def _serve(self) -> None:
         while (call := self._calls.get()) is not None:
             call()
-            del call  # and with it what it was given, while the next is waited for
+            del call  # frees its arguments before the wait for the next call
 
 
 class JobThreads:
-    """The pools of the Batch API, one for each thing that must not wait behind the others.
+    """The pools of the Batch API. None waits for another.
 
     Attributes:
-        database: questions to the database, which may be on another machine.
-        results: results of lines, and all that ends a batch.
-        uploads: files on their way in.
-        downloads: contents on their way out, whose readers may be slow.
+        database: queries; the database may be on another machine.
+        results: writes of results, and the end of a batch.
+        uploads: writes of uploads.
+        downloads: reads for clients, which may be slow.
     """
 
     def __init__(self) -> None:
@@ -112,7 +112,7 @@ class JobThreads:
 
 
 async def until_done(task: asyncio.Future[Any]) -> None:
-    """Wait, however often the wait is cancelled."""
+    """Wait for the task, also when the wait is cancelled."""
     while not task.done():
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.wait([task])

@@ -1,4 +1,4 @@
-"""Takes files in, chunk by chunk, within what may be stored."""
+"""Uploads of files, chunk by chunk, within the limits of storage."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Iterator
 from io import FileIO
 
-from backfill.jobs.config import JobsConfig
 from backfill.jobs.errors import StorageFull, TooLarge, TooManyUploads
 from backfill.jobs.private_files import write_all
 from backfill.jobs.records import FileRecord, new_file_id
@@ -19,14 +18,14 @@ logger = logging.getLogger(__name__)
 
 
 class Uploads:
-    """Begins uploads, and counts what all of them bring. One event loop owns it."""
+    """Begins uploads and counts the bytes of all. One event loop owns it."""
 
     def __init__(self, storage: JobStorage) -> None:
-        self._storage = storage
-        # Bytes since the start, without those of uploads that were given up.
+        self.storage = storage
+        # Bytes since the start, without those of aborted uploads.
         self._num_received = 0
         self._num_received_of: Counter[str] = Counter()
-        self._num_unfinished_of: Counter[str] = Counter()  # of these, in uploads that have not ended
+        self._num_unfinished_of: Counter[str] = Counter()  # of those, in uploads that have not ended
         self._num_open_of: Counter[str] = Counter()
 
     async def begin(self, owner: str) -> Upload:
@@ -41,30 +40,30 @@ class Uploads:
 
     async def _begin(self, owner: str) -> Upload:
         most_received, most_received_of_owner = None, None
-        if self._storage.config.max_stored_bytes is not None:
+        if self.storage.config.max_stored_bytes is not None:
             before = self._num_received
-            num_stored = await self._storage.threads.uploads.run(self._storage.blobs.num_bytes)
-            most_received = before + self._storage.config.max_stored_bytes - num_stored
-        if self._storage.config.max_owner_bytes is not None:
+            num_stored = await self.storage.threads.uploads.run(self.storage.blobs.num_bytes)
+            most_received = before + self.storage.config.max_stored_bytes - num_stored
+        if self.storage.config.max_owner_bytes is not None:
             before = self._num_received_of[owner] - self._num_unfinished_of[owner]
-            num_stored = await self._storage.query(self._storage.store.num_bytes_of, owner)
-            most_received_of_owner = before + self._storage.config.max_owner_bytes - num_stored
+            num_stored = await self.storage.query(self.storage.store.num_bytes_of, owner)
+            most_received_of_owner = before + self.storage.config.max_owner_bytes - num_stored
         await self.check_free_space()
         file_id = new_file_id()
         try:
             with _disk_errors():
-                file = await self._storage.threads.uploads.run(self._storage.blobs.create, file_id)
-        except BaseException:  # of a client that left just now it may have been made
-            await self._storage.threads.uploads.run(self._storage.blobs.discard, file_id, None)
+                file = await self.storage.threads.uploads.run(self.storage.blobs.create, file_id)
+        except BaseException:  # the client has left; the file may have been made
+            await self.storage.threads.uploads.run(self.storage.blobs.discard, file_id, None)
             raise
         return Upload(self, owner, file_id, file, most_received, most_received_of_owner)
 
     async def check_free_space(self) -> None:
         """Raise StorageFull where the rest of the disk is kept for results."""
-        await self._storage.threads.uploads.run(self._check_free_space, 0)
+        await self.storage.threads.uploads.run(self._check_free_space, 0)
 
     def receive(self, owner: str, num_bytes: int) -> tuple[int, int]:
-        """Count bytes of an upload, negative ones where it is given up: those of all, and of the owner."""
+        """Count bytes of an upload; negative when it is aborted. Returns: totals of all, and of the owner."""
         self._num_received += num_bytes
         self._num_received_of[owner] += num_bytes
         self._num_unfinished_of[owner] += num_bytes
@@ -74,53 +73,29 @@ class Uploads:
         self._num_unfinished_of[owner] -= num_bytes
 
     def note_ended(self, owner: str) -> None:
-        """Take an upload off those that are open."""
+        """An upload is no longer open."""
         self._num_open_of[owner] -= 1
         if self._num_open_of[owner] == 0:
             del self._num_open_of[owner]
 
     async def write(self, file: FileIO, data: bytes | bytearray) -> None:
         with _disk_errors():
-            await self._storage.threads.uploads.run(self._write, file, data)
+            await self.storage.threads.uploads.run(self._write, file, data)
 
     async def keep(self, record: FileRecord, file: FileIO) -> None:
-        """The contents first, then the record of them."""
+        """Make the contents durable, then the record."""
         with _disk_errors():
-            await self._storage.threads.uploads.run(self._storage.blobs.commit, record.id, file)
+            await self.storage.threads.uploads.run(self.storage.blobs.commit, record.id, file)
         try:
-            await self._storage.query(self._storage.store.add_file, record)
+            await self.storage.query(self.storage.store.add_file, record)
         except asyncio.CancelledError:
             raise  # there may be a record; if there is none, the next start deletes the contents
         except BaseException:
-            await self._storage.threads.uploads.run(self._storage.blobs.delete, record.id)
+            await self.storage.threads.uploads.run(self.storage.blobs.delete, record.id)
             raise
 
-    async def discard(self, file_id: str, file: FileIO) -> None:
-        await self._storage.threads.uploads.run(self._storage.blobs.discard, file_id, file)
-
-    def new_record(
-        self, file_id: str, owner: str, num_bytes: int, *, filename: str, purpose: str, lifetime_s: int | None
-    ) -> FileRecord:
-        """``lifetime_s`` None is the purpose's own."""
-        if lifetime_s is None and purpose == "batch":
-            lifetime_s = int(self._storage.config.retention_s)
-        now = self._storage.now()
-        return FileRecord(
-            id=file_id,
-            owner=owner,
-            num_bytes=num_bytes,
-            created_at=now,
-            expires_at=None if lifetime_s is None else now + lifetime_s,
-            filename=filename,
-            purpose=purpose,
-        )
-
-    @property
-    def config(self) -> JobsConfig:
-        return self._storage.config
-
     def _check_open(self, owner: str) -> None:
-        most = self._storage.config.batch_max_uploads
+        most = self.storage.config.batch_max_uploads
         most_of_owner = max(1, most // 4)
         if self._num_open_of[owner] >= most_of_owner:
             raise TooManyUploads(
@@ -134,18 +109,18 @@ class Uploads:
         write_all(file.fileno(), data)
 
     def _check_free_space(self, num_bytes: int) -> None:
-        least = self._storage.config.min_free_bytes
-        if least > 0 and self._storage.blobs.num_free_bytes() - num_bytes < least:
+        least = self.storage.config.min_free_bytes
+        if least > 0 and self.storage.blobs.num_free_bytes() - num_bytes < least:
             logger.warning("an upload or a batch was refused: the disk has less than %d bytes left", least)
             raise StorageFull("The server's disk is nearly full; it takes no new files and batches.")
 
 
 class Upload:
-    """A file on its way in. End it with ``finish`` or ``abort``.
+    """An open upload. End it with ``finish`` or ``abort``.
 
     Args:
-        most_received, most_received_of_owner: by all uploads, and by the owner's, since the start; None where
-            there is no limit.
+        most_received, most_received_of_owner: limits of the bytes of all uploads, and of the owner's, since
+            the start; None: no limit.
     """
 
     def __init__(
@@ -169,7 +144,7 @@ class Upload:
     async def write(self, data: bytes | bytearray) -> None:
         """Raises: TooLarge beyond the limit of any file, or when the store, the owner's part of it, or the
         disk is full."""
-        limit = self._uploads.config.max_file_bytes
+        limit = self._uploads.storage.config.max_file_bytes
         self._num_bytes += len(data)
         num_received, num_received_of_owner = self._uploads.receive(self._owner, len(data))
         if self._num_bytes > limit:
@@ -177,25 +152,30 @@ class Upload:
         if self._most_received is not None and num_received > self._most_received:
             raise TooLarge("The server's file storage is full. Delete files that are no longer needed.")
         if self._most_received_of_owner is not None and num_received_of_owner > self._most_received_of_owner:
-            most = self._uploads.config.max_owner_bytes
+            most = self._uploads.storage.config.max_owner_bytes
             raise TooLarge(
                 f"Your files are limited to {most} bytes together. Delete files that are no longer needed."
             )
         await self._uploads.write(self._file, data)
 
     async def finish(self, *, filename: str, purpose: str, expires_after_s: int | None) -> FileRecord:
-        """Make the file durable. Raises: TooLarge for a batch's input over its limit, which is then gone."""
-        config = self._uploads.config
+        """Make the file durable. Raises: TooLarge for a batch's input over its limit; it is aborted then."""
+        storage = self._uploads.storage
+        config = storage.config
         if purpose == "batch" and self._num_bytes > config.batch_max_bytes:
             await self.abort()
             raise TooLarge(f"The input file of a batch is limited to {config.batch_max_bytes} bytes.")
-        record = self._uploads.new_record(
-            self._id,
-            self._owner,
-            self._num_bytes,
+        if expires_after_s is None and purpose == "batch":
+            expires_after_s = int(config.retention_s)
+        now = storage.now()
+        record = FileRecord(
+            id=self._id,
+            owner=self._owner,
+            num_bytes=self._num_bytes,
+            created_at=now,
+            expires_at=None if expires_after_s is None else now + expires_after_s,
             filename=filename,
             purpose=purpose,
-            lifetime_s=expires_after_s,
         )
         await self._uploads.keep(record, self._file)
         self._uploads.note_kept(self._owner, self._num_bytes)
@@ -206,7 +186,8 @@ class Upload:
         self._uploads.receive(self._owner, -self._num_bytes)
         self._num_bytes = 0
         try:
-            await self._uploads.discard(self._id, self._file)
+            storage = self._uploads.storage
+            await storage.threads.uploads.run(storage.blobs.discard, self._id, self._file)
         finally:
             self._end()
 

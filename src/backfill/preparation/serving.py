@@ -17,7 +17,7 @@ from backfill.protocol.service import CompletionService
 
 
 class ServingProcesses:
-    """Owns both processes, and loads the tokenizer beside them. One event loop owns it.
+    """Owns both processes and loads the tokenizer while they start. One event loop owns it.
 
     Args:
         client: of the engine, which may have been launched.
