@@ -181,7 +181,7 @@ def test_files_in_documents_exist() -> None:
 
 def test_options_in_documents_exist() -> None:
     known = {option for name in commands() for option in options(name)}
-    known |= {"--help", "--no-batch-api", "--no-self-timed"}
+    known |= {"--help", *(f"--no-{option[2:]}" for option in known)}
     known.add("--scheduling-policy")  # vLLM's
     scripts = "".join(script.read_text() for script in (ROOT / "benchmarks").glob("*.py"))
     for document in DOCUMENTS:

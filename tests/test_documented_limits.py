@@ -3,14 +3,17 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from pathlib import Path
 
 import pytest
 
 import backfill
-from backfill.api import body_budget, http_protocol, multipart, open_files, server, shedding
+from backfill.api import admission, body_budget, http_protocol, multipart, open_files, server
 from backfill.api.config import ServerConfig
+from backfill.cli.run_batch import run_batch
+from backfill.cli.serve import serve
 from backfill.core.config import SchedulerConfig
 from backfill.costs.hardware import hardware_profile_names, load_hardware_profile
 from backfill.engine import hang, process, supervisor
@@ -19,9 +22,9 @@ from backfill.jobs import feeder, lines, manager, suspects
 from backfill.jobs.config import JobsConfig
 from backfill.preparation import client as preparation_client
 from backfill.preparation import process as preparation_process
-from backfill.protocol import body_shape, requests
+from backfill.protocol import body_shape, chat, generation_fields
 from backfill.simulation.variants import variant_names
-from tests.test_docs import ROOT, commands
+from tests.test_docs import ROOT
 
 CONNECTION = http_protocol.ConnectionLimits(max_connections=1)
 SERVER = ServerConfig()
@@ -30,15 +33,15 @@ UVICORN = server.HttpServer(object(), CONNECTION).config
 
 # Beginning of a row in docs/operations.md, and what it must say.
 OPERATIONS = [
-    ("connections", f"at most {open_files.MOST_CONNECTIONS})"),
+    ("connections", f"at most {open_files.MAX_CONNECTIONS})"),
     ("headers", f"{CONNECTION.max_head_bytes >> 10} KiB"),
     ("URL", f"{CONNECTION.max_url_bytes >> 10} KiB"),
-    ("time until the headers", f"({SERVER.head_timeout_s:g} s)"),
+    ("time until the headers", f"({SERVER.head_timeout:g} s)"),
     ("idle time", f"{UVICORN.timeout_keep_alive} s"),
-    ("pause within a body", f"({SERVER.body_timeout_s:g} s)"),
+    ("pause within a body", f"({SERVER.body_timeout:g} s)"),
     ("time until a body", f"{server._WHOLE_BODY_FACTOR} × `--body-timeout`"),
-    ("time until a body", f"{http_protocol._LEAST_BODY_BYTES_PER_S >> 10} KiB/s"),
-    ("time in which a client", f"({SERVER.write_timeout_s:g} s)"),
+    ("time until a body", f"{http_protocol._MIN_BODY_BYTES_PER_S >> 10} KiB/s"),
+    ("time in which a client", f"({SERVER.write_timeout:g} s)"),
     ("pipelined requests", f"{http_protocol.MAX_PIPELINED} "),
     ("online choices", f"({SchedulerConfig().max_num_seqs} + {SERVER.max_queued_requests})"),
     ("offline choices", f"({SERVER.max_queued_offline_requests})"),
@@ -50,11 +53,11 @@ OPERATIONS = [
         "objects and arrays",
         f"{body_shape.MAX_CONTAINERS:,}; {body_shape.MAX_KEYS:,}; {body_shape.MAX_ITEMS:,} ",
     ),
-    ("messages;", f"{requests.MAX_MESSAGES:,}; {requests.MAX_PARTS:,} "),
+    ("messages;", f"{chat.MAX_MESSAGES:,}; {chat.MAX_PARTS:,} "),
     (
         "choices (prompts",
-        f"{requests.MAX_CHOICES}; {requests.MAX_STOP_STRINGS}; {requests.MAX_STOP_TOKENS}; "
-        f"{requests.MAX_LOGIT_BIASES} ",
+        f"{generation_fields.MAX_CHOICES}; {generation_fields.MAX_STOP_STRINGS}; "
+        f"{generation_fields.MAX_STOP_TOKENS}; {generation_fields.MAX_LOGIT_BIASES} ",
     ),
     ("choices × `max_tokens`", f"({SERVER.max_response_tokens:,})"),
     ("characters of a", f"{tokenizer.MAX_CHARS:,} "),
@@ -62,34 +65,37 @@ OPERATIONS = [
     ("the engine process dies", f"after {supervisor._RESTART_DELAY_S:g} s; "),
     ("the engine process dies", f"up to {supervisor._LONGEST_RESTART_DELAY_S:g} s"),
     ("the engine process dies", f"within {supervisor._QUICK_DEATH_S:g} s"),
-    ("the engine sends no report", f"({hang._LONGEST_STEPS:g} × the longest possible step"),
-    ("the engine sends no report", f"at least {hang._LEAST_S:g} s; {hang._WITHOUT_PROFILE_S:g} s without"),
+    ("the engine sends no report", f"({hang._TIMEOUT_STEPS:g} × the longest possible step"),
+    (
+        "the engine sends no report",
+        f"at least {hang._MIN_TIMEOUT_S:g} s; {hang._TIMEOUT_WITHOUT_PROFILE_S:g} s without",
+    ),
     (
         f"{supervisor._MAX_QUICK_DEATHS} times in a row",
         f"lived for {supervisor._TRUSTED_AFTER_S:g} s",
     ),
     ("the preparation process dies", f"after {preparation_process._MAX_WORK_S:g} s"),
     ("the preparation process cannot", f"{preparation_client._MAX_FAILED_LAUNCHES} times"),
-    ("`SIGTERM`", f"({SERVER.drain_timeout_s:g} s)"),
+    ("`SIGTERM`", f"({SERVER.shutdown_timeout:g} s)"),
 ]
 BATCH = [
-    ("`--batch-max-lines`", f"({JOBS.max_lines:,})"),
-    ("`--batch-max-bytes`", f"({JOBS.max_batch_bytes // 10**6} MB)"),
+    ("`--batch-max-lines`", f"({JOBS.batch_max_lines:,})"),
+    ("`--batch-max-bytes`", f"({JOBS.batch_max_bytes // 10**6} MB)"),
     ("`--batch-max-bytes`", f"{JOBS.max_file_bytes // 10**6} MB,"),
-    ("`--batch-max-uploads`", f"({JOBS.max_uploads})"),
-    ("`--batch-max-open`", f"({JOBS.max_open_batches})"),
-    ("`--batch-max-queued-lines`", f"({JOBS.max_queued_lines:,})"),
+    ("`--batch-max-uploads`", f"({JOBS.batch_max_uploads})"),
+    ("`--batch-max-open`", f"({JOBS.batch_max_open})"),
+    ("`--batch-max-queued-lines`", f"({JOBS.batch_max_queued_lines:,})"),
     ("`--batch-min-free-gib`", f"({JOBS.min_free_bytes >> 30})"),
     ("`--batch-retention-hours`", f"({JOBS.retention_s / 3600:g})"),
     ("fixed", f"{multipart.MAX_OVERHEAD_BYTES >> 10} KiB"),
 ]
 PROSE = [
-    ("operations.md", f"from 1 to {shedding._MAX_RETRY_AFTER_S} s"),
+    ("operations.md", f"from 1 to {admission.MAX_RETRY_AFTER_S} s"),
     ("operations.md", f"at the latest {server._PREPARATION_WITHIN_S:g} s"),
     ("batch.md", f"lost {suspects.MAX_LONE_LOSSES} times with no other request"),
     ("batch.md", f"or {suspects.MAX_ONLY_LINE_LOSSES} times as the only line"),
     ("batch.md", f"waits for it {manager.STOP_TIMEOUT_S:g} s"),
-    ("batch.md", f"at most {feeder.MAX_HELD_BYTES >> 20} MiB"),
+    ("batch.md", f"at most {feeder.MAX_BUFFERED_BYTES >> 20} MiB"),
     ("batch.md", f"died {supervisor._MAX_QUICK_DEATHS} times in a row"),
 ]
 
@@ -121,8 +127,11 @@ def test_numbers_in_sentences(document: str, stated: str) -> None:
 
 
 def test_exit_statuses_are_those_of_the_help() -> None:
+    functions = {"run-batch": run_batch, "serve": serve}
+
     def in_help(command: str) -> set[str]:
-        return set(re.findall(r"\b\d+\b", commands()[command].help.partition("Exit status")[2]))
+        text = inspect.getdoc(functions[command]) or ""
+        return set(re.findall(r"\b\d+\b", text.partition("Exit status")[2]))
 
     table = (ROOT / "docs" / "batch.md").read_text().partition("| exit status |")[2]
     cells = re.findall(r"^\| ([\d, ]+) \|", table, re.MULTILINE)
@@ -132,7 +141,7 @@ def test_exit_statuses_are_those_of_the_help() -> None:
 
 
 def test_codes_of_batch_errors() -> None:
-    sources = ("preparation/lines", "preparation/validation", "protocol/requests", "protocol/body_check")
+    sources = ("preparation/lines", "preparation/validation", "protocol/body_check", "protocol/unsupported")
     sources += ("execution/executor", "jobs/lifecycle")
     package = Path(backfill.__file__).parent
     found = set()
@@ -143,7 +152,7 @@ def test_codes_of_batch_errors() -> None:
     of_batches = text.partition("has `errors` with these codes:")[2].partition("Bodies are checked")[0]
     assert set(re.findall(r"`(\w+)`", of_batches)) - {"max_tokens"} == found
     of_lines = text.partition("`error` with a code:")[2].partition("##")[0]
-    assert set(re.findall(r"`(\w+)`", of_lines)) == lines._UNRUN_MESSAGES.keys()
+    assert set(re.findall(r"`(\w+)`", of_lines)) == lines._UNANSWERED_MESSAGES.keys()
 
 
 def test_hardware_profiles() -> None:

@@ -157,7 +157,7 @@ def test_a_client_that_leaves_cancels_the_preparation_of_its_body(default_model:
 
 
 def test_a_reader_that_stops_holds_no_reservation_and_is_aborted(default_model: Path) -> None:
-    connection = {"write_timeout": 1.0}
+    connection = {"write_timeout_s": 1.0}
     with (
         in_process_server(default_model, connection=connection, is_open=False) as server,
         RawClient(server.port, receive_buffer_bytes=4096) as client,

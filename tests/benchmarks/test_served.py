@@ -13,7 +13,7 @@ def test_the_words_of_a_server_that_does_not_start_are_shown(capfd: pytest.Captu
         served.served("--no-such-option"),
     ):
         pass
-    assert "No such option" in capfd.readouterr().err
+    assert "Unknown option" in capfd.readouterr().err
 
 
 def test_waiting_for_a_server_has_an_end() -> None:

@@ -43,7 +43,7 @@ def test_a_report_goes_to_another_process_and_back() -> None:
 
 def test_a_step_is_timed_whole_and_by_part(tmp_path: Path) -> None:
     save_tiny_model("llama", tmp_path)
-    executor = create_torch_executor(EngineConfig(model_dir=str(tmp_path), kv_bytes=1 << 20))
+    executor = create_torch_executor(EngineConfig(model_dir=str(tmp_path), kv_gib=1 / 1024))
     whole = step_profile.profile_whole(executor, num_seqs=2, context=8, num_steps=2)
     assert 0 < whole["model_s"] < whole["step_s"]
     parts, step_s = step_profile.profile_parts(executor, num_seqs=2, context=8, num_steps=2)
