@@ -51,6 +51,29 @@ def options(command: str) -> set[str]:
     return {name for each in arguments for name in (*each.parameter.name, *each.parameter.alias)}
 
 
+def options_page() -> str:
+    """``docs/options.md``: each option once, with its help and the commands that have it."""
+    rows: dict[tuple[str, str], list[str]] = {}
+    titles: dict[tuple[str, str], str] = {}
+    for name, command in commands().items():
+        for argument in command.assemble_argument_collection():
+            parameter = argument.parameter
+            flags = ", ".join(f"`{flag}`" for flag in (*parameter.name, *parameter.alias))
+            row = (flags, " ".join((parameter.help or "").split()).replace("|", "\\|"))
+            rows.setdefault(row, []).append(name)
+            titles.setdefault(row, str(parameter.group[0].name))
+    text = (
+        "# Options\n\nEvery option of every command. [operations.md](operations.md) says how files and "
+        "variables set\nthem. `tests/test_docs.py`, run as a module, writes this page.\n"
+    )
+    for title in dict.fromkeys(titles.values()):
+        text += f"\n## {title}\n\n| option | meaning | commands |\n| --- | --- | --- |\n"
+        for row, names in rows.items():
+            if titles[row] == title:
+                text += f"| {row[0]} | {row[1]} | {', '.join(names)} |\n"
+    return text
+
+
 def parse(command: str, arguments: Sequence[str]) -> None:
     """Raises: an exception for arguments that are not understood."""
     commands()[command].parse_args(arguments, exit_on_error=False, print_error=False)
@@ -102,6 +125,11 @@ def test_every_command_and_option_has_help() -> None:
         assert command.help, name
         for argument in command.assemble_argument_collection():
             assert argument.parameter.help, (name, argument.name)
+
+
+def test_the_page_of_options_is_current() -> None:
+    """``python -m tests.test_docs`` writes it."""
+    assert (ROOT / "docs" / "options.md").read_text() == options_page()
 
 
 def test_options_in_the_readme_exist() -> None:
@@ -194,3 +222,7 @@ def test_metrics_in_documents_exist() -> None:
     for document in DOCUMENTS:
         for name in re.findall(r"backfill:(\w+)", document.read_text()):
             assert name in listed, f"{document.name}: {name}"
+
+
+if __name__ == "__main__":
+    (ROOT / "docs" / "options.md").write_text(options_page())
