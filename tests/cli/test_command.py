@@ -140,12 +140,13 @@ def test_a_variable_may_have_a_name_of_its_own(meal: Meal, monkeypatch: pytest.M
         ("max_seat = 3", "unknown option max_seat; did you mean max_seats?"),
         ("zzz = 3", "unknown option zzz."),
         ("config = 'b.toml'", "unknown option config."),
-        ("max_seats = 'many'", "max_seats must be int, got 'many'."),
-        ("max_seats = 2.5", "max_seats must be int, got 2.5."),
+        ("max_seats = 'many'", "max_seats must be a whole number, got 'many'."),
+        ("max_seats = 2.5", "max_seats must be a whole number, got 2.5."),
         ("day = 'sun'", "day must be mon or tue, got 'sun'."),
-        ("guests = 'a'", "guests must be a list of str, got 'a'."),
-        ("door_code = 12345", "door_code must be a list of str."),
+        ("guests = 'a'", "guests must be a list of text, got 'a'."),
+        ("door_code = 12345", "door_code must be a list of text."),
         ("= 3", "is not TOML"),
+        ("max-seats = 3\nmax_seats = 4", "max_seats is given twice."),
     ],
 )
 def test_files_are_refused_with_their_name_and_key(
@@ -156,6 +157,31 @@ def test_files_are_refused_with_their_name_and_key(
     done = meal.run("--config", str(path))
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
     assert done.stderr.startswith(f"backfill: {path}") and message in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (
+            "door_code: [a=SECRET\nday: mon\n",
+            " is not YAML: expected ',' or ']', but got ':' (at line 2, column 4).",
+        ),
+        (
+            "door_code: SECRET: x\n",
+            " is not YAML: mapping values are not allowed here (at line 1, column 18).",
+        ),
+        ("max_seats: 3\nmax_seats: 4\n", ": max_seats is given twice."),
+        ("- day\n", " must hold options by name."),
+        ("\x00", " is not YAML."),
+    ],
+)
+def test_errors_of_a_yaml_file_quote_nothing_of_it(
+    meal: Meal, content: str, message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text(content)
+    done = meal.run("--config", str(path))
+    assert (done.returncode, done.stderr) == (1, f"backfill: {path}{message}\n")
 
 
 @pytest.mark.parametrize(

@@ -25,9 +25,9 @@ def test_unknown_keywords_are_a_type_error_that_names_them(kind: type[LLM | Asyn
     ("keywords", "message"),
     [
         ({"kv_gib": -1.0}, "^kv_gib must be a finite number above 0"),
-        ({"kv_gib": "1"}, "^kv_gib must be float or None, got '1'"),
+        ({"kv_gib": "1"}, "^kv_gib must be a number or None, got '1'"),
         ({"max_num_seqs": 0}, "^max_num_seqs must be at least 1"),
-        ({"max_num_seqs": True}, "^max_num_seqs must be int"),
+        ({"max_num_seqs": True}, "^max_num_seqs must be a whole number"),
         ({"max_model_len": "long"}, "^max_model_len must be a number such as 4096 or 4k"),
         (
             {"max_num_seqs": 8, "max_num_batched_tokens": 4},

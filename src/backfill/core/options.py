@@ -21,6 +21,14 @@ from backfill.core.errors import ConfigError
 Config = TypeVar("Config", bound="Dataclass")
 Default = TypeVar("Default")
 
+_TYPE_NAMES: dict[type, str] = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    Path: "a path",
+    types.NoneType: "None",
+}
 _ATTRIBUTES = re.compile(r"^Attributes:\n((?:\n|[ ]+.*\n?)+)", re.MULTILINE)
 _ENTRY = re.compile(r"^ {4}(\w+(?:, \w+)*): (.+(?:\n {5,}.+)*)", re.MULTILINE)
 _NAME = re.compile(r"`{1,2}(\w+)`{1,2}")
@@ -160,4 +168,4 @@ def _is_of(kind: object, value: object) -> bool:
 def _name_of(kind: Any) -> str:
     if get_origin(kind) is tuple:
         return f"a list of {_name_of(get_args(kind)[0])}"
-    return "None" if kind is types.NoneType else str(kind.__name__)
+    return _TYPE_NAMES[kind]
