@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import http.client
-import os
 import socket
 import subprocess
 import sys
@@ -13,6 +12,8 @@ import time
 import urllib.request
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+
+from backfill.cli.own_server import server_environment
 
 HTTP_TIMEOUT_S = 30.0
 _STOP_TIMEOUT_S = 60.0
@@ -38,7 +39,7 @@ def served(
                 [*command, "--data-dir", f"{folder}/data", *options],
                 stdout=subprocess.DEVNULL,
                 stderr=stderr,
-                env={**os.environ, **(environment or {})},
+                env={**server_environment(), **(environment or {})},
             )
         try:
             wait_until_ready(server, port, start_timeout_s)

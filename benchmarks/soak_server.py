@@ -20,6 +20,8 @@ from served import end_of, free_port
 from soak_checks import Window
 from soak_disk import Disk
 
+from backfill.cli.own_server import server_environment
+
 _READY_TIMEOUT_S = 300.0
 _STOP_TIMEOUT_S = 90.0
 _POLL_S = 0.05
@@ -158,7 +160,7 @@ class SoakedServer:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **self.disk.environment, "TMPDIR": str(self._scratch)},
+                env={**server_environment(), **self.disk.environment, "TMPDIR": str(self._scratch)},
             )
 
     async def _wait_ready(self, deadline_at_s: float) -> bool:

@@ -13,6 +13,7 @@ from cyclopts import App
 
 from backfill.api.config import ServerConfig
 from backfill.cli.command import command
+from backfill.cli.own_server import server_environment
 from backfill.core.config import EngineConfig
 from backfill.core.errors import ConfigError
 from backfill.core.options import check_types, options_of, secret
@@ -122,7 +123,12 @@ def test_a_flag_goes_before_a_variable_and_that_before_the_file(
     of_flags = meal.options(*file, "--max-seats", "7", "-g", "e", "--quiet")
     assert (of_flags.max_seats, of_flags.guests, of_flags.quiet, of_flags.day) == (7, ("e",), True, "tue")
     monkeypatch.setenv("BACKFILL_CONFIG", file[1])
-    assert meal.options().day == "tue"
+    assert meal.options().day == "mon", "a file is for one command, a variable would be for all"
+
+
+def test_what_kubernetes_sets_for_a_service_is_no_option(meal: Meal, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BACKFILL_PLACE", "tcp://10.0.0.1:8000")
+    assert meal.options().place == "here"
 
 
 def test_a_variable_may_have_a_name_of_its_own(meal: Meal, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,3 +282,19 @@ def test_the_documented_file_is_read(tmp_path: Path) -> None:
     keys = ("--api-key-file", str(tmp_path / "keys"))
     done = run_cli_here("serve", "--config", str(tmp_path / "a.toml"), "--port", "0", *keys)
     assert done.stderr.startswith("backfill: no model 'no-such-model'")
+
+
+def test_servers_of_a_measurement_read_no_options_from_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BACKFILL_API_KEY", "secret")
+    monkeypatch.setenv("BACKFILL_TTFT_SLO", "2")
+    monkeypatch.setenv("BACKFILL_CACHE_ROOT", "/cache")
+    kept = {name: value for name, value in server_environment().items() if name.startswith("BACKFILL_")}
+    assert kept.keys() <= {"BACKFILL_CACHE_ROOT", "BACKFILL_CPU_ISA"}
+    assert kept["BACKFILL_CACHE_ROOT"] == "/cache"
+
+
+def test_variables_of_a_server_are_none_of_a_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BACKFILL_REQUEST_RATE", "none")
+    monkeypatch.setenv("BACKFILL_BENCH_NUM_PROMPTS", "none")
+    done = run_cli_here("bench", "serve")
+    assert (done.returncode, "BACKFILL_BENCH_NUM_PROMPTS" in done.stderr) == (2, True)

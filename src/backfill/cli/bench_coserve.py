@@ -173,6 +173,7 @@ app = command(
         "Offline load": "offline_mode offline_input_len offline_output_len offline_concurrency offline_lines",
         "Output": "compare result plot json no_progress",
     },
+    prefix="BACKFILL_BENCH_",
 )
 
 

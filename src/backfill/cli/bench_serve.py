@@ -64,6 +64,7 @@ app = command(
     },
     spellings={"disable_tqdm": "--no-progress"},
     many="header goodput metadata",
+    prefix="BACKFILL_BENCH_",
 )
 
 

@@ -84,4 +84,5 @@ app = command(
     },
     positional="model",
     variables=groups.VARIABLES,
+    prefix="BACKFILL_BENCH_",
 )

@@ -58,8 +58,8 @@ _CONFIG = Option(
     "config",
     Path | None,
     None,
-    "TOML or YAML file of options, named as here. An environment variable goes before it: BACKFILL_ and the "
-    "option's name in capitals, such as BACKFILL_MAX_NUM_SEQS. A flag goes before both.",
+    "TOML or YAML file of this command's options, named as here. An environment variable goes before it: "
+    "{prefix} and the option's name in capitals, such as {example}. A flag goes before both.",
     is_secret=False,
 )
 
@@ -72,6 +72,7 @@ def command(
     spellings: Mapping[str, str] = types.MappingProxyType({}),
     variables: Mapping[str, str] = types.MappingProxyType({}),
     many: str = "",
+    prefix: str = "BACKFILL_",
 ) -> App:
     """A command line for ``function``.
 
@@ -80,10 +81,12 @@ def command(
         groups: names of fields, separated by spaces, by title of the section of ``--help``.
         positional: field that may be given without its flag.
         spellings: flags of a field beside its own, separated by spaces, such as ``-i``.
-        variables: environment variable of a field beside ``BACKFILL_<FIELD>``.
+        variables: environment variable of a field beside the one with ``prefix``.
         many: names of fields that take several values after one flag, as in ``--goodput ttft:1000 tpot:50``.
+        prefix: of the environment variables. Commands that measure have their own, so that what is set for a
+            server does not change them.
     """
-    return _Command(function, groups, positional, spellings, variables, many).app
+    return _Command(function, groups, positional, spellings, variables, many, prefix).app
 
 
 class _Command:
@@ -97,12 +100,14 @@ class _Command:
         spellings: Mapping[str, str],
         variables: Mapping[str, str],
         many: str,
+        prefix: str,
     ) -> None:
         self._function = function
         self._positional = positional
         self._spellings = spellings
         self._variables = variables
         self._many = many.split()
+        self._prefix = prefix
         self._sources: dict[str, str] = {}
         self._configs = _configs_of(function)
         known = {name: option for config in self._configs for name, option in options_of(config).items()}
@@ -113,6 +118,11 @@ class _Command:
             for group in (Group.create_ordered(title),)
             for name in names.split()
         ]
+        self._named = {
+            flag.lstrip("-").replace("-", "_"): option
+            for name, option in self._options.items()
+            for flag in (_flag(name), *spellings.get(name, "").split())
+        }
         parameters.append(self._parameter(_CONFIG, Group.create_ordered("Configuration")))
         signature = inspect.Signature(sorted(parameters, key=lambda parameter: parameter.kind))
 
@@ -139,7 +149,7 @@ class _Command:
             name=names,
             group=group,
             help=self._help(option),
-            env_var=(f"BACKFILL_{option.name.upper()}", *self._variables.get(option.name, "").split()),
+            env_var=self._variables_of(option),
             show_env_var=False,
             show_default=False,
             negative=None if is_flag and not any(name.startswith("--no-") for name in names) else (),
@@ -159,6 +169,8 @@ class _Command:
 
     def _help(self, option: Option) -> str:
         text = spell(option.help, lambda name: _flag(name) if name in self._options else name)
+        if option is _CONFIG:
+            text = text.format(prefix=self._prefix, example=self._prefix + next(iter(self._options)).upper())
         notes = []
         if option.choices:
             notes.append(f"choices: {', '.join(option.choices)}")
@@ -169,14 +181,19 @@ class _Command:
             notes.append(f"variable: {self._variables[option.name]}")
         return f"{text[:1].upper()}{text[1:]}" + (f" [{'; '.join(notes)}]" if notes else "")
 
+    def _variables_of(self, option: Option) -> tuple[str, ...]:
+        if option is _CONFIG:
+            return ()  # one variable would name the same file for all commands, whose options differ
+        return (self._prefix + option.name.upper(), *self._variables.get(option.name, "").split())
+
     def _read_sources(self, app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
         """Add the values of the configuration file. Called by cyclopts once flags and variables are read."""
-        for argument in arguments:  # a variable that is empty is not set
-            argument.tokens[:] = [token for token in argument.tokens if token.source != "env" or token.value]
+        for argument in arguments:
+            argument.tokens[:] = [token for token in argument.tokens if not _is_unset(token)]
         by_name = {argument.field_info.name: argument for argument in arguments}
         if tokens := by_name["config"].tokens:
             path = Path(tokens[-1].value).expanduser()
-            values = read_config(path, self._options)
+            values = read_config(path, self._named)
             Dict(values, source=str(path), use_commands_as_keys=False)(app, commands, arguments)
         self._sources = {
             name: _source(name, argument.tokens[-1]) for name, argument in by_name.items() if argument.tokens
@@ -209,6 +226,11 @@ def _configs_of(function: Callable[..., None]) -> list[Dataclass | type[Dataclas
 
 def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
+
+
+def _is_unset(token: Token) -> bool:
+    """A variable that is empty, or that Kubernetes sets for a Service named backfill."""
+    return token.source == "env" and (not token.value or token.value.startswith("tcp://"))
 
 
 def _source(name: str, token: Token) -> str:

@@ -14,24 +14,27 @@ from backfill.core.options import Option
 def read_config(path: Path, options: Mapping[str, Option]) -> dict[str, object]:
     """Values by option; ``-`` and ``_`` are equal in names, and null is the default.
 
+    Args:
+        options: by each name that a file may use.
     Raises: ConfigError for a file that cannot be read, an unknown or repeated name and a value of the wrong
         type. It shows no value of a secret.
     """
     values: dict[str, object] = {}
     for key, value in _load(path):
         name = str(key).replace("-", "_")
-        if name in values:
-            raise ConfigError(f"{path}: {key} is given twice.")
-        if name not in options:
+        option = options.get(name)
+        if option is None:
             near = difflib.get_close_matches(name, options, n=1)
             hint = f"; did you mean {near[0]}?" if near else "."
             raise ConfigError(f"{path}: unknown option {key}{hint}")
+        if option.name in values:
+            raise ConfigError(f"{path}: {key} is given twice.")
         if value is not None:
             try:
-                options[name].check(value)
+                option.check(value)
             except ConfigError as error:
                 raise ConfigError(f"{path}: {str(error).replace('`', '')}") from None
-            values[name] = value
+            values[option.name] = value
     return values
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from backfill.core.errors import BackfillError
 
 _POLL_S = 0.1
 _END_TIMEOUT_S = 20.0
+_KEPT_VARIABLES = ("BACKFILL_CACHE_ROOT", "BACKFILL_CPU_ISA")
 # The server is on this machine: no proxy of the environment is asked.
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
@@ -88,6 +90,7 @@ def own_server(model: str, options: Sequence[str], log: Path) -> Iterator[OwnSer
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
+            env=server_environment(),
             start_new_session=True,  # Ctrl-C is for the command, which ends its server itself
         )
         server = OwnServer(process, f"http://127.0.0.1:{port}", log)
@@ -95,6 +98,15 @@ def own_server(model: str, options: Sequence[str], log: Path) -> Iterator[OwnSer
             yield server
         finally:
             server.end()
+
+
+def server_environment() -> dict[str, str]:
+    """This process's environment without options of ``serve``: only the flags decide what is measured."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("BACKFILL_") or name in _KEPT_VARIABLES
+    }
 
 
 def _free_port() -> int:

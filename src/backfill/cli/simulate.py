@@ -136,6 +136,7 @@ app = command(
     simulate,
     {"Experiment": "scenario policies online_trace offline_lengths", "Output": "plot json"},
     positional="scenario",
+    prefix="BACKFILL_SIMULATE_",
 )
 
 
