@@ -90,7 +90,7 @@ def test_the_least_urgent_is_preempted_when_blocks_run_out_and_recomputed_later(
     scheduler = make_scheduler(urgent, later, num_blocks=4)
     executor = ScriptedExecutor(make_info(num_blocks=4))
     step(scheduler, executor)
-    assert scheduler.requests.num_running == 2
+    assert len(scheduler.requests.running) == 2
     plan = step(scheduler, executor)  # both need a third and a second block, one is left
     assert sizes(plan) == {"urgent": 1}
     assert later.status is RequestStatus.PREEMPTED

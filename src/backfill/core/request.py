@@ -17,9 +17,7 @@ OrderKey: TypeAlias = tuple[int, float, int]
 class ServiceClass(Enum):
     """What a request asks for: ``ONLINE`` latency objectives, ``OFFLINE`` throughput only."""
 
-    __hash__ = (
-        object.__hash__
-    )  # members are singletons; Enum's own is slow Python code, called for every slice
+    __hash__ = object.__hash__  # Enum's own is slow Python code, called for every slice
 
     ONLINE = "online"
     OFFLINE = "offline"
@@ -28,9 +26,7 @@ class ServiceClass(Enum):
 class PriorityLevel(Enum):
     """The order in which the scheduler serves requests; the smaller value is the more urgent."""
 
-    __hash__ = (
-        object.__hash__
-    )  # members are singletons; Enum's own is slow Python code, called for every slice
+    __hash__ = object.__hash__  # Enum's own is slow Python code, called for every slice
 
     ONLINE = 0
     PROMOTED = 1  # offline, near the end of its completion window

@@ -132,11 +132,7 @@ def _available_cuda_bytes(device: torch.device, utilization: float) -> int:
 def _choose_num_host_blocks(
     config: EngineConfig, layout: KVLayout, device: torch.device, kv_bytes: int, taken_bytes: int
 ) -> int:
-    """Blocks of the host pool; 0 for no pool.
-
-    Args:
-        taken_bytes: host memory that the weights and the device pool will use.
-    """
+    """Blocks of the host pool, 0 for none. Weights and device pool will use ``taken_bytes`` of the host."""
     if config.scheduler.checkpointing in (None, "none") or config.host_kv_bytes == 0:
         return 0
     available = available_host_bytes()

@@ -36,11 +36,7 @@ def check_fits(*, weights_bytes: int, kv_bytes: int, available_bytes: int | None
 
 
 def check_host_pool_fits(*, host_kv_bytes: int, left_bytes: int | None) -> None:
-    """Raise InsufficientMemory, with advice, if the host pool exceeds the memory left for it.
-
-    Args:
-        left_bytes: host memory left after all earlier allocations; None if unknown.
-    """
+    """Raise InsufficientMemory, with advice, if the host pool exceeds the memory left (None: unknown)."""
     if left_bytes is None or host_kv_bytes <= left_bytes:
         return
     advice = _at_most("`host_kv_gib`", left_bytes) or "use `host_kv_gib` 0"

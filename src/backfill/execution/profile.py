@@ -133,12 +133,7 @@ def save_for_next_start(profile: CostProfile) -> None:
 
 
 def save_in_cache(profile: CostProfile, *, keep_full: bool) -> None:
-    """Save the profile where starts look for it.
-
-    Args:
-        keep_full: do not overwrite a full profile.
-    Raises: OSError.
-    """
+    """Save the profile where starts look for it; ``keep_full``: not over a full one. Raises: OSError."""
     from filelock import FileLock  # where nothing is saved, it is not needed
 
     path = profile_path(profile.key)

@@ -23,11 +23,9 @@ class StepEvents(Protocol):
 
     def next_at_s(self) -> float:
         """Instant of the next event; inf if there is none."""
-        ...
 
     def deliver(self) -> None:
         """Let all events happen that are due now."""
-        ...
 
 
 class NoEvents:
@@ -44,9 +42,7 @@ class SimulatedExecutor:
     A step's time is spread evenly over the layers. Events that fall into a step with safepoints are delivered
     at their instants, and may call ``request_stop``; those of other steps wait for the step's end. Copies run
     one after another, in both directions over one link, beside the steps.
-
-    Args:
-        copies: None where there is no host pool.
+    Without ``copies`` there is no host pool.
     """
 
     def __init__(
@@ -61,9 +57,7 @@ class SimulatedExecutor:
         self._suspended_at = 0  # layers that the suspended step has passed
         self._copy_speed = copies
         self._copying_until_s = 0.0
-        self._copies: deque[tuple[float, BlockCopy]] = (
-            deque()
-        )  # in flight, with the instant of their completion
+        self._copies: deque[tuple[float, BlockCopy]] = deque()  # in flight, with the instant of completion
 
     def request_stop(self, step: int) -> None:
         self._step_to_stop = max(self._step_to_stop, step)

@@ -30,11 +30,7 @@ class LlamaLayer:
 
 
 class LlamaModel:
-    """See ``DecoderModel``.
-
-    Args:
-        max_positions: positions the rotary table covers.
-    """
+    """See ``DecoderModel``. The rotary table covers ``max_positions``."""
 
     def __init__(
         self,

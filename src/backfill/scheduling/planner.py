@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 from bisect import bisect_left
 from collections.abc import Sequence
 
@@ -14,14 +13,12 @@ from backfill.costs.model import CostModel
 from backfill.kvcache.block_manager import BlockManager
 from backfill.kvcache.host_tier import HostTier
 from backfill.scheduling.batch import Batch
-from backfill.scheduling.policy import Policy, StepBudget, StepView
+from backfill.scheduling.policy import MIN_PREFILL_CHUNK_TOKENS, Policy, StepBudget, StepView
 from backfill.scheduling.preemption import Preemption
-from backfill.scheduling.queues import RequestQueue, UnfinishedRequests
+from backfill.scheduling.queues import RequestQueue, UnfinishedRequests, order_key
 from backfill.scheduling.suspension import Suspension
 
 _MAX_UNTIMED_COPIES = 64  # in flight at once where the time of a copy is not known
-
-_ORDER_KEY = operator.attrgetter("order_key")
 
 
 class StepPlanner:
@@ -197,7 +194,7 @@ class StepPlanner:
 
     def _schedule_running(self, budget: StepBudget, running: list[Request], batch: Batch) -> bool:
         """Schedule the budget's running requests; True if one was preempted for blocks."""
-        running.sort(key=_ORDER_KEY)
+        running.sort(key=order_key)
         preempted_any = False
         decodes = [request for request in running if request.is_decoding]
         prefills = [request for request in running if not request.is_decoding]
@@ -325,7 +322,7 @@ class StepPlanner:
             return 0
         pending = request.num_pending_tokens
         most = min(pending, self._config.max_prefill_chunk_tokens, batch.num_tokens_left)
-        least = min(most, budget.min_chunk_tokens)
+        least = min(most, MIN_PREFILL_CHUNK_TOKENS)
         if budget.step_sizes:
             least_size = batch.load.num_tokens - batch.num_prefill_tokens + budget.step_sizes[0] // 2
             index = min(bisect_left(budget.step_sizes, least_size), len(budget.step_sizes) - 1)

@@ -30,8 +30,7 @@ class StepBudget:
         step_sizes: tokens, ascending. Prefills of this budget fill the step up to the first size that leaves
             at least half of the smallest size to them. Empty: up to the step's limit.
         guarantees_progress: decodes are scheduled even past ``max_step_s``, and one prefill gets
-            ``min_chunk_tokens``.
-        min_chunk_tokens: smaller prefill chunks are not scheduled past the limit.
+            ``MIN_PREFILL_CHUNK_TOKENS``.
         may_preempt: waiting requests may preempt running requests of later budgets.
         reserved_blocks: free blocks that must be left after a waiting request is scheduled.
         only_if_empty: skip this budget if the step has a slice.
@@ -42,7 +41,6 @@ class StepBudget:
     mixes_with_prefill: bool = True
     step_sizes: Sequence[int] = ()
     guarantees_progress: bool = False
-    min_chunk_tokens: int = MIN_PREFILL_CHUNK_TOKENS
     may_preempt: bool = False
     reserved_blocks: int = 0
     only_if_empty: bool = False
@@ -81,14 +79,12 @@ class Policy(Protocol):
     @property
     def time_scale(self) -> float:
         """Observed over predicted step time, averaged over recent steps."""
-        ...
 
     def next_budgets(self, view: StepView) -> Sequence[StepBudget]:
         """Budgets of the next step, in the order in which they are filled.
 
         Called at most once a step; a policy may update its own state here.
         """
-        ...
 
     def resume_s(self, view: StepView) -> float:
         """Seconds for which suspended slices may run now; 0: not now, inf: to their end.
@@ -96,7 +92,6 @@ class Policy(Protocol):
         Called only where slices are suspended, before ``next_budgets``. If they resume, ``next_budgets`` is
         not called for this step.
         """
-        ...
 
     def preemption_key(self, request: Request, lost_tokens: float) -> PreemptionKey:
         """The request with the greatest key is preempted first.
@@ -105,24 +100,18 @@ class Policy(Protocol):
             lost_tokens: computed tokens that would be recomputed. A token of a suspended slice counts by the
                 share of the layers that it has passed.
         """
-        ...
 
     def copy_s(self, view: StepView) -> float:
         """Seconds of copying between device and host that may be in flight at any time."""
-        ...
 
     def ttft_deadline_at_s(self, request: Request) -> float:
         """Deadline of an online request's first token; inf without an objective."""
-        ...
 
     def promote_at_s(self, request: Request) -> float:
         """When an offline request becomes ``PROMOTED``; inf for never."""
-        ...
 
     def observe(self, predicted_s: float, observed_s: float) -> None:
         """Learn from a step's predicted and observed time."""
-        ...
 
     def set_cost_model(self, cost: CostModel) -> None:
         """Predict with this model from now on, and forget the errors of the previous one."""
-        ...

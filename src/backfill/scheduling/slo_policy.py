@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,13 +14,12 @@ from backfill.costs.correction import BiasCorrection
 from backfill.costs.load import StepLoad
 from backfill.costs.model import CostModel
 from backfill.scheduling.policy import MIN_PREFILL_CHUNK_TOKENS, PreemptionKey, StepBudget, StepView
+from backfill.scheduling.queues import order_key
 
 # Part of its completion window that a request may spend promoted.
 _MAX_PROMOTED_SHARE = 0.5
 # Offline work is limited once online requests leave less than 1 / this of the pool free.
 _HEADROOM_FACTOR = 1.5
-
-_ORDER_KEY = operator.attrgetter("order_key")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,10 +60,8 @@ class SloPolicy:
     online requests there is no bound: the largest batch that fits runs, and is stopped at a safepoint when
     an online request arrives.
 
-    Where this differs from the paper, and why: docs/coserving.md.
-
-    Args:
-        can_stop: the executor can stop offline slices at safepoints.
+    Where this differs from the paper, and why: docs/coserving.md. With ``can_stop``, the executor can stop
+    offline slices at safepoints.
     """
 
     name = "slo"
@@ -198,7 +194,7 @@ class SloPolicy:
         chunk = max(MIN_PREFILL_CHUNK_TOKENS, self._cost.max_tokens(load, 0, self._max_step_tokens, limit_s))
         token_s = self.correction.upper * self._cost.time_with_s(load, 0, chunk, False) / chunk
         first_token_at_s = view.now_s
-        prefilling = sorted((each for each in online if not each.is_decoding), key=_ORDER_KEY)
+        prefilling = sorted((each for each in online if not each.is_decoding), key=order_key)
         for request in itertools.chain(prefilling, view.waiting[PriorityLevel.ONLINE]):
             first_token_at_s += request.num_pending_tokens * token_s
             is_prompt = request.last_token_at_s is None

@@ -126,11 +126,7 @@ def attend(
 
 @dataclass(frozen=True, slots=True)
 class AttentionArguments:
-    """A call of ``Kernels.attention`` whose tensors are checked, with the tensor ``out`` to write to.
-
-    Attributes:
-        dot_dtype: element type of the operands of ``tl.dot``.
-    """
+    """A call of ``Kernels.attention`` whose tensors are checked, with the tensor ``out`` to write to."""
 
     out: Tensor
     qkv: Tensor
@@ -139,7 +135,7 @@ class AttentionArguments:
     batch: AttentionMetadata
     num_heads: int
     scale: float
-    dot_dtype: tl.dtype
+    dot_dtype: tl.dtype  # of the operands of tl.dot
 
     @property
     def num_kv_heads(self) -> int:
