@@ -285,15 +285,14 @@ def test_an_online_request_that_is_being_restored_bounds_the_steps() -> None:
     empty = {level: [] for level in PriorityLevel}
     view = StepView(
         now_s=5.01,
-        running=empty,
+        online=[chat],
         waiting=empty,
         num_blocks=100,
         online_blocks=2,
         suspended_s=1.0,
-        restoring=[chat],
     )
     assert policy.resume_s(view) < SLO_100_MS.tpot_s
     assert all(budget.max_step_s < SLO_100_MS.tpot_s for budget in policy.next_budgets(view))
-    alone = replace(view, restoring=())
+    alone = replace(view, online=())
     assert policy.resume_s(alone) == math.inf
     assert any(budget.max_step_s == math.inf for budget in policy.next_budgets(alone))

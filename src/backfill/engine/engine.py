@@ -183,7 +183,7 @@ class Engine:
         refiner = self._refiner
         if refiner is None or not refiner.is_due:
             return None
-        if (self._arrived or self.scheduler.has_online) and not refiner.is_overdue:
+        if (self._arrived or self.scheduler.requests.num_online) and not refiner.is_overdue:
             return None
         try:
             refined = refiner.refine()
@@ -259,9 +259,10 @@ class Engine:
 def _kind(plan: StepPlan) -> StepKind:
     if not plan.slices:
         return "none"
-    if not plan.has_online:
+    offline = [scheduled.preemptible for scheduled in plan.slices]
+    if all(offline):
         return "offline"
-    return "mixed" if plan.has_offline else "online"
+    return "mixed" if any(offline) else "online"
 
 
 def _token_output(committed: CommittedToken) -> TokenOutput:

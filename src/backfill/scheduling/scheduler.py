@@ -91,16 +91,10 @@ class Scheduler:
         """A step is due: for unfinished requests, for a release, or for copies in flight."""
         return bool(self.requests.by_id or self._planner.has_releases or self.blocks.num_copies_in_flight)
 
-    @property
-    def has_online(self) -> bool:
-        """An online request is unfinished."""
-        return self.requests.num_online > 0
-
     def set_cost_model(self, cost: CostModel) -> None:
         """Predict with this model from now on. Called between two steps."""
-        self._planner.cost = cost
+        self._planner.cost = self._suspension.cost = cost
         self.policy.set_cost_model(cost)
-        self._suspension.set_cost_model(cost)
 
     def count_by_class(self) -> dict[ServiceClass, tuple[int, int]]:
         """(running, waiting) requests of each class; restoring requests count as running."""

@@ -48,7 +48,7 @@ class Suspension:
     ) -> None:
         self._config = config
         self._policy = policy
-        self._cost = cost
+        self.cost = cost
         self._num_layers = num_layers or 1
         self._can_stop = num_layers is not None and policy.stops_steps
         self._on_discarded = on_discarded
@@ -61,17 +61,13 @@ class Suspension:
         """Requests with a suspended slice."""
         return self._slices.keys()
 
-    def set_cost_model(self, cost: CostModel) -> None:
-        """Predict with this model from now on."""
-        self._cost = cost
-
     def left_s(self) -> float:
         """Predicted seconds of the layers that the suspended slices still have to run."""
         if not self._slices:
             return 0.0
-        assert self._cost is not None
+        assert self.cost is not None
         load = StepLoad.of_slices(self._slices.values())
-        return self._cost.step_time_s(load) * (1.0 - self._layers_done / self._num_layers)
+        return self.cost.step_time_s(load) * (1.0 - self._layers_done / self._num_layers)
 
     def lost_tokens(self, request_id: RequestId) -> float:
         """Work that discarding the request's suspended slice would lose; unit as for ``on_discarded``."""
