@@ -41,16 +41,12 @@ class RequestStatus(Enum):
     FINISHED = "finished"
 
 
-_LEGAL_MOVES: dict[RequestStatus, frozenset[RequestStatus]] = {
-    RequestStatus.WAITING: frozenset({RequestStatus.RUNNING, RequestStatus.FINISHED}),
-    RequestStatus.RUNNING: frozenset({RequestStatus.PREEMPTED, RequestStatus.FINISHED}),
-    RequestStatus.PREEMPTED: frozenset(
-        {RequestStatus.RUNNING, RequestStatus.RESTORING, RequestStatus.FINISHED}
-    ),
-    RequestStatus.RESTORING: frozenset(
-        {RequestStatus.RUNNING, RequestStatus.PREEMPTED, RequestStatus.FINISHED}
-    ),
-    RequestStatus.FINISHED: frozenset(),
+_LEGAL_MOVES: dict[RequestStatus, set[RequestStatus]] = {
+    RequestStatus.WAITING: {RequestStatus.RUNNING, RequestStatus.FINISHED},
+    RequestStatus.RUNNING: {RequestStatus.PREEMPTED, RequestStatus.FINISHED},
+    RequestStatus.PREEMPTED: {RequestStatus.RUNNING, RequestStatus.RESTORING, RequestStatus.FINISHED},
+    RequestStatus.RESTORING: {RequestStatus.RUNNING, RequestStatus.PREEMPTED, RequestStatus.FINISHED},
+    RequestStatus.FINISHED: set(),
 }
 
 

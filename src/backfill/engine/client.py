@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Hashable
-from dataclasses import replace
 
 from backfill.core.config import EngineConfig
 from backfill.core.errors import BackfillError, EngineDead
+from backfill.core.options import with_options
 from backfill.core.request import Request, ServiceClass
 from backfill.core.slo import SLO
 from backfill.costs.profile import CostProfile
@@ -139,7 +139,8 @@ class EngineClient:
             )
         if self.default_slo is None:
             self.default_slo = first.default_slo
-            self.config = _with_objectives(self.config, first.default_slo)
+            objectives = {"ttft_slo": self.default_slo.ttft_s, "tpot_slo": self.default_slo.tpot_s}
+            self.config = with_options(self.config, objectives)
         self.info = first.info
         self._watchdog = Watchdog(first.hang_timeout_s)
         self._reader = self._tasks.start(self._read(connection), "engine-reports")
@@ -252,8 +253,3 @@ class EngineClient:
         self._streams.put(message)
         if self._on_report is not None:
             self._on_report(message)
-
-
-def _with_objectives(config: EngineConfig, slo: SLO) -> EngineConfig:
-    scheduler = replace(config.scheduler, ttft_slo=slo.ttft_s, tpot_slo=slo.tpot_s)
-    return replace(config, scheduler=scheduler)

@@ -55,7 +55,7 @@ def measure_profile(
     config: EngineConfig,
     executor: TorchExecutor,
     grid: Grid = FULL,
-    on_step: Callable[[int, int], None] | None = None,
+    on_step: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> CostProfile:
     """Time the executor. It must have no requests; the contents of its KV pool are lost."""
     capacity = step_capacity(config, executor.info)

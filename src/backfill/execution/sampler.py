@@ -21,8 +21,7 @@ _MASK_64 = (1 << 64) - 1
 class Sampler:
     """Stateless: a token depends on its logits and its request alone, never on the rest of the batch.
 
-    Args:
-        end_token_ids: tokens suppressed, with a request's own stop tokens, before its ``min_tokens``.
+    ``end_token_ids`` are suppressed, with a request's own stop tokens, before its ``min_tokens``.
     """
 
     def __init__(self, end_token_ids: Sequence[int]) -> None:

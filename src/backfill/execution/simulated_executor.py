@@ -28,14 +28,6 @@ class StepEvents(Protocol):
         """Let all events happen that are due now."""
 
 
-class NoEvents:
-    def next_at_s(self) -> float:
-        return math.inf
-
-    def deliver(self) -> None:
-        pass
-
-
 class SimulatedExecutor:
     """See ``StoppableExecutor``. Runs a plan by advancing the clock by its predicted time.
 
@@ -49,7 +41,7 @@ class SimulatedExecutor:
         self, info: ExecutorInfo, cost: CostModel, clock: VirtualClock, copies: CopySpeed | None = None
     ) -> None:
         self.info = info
-        self.events: StepEvents = NoEvents()
+        self.events: StepEvents | None = None
         self._cost = cost
         self._clock = clock
         self._step_to_stop = -1
@@ -120,14 +112,14 @@ class SimulatedExecutor:
 
     def _pass_layers(self, plan: StepPlan, first: int) -> int | None:
         """Advance the clock through the layers; returns the layer before which slices stopped, or None."""
-        num_layers, points = self.info.num_layers, plan.safepoints
+        num_layers, points, events = self.info.num_layers, plan.safepoints, self.events
         last = num_layers if plan.max_layers is None else min(num_layers, first + plan.max_layers)
         layer_s = self._seconds(plan.slices) / num_layers
         began_s = self._clock.now_s()
         ends_at_s = began_s + (last - first) * layer_s
-        while points is not None and self.events.next_at_s() < ends_at_s:
-            self._wait(self.events.next_at_s() - self._clock.now_s())
-            self.events.deliver()
+        while points is not None and events is not None and events.next_at_s() < ends_at_s:
+            self._wait(events.next_at_s() - self._clock.now_s())
+            events.deliver()
             if self._step_to_stop == plan.step:
                 passed = (self._clock.now_s() - began_s) / (layer_s * points.layers_apart)
                 stop_at = first + math.ceil(passed) * points.layers_apart

@@ -94,12 +94,13 @@ def resolve_model(
     )
     if revision is not None and not is_hub_id:
         raise ConfigError(f"revision is only for models of the Hugging Face hub, and {name} is not one")
+    models = cache_root(cache_dir) / "models"
     if known is not None:
-        return _packaged_model(name.lower(), known, _models_folder(cache_dir), progress)
+        return _packaged_model(name.lower(), known, models, progress)
     if name and os.path.isdir(path):
         return _model_folder(path)
     if os.path.isfile(path):
-        return _gguf_model(path, _models_folder(cache_dir), progress)
+        return _gguf_model(path, models, progress)
     if is_hub_id:
         return _hub_model(name, revision)
     raise ModelNotFound(
@@ -112,10 +113,6 @@ def cache_root(cache_dir: str | Path | None = None) -> Path:
     """``cache_dir``, else BACKFILL_CACHE_ROOT, else ~/.cache/backfill."""
     chosen = cache_dir or os.environ.get("BACKFILL_CACHE_ROOT") or "~/.cache/backfill"
     return Path(chosen).expanduser()
-
-
-def _models_folder(cache_dir: str | Path | None) -> Path:
-    return cache_root(cache_dir) / "models"
 
 
 def _model_folder(path: Path) -> Path:

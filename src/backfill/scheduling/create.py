@@ -19,12 +19,9 @@ _BASELINES: dict[str, type[Policy]] = {
 
 
 def create_policy(config: SchedulerConfig, cost: CostModel | None, *, can_stop: bool) -> Policy:
-    """The policy of ``config.policy``.
+    """The policy of ``config.policy``; with ``can_stop``, the executor can stop offline slices at safepoints.
 
-    Args:
-        cost: of the model on its device; only ``slo`` needs it.
-        can_stop: the executor can stop offline slices at safepoints.
-    Raises: ConfigError if a policy that needs a cost model has none.
+    Raises: ConfigError if ``slo``, which needs a cost model, has none.
     """
     if config.policy == "slo":
         if cost is None:
