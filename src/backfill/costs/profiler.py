@@ -40,13 +40,7 @@ class RunsPlans(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """The limits of a step. Shapes beyond them are not timed.
-
-    Attributes:
-        kv_tokens: tokens of the KV pool.
-        num_host_blocks: blocks of the pool in host memory.
-        block_bytes: bytes of a block of either pool.
-    """
+    """The limits of a step. Shapes beyond them are not timed."""
 
     kv_tokens: int
     block_size: int

@@ -53,8 +53,8 @@ class EngineClient:
         self,
         config: EngineConfig,
         *,
-        on_report: Callable[[StepReport], None] | None = None,
-        on_profile: Callable[[CostProfile], None] | None = None,
+        on_report: Callable[[StepReport], None] = lambda _: None,
+        on_profile: Callable[[CostProfile], None] = lambda _: None,
         log_level: str = "INFO",
         tasks: TaskWatch | None = None,
         load: EngineLoader = load_engine,
@@ -246,10 +246,8 @@ class EngineClient:
     def _on_message(self, message: FromEngine) -> None:
         self._watchdog.on_report()
         if isinstance(message, ProfileRefined):
-            if self._on_profile is not None:
-                self._on_profile(message.profile)
+            self._on_profile(message.profile)
             return
         assert isinstance(message, StepReport)
         self._streams.put(message)
-        if self._on_report is not None:
-            self._on_report(message)
+        self._on_report(message)

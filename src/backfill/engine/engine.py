@@ -201,14 +201,11 @@ class Engine:
         """State and totals now, and the step since the last call."""
         scheduler = self.scheduler
         counts = scheduler.count_by_class()
-
-        def of_class(service_class: ServiceClass) -> ClassStats:
-            return ClassStats(*counts[service_class], scheduler.counters[service_class].copy())
-
+        classes = {each: ClassStats(*counts[each], scheduler.counters[each].copy()) for each in ServiceClass}
         step, self._last_step = self._last_step, _NO_STEP
         return EngineStats(
-            online=of_class(ServiceClass.ONLINE),
-            offline=of_class(ServiceClass.OFFLINE),
+            online=classes[ServiceClass.ONLINE],
+            offline=classes[ServiceClass.OFFLINE],
             kv_usage_frac=scheduler.blocks.usage_frac,
             num_free_blocks=scheduler.blocks.num_free_blocks,
             num_checkpointed_blocks=scheduler.blocks.num_checkpointed_blocks,

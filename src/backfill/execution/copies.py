@@ -48,10 +48,8 @@ class BlockCopier(Protocol):
 
 
 def create_copier(kv_pool: Tensor, num_host_blocks: int) -> BlockCopier:
-    """A copier between the device pool and a host pool that it allocates.
+    """A copier between the device pool ``[num_blocks, ...]`` and a host pool that it allocates.
 
-    Args:
-        kv_pool: ``[num_blocks, ...]``, on the device where the model runs.
     Raises: RuntimeError or MemoryError if the host pool cannot be allocated.
     """
     # Not initialized: on a CPU, the system then allocates memory only for blocks that are used.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from backfill.core.config import GIB
@@ -62,14 +63,18 @@ def available_processors() -> int:
         return allowed
 
 
-def _machine_available_bytes() -> int | None:
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
+def proc_value(file: str, name: str) -> str | None:
+    """The first value of that name in a file of /proc; None if there is none."""
+    with suppress(OSError):
+        for line in Path("/proc", file).read_text(encoding="utf-8").splitlines():
+            if line.startswith(name):
+                return line.partition(":")[2].strip()
     return None
+
+
+def _machine_available_bytes() -> int | None:
+    kib = proc_value("meminfo", "MemAvailable:")
+    return None if kib is None else int(kib.split()[0]) * 1024
 
 
 def _cgroup_available_bytes() -> int | None:

@@ -236,10 +236,10 @@ class StepPlanner:
         promised = sum(map(self._blocks_needed_next, kept))
         num_kept = len(kept)
         while num_kept < self.config.max_num_seqs:
-            queue = min(filter(len, queues), key=RequestQueue.head_key, default=None)
-            request = None if queue is None else queue.peek()
-            if queue is None or request is None:
+            queue = min(filter(len, queues), key=lambda queue: queue.peek().order_key, default=None)
+            if queue is None:
                 break
+            request = queue.peek()
             is_restored = self.host.has_host_copy(request)
             if is_restored and not self.host.can_begin_restore(request):
                 break
@@ -269,8 +269,7 @@ class StepPlanner:
         return admitted
 
     def _is_too_large(self, queue: RequestQueue) -> bool:
-        head = queue.peek()
-        return head is not None and self.blocks.blocks_for(head.num_tokens) > self.blocks.num_free_blocks
+        return self.blocks.blocks_for(queue.peek().num_tokens) > self.blocks.num_free_blocks
 
     def _free_up(self, num_needed: int, preemptible: set[PriorityLevel], batch: Batch) -> bool:
         """Whether ``num_needed`` blocks are free, after preempting the given levels if that suffices."""

@@ -8,7 +8,7 @@ import operator
 from bisect import bisect_left, insort
 from collections.abc import Collection, Sequence
 
-from backfill.core.request import OrderKey, PriorityLevel, Request, RequestId, RequestStatus, ServiceClass
+from backfill.core.request import PriorityLevel, Request, RequestId, RequestStatus, ServiceClass
 
 _MIN_PROMOTIONS = 64  # a smaller heap of promotions is not worth clearing
 
@@ -35,12 +35,9 @@ class RequestQueue:
     def push(self, request: Request) -> None:
         insort(self._requests, request, key=order_key)
 
-    def peek(self) -> Request | None:
-        return self._requests[0] if self._requests else None
-
-    def head_key(self) -> OrderKey:
-        """Key of the most urgent request. The queue must not be empty."""
-        return self._requests[0].order_key
+    def peek(self) -> Request:
+        """The most urgent request. The queue must not be empty."""
+        return self._requests[0]
 
     def pop(self) -> Request:
         return self._requests.pop(0)
@@ -69,10 +66,6 @@ class UnfinishedRequests:
         self.num_online = 0
         self._num_added = 0
         self._promotions: list[tuple[float, int, Request]] = []  # a heap; may hold finished requests
-
-    @property
-    def num_waiting(self) -> int:
-        return sum(map(len, self.waiting.values()))
 
     def running_by_level(self, excluded: Collection[RequestId]) -> dict[PriorityLevel, list[Request]]:
         by_level: dict[PriorityLevel, list[Request]] = {level: [] for level in PriorityLevel}

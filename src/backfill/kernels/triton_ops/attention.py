@@ -1,6 +1,5 @@
 """What decode and prefill share: online softmax over the keys of one KV head, and the kernels' arguments."""
 
-# A kernel's arguments (pointers, tensors, compile-time values) have no Python types.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 from __future__ import annotations
