@@ -14,6 +14,7 @@ from backfill.engine.messages import Ready
 
 logger = logging.getLogger(__name__)
 
+_RESTART_DELAY_S = 1.0
 _LONGEST_RESTART_DELAY_S = 30.0
 # Enough for jobs/feeder.py to find a batch line that kills the engine before this limit is reached.
 _MAX_QUICK_DEATHS = 10
@@ -59,7 +60,7 @@ class EngineSupervisor:
     on_lost: Callable[[], None]
     on_offline_suspended: Callable[[bool], None] | None = None
     clock: Clock = field(default_factory=WallClock)
-    restart_delay_s: float = 1.0
+    restart_delay_s: float = _RESTART_DELAY_S
     poll_s: float = 1.0
     _num_quick_deaths: int = field(init=False, default=0)
     _is_offline_suspended: bool = field(init=False, default=False)
