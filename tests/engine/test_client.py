@@ -40,7 +40,7 @@ LONG = 50_000
 async def started(
     load: EngineLoader,
     hang_timeout_s: float = 0.0,
-    on_report: Callable[[StepReport], None] | None = None,
+    on_report: Callable[[StepReport], None] = lambda _: None,
 ) -> AsyncIterator[EngineClient]:
     config = EngineConfig(engine_hang_timeout=hang_timeout_s)
     client = EngineClient(config, on_report=on_report, load=load)

@@ -90,7 +90,7 @@ def test_the_least_urgent_is_preempted_when_blocks_run_out_and_recomputed_later(
     scheduler = make_scheduler(urgent, later, num_blocks=4)
     executor = ScriptedExecutor(make_info(num_blocks=4))
     step(scheduler, executor)
-    assert scheduler.requests.num_running == 2
+    assert len(scheduler.requests.running) == 2
     plan = step(scheduler, executor)  # both need a third and a second block, one is left
     assert sizes(plan) == {"urgent": 1}
     assert later.status is RequestStatus.PREEMPTED
@@ -168,14 +168,14 @@ def test_finishing_a_request_in_any_state_frees_it_once() -> None:
 
 def test_it_knows_whether_an_online_request_is_unfinished() -> None:
     scheduler = make_scheduler(make_request(service_class=ServiceClass.OFFLINE))
-    assert not scheduler.has_online
+    assert not scheduler.requests.num_online
     scheduler.add(make_request(request_id="waiting"))
     scheduler.add(make_request(request_id="running", max_tokens=1))
-    assert scheduler.has_online
+    assert scheduler.requests.num_online
     scheduler.finish(RequestId("waiting"), FinishReason.ABORT)
-    assert scheduler.has_online
+    assert scheduler.requests.num_online
     step(scheduler, ScriptedExecutor(make_info()))
-    assert not scheduler.has_online and scheduler.has_unfinished
+    assert not scheduler.requests.num_online and scheduler.has_unfinished
     scheduler.check_integrity()
 
 

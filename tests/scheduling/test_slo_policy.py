@@ -52,7 +52,7 @@ def test_offline_decodes_are_left_out_from_the_least_urgent_when_time_is_short()
     plan = bench.step()
     assert plan.predicted_s <= 0.02 * (1 - MARGIN)
     assert set(sizes(plan)) == {"chat", *(f"job{i}" for i in range(len(sizes(plan)) - 1))}
-    assert bench.scheduler.requests.num_running == 41, "the others keep their blocks"
+    assert len(bench.scheduler.requests.running) == 41, "the others keep their blocks"
 
 
 def test_an_online_request_preempts_the_offline_request_with_least_work_done() -> None:
@@ -60,7 +60,7 @@ def test_an_online_request_preempts_the_offline_request_with_least_work_done() -
     much, little = offline(36, 8, request_id="much"), offline(24, 8, request_id="little")
     bench.add(much, little)
     bench.step()
-    assert bench.scheduler.requests.num_running == 2
+    assert len(bench.scheduler.requests.running) == 2
     bench.add(make_request(24, 4, request_id="chat"))
     assert sizes(bench.step()) == {"chat": 24}
     assert little.status is RequestStatus.PREEMPTED
@@ -285,15 +285,14 @@ def test_an_online_request_that_is_being_restored_bounds_the_steps() -> None:
     empty = {level: [] for level in PriorityLevel}
     view = StepView(
         now_s=5.01,
-        running=empty,
+        online=[chat],
         waiting=empty,
         num_blocks=100,
         online_blocks=2,
         suspended_s=1.0,
-        restoring=[chat],
     )
     assert policy.resume_s(view) < SLO_100_MS.tpot_s
     assert all(budget.max_step_s < SLO_100_MS.tpot_s for budget in policy.next_budgets(view))
-    alone = replace(view, restoring=())
+    alone = replace(view, online=())
     assert policy.resume_s(alone) == math.inf
     assert any(budget.max_step_s == math.inf for budget in policy.next_budgets(alone))

@@ -191,8 +191,8 @@ class Server:
             )
             self.state.preparer = preparer
             self.state.service = self._processes.create_service(preparer, self.state.metrics.requests)
-            if self.state.server_config.shed_hopeless and ready.cost is not None:
-                self.state.shedder = Shedder(ready.cost, self.state.engine_config.scheduler)
+            if self.state.server_config.shed_hopeless and ready.profile is not None:
+                self.state.shedder = Shedder(ready.profile.cost, self.state.engine_config.scheduler)
             freeze_heap()
             # Not earlier: without streams a late loop delays nobody.
             self._lag_task = self._tasks.start(self._loop_lag.run(), "loop-lag")

@@ -9,7 +9,6 @@ from typing import Protocol
 class Clock(Protocol):
     def now_s(self) -> float:
         """Seconds since an arbitrary fixed origin; never decreases."""
-        ...
 
 
 class WallClock:

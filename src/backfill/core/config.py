@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from backfill.core.errors import ConfigError
-from backfill.core.options import check_types, internal
+from backfill.core.options import check_types, internal, with_options
 
 DType = Literal["auto", "bfloat16", "float16", "float32"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
@@ -71,13 +70,10 @@ class SchedulerConfig:
         """Raises: ConfigError for the first field out of range."""
         check_types(self)
         for field, seconds in (("ttft_slo", self.ttft_slo), ("tpot_slo", self.tpot_slo)):
-            if seconds is not None and not (math.isfinite(seconds) and seconds > 0):
-                raise ConfigError(f"must be a number of seconds above 0, got {seconds:g}.", field=field)
-        if not (math.isfinite(self.promote_before) and self.promote_before >= 0):
-            raise ConfigError(
-                f"must be a number of seconds of at least 0, got {self.promote_before:g}.",
-                field="promote_before",
-            )
+            if seconds is not None:
+                _check(field, seconds, 0.0 < seconds < math.inf, "a number of seconds above 0")
+        is_valid = 0.0 <= self.promote_before < math.inf
+        _check("promote_before", self.promote_before, is_valid, "a number of seconds of at least 0")
         at_least("max_num_seqs", self.max_num_seqs, 1)
         at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
         at_least("max_prefill_chunk_tokens", self.max_prefill_chunk_tokens, 1)
@@ -157,26 +153,18 @@ class EngineConfig:
         check_types(self)
         if self.block_size not in (8, 16, 32, 64):
             raise ConfigError(f"must be 8, 16, 32 or 64, got {self.block_size}.", field="block_size")
-        if self.kv_gib is not None and not 0.0 < self.kv_gib < math.inf:
-            raise ConfigError(f"must be a finite number above 0, got {self.kv_gib:g}.", field="kv_gib")
-        if self.host_kv_gib is not None and not 0.0 <= self.host_kv_gib < math.inf:
-            raise ConfigError(
-                f"must be a finite number of at least 0, got {self.host_kv_gib:g}.", field="host_kv_gib"
-            )
-        if not 0.0 < self.gpu_memory_utilization <= 1.0:
-            raise ConfigError(
-                f"must be above 0 and at most 1, got {self.gpu_memory_utilization}.",
-                field="gpu_memory_utilization",
-            )
+        if (gib := self.kv_gib) is not None:
+            _check("kv_gib", gib, 0.0 < gib < math.inf, "a finite number above 0")
+        if (gib := self.host_kv_gib) is not None:
+            _check("host_kv_gib", gib, 0.0 <= gib < math.inf, "a finite number of at least 0")
+        share = self.gpu_memory_utilization
+        _check("gpu_memory_utilization", share, 0.0 < share <= 1.0, "above 0 and at most 1")
         if self.max_model_tokens is not None:
             at_least("max_model_len", self.max_model_tokens, 1)
         if self.threads is not None:
             at_least("threads", self.threads, 1)
-        if self.engine_hang_timeout is not None and not 0.0 <= self.engine_hang_timeout < math.inf:
-            raise ConfigError(
-                f"must be a number of at least 0, got {self.engine_hang_timeout:g}.",
-                field="engine_hang_timeout",
-            )
+        if (seconds := self.engine_hang_timeout) is not None:
+            _check("engine_hang_timeout", seconds, 0.0 <= seconds < math.inf, "a number of at least 0")
         asked = self.scheduler.checkpointing
         if self.host_kv_gib == 0 and asked not in (None, "none"):
             raise ConfigError(f"`checkpointing` {asked} needs a pool, and `host_kv_gib` is 0.")
@@ -189,7 +177,7 @@ class EngineConfig:
         if self.scheduler.checkpointing is not None:
             return self
         has_pool = self.host_kv_gib != 0 and (self.scheduler.policy == "slo" or self.host_kv_gib is not None)
-        return self._with(checkpointing="adaptive" if has_pool else "none")
+        return with_options(self, {"checkpointing": "adaptive" if has_pool else "none"})
 
     def for_offline_work(self) -> EngineConfig:
         """The same for an engine without online requests.
@@ -198,20 +186,18 @@ class EngineConfig:
         preempts, unless it has no host pool.
         """
         asked = self.scheduler.checkpointing
-        default: CheckpointingName = "none" if self.host_kv_gib == 0 else "adaptive"
-        return self._with(policy="priority", checkpointing=asked or default)
-
-    def _with(self, *, checkpointing: CheckpointingName, policy: PolicyName | None = None) -> EngineConfig:
-        scheduler = dataclasses.replace(
-            self.scheduler, policy=policy or self.scheduler.policy, checkpointing=checkpointing
-        )
-        return dataclasses.replace(self, scheduler=scheduler)
+        default = "none" if self.host_kv_gib == 0 else "adaptive"
+        return with_options(self, {"policy": "priority", "checkpointing": asked or default})
 
 
 def at_least(field: str, value: float, low: float) -> None:
     """Raises: ConfigError for a value that is less."""
-    if not value >= low:
-        raise ConfigError(f"must be at least {low:g}, got {value:g}.", field=field)
+    _check(field, value, value >= low, f"at least {low:g}")
+
+
+def _check(field: str, value: float, is_valid: bool, allowed: str) -> None:
+    if not is_valid:
+        raise ConfigError(f"must be {allowed}, got {value:g}.", field=field)
 
 
 def check_log_level(level: str) -> None:

@@ -105,14 +105,6 @@ class StepPlan:
         )
 
     @property
-    def has_online(self) -> bool:
-        return any(not scheduled.preemptible for scheduled in self.slices)
-
-    @property
-    def has_offline(self) -> bool:
-        return any(scheduled.preemptible for scheduled in self.slices)
-
-    @property
     def num_tokens(self) -> int:
         return sum(scheduled.num_tokens for scheduled in self.slices)
 

@@ -17,9 +17,7 @@ OrderKey: TypeAlias = tuple[int, float, int]
 class ServiceClass(Enum):
     """What a request asks for: ``ONLINE`` latency objectives, ``OFFLINE`` throughput only."""
 
-    __hash__ = (
-        object.__hash__
-    )  # members are singletons; Enum's own is slow Python code, called for every slice
+    __hash__ = object.__hash__  # Enum's own is slow Python code, called for every slice
 
     ONLINE = "online"
     OFFLINE = "offline"
@@ -28,9 +26,7 @@ class ServiceClass(Enum):
 class PriorityLevel(Enum):
     """The order in which the scheduler serves requests; the smaller value is the more urgent."""
 
-    __hash__ = (
-        object.__hash__
-    )  # members are singletons; Enum's own is slow Python code, called for every slice
+    __hash__ = object.__hash__  # Enum's own is slow Python code, called for every slice
 
     ONLINE = 0
     PROMOTED = 1  # offline, near the end of its completion window
@@ -45,16 +41,12 @@ class RequestStatus(Enum):
     FINISHED = "finished"
 
 
-_LEGAL_MOVES: dict[RequestStatus, frozenset[RequestStatus]] = {
-    RequestStatus.WAITING: frozenset({RequestStatus.RUNNING, RequestStatus.FINISHED}),
-    RequestStatus.RUNNING: frozenset({RequestStatus.PREEMPTED, RequestStatus.FINISHED}),
-    RequestStatus.PREEMPTED: frozenset(
-        {RequestStatus.RUNNING, RequestStatus.RESTORING, RequestStatus.FINISHED}
-    ),
-    RequestStatus.RESTORING: frozenset(
-        {RequestStatus.RUNNING, RequestStatus.PREEMPTED, RequestStatus.FINISHED}
-    ),
-    RequestStatus.FINISHED: frozenset(),
+_LEGAL_MOVES: dict[RequestStatus, set[RequestStatus]] = {
+    RequestStatus.WAITING: {RequestStatus.RUNNING, RequestStatus.FINISHED},
+    RequestStatus.RUNNING: {RequestStatus.PREEMPTED, RequestStatus.FINISHED},
+    RequestStatus.PREEMPTED: {RequestStatus.RUNNING, RequestStatus.RESTORING, RequestStatus.FINISHED},
+    RequestStatus.RESTORING: {RequestStatus.RUNNING, RequestStatus.PREEMPTED, RequestStatus.FINISHED},
+    RequestStatus.FINISHED: set(),
 }
 
 

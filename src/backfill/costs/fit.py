@@ -108,8 +108,9 @@ def _error_of(errors: Sequence[float]) -> FitError:
 
 def _terms(load: StepLoad, row_knots: Sequence[int], sampled_knots: Sequence[int]) -> list[float]:
     return [
-        *_rises(load.num_tokens, row_knots, first=1.0),
-        *_rises(load.num_sampled, (0, *sampled_knots), first=None),
+        1.0,
+        *_rises(load.num_tokens, row_knots),
+        *_rises(load.num_sampled, (0, *sampled_knots)),
         float(load.num_requests),
         float(load.prefill_pairs),
         float(load.prefill_context_tokens),
@@ -117,12 +118,12 @@ def _terms(load: StepLoad, row_knots: Sequence[int], sampled_knots: Sequence[int
     ]
 
 
-def _rises(value: float, knots: Sequence[float], first: float | None) -> NDArray[np.float64]:
+def _rises(value: float, knots: Sequence[float]) -> NDArray[np.float64]:
     """For each interval between knots, the fraction of it below ``value``; the last has no upper end.
 
     With non-negative weights their sum is a non-decreasing, piecewise linear function of ``value``.
     """
     low, high = np.array(knots[:-1], dtype=float), np.array(knots[1:], dtype=float)
-    shares = np.maximum((value - low) / (high - low), 0.0)
+    shares: NDArray[np.float64] = np.maximum((value - low) / (high - low), 0.0)
     shares[:-1] = np.minimum(shares[:-1], 1.0)
-    return shares if first is None else np.concatenate([[first], shares])
+    return shares

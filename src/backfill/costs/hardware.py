@@ -45,10 +45,4 @@ def load_hardware_profile(name: str) -> HardwareProfile:
         )
     path = resources.files(__package__).joinpath("hardware_profiles", f"{name}.json")
     content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return HardwareProfile(
-        name=name,
-        costs=CostProfile.parse(content["costs"], name),
-        kv_tokens=content["kv_tokens"],
-        kv_bytes_per_token=content["kv_bytes_per_token"],
-        max_model_len=content["max_model_len"],
-    )
+    return HardwareProfile(name, CostProfile.parse(content.pop("costs"), name), **content)

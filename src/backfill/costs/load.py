@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from backfill.core.plan import ScheduledSlice
 
@@ -45,14 +45,7 @@ class StepLoad:
         self._add(start, num_tokens, samples, -1)
 
     def copy(self) -> StepLoad:
-        return StepLoad(
-            self.num_tokens,
-            self.num_sampled,
-            self.num_requests,
-            self.prefill_pairs,
-            self.prefill_context_tokens,
-            self.decode_context_tokens,
-        )
+        return replace(self)
 
     @classmethod
     def of(cls, slices: Iterable[tuple[int, int, bool]]) -> StepLoad:

@@ -117,8 +117,7 @@ class CostModel:
     def prefill_time_s(self, num_tokens: int, chunk_tokens: int, counted_tokens: int | None = None) -> float:
         """Seconds to the first token of a prompt computed alone in chunks.
 
-        Args:
-            counted_tokens: most tokens of a chunk that count; default all.
+        At most ``counted_tokens`` of a chunk count; default all.
         """
         total, start = 0.0, 0
         while start < num_tokens:

@@ -58,10 +58,6 @@ class CopySpeed:
     to_host_bytes_per_s: Speed
     to_device_bytes_per_s: Speed
 
-    def seconds(self, num_bytes: int) -> float:
-        """Seconds of a copy in the slower direction."""
-        return num_bytes / min(self.to_host_bytes_per_s, self.to_device_bytes_per_s)
-
 
 @dataclass(frozen=True, slots=True)
 class CostProfile:
@@ -99,8 +95,10 @@ class CostProfile:
         return 1.0 - self.error.p95 - _SPEED_VARIES
 
     def block_copy_s(self, block_bytes: int) -> float | None:
-        """Seconds to copy one KV block; None if not measured."""
-        return None if self.copies is None else self.copies.seconds(block_bytes)
+        """Seconds to copy one KV block in the slower direction; None if not measured."""
+        if self.copies is None:
+            return None
+        return block_bytes / min(self.copies.to_host_bytes_per_s, self.copies.to_device_bytes_per_s)
 
     def save(self, path: Path) -> None:
         """Write the file atomically; after an OSError it is unchanged, and no other file is left."""

@@ -40,13 +40,7 @@ class RunsPlans(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """The limits of a step. Shapes beyond them are not timed.
-
-    Attributes:
-        kv_tokens: tokens of the KV pool.
-        num_host_blocks: blocks of the pool in host memory.
-        block_bytes: bytes of a block of either pool.
-    """
+    """The limits of a step. Shapes beyond them are not timed."""
 
     kv_tokens: int
     block_size: int
@@ -188,12 +182,10 @@ def profile_executor(
     *,
     key: ProfileKey,
     num_layers: int,
-    on_step: Callable[[int, int], None] | None = None,
+    on_step: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> CostProfile:
-    """Run the grid's steps and fit the cost model.
+    """Run the grid's steps and fit the cost model. ``on_step`` gets the steps run or left out, and all steps.
 
-    Args:
-        on_step: called with (steps run or left out, all steps).
     Raises: ConfigError if not even a step of one token is within the capacity.
     """
     fitted_on, held_out = grid.shapes(capacity), grid.held_out(capacity)
@@ -231,21 +223,15 @@ def profile_executor(
     )
 
 
+@dataclass(slots=True)
 class _StepTimer:
     """Runs steps on an executor and measures their times."""
 
-    def __init__(
-        self,
-        executor: RunsPlans,
-        clock: Clock,
-        capacity: Capacity,
-        on_step: Callable[[int, int], None] | None,
-    ) -> None:
-        self._executor = executor
-        self._clock = clock
-        self._capacity = capacity
-        self._on_step = on_step
-        self._numbers = itertools.count()
+    executor: RunsPlans
+    clock: Clock
+    capacity: Capacity
+    on_step: Callable[[int, int], None]
+    num_requests: int = 0
 
     def time_all(self, shapes: Sequence[Shape], rounds: int) -> dict[Shape, float]:
         """The median seconds of each step.
@@ -263,7 +249,7 @@ class _StepTimer:
                 seconds = self._time(shape)
                 if each_round > 0:
                     samples[shape].append(seconds)
-                self._report(each_round * len(shapes) + index + 1, total)
+                self.on_step(each_round * len(shapes) + index + 1, total)
         return {shape: statistics.median(values) for shape, values in samples.items()}
 
     def time_within(self, shapes: Sequence[Shape], rounds: int, budget_s: float) -> dict[Shape, float]:
@@ -284,33 +270,30 @@ class _StepTimer:
                     budget_s -= seconds
                     token_s = min(token_s, seconds / num_tokens)
                     least[shape] = min(seconds, least.get(shape, seconds))
-                self._report(each_round * len(shapes) + index + 1, total)
+                self.on_step(each_round * len(shapes) + index + 1, total)
         return least
 
     def _time(self, shape: Shape) -> float:
         """Seconds of one step; its requests are admitted and released in other steps, which are not timed."""
-        request_ids = [RequestId(f"profile-{next(self._numbers)}") for _ in shape]
+        first, self.num_requests = self.num_requests, self.num_requests + len(shape)
+        request_ids = [RequestId(f"profile-{number}") for number in range(first, self.num_requests)]
         sampling = SamplingParams(max_tokens=1, temperature=0.0)
         admitted = tuple(
             AdmittedRequest(request_id, (_PROMPT_TOKEN,) * (start + count + (not samples)), sampling)
             for request_id, (start, count, samples) in zip(request_ids, shape, strict=True)
         )
-        self._executor.run(replace(_EMPTY_PLAN, admitted=admitted))
-        blocks = _tables(shape, self._capacity.block_size)
+        self.executor.run(replace(_EMPTY_PLAN, admitted=admitted))
+        blocks = _tables(shape, self.capacity.block_size)
         slices = tuple(
             ScheduledSlice(request_id, start, count, table, samples)
             for request_id, (start, count, samples), table in zip(request_ids, shape, blocks, strict=True)
         )
         plan = replace(_EMPTY_PLAN, slices=slices)
-        began_s = self._clock.now_s()
-        self._executor.run(plan)
-        seconds = self._clock.now_s() - began_s
-        self._executor.run(replace(_EMPTY_PLAN, released=tuple(request_ids)))
+        began_s = self.clock.now_s()
+        self.executor.run(plan)
+        seconds = self.clock.now_s() - began_s
+        self.executor.run(replace(_EMPTY_PLAN, released=tuple(request_ids)))
         return seconds
-
-    def _report(self, done: int, total: int) -> None:
-        if self._on_step is not None:
-            self._on_step(done, total)
 
 
 def _time_copies(executor: RunsPlans, clock: Clock, capacity: Capacity) -> CopySpeed | None:

@@ -7,7 +7,7 @@ import statistics
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import TypeAlias
 
 from backfill.core.clock import Clock
 from backfill.core.plan import StepPlan
@@ -54,12 +54,8 @@ class ServedStep:
     chunk_tokens: int = 0
 
 
-class StratumKey(NamedTuple):
-    """Bits of each size of a load; the same for loads of similar sizes."""
-
-    token_bits: int
-    sampled_bits: int
-    context_bits: int
+# Bits of a load's tokens, sampled rows and context; the same for loads of similar sizes.
+StratumKey: TypeAlias = tuple[int, int, int]
 
 
 @dataclass(slots=True)
@@ -116,9 +112,6 @@ class ProfileRefiner:
 
     Strata without served steps keep the current model's predictions, at the loads of the grid. They are
     scaled by the served steps' ratio of measured to predicted time: a slower machine is slower for all loads.
-
-    Attributes:
-        profile: the current one.
 
     Args:
         grid: loads at which the current model counts where no steps were served.
@@ -220,7 +213,7 @@ class ProfileRefiner:
 
 def stratum_of(load: StepLoad) -> StratumKey:
     context = load.prefill_context_tokens + load.decode_context_tokens
-    return StratumKey(
+    return (
         load.num_tokens.bit_length(),
         load.num_sampled.bit_length(),
         (context // _CONTEXT_UNIT).bit_length(),

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Hashable
-from dataclasses import replace
 
 from backfill.core.config import EngineConfig
 from backfill.core.errors import BackfillError, EngineDead
+from backfill.core.options import with_options
 from backfill.core.request import Request, ServiceClass
 from backfill.core.slo import SLO
 from backfill.costs.profile import CostProfile
@@ -53,8 +53,8 @@ class EngineClient:
         self,
         config: EngineConfig,
         *,
-        on_report: Callable[[StepReport], None] | None = None,
-        on_profile: Callable[[CostProfile], None] | None = None,
+        on_report: Callable[[StepReport], None] = lambda _: None,
+        on_profile: Callable[[CostProfile], None] = lambda _: None,
         log_level: str = "INFO",
         tasks: TaskWatch | None = None,
         load: EngineLoader = load_engine,
@@ -139,7 +139,8 @@ class EngineClient:
             )
         if self.default_slo is None:
             self.default_slo = first.default_slo
-            self.config = _with_objectives(self.config, first.default_slo)
+            objectives = {"ttft_slo": self.default_slo.ttft_s, "tpot_slo": self.default_slo.tpot_s}
+            self.config = with_options(self.config, objectives)
         self.info = first.info
         self._watchdog = Watchdog(first.hang_timeout_s)
         self._reader = self._tasks.start(self._read(connection), "engine-reports")
@@ -245,15 +246,8 @@ class EngineClient:
     def _on_message(self, message: FromEngine) -> None:
         self._watchdog.on_report()
         if isinstance(message, ProfileRefined):
-            if self._on_profile is not None:
-                self._on_profile(message.profile)
+            self._on_profile(message.profile)
             return
         assert isinstance(message, StepReport)
         self._streams.put(message)
-        if self._on_report is not None:
-            self._on_report(message)
-
-
-def _with_objectives(config: EngineConfig, slo: SLO) -> EngineConfig:
-    scheduler = replace(config.scheduler, ttft_slo=slo.ttft_s, tpot_slo=slo.tpot_s)
-    return replace(config, scheduler=scheduler)
+        self._on_report(message)

@@ -183,7 +183,7 @@ class Engine:
         refiner = self._refiner
         if refiner is None or not refiner.is_due:
             return None
-        if (self._arrived or self.scheduler.has_online) and not refiner.is_overdue:
+        if (self._arrived or self.scheduler.requests.num_online) and not refiner.is_overdue:
             return None
         try:
             refined = refiner.refine()
@@ -201,14 +201,11 @@ class Engine:
         """State and totals now, and the step since the last call."""
         scheduler = self.scheduler
         counts = scheduler.count_by_class()
-
-        def of_class(service_class: ServiceClass) -> ClassStats:
-            return ClassStats(*counts[service_class], scheduler.counters[service_class].copy())
-
+        classes = {each: ClassStats(*counts[each], scheduler.counters[each].copy()) for each in ServiceClass}
         step, self._last_step = self._last_step, _NO_STEP
         return EngineStats(
-            online=of_class(ServiceClass.ONLINE),
-            offline=of_class(ServiceClass.OFFLINE),
+            online=classes[ServiceClass.ONLINE],
+            offline=classes[ServiceClass.OFFLINE],
             kv_usage_frac=scheduler.blocks.usage_frac,
             num_free_blocks=scheduler.blocks.num_free_blocks,
             num_checkpointed_blocks=scheduler.blocks.num_checkpointed_blocks,
@@ -259,9 +256,10 @@ class Engine:
 def _kind(plan: StepPlan) -> StepKind:
     if not plan.slices:
         return "none"
-    if not plan.has_online:
+    offline = [scheduled.preemptible for scheduled in plan.slices]
+    if all(offline):
         return "offline"
-    return "mixed" if plan.has_offline else "online"
+    return "mixed" if any(offline) else "online"
 
 
 def _token_output(committed: CommittedToken) -> TokenOutput:

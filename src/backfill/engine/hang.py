@@ -56,10 +56,8 @@ class Watchdog:
     container) counts as one tick, so it is not taken for a hang of the engine.
 
     Attributes:
-        silent_s: seconds since the last report, or since the watch began.
-
-    Args:
         timeout_s: 0 for no watch.
+        silent_s: seconds since the last report, or since the watch began.
     """
 
     def __init__(self, timeout_s: float) -> None:

@@ -10,7 +10,6 @@ from backfill.core.counters import ClassCounters
 from backfill.core.plan import TokenLogprobs
 from backfill.core.request import FinishReason, Request, RequestId
 from backfill.core.slo import SLO
-from backfill.costs.model import CostModel
 from backfill.costs.profile import CostProfile
 from backfill.execution.executor import ExecutorInfo
 
@@ -45,11 +44,6 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
     default_slo: SLO
     profile: CostProfile | None = None
     hang_timeout_s: float = 0.0
-
-    @property
-    def cost(self) -> CostModel | None:
-        """The profile's model."""
-        return None if self.profile is None else self.profile.cost
 
 
 class ProfileRefined(msgspec.Struct, tag=True, frozen=True):

@@ -5,47 +5,40 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
 
 from backfill.core.errors import BackfillError, EngineDead, StepFailed
 from backfill.core.request import RequestId, ServiceClass
 from backfill.engine.messages import StepReport, TokenOutput
 
 
+@dataclass(slots=True, eq=False)
 class RequestStream:
     """Queues one request's outputs for its reader.
 
-    Args:
+    Attributes:
         group: equal for the choices of one client request.
         on_first_token: called once, when the first output is put.
         on_end: called once, when the engine is done with the request, whether or not its outputs were read.
     """
 
-    __slots__ = ("_on_end", "_on_first_token", "group", "queue", "service_class")
-
-    def __init__(
-        self,
-        service_class: ServiceClass,
-        group: Hashable,
-        on_first_token: Callable[[], None] | None,
-        on_end: Callable[[], None] | None,
-    ) -> None:
-        self.service_class = service_class
-        self.group = group
-        self.queue: asyncio.Queue[TokenOutput | BackfillError] = asyncio.Queue()
-        self._on_first_token = on_first_token
-        self._on_end = on_end
+    service_class: ServiceClass
+    group: Hashable
+    on_first_token: Callable[[], None] | None
+    on_end: Callable[[], None] | None
+    queue: asyncio.Queue[TokenOutput | BackfillError] = field(init=False, default_factory=asyncio.Queue)
 
     def put(self, output: TokenOutput | BackfillError) -> None:
         self.queue.put_nowait(output)
-        if self._on_first_token is not None and isinstance(output, TokenOutput):
-            self._on_first_token()
-            self._on_first_token = None
+        if self.on_first_token is not None and isinstance(output, TokenOutput):
+            self.on_first_token()
+            self.on_first_token = None
         if isinstance(output, BackfillError) or output.finish_reason is not None:
             self.end()
 
     def end(self) -> None:
         """The engine is done with the request."""
-        on_end, self._on_end = self._on_end, None
+        on_end, self.on_end = self.on_end, None
         if on_end is not None:
             on_end()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Protocol
 
 from backfill.core.clock import Clock, WallClock
@@ -20,7 +21,6 @@ _MAX_QUICK_DEATHS = 10
 _QUICK_DEATH_S = 30.0
 # Offline work resumes when an engine has run this long.
 _TRUSTED_AFTER_S = 300.0
-_POLL_S = 1.0
 
 
 class Startable(Protocol):
@@ -36,6 +36,7 @@ class Startable(Protocol):
     def kill(self) -> None: ...
 
 
+@dataclass(slots=True, eq=False)
 class EngineSupervisor:
     """Starts an engine, and restarts it when it ends. The first start must succeed.
 
@@ -44,7 +45,7 @@ class EngineSupervisor:
     suspended: it is the likelier cause, because it is retried after each restart. It resumes when an engine
     has run for five minutes.
 
-    Args:
+    Attributes:
         on_ready: awaited each time the model is loaded.
         on_lost: called each time a loaded engine has ended, before the restart.
         on_offline_suspended: called with True when offline work is suspended, before the restart, and with
@@ -53,27 +54,17 @@ class EngineSupervisor:
         poll_s: interval of the check whether an engine has run long enough.
     """
 
-    def __init__(
-        self,
-        engine: Startable,
-        *,
-        on_ready: Callable[[Ready], Awaitable[None]],
-        on_lost: Callable[[], None],
-        on_offline_suspended: Callable[[bool], None] | None = None,
-        clock: Clock | None = None,
-        restart_delay_s: float = _RESTART_DELAY_S,
-        poll_s: float = _POLL_S,
-    ) -> None:
-        self._engine = engine
-        self._on_ready = on_ready
-        self._on_lost = on_lost
-        self._on_offline_suspended = on_offline_suspended
-        self._clock = clock or WallClock()
-        self._restart_delay_s = restart_delay_s
-        self._poll_s = poll_s
-        self._num_quick_deaths = 0
-        self._is_offline_suspended = False
-        self._expects_end = False
+    engine: Startable
+    _: KW_ONLY
+    on_ready: Callable[[Ready], Awaitable[None]]
+    on_lost: Callable[[], None]
+    on_offline_suspended: Callable[[bool], None] | None = None
+    clock: Clock = field(default_factory=WallClock)
+    restart_delay_s: float = _RESTART_DELAY_S
+    poll_s: float = 1.0
+    _num_quick_deaths: int = field(init=False, default=0)
+    _is_offline_suspended: bool = field(init=False, default=False)
+    _expects_end: bool = field(init=False, default=False)
 
     def expect_end(self) -> None:
         """The engine's next death is expected: it is no failure, and there is no restart."""
@@ -85,23 +76,23 @@ class EngineSupervisor:
         Raises: BackfillError with the engine's reason when it cannot start the first time, EngineDead when it
         keeps ending and there is no offline work to suspend, and what the first ``on_ready`` raises.
         """
-        await self._on_ready(await self._engine.start())
+        await self.on_ready(await self.engine.start())
         while True:
             await self._wait_dead()
             if self._expects_end:
                 return
-            self._on_lost()
+            self.on_lost()
             reason = "it ended"
             while True:
                 self._suspend_or_give_up(reason)
                 num_deaths = _MAX_QUICK_DEATHS if self._is_offline_suspended else self._num_quick_deaths
-                delay_s = restart_delay_s(num_deaths, self._restart_delay_s)
+                delay_s = restart_delay_s(num_deaths, self.restart_delay_s)
                 logger.error("the engine is started again in %g s: %s", delay_s, reason)
                 await asyncio.sleep(delay_s)
                 if self._expects_end:
                     return
                 try:
-                    ready = await self._engine.start()
+                    ready = await self.engine.start()
                 except BackfillError as error:
                     # For example, memory that the previous engine has not released yet.
                     reason = f"it could not start ({error})"
@@ -112,18 +103,18 @@ class EngineSupervisor:
                     break
                 self._num_quick_deaths += 1
             try:
-                await self._on_ready(ready)
+                await self.on_ready(ready)
             except Exception:
                 logger.exception("the engine was started again, but cannot be used; it is ended")
-                self._engine.kill()
+                self.engine.kill()
 
     async def _wait_dead(self) -> None:
         """Return when the running engine has ended; count a quick death."""
-        ready_at_s = self._clock.now_s()
-        ended = asyncio.ensure_future(self._engine.wait_dead())
+        ready_at_s = self.clock.now_s()
+        ended = asyncio.ensure_future(self.engine.wait_dead())
         try:
             while self._is_offline_suspended and not ended.done():
-                await asyncio.wait({ended}, timeout=self._poll_s)
+                await asyncio.wait({ended}, timeout=self.poll_s)
                 if self._ran_s(ready_at_s) >= _TRUSTED_AFTER_S and not ended.done():
                     logger.warning("the engine is stable again: offline work resumes")
                     self._suspend_offline(False)
@@ -135,22 +126,22 @@ class EngineSupervisor:
 
     def _ran_s(self, ready_at_s: float) -> float:
         """Seconds from ready to the last report: an engine that hangs is killed long after that."""
-        return self._clock.now_s() - ready_at_s - self._engine.silent_s
+        return self.clock.now_s() - ready_at_s - self.engine.silent_s
 
     def _suspend_or_give_up(self, reason: str) -> None:
         """If the engine keeps ending, suspend offline work, or raise EngineDead where there is no other."""
         if self._num_quick_deaths < _MAX_QUICK_DEATHS or self._is_offline_suspended:
             return
         message = f"The engine ended {self._num_quick_deaths} times soon after it was started"
-        if self._on_offline_suspended is None:
+        if self.on_offline_suspended is None:
             raise EngineDead(f"{message}; the last time {reason}.")
         logger.error("%s: offline work is suspended until it has run for %g s", message, _TRUSTED_AFTER_S)
         self._suspend_offline(True)
 
     def _suspend_offline(self, is_suspended: bool) -> None:
         self._is_offline_suspended = is_suspended
-        if self._on_offline_suspended is not None:
-            self._on_offline_suspended(is_suspended)
+        if self.on_offline_suspended is not None:
+            self.on_offline_suspended(is_suspended)
 
 
 def restart_delay_s(num_quick_deaths: int, first_s: float) -> float:

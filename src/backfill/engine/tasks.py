@@ -14,11 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 class TaskWatch:
-    """Starts tasks, and logs and counts those that an exception ends.
-
-    Attributes:
-        failures: tasks that an exception ended, by name.
-    """
+    """Starts tasks, logs those that an exception ends, and counts them by name in ``failures``."""
 
     def __init__(self) -> None:
         self.failures: Counter[str] = Counter()

@@ -30,12 +30,7 @@ def build_batch(
     block_size: int,
     device: torch.device,
 ) -> FlatBatch:
-    """Concatenate the slices.
-
-    Args:
-        slices: at least one.
-        token_ids: for each slice, the ``num_tokens`` tokens it computes.
-    """
+    """Concatenate the slices, at least one; ``token_ids`` has the ``num_tokens`` tokens of each."""
     starts = np.array([scheduled.start for scheduled in slices], dtype=np.int64)
     lens = np.array([scheduled.num_tokens for scheduled in slices], dtype=np.int64)
     num_blocks = np.array([len(scheduled.blocks) for scheduled in slices], dtype=np.int64)

@@ -36,26 +36,20 @@ class BlockCopier(Protocol):
 
         Returns when the blocking copies are complete; ``take_completed`` does not report these.
         """
-        ...
 
     def take_completed(self) -> tuple[BlockCopy, ...]:
         """Copies that have completed since the last call. Never blocks."""
-        ...
 
     def wait(self, timeout_s: float) -> None:
         """Block until ``take_completed`` has something to return, or no copy is in flight."""
-        ...
 
     def close(self) -> None:
         """Stop copying; queued copies are dropped. No other call may follow."""
-        ...
 
 
 def create_copier(kv_pool: Tensor, num_host_blocks: int) -> BlockCopier:
-    """A copier between the device pool and a host pool that it allocates.
+    """A copier between the device pool ``[num_blocks, ...]`` and a host pool that it allocates.
 
-    Args:
-        kv_pool: ``[num_blocks, ...]``, on the device where the model runs.
     Raises: RuntimeError or MemoryError if the host pool cannot be allocated.
     """
     # Not initialized: on a CPU, the system then allocates memory only for blocks that are used.
@@ -83,9 +77,6 @@ class ThreadBlockCopier:
     """See ``BlockCopier``. Both pools are in host memory; a thread copies.
 
     The thread ends with the copier or with the process, whichever ends first.
-
-    Args:
-        host_pool: its blocks have the shape of those in ``kv_pool``.
     """
 
     def __init__(self, kv_pool: Tensor, host_pool: Tensor) -> None:
@@ -216,10 +207,8 @@ def _end(queue: _CopyQueue, thread: threading.Thread) -> None:
 class CudaBlockCopier:
     """See ``BlockCopier``. Copies run on a CUDA stream of their own, beside the steps.
 
-    Both directions share the stream: a plan's restores may read what its checkpoints write.
-
-    Args:
-        host_pool: its blocks have the shape of those in ``kv_pool``. Pinned until the copier ends.
+    Both directions share the stream: a plan's restores may read what its checkpoints write. The host pool is
+    pinned until the copier ends.
     """
 
     def __init__(self, kv_pool: Tensor, host_pool: Tensor) -> None:
@@ -228,9 +217,8 @@ class CudaBlockCopier:
         self._host_pool = host_pool
         self._stream = torch.cuda.Stream(kv_pool.device)  # type: ignore[no-untyped-call]
         self._finalizer = weakref.finalize(self, _unpin, host_pool, self._stream)
-        self._finalizer.atexit = (
-            False  # the system unpins at the process's end, and CUDA may have ended before
-        )
+        # The system unpins at the process's end, and CUDA may have ended before.
+        self._finalizer.atexit = False
         self._in_flight: deque[tuple[torch.cuda.Event, _CopyGroup]] = deque()
         self._error: Exception | None = None
 
@@ -238,27 +226,22 @@ class CudaBlockCopier:
         self, checkpoint: Sequence[BlockCopy], restore: Sequence[BlockCopy], blocking_copies: CopyDirections
     ) -> None:
         self._raise_if_failed()
+        awaited: torch.cuda.Event | None = None
         try:
-            self._begin(checkpoint, restore, blocking_copies)
+            if checkpoint or restore:
+                # Steps already queued write blocks that are read here, and read blocks that are written here.
+                self._stream.wait_stream(torch.cuda.current_stream(self._kv_pool.device))
+            for group in _copy_groups(checkpoint, restore, blocking_copies, _BLOCKS_PER_EVENT):
+                event = self._queue(group)
+                if group.is_reported:
+                    self._in_flight.append((event, group))
+                else:
+                    awaited = event
+            if awaited is not None:
+                awaited.synchronize()
         except Exception as error:
             self._error = error
             raise
-
-    def _begin(
-        self, checkpoint: Sequence[BlockCopy], restore: Sequence[BlockCopy], blocking_copies: CopyDirections
-    ) -> None:
-        awaited: torch.cuda.Event | None = None
-        if checkpoint or restore:
-            # Steps already queued write blocks that are read here, and read blocks that are written here.
-            self._stream.wait_stream(torch.cuda.current_stream(self._kv_pool.device))
-        for group in _copy_groups(checkpoint, restore, blocking_copies, _BLOCKS_PER_EVENT):
-            event = self._queue(group)
-            if group.is_reported:
-                self._in_flight.append((event, group))
-            else:
-                awaited = event
-        if awaited is not None:
-            awaited.synchronize()
 
     def take_completed(self) -> tuple[BlockCopy, ...]:
         self._raise_if_failed()

@@ -31,7 +31,6 @@ from backfill.models.weights import Checkpoint
 
 logger = logging.getLogger(__name__)
 
-_DEFAULT_CPU_KV_BYTES = 1 * GIB
 _DEFAULT_HOST_KV_FRAC = 0.25  # of the host memory that is left, as an upper limit
 _TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -110,15 +109,11 @@ def _choose_kv_bytes(
 ) -> int:
     """Size of the device pool, checked against the memory left beside the weights."""
     weights_bytes = model_config.weight_bytes(dtype.itemsize)
+    available, default_bytes = available_host_bytes(), 1 * GIB
     if device.type == "cuda":
-        available: int | None = _available_cuda_bytes(device, config.gpu_memory_utilization)
-        assert available is not None
-        kv_bytes = (
-            config.kv_bytes if config.kv_bytes is not None else max(1, int((available - weights_bytes) * 0.9))
-        )
-    else:
-        available = available_host_bytes()
-        kv_bytes = config.kv_bytes if config.kv_bytes is not None else _DEFAULT_CPU_KV_BYTES
+        available = _available_cuda_bytes(device, config.gpu_memory_utilization)
+        default_bytes = max(1, int((available - weights_bytes) * 0.9))
+    kv_bytes = default_bytes if config.kv_bytes is None else config.kv_bytes
     check_fits(weights_bytes=weights_bytes, kv_bytes=kv_bytes, available_bytes=available, device=str(device))
     return kv_bytes
 
@@ -132,11 +127,7 @@ def _available_cuda_bytes(device: torch.device, utilization: float) -> int:
 def _choose_num_host_blocks(
     config: EngineConfig, layout: KVLayout, device: torch.device, kv_bytes: int, taken_bytes: int
 ) -> int:
-    """Blocks of the host pool; 0 for no pool.
-
-    Args:
-        taken_bytes: host memory that the weights and the device pool will use.
-    """
+    """Blocks of the host pool, 0 for none. Weights and device pool will use ``taken_bytes`` of the host."""
     if config.scheduler.checkpointing in (None, "none") or config.host_kv_bytes == 0:
         return 0
     available = available_host_bytes()

@@ -84,7 +84,6 @@ class Executor(Protocol):
           if copying itself failed, every later call raises too.
         - Unchanged: all else, with slices that stay suspended under ``keeps_suspended``.
         """
-        ...
 
 
 class StoppableExecutor(Executor, Protocol):
@@ -96,4 +95,3 @@ class StoppableExecutor(Executor, Protocol):
         No effect if that step is not running, is past its last safepoint, or has none. May be called from
         another thread during ``run``.
         """
-        ...

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from backfill.core.config import GIB
@@ -36,11 +37,7 @@ def check_fits(*, weights_bytes: int, kv_bytes: int, available_bytes: int | None
 
 
 def check_host_pool_fits(*, host_kv_bytes: int, left_bytes: int | None) -> None:
-    """Raise InsufficientMemory, with advice, if the host pool exceeds the memory left for it.
-
-    Args:
-        left_bytes: host memory left after all earlier allocations; None if unknown.
-    """
+    """Raise InsufficientMemory, with advice, if the host pool exceeds the memory left (None: unknown)."""
     if left_bytes is None or host_kv_bytes <= left_bytes:
         return
     advice = _at_most("`host_kv_gib`", left_bytes) or "use `host_kv_gib` 0"
@@ -66,14 +63,18 @@ def available_processors() -> int:
         return allowed
 
 
-def _machine_available_bytes() -> int | None:
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
+def proc_value(file: str, name: str) -> str | None:
+    """The first value of that name in a file of /proc; None if there is none."""
+    with suppress(OSError):
+        for line in Path("/proc", file).read_text(encoding="utf-8").splitlines():
+            if line.startswith(name):
+                return line.partition(":")[2].strip()
     return None
+
+
+def _machine_available_bytes() -> int | None:
+    kib = proc_value("meminfo", "MemAvailable:")
+    return None if kib is None else int(kib.split()[0]) * 1024
 
 
 def _cgroup_available_bytes() -> int | None:

@@ -23,6 +23,7 @@ from backfill.costs.profile import CostProfile, ProfileKey
 from backfill.costs.profiler import FULL, QUICK, Capacity, Grid, profile_executor
 from backfill.costs.refine import ProfileRefiner
 from backfill.execution.executor import ExecutorInfo
+from backfill.execution.machine import proc_value
 from backfill.execution.torch_executor import TorchExecutor
 from backfill.kernels.cpu import CpuKernels
 from backfill.models.config import ModelConfig
@@ -40,7 +41,8 @@ def profile_key(config: EngineConfig, executor: TorchExecutor) -> ProfileKey:
     if info.device.startswith("cuda"):
         device = torch.cuda.get_device_name(torch.device(info.device))
     else:
-        device = f"{_processor_name()}, {CpuKernels().isa}, {torch.get_num_threads()} threads"
+        processor = proc_value("cpuinfo", "model name") or platform.processor() or platform.machine()
+        device = f"{processor or os.name}, {CpuKernels().isa}, {torch.get_num_threads()} threads"
     return ProfileKey(model.shape_key, device, info.dtype)
 
 
@@ -55,7 +57,7 @@ def measure_profile(
     config: EngineConfig,
     executor: TorchExecutor,
     grid: Grid = FULL,
-    on_step: Callable[[int, int], None] | None = None,
+    on_step: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> CostProfile:
     """Time the executor. It must have no requests; the contents of its KV pool are lost."""
     capacity = step_capacity(config, executor.info)
@@ -133,12 +135,7 @@ def save_for_next_start(profile: CostProfile) -> None:
 
 
 def save_in_cache(profile: CostProfile, *, keep_full: bool) -> None:
-    """Save the profile where starts look for it.
-
-    Args:
-        keep_full: do not overwrite a full profile.
-    Raises: OSError.
-    """
+    """Save the profile where starts look for it; ``keep_full``: not over a full one. Raises: OSError."""
     from filelock import FileLock  # where nothing is saved, it is not needed
 
     path = profile_path(profile.key)
@@ -182,13 +179,3 @@ def load_or_measure_profile(config: EngineConfig, executor: TorchExecutor) -> Co
     )
     save_for_next_start(profile)
     return profile
-
-
-def _processor_name() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine() or os.name

@@ -21,8 +21,7 @@ _MASK_64 = (1 << 64) - 1
 class Sampler:
     """Stateless: a token depends on its logits and its request alone, never on the rest of the batch.
 
-    Args:
-        end_token_ids: tokens suppressed, with a request's own stop tokens, before its ``min_tokens``.
+    ``end_token_ids`` are suppressed, with a request's own stop tokens, before its ``min_tokens``.
     """
 
     def __init__(self, end_token_ids: Sequence[int]) -> None:
@@ -35,7 +34,8 @@ class Sampler:
         if all(state.is_plain_greedy for state in states):
             return [(token_id, None) for token_id in _most_likely(logits)]
         logits = logits.float()
-        raw_logprobs = self._raw_logprobs(logits, states)
+        logged = [row for row, state in enumerate(states) if state.sampling.num_logprobs is not None]
+        raw_logprobs = dict(zip(logged, logits[logged].log_softmax(-1), strict=True)) if logged else {}
         for row, state in enumerate(states):
             self._shape(logits[row], state)
         token_ids = _most_likely(logits)
@@ -51,11 +51,6 @@ class Sampler:
             )
             for row, token_id in enumerate(token_ids)
         ]
-
-    def _raw_logprobs(self, logits: Tensor, states: Sequence[RequestState]) -> dict[int, Tensor]:
-        """``log_softmax`` of the rows whose request asked for log probabilities."""
-        rows = [row for row, state in enumerate(states) if state.sampling.num_logprobs is not None]
-        return dict(zip(rows, logits[rows].log_softmax(-1), strict=True)) if rows else {}
 
     def _shape(self, logits: Tensor, state: RequestState) -> None:
         """Apply bias, penalties and suppression to one row ``[vocab]`` in place."""
@@ -77,9 +72,8 @@ def _most_likely(logits: Tensor) -> list[int]:
     but not the search for an index (64 rows of 49,152: 0.8 ms; 1.5 ms with ``max`` alone).
     """
     part = math.gcd(logits.shape[-1], _MOST_LIKELY_PART)
-    if part < _MOST_LIKELY_PART // 4 or not len(
-        logits
-    ):  # without rows, reshape cannot infer the number of parts
+    # Without rows, reshape cannot infer the number of parts.
+    if part < _MOST_LIKELY_PART // 4 or not len(logits):
         return logits.max(-1).indices.tolist()
     parts = logits.reshape(len(logits), -1, part)
     best = parts.amax(-1).max(-1).indices

@@ -23,19 +23,9 @@ class StepEvents(Protocol):
 
     def next_at_s(self) -> float:
         """Instant of the next event; inf if there is none."""
-        ...
 
     def deliver(self) -> None:
         """Let all events happen that are due now."""
-        ...
-
-
-class NoEvents:
-    def next_at_s(self) -> float:
-        return math.inf
-
-    def deliver(self) -> None:
-        pass
 
 
 class SimulatedExecutor:
@@ -44,16 +34,14 @@ class SimulatedExecutor:
     A step's time is spread evenly over the layers. Events that fall into a step with safepoints are delivered
     at their instants, and may call ``request_stop``; those of other steps wait for the step's end. Copies run
     one after another, in both directions over one link, beside the steps.
-
-    Args:
-        copies: None where there is no host pool.
+    Without ``copies`` there is no host pool.
     """
 
     def __init__(
         self, info: ExecutorInfo, cost: CostModel, clock: VirtualClock, copies: CopySpeed | None = None
     ) -> None:
         self.info = info
-        self.events: StepEvents = NoEvents()
+        self.events: StepEvents | None = None
         self._cost = cost
         self._clock = clock
         self._step_to_stop = -1
@@ -61,9 +49,7 @@ class SimulatedExecutor:
         self._suspended_at = 0  # layers that the suspended step has passed
         self._copy_speed = copies
         self._copying_until_s = 0.0
-        self._copies: deque[tuple[float, BlockCopy]] = (
-            deque()
-        )  # in flight, with the instant of their completion
+        self._copies: deque[tuple[float, BlockCopy]] = deque()  # in flight, with the instant of completion
 
     def request_stop(self, step: int) -> None:
         self._step_to_stop = max(self._step_to_stop, step)
@@ -126,14 +112,14 @@ class SimulatedExecutor:
 
     def _pass_layers(self, plan: StepPlan, first: int) -> int | None:
         """Advance the clock through the layers; returns the layer before which slices stopped, or None."""
-        num_layers, points = self.info.num_layers, plan.safepoints
+        num_layers, points, events = self.info.num_layers, plan.safepoints, self.events
         last = num_layers if plan.max_layers is None else min(num_layers, first + plan.max_layers)
         layer_s = self._seconds(plan.slices) / num_layers
         began_s = self._clock.now_s()
         ends_at_s = began_s + (last - first) * layer_s
-        while points is not None and self.events.next_at_s() < ends_at_s:
-            self._wait(self.events.next_at_s() - self._clock.now_s())
-            self.events.deliver()
+        while points is not None and events is not None and events.next_at_s() < ends_at_s:
+            self._wait(events.next_at_s() - self._clock.now_s())
+            events.deliver()
             if self._step_to_stop == plan.step:
                 passed = (self._clock.now_s() - began_s) / (layer_s * points.layers_apart)
                 stop_at = first + math.ceil(passed) * points.layers_apart

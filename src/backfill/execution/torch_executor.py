@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from backfill.core.block import BlockCopy
-from backfill.core.clock import Clock, WallClock
+from backfill.core.clock import WallClock
 from backfill.core.plan import SampledToken, ScheduledSlice, StepOutcome, StepPlan
 from backfill.core.request import RequestId
 from backfill.execution.batch import FlatBatch, build_batch
@@ -38,7 +38,6 @@ class TorchExecutor:
 
     Args:
         kv_pool: ``[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]``; may be uninitialised.
-        clock: the engine's; the wall clock by default.
         copier: to and from the host pool; None without one.
     """
 
@@ -47,11 +46,10 @@ class TorchExecutor:
         model: DecoderModel,
         kv_pool: Tensor,
         info: ExecutorInfo,
-        clock: Clock | None = None,
         copier: BlockCopier | None = None,
     ) -> None:
         self.info = info
-        self._clock = clock or WallClock()
+        self._clock = WallClock()
         self._model = model
         self._kv_pool = kv_pool
         self._copier = copier
@@ -135,8 +133,7 @@ class TorchExecutor:
     def _wait_for_device(self, queued: torch.cuda.Event | None) -> torch.cuda.Event | None:
         """Keep at most one group of layers queued: layers queued on a GPU cannot be stopped.
 
-        Args:
-            queued: the result of the call at the previous safepoint.
+        ``queued`` is the result of the call at the previous safepoint.
         """
         if not self._kv_pool.is_cuda:
             return None

@@ -44,7 +44,6 @@ class Linear(Protocol):
 
     def __call__(self, x: Tensor) -> Tensor:
         """``x [T, in_features] -> [T, out_features]``, bias included, in x's dtype."""
-        ...
 
 
 class Kernels(Protocol):
@@ -52,19 +51,15 @@ class Kernels(Protocol):
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """Pack ``weight [out, in]`` once. The result owns its memory; the caller may free ``weight``."""
-        ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """``x * weight / sqrt(mean(x^2) + eps)`` over the last axis; float32 inside. ``[T, N] -> [T, N]``."""
-        ...
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         """``residual += x`` in place, then ``rms_norm(residual)``. ``[T, N] -> [T, N]``."""
-        ...
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         """``silu(gate_up[:, :N]) * gate_up[:, N:]``; float32 inside. ``[T, 2N] -> [T, N]``."""
-        ...
 
     def rotate_and_write_kv(
         self,
@@ -88,7 +83,6 @@ class Kernels(Protocol):
                 pairs element i with i + D/2 (the "neox" form). None: no rotary embedding.
             q_norm, k_norm: ``[D]`` weights, both or neither.
         """
-        ...
 
     def attention(
         self, qkv: Tensor, kv_pool: Tensor, layer: int, batch: AttentionMetadata, num_heads: int, scale: float
@@ -98,7 +92,6 @@ class Kernels(Protocol):
         ``qkv`` is as ``rotate_and_write_kv`` left it. Returns ``[T, H * D]`` in its dtype.
         Query head h reads key/value head ``h // (H // G)``. Softmax and sums are float32.
         """
-        ...
 
 
 def describe(x: Tensor) -> str:

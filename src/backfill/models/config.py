@@ -59,9 +59,8 @@ class ModelConfig:
     dtype: str  # what config.json names: "bfloat16", "float16" or "float32"
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
-    word_embed_proj_dim: int = (
-        0  # opt: width of the embedding table; if not hidden_size, there are project_in and project_out
-    )
+    # opt: width of the embedding table; if not hidden_size, there are project_in and project_out
+    word_embed_proj_dim: int = 0
     do_layer_norm_before: bool = True  # opt
     final_layer_norm: bool = True  # opt: False for opt-350m
 

@@ -27,14 +27,11 @@ class DecoderModel(Protocol):
 
     def embed(self, token_ids: Tensor, batch: AttentionMetadata) -> HiddenState:
         """``token_ids`` int64 ``[T]`` to the first layer's input."""
-        ...
 
     def run_layer(
         self, index: int, state: HiddenState, kv_pool: Tensor, batch: AttentionMetadata
     ) -> HiddenState:
         """Run layer ``index`` and write its KV of the batch's tokens. ``state`` is consumed."""
-        ...
 
     def logits(self, state: HiddenState, rows: Tensor) -> Tensor:
         """Logits ``[len(rows), vocab]`` of the rows named by ``rows`` (int64) after the last layer."""
-        ...

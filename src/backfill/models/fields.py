@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,13 +17,13 @@ from backfill.core.errors import CorruptModel, ModelNotFound, UnsupportedModel
 V = TypeVar("V")
 
 
+@dataclass(frozen=True, slots=True)
 class Fields:
     """A JSON object whose values are checked when they are read; errors name file, key and value."""
 
-    def __init__(self, path: Path, values: Mapping[str, Any], prefix: str = "") -> None:
-        self.path = path
-        self.values = values
-        self._prefix = prefix
+    path: Path
+    values: Mapping[str, Any]
+    prefix: str = ""
 
     @classmethod
     def from_file(cls, path: Path) -> Fields:
@@ -38,13 +39,13 @@ class Fields:
     def wrong(self, key: str, expected: str) -> CorruptModel:
         """The error, for the caller to raise, of a value of the wrong type or range."""
         return CorruptModel(
-            f"{self.path}: {self._prefix}{key} must be {expected}, got {self.values.get(key)!r}"
+            f"{self.path}: {self.prefix}{key} must be {expected}, got {self.values.get(key)!r}"
         )
 
     def section(self, key: str) -> Fields | None:
         """The object under ``key``; None if it is absent or null. Raises: CorruptModel."""
         value = self._optional(key, dict, "an object")
-        return None if value is None else Fields(self.path, value, f"{self._prefix}{key}.")
+        return None if value is None else Fields(self.path, value, f"{self.prefix}{key}.")
 
     def size(self, key: str, default: int | None = None) -> int:
         """A positive integer, required unless there is a default. Raises: CorruptModel."""

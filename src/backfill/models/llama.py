@@ -30,11 +30,7 @@ class LlamaLayer:
 
 
 class LlamaModel:
-    """See ``DecoderModel``.
-
-    Args:
-        max_positions: positions the rotary table covers.
-    """
+    """See ``DecoderModel``. The rotary table covers ``max_positions``."""
 
     def __init__(
         self,
@@ -114,24 +110,16 @@ class LlamaModel:
                 bias = torch.cat(biases).to(device)
             return self.kernels.linear(torch.cat(weights).to(device), bias)
 
-        attention, mlp = "self_attn", "mlp"
+        qkv_sizes = {"self_attn.q_proj": q_size, "self_attn.k_proj": kv_size, "self_attn.v_proj": kv_size}
         return LlamaLayer(
             input_norm=norm("input_layernorm", hidden),
-            qkv=linear(
-                {
-                    f"{attention}.q_proj": q_size,
-                    f"{attention}.k_proj": kv_size,
-                    f"{attention}.v_proj": kv_size,
-                },
-                hidden,
-                config.qkv_bias,
-            ),
-            q_norm=norm(f"{attention}.q_norm", config.head_dim) if config.qk_norm else None,
-            k_norm=norm(f"{attention}.k_norm", config.head_dim) if config.qk_norm else None,
-            output=linear({f"{attention}.o_proj": hidden}, q_size, config.o_bias),
+            qkv=linear(qkv_sizes, hidden, config.qkv_bias),
+            q_norm=norm("self_attn.q_norm", config.head_dim) if config.qk_norm else None,
+            k_norm=norm("self_attn.k_norm", config.head_dim) if config.qk_norm else None,
+            output=linear({"self_attn.o_proj": hidden}, q_size, config.o_bias),
             post_attention_norm=norm("post_attention_layernorm", hidden),
-            gate_up=linear({f"{mlp}.gate_proj": inner, f"{mlp}.up_proj": inner}, hidden, config.mlp_bias),
-            down=linear({f"{mlp}.down_proj": hidden}, inner, config.mlp_bias),
+            gate_up=linear({"mlp.gate_proj": inner, "mlp.up_proj": inner}, hidden, config.mlp_bias),
+            down=linear({"mlp.down_proj": hidden}, inner, config.mlp_bias),
         )
 
 

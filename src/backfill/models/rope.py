@@ -33,11 +33,10 @@ class RopeConfig:
 
 
 def rope_config(fields: Fields, positions: int) -> RopeConfig:
-    """From ``rope_parameters`` (transformers 5), or ``rope_scaling`` and ``rope_theta`` (4).
+    """From ``rope_parameters`` of config.json (transformers 5), or ``rope_scaling`` and ``rope_theta`` (4).
 
-    Args:
-        fields: config.json.
-        positions: its ``max_position_embeddings``, in tokens.
+    ``positions`` is its ``max_position_embeddings``, in tokens.
+
     Raises:
         CorruptModel: a value has the wrong type or range.
         UnsupportedModel: another kind, a rope for each layer type, or one over part of the head.

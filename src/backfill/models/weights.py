@@ -97,8 +97,9 @@ class SafetensorsCheckpoint(Checkpoint):
         self._where = index if index.is_file() else single
         if index.is_file():
             path_of = {name: folder / file for name, file in _read_index(index).items()}
-            for path in sorted(set(path_of.values())):
-                for name in set(_names_in(path_of, path)).difference(self._open(path).keys()):
+            stored = {path: set(self._open(path).keys()) for path in sorted(set(path_of.values()))}
+            for name, path in path_of.items():
+                if name not in stored[path]:
                     raise CorruptModel(f"{path}: tensor {name} is missing, but {index.name} places it there")
             return path_of
         if single.is_file():
@@ -158,7 +159,3 @@ def _read_index(path: Path) -> dict[str, str]:
         if Path(file).name != file:
             raise CorruptModel(f"{path} names a file outside its folder: {file}")
     return weight_map
-
-
-def _names_in(path_of: Mapping[str, Path], path: Path) -> list[str]:
-    return sorted(name for name, at in path_of.items() if at == path)

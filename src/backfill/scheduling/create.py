@@ -10,14 +10,18 @@ from backfill.scheduling.objectives import server_slo
 from backfill.scheduling.policy import Policy
 from backfill.scheduling.slo_policy import SloPolicy, SloPolicyConfig
 
+_BASELINES: dict[str, type[Policy]] = {
+    "online-only": OnlineOnlyPolicy,
+    "fcfs": FcfsPolicy,
+    "priority": PriorityPolicy,
+    "round-robin": RoundRobinPolicy,
+}
+
 
 def create_policy(config: SchedulerConfig, cost: CostModel | None, *, can_stop: bool) -> Policy:
-    """The policy of ``config.policy``.
+    """The policy of ``config.policy``; with ``can_stop``, the executor can stop offline slices at safepoints.
 
-    Args:
-        cost: of the model on its device; only ``slo`` needs it.
-        can_stop: the executor can stop offline slices at safepoints.
-    Raises: ConfigError if a policy that needs a cost model has none.
+    Raises: ConfigError if ``slo``, which needs a cost model, has none.
     """
     if config.policy == "slo":
         if cost is None:
@@ -32,7 +36,4 @@ def create_policy(config: SchedulerConfig, cost: CostModel | None, *, can_stop: 
             max_step_tokens=config.max_num_batched_tokens,
             can_stop=can_stop,
         )
-    simple: dict[str, type[Policy]] = {
-        policy.name: policy for policy in (OnlineOnlyPolicy, FcfsPolicy, PriorityPolicy, RoundRobinPolicy)
-    }
-    return simple[config.policy]()
+    return _BASELINES[config.policy]()

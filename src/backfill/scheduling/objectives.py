@@ -65,8 +65,7 @@ def impossible_objectives(
 def server_slo(config: SchedulerConfig, cost: CostModel | None) -> SLO:
     """Objectives of online requests that bring none: the configured ones, else defaults.
 
-    Args:
-        cost: widens defaults that one request alone would barely meet; None leaves them.
+    ``cost`` widens defaults that one request alone would barely meet.
     """
     least = SLO(0.0, 0.0) if cost is None else achievable_slo(cost, config)
     return SLO(

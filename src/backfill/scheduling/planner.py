@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-import operator
 from bisect import bisect_left
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from backfill.core.config import SchedulerConfig
 from backfill.core.plan import AdmittedRequest, CopyDirections, Safepoints, ScheduledSlice, StepPlan
@@ -14,16 +14,15 @@ from backfill.costs.model import CostModel
 from backfill.kvcache.block_manager import BlockManager
 from backfill.kvcache.host_tier import HostTier
 from backfill.scheduling.batch import Batch
-from backfill.scheduling.policy import Policy, StepBudget, StepView
+from backfill.scheduling.policy import MIN_PREFILL_CHUNK_TOKENS, Policy, StepBudget, StepView
 from backfill.scheduling.preemption import Preemption
-from backfill.scheduling.queues import RequestQueue, UnfinishedRequests
-from backfill.scheduling.suspension import Suspension
+from backfill.scheduling.queues import RequestQueue, UnfinishedRequests, order_key
+from backfill.scheduling.suspension import Resumption, Suspension
 
 _MAX_UNTIMED_COPIES = 64  # in flight at once where the time of a copy is not known
 
-_ORDER_KEY = operator.attrgetter("order_key")
 
-
+@dataclass(slots=True, eq=False)
 class StepPlanner:
     """Builds each step in the budgets that a policy gives.
 
@@ -42,31 +41,18 @@ class StepPlanner:
         block_copy_s: seconds that a copy of one block between device and host takes; None if not known.
     """
 
-    def __init__(
-        self,
-        config: SchedulerConfig,
-        blocks: BlockManager,
-        policy: Policy,
-        requests: UnfinishedRequests,
-        host: HostTier,
-        suspension: Suspension,
-        preemption: Preemption,
-        *,
-        cost: CostModel | None,
-        block_copy_s: float | None,
-    ) -> None:
-        self.cost = cost
-        self._config = config
-        self._blocks = blocks
-        self._policy = policy
-        self._requests = requests
-        self._host = host
-        self._suspension = suspension
-        self._preemption = preemption
-        self._block_copy_s = block_copy_s
-        self._known_to_executor: set[RequestId] = set()
-        self._to_release: list[RequestId] = []
-        self._num_plans = 0
+    config: SchedulerConfig
+    blocks: BlockManager
+    policy: Policy
+    requests: UnfinishedRequests
+    host: HostTier
+    suspension: Suspension
+    preemption: Preemption
+    cost: CostModel | None
+    block_copy_s: float | None
+    _known_to_executor: set[RequestId] = field(init=False, default_factory=set)
+    _to_release: list[RequestId] = field(init=False, default_factory=list)
+    _num_plans: int = field(init=False, default=0)
 
     @property
     def has_releases(self) -> bool:
@@ -81,31 +67,24 @@ class StepPlanner:
 
     def plan(self, now_s: float) -> StepPlan:
         """See ``Scheduler.plan_step``."""
-        self._requests.promote(now_s)
-        for restored in self._host.take_restored():
-            self._requests.run(restored)
-        running = self._requests.running_by_level(excluded=self._suspension.requests)
+        self.requests.promote(now_s)
+        for restored in self.host.take_restored():
+            self.requests.run(restored)
+        running = self.requests.running_by_level(excluded=self.suspension.requests)
         view = self._view(running, now_s)
-        self._host.limit_copies(self._max_copies(view))
-        if self._suspension.requests:
-            resumption = self._suspension.resume(self._policy.resume_s(view))
-            if resumption is not None:
-                return self._plan_of(
-                    resumption.slices,
-                    resumption.predicted_s,
-                    resumption.safepoints,
-                    resumes=True,
-                    max_layers=resumption.num_layers,
-                )
-        batch = Batch(self._config.max_num_seqs, self._config.max_num_batched_tokens)
-        admitted = self._fill(batch, self._policy.next_budgets(view), running, now_s)
+        self.host.limit_copies(self._max_copies(view))
+        if self.suspension.requests:
+            resumed = self.suspension.resume(self.policy.resume_s(view))
+            if resumed is not None:
+                return self._plan_of(resumed.slices, resumed.predicted_s, resumed.safepoints, resumed=resumed)
+        batch = Batch(self.config.max_num_seqs, self.config.max_num_batched_tokens)
+        admitted = self._fill(batch, self.policy.next_budgets(view), running, now_s)
         predicted_s = 0.0 if self.cost is None else self.cost.step_time_s(batch.load)
         return self._plan_of(
             tuple(self._slice_of(request, num_tokens) for request, num_tokens in batch.members.values()),
             predicted_s,
-            self._suspension.safepoints(batch, predicted_s),
-            admitted=tuple(admitted),
-            keeps_suspended=bool(self._suspension.requests),
+            self.suspension.safepoints(batch, predicted_s),
+            tuple(admitted),
         )
 
     def _fill(
@@ -135,16 +114,13 @@ class StepPlanner:
         slices: tuple[ScheduledSlice, ...],
         predicted_s: float,
         safepoints: Safepoints | None,
-        *,
         admitted: tuple[AdmittedRequest, ...] = (),
-        resumes: bool = False,
-        max_layers: int | None = None,
-        keeps_suspended: bool = False,
+        resumed: Resumption | None = None,
     ) -> StepPlan:
         """The next plan: these slices, and the copies that begin beside them."""
-        self._host.continue_restores()
-        self._host.start_checkpoints()
-        checkpoint, restore = self._blocks.take_copies()
+        self.host.continue_restores()
+        self.host.start_checkpoints()
+        checkpoint, restore = self.blocks.take_copies()
         plan = StepPlan(
             step=self._num_plans,
             admitted=admitted,
@@ -152,38 +128,36 @@ class StepPlanner:
             released=tuple(self._to_release),
             predicted_s=predicted_s,
             safepoints=safepoints,
-            resumes=resumes,
-            max_layers=max_layers,
-            keeps_suspended=keeps_suspended,
+            resumes=resumed is not None,
+            max_layers=None if resumed is None else resumed.num_layers,
+            keeps_suspended=resumed is None and bool(self.suspension.requests),
             checkpoint=checkpoint,
             restore=restore,
-            blocking_copies=self._blocks.blocking,
-            is_idle_until_copy=not slices and self._blocks.num_copies_in_flight > 0,
+            blocking_copies=self.blocks.blocking,
+            is_idle_until_copy=not slices and self.blocks.num_copies_in_flight > 0,
         )
         self._to_release.clear()
         self._num_plans += 1
         return plan
 
     def _view(self, running: dict[PriorityLevel, list[Request]], now_s: float) -> StepView:
-        blocks = self._blocks
-        restoring = tuple(self._host.restoring)
+        blocks = self.blocks
         online = [
             *running[PriorityLevel.ONLINE],
-            *(each for each in restoring if each.priority_level is PriorityLevel.ONLINE),
+            *(each for each in self.host.restoring if each.priority_level is PriorityLevel.ONLINE),
         ]
         return StepView(
             now_s=now_s,
-            running=running,
-            waiting={level: queue.requests for level, queue in self._requests.waiting.items()},
+            online=online,
+            waiting={level: queue.requests for level, queue in self.requests.waiting.items()},
             num_blocks=blocks.num_blocks,
             online_blocks=sum(blocks.num_held_blocks(each.request_id) for each in online),
-            suspended_s=self._suspension.left_s(),
-            restoring=restoring,
+            suspended_s=self.suspension.left_s(),
             reclaimable_blocks=self._num_reclaimable(online),
         )
 
     def _num_reclaimable(self, online: list[Request]) -> int:
-        blocks = self._blocks
+        blocks = self.blocks
         if not blocks.num_checkpointed_blocks:
             return 0
         of_online = sum(blocks.num_host_blocks_of(request.request_id) for request in online)
@@ -191,13 +165,13 @@ class StepPlanner:
 
     def _max_copies(self, view: StepView) -> int:
         """Copies that may be in flight at once: as many as the policy has time for."""
-        if self._block_copy_s is None:
+        if self.block_copy_s is None:
             return _MAX_UNTIMED_COPIES
-        return max(1, int(self._policy.copy_s(view) / self._block_copy_s))
+        return max(1, int(self.policy.copy_s(view) / self.block_copy_s))
 
     def _schedule_running(self, budget: StepBudget, running: list[Request], batch: Batch) -> bool:
         """Schedule the budget's running requests; True if one was preempted for blocks."""
-        running.sort(key=_ORDER_KEY)
+        running.sort(key=order_key)
         preempted_any = False
         decodes = [request for request in running if request.is_decoding]
         prefills = [request for request in running if not request.is_decoding]
@@ -223,12 +197,12 @@ class StepPlanner:
 
     def _schedule(self, request: Request, num_tokens: int, batch: Batch) -> bool:
         """Add a running request and allocate its blocks, preempting for them; True if any was preempted."""
-        blocks = self._blocks
+        blocks = self.blocks
         needed = request.num_computed_tokens + num_tokens
         missing = blocks.num_missing_blocks(request.request_id, needed)
         preempted_any = False
         while missing > blocks.num_free_blocks:
-            victim = max(self._preemption.block_holders, key=self._preemption.key)
+            victim = max(self.preemption.block_holders, key=self.preemption.key)
             if missing <= blocks.num_free_blocks + blocks.num_unreferenced_blocks and (
                 request.priority_level is not PriorityLevel.ONLINE
                 or victim.priority_level is PriorityLevel.ONLINE
@@ -252,39 +226,39 @@ class StepPlanner:
         not cause a preemption in the next steps. Requests that this budget may preempt do not count.
         """
         admitted: list[AdmittedRequest] = []
-        queues = [self._requests.waiting[level] for level in budget.levels if self._requests.waiting[level]]
+        queues = [self.requests.waiting[level] for level in budget.levels if self.requests.waiting[level]]
         if not queues:
             return admitted
         preemptible = later if budget.may_preempt else set()
         if not preemptible and all(self._is_too_large(queue) for queue in queues):
             return admitted  # the common case where memory is full, before anything is summed
-        kept = [each for each in self._preemption.block_holders if each.priority_level not in preemptible]
+        kept = [each for each in self.preemption.block_holders if each.priority_level not in preemptible]
         promised = sum(map(self._blocks_needed_next, kept))
         num_kept = len(kept)
-        while num_kept < self._config.max_num_seqs:
-            queue = min(filter(len, queues), key=RequestQueue.head_key, default=None)
-            request = None if queue is None else queue.peek()
-            if queue is None or request is None:
+        while num_kept < self.config.max_num_seqs:
+            queue = min(filter(len, queues), key=lambda queue: queue.peek().order_key, default=None)
+            if queue is None:
                 break
-            is_restored = self._host.has_host_copy(request)
-            if is_restored and not self._host.can_begin_restore(request):
+            request = queue.peek()
+            is_restored = self.host.has_host_copy(request)
+            if is_restored and not self.host.can_begin_restore(request):
                 break
             num_tokens = self._prefill_tokens(request, budget, batch)
-            reserved = promised + (budget.reserved_blocks if self._requests.running else 0)
-            needed = self._blocks.blocks_for(request.num_tokens)
-            takes_part = not is_restored or CopyDirections.RESTORE in self._blocks.blocking
+            reserved = promised + (budget.reserved_blocks if self.requests.running else 0)
+            needed = self.blocks.blocks_for(request.num_tokens)
+            takes_part = not is_restored or CopyDirections.RESTORE in self.blocks.blocking
             if (num_tokens == 0 and takes_part) or not self._free_up(needed + reserved, preemptible, batch):
                 break
             queue.pop()
             num_kept += 1
-            if is_restored and not self._host.begin_restore(request):
+            if is_restored and not self.host.begin_restore(request):
                 request.move_to(RequestStatus.RESTORING)
                 promised += self._blocks_needed_next(request)
                 continue
-            self._requests.run(request)
+            self.requests.run(request)
             if request.first_scheduled_at_s is None:
                 request.first_scheduled_at_s = now_s
-            self._blocks.grow(request.request_id, request.num_computed_tokens + num_tokens)
+            self.blocks.grow(request.request_id, request.num_computed_tokens + num_tokens)
             promised += self._blocks_needed_next(request)
             batch.add(request, num_tokens)
             if request.request_id not in self._known_to_executor:
@@ -295,37 +269,36 @@ class StepPlanner:
         return admitted
 
     def _is_too_large(self, queue: RequestQueue) -> bool:
-        head = queue.peek()
-        return head is not None and self._blocks.blocks_for(head.num_tokens) > self._blocks.num_free_blocks
+        return self.blocks.blocks_for(queue.peek().num_tokens) > self.blocks.num_free_blocks
 
     def _free_up(self, num_needed: int, preemptible: set[PriorityLevel], batch: Batch) -> bool:
         """Whether ``num_needed`` blocks are free, after preempting the given levels if that suffices."""
-        blocks = self._blocks
+        blocks = self.blocks
         if num_needed <= blocks.num_free_blocks:
             return True
-        victims = [each for each in self._preemption.block_holders if each.priority_level in preemptible]
+        victims = [each for each in self.preemption.block_holders if each.priority_level in preemptible]
         num_freeable = sum(blocks.num_idle_blocks(request.request_id) for request in victims)
         if num_needed > blocks.num_free_blocks + num_freeable:
             return False
-        victims.sort(key=self._preemption.key)
+        victims.sort(key=self.preemption.key)
         while victims and num_needed > blocks.num_free_blocks:
             self._preempt(victims.pop(), num_needed - blocks.num_free_blocks, batch)
         return num_needed <= blocks.num_free_blocks
 
     def _preempt(self, victim: Request, num_needed: int, batch: Batch) -> None:
         batch.remove(victim)
-        self._preemption.preempt(victim, num_needed)
+        self.preemption.preempt(victim, num_needed)
 
     def _blocks_needed_next(self, request: Request) -> int:
-        return 1 + self._blocks.num_missing_blocks(request.request_id, request.num_tokens)
+        return 1 + self.blocks.num_missing_blocks(request.request_id, request.num_tokens)
 
     def _prefill_tokens(self, request: Request, budget: StepBudget, batch: Batch) -> int:
         """Pending tokens of a request, at most, for which the step has headroom and time; 0 for none."""
         if not batch.has_headroom:
             return 0
         pending = request.num_pending_tokens
-        most = min(pending, self._config.max_prefill_chunk_tokens, batch.num_tokens_left)
-        least = min(most, budget.min_chunk_tokens)
+        most = min(pending, self.config.max_prefill_chunk_tokens, batch.num_tokens_left)
+        least = min(most, MIN_PREFILL_CHUNK_TOKENS)
         if budget.step_sizes:
             least_size = batch.load.num_tokens - batch.num_prefill_tokens + budget.step_sizes[0] // 2
             index = min(bisect_left(budget.step_sizes, least_size), len(budget.step_sizes) - 1)
@@ -345,7 +318,7 @@ class StepPlanner:
             request_id=request.request_id,
             start=request.num_computed_tokens,
             num_tokens=num_tokens,
-            blocks=self._blocks.table(request.request_id),
+            blocks=self.blocks.table(request.request_id),
             samples=num_tokens == request.num_pending_tokens,
             preemptible=request.priority_level is not PriorityLevel.ONLINE,
         )

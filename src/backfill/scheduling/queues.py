@@ -8,11 +8,11 @@ import operator
 from bisect import bisect_left, insort
 from collections.abc import Collection, Sequence
 
-from backfill.core.request import OrderKey, PriorityLevel, Request, RequestId, RequestStatus, ServiceClass
+from backfill.core.request import PriorityLevel, Request, RequestId, RequestStatus, ServiceClass
 
 _MIN_PROMOTIONS = 64  # a smaller heap of promotions is not worth clearing
 
-_order_key = operator.attrgetter("order_key")
+order_key = operator.attrgetter("order_key")
 
 
 class RequestQueue:
@@ -33,21 +33,18 @@ class RequestQueue:
         return self._requests
 
     def push(self, request: Request) -> None:
-        insort(self._requests, request, key=_order_key)
+        insort(self._requests, request, key=order_key)
 
-    def peek(self) -> Request | None:
-        return self._requests[0] if self._requests else None
-
-    def head_key(self) -> OrderKey:
-        """Key of the most urgent request. The queue must not be empty."""
-        return self._requests[0].order_key
+    def peek(self) -> Request:
+        """The most urgent request. The queue must not be empty."""
+        return self._requests[0]
 
     def pop(self) -> Request:
         return self._requests.pop(0)
 
     def remove(self, request: Request) -> None:
         """Remove a request that is in the queue, at any position."""
-        index = bisect_left(self._requests, request.order_key, key=_order_key)
+        index = bisect_left(self._requests, request.order_key, key=order_key)
         assert self._requests[index] is request, f"{request.request_id} is not where its key says"
         del self._requests[index]
 
@@ -70,14 +67,6 @@ class UnfinishedRequests:
         self._num_added = 0
         self._promotions: list[tuple[float, int, Request]] = []  # a heap; may hold finished requests
 
-    @property
-    def num_running(self) -> int:
-        return len(self.running)
-
-    @property
-    def num_waiting(self) -> int:
-        return sum(map(len, self.waiting.values()))
-
     def running_by_level(self, excluded: Collection[RequestId]) -> dict[PriorityLevel, list[Request]]:
         by_level: dict[PriorityLevel, list[Request]] = {level: [] for level in PriorityLevel}
         for request in self.running.values():
@@ -86,11 +75,7 @@ class UnfinishedRequests:
         return by_level
 
     def add(self, request: Request, promote_at_s: float) -> None:
-        """Queue a new request.
-
-        Args:
-            promote_at_s: when it becomes ``PROMOTED``; inf for never.
-        """
+        """Queue a new request. It becomes ``PROMOTED`` at ``promote_at_s``; inf for never."""
         assert request.request_id not in self.by_id, f"{request.request_id} is already known"
         request.enqueue(self._num_added)
         self._num_added += 1

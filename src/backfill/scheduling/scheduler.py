@@ -35,10 +35,6 @@ class Scheduler:
 
     It never touches a tensor.
 
-    Attributes:
-        requests: the unfinished ones, by id and by status.
-        counters: totals by service class.
-
     Args:
         end_token_ids: tokens that end any output unless it ignores them.
         cost: predicts steps for policies that bound their time; None for policies that do not.
@@ -64,7 +60,9 @@ class Scheduler:
         self.counters = {service_class: ClassCounters() for service_class in ServiceClass}
         self._end_token_ids = frozenset(end_token_ids)
         self._host = HostTier(blocks, create_checkpoint_policy(config.checkpointing or "none"), self.counters)
-        self._suspension = Suspension(config, policy, cost, num_layers, self._count_discarded)
+        self._suspension = Suspension(
+            config, policy, cost, num_layers or 1, num_layers is not None, self._count_discarded
+        )
         self._preemption = Preemption(policy, self.requests, self._host, self._suspension, self.counters)
         self._planner = StepPlanner(
             config,
@@ -91,16 +89,10 @@ class Scheduler:
         """A step is due: for unfinished requests, for a release, or for copies in flight."""
         return bool(self.requests.by_id or self._planner.has_releases or self.blocks.num_copies_in_flight)
 
-    @property
-    def has_online(self) -> bool:
-        """An online request is unfinished."""
-        return self.requests.num_online > 0
-
     def set_cost_model(self, cost: CostModel) -> None:
         """Predict with this model from now on. Called between two steps."""
-        self._planner.cost = cost
+        self._planner.cost = self._suspension.cost = cost
         self.policy.set_cost_model(cost)
-        self._suspension.set_cost_model(cost)
 
     def count_by_class(self) -> dict[ServiceClass, tuple[int, int]]:
         """(running, waiting) requests of each class; restoring requests count as running."""
@@ -181,7 +173,8 @@ class Scheduler:
         blocks, requests = self.blocks, self.requests
         blocks.check_integrity()
         restoring = {request.request_id for request in self._host.restoring}
-        assert len(requests.running) + len(restoring) + requests.num_waiting == len(requests.by_id)
+        num_waiting = sum(map(len, requests.waiting.values()))
+        assert len(requests.running) + len(restoring) + num_waiting == len(requests.by_id)
         online = [each for each in requests.by_id.values() if each.service_class is ServiceClass.ONLINE]
         assert len(online) == requests.num_online, f"{len(online)} online, {requests.num_online} counted"
         for request_id, request in requests.by_id.items():

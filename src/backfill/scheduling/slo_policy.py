@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,14 +13,19 @@ from backfill.core.slo import SLO
 from backfill.costs.correction import BiasCorrection
 from backfill.costs.load import StepLoad
 from backfill.costs.model import CostModel
-from backfill.scheduling.policy import MIN_PREFILL_CHUNK_TOKENS, PreemptionKey, StepBudget, StepView
+from backfill.scheduling.policy import (
+    MIN_PREFILL_CHUNK_TOKENS,
+    Policy,
+    PreemptionKey,
+    StepBudget,
+    StepView,
+)
+from backfill.scheduling.queues import order_key
 
 # Part of its completion window that a request may spend promoted.
 _MAX_PROMOTED_SHARE = 0.5
 # Offline work is limited once online requests leave less than 1 / this of the pool free.
 _HEADROOM_FACTOR = 1.5
-
-_ORDER_KEY = operator.attrgetter("order_key")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +56,7 @@ class SloPolicyConfig:
     victims: VictimOrder = "least-lost"
 
 
-class SloPolicy:
+class SloPolicy(Policy):
     """Online requests meet their objectives; offline work uses the time and blocks that they leave.
 
     A step's time is bounded by the least slack of its online decodes and by the tightest TPOT objective.
@@ -62,13 +66,10 @@ class SloPolicy:
     online requests there is no bound: the largest batch that fits runs, and is stopped at a safepoint when
     an online request arrives.
 
-    Where this differs from the paper, and why: docs/coserving.md.
-
-    Args:
-        can_stop: the executor can stop offline slices at safepoints.
+    Where this differs from the paper, and why: docs/coserving.md. With ``can_stop``, the executor can stop
+    offline slices at safepoints.
     """
 
-    name = "slo"
     stops_steps = True
 
     def __init__(
@@ -91,7 +92,7 @@ class SloPolicy:
 
     def next_budgets(self, view: StepView) -> Sequence[StepBudget]:
         reserved = self._reserve(view)
-        online = _online_in_service(view)
+        online = view.online
         if not online and not view.waiting[PriorityLevel.ONLINE]:
             return self._offline_batching(reserved)
         tightest, slack = self._tpot(online, view.now_s)
@@ -127,7 +128,7 @@ class SloPolicy:
 
     def resume_s(self, view: StepView) -> float:
         """Slack of the online decodes less the time of their own step; 0 while there is an online prompt."""
-        online = _online_in_service(view)
+        online = view.online
         if view.waiting[PriorityLevel.ONLINE] or any(request.last_token_at_s is None for request in online):
             return 0.0
         if not online:
@@ -146,7 +147,7 @@ class SloPolicy:
 
     def copy_s(self, view: StepView) -> float:
         """As long as one step may take: the tightest TPOT objective (section 4.5)."""
-        tightest, _ = self._tpot(_online_in_service(view), view.now_s)
+        tightest, _ = self._tpot(view.online, view.now_s)
         return min(tightest, self.config.default_slo.tpot_s)
 
     def ttft_deadline_at_s(self, request: Request) -> float:
@@ -198,7 +199,7 @@ class SloPolicy:
         chunk = max(MIN_PREFILL_CHUNK_TOKENS, self._cost.max_tokens(load, 0, self._max_step_tokens, limit_s))
         token_s = self.correction.upper * self._cost.time_with_s(load, 0, chunk, False) / chunk
         first_token_at_s = view.now_s
-        prefilling = sorted((each for each in online if not each.is_decoding), key=_ORDER_KEY)
+        prefilling = sorted((each for each in online if not each.is_decoding), key=order_key)
         for request in itertools.chain(prefilling, view.waiting[PriorityLevel.ONLINE]):
             first_token_at_s += request.num_pending_tokens * token_s
             is_prompt = request.last_token_at_s is None
@@ -233,10 +234,3 @@ class SloPolicy:
         self._peak_blocks = max(decayed, float(view.online_blocks))
         wanted = min(int(self._peak_blocks) - view.online_blocks, view.num_blocks // 2)
         return max(0, wanted - view.reclaimable_blocks)
-
-
-def _online_in_service(view: StepView) -> Sequence[Request]:
-    """Online requests that run or are being restored: both wait for their next token."""
-    online = view.running[PriorityLevel.ONLINE]
-    restoring = [request for request in view.restoring if request.priority_level is PriorityLevel.ONLINE]
-    return [*online, *restoring] if restoring else online

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from backfill.core.config import SchedulerConfig
 from backfill.core.plan import Safepoints, ScheduledSlice, StepOutcome, StepPlan
@@ -28,50 +28,40 @@ class Resumption:
     safepoints: Safepoints
 
 
+@dataclass(slots=True, eq=False)
 class Suspension:
     """At most one suspended step: slices that were stopped between two layers and resume in a later step.
 
     Args:
         cost: predicts steps; without one no step is stopped.
-        num_layers: of the model; None where the executor cannot stop a step.
+        num_layers: of the model.
+        can_stop: the executor can stop a step.
         on_discarded: called with a request and its discarded work, which will be computed again: tokens times
             the share of the layers that they had passed.
     """
 
-    def __init__(
-        self,
-        config: SchedulerConfig,
-        policy: Policy,
-        cost: CostModel | None,
-        num_layers: int | None,
-        on_discarded: Callable[[RequestId, float], None],
-    ) -> None:
-        self._config = config
-        self._policy = policy
-        self._cost = cost
-        self._num_layers = num_layers or 1
-        self._can_stop = num_layers is not None and policy.stops_steps
-        self._on_discarded = on_discarded
-        self._slices: dict[RequestId, ScheduledSlice] = {}
-        self._layers_done = 0
-        self._num_refusals = 0  # plans in a row that had time, but not for one layer
+    config: SchedulerConfig
+    policy: Policy
+    cost: CostModel | None
+    num_layers: int
+    can_stop: bool
+    on_discarded: Callable[[RequestId, float], None]
+    _slices: dict[RequestId, ScheduledSlice] = field(init=False, default_factory=dict)
+    _layers_done: int = field(init=False, default=0)
+    _num_refusals: int = field(init=False, default=0)  # plans in a row that had time, but not for one layer
 
     @property
     def requests(self) -> Collection[RequestId]:
         """Requests with a suspended slice."""
         return self._slices.keys()
 
-    def set_cost_model(self, cost: CostModel) -> None:
-        """Predict with this model from now on."""
-        self._cost = cost
-
     def left_s(self) -> float:
         """Predicted seconds of the layers that the suspended slices still have to run."""
         if not self._slices:
             return 0.0
-        assert self._cost is not None
+        assert self.cost is not None
         load = StepLoad.of_slices(self._slices.values())
-        return self._cost.step_time_s(load) * (1.0 - self._layers_done / self._num_layers)
+        return self.cost.step_time_s(load) * (1.0 - self._layers_done / self.num_layers)
 
     def lost_tokens(self, request_id: RequestId) -> float:
         """Work that discarding the request's suspended slice would lose; unit as for ``on_discarded``."""
@@ -80,16 +70,16 @@ class Suspension:
 
     def safepoints(self, batch: Batch, predicted_s: float) -> Safepoints | None:
         """Safepoints of the step; None if an arrival could stop nothing, or a step is suspended already."""
-        if not self._can_stop or predicted_s == 0.0 or self._slices:
+        if not (self.can_stop and self.policy.stops_steps) or predicted_s == 0.0 or self._slices:
             return None
         if all(request.priority_level is PriorityLevel.ONLINE for request, _ in batch.members.values()):
             return None
-        suspends = self._config.preemption == "suspend"
-        return Safepoints(self._layers_apart(predicted_s / self._num_layers), suspends)
+        suspends = self.config.preemption == "suspend"
+        return Safepoints(self._layers_apart(predicted_s / self.num_layers), suspends)
 
     def resume(self, allowed_s: float) -> Resumption | None:
         """As many layers of the suspended step as fit the time; None if not one does."""
-        left, left_s = self._num_layers - self._layers_done, self.left_s()
+        left, left_s = self.num_layers - self._layers_done, self.left_s()
         layer_s = left_s / left
         num_layers = left if allowed_s >= left_s else int(allowed_s / layer_s)
         if num_layers == 0:
@@ -117,16 +107,16 @@ class Suspension:
             self._slices = {each: slices[each] for each in outcome.suspended}
             self._layers_done, self._num_refusals = outcome.layers_done, 0
         for request_id in outcome.discarded:
-            self._on_discarded(request_id, self._work(slices[request_id], outcome.layers_done))
+            self.on_discarded(request_id, self._work(slices[request_id], outcome.layers_done))
 
     def discard(self, request_id: RequestId) -> None:
         """Discard the request's suspended slice, if it has one."""
         scheduled = self._slices.pop(request_id, None)
         if scheduled is not None:
-            self._on_discarded(request_id, self._work(scheduled, self._layers_done))
+            self.on_discarded(request_id, self._work(scheduled, self._layers_done))
 
     def _work(self, scheduled: ScheduledSlice, layers_done: int) -> float:
-        return scheduled.num_tokens * layers_done / self._num_layers
+        return scheduled.num_tokens * layers_done / self.num_layers
 
     def _layers_apart(self, layer_s: float) -> int:
-        return max(1, int(self._config.max_stop_s / (layer_s * self._policy.time_scale)))
+        return max(1, int(self.config.max_stop_s / (layer_s * self.policy.time_scale)))

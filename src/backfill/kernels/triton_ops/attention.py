@@ -1,6 +1,5 @@
 """What decode and prefill share: online softmax over the keys of one KV head, and the kernels' arguments."""
 
-# A kernel's arguments (pointers, tensors, compile-time values) have no Python types.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 from __future__ import annotations
@@ -126,11 +125,7 @@ def attend(
 
 @dataclass(frozen=True, slots=True)
 class AttentionArguments:
-    """A call of ``Kernels.attention`` whose tensors are checked, with the tensor ``out`` to write to.
-
-    Attributes:
-        dot_dtype: element type of the operands of ``tl.dot``.
-    """
+    """A call of ``Kernels.attention`` whose tensors are checked, with the tensor ``out`` to write to."""
 
     out: Tensor
     qkv: Tensor
@@ -139,7 +134,7 @@ class AttentionArguments:
     batch: AttentionMetadata
     num_heads: int
     scale: float
-    dot_dtype: tl.dtype
+    dot_dtype: tl.dtype  # of the operands of tl.dot
 
     @property
     def num_kv_heads(self) -> int:

@@ -1,6 +1,5 @@
 """Attention of sequences with one query row; long contexts are split among programs, as in Flash-Decoding."""
 
-# A kernel's arguments (pointers, tensors, compile-time values) have no Python types.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 from __future__ import annotations
@@ -130,11 +129,7 @@ def _merge_kernel(
 
 
 def decode(arguments: AttentionArguments, min_programs: int) -> None:
-    """Attention of every sequence with one query row.
-
-    Args:
-        min_programs: programs wanted; contexts are split to reach it.
-    """
+    """Attention of every sequence with one query row. Contexts are split to reach ``min_programs``."""
     batch, num_heads, num_kv_heads = arguments.batch, arguments.num_heads, arguments.num_kv_heads
     num_seqs, num_splits = batch.num_seqs, _num_splits(arguments, min_programs)
     sums: Tensor | None = None

@@ -1,6 +1,5 @@
 """Attention of sequences with several query rows: flash attention over tiles of successive tokens."""
 
-# A kernel's arguments (pointers, tensors, compile-time values) have no Python types.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
 """Between the qkv projection and attention: per-head norm of q and k, rotary embedding, KV write."""
 
-# A kernel's arguments (pointers, tensors, compile-time values) have no Python types.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 from __future__ import annotations

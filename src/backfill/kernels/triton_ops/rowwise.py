@@ -1,6 +1,5 @@
 """Operators on independent rows: RMS norm, residual add with RMS norm, SiLU with product."""
 
-# A kernel's arguments (pointers, tensors, compile-time values) have no Python types.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 from __future__ import annotations

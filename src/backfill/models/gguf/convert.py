@@ -30,8 +30,8 @@ def convert_gguf(
     The folder is complete or absent: it is written under another name, synced, and renamed. Peak memory is
     some 0.2 GB plus the vocabulary, for models of any size.
 
-    Args:
-        extra_files: further files, text by name, in which a cache marks its work.
+    ``extra_files`` are further files, text by name, in which a cache marks its work.
+
     Returns: ``folder``.
     Raises:
         ModelNotFound: no such file.

@@ -33,8 +33,8 @@ _SPLIT_OF = {
 def build_tokenizer(file: GgufFile, config: Mapping[str, Any]) -> tuple[Tokenizer, dict[str, Any]]:
     """The tokenizer, and the contents of ``tokenizer_config.json``.
 
-    Args:
-        config: the model's ``config.json``; its embedding table must hold the vocabulary.
+    The embedding table of ``config``, the model's ``config.json``, must hold the vocabulary.
+
     Raises:
         UnsupportedModel: a tokenizer or pre-tokenizer that is not implemented.
         CorruptModel: metadata is missing or inconsistent.
