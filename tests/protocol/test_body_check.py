@@ -112,8 +112,8 @@ class TwoTokens:
     def encode(self, text: str, **_: object) -> list[int]:
         return [5, 6]
 
-    def encode_chat(self, messages: object, **_: object) -> list[int]:
-        return [5, 6]
+    def render_chat(self, messages: object, **_: object) -> str:
+        return "two tokens"
 
 
 def refusal_of(work: Callable[[], object]) -> tuple[str, str | None, str | None] | None:

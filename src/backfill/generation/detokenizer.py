@@ -79,11 +79,8 @@ class StopStrings:
             end = index + len(stop) if self._include_in_output else index
             shown, self._pending = self._pending[:end], ""
             return shown, stop
-        keep = self._longest_prefix()
-        shown, self._pending = (
-            self._pending[: len(self._pending) - keep],
-            self._pending[len(self._pending) - keep :],
-        )
+        end = len(self._pending) - self._longest_prefix()
+        shown, self._pending = self._pending[:end], self._pending[end:]
         return shown, None
 
     def flush(self) -> str:

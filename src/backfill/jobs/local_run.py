@@ -18,7 +18,7 @@ from backfill.core.config import EngineConfig
 from backfill.core.errors import BackfillError, ConfigError
 from backfill.engine.client import EngineClient
 from backfill.engine.messages import Ready, StepReport
-from backfill.generation.generator import NoObserver
+from backfill.generation.generator import Observer
 from backfill.ipc.child import abandon_children
 from backfill.jobs.feed import Feed
 from backfill.jobs.feeder import Feeder
@@ -243,7 +243,7 @@ class LocalRun:
         await self._processes.preparation.wait_ready()
         self._processes.configure(preparer, EngineFacts.of(ready, self._engine_config.scheduler))
         # Tokens are counted by step: a generator's observer learns of a prompt when its request ends.
-        self._service = self._processes.create_service(preparer, NoObserver())
+        self._service = self._processes.create_service(preparer, Observer())
         num_at_once = self._engine_config.scheduler.max_num_seqs
         if self.rates is None:
             now_s = time.monotonic()

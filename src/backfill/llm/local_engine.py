@@ -17,7 +17,7 @@ from backfill.costs.profile import CostProfile
 from backfill.engine.client import EngineClient
 from backfill.engine.options import check_profile
 from backfill.execution.executor import ExecutorInfo
-from backfill.generation.generator import NoObserver, TextGenerator
+from backfill.generation.generator import Observer, TextGenerator
 from backfill.generation.tokenizer import Tokenizer
 from backfill.llm.errors import in_library_terms, with_keywords
 from backfill.llm.options import LLMOptions
@@ -171,7 +171,7 @@ class LocalEngine:
         from_model = self._options.uses_generation_config
         defaults = GenerationDefaults.from_folder(folder) if from_model else GenerationDefaults()
         return LoadedModel(
-            tokenizer, TextGenerator(client, tokenizer, NoObserver()), SamplingParams.recommended(defaults)
+            tokenizer, TextGenerator(client, tokenizer, Observer()), SamplingParams.recommended(defaults)
         )
 
 

@@ -203,11 +203,14 @@ class RequestPreparer:
         most_tokens: int | None = None,
         last_tokens: int | None = None,
     ) -> list[int]:
-        return self.tokenizer.encode_chat(
+        text = self.tokenizer.render_chat(
             [message.as_template_input() for message in messages],
             add_generation_prompt=fields.add_generation_prompt,
             continue_final_message=fields.continue_final_message,
             template_kwargs=fields.chat_template_kwargs,
+        )
+        return self.tokenizer.encode(
+            text,
             add_special_tokens=bool(fields.add_special_tokens),
             most_tokens=most_tokens,
             last_tokens=last_tokens,
