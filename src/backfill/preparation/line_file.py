@@ -12,9 +12,8 @@ from typing import cast
 from backfill.core.errors import RequestError
 from backfill.preparation.lines import BatchLine, InputLine, Refusal, parse_line, read_lines
 from backfill.preparation.messages import LineSelection, Position
-from backfill.protocol.generation import Generation
+from backfill.protocol.generation import Generation, GenerationEndpoint
 from backfill.protocol.preparer import RequestContext
-from backfill.protocol.requests import GenerationEndpoint
 from backfill.protocol.responses import error_of
 
 logger = logging.getLogger(__name__)
