@@ -13,12 +13,12 @@ from typing import Protocol
 
 from backfill.core.errors import RequestError
 from backfill.engine.tasks import TaskWatch
+from backfill.jobs.blobs import Download
 from backfill.jobs.config import JobsConfig
-from backfill.jobs.downloads import Download
 from backfill.jobs.errors import Conflict, NotFound, TooMany
 from backfill.jobs.feeder import Feeder, LineRunner
 from backfill.jobs.lifecycle import SUSPECTS_FOLDER, BatchDriver, InputReader
-from backfill.jobs.lines import LineResult
+from backfill.jobs.lines import LineResult, ServiceRunner
 from backfill.jobs.lock import DataFolderLock
 from backfill.jobs.open_batch import OpenBatch
 from backfill.jobs.records import (
@@ -31,7 +31,6 @@ from backfill.jobs.records import (
     new_batch_id,
     new_file_id,
 )
-from backfill.jobs.runner import ServiceRunner
 from backfill.jobs.storage import JobStorage
 from backfill.jobs.suspects import sweep as sweep_suspects
 from backfill.jobs.threads import JobThreads
