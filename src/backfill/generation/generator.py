@@ -6,9 +6,9 @@ import asyncio
 import itertools
 import math
 import time
-from collections.abc import AsyncGenerator, Callable, Hashable, Sequence
+from collections.abc import AsyncGenerator, Callable, Hashable, Iterator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from backfill.core.errors import BackfillError, EngineDead
@@ -104,14 +104,14 @@ class Observer:
     def on_finished(self, record: RequestRecord) -> None: ...
 
 
+@dataclass(eq=False)
 class TextGenerator:
     """Runs requests on an engine and turns their tokens into text."""
 
-    def __init__(self, client: EngineClient, tokenizer: Tokenizer, observer: Observer) -> None:
-        self._client = client
-        self._tokenizer = tokenizer
-        self._observer = observer
-        self._num_requests = itertools.count()
+    client: EngineClient
+    tokenizer: Tokenizer
+    observer: Observer
+    _request_numbers: Iterator[int] = field(default_factory=itertools.count, init=False)
 
     def stream(
         self,
@@ -142,7 +142,7 @@ class TextGenerator:
                     request,
                     Request(
                         # Clients choose response ids and may repeat them; the engine's are unique and short.
-                        request_id=RequestId(str(next(self._num_requests))),
+                        request_id=RequestId(str(next(self._request_numbers))),
                         prompt_token_ids=request.prompt_of(choice),
                         sampling=sampling,
                         service_class=request.service_class,
@@ -168,11 +168,11 @@ class TextGenerator:
         on_end: Callable[[], None] | None,
     ) -> AsyncGenerator[TextDelta, None]:
         detokenizer = IncrementalDetokenizer(
-            self._tokenizer, request.prompt_token_ids, skip_special_tokens=text.skip_special_tokens
+            self.tokenizer, request.prompt_token_ids, skip_special_tokens=text.skip_special_tokens
         )
         stops = StopStrings(text.stop, include_in_output=text.include_stop_str_in_output)
-        timeline = _Timeline(request, self._observer)
-        tokens = self._client.generate(request, group=group, on_first_token=on_first_token, on_end=on_end)
+        timeline = _Timeline(request, self.observer)
+        tokens = self.client.generate(request, group=group, on_first_token=on_first_token, on_end=on_end)
         try:
             async with aclosing(timeline.watch(tokens)) as outputs:
                 async for output in outputs:

@@ -324,27 +324,25 @@ class PreparationClient:
                     pending.done.set_exception(NotReady(_NOT_READY))
 
 
+@dataclass(slots=True, eq=False)
 class PreparedLines:
     """The lines of a file, in order, read on demand. One reader at a time.
 
     A line that ends the process is returned as one that cannot be prepared.
     """
 
-    def __init__(
-        self, client: PreparationClient, reader_id: int, selection: LineSelection, position: Position = START
-    ) -> None:
-        self.selection = selection
-        self.position = position
-        self._client = client
-        self._id = reader_id
-        self._num_single = 0  # lines to read one by one, as one of them ended the process
+    client: PreparationClient
+    reader_id: int
+    selection: LineSelection
+    position: Position = START
+    _num_single: int = 0  # lines to read one by one, as one of them ended the process
 
     async def read(self, max_lines: int) -> Sequence[BatchLine]:
         """The next lines, at least one unless the file has no more. Raises: BadLine, OSError."""
         if self._num_single > 0:
             max_lines = 1
         try:
-            group = await self._client.read_lines(self._id, max_lines)
+            group = await self.client.read_lines(self.reader_id, max_lines)
             lines, self.position = group.lines, group.position
         except PreparationDied:
             if max_lines > 1:
@@ -355,11 +353,11 @@ class PreparedLines:
         return lines
 
     def close(self) -> None:
-        self._client.close_lines(self._id)
+        self.client.close_lines(self.reader_id)
 
     async def _read_name(self) -> list[BatchLine]:
         """The next line, without its body."""
-        names = self._client.open_lines(
+        names = self.client.open_lines(
             msgspec.structs.replace(self.selection, names_only=True), self.position
         )
         try:
@@ -367,5 +365,5 @@ class PreparedLines:
         finally:
             names.close()
         self.position = names.position
-        self._client.move(self._id, self)
+        self.client.move(self.reader_id, self)
         return lines

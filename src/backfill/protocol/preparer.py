@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -84,39 +84,31 @@ class RequestContext:
     complete_by_s: float | None = None
 
 
+@dataclass(eq=False)
 class RequestPreparer:
     """Turns bodies into generations.
 
-    Args:
+    Attributes:
+        defaults: sampling where a body sets none.
         max_response_tokens: most choices x max_tokens x (1 + logprobs) of one request.
         is_strict: refuse what ``warning_of`` would warn of.
-
-    Attributes:
         facts: of the running engine; None until it is ready, and then only ``check_model`` may be called.
     """
 
-    def __init__(
-        self,
-        model: ServedModel,
-        tokenizer: Tokenizer,
-        defaults: GenerationDefaults,
-        *,
-        max_response_tokens: int = MAX_RESPONSE_TOKENS,
-        is_strict: bool = False,
-    ) -> None:
-        self.model = model
-        self.tokenizer = tokenizer
-        self.facts: EngineFacts | None = None
-        self._defaults = defaults
-        self._max_response_tokens = max_response_tokens
-        self._is_strict = is_strict
+    model: ServedModel
+    tokenizer: Tokenizer
+    defaults: GenerationDefaults
+    _: KW_ONLY
+    max_response_tokens: int = MAX_RESPONSE_TOKENS
+    is_strict: bool = False
+    facts: EngineFacts | None = None
 
     @property
     def line_check(self) -> BodyCheck:
         """Checks batch lines before they are prepared."""
         return BodyCheck(
-            is_strict=self._is_strict,
-            max_response_tokens=self._max_response_tokens,
+            is_strict=self.is_strict,
+            max_response_tokens=self.max_response_tokens,
             info=None if self.facts is None else self.facts.info,
         )
 
@@ -225,11 +217,11 @@ class RequestPreparer:
                 max(1, info.max_model_len - len(prompt)),
                 num_choices=len(prompts) * body.num_choices,
                 num_logprobs=body.num_logprobs,
-                most=self._max_response_tokens,
+                most=self.max_response_tokens,
             )
             choices = [
                 body.sampling(
-                    self._defaults, max_tokens=max_tokens, num_logprobs=body.num_logprobs, choice=choice
+                    self.defaults, max_tokens=max_tokens, num_logprobs=body.num_logprobs, choice=choice
                 )
                 for choice in range(body.num_choices)
             ]
@@ -276,7 +268,7 @@ class RequestPreparer:
             body.become_batch_line()
         body.apply_headers(context.headers)
         body.check()
-        if self._is_strict:
+        if self.is_strict:
             refuse_unknown_fields(body)
 
     def _slo(self, service_class: ServiceClass, objectives: Mapping[str, Objective]) -> SLO | None:
