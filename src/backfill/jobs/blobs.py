@@ -84,11 +84,7 @@ class BlobStore:
 
 
 class Download:
-    """A stored file, open for a client. A slow client holds up no thread. Close it after use.
-
-    Attributes:
-        num_bytes: of the whole file.
-    """
+    """A stored file, open for a client. A slow client holds up no thread. Close it after use."""
 
     def __init__(self, file: FileIO, threads: ThreadPool) -> None:
         self._file = file

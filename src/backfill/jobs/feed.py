@@ -37,28 +37,17 @@ class RunningLine:
 
 @dataclass(slots=True, eq=False)
 class Feed:
-    """One batch in the feeder. Use it with ``Feeder.add`` and ``Feeder.remove``.
+    """One batch in the feeder. Use it with ``Feeder.add`` and ``Feeder.remove``."""
 
-    Attributes:
-        name: for log lines.
-        source: of the lines to run; read as the engine takes them.
-        num_unread: lines to run that are not read yet.
-        on_committed: called with each group of results once it is durable.
-        owner: the engine is shared evenly between owners.
-        deadline_at_s: an owner's batch with the earliest deadline goes first; on any clock.
-        suspects: lines that were lost before.
-        finished: done when every line's result is durable; fails with the error of a read of lines or a
-            write of results.
-    """
-
-    name: str
-    source: LineSource
-    num_unread: int
+    name: str  # for log lines
+    source: LineSource  # of the lines to run; read as the engine takes them
+    num_unread: int  # lines to run that are not read yet
     sink: ResultSink
-    on_committed: Callable[[Sequence[LineResult]], None]
-    owner: str = ""
-    deadline_at_s: float = math.inf
-    suspects: Suspects = field(default_factory=Suspects)
+    on_committed: Callable[[Sequence[LineResult]], None]  # called with each group once it is durable
+    owner: str = ""  # the engine is shared evenly between owners
+    deadline_at_s: float = math.inf  # an owner's batch with the earliest goes first; on any clock
+    suspects: Suspects = field(default_factory=Suspects)  # lines that were lost before
+    # Done when every line's result is durable; fails with the error of a read of lines or a write of results.
     finished: asyncio.Future[None] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future(), init=False
     )

@@ -42,11 +42,7 @@ class Feeder:
 
     When the engine dies or a step fails, all its lines are lost, and at most one is to blame. Lost lines run
     again before others. Each loss divides the lines in flight by eight, until a line runs alone. Only losses
-    of a line that ran alone count against it (``Losses.is_to_blame``).
-
-    Args:
-        threads: write results to the disk.
-        tasks: starts the feeder's own tasks.
+    of a line that ran alone count against it (``Losses.is_to_blame``). ``threads`` write results to the disk.
     """
 
     def __init__(self, runner: LineRunner, threads: ThreadPool, tasks: TaskWatch | None = None) -> None:

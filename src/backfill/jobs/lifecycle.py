@@ -11,13 +11,13 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from backfill.jobs.feed import Feed, InputChanged, LineSource
 from backfill.jobs.feeder import Feeder
 from backfill.jobs.lines import LineResult, unanswered
-from backfill.jobs.open_batch import OpenBatch
 from backfill.jobs.records import (
     OPEN_STATUSES,
     BatchRecord,
@@ -61,26 +61,50 @@ class InputReader(Protocol):
     def open_lines(self, selection: LineSelection) -> LineReader: ...
 
 
+class OpenBatch:
+    """An open batch in memory.
+
+    The deadline is on the monotonic clock: a change of the wall clock ends no batch early.
+    """
+
+    def __init__(self, batch: BatchRecord, log: ResultLog, wall_s: float) -> None:
+        self.batch = batch
+        self.log = log
+        self.cancelled = asyncio.Event()
+        # The results of a batch that an earlier server began are unknown until its files are read.
+        self.has_counts = batch.status is BatchStatus.VALIDATING
+        self.deadline_s = time.monotonic() + batch.expires_at - wall_s
+        self.task: asyncio.Task[None] | None = None
+
+    def counts(self) -> RequestCounts:
+        return self.log.counts(self.batch.request_counts.total)
+
+    async def until_over(self, feed: Feed) -> None:
+        """Wait for the first of: the end of the window, a cancellation, the end of the feed."""
+        cancelled = asyncio.ensure_future(self.cancelled.wait())
+        timeout_s = max(0.0, self.deadline_s - time.monotonic())
+        ends: set[asyncio.Future[Any]] = {cancelled, feed.finished}
+        try:
+            await asyncio.wait(ends, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            cancelled.cancel()
+
+
 class _InputMissing(Exception):
     """The input file is gone from the disk."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class BatchDriver:
-    """Drives open batches; several at once, each in a task of its own.
-
-    Attributes:
-        on_lines: called with results once they are durable.
-        num_queued_lines: unfinished lines of an owner's open batches.
-    """
+    """Drives open batches; several at once, each in a task of its own."""
 
     storage: JobStorage
     feeder: Feeder
     reader: InputReader
     _: dataclasses.KW_ONLY
     model_names: Sequence[str]
-    on_lines: Callable[[Sequence[LineResult]], None]
-    num_queued_lines: Callable[[str], int]
+    on_lines: Callable[[Sequence[LineResult]], None]  # called with results once they are durable
+    num_queued_lines: Callable[[str], int]  # unfinished lines of an owner's open batches
     # How many batches are checked, and how many with lines that never ran are ended, at once.
     _checking: asyncio.Semaphore = dataclasses.field(default_factory=lambda: asyncio.Semaphore(4), init=False)
     _ending: asyncio.Semaphore = dataclasses.field(default_factory=lambda: asyncio.Semaphore(4), init=False)
@@ -227,7 +251,7 @@ class BatchDriver:
             self.feeder.add(feed)
             keeps_results = False
             try:
-                await job.until_over(feed.finished)
+                await job.until_over(feed)
                 keeps_results = True
             finally:
                 await self.feeder.remove(feed, keep_results=keeps_results)

@@ -59,15 +59,11 @@ class Usage(msgspec.Struct):
         return TokenUsage(self.prompt_tokens, cached or 0, self.completion_tokens)
 
 
+@dataclass(frozen=True, slots=True)
 class ServiceRunner:
-    """A ``LineRunner`` on the current service: runs a line as the online API would.
+    """A ``LineRunner`` on the current service: runs a line as the online API would."""
 
-    Args:
-        service: returns None while no engine is ready.
-    """
-
-    def __init__(self, service: Callable[[], CompletionService | None]) -> None:
-        self._service = service
+    service: Callable[[], CompletionService | None]  # None while no engine is ready
 
     async def run(self, line: BatchLine) -> LineResult:
         """Raises: RequestLost."""
@@ -75,7 +71,7 @@ class ServiceRunner:
             return refused(line)
         if line.generation is None:
             return unanswered(line, "internal_error")
-        service = self._service()
+        service = self.service()
         if service is None:
             raise EngineDead("The engine is not running.")
         return completed(line, await service.run_whole(line.generation))

@@ -17,10 +17,9 @@ from backfill.jobs.blobs import Download
 from backfill.jobs.config import JobsConfig
 from backfill.jobs.errors import Conflict, NotFound, TooMany
 from backfill.jobs.feeder import Feeder, LineRunner
-from backfill.jobs.lifecycle import SUSPECTS_FOLDER, BatchDriver, InputReader
+from backfill.jobs.lifecycle import SUSPECTS_FOLDER, BatchDriver, InputReader, OpenBatch
 from backfill.jobs.lines import LineResult, ServiceRunner
-from backfill.jobs.lock import DataFolderLock
-from backfill.jobs.open_batch import OpenBatch
+from backfill.jobs.private_files import DataFolderLock
 from backfill.jobs.records import (
     BatchRecord,
     BatchStatus,
@@ -73,7 +72,6 @@ class JobManager:
         on_event: counts results.
         runner: runs lines; by default on the service of ``engine_ready``.
         wall: Unix seconds.
-        tasks: starts the manager's own tasks.
     """
 
     def __init__(

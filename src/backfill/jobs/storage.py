@@ -28,15 +28,11 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class JobStorage:
-    """Everything that outlives the process.
-
-    Attributes:
-        now: Unix seconds.
-    """
+    """Everything that outlives the process."""
 
     config: JobsConfig
     threads: JobThreads
-    now: Callable[[], int]
+    now: Callable[[], int]  # Unix seconds
     store: JobStore
     blobs: BlobStore
 

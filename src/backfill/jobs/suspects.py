@@ -39,15 +39,10 @@ class _Saved(msgspec.Struct):
 
 @dataclass(slots=True, eq=False)
 class Suspects:
-    """The lines of one batch that were lost, by number.
+    """The lines of one batch that were lost, by number."""
 
-    Attributes:
-        path: where losses are saved; None keeps them in memory only.
-        name: of the batch; a file that names another is not read.
-    """
-
-    path: Path | None = None
-    name: str = ""
+    path: Path | None = None  # where losses are saved; None keeps them in memory only
+    name: str = ""  # of the batch; a file that names another is not read
     _losses: dict[int, Losses] = field(default_factory=dict, init=False)
 
     def __len__(self) -> int:

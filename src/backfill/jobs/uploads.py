@@ -70,9 +70,6 @@ class Uploads:
         self._num_unfinished_of[owner] += num_bytes
         return self._num_received, self._num_received_of[owner]
 
-    def note_kept(self, owner: str, num_bytes: int) -> None:
-        self._num_unfinished_of[owner] -= num_bytes
-
     def note_ended(self, owner: str) -> None:
         """An upload is no longer open."""
         self._num_open_of[owner] -= 1
@@ -94,6 +91,7 @@ class Uploads:
         except BaseException:
             await self.storage.threads.uploads.run(self.storage.blobs.delete, record.id)
             raise
+        self._num_unfinished_of[record.owner] -= record.num_bytes
 
     def _check_open(self, owner: str) -> None:
         most = self.storage.config.batch_max_uploads
@@ -118,17 +116,13 @@ class Uploads:
 
 @dataclass(slots=True, eq=False)
 class Upload:
-    """An open upload. End it with ``finish`` or ``abort``.
-
-    Attributes:
-        most_received, most_received_of_owner: limits of the bytes of all uploads, and of the owner's, since
-            the start; None: no limit.
-    """
+    """An open upload. End it with ``finish`` or ``abort``."""
 
     uploads: Uploads
     owner: str
     file_id: str
     file: FileIO
+    # Limits of the bytes of all uploads, and of the owner's, since the start; None: no limit.
     most_received: int | None
     most_received_of_owner: int | None
     _num_bytes: int = 0
@@ -171,7 +165,6 @@ class Upload:
             purpose=purpose,
         )
         await self.uploads.keep(record, self.file)
-        self.uploads.note_kept(self.owner, self._num_bytes)
         self._end()
         return record
 

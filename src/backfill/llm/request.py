@@ -47,15 +47,11 @@ class Preparer:
     """Checks and tokenizes prompts. All methods but ``next_seed`` may be called from any thread.
 
     All methods raise RequestError for a request that can never be served.
-
-    Attributes:
-        profile: predicts step times, as the engine does now; None if unknown.
-        seeds: for ``next_seed``.
     """
 
     tokenizer: Tokenizer
     info: ExecutorInfo
-    profile: CostProfile | None
+    profile: CostProfile | None  # predicts step times, as the engine does now; None if unknown
     scheduler: SchedulerConfig
     seeds: random.Random
 

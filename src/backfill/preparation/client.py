@@ -88,9 +88,6 @@ class PreparationClient:
 
     Attributes:
         num_deaths: processes that ended by themselves.
-
-    Args:
-        tasks: starts the client's own task.
     """
 
     def __init__(self, setup: PreparationSetup, tasks: TaskWatch | None = None) -> None:

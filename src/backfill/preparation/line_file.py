@@ -28,15 +28,11 @@ Prepare = Callable[[GenerationEndpoint, bytes, RequestContext], Generation]
 
 @dataclass(slots=True, eq=False)
 class LineFile:
-    """The selected lines of one file, from ``position`` on. The file is closed between calls.
-
-    Attributes:
-        prepare: turns a body into a generation; raises RequestError.
-    """
+    """The selected lines of one file, from ``position`` on. The file is closed between calls."""
 
     selection: LineSelection
     position: Position
-    prepare: Prepare
+    prepare: Prepare  # turns a body into a generation; raises RequestError
 
     def read(self, max_lines: int) -> list[BatchLine]:
         """The next lines, at least one unless the file has no more.

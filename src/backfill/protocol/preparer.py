@@ -115,7 +115,13 @@ class RequestPreparer:
     def prepare(self, endpoint: GenerationEndpoint, raw: bytes, context: RequestContext) -> Generation:
         """Parse, check and tokenize a body. Raises: RequestError."""
         body = parse_generation(endpoint, raw)
-        self._check(body, context)
+        self.check_model(body.model)
+        if context.is_batch_line:
+            body.become_batch_line()
+        body.apply_headers(context.headers)
+        body.check()
+        if self.is_strict:
+            refuse_unknown_fields(body)
         prompts = self._tokenized(body)
         samplings = self._samplings(body, prompts)
         objectives = body.objectives
@@ -260,16 +266,6 @@ class RequestPreparer:
         """``facts``, which must be set."""
         assert self.facts is not None, "set before requests are prepared"
         return self.facts
-
-    def _check(self, body: GenerationBody, context: RequestContext) -> None:
-        """Apply the context to the body, then check its fields. Raises: RequestError."""
-        self.check_model(body.model)
-        if context.is_batch_line:
-            body.become_batch_line()
-        body.apply_headers(context.headers)
-        body.check()
-        if self.is_strict:
-            refuse_unknown_fields(body)
 
     def _slo(self, service_class: ServiceClass, objectives: Mapping[str, Objective]) -> SLO | None:
         """The request's objectives, with the server's for absent ones. Offline requests have none."""
