@@ -24,9 +24,8 @@ from backfill.generation.generator import TextGenerator
 from backfill.generation.tokenizer import Tokenizer
 from backfill.models.generation_config import GenerationDefaults
 from backfill.preparation.client import PreparationClient
-from backfill.protocol.generation import Generation
+from backfill.protocol.generation import Generation, GenerationEndpoint
 from backfill.protocol.preparer import EngineFacts, RequestContext, RequestPreparer, ServedModel, TextEndpoint
-from backfill.protocol.requests import GenerationEndpoint
 from backfill.protocol.service import CompletionService
 from tests.api.sockets import limits, serving
 from tests.builders import make_info

@@ -11,7 +11,7 @@ import pytest
 
 from backfill.api.downloads import DownloadResponse, parse_range
 from backfill.api.errors import error_response
-from backfill.jobs.downloads import CHUNK_BYTES, Download
+from backfill.jobs.blobs import CHUNK_BYTES, Download
 from backfill.jobs.errors import StorageFull, TooMany
 from backfill.jobs.threads import ThreadPool
 

@@ -17,7 +17,7 @@ from backfill.cli.serve import _banner
 from backfill.core.config import EngineConfig
 from backfill.engine.client import EngineClient
 from backfill.engine.process import load_engine
-from backfill.jobs.lock import DataFolderLock
+from backfill.jobs.private_files import DataFolderLock
 from tests.builders import make_info, make_profile
 from tests.cli.running import assert_refused, run_cli_here
 

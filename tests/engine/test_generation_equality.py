@@ -38,9 +38,8 @@ SHAPES = ["Write one sentence about {}.", "{} is", "def describe():\n    # {}\n 
 @pytest.fixture(scope="module")
 def prompts(default_model: Path) -> list[list[int]]:
     tokenizer = Tokenizer.from_folder(default_model)
-    chats = [
-        tokenizer.encode_chat([{"role": "user", "content": SHAPES[0].format(topic)}]) for topic in TOPICS
-    ]
+    texts = [tokenizer.render_chat([{"role": "user", "content": SHAPES[0].format(t)}]) for t in TOPICS]
+    chats = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
     plain = [tokenizer.encode(shape.format(topic)) for topic in TOPICS for shape in SHAPES[1:]]
     return chats + plain
 

@@ -64,19 +64,20 @@ def test_token_bytes_are_exact(tokenizer: Tokenizer) -> None:
 
 
 def test_chat_is_rendered_by_the_models_template(tokenizer: Tokenizer) -> None:
-    ids = tokenizer.encode_chat([{"role": "user", "content": "hi"}])
-    assert tokenizer.decode(ids).endswith("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
-    continued = tokenizer.encode_chat(
+    text = tokenizer.render_chat([{"role": "user", "content": "hi"}])
+    assert text.endswith("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
+    assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
+    continued = tokenizer.render_chat(
         [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Hel"}],
         continue_final_message=True,
     )
-    assert tokenizer.decode(continued).endswith("<|im_start|>assistant\nHel")
+    assert continued.endswith("<|im_start|>assistant\nHel")
 
 
 def test_a_template_that_refuses_is_the_clients_error(default_model: Path) -> None:
     template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(RequestError, match="roles must alternate"):
-        Tokenizer.from_folder(default_model, chat_template=template).encode_chat(
+        Tokenizer.from_folder(default_model, chat_template=template).render_chat(
             [{"role": "user", "content": "hi"}]
         )
 

@@ -10,7 +10,7 @@ from backfill.api.streaming import _with_keep_alives
 from backfill.core.errors import EngineDead
 from backfill.core.request import FinishReason, Request
 from backfill.engine.messages import TokenOutput
-from backfill.generation.generator import NoObserver, TextDelta, TextGenerator, merge
+from backfill.generation.generator import Observer, TextDelta, TextGenerator, merge
 from tests.protocol.builders import make_generation
 
 
@@ -39,7 +39,7 @@ class NoText:
 def test_the_choices_of_one_request_are_one_group_and_no_other_request_is_in_it() -> None:
     client: Any = EndedTokens()
     tokenizer: Any = NoText()
-    generator = TextGenerator(client, tokenizer, NoObserver())
+    generator = TextGenerator(client, tokenizer, Observer())
 
     async def run() -> None:
         for _ in range(2):  # a client may send both with the same id

@@ -135,10 +135,10 @@ def test_seeds_follow_the_order_of_requests_however_long_they_take_to_prepare(
         await asyncio.gather(*(collect(async_llm.generate(prompts[name], params, name)) for name in names))
 
     monkeypatch.setattr(preparer, "prepare", note)
-    monkeypatch.setattr(preparer, "_seeds", random.Random(1))
+    monkeypatch.setattr(preparer, "seeds", random.Random(1))
     run(generate("long", "short"))
     at_once = dict(seeds)
-    monkeypatch.setattr(preparer, "_seeds", random.Random(1))
+    monkeypatch.setattr(preparer, "seeds", random.Random(1))
     for name in prompts:
         run(generate(name))
     assert at_once == seeds
@@ -253,7 +253,7 @@ def test_shutdown_while_the_model_is_resolved_starts_no_engine(
         may_find.set()
         with pytest.raises(EngineDead, match="was closed"):
             await starting
-        assert llm._engine._client is None
+        assert llm._engine.client is None
 
     asyncio.run(asyncio.wait_for(shut_down_early(), 120.0))
 
@@ -262,7 +262,7 @@ def test_shutdown_while_the_engine_loads_fails_requests(small_model: Any) -> Non
     async def shut_down_early() -> list[Any]:
         llm = AsyncLLM(str(small_model), dtype="float32", threads=1, kv_gib=0.05, policy="fcfs")
         tasks = [asyncio.create_task(collect(llm.generate(PROMPT, GREEDY))) for _ in range(2)]
-        while llm._engine._client is None or llm._engine.client.pid is None:
+        while llm._engine.client is None or llm._engine.client.pid is None:
             await asyncio.sleep(0.001)
         await llm.shutdown()
         return await asyncio.gather(*tasks, return_exceptions=True)

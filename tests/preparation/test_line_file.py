@@ -16,9 +16,8 @@ from backfill.preparation import line_file
 from backfill.preparation.line_file import LineFile
 from backfill.preparation.lines import BadLine, BatchLine
 from backfill.preparation.messages import LineSelection, Position
-from backfill.protocol.generation import Generation
+from backfill.protocol.generation import Generation, GenerationEndpoint
 from backfill.protocol.preparer import RequestContext
-from backfill.protocol.requests import GenerationEndpoint
 from tests.jobs.doubles import URL, input_line, input_of
 from tests.protocol.builders import make_generation
 

@@ -17,9 +17,9 @@ from backfill.core.slo import SLO
 from backfill.generation.tokenizer import Tokenizer
 from backfill.models.generation_config import GenerationDefaults
 from backfill.protocol.body_check import has_warning, refuse_unknown_fields, warning_of
+from backfill.protocol.generation import GenerationBody, GenerationEndpoint, parse_generation
 from backfill.protocol.generation_fields import SERVICE_TIERS
 from backfill.protocol.preparer import EngineFacts, RequestContext, RequestPreparer, ServedModel
-from backfill.protocol.requests import GenerationBody, GenerationEndpoint, parse_generation
 from tests.builders import make_info
 
 PROMPT = {"prompt": "x"}
@@ -112,8 +112,8 @@ class TwoTokens:
     def encode(self, text: str, **_: object) -> list[int]:
         return [5, 6]
 
-    def encode_chat(self, messages: object, **_: object) -> list[int]:
-        return [5, 6]
+    def render_chat(self, messages: object, **_: object) -> str:
+        return "two tokens"
 
 
 def refusal_of(work: Callable[[], object]) -> tuple[str, str | None, str | None] | None:

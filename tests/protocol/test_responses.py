@@ -12,10 +12,8 @@ from backfill.generation.tokenizer import Tokenizer
 from backfill.protocol.encoding import EncodedBody
 from backfill.protocol.responses import (
     ChatShape,
-    ChoiceState,
     CompletionShape,
-    Usage,
-    whole_body,
+    Response,
 )
 from tests.protocol.builders import make_generation
 
@@ -34,13 +32,11 @@ TOKENIZER = cast(Tokenizer, LetterTokenizer())
 
 
 def whole(shape: ChatShape | CompletionShape, text: str, *, with_logprobs: bool) -> dict[str, object]:
-    state = ChoiceState()
+    response = Response(GENERATION, shape)
     for letter in text:
         logprobs = TokenLogprobs(-0.5, ((ord(letter), -0.5), (0, -2.25))) if with_logprobs else None
-        delta = TextDelta(letter, ord(letter), logprobs, FinishReason.STOP)
-        state.add_logprobs(shape.logprobs(delta, state.num_chars))
-        state.add(delta)
-    body = json.loads(bytes(EncodedBody(whole_body(GENERATION, shape, [state], Usage(1, len(text))))))
+        response.add(0, TextDelta(letter, ord(letter), logprobs, FinishReason.STOP))
+    body = json.loads(bytes(EncodedBody(response.whole())))
     (choice,) = body["choices"]
     result: dict[str, object] = choice["logprobs"]
     return result

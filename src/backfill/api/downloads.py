@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from backfill.api.connected import until_disconnect
-from backfill.jobs.downloads import Download
+from backfill.jobs.blobs import Download
 
 logger = logging.getLogger(__name__)
 

@@ -13,9 +13,9 @@ from backfill.api.streaming import EventStream, WholeResponse
 from backfill.core.request import ServiceClass
 from backfill.protocol.chat import ChatCompletionRequest
 from backfill.protocol.completion import CompletionRequest
+from backfill.protocol.generation import GenerationEndpoint
 from backfill.protocol.generation_fields import REQUEST_HEADERS
 from backfill.protocol.preparer import RequestContext, RequestPreparer, TextEndpoint
-from backfill.protocol.requests import GenerationEndpoint
 from backfill.protocol.responses import Json
 from backfill.protocol.tokenization import DetokenizeRequest, TokenizeRequest
 

@@ -21,9 +21,8 @@ from backfill.core.request import ServiceClass
 from backfill.engine.client import EngineClient
 from backfill.jobs.manager import JobManager
 from backfill.preparation.client import PreparationClient
-from backfill.protocol.generation import Generation
+from backfill.protocol.generation import Generation, GenerationEndpoint
 from backfill.protocol.preparer import RequestContext, RequestPreparer, TextEndpoint
-from backfill.protocol.requests import GenerationEndpoint
 from backfill.protocol.service import CompletionService
 
 # Preparing a body of this size takes about 3 ms, mostly for tokenizing; more would delay other streams.

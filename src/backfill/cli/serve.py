@@ -24,8 +24,7 @@ from backfill.core.options import without_secrets
 from backfill.engine.options import ModelOptions, check_profile
 from backfill.generation.chat_template import read_template
 from backfill.jobs.config import JobsConfig
-from backfill.jobs.lock import DataFolderLock
-from backfill.jobs.private_files import make_folder, write_durably
+from backfill.jobs.private_files import DataFolderLock, make_folder, write_durably
 
 if TYPE_CHECKING:
     from backfill.engine.client import EngineClient

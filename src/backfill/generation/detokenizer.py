@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
 
 from tokenizers.decoders import DecodeStream
 
@@ -57,33 +58,31 @@ class IncrementalDetokenizer:
         return text
 
 
+@dataclass(slots=True)
 class StopStrings:
     """Finds the first stop string in a growing text. Withholds text that may begin one."""
 
-    def __init__(self, stops: Sequence[str], *, include_in_output: bool) -> None:
-        self._stops = tuple(stops)
-        self._include_in_output = include_in_output
-        self._pending = ""
+    stops: Sequence[str]
+    _: KW_ONLY
+    include_in_output: bool
+    _pending: str = ""
 
     def push(self, text: str) -> tuple[str, str | None]:
         """Add text. Returns: text that may be shown, and the stop string if one was found."""
-        if not self._stops:
+        if not self.stops:
             return text, None
         self._pending += text
         found = min(
-            ((self._pending.find(stop), stop) for stop in self._stops if stop in self._pending),
+            ((self._pending.find(stop), stop) for stop in self.stops if stop in self._pending),
             default=None,
         )
         if found is not None:
             index, stop = found
-            end = index + len(stop) if self._include_in_output else index
+            end = index + len(stop) if self.include_in_output else index
             shown, self._pending = self._pending[:end], ""
             return shown, stop
-        keep = self._longest_prefix()
-        shown, self._pending = (
-            self._pending[: len(self._pending) - keep],
-            self._pending[len(self._pending) - keep :],
-        )
+        end = len(self._pending) - self._longest_prefix()
+        shown, self._pending = self._pending[:end], self._pending[end:]
         return shown, None
 
     def flush(self) -> str:
@@ -93,8 +92,8 @@ class StopStrings:
 
     def _longest_prefix(self) -> int:
         """Length of the longest suffix of the pending text that is a prefix of a stop string."""
-        for length in range(min(len(self._pending), max(map(len, self._stops)) - 1), 0, -1):
+        for length in range(min(len(self._pending), max(map(len, self.stops)) - 1), 0, -1):
             end = self._pending[-length:]
-            if any(stop.startswith(end) for stop in self._stops):
+            if any(stop.startswith(end) for stop in self.stops):
                 return length
         return 0

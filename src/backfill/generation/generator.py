@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import time
-from collections.abc import AsyncGenerator, Callable, Hashable, Sequence
+from collections.abc import AsyncGenerator, Callable, Hashable, Iterator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
 
 from backfill.core.errors import BackfillError, EngineDead
 from backfill.core.plan import TokenLogprobs
@@ -76,36 +76,26 @@ class TextDelta:
     waited_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class RequestRecord:
-    """A finished request, for metrics. Instants are on the monotonic clock."""
+    """A request, for metrics; complete when it has finished. Instants are on the monotonic clock."""
 
     service_class: ServiceClass
     slo: SLO | None
-    finish_reason: FinishReason
     num_prompt_tokens: int
-    num_output_tokens: int
     max_tokens: int
-    num_preemptions: int
     arrived_at_s: float
-    first_scheduled_at_s: float | None
-    first_token_at_s: float | None
-    last_token_at_s: float | None
-    finished_at_s: float
+    finish_reason: FinishReason = FinishReason.ABORT  # unless the output ends otherwise
+    num_output_tokens: int = 0
+    num_preemptions: int = 0
+    first_scheduled_at_s: float | None = None
+    first_token_at_s: float | None = None
+    last_token_at_s: float | None = None
+    finished_at_s: float = math.inf
 
 
-class Observer(Protocol):
-    """Notified of every token and every finished request."""
-
-    def on_first_token(
-        self, service_class: ServiceClass, since_arrival_s: float, slo: SLO | None
-    ) -> None: ...
-    def on_next_token(self, service_class: ServiceClass, since_last_s: float, slo: SLO | None) -> None: ...
-    def on_finished(self, record: RequestRecord) -> None: ...
-
-
-class NoObserver:
-    """An Observer that does nothing."""
+class Observer:
+    """Notified of every token and every finished request. This one does nothing."""
 
     def on_first_token(
         self, service_class: ServiceClass, since_arrival_s: float, slo: SLO | None
@@ -114,14 +104,14 @@ class NoObserver:
     def on_finished(self, record: RequestRecord) -> None: ...
 
 
+@dataclass(eq=False)
 class TextGenerator:
     """Runs requests on an engine and turns their tokens into text."""
 
-    def __init__(self, client: EngineClient, tokenizer: Tokenizer, observer: Observer) -> None:
-        self._client = client
-        self._tokenizer = tokenizer
-        self._observer = observer
-        self._num_requests = itertools.count()
+    client: EngineClient
+    tokenizer: Tokenizer
+    observer: Observer
+    _request_numbers: Iterator[int] = field(default_factory=itertools.count, init=False)
 
     def stream(
         self,
@@ -152,7 +142,7 @@ class TextGenerator:
                     request,
                     Request(
                         # Clients choose response ids and may repeat them; the engine's are unique and short.
-                        request_id=RequestId(str(next(self._num_requests))),
+                        request_id=RequestId(str(next(self._request_numbers))),
                         prompt_token_ids=request.prompt_of(choice),
                         sampling=sampling,
                         service_class=request.service_class,
@@ -178,22 +168,22 @@ class TextGenerator:
         on_end: Callable[[], None] | None,
     ) -> AsyncGenerator[TextDelta, None]:
         detokenizer = IncrementalDetokenizer(
-            self._tokenizer, request.prompt_token_ids, skip_special_tokens=text.skip_special_tokens
+            self.tokenizer, request.prompt_token_ids, skip_special_tokens=text.skip_special_tokens
         )
         stops = StopStrings(text.stop, include_in_output=text.include_stop_str_in_output)
-        timeline = _Timeline(request, self._observer)
-        tokens = self._client.generate(request, group=group, on_first_token=on_first_token, on_end=on_end)
+        timeline = _Timeline(request, self.observer)
+        tokens = self.client.generate(request, group=group, on_first_token=on_first_token, on_end=on_end)
         try:
             async with aclosing(timeline.watch(tokens)) as outputs:
                 async for output in outputs:
                     delta = _delta(text, output, detokenizer, stops, timeline)
                     if delta.finish_reason is not None:
-                        timeline.finish_reason = delta.finish_reason
+                        timeline.record.finish_reason = delta.finish_reason
                     yield delta
                     if delta.finish_reason is not None:
                         return
         except BackfillError:
-            timeline.finish_reason = FinishReason.ERROR
+            timeline.record.finish_reason = FinishReason.ERROR
             raise
         finally:
             timeline.close()
@@ -214,7 +204,7 @@ def _delta(
     stop_reason: int | str | None = output.stop_token_id
     if finish_reason is not None:
         shown += detokenizer.flush()
-    if timeline.num_tokens >= timeline.request.sampling.min_tokens:
+    if timeline.record.num_output_tokens >= timeline.request.sampling.min_tokens:
         shown, found = stops.push(shown)
         if found is not None:
             finish_reason, stop_reason = FinishReason.STOP, found
@@ -228,57 +218,43 @@ class _Timeline:
 
     def __init__(self, request: Request, observer: Observer) -> None:
         self.request = request
-        self.num_tokens = 0
+        self.record = RequestRecord(
+            service_class=request.service_class,
+            slo=request.slo,
+            num_prompt_tokens=request.num_prompt_tokens,
+            max_tokens=request.sampling.max_tokens,
+            arrived_at_s=request.arrived_at_s,
+        )
         self.waited_s = 0.0  # of the last token
-        self.finish_reason = FinishReason.ABORT  # unless the output ends otherwise
         self._observer = observer
-        self._first_token_at_s: float | None = None
-        self._last_token_at_s: float | None = None
-        self._first_scheduled_at_s: float | None = None
-        self._last_output: TokenOutput | None = None
 
     async def watch(self, outputs: AsyncGenerator[TokenOutput, None]) -> AsyncGenerator[TokenOutput, None]:
         """Yield the outputs. Raises: BackfillError for one that refuses the request."""
         async with aclosing(outputs):
             async for output in outputs:
-                self._last_output = output
+                self.record.num_preemptions = output.num_preemptions
                 if output.first_scheduled_at_s is not None:
-                    self._first_scheduled_at_s = output.first_scheduled_at_s
+                    self.record.first_scheduled_at_s = output.first_scheduled_at_s
                 if output.token_id is None:
                     raise BackfillError(output.message or "The engine failed.")
                 self._count_token()
                 yield output
 
     def close(self) -> None:
-        output = self._last_output
-        self._observer.on_finished(
-            RequestRecord(
-                service_class=self.request.service_class,
-                slo=self.request.slo,
-                finish_reason=self.finish_reason,
-                num_prompt_tokens=self.request.num_prompt_tokens,
-                num_output_tokens=self.num_tokens,
-                max_tokens=self.request.sampling.max_tokens,
-                num_preemptions=0 if output is None else output.num_preemptions,
-                arrived_at_s=self.request.arrived_at_s,
-                first_scheduled_at_s=self._first_scheduled_at_s,
-                first_token_at_s=self._first_token_at_s,
-                last_token_at_s=self._last_token_at_s,
-                finished_at_s=time.monotonic(),
-            )
-        )
+        self.record.finished_at_s = time.monotonic()
+        self._observer.on_finished(self.record)
 
     def _count_token(self) -> None:
-        now_s = time.monotonic()
-        self.num_tokens += 1
-        if self._last_token_at_s is None:
-            self._first_token_at_s = now_s
-            self.waited_s = now_s - self.request.arrived_at_s
-            self._observer.on_first_token(self.request.service_class, self.waited_s, self.request.slo)
+        now_s, record = time.monotonic(), self.record
+        record.num_output_tokens += 1
+        if record.last_token_at_s is None:
+            record.first_token_at_s = now_s
+            self.waited_s = now_s - record.arrived_at_s
+            self._observer.on_first_token(record.service_class, self.waited_s, record.slo)
         else:
-            self.waited_s = now_s - self._last_token_at_s
-            self._observer.on_next_token(self.request.service_class, self.waited_s, self.request.slo)
-        self._last_token_at_s = now_s
+            self.waited_s = now_s - record.last_token_at_s
+            self._observer.on_next_token(record.service_class, self.waited_s, record.slo)
+        record.last_token_at_s = now_s
 
 
 async def merge(

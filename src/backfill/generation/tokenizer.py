@@ -29,7 +29,7 @@ class Tokenizer:
     """
 
     def __init__(self, wrapped: Any) -> None:
-        self._wrapped = wrapped
+        self.wrapped = wrapped
         self.backend = wrapped.backend_tokenizer
         self._special_ids = frozenset(wrapped.all_special_ids)
         self.is_byte_level = isinstance(self.backend.decoder, ByteLevel)
@@ -55,15 +55,6 @@ class Tokenizer:
         if chat_template is not None:
             wrapped.chat_template = chat_template
         return cls(wrapped)
-
-    @property
-    def wrapped(self) -> Any:
-        """The ``transformers`` tokenizer."""
-        return self._wrapped
-
-    @property
-    def has_chat_template(self) -> bool:
-        return bool(self._wrapped.chat_template)
 
     def encode(
         self,
@@ -102,34 +93,6 @@ class Tokenizer:
         text: str = self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         return text
 
-    def encode_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        template_kwargs: Mapping[str, Any] | None = None,
-        add_special_tokens: bool = False,
-        most_tokens: int | None = None,
-        last_tokens: int | None = None,
-    ) -> list[int]:
-        """Render the conversation with the chat template and encode it.
-
-        Args:
-            add_special_tokens: add those that templates usually write themselves, such as BOS.
-            most_tokens, last_tokens: as for ``encode``.
-        Raises: RequestError as ``render_chat`` and ``encode`` do.
-        """
-        text = self.render_chat(
-            messages,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            template_kwargs=template_kwargs,
-        )
-        return self.encode(
-            text, add_special_tokens=add_special_tokens, most_tokens=most_tokens, last_tokens=last_tokens
-        )
-
     def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -138,7 +101,7 @@ class Tokenizer:
         continue_final_message: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """Write the conversation with the chat template.
+        """Write the conversation with the chat template, which writes special tokens such as BOS itself.
 
         Raises: RequestError if there is no template, or if it refuses the messages.
         """
@@ -148,14 +111,14 @@ class Tokenizer:
                 f"chat_template_kwargs may only hold variables of the template, not {', '.join(reserved)}.",
                 param="chat_template_kwargs",
             )
-        if not self.has_chat_template:
+        if not self.wrapped.chat_template:
             raise RequestError(
                 "This model has no chat template: send a prompt (/v1/completions, generate), or start it "
                 "with the option chat_template.",
                 param="messages",
             )
         try:
-            text: str = self._wrapped.apply_chat_template(
+            text: str = self.wrapped.apply_chat_template(
                 list(messages),
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt and not continue_final_message,

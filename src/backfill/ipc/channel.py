@@ -60,7 +60,9 @@ def open_channel(
     Args:
         name: shown by ``ps`` and ``top``; at most 15 characters.
     """
-    _name_process(name)
+    if sys.platform.startswith("linux"):
+        set_name = 15
+        ctypes.CDLL(None).prctl(set_name, name.encode(), 0, 0, 0)
     with zmq.Context() as context:
         commands, reports = context.socket(zmq.PULL), context.socket(zmq.PUSH)
         for socket in (commands, reports):
@@ -73,9 +75,3 @@ def open_channel(
         finally:
             commands.close()
             reports.close()
-
-
-def _name_process(name: str) -> None:
-    if sys.platform.startswith("linux"):
-        set_name = 15
-        ctypes.CDLL(None).prctl(set_name, name.encode(), 0, 0, 0)

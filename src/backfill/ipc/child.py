@@ -31,12 +31,7 @@ class ChildProcess:
         target: runs in the child as ``target(*args, commands_url, reports_url)``; see ``ipc.channel``.
     """
 
-    def __init__(
-        self,
-        name: str,
-        target: Callable[..., None],
-        args: tuple[Any, ...],
-    ) -> None:
+    def __init__(self, name: str, target: Callable[..., None], args: tuple[Any, ...]) -> None:
         self._folder = SocketFolder()
         urls = [self._folder.url(name) for name in ("commands", "reports")]
         self._context = zmq.asyncio.Context()
@@ -82,14 +77,9 @@ class ChildProcess:
             for future in (ending, arrival):
                 future.cancel()
 
-    def kill(self) -> None:
-        """Kill the process without waiting for its end."""
-        if self._process.pid is not None and self._process.is_alive():
-            self._process.kill()
-
     def abandon(self) -> None:
         """Kill the process and remove its folder, without waiting."""
-        self.kill()
+        self._process.kill()
         self._folder.remove()
 
     async def close(self) -> None:
@@ -98,7 +88,7 @@ class ChildProcess:
             return
         self._is_closed = True
         if self._process.pid is not None:
-            self.kill()
+            self._process.kill()
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._has_ended.wait(), _REAP_S)
             asyncio.get_running_loop().remove_reader(self._process.sentinel)

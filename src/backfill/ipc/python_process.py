@@ -35,6 +35,9 @@ class PythonProcess:
         name: shown in its command line.
         target: a function at module level; pickled by name.
         environment: added to this process's environment.
+
+    Attributes:
+        sentinel: once started, a file descriptor that becomes readable when the process ends.
     """
 
     def __init__(
@@ -48,14 +51,14 @@ class PythonProcess:
         self._work = (target, args)
         self._environment = environment or {}
         self._process: subprocess.Popen[bytes] | None = None
-        self._sentinel = -1
+        self.sentinel = -1
 
     def start(self) -> None:
         """Raises: OSError if no process can be created."""
         setup = pickle.dumps([os.path.abspath(folder) for folder in sys.path]) + pickle.dumps(self._work)
-        self._sentinel, held_by_child = os.pipe()
+        self.sentinel, held_by_child = os.pipe()
         # Not at interpreter exit: callers that end the process then still wait on the descriptor.
-        weakref.finalize(self, os.close, self._sentinel).atexit = False
+        weakref.finalize(self, os.close, self.sentinel).atexit = False
         # Signals stay blocked until the child ignores them.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, _PARENTS_SIGNALS)
         try:
@@ -72,11 +75,6 @@ class PythonProcess:
         # The pipe breaks if the child has ended, which ``sentinel`` reports.
         with suppress(BrokenPipeError), self._process.stdin as stdin:
             stdin.write(setup)
-
-    @property
-    def sentinel(self) -> int:
-        """A file descriptor that becomes readable when the process ends."""
-        return self._sentinel
 
     @property
     def pid(self) -> int | None:
@@ -104,20 +102,17 @@ class PythonProcess:
 
 
 def run_child() -> None:
-    """Entry point of the new interpreter. Its last argument is its parent's process id."""
+    """Entry point of the new interpreter, which ends with its parent.
+
+    Its last argument is its parent's process id.
+    """
     for number in _PARENTS_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _PARENTS_SIGNALS)
-    _end_with_parent(int(sys.argv[-1]))
+    if sys.platform.startswith("linux"):
+        set_parent_death_signal = 1
+        ctypes.CDLL(None, use_errno=True).prctl(set_parent_death_signal, signal.SIGKILL)
+        if os.getppid() != int(sys.argv[-1]):  # the parent ended before the request took effect
+            os._exit(1)
     target, args = pickle.load(sys.stdin.buffer)
     target(*args)
-
-
-def _end_with_parent(parent_pid: int) -> None:
-    """Ask Linux to kill this process when its parent ends."""
-    if not sys.platform.startswith("linux"):
-        return
-    set_parent_death_signal = 1
-    ctypes.CDLL(None, use_errno=True).prctl(set_parent_death_signal, signal.SIGKILL)
-    if os.getppid() != parent_pid:  # it ended before the request took effect
-        os._exit(1)

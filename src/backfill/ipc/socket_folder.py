@@ -12,21 +12,19 @@ from pathlib import Path
 _PREFIX = "backfill-"
 # A socket's path has at most 107 bytes; the names of this folder and of the socket take up to 35.
 _LONGEST_PARENT = 72
-_SHORT_PARENT = "/tmp"
 
 
 class SocketFolder:
     """A new folder. Creating it also removes folders that this user's ended processes left behind.
 
     It is not a TemporaryDirectory, as a forked process that exits would remove its parent's.
-
-    Attributes:
-        path: of the folder; its name contains this process's id.
     """
 
     def __init__(self) -> None:
-        parent = _parent()
-        remove_left_folders(parent)
+        parent = tempfile.gettempdir()
+        if len(os.fsencode(parent)) > _LONGEST_PARENT:
+            parent = "/tmp"
+        remove_left_folders(Path(parent))
         self.path = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=parent))
         # Locked while this process lives: in another container with the same /tmp the id means nothing.
         # By flock, since filelock cannot lock a folder.
@@ -42,12 +40,6 @@ class SocketFolder:
         lock, self._lock = self._lock, None
         if lock is not None:
             os.close(lock)
-
-
-def _parent() -> Path:
-    """The folder for temporary files, unless its path is too long for sockets in it."""
-    parent = tempfile.gettempdir()
-    return Path(parent if len(os.fsencode(parent)) <= _LONGEST_PARENT else _SHORT_PARENT)
 
 
 def remove_left_folders(parent: Path) -> None:

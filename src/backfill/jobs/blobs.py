@@ -1,20 +1,25 @@
-"""The contents of stored files, by id. No path comes from a client. Calls block: run them in threads."""
+"""The contents of stored files, by id. No path comes from a client."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable
+from collections.abc import AsyncGenerator, Iterable
 from io import FileIO
 from pathlib import Path
 
 from backfill.jobs.private_files import FILE_MODE, make_folder, sync_folder
+from backfill.jobs.threads import ThreadPool
 
+CHUNK_BYTES = 1 << 20
 _PARTIAL = ".part"
 
 
 class BlobStore:
-    """Files of one folder. An upload is written under a partial name and renamed once it is synced."""
+    """Files of one folder. An upload is written under a partial name and renamed once it is synced.
+
+    Calls block: run them in threads.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -76,3 +81,33 @@ class BlobStore:
 
     def _partial(self, file_id: str) -> Path:
         return self._folder / (file_id + _PARTIAL)
+
+
+class Download:
+    """A stored file, open for a client. A slow client holds up no thread. Close it after use."""
+
+    def __init__(self, file: FileIO, threads: ThreadPool) -> None:
+        self._file = file
+        self._threads = threads
+        self.num_bytes = os.fstat(file.fileno()).st_size
+
+    @classmethod
+    async def open(cls, path: Path, threads: ThreadPool) -> Download:
+        """Raises: OSError."""
+        return await threads.run(lambda: cls(FileIO(path, "rb"), threads))
+
+    async def chunks(self, start: int = 0, end: int | None = None) -> AsyncGenerator[bytes, None]:
+        """The bytes of [start, end), at most a MiB at a time. Raises: OSError."""
+        end = self.num_bytes if end is None else end
+        while start < end:
+            chunk = await self._threads.run(self._read, start, min(CHUNK_BYTES, end - start))
+            if not chunk:
+                raise OSError(f"{self._file.name!r} has become shorter")
+            start += len(chunk)
+            yield chunk
+
+    async def close(self) -> None:
+        await self._threads.run(self._file.close)
+
+    def _read(self, start: int, num_bytes: int) -> bytes:
+        return os.pread(self._file.fileno(), num_bytes, start)

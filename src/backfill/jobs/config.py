@@ -11,7 +11,6 @@ from backfill.core.errors import ConfigError
 from backfill.core.options import check_types, internal, secret
 
 HOUR_S = 3600
-DAY_S = 24 * HOUR_S
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ import asyncio
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from backfill.core.errors import BackfillError
@@ -35,58 +35,36 @@ class RunningLine:
     ran_with_others: bool
 
 
+@dataclass(slots=True, eq=False)
 class Feed:
-    """One batch in the feeder. Use it with ``Feeder.add`` and ``Feeder.remove``.
+    """One batch in the feeder. Use it with ``Feeder.add`` and ``Feeder.remove``."""
 
-    Attributes:
-        finished: done when every line's result is durable; fails with the error of a read of lines or a
-            write of results.
-
-    Args:
-        name: for log lines.
-        source: of the lines to run; read as the engine takes them.
-        num_lines: to run.
-        on_committed: called with each group of results once it is durable.
-        owner: the engine is shared evenly between owners.
-        deadline_at_s: an owner's batch with the earliest deadline goes first; on any clock.
-        suspects: lines that were lost before.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        source: LineSource,
-        num_lines: int,
-        sink: ResultSink,
-        on_committed: Callable[[Sequence[LineResult]], None],
-        *,
-        owner: str = "",
-        deadline_at_s: float = math.inf,
-        suspects: Suspects | None = None,
-    ) -> None:
-        self.name = name
-        self.owner = owner
-        self.deadline_at_s = deadline_at_s
-        self.suspects = Suspects() if suspects is None else suspects
-        self.sink = sink
-        self.on_committed = on_committed
-        self.finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._source = source
-        self._num_unread = num_lines
-        self._to_retry: list[BatchLine] = []  # lost or put back; sorted by losses, most last
-        self._buffered: deque[BatchLine] = deque()  # read, not taken yet
-        self.reading: asyncio.Task[None] | None = None
-        self.running: dict[int, RunningLine] = {}
-        self.results: list[LineResult] = []  # ended, not yet durable
-        self.num_in_flight = 0  # lines taken that are not durable yet
-        self.num_buffered_bytes = 0  # of lines read that are not durable yet
-        self.committer: asyncio.Task[None] | None = None
-        self.has_unsaved_losses = False
-        self.saver: asyncio.Task[None] | None = None
+    name: str  # for log lines
+    source: LineSource  # of the lines to run; read as the engine takes them
+    num_unread: int  # lines to run that are not read yet
+    sink: ResultSink
+    on_committed: Callable[[Sequence[LineResult]], None]  # called with each group once it is durable
+    owner: str = ""  # the engine is shared evenly between owners
+    deadline_at_s: float = math.inf  # an owner's batch with the earliest goes first; on any clock
+    suspects: Suspects = field(default_factory=Suspects)  # lines that were lost before
+    # Done when every line's result is durable; fails with the error of a read of lines or a write of results.
+    finished: asyncio.Future[None] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future(), init=False
+    )
+    _to_retry: list[BatchLine] = field(default_factory=list, init=False)  # sorted by losses, most last
+    _buffered: deque[BatchLine] = field(default_factory=deque, init=False)  # read, not taken yet
+    reading: asyncio.Task[None] | None = None
+    running: dict[int, RunningLine] = field(default_factory=dict, init=False)
+    results: list[LineResult] = field(default_factory=list, init=False)  # ended, not yet durable
+    num_in_flight: int = 0  # lines taken that are not durable yet
+    num_buffered_bytes: int = 0  # of lines read that are not durable yet
+    committer: asyncio.Task[None] | None = None
+    has_unsaved_losses: bool = False
+    saver: asyncio.Task[None] | None = None
 
     @property
     def has_lines(self) -> bool:
-        return not self.finished.done() and bool(self._to_retry or self._buffered or self._num_unread)
+        return not self.finished.done() and bool(self._to_retry or self._buffered or self.num_unread)
 
     @property
     def has_read_lines(self) -> bool:
@@ -113,7 +91,7 @@ class Feed:
     async def read(self, max_lines: int) -> None:
         """Read lines for ``take``. The feed fails where they cannot be read."""
         try:
-            lines = await self._source.read(min(max_lines, self._num_unread))
+            lines = await self.source.read(min(max_lines, self.num_unread))
         except Exception as error:
             # It ends this batch alone, not the feeder's task that reads.
             self.fail(error)
@@ -121,7 +99,7 @@ class Feed:
         if not lines:
             self.fail(InputChanged("The input file has fewer lines than when it was checked."))
             return
-        self._num_unread -= len(lines)
+        self.num_unread -= len(lines)
         for line in lines:
             if self.suspects.of(line.number).num:
                 self._put(line)
@@ -138,11 +116,7 @@ class Feed:
             self.num_in_flight -= 1
             self.num_buffered_bytes -= result.line.num_bytes
             self.suspects.forget(result.line.number)
-        if self.num_in_flight == 0 and not (self._to_retry or self._buffered or self._num_unread):
-            self.finish()
-
-    def finish(self) -> None:
-        if not self.finished.done():
+        if self.num_in_flight == 0 and not (self.has_lines or self.finished.done()):
             self.finished.set_result(None)
 
     def fail(self, error: Exception) -> None:

@@ -42,11 +42,7 @@ class Feeder:
 
     When the engine dies or a step fails, all its lines are lost, and at most one is to blame. Lost lines run
     again before others. Each loss divides the lines in flight by eight, until a line runs alone. Only losses
-    of a line that ran alone count against it (``Losses.is_to_blame``).
-
-    Args:
-        threads: write results to the disk.
-        tasks: starts the feeder's own tasks.
+    of a line that ran alone count against it (``Losses.is_to_blame``). ``threads`` write results to the disk.
     """
 
     def __init__(self, runner: LineRunner, threads: ThreadPool, tasks: TaskWatch | None = None) -> None:
@@ -77,7 +73,7 @@ class Feeder:
         self._feeds.append(feed)
         self._order.add(feed, feed.owner, feed.deadline_at_s)
         feed.note_durable([])  # it may have no line at all
-        self._note_lines(feed)
+        self._order.set_waiting(feed, feed.has_lines)
         self._fill()
 
     async def remove(self, feed: Feed, *, keep_results: bool = True) -> None:
@@ -154,9 +150,6 @@ class Feeder:
         self._fills_soon = False
         self._fill()
 
-    def _note_lines(self, feed: Feed) -> None:
-        self._order.set_waiting(feed, feed.has_lines)
-
     def _next_feed(self) -> Feed | None:
         """The feed whose line is next; where memory is full, a feed with lines in memory."""
         if self._may_have_suspects:
@@ -182,14 +175,14 @@ class Feeder:
         feed.running[line.number] = RunningLine(line, task, ran_with_others)
         self._num_running += 1
         self._order.note_taken(feed)
-        self._note_lines(feed)
+        self._order.set_waiting(feed, feed.has_lines)
 
     async def _read(self, feed: Feed) -> None:
         try:
             await feed.read(_GROUP_LINES)
         finally:
             feed.reading = None
-        self._note_lines(feed)
+        self._order.set_waiting(feed, feed.has_lines)
         self._may_have_suspects |= feed.num_losses_next > 0
         self._fill()
 
@@ -214,7 +207,7 @@ class Feeder:
             self._num_running -= 1
         if result is None:
             feed.put_back(line)
-            self._note_lines(feed)
+            self._order.set_waiting(feed, feed.has_lines)
             self._order.note_ended(feed)
             if goes_on:
                 self._fill()
@@ -272,6 +265,6 @@ class Feeder:
                 self._fill()
         except Exception as error:
             feed.fail(error)
-            self._note_lines(feed)
+            self._order.set_waiting(feed, feed.has_lines)
         finally:
             feed.committer = None

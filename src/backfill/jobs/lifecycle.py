@@ -11,15 +11,15 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
-from backfill.jobs.feed import Feed, InputChanged
+from backfill.jobs.feed import Feed, InputChanged, LineSource
 from backfill.jobs.feeder import Feeder
 from backfill.jobs.lines import LineResult, unanswered
-from backfill.jobs.open_batch import OpenBatch
 from backfill.jobs.records import (
-    FINAL_STATUSES,
+    OPEN_STATUSES,
     BatchRecord,
     BatchStatus,
     FileRecord,
@@ -32,28 +32,21 @@ from backfill.jobs.retry import append_with_retries, retry_delays_s
 from backfill.jobs.storage import JobStorage
 from backfill.jobs.store import counts_changes
 from backfill.jobs.suspects import Suspects
-from backfill.preparation.lines import BadLine, BatchLine, LineError
+from backfill.preparation.lines import BadLine, LineError
 from backfill.preparation.messages import InputLimits, InputReport, LineSelection
 
 logger = logging.getLogger(__name__)
 
 SUSPECTS_FOLDER = "suspects"
-_MAX_CHECKED_AT_ONCE = 4
-_MAX_ENDED_AT_ONCE = 4  # batches with lines that never ran
 # A batch fails after this many unexpected errors.
 MAX_UNEXPECTED = 5
 _UNANSWERED_GROUP = 1000
 
-_OPEN_STATUSES = [status for status in BatchStatus if status not in FINAL_STATUSES]
 _UNANSWERED_CODES = {LineOutcome.CANCELLED: "batch_cancelled", LineOutcome.EXPIRED: "batch_expired"}
 
 
-class LineReader(Protocol):
-    """The lines of one file, in order."""
-
-    async def read(self, max_lines: int) -> Sequence[BatchLine]:
-        """The next lines, at least one unless there are no more. Raises: BadLine, OSError."""
-        ...
+class LineReader(LineSource, Protocol):
+    """The lines of one file, in order. ``read`` raises: BadLine, OSError."""
 
     def close(self) -> None: ...
 
@@ -68,43 +61,60 @@ class InputReader(Protocol):
     def open_lines(self, selection: LineSelection) -> LineReader: ...
 
 
+class OpenBatch:
+    """An open batch in memory.
+
+    The deadline is on the monotonic clock: a change of the wall clock ends no batch early.
+    """
+
+    def __init__(self, batch: BatchRecord, log: ResultLog, wall_s: float) -> None:
+        self.batch = batch
+        self.log = log
+        self.cancelled = asyncio.Event()
+        # The results of a batch that an earlier server began are unknown until its files are read.
+        self.has_counts = batch.status is BatchStatus.VALIDATING
+        self.deadline_s = time.monotonic() + batch.expires_at - wall_s
+        self.task: asyncio.Task[None] | None = None
+
+    def counts(self) -> RequestCounts:
+        return self.log.counts(self.batch.request_counts.total)
+
+    async def until_over(self, feed: Feed) -> None:
+        """Wait for the first of: the end of the window, a cancellation, the end of the feed."""
+        cancelled = asyncio.ensure_future(self.cancelled.wait())
+        timeout_s = max(0.0, self.deadline_s - time.monotonic())
+        ends: set[asyncio.Future[Any]] = {cancelled, feed.finished}
+        try:
+            await asyncio.wait(ends, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            cancelled.cancel()
+
+
 class _InputMissing(Exception):
     """The input file is gone from the disk."""
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class BatchDriver:
-    """Drives open batches; several at once, each in a task of its own.
+    """Drives open batches; several at once, each in a task of its own."""
 
-    Args:
-        on_lines: called with results once they are durable.
-        num_queued_lines: unfinished lines of an owner's open batches.
-    """
-
-    def __init__(
-        self,
-        storage: JobStorage,
-        feeder: Feeder,
-        reader: InputReader,
-        *,
-        model_names: Sequence[str],
-        on_lines: Callable[[Sequence[LineResult]], None],
-        num_queued_lines: Callable[[str], int],
-    ) -> None:
-        self._storage = storage
-        self._feeder = feeder
-        self._reader = reader
-        self._model_names = model_names
-        self._on_lines = on_lines
-        self._num_queued_lines = num_queued_lines
-        self._checking = asyncio.Semaphore(_MAX_CHECKED_AT_ONCE)
-        self._ending = asyncio.Semaphore(_MAX_ENDED_AT_ONCE)
+    storage: JobStorage
+    feeder: Feeder
+    reader: InputReader
+    _: dataclasses.KW_ONLY
+    model_names: Sequence[str]
+    on_lines: Callable[[Sequence[LineResult]], None]  # called with results once they are durable
+    num_queued_lines: Callable[[str], int]  # unfinished lines of an owner's open batches
+    # How many batches are checked, and how many with lines that never ran are ended, at once.
+    _checking: asyncio.Semaphore = dataclasses.field(default_factory=lambda: asyncio.Semaphore(4), init=False)
+    _ending: asyncio.Semaphore = dataclasses.field(default_factory=lambda: asyncio.Semaphore(4), init=False)
 
     def log_of(self, batch: BatchRecord) -> ResultLog:
         """The batch's results, not opened yet."""
         return ResultLog(
             batch.id.removeprefix("batch_"),
-            self._storage.blobs.path(batch.output_blob),
-            self._storage.blobs.path(batch.error_blob),
+            self.storage.blobs.path(batch.output_blob),
+            self.storage.blobs.path(batch.error_blob),
         )
 
     async def drive(self, job: OpenBatch) -> None:
@@ -142,7 +152,7 @@ class BatchDriver:
                 if not await self._validate(job):
                     return
         log = self.log_of(job.batch)
-        await self._storage.threads.results.run(log.open)
+        await self.storage.threads.results.run(log.open)
         job.log = log
         job.has_counts = True
         if job.batch.status is BatchStatus.IN_PROGRESS:
@@ -169,7 +179,7 @@ class BatchDriver:
                 job, BatchStatus.FAILED, {"failed_at": stamp, "errors": errors}, [BatchStatus.VALIDATING]
             )
             return False
-        model = report.model or self._model_names[0]
+        model = report.model or self.model_names[0]
         counts = RequestCounts(total=report.total)
         changes = {"in_progress_at": stamp, "model": model, **counts_changes(counts, TokenUsage())}
         logger.info("%s: %d lines", job.batch.id, report.total)
@@ -180,12 +190,12 @@ class BatchDriver:
         """None where the owner cancels the batch meanwhile."""
         limits = InputLimits(
             endpoint=job.batch.endpoint,
-            model_names=tuple(self._model_names),
-            max_lines=self._storage.config.batch_max_lines,
-            max_line_bytes=self._storage.config.max_line_bytes,
+            model_names=tuple(self.model_names),
+            max_lines=self.storage.config.batch_max_lines,
+            max_line_bytes=self.storage.config.max_line_bytes,
         )
-        path = str(self._storage.blobs.path(job.batch.input_file_id))
-        check = asyncio.ensure_future(self._reader.check_input(path, limits))
+        path = str(self.storage.blobs.path(job.batch.input_file_id))
+        check = asyncio.ensure_future(self.reader.check_input(path, limits))
         cancelled = asyncio.ensure_future(job.cancelled.wait())
         try:
             await asyncio.wait({check, cancelled}, return_when=asyncio.FIRST_COMPLETED)
@@ -199,11 +209,11 @@ class BatchDriver:
 
     def _queue_errors(self, job: OpenBatch, num_lines: int) -> list[LineError]:
         """The error where ``num_lines`` more are over the limit of the owner's queue."""
-        most = self._storage.config.batch_max_queued_lines
+        most = self.storage.config.batch_max_queued_lines
         if num_lines > most:
             message = f"The input file has {num_lines} lines; the batches of one owner are limited to {most}."
             return [LineError("too_many_tasks", message)]
-        num_queued = self._num_queued_lines(job.batch.owner)
+        num_queued = self.num_queued_lines(job.batch.owner)
         if num_queued + num_lines > most:
             message = (
                 f"Enqueued line limit reached: your other open batches have {num_queued} unfinished lines, "
@@ -226,25 +236,25 @@ class BatchDriver:
         if num_lines == 0:
             return
         suspects = self._suspects_of(job.batch)
-        await self._storage.threads.results.run(suspects.load)
+        await self.storage.threads.results.run(suspects.load)
         with contextlib.closing(self._unfinished_lines(job)) as lines:
             feed = Feed(
                 job.batch.id,
                 lines,
                 num_lines,
                 job.log,
-                self._on_lines,
+                self.on_lines,
                 owner=job.batch.owner,
                 deadline_at_s=job.batch.expires_at,
                 suspects=suspects,
             )
-            self._feeder.add(feed)
+            self.feeder.add(feed)
             keeps_results = False
             try:
-                await job.until_over(feed.finished)
+                await job.until_over(feed)
                 keeps_results = True
             finally:
-                await self._feeder.remove(feed, keep_results=keeps_results)
+                await self.feeder.remove(feed, keep_results=keeps_results)
         if feed.finished.done():
             try:
                 feed.finished.result()
@@ -262,7 +272,7 @@ class BatchDriver:
         if job.counts().unfinished:
             async with self._ending:
                 await self._end_unfinished(job, outcome)
-        await self._storage.threads.results.run(job.log.check_intact)
+        await self.storage.threads.results.run(job.log.check_intact)
         await self._end(job, end, {f"{end.value}_at": self._timestamp(job)}, [job.batch.status])
 
     async def _end_unfinished(self, job: OpenBatch, outcome: LineOutcome) -> None:
@@ -271,8 +281,8 @@ class BatchDriver:
             try:
                 while group := await lines.read(_UNANSWERED_GROUP):
                     results = [unanswered(line, _UNANSWERED_CODES[outcome], outcome) for line in group]
-                    await append_with_retries(self._storage.threads.results, job.log, results, job.batch.id)
-                    self._on_lines(results)
+                    await append_with_retries(self.storage.threads.results, job.log, results, job.batch.id)
+                    self.on_lines(results)
             except FileNotFoundError:
                 raise _InputMissing from None
 
@@ -280,10 +290,10 @@ class BatchDriver:
         """End as failed, with the results there are."""
         log = self.log_of(job.batch)
         with contextlib.suppress(ForeignResults):
-            await self._storage.threads.results.run(log.open)
+            await self.storage.threads.results.run(log.open)
             job.log = log
         changes = {"failed_at": self._timestamp(job), "errors": [dataclasses.asdict(reason)]}
-        await self._end(job, BatchStatus.FAILED, changes, _OPEN_STATUSES)
+        await self._end(job, BatchStatus.FAILED, changes, OPEN_STATUSES)
 
     async def _end(
         self,
@@ -300,7 +310,7 @@ class BatchDriver:
             ("output_file_id", record.output_blob, "output"),
             ("error_file_id", record.error_blob, "error"),
         ):
-            num_bytes = await self._storage.threads.results.run(self._storage.blobs.size_or_delete, blob)
+            num_bytes = await self.storage.threads.results.run(self.storage.blobs.size_or_delete, blob)
             if num_bytes == 0:
                 continue
             found[column] = blob
@@ -315,7 +325,7 @@ class BatchDriver:
                     purpose="batch_output",
                 )
             )
-        await self._storage.threads.results.run(self._suspects_of(record).delete)
+        await self.storage.threads.results.run(self._suspects_of(record).delete)
         counts = job.counts()
         changes = {**changes, **found, **counts_changes(counts, job.log.usage)}
         await self._change(job, status, changes, only_from, records)
@@ -324,13 +334,13 @@ class BatchDriver:
         )
 
     def _suspects_of(self, batch: BatchRecord) -> Suspects:
-        return Suspects(self._storage.config.data_dir / SUSPECTS_FOLDER / batch.id, batch.id)
+        return Suspects(self.storage.config.data_dir / SUSPECTS_FOLDER / batch.id, batch.id)
 
     def _unfinished_lines(self, job: OpenBatch, *, names_only: bool = False) -> LineReader:
-        return self._reader.open_lines(
+        return self.reader.open_lines(
             LineSelection(
-                path=str(self._storage.blobs.path(job.batch.input_file_id)),
-                max_line_bytes=self._storage.config.max_line_bytes,
+                path=str(self.storage.blobs.path(job.batch.input_file_id)),
+                max_line_bytes=self.storage.config.max_line_bytes,
                 done=job.log.done,
                 names_only=names_only,
                 complete_by_s=job.deadline_s,
@@ -339,7 +349,7 @@ class BatchDriver:
 
     def _timestamp(self, job: OpenBatch) -> int:
         """Now, but never before the batch's latest timestamp."""
-        return max(self._storage.now(), job.batch.last_timestamp)
+        return max(self.storage.now(), job.batch.last_timestamp)
 
     async def _change(
         self,
@@ -351,8 +361,8 @@ class BatchDriver:
     ) -> bool:
         """Compare and set the status, with retries. Returns: whether it is set."""
         row = {"status": status.value, **changes}
-        if not await self._storage.query_with_retries(
-            self._storage.store.change_batch, job.batch.id, row, only_from=only_from, new_files=new_files
+        if not await self.storage.query_with_retries(
+            self.storage.store.change_batch, job.batch.id, row, only_from=only_from, new_files=new_files
         ):
             return False
         stamps = {name: value for name, value in changes.items() if name.endswith("_at")}

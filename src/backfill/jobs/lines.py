@@ -1,13 +1,18 @@
-"""The result lines of a batch (OpenAI's Batch API formats)."""
+"""The results of lines: how a line runs on the engine, and OpenAI's Batch API format of its result."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
+from backfill.core.errors import EngineDead
 from backfill.jobs.records import LineOutcome, TokenUsage
 from backfill.preparation.lines import BatchLine
 from backfill.protocol.encoding import EncodedBody
+from backfill.protocol.service import CompletionService
 
 _UNANSWERED_MESSAGES = {
     "batch_expired": "This request could not be executed before the completion window expired.",
@@ -37,20 +42,45 @@ class LineResult:
         return bytes(EncodedBody(record)) + b"\n"
 
 
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class Usage(msgspec.Struct):
+    """The token counts of a response body."""
+
+    prompt_tokens_details: _Details | None = None
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+    def tokens(self) -> TokenUsage:
+        details = self.prompt_tokens_details
+        cached = details.cached_tokens if details is not None else None
+        return TokenUsage(self.prompt_tokens, cached or 0, self.completion_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceRunner:
+    """A ``LineRunner`` on the current service: runs a line as the online API would."""
+
+    service: Callable[[], CompletionService | None]  # None while no engine is ready
+
+    async def run(self, line: BatchLine) -> LineResult:
+        """Raises: RequestLost."""
+        if line.refusal is not None:
+            return refused(line)
+        if line.generation is None:
+            return unanswered(line, "internal_error")
+        service = self.service()
+        if service is None:
+            raise EngineDead("The engine is not running.")
+        return completed(line, await service.run_whole(line.generation))
+
+
 def completed(line: BatchLine, body: dict[str, Any]) -> LineResult:
-    usage = body.get("usage") or {}
-    details = usage.get("prompt_tokens_details") or {}
-    return LineResult(
-        line,
-        LineOutcome.COMPLETED,
-        {"status_code": 200, "request_id": line.request_id, "body": body},
-        None,
-        TokenUsage(
-            usage.get("prompt_tokens", 0),
-            details.get("cached_tokens") or 0,
-            usage.get("completion_tokens", 0),
-        ),
-    )
+    response = {"status_code": 200, "request_id": line.request_id, "body": body}
+    usage = msgspec.convert(body.get("usage") or {}, Usage).tokens()
+    return LineResult(line, LineOutcome.COMPLETED, response, None, usage)
 
 
 def refused(line: BatchLine) -> LineResult:

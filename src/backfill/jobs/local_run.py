@@ -18,14 +18,14 @@ from backfill.core.config import EngineConfig
 from backfill.core.errors import BackfillError, ConfigError
 from backfill.engine.client import EngineClient
 from backfill.engine.messages import Ready, StepReport
-from backfill.generation.generator import NoObserver
+from backfill.generation.generator import Observer
 from backfill.ipc.child import abandon_children
 from backfill.jobs.feed import Feed
 from backfill.jobs.feeder import Feeder
+from backfill.jobs.lines import ServiceRunner
 from backfill.jobs.progress import TimeLeft, TokenRates
 from backfill.jobs.records import RequestCounts, TokenUsage
 from backfill.jobs.results import ForeignResults, ResultLog
-from backfill.jobs.runner import ServiceRunner
 from backfill.jobs.suspects import Suspects
 from backfill.jobs.threads import ThreadPool
 from backfill.preparation.lines import BadLine, LineError
@@ -45,8 +45,10 @@ class BadInput(BackfillError):
     """The input file is invalid; no line was run."""
 
     def __init__(self, path: Path, errors: Sequence[LineError]) -> None:
-        shown = [_describe(error) for error in errors]
-        super().__init__(f"{path} is invalid, and no line was run:\n" + "\n".join(shown))
+        lines = [f"{path} is invalid, and no line was run:"]
+        for error in errors:
+            lines.append(error.message if error.line is None else f"  line {error.line}: {error.message}")
+        super().__init__("\n".join(lines))
 
 
 class LocalRun:
@@ -139,6 +141,9 @@ class LocalRun:
                         await self._threads.run(self._suspects.delete)
         except OSError as error:
             raise ConfigError(f"{self._named(error.filename)}: {error.strerror}.") from error
+        except ForeignResults as error:
+            message = f"{error} The file is left as it is; give another -o, or delete it to start over."
+            raise ForeignResults(message) from None
         finally:
             self._threads.close()
             self.duration_s = time.monotonic() - started_at_s
@@ -177,13 +182,6 @@ class LocalRun:
         return await self._threads.run(_digest, self._input_path)
 
     def _open_results(self, name: str, stack: contextlib.ExitStack) -> None:
-        try:
-            self._read_results(name, stack)
-        except ForeignResults as error:
-            message = f"{error} The file is left as it is; give another -o, or delete it to start over."
-            raise ForeignResults(message) from None
-
-    def _read_results(self, name: str, stack: contextlib.ExitStack) -> None:
         for path in dict.fromkeys(self._result_paths):
             if path.exists() and path.samefile(self._input_path):
                 raise ConfigError(f"{path} is the input file.")
@@ -192,7 +190,8 @@ class LocalRun:
         log = ResultLog(name, *self._result_paths)
         log.open()
         self._log = log
-        self._suspects = Suspects(_suspects_path(self._result_paths[0]), name)
+        output = self._result_paths[0]
+        self._suspects = Suspects(output.with_name(output.name + ".suspects"), name)
         self._suspects.load()
         self.num_resumed = log.num_completed + log.num_failed
 
@@ -243,7 +242,7 @@ class LocalRun:
         await self._processes.preparation.wait_ready()
         self._processes.configure(preparer, EngineFacts.of(ready, self._engine_config.scheduler))
         # Tokens are counted by step: a generator's observer learns of a prompt when its request ends.
-        self._service = self._processes.create_service(preparer, NoObserver())
+        self._service = self._processes.create_service(preparer, Observer())
         num_at_once = self._engine_config.scheduler.max_num_seqs
         if self.rates is None:
             now_s = time.monotonic()
@@ -258,15 +257,6 @@ class LocalRun:
     def _on_engine_lost(self) -> None:
         self._service = None
         self._feeder.set_capacity(0)
-
-
-def _suspects_path(output: Path) -> Path:
-    """Beside the results, where the next run finds it."""
-    return output.with_name(output.name + ".suspects")
-
-
-def _describe(error: LineError) -> str:
-    return error.message if error.line is None else f"  line {error.line}: {error.message}"
 
 
 def _digest(path: Path) -> str:

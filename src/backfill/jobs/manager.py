@@ -13,14 +13,13 @@ from typing import Protocol
 
 from backfill.core.errors import RequestError
 from backfill.engine.tasks import TaskWatch
+from backfill.jobs.blobs import Download
 from backfill.jobs.config import JobsConfig
-from backfill.jobs.downloads import Download
 from backfill.jobs.errors import Conflict, NotFound, TooMany
 from backfill.jobs.feeder import Feeder, LineRunner
-from backfill.jobs.lifecycle import SUSPECTS_FOLDER, BatchDriver, InputReader
-from backfill.jobs.lines import LineResult
-from backfill.jobs.lock import DataFolderLock
-from backfill.jobs.open_batch import OpenBatch
+from backfill.jobs.lifecycle import SUSPECTS_FOLDER, BatchDriver, InputReader, OpenBatch
+from backfill.jobs.lines import LineResult, ServiceRunner
+from backfill.jobs.private_files import DataFolderLock
 from backfill.jobs.records import (
     BatchRecord,
     BatchStatus,
@@ -31,7 +30,6 @@ from backfill.jobs.records import (
     new_batch_id,
     new_file_id,
 )
-from backfill.jobs.runner import ServiceRunner
 from backfill.jobs.storage import JobStorage
 from backfill.jobs.suspects import sweep as sweep_suspects
 from backfill.jobs.threads import JobThreads
@@ -74,7 +72,6 @@ class JobManager:
         on_event: counts results.
         runner: runs lines; by default on the service of ``engine_ready``.
         wall: Unix seconds.
-        tasks: starts the manager's own tasks.
     """
 
     def __init__(

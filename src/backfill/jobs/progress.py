@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from dataclasses import dataclass, field
 
 from backfill.engine.messages import StepReport
 
-RATE_WINDOW_S = 30.0
 _LEAST_SPAN_S = 3.0
 _BUCKET_S = 0.5
 _WINDOW_TURNS = 3
@@ -16,17 +16,13 @@ _LEAST_ENDED_LINES = 5
 _SMOOTHING_S = 15.0
 
 
+@dataclass(slots=True)
 class SlidingRate:
-    """Amounts per second over the last ``window_s``, or since the start where that is later.
+    """Amounts per second over the last ``window_s``, or since the start where that is later."""
 
-    Args:
-        started_at_s: nothing was counted before.
-    """
-
-    def __init__(self, started_at_s: float, window_s: float = RATE_WINDOW_S) -> None:
-        self._started_at_s = started_at_s
-        self._window_s = window_s
-        self._buckets: deque[tuple[float, float]] = deque()  # instant of the first amount, sum
+    started_at_s: float  # nothing was counted before
+    window_s: float = 30.0
+    _buckets: deque[tuple[float, float]] = field(default_factory=deque)  # instant of the first amount, sum
 
     def add(self, amount: float, now_s: float) -> None:
         if self._buckets and now_s < self._buckets[-1][0] + _BUCKET_S:
@@ -39,13 +35,13 @@ class SlidingRate:
     def per_s(self, now_s: float) -> float | None:
         """None in the first seconds, when a rate says little."""
         self._forget(now_s)
-        span_s = min(now_s - self._started_at_s, self._window_s)
+        span_s = min(now_s - self.started_at_s, self.window_s)
         if span_s < _LEAST_SPAN_S:
             return None
         return sum(amount for _, amount in self._buckets) / span_s
 
     def _forget(self, now_s: float) -> None:
-        while self._buckets and self._buckets[0][0] <= now_s - self._window_s:
+        while self._buckets and self._buckets[0][0] <= now_s - self.window_s:
             self._buckets.popleft()
 
 

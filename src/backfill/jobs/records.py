@@ -24,12 +24,10 @@ class BatchStatus(Enum):
 
     @property
     def is_final(self) -> bool:
-        return self in FINAL_STATUSES
+        return self.value in {"failed", "completed", "expired", "cancelled"}
 
 
-FINAL_STATUSES = frozenset(
-    {BatchStatus.FAILED, BatchStatus.COMPLETED, BatchStatus.EXPIRED, BatchStatus.CANCELLED}
-)
+OPEN_STATUSES = [status for status in BatchStatus if not status.is_final]
 
 
 class LineOutcome(Enum):
@@ -122,17 +120,9 @@ class BatchRecord:
 
     @property
     def last_timestamp(self) -> int:
-        """The latest of its times."""
-        stamps = (
-            self.in_progress_at,
-            self.finalizing_at,
-            self.completed_at,
-            self.failed_at,
-            self.expired_at,
-            self.cancelling_at,
-            self.cancelled_at,
-        )
-        return max([self.created_at, *(stamp for stamp in stamps if stamp is not None)])
+        """The latest of the times at which it changed."""
+        names = ("created_at", *(f"{status.value}_at" for status in BatchStatus))
+        return max(getattr(self, name, None) or 0 for name in names)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
 
 from backfill.core.errors import BackfillError
-from backfill.jobs.lines import LineResult
+from backfill.jobs.lines import LineResult, Usage
 from backfill.jobs.private_files import FILE_MODE, sync_folder, write_all
 from backfill.jobs.records import LineOutcome, RequestCounts, TokenUsage
 
@@ -24,23 +24,8 @@ class ResultsLost(BackfillError):
     """A result file was removed, replaced or cut while results were written to it."""
 
 
-class _Details(msgspec.Struct):
-    cached_tokens: int | None = None
-
-
-class _Usage(msgspec.Struct):
-    prompt_tokens_details: _Details | None = None
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-
-    def tokens(self) -> TokenUsage:
-        details = self.prompt_tokens_details
-        cached = details.cached_tokens if details is not None else None
-        return TokenUsage(self.prompt_tokens, cached or 0, self.completion_tokens)
-
-
 class _Body(msgspec.Struct):
-    usage: _Usage | None = None
+    usage: Usage | None = None
 
 
 class _Response(msgspec.Struct):
@@ -112,7 +97,7 @@ class ResultLog:
     def check_intact(self) -> None:
         """Raise ResultsLost unless every result is still in its file."""
         with contextlib.ExitStack() as stack:
-            self._open_files(stack, self._files)
+            self._open_files(stack)
 
     def is_done(self, number: int) -> bool:
         byte, bit = divmod(number, 8)
@@ -132,14 +117,15 @@ class ResultLog:
         Raises: OSError, such as a full disk; the group may then be tried again. ResultsLost.
         """
         if self._is_torn:
-            self._cut()
+            with contextlib.ExitStack() as stack:
+                self._cut(self._open_files(stack))
         written: dict[Path, bytearray] = {}
         for result in results:
             path = self._paths[result.outcome is not LineOutcome.COMPLETED]
             written.setdefault(path, bytearray()).extend(result.encode(f"{self._prefix}{result.line.number}"))
         with contextlib.ExitStack() as stack:
             # All files: no result may count beside results that are lost.
-            files = self._open_files(stack, self._files)
+            files = self._open_files(stack)
             self._is_torn = True
             try:
                 for path, data in written.items():
@@ -148,7 +134,7 @@ class ResultLog:
                     os.fsync(files[path])
             except OSError:
                 with contextlib.suppress(OSError):  # else the next attempt cuts first
-                    self._cut_open(files)
+                    self._cut(files)
                 raise
         self._is_torn = False
         for path, data in written.items():
@@ -156,10 +142,10 @@ class ResultLog:
         for result in results:
             self._note(result.line.number, result.outcome is LineOutcome.COMPLETED, result.usage)
 
-    def _open_files(self, stack: contextlib.ExitStack, paths: Iterable[Path]) -> dict[Path, int]:
+    def _open_files(self, stack: contextlib.ExitStack) -> dict[Path, int]:
         """Raises: ResultsLost where a file is not as it was left."""
         files = {}
-        for path in paths:
+        for path in self._files:
             try:
                 files[path] = stack.enter_context(_opened(path))
             except FileNotFoundError:
@@ -172,11 +158,7 @@ class ResultLog:
                 raise ResultsLost(f"The result file {path.name} was changed while it was written.")
         return files
 
-    def _cut(self) -> None:
-        with contextlib.ExitStack() as stack:
-            self._cut_open(self._open_files(stack, self._files))
-
-    def _cut_open(self, files: Mapping[Path, int]) -> None:
+    def _cut(self, files: Mapping[Path, int]) -> None:
         for path, file in files.items():
             os.ftruncate(file, self._files[path].size)
         self._is_torn = False
@@ -198,17 +180,18 @@ class ResultLog:
         A power loss may leave zeros in place of unsynced data. Nothing after them was counted.
         """
         size = 0
-        for data in _whole_lines(path):
-            if b"\0" in data:  # JSON has none
-                break
-            size += len(data)
-            number, written = self._parse(path, data)
-            if self.is_done(number):
-                raise ForeignResults(f"{path.name} holds line {number} twice.")
-            response = written.response
-            is_completed = response is not None and response.status_code == 200
-            usage = response.body.usage if is_completed and response and response.body else None
-            self._note(number, is_completed, TokenUsage() if usage is None else usage.tokens())
+        with path.open("rb") as file:
+            for data in file:
+                if b"\0" in data or not data.endswith(b"\n"):  # JSON has no zeros
+                    break
+                size += len(data)
+                number, written = self._parse(path, data)
+                if self.is_done(number):
+                    raise ForeignResults(f"{path.name} holds line {number} twice.")
+                response = written.response
+                is_completed = response is not None and response.status_code == 200
+                usage = response.body.usage if is_completed and response and response.body else None
+                self._note(number, is_completed, TokenUsage() if usage is None else usage.tokens())
         return size
 
     def _parse(self, path: Path, data: bytes) -> tuple[int, _Written]:
@@ -229,10 +212,3 @@ def _opened(path: Path, flags: int = 0) -> Iterator[int]:
         yield file
     finally:
         os.close(file)
-
-
-def _whole_lines(path: Path) -> Iterator[bytes]:
-    with path.open("rb") as file:
-        for data in file:
-            if data.endswith(b"\n"):
-                yield data

@@ -13,7 +13,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from backfill.core.errors import ConfigError
 from backfill.jobs.blobs import BlobStore
 from backfill.jobs.config import JobsConfig
-from backfill.jobs.database import open_database
+from backfill.jobs.database import open_database, tie_to_folder
 from backfill.jobs.errors import Busy
 from backfill.jobs.private_files import make_private
 from backfill.jobs.retry import is_temporary, reason_of, retry_delays_s
@@ -28,15 +28,11 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class JobStorage:
-    """Everything that outlives the process.
-
-    Attributes:
-        now: Unix seconds.
-    """
+    """Everything that outlives the process."""
 
     config: JobsConfig
     threads: JobThreads
-    now: Callable[[], int]
+    now: Callable[[], int]  # Unix seconds
     store: JobStore
     blobs: BlobStore
 
@@ -47,10 +43,11 @@ class JobStorage:
         blobs = BlobStore(data_dir / "files")
         try:
             await threads.results.run(make_private, data_dir)
-            store = JobStore(await threads.database.run(open_database, config.batch_database_url, data_dir))
-            await threads.database.run(store.tie_to_folder, data_dir)
-            storage = cls(config, threads, now, store, blobs)
-            await threads.results.run(blobs.open_folder, await storage.query_with_retries(store.blob_ids))
+            engine = await threads.database.run(open_database, config.batch_database_url, data_dir)
+            await threads.database.run(tie_to_folder, engine, data_dir)
+            storage = cls(config, threads, now, JobStore(engine), blobs)
+            known = await storage.query_with_retries(storage.store.blob_ids)
+            await threads.results.run(blobs.open_folder, known)
         except OSError as error:
             reason = error.strerror or error
             raise ConfigError(f"--data-dir {data_dir} cannot be used: {reason}.") from error

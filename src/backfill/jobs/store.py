@@ -5,15 +5,14 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Connection, Engine, RowMapping, Table, delete, func, insert, select, update
+from sqlalchemy import Engine, RowMapping, Table, delete, func, insert, select, update
 
-from backfill.jobs.database import batches, files, tie_to_folder
+from backfill.jobs.database import batches, files
 from backfill.jobs.errors import Conflict, NotFound, TooMany
 from backfill.jobs.records import (
-    FINAL_STATUSES,
+    OPEN_STATUSES,
     BatchRecord,
     BatchStatus,
     FileRecord,
@@ -23,7 +22,7 @@ from backfill.jobs.records import (
 )
 from backfill.preparation.lines import LineError
 
-_OPEN = [status.value for status in BatchStatus if status not in FINAL_STATUSES]
+_OPEN = [status.value for status in OPEN_STATUSES]
 
 
 class JobStore:
@@ -36,10 +35,6 @@ class JobStore:
         self._engine = engine
         # No batch starts with a file that is being deleted. A lock suffices: one process owns the records.
         self._input_lock = threading.Lock()
-
-    def tie_to_folder(self, data_dir: Path) -> None:
-        """Raises: ConfigError when the folder or the database belongs to another."""
-        tie_to_folder(self._engine, data_dir)
 
     def close(self) -> None:
         self._engine.dispose()
@@ -61,8 +56,7 @@ class JobStore:
         query = select(files).where(files.c.owner == owner)
         if purpose is not None:
             query = query.where(files.c.purpose == purpose)
-        with self._engine.connect() as connection:
-            rows = self._page(connection, files, query, owner, order == "asc", limit, after, "File object")
+        rows = self._page(files, query, owner, order == "asc", limit, after, "File object")
         return Page([_file(row) for row in rows[:limit]], len(rows) > limit)
 
     def delete_file(self, owner: str, file_id: str) -> None:
@@ -123,8 +117,7 @@ class JobStore:
     def list_batches(self, owner: str, *, limit: int, after: str | None) -> Page[BatchRecord]:
         """Newest first. Raises: NotFound for an ``after`` that does not exist."""
         query = select(batches).where(batches.c.owner == owner)
-        with self._engine.connect() as connection:
-            rows = self._page(connection, batches, query, owner, False, limit, after, "batch")
+        rows = self._page(batches, query, owner, False, limit, after, "batch")
         return Page([_batch(row) for row in rows[:limit]], len(rows) > limit)
 
     def open_batches(self) -> list[BatchRecord]:
@@ -173,7 +166,6 @@ class JobStore:
 
     def _page(
         self,
-        connection: Connection,
         table: Table,
         query: Any,
         owner: str,
@@ -183,14 +175,15 @@ class JobStore:
         kind: str,
     ) -> Sequence[RowMapping]:
         """Up to ``limit`` + 1 rows; the last one tells that more follow."""
-        if after is not None:
-            mark = select(table.c.sequence).where(table.c.id == after, table.c.owner == owner)
-            sequence = connection.execute(mark).scalar()
-            if sequence is None:
-                raise NotFound(f"after: no {kind} found with id '{after[:80]}'.")
-            query = query.where(table.c.sequence > sequence if ascending else table.c.sequence < sequence)
         query = query.order_by(table.c.sequence if ascending else table.c.sequence.desc()).limit(limit + 1)
-        return connection.execute(query).mappings().all()
+        with self._engine.connect() as connection:
+            if after is not None:
+                mark = select(table.c.sequence).where(table.c.id == after, table.c.owner == owner)
+                sequence = connection.execute(mark).scalar()
+                if sequence is None:
+                    raise NotFound(f"after: no {kind} found with id '{after[:80]}'.")
+                query = query.where(table.c.sequence > sequence if ascending else table.c.sequence < sequence)
+            return connection.execute(query).mappings().all()
 
 
 def counts_changes(counts: RequestCounts, usage: TokenUsage) -> dict[str, Any]:

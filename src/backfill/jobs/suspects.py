@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -20,13 +20,12 @@ MAX_LONE_LOSSES = 3
 MAX_ONLY_LINE_LOSSES = 20
 
 
-@dataclass(frozen=True, slots=True)
-class Losses:
+class Losses(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Losses of one line: all, as the only request, and as the only line beside online requests."""
 
-    num: int = 0
-    num_lone: int = 0
-    num_only_line: int = 0
+    num: int
+    num_lone: int
+    num_only_line: int
 
     @property
     def is_to_blame(self) -> bool:
@@ -35,27 +34,22 @@ class Losses:
 
 class _Saved(msgspec.Struct):
     name: str
-    lines: dict[int, tuple[int, int, int]]
+    lines: dict[int, Losses]
 
 
+@dataclass(slots=True, eq=False)
 class Suspects:
-    """The lines of one batch that were lost, by number.
+    """The lines of one batch that were lost, by number."""
 
-    Args:
-        path: where losses are saved; None keeps them in memory only.
-        name: of the batch; a file that names another is not read.
-    """
-
-    def __init__(self, path: Path | None = None, name: str = "") -> None:
-        self._path = path
-        self._name = name
-        self._losses: dict[int, Losses] = {}
+    path: Path | None = None  # where losses are saved; None keeps them in memory only
+    name: str = ""  # of the batch; a file that names another is not read
+    _losses: dict[int, Losses] = field(default_factory=dict, init=False)
 
     def __len__(self) -> int:
         return len(self._losses)
 
     def of(self, number: int) -> Losses:
-        return self._losses.get(number, Losses())
+        return self._losses.get(number, Losses(0, 0, 0))
 
     def note_lost(self, number: int, *, is_lone: bool, is_only_line: bool) -> Losses:
         """Count a loss. Returns: the losses of the line, this one included."""
@@ -70,34 +64,33 @@ class Suspects:
 
     def encode(self) -> bytes:
         """The content for ``save``."""
-        lines = {number: (one.num, one.num_lone, one.num_only_line) for number, one in self._losses.items()}
-        return msgspec.json.encode(_Saved(self._name, lines))
+        return msgspec.json.encode(_Saved(self.name, self._losses))
 
     # ---- Blocking: run in threads ----
 
     def load(self) -> None:
         """Read saved losses. A file that cannot be decoded is ignored. Raises: OSError."""
-        assert self._path is not None
+        assert self.path is not None
         try:
-            saved = msgspec.json.decode(self._path.read_bytes(), type=_Saved)
+            saved = msgspec.json.decode(self.path.read_bytes(), type=_Saved)
         except FileNotFoundError:
             return
         except msgspec.DecodeError as error:
-            logger.warning("%s cannot be decoded and is ignored: %s", self._path.name, error)
+            logger.warning("%s cannot be decoded and is ignored: %s", self.path.name, error)
             return
-        if saved.name == self._name:
-            self._losses = {number: Losses(*counts) for number, counts in saved.lines.items()}
+        if saved.name == self.name:
+            self._losses = saved.lines
 
     def save(self, content: bytes) -> None:
         """Make it durable. Raises: OSError."""
-        if self._path is not None:
-            make_folder(self._path.parent)
-            write_durably(self._path, content)
+        if self.path is not None:
+            make_folder(self.path.parent)
+            write_durably(self.path, content)
 
     def delete(self) -> None:
         """Raises: OSError."""
-        if self._path is not None:
-            self._path.unlink(missing_ok=True)
+        if self.path is not None:
+            self.path.unlink(missing_ok=True)
 
 
 def sweep(folder: Path, names: Collection[str]) -> None:

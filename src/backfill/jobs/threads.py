@@ -49,7 +49,7 @@ class ThreadPool:
         call: Future[Result] = Future()
         done = asyncio.wrap_future(call)
         self._open[done] = call
-        done.add_done_callback(self._forget)
+        done.add_done_callback(self._open.pop)
         self._calls.put(partial(_perform, call, partial(work, *args, **kwargs)))
         if self._num_threads < min(self._max_threads, len(self._open)):
             self._num_threads += 1
@@ -72,9 +72,6 @@ class ThreadPool:
         for _ in range(self._num_threads):
             self._calls.put(None)
         return num_left
-
-    def _forget(self, done: asyncio.Future[Any]) -> None:
-        del self._open[done]
 
     def _serve(self) -> None:
         while (call := self._calls.get()) is not None:

@@ -7,6 +7,7 @@ import contextlib
 import logging
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 from io import FileIO
 
 from backfill.jobs.errors import StorageFull, TooLarge, TooManyUploads
@@ -69,9 +70,6 @@ class Uploads:
         self._num_unfinished_of[owner] += num_bytes
         return self._num_received, self._num_received_of[owner]
 
-    def note_kept(self, owner: str, num_bytes: int) -> None:
-        self._num_unfinished_of[owner] -= num_bytes
-
     def note_ended(self, owner: str) -> None:
         """An upload is no longer open."""
         self._num_open_of[owner] -= 1
@@ -93,6 +91,7 @@ class Uploads:
         except BaseException:
             await self.storage.threads.uploads.run(self.storage.blobs.delete, record.id)
             raise
+        self._num_unfinished_of[record.owner] -= record.num_bytes
 
     def _check_open(self, owner: str) -> None:
         most = self.storage.config.batch_max_uploads
@@ -115,52 +114,40 @@ class Uploads:
             raise StorageFull("The server's disk is nearly full; it takes no new files and batches.")
 
 
+@dataclass(slots=True, eq=False)
 class Upload:
-    """An open upload. End it with ``finish`` or ``abort``.
+    """An open upload. End it with ``finish`` or ``abort``."""
 
-    Args:
-        most_received, most_received_of_owner: limits of the bytes of all uploads, and of the owner's, since
-            the start; None: no limit.
-    """
-
-    def __init__(
-        self,
-        uploads: Uploads,
-        owner: str,
-        file_id: str,
-        file: FileIO,
-        most_received: int | None,
-        most_received_of_owner: int | None,
-    ) -> None:
-        self._uploads = uploads
-        self._owner = owner
-        self._id = file_id
-        self._file = file
-        self._most_received = most_received
-        self._most_received_of_owner = most_received_of_owner
-        self._num_bytes = 0
-        self._is_open = True
+    uploads: Uploads
+    owner: str
+    file_id: str
+    file: FileIO
+    # Limits of the bytes of all uploads, and of the owner's, since the start; None: no limit.
+    most_received: int | None
+    most_received_of_owner: int | None
+    _num_bytes: int = 0
+    _is_open: bool = True
 
     async def write(self, data: bytes | bytearray) -> None:
         """Raises: TooLarge beyond the limit of any file, or when the store, the owner's part of it, or the
         disk is full."""
-        limit = self._uploads.storage.config.max_file_bytes
+        limit = self.uploads.storage.config.max_file_bytes
         self._num_bytes += len(data)
-        num_received, num_received_of_owner = self._uploads.receive(self._owner, len(data))
+        num_received, num_received_of_owner = self.uploads.receive(self.owner, len(data))
         if self._num_bytes > limit:
             raise TooLarge(f"The file is over the limit of {limit} bytes.")
-        if self._most_received is not None and num_received > self._most_received:
+        if self.most_received is not None and num_received > self.most_received:
             raise TooLarge("The server's file storage is full. Delete files that are no longer needed.")
-        if self._most_received_of_owner is not None and num_received_of_owner > self._most_received_of_owner:
-            most = self._uploads.storage.config.max_owner_bytes
+        if self.most_received_of_owner is not None and num_received_of_owner > self.most_received_of_owner:
+            most = self.uploads.storage.config.max_owner_bytes
             raise TooLarge(
                 f"Your files are limited to {most} bytes together. Delete files that are no longer needed."
             )
-        await self._uploads.write(self._file, data)
+        await self.uploads.write(self.file, data)
 
     async def finish(self, *, filename: str, purpose: str, expires_after_s: int | None) -> FileRecord:
         """Make the file durable. Raises: TooLarge for a batch's input over its limit; it is aborted then."""
-        storage = self._uploads.storage
+        storage = self.uploads.storage
         config = storage.config
         if purpose == "batch" and self._num_bytes > config.batch_max_bytes:
             await self.abort()
@@ -169,32 +156,31 @@ class Upload:
             expires_after_s = int(config.retention_s)
         now = storage.now()
         record = FileRecord(
-            id=self._id,
-            owner=self._owner,
+            id=self.file_id,
+            owner=self.owner,
             num_bytes=self._num_bytes,
             created_at=now,
             expires_at=None if expires_after_s is None else now + expires_after_s,
             filename=filename,
             purpose=purpose,
         )
-        await self._uploads.keep(record, self._file)
-        self._uploads.note_kept(self._owner, self._num_bytes)
+        await self.uploads.keep(record, self.file)
         self._end()
         return record
 
     async def abort(self) -> None:
-        self._uploads.receive(self._owner, -self._num_bytes)
+        self.uploads.receive(self.owner, -self._num_bytes)
         self._num_bytes = 0
         try:
-            storage = self._uploads.storage
-            await storage.threads.uploads.run(storage.blobs.discard, self._id, self._file)
+            storage = self.uploads.storage
+            await storage.threads.uploads.run(storage.blobs.discard, self.file_id, self.file)
         finally:
             self._end()
 
     def _end(self) -> None:
         if self._is_open:
             self._is_open = False
-            self._uploads.note_ended(self._owner)
+            self.uploads.note_ended(self.owner)
 
 
 @contextlib.contextmanager

@@ -95,12 +95,13 @@ class AsyncLLM(BaseLLM):
         Raises: InvalidRequest, a ValueError, for a request that can never be served; RequestLost, such as
             EngineDead, if the engine lost the request.
         """
-
-        def prompt_of(preparer: Preparer) -> PromptInput:
-            return parse_prompt(prompt)
-
         return self._stream(
-            prompt_of, sampling_params, request_id, service_class=service_class, priority=priority, slo=slo
+            lambda _: parse_prompt(prompt),
+            sampling_params,
+            request_id,
+            service_class=service_class,
+            priority=priority,
+            slo=slo,
         )
 
     def chat(

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import ClassVar
 
+from backfill.core.config import check_log_level
+from backfill.core.options import options_of
 from backfill.execution.executor import ExecutorInfo
 from backfill.llm.errors import in_library_terms
 from backfill.llm.local_engine import LocalEngine
-from backfill.llm.options import parse_engine_options, resolve_options, signature_with_options
+from backfill.llm.options import LLMOptions, parse_engine_options, signature_with_options, template_text
 from backfill.models.resolve import DEFAULT_MODEL
+from backfill.protocol.options import RequestOptions
 
 
 class BaseLLM:
@@ -43,16 +47,19 @@ class BaseLLM:
             engine = parse_engine_options({"policy": "slo", **engine_options}, type(self).__name__)
             if self._is_offline and "policy" not in engine_options:
                 engine = engine.for_offline_work()
-            options = resolve_options(
-                model=model,
+            check_log_level(log_level)
+            options_of(RequestOptions)["generation_config"].check(generation_config)
+            engine.validate()
+            options = LLMOptions(
+                model=str(model),
                 revision=revision,
-                chat_template=chat_template,
-                generation_config=generation_config,
+                engine_config=dataclasses.replace(engine.with_checkpointing(), seed=seed),
+                chat_template=template_text(chat_template),
+                uses_generation_config=generation_config == "auto",
                 seed=seed,
-                log_level=log_level,
-                engine=engine,
+                log_level=log_level.upper(),
             )
-        self._max_num_seqs = options.engine_config.scheduler.max_num_seqs
+        self._max_num_seqs = engine.scheduler.max_num_seqs
         self._engine = LocalEngine(options)
         self._open()
 

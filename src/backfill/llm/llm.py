@@ -7,7 +7,7 @@ import os
 import queue
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, closing
 from types import TracebackType
 from typing import Any, Self
 
@@ -172,7 +172,7 @@ class LLM(BaseLLM):
         work.add_done_callback(lambda _: arrivals.put(None))
         outputs: dict[int, RequestOutput] = {}
         try:
-            with GenerationBar(use_tqdm, len(requests)) as bar:
+            with closing(GenerationBar(use_tqdm, len(requests))) as bar:
                 while (arrival := arrivals.get()) is not None:
                     index, output = arrival
                     outputs[index] = output

@@ -6,8 +6,8 @@ import asyncio
 import dataclasses
 import logging
 import os
+import random
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from backfill.costs.profile import CostProfile
 from backfill.engine.client import EngineClient
 from backfill.engine.options import check_profile
 from backfill.execution.executor import ExecutorInfo
-from backfill.generation.generator import NoObserver, TextGenerator
+from backfill.generation.generator import Observer, TextGenerator
 from backfill.generation.tokenizer import Tokenizer
 from backfill.llm.errors import in_library_terms, with_keywords
 from backfill.llm.options import LLMOptions
@@ -51,17 +51,12 @@ class LocalEngine:
 
     def __init__(self, options: LLMOptions) -> None:
         self._options = options
-        self._client: EngineClient | None = None
+        self.client: EngineClient | None = None
         self._loaded: LoadedModel | None = None
         self._preparer: Preparer | None = None
         self._starting = asyncio.Lock()
         self._is_closed = False
         self._pid = os.getpid()
-
-    @property
-    def client(self) -> EngineClient:
-        assert self._client is not None, "started before"
-        return self._client
 
     @property
     def loaded(self) -> LoadedModel:
@@ -76,7 +71,7 @@ class LocalEngine:
     @property
     def info(self) -> ExecutorInfo | None:
         """None while no engine runs."""
-        return None if self._client is None else self._client.info
+        return None if self.client is None else self.client.info
 
     async def start(self) -> None:
         """Return once an engine is ready.
@@ -98,28 +93,25 @@ class LocalEngine:
         if os.getpid() != self._pid:
             return
         self._is_closed = True
-        if self._client is not None:
-            await self._client.stop()
+        if self.client is not None:
+            await self.client.stop()
 
     def abandon(self) -> None:
         """``close`` without the event loop."""
         if os.getpid() != self._pid:
             return
         self._is_closed = True
-        if self._client is not None:
-            self._client.abandon()
+        if self.client is not None:
+            self.client.abandon()
 
     def abort(self, handle: AbortHandle) -> None:
         """Abort the request of this handle, also before it runs; it yields a last output."""
         handle.is_aborted = True
-        if self._client is not None:
-            self._client.interrupt_group(handle, RequestAborted("The request was aborted."))
+        if self.client is not None:
+            self.client.interrupt_group(handle, RequestAborted("The request was aborted."))
 
-    async def run(self, request: PreparedRequest, handle: AbortHandle) -> AsyncGenerator[RequestOutput, None]:
-        outputs = run_request(request, self.loaded.generator, self.loaded.tokenizer, handle)
-        async with aclosing(outputs):
-            async for output in outputs:
-                yield output
+    def run(self, request: PreparedRequest, handle: AbortHandle) -> AsyncGenerator[RequestOutput, None]:
+        return run_request(request, self.loaded.generator, self.loaded.tokenizer, handle)
 
     def check_usable(self) -> None:
         """Raises: EngineDead after ``close``, and in a fork of the process that created it."""
@@ -132,15 +124,13 @@ class LocalEngine:
             raise EngineDead("This engine was closed; make another one.")
 
     async def _start(self) -> None:
-        if self._client is None:
+        if self.client is None:
             config = await asyncio.to_thread(_find_model, self._options)
             self.check_usable()  # it may have been closed during a download
-            self._client = EngineClient(
-                config, on_profile=self._on_profile, log_level=self._options.log_level
-            )
+            self.client = EngineClient(config, on_profile=self._on_profile, log_level=self._options.log_level)
         elif self._loaded is not None:
             logger.warning("the engine has died and is restarted")
-        client = self._client
+        client = self.client
         # While the engine starts, which takes about as long.
         loading = asyncio.ensure_future(asyncio.to_thread(self._load, client))
         try:
@@ -154,8 +144,9 @@ class LocalEngine:
             loading.cancel()
             await client.stop()
             raise
+        seeds = random.Random(self._options.seed)
         self._preparer = Preparer(
-            self._loaded.tokenizer, ready.info, ready.profile, client.config.scheduler, self._options.seed
+            self._loaded.tokenizer, ready.info, ready.profile, client.config.scheduler, seeds
         )
 
     def _on_profile(self, profile: CostProfile) -> None:
@@ -171,7 +162,7 @@ class LocalEngine:
         from_model = self._options.uses_generation_config
         defaults = GenerationDefaults.from_folder(folder) if from_model else GenerationDefaults()
         return LoadedModel(
-            tokenizer, TextGenerator(client, tokenizer, NoObserver()), SamplingParams.recommended(defaults)
+            tokenizer, TextGenerator(client, tokenizer, Observer()), SamplingParams.recommended(defaults)
         )
 
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from backfill.core.config import EngineConfig, check_log_level
+from backfill.core.config import EngineConfig
 from backfill.core.options import options_of, with_options
 from backfill.generation.chat_template import check_template, read_template
-from backfill.protocol.options import RequestOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,31 +45,6 @@ def parse_engine_options(keywords: Mapping[str, object], callee: str) -> EngineC
     return with_options(EngineConfig, keywords)
 
 
-def resolve_options(
-    *,
-    model: str,
-    revision: str | None,
-    chat_template: str | Path | None,
-    generation_config: str,
-    seed: int,
-    log_level: str,
-    engine: EngineConfig,
-) -> LLMOptions:
-    """Raises: ConfigError for the first value that cannot be."""
-    check_log_level(log_level)
-    options_of(RequestOptions)["generation_config"].check(generation_config)
-    engine.validate()
-    return LLMOptions(
-        model=str(model),
-        revision=revision,
-        engine_config=dataclasses.replace(engine.with_checkpointing(), seed=seed),
-        chat_template=_template_text(chat_template),
-        uses_generation_config=generation_config == "auto",
-        seed=seed,
-        log_level=log_level.upper(),
-    )
-
-
 def signature_with_options(init: Callable[..., None]) -> inspect.Signature:
     """The signature of a class with this ``__init__``, with the engine's options by name, for ``help``."""
     signature = inspect.signature(init)
@@ -85,7 +58,7 @@ def signature_with_options(init: Callable[..., None]) -> inspect.Signature:
     return signature.replace(parameters=[*given, *options])
 
 
-def _template_text(given: str | Path | None) -> str | None:
+def template_text(given: str | Path | None) -> str | None:
     """Jinja source as it is, or the source in the file of this name."""
     if isinstance(given, str) and ("{{" in given or "{%" in given):
         check_template(given)

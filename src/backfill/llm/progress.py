@@ -14,7 +14,7 @@ UseTqdm = bool | Callable[..., Any]
 
 
 class GenerationBar:
-    """Finished prompts, and tokens per second. A context manager."""
+    """Finished prompts, and tokens per second. Close it after use."""
 
     def __init__(self, use_tqdm: UseTqdm, num_prompts: int) -> None:
         self._bar: Any = None
@@ -25,10 +25,7 @@ class GenerationBar:
             make = _default_bar() if use_tqdm is True else use_tqdm
             self._bar = make(total=num_prompts, desc="Processed prompts", dynamic_ncols=True)
 
-    def __enter__(self) -> GenerationBar:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
+    def close(self) -> None:
         if self._bar is not None:
             self._bar.close()
 

@@ -42,35 +42,22 @@ class PreparedRequest:
     arrived_at_s: float = field(default_factory=time.monotonic)
 
 
+@dataclass(eq=False)
 class Preparer:
     """Checks and tokenizes prompts. All methods but ``next_seed`` may be called from any thread.
 
     All methods raise RequestError for a request that can never be served.
-
-    Attributes:
-        profile: predicts step times, as the engine does now; None if unknown.
-
-    Args:
-        seed: for ``next_seed``.
     """
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        info: ExecutorInfo,
-        profile: CostProfile | None,
-        scheduler: SchedulerConfig,
-        seed: int,
-    ) -> None:
-        self._tokenizer = tokenizer
-        self._info = info
-        self.profile = profile
-        self._scheduler = scheduler
-        self._seeds = random.Random(seed)
+    tokenizer: Tokenizer
+    info: ExecutorInfo
+    profile: CostProfile | None  # predicts step times, as the engine does now; None if unknown
+    scheduler: SchedulerConfig
+    seeds: random.Random
 
     def next_seed(self) -> int:
         """A seed for the next request. Called in the order of the requests; ``prepare`` may not be."""
-        return self._seeds.getrandbits(62)
+        return self.seeds.getrandbits(62)
 
     def render_chat(
         self,
@@ -85,7 +72,7 @@ class Preparer:
                 "continue_final_message needs a last message of role assistant.",
                 param="continue_final_message",
             )
-        return self._tokenizer.render_chat(
+        return self.tokenizer.render_chat(
             messages,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
@@ -120,12 +107,12 @@ class Preparer:
         token_ids = prompt.token_ids
         if token_ids is None:
             assert prompt.text is not None
-            token_ids = self._tokenizer.encode(
-                prompt.text, add_special_tokens=add_special_tokens, most_tokens=self._info.max_model_len
+            token_ids = self.tokenizer.encode(
+                prompt.text, add_special_tokens=add_special_tokens, most_tokens=self.info.max_model_len
             )
         self._check_slo(slo, service_class, len(token_ids))
-        choices = params.choices(max(1, self._info.max_model_len - len(token_ids)), seed)
-        self._info.check_request(token_ids, choices[0])  # the others differ in their seeds alone
+        choices = params.choices(max(1, self.info.max_model_len - len(token_ids)), seed)
+        self.info.check_request(token_ids, choices[0])  # the others differ in their seeds alone
         return PreparedRequest(
             request_id=request_id,
             prompt=prompt.text,
@@ -151,7 +138,7 @@ class Preparer:
         if service_class is ServiceClass.OFFLINE:
             raise InvalidRequest("slo is for online requests, not for offline ones.", param="slo")
         requested = {"ttft": slo.ttft_s, "tpot": slo.tpot_s}
-        impossible = impossible_objectives(requested, self.profile, self._scheduler, num_prompt_tokens)
+        impossible = impossible_objectives(requested, self.profile, self.scheduler, num_prompt_tokens)
         if impossible:
             needs = " and ".join(f"{name}_s={needed_s:g}" for name, needed_s in impossible.items())
             raise InvalidRequest(

@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 import msgspec
@@ -43,9 +44,8 @@ from backfill.preparation.messages import (
     exception_of,
 )
 from backfill.preparation.process import run_preparation_process
-from backfill.protocol.generation import Generation
+from backfill.protocol.generation import Generation, GenerationEndpoint
 from backfill.protocol.preparer import EngineFacts, RequestContext, TextEndpoint
-from backfill.protocol.requests import GenerationEndpoint
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +56,7 @@ _MAX_OFFLINE_BODIES = 1
 _MAX_FAILED_LAUNCHES = 3
 _FIRST_RESTART_S = 0.1
 _LONGEST_RESTART_S = 10.0
+_NOT_READY = "The server cannot prepare requests at the moment. Please retry."
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[FromPreparation] = msgspec.msgpack.Decoder(FromPreparation)
@@ -67,21 +68,15 @@ class PreparationDied(BackfillError):
     """The process ended twice while it worked on a job, the second time on this job alone."""
 
 
+@dataclass(slots=True)
 class _PendingJob:
-    """A job without a result.
+    """A job without a result."""
 
-    Attributes:
-        is_sent: the current process has it.
-        has_begun: the current process works on it.
-        is_suspect: a process ended while it worked on this job, and perhaps on others.
-    """
-
-    __slots__ = ("done", "has_begun", "is_sent", "is_suspect", "job")
-
-    def __init__(self, job: Job) -> None:
-        self.job = job
-        self.done: asyncio.Future[Result | Failure] = asyncio.get_running_loop().create_future()
-        self.is_sent = self.has_begun = self.is_suspect = False
+    job: Job
+    done: asyncio.Future[Result | Failure]
+    is_sent: bool = False  # the current process has it
+    has_begun: bool = False  # the current process works on it
+    is_suspect: bool = False  # a process ended while it worked on this job, and perhaps on others
 
 
 class PreparationClient:
@@ -93,9 +88,6 @@ class PreparationClient:
 
     Attributes:
         num_deaths: processes that ended by themselves.
-
-    Args:
-        tasks: starts the client's own task.
     """
 
     def __init__(self, setup: PreparationSetup, tasks: TaskWatch | None = None) -> None:
@@ -181,7 +173,7 @@ class PreparationClient:
         """The lines of a file from a position on, prepared. Close it after use."""
         reader_id = next(self._ids)
         lines = self._lines[reader_id] = PreparedLines(self, reader_id, selection, position)
-        self._send(OpenLines(reader_id, selection, lines.position))
+        self.move(reader_id, lines)
         return lines
 
     async def read_lines(self, reader_id: int, max_lines: int) -> LinesRead:
@@ -199,9 +191,10 @@ class PreparationClient:
 
     async def _ask(self, work: Work, kind: type[Wanted]) -> Wanted:
         if self._num_failed_launches >= _MAX_FAILED_LAUNCHES:
-            raise NotReady("The server cannot prepare requests at the moment. Please retry.")
+            raise NotReady(_NOT_READY)
         job = Job(next(self._ids), work)
-        pending = self._jobs[job.job_id] = _PendingJob(job)
+        pending = _PendingJob(job, asyncio.get_running_loop().create_future())
+        self._jobs[job.job_id] = pending
         self._is_needed.set()
         self._send_jobs()
         try:
@@ -325,32 +318,28 @@ class PreparationClient:
         if self._num_failed_launches >= _MAX_FAILED_LAUNCHES:
             for pending in self._jobs.values():
                 if not pending.done.done():
-                    pending.done.set_exception(
-                        NotReady("The server cannot prepare requests at the moment. Please retry.")
-                    )
+                    pending.done.set_exception(NotReady(_NOT_READY))
 
 
+@dataclass(slots=True, eq=False)
 class PreparedLines:
     """The lines of a file, in order, read on demand. One reader at a time.
 
     A line that ends the process is returned as one that cannot be prepared.
     """
 
-    def __init__(
-        self, client: PreparationClient, reader_id: int, selection: LineSelection, position: Position = START
-    ) -> None:
-        self.selection = selection
-        self.position = position
-        self._client = client
-        self._id = reader_id
-        self._num_single = 0  # lines to read one by one, as one of them ended the process
+    client: PreparationClient
+    reader_id: int
+    selection: LineSelection
+    position: Position = START
+    _num_single: int = 0  # lines to read one by one, as one of them ended the process
 
     async def read(self, max_lines: int) -> Sequence[BatchLine]:
         """The next lines, at least one unless the file has no more. Raises: BadLine, OSError."""
         if self._num_single > 0:
             max_lines = 1
         try:
-            group = await self._client.read_lines(self._id, max_lines)
+            group = await self.client.read_lines(self.reader_id, max_lines)
             lines, self.position = group.lines, group.position
         except PreparationDied:
             if max_lines > 1:
@@ -361,11 +350,11 @@ class PreparedLines:
         return lines
 
     def close(self) -> None:
-        self._client.close_lines(self._id)
+        self.client.close_lines(self.reader_id)
 
     async def _read_name(self) -> list[BatchLine]:
         """The next line, without its body."""
-        names = self._client.open_lines(
+        names = self.client.open_lines(
             msgspec.structs.replace(self.selection, names_only=True), self.position
         )
         try:
@@ -373,5 +362,5 @@ class PreparedLines:
         finally:
             names.close()
         self.position = names.position
-        self._client.move(self._id, self)
+        self.client.move(self.reader_id, self)
         return lines

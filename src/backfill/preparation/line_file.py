@@ -6,15 +6,15 @@ import logging
 import time
 import uuid
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
 from backfill.core.errors import RequestError
 from backfill.preparation.lines import BatchLine, InputLine, Refusal, parse_line, read_lines
 from backfill.preparation.messages import LineSelection, Position
-from backfill.protocol.generation import Generation
+from backfill.protocol.generation import Generation, GenerationEndpoint
 from backfill.protocol.preparer import RequestContext
-from backfill.protocol.requests import GenerationEndpoint
 from backfill.protocol.responses import error_of
 
 logger = logging.getLogger(__name__)
@@ -26,24 +26,20 @@ _GROUP_BYTES = 1 << 20
 Prepare = Callable[[GenerationEndpoint, bytes, RequestContext], Generation]
 
 
+@dataclass(slots=True, eq=False)
 class LineFile:
-    """The selected lines of one file, from ``position`` on. The file is closed between calls.
+    """The selected lines of one file, from ``position`` on. The file is closed between calls."""
 
-    Args:
-        prepare: turns a body into a generation; raises RequestError.
-    """
-
-    def __init__(self, selection: LineSelection, position: Position, prepare: Prepare) -> None:
-        self.position = position
-        self._selection = selection
-        self._prepare = prepare
+    selection: LineSelection
+    position: Position
+    prepare: Prepare  # turns a body into a generation; raises RequestError
 
     def read(self, max_lines: int) -> list[BatchLine]:
         """The next lines, at least one unless the file has no more.
 
         Raises: BadLine, OSError; the next call reads from the same place.
         """
-        selection, group = self._selection, list[BatchLine]()
+        selection, group = self.selection, list[BatchLine]()
         num_bytes, started_at_s = 0, time.monotonic()
         with Path(selection.path).open("rb") as file:
             file.seek(self.position.offset)
@@ -65,17 +61,17 @@ class LineFile:
 
     def _prepared(self, line: InputLine, num_bytes: int) -> BatchLine:
         read = BatchLine(number=line.number, custom_id=line.custom_id, request_id=f"req_{uuid.uuid4().hex}")
-        if self._selection.names_only:
+        if self.selection.names_only:
             return read
         read.num_bytes = num_bytes
         context = RequestContext(
             request_id=read.request_id,
             is_batch_line=True,
-            complete_by_s=self._selection.complete_by_s,
+            complete_by_s=self.selection.complete_by_s,
         )
         try:
             # The check of the file has ensured that the url is one of these endpoints.
-            read.generation = self._prepare(cast(GenerationEndpoint, line.url), line.body, context)
+            read.generation = self.prepare(cast(GenerationEndpoint, line.url), line.body, context)
         except RequestError as error:
             read.refusal = Refusal(*error_of(error))
         except Exception:
@@ -84,5 +80,5 @@ class LineFile:
 
     def _is_done(self, number: int) -> bool:
         byte, bit = divmod(number, 8)
-        done = self._selection.done
+        done = self.selection.done
         return byte < len(done) and bool(done[byte] >> bit & 1)

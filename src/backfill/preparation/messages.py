@@ -12,9 +12,8 @@ from backfill.generation.tokenizer import Tokenizer
 from backfill.models.generation_config import GenerationDefaults
 from backfill.preparation.lines import BadLine, BatchLine, LineError
 from backfill.protocol.body_check import BodyCheck
-from backfill.protocol.generation import Generation
+from backfill.protocol.generation import Generation, GenerationEndpoint
 from backfill.protocol.preparer import EngineFacts, RequestContext, RequestPreparer, ServedModel, TextEndpoint
-from backfill.protocol.requests import GenerationEndpoint
 from backfill.protocol.response_size import MAX_RESPONSE_TOKENS
 
 

@@ -12,11 +12,12 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing
 from functools import partial
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
 from backfill.core.errors import BackfillError
 from backfill.core.heap import freeze_heap
@@ -46,9 +47,7 @@ from backfill.preparation.messages import (
     failure_of,
 )
 from backfill.preparation.validation import InputCheck
-from backfill.protocol.generation import Generation
-from backfill.protocol.preparer import RequestContext, RequestPreparer, TextEndpoint
-from backfill.protocol.requests import GenerationEndpoint
+from backfill.protocol.preparer import RequestPreparer
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +55,9 @@ logger = logging.getLogger(__name__)
 _NUM_BODY_THREADS = 2
 # A body or line takes seconds at most. One that takes longer hangs, and only ending the process stops it.
 _MAX_WORK_S = 60.0
+
+Args = ParamSpec("Args")
+Prepared = TypeVar("Prepared")
 
 
 def run_preparation_process(setup: PreparationSetup, commands_url: str, reports_url: str) -> None:
@@ -84,6 +86,7 @@ class Preparation:
     def __init__(self, channel: Channel[ToPreparation, FromPreparation], preparer: RequestPreparer) -> None:
         self._channel = channel
         self._preparer = preparer
+        self._prepare = self._in_time(preparer.prepare)
         self._bodies = ThreadPoolExecutor(_NUM_BODY_THREADS, "bodies")
         self._lines = ThreadPoolExecutor(1, "lines")
         self._checks = ThreadPoolExecutor(1, "checks")
@@ -98,17 +101,16 @@ class Preparation:
                 case Configure(facts):
                     self._preparer.facts = facts
                 case OpenLines(reader_id, selection, position):
-                    self._files[reader_id] = LineFile(selection, position, self._prepare_in_time)
+                    self._files[reader_id] = LineFile(selection, position, self._prepare)
                 case CloseLines(reader_id):
                     self._files.pop(reader_id, None)
                 case CancelCheck(job_id):
                     self._wanted_checks.discard(job_id)
                 case Job(_, PrepareBody(endpoint, body, context)):
-                    self._begin(
-                        self._bodies, message, partial(self._prepare_in_time, endpoint, body, context)
-                    )
+                    self._begin(self._bodies, message, partial(self._prepare, endpoint, body, context))
                 case Job(_, AnswerBody(endpoint, body)):
-                    self._begin(self._bodies, message, partial(self._answer_in_time, endpoint, body))
+                    answer = self._in_time(self._preparer.answer)
+                    self._begin(self._bodies, message, partial(answer, endpoint, body))
                 case Job(_, ReadLines() as wanted):
                     self._begin(self._lines, message, partial(self._read, wanted))
                 case Job(job_id, CheckInput() as wanted):
@@ -128,25 +130,18 @@ class Preparation:
 
         pool.submit(run)
 
-    def _answer_in_time(self, endpoint: TextEndpoint, body: bytes) -> bytes:
-        with self._in_time():
-            return self._preparer.answer(endpoint, body)
+    def _in_time(self, work: Callable[Args, Prepared]) -> Callable[Args, Prepared]:
+        """``work``, during which the process ends if it takes too long. It must not wait for a disk."""
 
-    def _prepare_in_time(
-        self, endpoint: GenerationEndpoint, body: bytes, context: RequestContext
-    ) -> Generation:
-        with self._in_time():
-            return self._preparer.prepare(endpoint, body, context)
+        def timed(*args: Args.args, **kwargs: Args.kwargs) -> Prepared:
+            thread = threading.get_ident()
+            self._working[thread] = time.monotonic()
+            try:
+                return work(*args, **kwargs)
+            finally:
+                del self._working[thread]
 
-    @contextmanager
-    def _in_time(self) -> Iterator[None]:
-        """End the process if the block takes too long. It must not wait for a disk."""
-        thread = threading.get_ident()
-        self._working[thread] = time.monotonic()
-        try:
-            yield
-        finally:
-            del self._working[thread]
+        return timed
 
     def _end_if_it_hangs(self) -> None:
         since_s = min(self._working.copy().values(), default=math.inf)

@@ -19,9 +19,7 @@ from backfill.protocol.service import CompletionService
 class ServingProcesses:
     """Owns both processes and loads the tokenizer while they start. One event loop owns it.
 
-    Args:
-        client: of the engine, which may have been launched.
-        tasks: starts the preparation client's own task.
+    ``client`` is the engine's, which may have been launched.
     """
 
     supervisor: EngineSupervisor  # from ``start`` on

@@ -10,7 +10,7 @@ from backfill.core.errors import RequestError
 from backfill.preparation.lines import BadLine, InputLine, LineError, check_target, parse_line, read_lines
 from backfill.preparation.messages import InputLimits, InputReport
 from backfill.protocol.body_check import BodyCheck, has_warning, warning_of
-from backfill.protocol.requests import GenerationEndpoint, parse_generation
+from backfill.protocol.generation import GenerationEndpoint, parse_generation
 from backfill.protocol.responses import shortened
 
 MAX_REPORTED_ERRORS = 100

@@ -8,8 +8,8 @@ from typing import Literal, get_args
 from pydantic import BaseModel
 
 from backfill.core.errors import RequestError
+from backfill.protocol.generation import GenerationEndpoint
 from backfill.protocol.parsing import StrictModel
-from backfill.protocol.requests import GenerationEndpoint
 
 BATCH_ENDPOINTS: tuple[str, ...] = get_args(GenerationEndpoint)
 UPLOAD_PURPOSES = ("assistants", "batch", "evals", "fine-tune", "user_data", "vision")

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from backfill.core.errors import RequestError
 from backfill.execution.executor import ExecutorInfo
 from backfill.models.generation_config import GenerationDefaults
+from backfill.protocol.generation import GenerationBody
 from backfill.protocol.generation_fields import GenerationFields
-from backfill.protocol.requests import GenerationBody
 from backfill.protocol.response_size import MAX_RESPONSE_TOKENS, bounded_max_tokens
 
 # A warning becomes a header, so its length is bounded.

@@ -25,11 +25,7 @@ class EncodedList:
 
 
 class EncodedBody:
-    """A JSON object that may contain ``EncodedList`` anywhere. The lists may not change afterwards.
-
-    Attributes:
-        num_bytes: length of the text.
-    """
+    """A JSON object that may contain ``EncodedList`` anywhere. The lists may not change afterwards."""
 
     def __init__(self, body: dict[str, Any]) -> None:
         lists: list[EncodedList] = []

@@ -1,12 +1,26 @@
-"""A checked request of the HTTP API, ready to run."""
+"""Requests of the HTTP API that generate: their bodies by endpoint, and what a checked body becomes."""
 
 from __future__ import annotations
+
+from typing import Literal
 
 import msgspec
 
 from backfill.core.slo import SLO
 from backfill.generation.generator import GenerationRequest
-from backfill.protocol.requests import GenerationEndpoint
+from backfill.protocol.chat import ChatCompletionRequest
+from backfill.protocol.completion import CompletionRequest
+from backfill.protocol.parsing import parse_body
+
+GenerationEndpoint = Literal["/v1/chat/completions", "/v1/completions"]
+GenerationBody = ChatCompletionRequest | CompletionRequest
+
+
+def parse_generation(endpoint: GenerationEndpoint, raw: bytes) -> GenerationBody:
+    """Parse a body of the endpoint. Raises: RequestError naming the first field that is wrong."""
+    if endpoint == "/v1/chat/completions":
+        return parse_body(ChatCompletionRequest, raw)
+    return parse_body(CompletionRequest, raw)
 
 
 class Generation(msgspec.Struct, tag=True, frozen=True, kw_only=True):

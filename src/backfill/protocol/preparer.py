@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -24,10 +24,9 @@ from backfill.generation.tokenizer import Tokenizer
 from backfill.models.generation_config import GenerationDefaults
 from backfill.protocol.body_check import BodyCheck, refuse_unknown_fields, warning_of
 from backfill.protocol.chat import ChatCompletionRequest, ChatMessage, ConversationFields
-from backfill.protocol.generation import Generation
+from backfill.protocol.generation import Generation, GenerationBody, GenerationEndpoint, parse_generation
 from backfill.protocol.objectives import Objective
 from backfill.protocol.parsing import parse_body
-from backfill.protocol.requests import GenerationBody, GenerationEndpoint, parse_generation
 from backfill.protocol.response_size import MAX_RESPONSE_TOKENS, bounded_max_tokens
 from backfill.protocol.tokenization import DetokenizeRequest, TokenizeRequest
 from backfill.scheduling.objectives import impossible_objectives
@@ -85,46 +84,44 @@ class RequestContext:
     complete_by_s: float | None = None
 
 
+@dataclass(eq=False)
 class RequestPreparer:
     """Turns bodies into generations.
 
-    Args:
+    Attributes:
+        defaults: sampling where a body sets none.
         max_response_tokens: most choices x max_tokens x (1 + logprobs) of one request.
         is_strict: refuse what ``warning_of`` would warn of.
-
-    Attributes:
         facts: of the running engine; None until it is ready, and then only ``check_model`` may be called.
     """
 
-    def __init__(
-        self,
-        model: ServedModel,
-        tokenizer: Tokenizer,
-        defaults: GenerationDefaults,
-        *,
-        max_response_tokens: int = MAX_RESPONSE_TOKENS,
-        is_strict: bool = False,
-    ) -> None:
-        self.model = model
-        self.tokenizer = tokenizer
-        self.facts: EngineFacts | None = None
-        self._defaults = defaults
-        self._max_response_tokens = max_response_tokens
-        self._is_strict = is_strict
+    model: ServedModel
+    tokenizer: Tokenizer
+    defaults: GenerationDefaults
+    _: KW_ONLY
+    max_response_tokens: int = MAX_RESPONSE_TOKENS
+    is_strict: bool = False
+    facts: EngineFacts | None = None
 
     @property
     def line_check(self) -> BodyCheck:
         """Checks batch lines before they are prepared."""
         return BodyCheck(
-            is_strict=self._is_strict,
-            max_response_tokens=self._max_response_tokens,
+            is_strict=self.is_strict,
+            max_response_tokens=self.max_response_tokens,
             info=None if self.facts is None else self.facts.info,
         )
 
     def prepare(self, endpoint: GenerationEndpoint, raw: bytes, context: RequestContext) -> Generation:
         """Parse, check and tokenize a body. Raises: RequestError."""
         body = parse_generation(endpoint, raw)
-        self._check(body, context)
+        self.check_model(body.model)
+        if context.is_batch_line:
+            body.become_batch_line()
+        body.apply_headers(context.headers)
+        body.check()
+        if self.is_strict:
+            refuse_unknown_fields(body)
         prompts = self._tokenized(body)
         samplings = self._samplings(body, prompts)
         objectives = body.objectives
@@ -203,11 +200,14 @@ class RequestPreparer:
         most_tokens: int | None = None,
         last_tokens: int | None = None,
     ) -> list[int]:
-        return self.tokenizer.encode_chat(
+        text = self.tokenizer.render_chat(
             [message.as_template_input() for message in messages],
             add_generation_prompt=fields.add_generation_prompt,
             continue_final_message=fields.continue_final_message,
             template_kwargs=fields.chat_template_kwargs,
+        )
+        return self.tokenizer.encode(
+            text,
             add_special_tokens=bool(fields.add_special_tokens),
             most_tokens=most_tokens,
             last_tokens=last_tokens,
@@ -223,11 +223,11 @@ class RequestPreparer:
                 max(1, info.max_model_len - len(prompt)),
                 num_choices=len(prompts) * body.num_choices,
                 num_logprobs=body.num_logprobs,
-                most=self._max_response_tokens,
+                most=self.max_response_tokens,
             )
             choices = [
                 body.sampling(
-                    self._defaults, max_tokens=max_tokens, num_logprobs=body.num_logprobs, choice=choice
+                    self.defaults, max_tokens=max_tokens, num_logprobs=body.num_logprobs, choice=choice
                 )
                 for choice in range(body.num_choices)
             ]
@@ -266,16 +266,6 @@ class RequestPreparer:
         """``facts``, which must be set."""
         assert self.facts is not None, "set before requests are prepared"
         return self.facts
-
-    def _check(self, body: GenerationBody, context: RequestContext) -> None:
-        """Apply the context to the body, then check its fields. Raises: RequestError."""
-        self.check_model(body.model)
-        if context.is_batch_line:
-            body.become_batch_line()
-        body.apply_headers(context.headers)
-        body.check()
-        if self._is_strict:
-            refuse_unknown_fields(body)
 
     def _slo(self, service_class: ServiceClass, objectives: Mapping[str, Objective]) -> SLO | None:
         """The request's objectives, with the server's for absent ones. Offline requests have none."""

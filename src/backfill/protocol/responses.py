@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,7 +79,7 @@ class Attainment:
 
 
 @dataclass(slots=True)
-class ChoiceState:
+class _Choice:
     """One choice's output so far."""
 
     text: list[str] = field(default_factory=list)
@@ -89,18 +88,6 @@ class ChoiceState:
     num_chars: int = 0
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-
-    def add(self, delta: TextDelta) -> None:
-        self.text.append(delta.text)
-        self.num_chars += len(delta.text)
-        self.token_ids.append(delta.token_id)
-        self.finish_reason = delta.finish_reason
-        self.stop_reason = delta.stop_reason
-
-    def add_logprobs(self, logprobs: Json | None) -> None:
-        """Add one delta's: lists, by name."""
-        for name, entries in (logprobs or {}).items():
-            self.logprobs.setdefault(name, EncodedList()).extend(entries)
 
 
 class ResponseShape:
@@ -111,14 +98,6 @@ class ResponseShape:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-
-    def logprobs(self, delta: TextDelta, num_chars: int) -> Json | None:
-        """The delta's log probabilities; None if the request wants none.
-
-        Args:
-            num_chars: length of the choice's output before the delta, which is the token's text offset.
-        """
-        return None if delta.logprobs is None else self._logprobs(delta.token_id, delta.logprobs, num_chars)
 
     def delta(self, text: str) -> Json:
         """Text in a chunk."""
@@ -132,7 +111,8 @@ class ResponseShape:
         """Text in a whole body."""
         raise NotImplementedError
 
-    def _logprobs(self, token_id: int, logprobs: TokenLogprobs, num_chars: int) -> Json:
+    def logprobs(self, token_id: int, logprobs: TokenLogprobs, num_chars: int) -> Json:
+        """One token's log probabilities. ``num_chars``: length of its choice's output before it."""
         raise NotImplementedError
 
 
@@ -151,7 +131,7 @@ class ChatShape(ResponseShape):
     def whole(self, text: str) -> Json:
         return {"message": {"role": "assistant", "content": text}}
 
-    def _logprobs(self, token_id: int, logprobs: TokenLogprobs, num_chars: int) -> Json:
+    def logprobs(self, token_id: int, logprobs: TokenLogprobs, num_chars: int) -> Json:
         top = [self._entry(other, logprob) for other, logprob in logprobs.top]
         return {"content": [{**self._entry(token_id, logprobs.logprob), "top_logprobs": top}]}
 
@@ -175,7 +155,7 @@ class CompletionShape(ResponseShape):
     def whole(self, text: str) -> Json:
         return {"text": text}
 
-    def _logprobs(self, token_id: int, logprobs: TokenLogprobs, num_chars: int) -> Json:
+    def logprobs(self, token_id: int, logprobs: TokenLogprobs, num_chars: int) -> Json:
         text = self._tokenizer.token_text
         return {
             "tokens": [text(token_id)],
@@ -185,87 +165,114 @@ class CompletionShape(ResponseShape):
         }
 
 
-def chunk(
-    generation: Generation,
-    shape: ResponseShape,
-    choices: list[Json],
-    usage: Usage | None = None,
-    attainment: Attainment | None = None,
-) -> Json:
-    """One chunk of a stream."""
-    return _body(generation, shape.chunk_object, choices, usage, attainment)
+class Response:
+    """The response to one API request, as its tokens arrive: in chunks, or whole."""
 
+    def __init__(self, generation: Generation, shape: ResponseShape) -> None:
+        self._generation = generation
+        self._shape = shape
+        self._choices = [_Choice() for _ in generation.request.samplings]
+        self._num_open = len(self._choices)
+        self._usage = Usage(generation.request.num_prompt_tokens)
+        slo = generation.reported_slo
+        self._attainment = None if slo is None else Attainment(slo)
 
-def chunk_choice(
-    generation: Generation, shape: ResponseShape, index: int, delta: TextDelta, logprobs: Json | None
-) -> Json:
-    """A choice's part of a chunk."""
-    choice: Json = {
-        "index": index,
-        **shape.delta(delta.text),
-        "logprobs": logprobs,
-        "finish_reason": None if delta.finish_reason is None else delta.finish_reason.value,
-    }
-    if delta.finish_reason is not None:
-        choice["stop_reason"] = delta.stop_reason
-    if generation.returns_token_ids:
-        choice["token_ids"] = [delta.token_id]
-    return choice
+    def add(self, index: int, delta: TextDelta) -> None:
+        """Add a choice's next token to the whole body."""
+        choice = self._choices[index]
+        for name, entries in (self._logprobs(choice, delta) or {}).items():
+            choice.logprobs.setdefault(name, EncodedList()).extend(entries)
+        choice.text.append(delta.text)
+        choice.finish_reason = delta.finish_reason
+        choice.stop_reason = delta.stop_reason
+        self._count(choice, delta)
 
+    def whole(self) -> Json:
+        """The whole body, for ``EncodedBody``, once every choice has ended."""
+        choices = []
+        for index, state in enumerate(self._choices):
+            assert state.finish_reason is not None
+            choice: Json = {
+                "index": index,
+                **self._shape.whole(self._generation.echo_of(index) + "".join(state.text)),
+                "logprobs": state.logprobs or None,
+                "finish_reason": state.finish_reason.value,
+                "stop_reason": state.stop_reason,
+            }
+            if self._generation.returns_token_ids:
+                choice["token_ids"] = state.token_ids
+                choice["prompt_token_ids"] = self._generation.request.prompt_of(index)
+            choices.append(choice)
+        body = self._body(self._shape.object, choices, self._usage, self._attainment)
+        return {**body, "system_fingerprint": None}
 
-def opening_choice(generation: Generation, shape: ResponseShape, index: int) -> Json | None:
-    """A choice's first chunk, sent with its first token: the chat role, or the echoed prompt."""
-    opening = shape.opening(generation.echo_of(index))
-    if opening is None:
-        return None
-    choice: Json = {"index": index, **opening, "logprobs": None, "finish_reason": None}
-    if generation.returns_token_ids:
-        choice["prompt_token_ids"] = generation.request.prompt_of(index)
-    return choice
+    def chunks(self, index: int, delta: TextDelta) -> list[Json]:
+        """The chunks of a choice's next token. A choice's first token is preceded by its opening."""
+        kind = self._shape.chunk_object
+        choice = self._choices[index]
+        part = self._part(index, delta, self._logprobs(choice, delta))
+        opening = None if choice.token_ids else self._opening(index)
+        self._count(choice, delta)
+        self._num_open -= delta.finish_reason is not None
+        is_last = self._num_open == 0 and not self._generation.includes_usage
+        usage = self._usage if self._generation.usage_on_every_chunk else None
+        chunks = [] if opening is None else [self._body(kind, [opening], usage)]
+        return [*chunks, self._body(kind, [part], usage, self._attainment if is_last else None)]
 
+    def usage_chunk(self) -> Json:
+        """The last chunk of a stream that includes usage."""
+        return self._body(self._shape.chunk_object, [], self._usage, self._attainment)
 
-def whole_body(
-    generation: Generation,
-    shape: ResponseShape,
-    states: Sequence[ChoiceState],
-    usage: Usage,
-    attainment: Attainment | None = None,
-) -> Json:
-    """A body for ``EncodedBody``."""
-    choices = []
-    for index, state in enumerate(states):
-        assert state.finish_reason is not None
-        choice: Json = {
+    def _count(self, choice: _Choice, delta: TextDelta) -> None:
+        if self._attainment is not None:
+            self._attainment.add(delta.waited_s, is_first=not choice.token_ids)
+        choice.num_chars += len(delta.text)
+        choice.token_ids.append(delta.token_id)
+        self._usage.num_output_tokens += 1
+
+    def _logprobs(self, choice: _Choice, delta: TextDelta) -> Json | None:
+        """None if the request wants none."""
+        if delta.logprobs is None:
+            return None
+        return self._shape.logprobs(delta.token_id, delta.logprobs, choice.num_chars)
+
+    def _part(self, index: int, delta: TextDelta, logprobs: Json | None) -> Json:
+        """A choice's part of a chunk."""
+        part: Json = {
             "index": index,
-            **shape.whole(generation.echo_of(index) + "".join(state.text)),
-            "logprobs": state.logprobs or None,
-            "finish_reason": state.finish_reason.value,
-            "stop_reason": state.stop_reason,
+            **self._shape.delta(delta.text),
+            "logprobs": logprobs,
+            "finish_reason": None if delta.finish_reason is None else delta.finish_reason.value,
         }
-        if generation.returns_token_ids:
-            choice["token_ids"] = state.token_ids
-            choice["prompt_token_ids"] = generation.request.prompt_of(index)
-        choices.append(choice)
-    return {**_body(generation, shape.object, choices, usage, attainment), "system_fingerprint": None}
+        if delta.finish_reason is not None:
+            part["stop_reason"] = delta.stop_reason
+        if self._generation.returns_token_ids:
+            part["token_ids"] = [delta.token_id]
+        return part
 
+    def _opening(self, index: int) -> Json | None:
+        """What precedes a choice's first token: the chat role, or the echoed prompt."""
+        opening = self._shape.opening(self._generation.echo_of(index))
+        if opening is None:
+            return None
+        part: Json = {"index": index, **opening, "logprobs": None, "finish_reason": None}
+        if self._generation.returns_token_ids:
+            part["prompt_token_ids"] = self._generation.request.prompt_of(index)
+        return part
 
-def _body(
-    generation: Generation,
-    kind: str,
-    choices: list[Json],
-    usage: Usage | None,
-    attainment: Attainment | None,
-) -> Json:
-    body: Json = {
-        "id": generation.response_id,
-        "object": kind,
-        "created": generation.created,
-        "model": generation.model,
-        "choices": choices,
-        "service_tier": generation.service_tier,
-    }
-    if usage is not None:
-        body["usage"] = usage.as_json()
-    if attainment is not None:
-        body["metrics"] = attainment.as_json()
-    return body
+    def _body(
+        self, kind: str, choices: list[Json], usage: Usage | None, attainment: Attainment | None = None
+    ) -> Json:
+        body: Json = {
+            "id": self._generation.response_id,
+            "object": kind,
+            "created": self._generation.created,
+            "model": self._generation.model,
+            "choices": choices,
+            "service_tier": self._generation.service_tier,
+        }
+        if usage is not None:
+            body["usage"] = usage.as_json()
+        if attainment is not None:
+            body["metrics"] = attainment.as_json()
+        return body

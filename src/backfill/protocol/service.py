@@ -9,19 +9,7 @@ from contextlib import aclosing
 from backfill.generation.generator import TextDelta, TextGenerator
 from backfill.generation.tokenizer import Tokenizer
 from backfill.protocol.generation import Generation
-from backfill.protocol.responses import (
-    Attainment,
-    ChatShape,
-    ChoiceState,
-    CompletionShape,
-    Json,
-    ResponseShape,
-    Usage,
-    chunk,
-    chunk_choice,
-    opening_choice,
-    whole_body,
-)
+from backfill.protocol.responses import ChatShape, CompletionShape, Json, Response, ResponseShape
 
 
 class CompletionService:
@@ -47,19 +35,11 @@ class CompletionService:
             arrived_at_s: when the request came in, on the monotonic clock; None for now.
             on_choice_end, on_first_token: see ``TextGenerator.stream``.
         """
-        shape = self._shapes[generation.endpoint]
-        states = [ChoiceState() for _ in generation.request.samplings]
-        usage = Usage(generation.request.num_prompt_tokens)
-        attainment = _attainment(generation)
+        response = Response(generation, self._shapes[generation.endpoint])
         async with self._deltas(generation, arrived_at_s, on_choice_end, on_first_token) as deltas:
             async for index, delta in deltas:
-                state = states[index]
-                state.add_logprobs(shape.logprobs(delta, state.num_chars))
-                if attainment is not None:
-                    attainment.add(delta.waited_s, is_first=not state.token_ids)
-                state.add(delta)
-                usage.num_output_tokens += 1
-        return whole_body(generation, shape, states, usage, attainment)
+                response.add(index, delta)
+        return response.whole()
 
     async def run_stream(
         self,
@@ -72,35 +52,12 @@ class CompletionService:
 
         The last chunk reports attainment if the client set objectives. Args: as for ``run_whole``.
         """
-        shape = self._shapes[generation.endpoint]
-        states = [ChoiceState() for _ in generation.request.samplings]
-        usage = Usage(generation.request.num_prompt_tokens)
-        attainment = _attainment(generation)
-        num_open = len(states)
+        response = Response(generation, self._shapes[generation.endpoint])
         async with self._deltas(generation, arrived_at_s, on_choice_end, on_first_token) as deltas:
             async for index, delta in deltas:
-                state = states[index]
-                usage.num_output_tokens += 1
-                running_usage = usage if generation.usage_on_every_chunk else None
-                chunks = []
-                if attainment is not None:
-                    attainment.add(delta.waited_s, is_first=not state.token_ids)
-                if not state.token_ids:
-                    opening = opening_choice(generation, shape, index)
-                    if opening is not None:
-                        chunks.append(chunk(generation, shape, [opening], running_usage))
-                logprobs = shape.logprobs(delta, state.num_chars)
-                choice = chunk_choice(generation, shape, index, delta, logprobs)
-                state.num_chars += len(delta.text)
-                state.token_ids.append(delta.token_id)
-                num_open -= delta.finish_reason is not None
-                is_last = num_open == 0 and not generation.includes_usage
-                chunks.append(
-                    chunk(generation, shape, [choice], running_usage, attainment if is_last else None)
-                )
-                yield chunks
+                yield response.chunks(index, delta)
         if generation.includes_usage:
-            yield [chunk(generation, shape, [], usage, attainment)]
+            yield [response.usage_chunk()]
 
     def _deltas(
         self,
@@ -117,7 +74,3 @@ class CompletionService:
                 on_choice_end=on_choice_end,
             )
         )
-
-
-def _attainment(generation: Generation) -> Attainment | None:
-    return None if generation.reported_slo is None else Attainment(generation.reported_slo)

@@ -11,7 +11,7 @@ from backfill.api.metrics import buckets
 from backfill.api.metrics.families import Instruments
 from backfill.core.request import FinishReason, ServiceClass
 from backfill.core.slo import SLO
-from backfill.generation.generator import RequestRecord
+from backfill.generation.generator import Observer, RequestRecord
 
 
 class ObjectiveCounts(NamedTuple):
@@ -21,8 +21,8 @@ class ObjectiveCounts(NamedTuple):
     num_missed: int = 0
 
 
-class RequestMetrics:
-    """Requests that ran and requests that were refused. A ``generation`` Observer.
+class RequestMetrics(Observer):
+    """Requests that ran and requests that were refused.
 
     Args:
         slo: the server's own objectives; they become bucket bounds.
