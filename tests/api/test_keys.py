@@ -91,11 +91,11 @@ def test_an_owner_has_several_keys_and_every_key_one_owner() -> None:
         **{"one": "alice", "two": "alice", "three": "bob", "bare": digest_of("bare")},
         **{"alice=one": None, "alice": None, "": None, "on\u00e9": None},
     }
-    with pytest.raises(ConfigError, match=r"--api-key \(number 2 of 2\): two owners have the same key"):
+    with pytest.raises(ConfigError, match=r"`api_key` \(number 2 of 2\): two owners have the same key"):
         ApiKeys([f"alice={SECRET}", f"bob={SECRET}"])
     with pytest.raises(ConfigError, match="two owners"):
         ApiKeys([f"alice={SECRET}", SECRET])
-    with pytest.raises(ConfigError, match="--api-key: it must not be empty"):
+    with pytest.raises(ConfigError, match="`api_key`: it must not be empty"):
         ApiKeys([" "])
 
 
@@ -127,7 +127,7 @@ def test_an_invalid_file_is_refused_with_the_line_number(content: str, error: st
     key_file.write_bytes(content.encode(errors="surrogateescape"))
     with pytest.raises(ConfigError) as raised:
         ApiKeys([], key_file)
-    assert str(raised.value).startswith(f"--api-key-file {key_file}: {error}")
+    assert str(raised.value).startswith(f"`api_key_file` {key_file}: {error}")
     assert SECRET not in str(raised.value)
 
 

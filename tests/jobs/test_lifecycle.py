@@ -255,7 +255,7 @@ async def test_a_database_of_another_version_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_database_url_with_a_bad_port_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--batch-database-url"):
+    with pytest.raises(ConfigError, match="`batch_database_url`"):
         open_database("postgresql://host:port/name", tmp_path)
 
 

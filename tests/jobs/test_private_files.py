@@ -119,5 +119,5 @@ async def test_a_data_folder_that_cannot_be_used_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "files").touch()  # not a folder
-    with pytest.raises(ConfigError, match=r"--data-dir .* cannot be used"):
+    with pytest.raises(ConfigError, match=r"`data_dir` .* cannot be used"):
         await make_manager(tmp_path, InstantRunner()).start()

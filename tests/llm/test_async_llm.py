@@ -202,6 +202,9 @@ def test_leaving_a_stream_early_aborts_it(async_llm: AsyncLLM, run: Run) -> None
         ({"service_class": "offline", "slo": SLO(1.0, 1.0)}, "^slo is for online requests"),
         ({"slo": SLO(0.0, 1.0)}, "^slo must be an SLO of seconds above 0"),
         ({"slo": {"ttft": 1.0}}, "^slo must be an SLO"),
+        ({"slo": SLO(True, 1.0)}, "^slo must be an SLO"),
+        ({"slo": SLO("a", 1.0)}, "^slo must be an SLO"),  # type: ignore[arg-type]
+        ({"priority": True}, "^priority must be an integer"),
         ({"slo": SLO(1e-9, 1.0)}, "cannot be met: even alone the request needs"),
         ({"priority": 2**31}, "^priority must be an integer between"),
         ({"prompt": [10**7]}, "^Prompt token ids must be between"),

@@ -98,7 +98,7 @@ class ApiKeys:
                 _add(fixed, parse_option(text))
             except ConfigError as error:
                 which = f" (number {number} of {len(options)})" if len(options) > 1 else ""
-                raise ConfigError(f"--api-key{which}: {error}.") from None
+                raise ConfigError(f"`api_key`{which}: {error}.") from None
         self._fixed = tuple(fixed.values())
         self._keys = self._fixed
         self._file = file
@@ -142,7 +142,7 @@ class ApiKeys:
             for key in parse_key_file(content):
                 _add(keys, key)
         except ConfigError as error:
-            raise ConfigError(f"--api-key-file {path}: {error}.") from None
+            raise ConfigError(f"`api_key_file` {path}: {error}.") from None
         self._keys = tuple(keys.values())
         return True
 
@@ -218,12 +218,12 @@ def _read(path: Path) -> tuple[bytes, int]:
     try:
         # Opening a pipe would block until something writes to it.
         if not stat.S_ISREG(path.stat().st_mode):
-            raise ConfigError(f"--api-key-file {path} is not a regular file.")
+            raise ConfigError(f"`api_key_file` {path} is not a regular file.")
         with path.open("rb") as file:
             mode = os.fstat(file.fileno()).st_mode
             content = file.read(_MAX_FILE_BYTES + 1)
     except OSError as error:
-        raise ConfigError(f"--api-key-file {path} cannot be read: {error.strerror or error}.") from error
+        raise ConfigError(f"`api_key_file` {path} cannot be read: {error.strerror or error}.") from error
     if len(content) > _MAX_FILE_BYTES:
-        raise ConfigError(f"--api-key-file {path} is larger than {_MAX_FILE_BYTES} bytes.")
+        raise ConfigError(f"`api_key_file` {path} is larger than {_MAX_FILE_BYTES} bytes.")
     return content, mode

@@ -29,7 +29,8 @@ class SchedulerConfig:
     """What one step may hold, and which requests it serves.
 
     Attributes:
-        max_num_seqs: requests in one step, and requests that hold blocks where none may displace another.
+        max_num_seqs: most requests in one step. A waiting request is scheduled only while fewer hold KV
+            blocks, not counting those that it may preempt.
         max_num_batched_tokens: tokens computed in one step, prefill and decode together.
         max_prefill_chunk_tokens: tokens of one prompt computed in one step. Bounds how long a long prompt
             delays the decodes it shares a step with.
@@ -66,6 +67,11 @@ class SchedulerConfig:
     kv_restore: RestoreMode = "background"
     victims: VictimOrder = "least-lost"
 
+    @property
+    def needs_cost_model(self) -> bool:
+        """The policy predicts steps."""
+        return self.policy == "slo"
+
     def validate(self) -> None:
         """Raises: ConfigError for the first field out of range."""
         check_types(self)
@@ -94,8 +100,8 @@ class EngineConfig:
         device: where the model runs.
         dtype: type of weights and KV.
         load_format: where weights come from. dummy: random weights of the model's shapes.
-        max_model_len: tokens of prompt and output together, such as 4096 or 4k. Default: what the model and
-            the KV pool allow.
+        max_model_len: tokens of prompt and output together, such as 4096 or 4K (4k is 4000). Default or auto:
+            what the model and the KV pool allow.
         block_size: tokens of a KV block: 8, 16, 32 or 64.
         kv_gib: size of the KV pool in GiB. Default: 1 on CPU, what is free on CUDA.
         host_kv_gib: size in GiB of a second KV pool in host memory, which holds checkpointed blocks; 0 is
@@ -154,7 +160,7 @@ class EngineConfig:
         if self.block_size not in (8, 16, 32, 64):
             raise ConfigError(f"must be 8, 16, 32 or 64, got {self.block_size}.", field="block_size")
         if (gib := self.kv_gib) is not None:
-            _check("kv_gib", gib, 0.0 < gib < math.inf, "a finite number above 0")
+            _check("kv_gib", gib, 1 / GIB <= gib < math.inf, "a finite number above 0")
         if (gib := self.host_kv_gib) is not None:
             _check("host_kv_gib", gib, 0.0 <= gib < math.inf, "a finite number of at least 0")
         share = self.gpu_memory_utilization
@@ -176,7 +182,7 @@ class EngineConfig:
         """With the checkpointing that suits the policy and the host pool, where none is named."""
         if self.scheduler.checkpointing is not None:
             return self
-        has_pool = self.host_kv_gib != 0 and (self.scheduler.policy == "slo" or self.host_kv_gib is not None)
+        has_pool = self.host_kv_gib != 0 and (self.scheduler.needs_cost_model or self.host_kv_gib is not None)
         return with_options(self, {"checkpointing": "adaptive" if has_pool else "none"})
 
     def for_offline_work(self) -> EngineConfig:

@@ -15,7 +15,7 @@ from backfill.execution.executor import ExecutorInfo
 
 
 class AddRequest(msgspec.Struct, tag=True, frozen=True):
-    """Client to engine: serve this request, which has not run yet."""
+    """Client to engine: serve this request. Its scheduling state is initial: it has not run yet."""
 
     request: Request
 

@@ -48,7 +48,7 @@ def load_engine(config: EngineConfig) -> Engine:
     from backfill.execution.profile import create_refiner, load_or_measure_profile
 
     executor, clock = create_torch_executor(config), WallClock()
-    if config.scheduler.policy != "slo" and config.profile_path is None:
+    if not config.scheduler.needs_cost_model and config.profile_path is None:
         return Engine(config.scheduler, executor, clock)
     profile = load_or_measure_profile(config, executor)
     refiner = create_refiner(config, executor.info, profile, clock)

@@ -72,18 +72,18 @@ class JobsConfig:
     def validate(self) -> None:
         """Raises: ConfigError for the first field out of range."""
         check_types(self)
-        for field in (
-            "batch_max_lines",
-            "batch_max_bytes",
-            "batch_max_uploads",
-            "batch_max_open",
-            "batch_max_queued_lines",
-            "batch_max_storage_gib",
-            "batch_max_owner_gib",
-            "batch_retention_hours",
+        for field, unit in (
+            ("batch_max_lines", 1),
+            ("batch_max_bytes", 1),
+            ("batch_max_uploads", 1),
+            ("batch_max_open", 1),
+            ("batch_max_queued_lines", 1),
+            ("batch_max_storage_gib", GIB),
+            ("batch_max_owner_gib", GIB),
+            ("batch_retention_hours", HOUR_S),
         ):
             limit = getattr(self, field)
-            if limit is not None and not 0 < limit < math.inf:
+            if limit is not None and not 1 <= limit * unit < math.inf:
                 raise ConfigError(f"must be above 0, got {limit:g}.", field=field)
         if not 0 <= self.batch_min_free_gib < math.inf:
             raise ConfigError(

@@ -112,7 +112,7 @@ def open_database(url: str | None, data_dir: Path) -> Engine:
         shown = make_url(url).render_as_string(hide_password=True) if url else data_dir / "jobs.db"
         reason = getattr(error, "orig", None) or error
         raise ConfigError(
-            f"--batch-database-url: the database {shown} cannot be opened: {reason}."
+            f"`batch_database_url`: the database {shown} cannot be opened: {reason}."
         ) from error
     return engine
 
@@ -131,13 +131,13 @@ def tie_to_folder(engine: Engine, data_dir: Path) -> None:
         database_id = connection.execute(select(folders.c.id)).scalar()
         if database_id is None and folder_id and _holds_files(data_dir):
             raise ConfigError(
-                f"--data-dir {data_dir} holds files of another database than the one of --batch-database-url "
+                f"`data_dir` {data_dir} holds files of another database than the one of `batch_database_url` "
                 f"(by default {data_dir / 'jobs.db'}), which is new. Give this server the database the files "
                 f"belong to; or, to give the files up, delete {data_dir / 'files'} and {path}."
             )
         if database_id is not None and database_id != folder_id:
             raise ConfigError(
-                f"--batch-database-url: the database belongs to another data folder than {data_dir}. "
+                f"`batch_database_url`: the database belongs to another data folder than {data_dir}. "
                 "Each server needs a database and a data folder of its own."
             )
         if database_id is None:
@@ -160,7 +160,7 @@ def _check_columns(engine: Engine) -> None:
         missing = sorted(column.name for column in table.columns if column.name not in found)
         if missing:
             raise ConfigError(
-                f"--batch-database-url: the table {table.name} lacks {', '.join(missing)}; "
+                f"`batch_database_url`: the table {table.name} lacks {', '.join(missing)}; "
                 "another version of Backfill made it."
             )
 

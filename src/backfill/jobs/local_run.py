@@ -278,7 +278,7 @@ def _digest(path: Path) -> str:
 def _locked(path: Path) -> Iterator[None]:
     """Lock a file for this process. Raises: ConfigError when another process has the lock.
 
-    The lock is on the result file itself: filelock may truncate or delete the file that it locks.
+    The lock is on the result file itself; filelock's would be on a second file beside it.
     """
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:

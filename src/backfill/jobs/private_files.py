@@ -54,13 +54,13 @@ class DataFolderLock:
         except Timeout as error:
             holder = self._path.read_text(errors="replace").strip() or "another process"
             raise ConfigError(
-                f"--data-dir {self._path.parent} is in use by {holder}. "
-                "Stop it, or give this server another --data-dir."
+                f"`data_dir` {self._path.parent} is in use by {holder}. "
+                "Stop it, or give this server another `data_dir`."
             ) from error
         except OSError as error:
             self.release()
             reason = error.strerror or error
-            raise ConfigError(f"--data-dir {self._path.parent} cannot be written: {reason}.") from error
+            raise ConfigError(f"`data_dir` {self._path.parent} cannot be written: {reason}.") from error
 
     def release(self) -> None:
         self._lock.release()

@@ -50,7 +50,7 @@ class JobStorage:
             await threads.results.run(blobs.open_folder, known)
         except OSError as error:
             reason = error.strerror or error
-            raise ConfigError(f"--data-dir {data_dir} cannot be used: {reason}.") from error
+            raise ConfigError(f"`data_dir` {data_dir} cannot be used: {reason}.") from error
         return storage
 
     async def query(self, work: Callable[Args, Result], *args: Args.args, **kwargs: Args.kwargs) -> Result:

@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from backfill.core.config import SchedulerConfig
 from backfill.core.errors import RequestAborted
@@ -101,7 +101,7 @@ class Preparer:
             raise InvalidRequest(
                 f"sampling_params must be SamplingParams, got {params!r:.80}.", param="sampling_params"
             )
-        if not isinstance(priority, int) or abs(priority) > _MAX_PRIORITY:
+        if type(priority) is not int or abs(priority) > _MAX_PRIORITY:
             allowed = f"an integer between {-_MAX_PRIORITY} and {_MAX_PRIORITY}"
             raise InvalidRequest(f"priority must be {allowed}, got {priority!r:.80}.", param="priority")
         token_ids = prompt.token_ids
@@ -133,7 +133,7 @@ class Preparer:
         """Refuse objectives that the request cannot meet even when it runs alone, if the profile is sure."""
         if slo is None:
             return
-        if not isinstance(slo, SLO) or not (slo.ttft_s > 0 and slo.tpot_s > 0):
+        if not isinstance(slo, SLO) or not (_is_positive(slo.ttft_s) and _is_positive(slo.tpot_s)):
             raise InvalidRequest(f"slo must be an SLO of seconds above 0, got {slo!r:.80}.", param="slo")
         if service_class is ServiceClass.OFFLINE:
             raise InvalidRequest("slo is for online requests, not for offline ones.", param="slo")
@@ -145,6 +145,10 @@ class Preparer:
                 f"{slo} cannot be met: even alone the request needs {needs}. Ask for at least that.",
                 param="slo",
             )
+
+
+def _is_positive(seconds: object) -> bool:
+    return type(seconds) in (int, float) and cast(float, seconds) > 0
 
 
 @dataclass(eq=False, slots=True)

@@ -50,7 +50,7 @@ def impossible_objectives(
         asked: seconds, by ``ttft`` and ``tpot``.
     Returns: by the same names, the seconds that the request needs even alone, rounded up to milliseconds.
     """
-    if profile is None or config.policy != "slo":
+    if profile is None or not config.needs_cost_model:
         return {}
     least = achievable_slo(profile.cost, config, num_prompt_tokens)
     impossible = impossible_slo(profile, config, num_prompt_tokens)
