@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, NamedTuple
 
@@ -139,7 +140,7 @@ def median_figures(rounds: Sequence[CoserveFigures]) -> CoserveFigures:
         if name in _COUNTS:
             merged[name] = sum(values) if values else None
         elif name == "errors":
-            merged[name] = _summed(values)
+            merged[name] = dict(sum(map(Counter, values), Counter[str]()))
         elif name == "status":
             merged[name] = next((value for value in values if value != Status.COMPLETE), values[0])
         elif name == "tokens_from":
@@ -266,17 +267,8 @@ def _gaps(record: RequestRecord) -> Iterator[tuple[float, float]]:
 
 def _errors(records: Sequence[RequestRecord], run: CoserveRun) -> dict[str, int]:
     """The ten most frequent errors of both classes, with their counts."""
-    online = [{record.error: 1} for record in records if record.outcome is Outcome.FAILED]
-    counts = _summed([*online, run.offline.errors])
-    return dict(sorted(counts.items(), key=lambda each: -each[1])[:10])
-
-
-def _summed(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    total: dict[str, int] = {}
-    for each in counts:
-        for key, count in each.items():
-            total[key] = total.get(key, 0) + count
-    return total
+    online = Counter(record.error for record in records if record.outcome is Outcome.FAILED)
+    return dict((online + run.offline.errors).most_common(10))
 
 
 def _percentile(values: Sequence[float], percent: float) -> float | None:

@@ -7,8 +7,9 @@ import contextlib
 import dataclasses
 import itertools
 import time
+from collections import Counter
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import aiohttp
 import msgspec
@@ -29,28 +30,33 @@ _CALL_ERRORS = (StreamError, aiohttp.ClientError, TimeoutError)
 _FINAL = ("completed", "failed", "expired", "cancelled")
 
 
-class OfflineLoad(Protocol):
-    """Work beside the online requests, with the client's counts."""
+class OfflineLoad:
+    """Work beside the online requests, with the client's counts. This one has none."""
 
-    errors: dict[str, int]
-
-    @property
-    def num_completed(self) -> int: ...
+    def __init__(self) -> None:
+        self.errors: Counter[str] = Counter()
 
     @property
-    def num_failed(self) -> int: ...
+    def num_completed(self) -> int:
+        return 0
+
+    @property
+    def num_failed(self) -> int:
+        return self.errors.total()
 
     async def prepare(self) -> None:
         """Prepare the server before the run. Raises: ConfigError when it refuses."""
 
     async def run(self, run: Run) -> None:
         """Load the server until cancelled. Times count from the start of ``run``."""
+        await asyncio.Event().wait()
 
     async def finish(self) -> None:
         """Clean up after the run."""
 
     def tokens_between(self, start_s: float, end_s: float) -> float | None:
         """Tokens of prompts and outputs completed within [start_s, end_s]; None if unknown."""
+        return 0.0
 
 
 def offline_load(load: CoserveLoad, endpoint: Endpoint) -> OfflineLoad:
@@ -60,62 +66,31 @@ def offline_load(load: CoserveLoad, endpoint: Endpoint) -> OfflineLoad:
         endpoint: of the online requests.
     """
     if load.offline_mode == "none":
-        return NoLoad()
+        return OfflineLoad()
     if load.offline_mode == "batch":
         return BatchLoad(load, endpoint)
     return Flood(load, endpoint)
 
 
-class NoLoad:
-    """No offline work."""
-
-    num_completed = num_failed = 0
-
-    def __init__(self) -> None:
-        self.errors: dict[str, int] = {}
-
-    async def prepare(self) -> None:
-        pass
-
-    async def run(self, run: Run) -> None:
-        await asyncio.Event().wait()
-
-    async def finish(self) -> None:
-        pass
-
-    def tokens_between(self, start_s: float, end_s: float) -> float | None:
-        return 0.0
-
-
-class Flood:
+class Flood(OfflineLoad):
     """Keeps a fixed number of completions at the server."""
 
     def __init__(self, load: CoserveLoad, endpoint: Endpoint) -> None:
+        super().__init__()
         self._requests: Iterator[BenchRequest] = load.offline_requests()
         self._concurrency = load.offline_concurrency
         self._endpoint = dataclasses.replace(endpoint, is_streaming=False, body=load.offline_fields())
         self._completed: list[RequestRecord] = []
         self._indices = itertools.count()
-        self.errors: dict[str, int] = {}
 
     @property
     def num_completed(self) -> int:
         return len(self._completed)
 
-    @property
-    def num_failed(self) -> int:
-        return sum(self.errors.values())
-
-    async def prepare(self) -> None:
-        pass
-
     async def run(self, run: Run) -> None:
         async with BenchClient(self._endpoint) as client, asyncio.TaskGroup() as workers:
             for _ in range(self._concurrency):
                 workers.create_task(self._work(client, run))
-
-    async def finish(self) -> None:
-        pass
 
     def tokens_between(self, start_s: float, end_s: float) -> float | None:
         return float(
@@ -136,21 +111,21 @@ class Flood:
             if record.outcome is Outcome.COMPLETED:
                 self._completed.append(record)
             else:
-                self.errors[record.error] = self.errors.get(record.error, 0) + 1
+                self.errors[record.error] += 1
                 await asyncio.sleep(_RETRY_S)
 
 
-class BatchLoad:
+class BatchLoad(OfflineLoad):
     """A batch, submitted again if it ends before the run. The server chooses how many lines run at once."""
 
     def __init__(self, load: CoserveLoad, endpoint: Endpoint) -> None:
+        super().__init__()
         self._load = load
         self._endpoint = endpoint
         self._file_id = ""
         self._batches: dict[str, dict[str, Any]] = {}
         # Times, from the start of the run, and the lines completed by then, over all batches.
         self._progress: list[tuple[float, int]] = []
-        self.errors: dict[str, int] = {}
 
     @property
     def num_completed(self) -> int:
@@ -167,7 +142,7 @@ class BatchLoad:
         form = aiohttp.FormData()
         form.add_field("purpose", "batch")
         form.add_field("file", self._lines(), filename="coserve.jsonl", content_type="application/jsonl")
-        async with self._api() as api:
+        async with ServerApi(self._endpoint) as api:
             try:
                 self._file_id = str((await api.call("POST", "/v1/files", form))["id"])
             except (*_CALL_ERRORS, KeyError) as error:
@@ -175,7 +150,7 @@ class BatchLoad:
 
     async def run(self, run: Run) -> None:
         """Raises: ConfigError when the server refuses the batch."""
-        async with self._api() as api:
+        async with ServerApi(self._endpoint) as api:
             while True:
                 batch_id = await self._create(api)
                 while self._batches[batch_id]["status"] not in _FINAL:
@@ -187,7 +162,7 @@ class BatchLoad:
 
     async def finish(self) -> None:
         """Cancel the batches, wait for their counts, and delete all files."""
-        async with self._api() as api:
+        async with ServerApi(self._endpoint) as api:
             with contextlib.suppress(*_CALL_ERRORS):
                 await asyncio.wait_for(self._cancel(api), _CANCEL_TIMEOUT_S)
             results = [
@@ -208,11 +183,6 @@ class BatchLoad:
         first, last = np.interp([start_s, end_s], at_s, completed)
         mean_tokens = sum(tokens or 0 for tokens in used) / self.num_completed
         return float((last - first) * mean_tokens)
-
-    def _api(self) -> ServerApi:
-        return ServerApi(
-            self._endpoint.base_url, self._endpoint.headers, verifies_tls=self._endpoint.verifies_tls
-        )
 
     def _lines(self) -> bytes:
         requests = itertools.islice(self._load.offline_requests(), self._load.offline_lines)
