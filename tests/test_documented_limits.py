@@ -23,7 +23,7 @@ from backfill.jobs.config import JobsConfig
 from backfill.preparation import client as preparation_client
 from backfill.preparation import process as preparation_process
 from backfill.protocol import body_shape, chat, generation_fields
-from backfill.simulation.variants import variant_names
+from backfill.simulation.scenarios import VARIANTS
 from tests.test_docs import ROOT
 
 CONNECTION = http_protocol.ConnectionLimits(max_connections=1)
@@ -169,4 +169,4 @@ def test_variants_of_the_simulator() -> None:
         (ROOT / "docs" / "simulation.md").read_text().partition("| name | policy |")[2].partition("\n\n")[0]
     )
     names = re.findall(r"^\| (`.*?`) \|", table, re.MULTILINE)
-    assert {name.strip("`") for cell in names for name in cell.split(", ")} == set(variant_names())
+    assert {name.strip("`") for cell in names for name in cell.split(", ")} == set(VARIANTS)

@@ -17,13 +17,13 @@ from backfill.core.errors import ConfigError
 from backfill.core.options import check_types
 from backfill.simulation.metrics import PolicyMetrics
 from backfill.simulation.scenarios import (
+    VARIANTS,
     Inputs,
     PointResult,
     ScenarioResult,
     build_scenario,
     run_scenario,
 )
-from backfill.simulation.variants import variant_names
 
 # Name in the table, attribute of PolicyMetrics, format.
 _FIGURES = (
@@ -81,9 +81,9 @@ class SimulateOptions:
         if self.policies is None:
             return None
         names = tuple(name.strip() for name in self.policies.split(",") if name.strip())
-        known = ", ".join(variant_names())
+        known = ", ".join(VARIANTS)
         for name in names:
-            if name not in variant_names():
+            if name not in VARIANTS:
                 raise ConfigError(f"`policies`: there is no policy {name!r}; there are {known}.")
         if not names:
             raise ConfigError(f"`policies` names none; there are {known}.")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -17,6 +17,8 @@ from backfill.engine.messages import TokenOutput
 
 # The prompt's content does not matter. Every model has this id.
 _PROMPT_TOKEN = 5
+_QUEUE_DEPTH = 32
+BIN_S = 5.0
 
 
 class Lengths(NamedTuple):
@@ -31,6 +33,20 @@ class Arrival(NamedTuple):
 
     at_s: float
     lengths: Lengths
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Requests of a replay.
+
+    Attributes:
+        online: in order of arrival.
+        offline: lengths of the offline requests, which repeat; empty for none.
+    """
+
+    online: tuple[Arrival, ...]
+    duration_s: float
+    offline: tuple[Lengths, ...]
 
 
 @dataclass(slots=True)
@@ -64,12 +80,11 @@ class ReplayResult:
         duration_s: duration of the workload. Tokens are counted up to it, online requests to their end.
         online: one record for each online request.
         counters: of each class at ``duration_s``.
-        timeline: bins of ``bin_s``, from the start.
+        timeline: bins of ``BIN_S``, from the start.
         scheduling_s: CPU time of planning and committing.
     """
 
     duration_s: float
-    bin_s: float
     online: list[OnlineRecord]
     counters: dict[ServiceClass, ClassCounters]
     timeline: list[TimelineBin]
@@ -81,38 +96,24 @@ class ReplayResult:
 class Replay:
     """Feeds an engine online requests at their arrival times, and a flood of offline requests.
 
-    The flood keeps ``queue_depth`` offline requests waiting until the workload's end, as a large batch job
-    does. The replay then continues until every online request has ended, so that delayed ones are counted.
+    The flood keeps 32 offline requests waiting until the workload's end, as a large batch job does. The
+    replay then continues until every online request has ended, so that delayed ones are counted.
 
     Args:
         clock: the engine's.
-        online: in order of arrival.
-        offline: an endless iterator of lengths of offline requests; None for none.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        clock: Clock,
-        online: Sequence[Arrival],
-        offline: Iterator[Lengths] | None,
-        *,
-        duration_s: float,
-        queue_depth: int = 32,
-        bin_s: float = 5.0,
-    ) -> None:
+    def __init__(self, engine: Engine, clock: Clock, workload: Workload) -> None:
         self._engine = engine
         self._clock = clock
-        self._online = online
-        self._offline = offline
-        self._duration_s = duration_s
-        self._queue_depth = queue_depth
-        self._bin_s = bin_s
+        self._online = workload.online
+        self._offline = itertools.cycle(workload.offline) if workload.offline else None
+        self._duration_s = workload.duration_s
         self._origin_s = clock.now_s()
         self._next_arrival = 0
         self._num_offline = 0
         self._records: dict[RequestId, OnlineRecord] = {}
-        self._num_unfinished = len(online)
+        self._num_unfinished = len(workload.online)
         self._num_steps = 0
         self._timeline: list[TimelineBin] = []
         self._counted = dict.fromkeys(ServiceClass, 0)
@@ -156,7 +157,6 @@ class Replay:
             self._step()
         return ReplayResult(
             duration_s=self._duration_s,
-            bin_s=self._bin_s,
             online=list(self._records.values()),
             counters=at_end or self._copy_counters(),
             timeline=self._timeline,
@@ -187,7 +187,7 @@ class Replay:
             self._num_unfinished -= 1
 
     def _count_tokens(self) -> None:
-        index = int(self._elapsed_s // self._bin_s)
+        index = int(self._elapsed_s // BIN_S)
         while len(self._timeline) <= index:
             self._timeline.append(TimelineBin())
         for service_class, counters in self._engine.scheduler.counters.items():
@@ -203,7 +203,7 @@ class Replay:
         if self._offline is None:
             return
         _, num_waiting = self._engine.scheduler.count_by_class()[ServiceClass.OFFLINE]
-        for _ in range(self._queue_depth - num_waiting):
+        for _ in range(_QUEUE_DEPTH - num_waiting):
             request = _request(f"offline-{self._num_offline}", next(self._offline), ServiceClass.OFFLINE)
             request.arrived_at_s = self._clock.now_s()
             self._num_offline += 1
