@@ -10,8 +10,7 @@ from backfill.core.request import ServiceClass
 from backfill.core.slo import SLO
 from backfill.costs.hardware import HardwareProfile
 from backfill.simulation.metrics import metrics_of
-from backfill.simulation.replay import BIN_S, Arrival, Lengths, ReplayResult, Workload
-from backfill.simulation.run import simulate
+from backfill.simulation.replay import BIN_S, Arrival, Lengths, ReplayResult, Workload, simulate
 from backfill.simulation.workloads import gamma_workload
 from tests.builders import make_profile
 
@@ -56,7 +55,7 @@ def test_every_online_token_is_recorded_and_the_timeline_adds_up() -> None:
     assert all(len(record.token_at_s) == 20 for record in result.online)
     within = [tokens for i, tokens in enumerate(result.timeline) if (i + 1) * BIN_S <= 20.0]
     offline = result.counters[ServiceClass.OFFLINE]
-    assert sum(tokens.offline_tokens for tokens in within) == pytest.approx(
+    assert sum(tokens[ServiceClass.OFFLINE] for tokens in within) == pytest.approx(
         offline.num_computed_tokens - offline.num_recomputed_tokens, rel=0.02
     )
 

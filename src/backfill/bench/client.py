@@ -124,7 +124,7 @@ class BenchClient(ServerApi):
             run_started_at: ``time.perf_counter()`` at the start of the run.
         Raises: CancelledError only. The record is then interrupted and keeps the chunks that arrived.
         """
-        body = msgspec.json.encode(self._body(request))
+        body = msgspec.json.encode(request_body(self._endpoint, request))
         sent_at = time.perf_counter()
         record.sent_at_s = sent_at - run_started_at
         try:
@@ -162,21 +162,6 @@ class BenchClient(ServerApi):
             return []
         return [entry for entry in entries if isinstance(entry, dict) and "id" in entry]
 
-    def _body(self, request: BenchRequest) -> dict[str, Any]:
-        body: dict[str, Any] = {"model": self._endpoint.model}
-        if self._endpoint.is_chat:
-            body["messages"] = [{"role": "user", "content": request.prompt}]
-            body["max_completion_tokens"] = request.output_tokens
-        else:
-            body["prompt"] = request.prompt
-            body["max_tokens"] = request.output_tokens
-        if self._endpoint.is_streaming:
-            body["stream"] = True
-            body["stream_options"] = {"include_usage": True}
-        if self._endpoint.ignore_eos:
-            body["ignore_eos"] = True
-        return {**body, **self._endpoint.body}
-
     async def _receive(self, body: bytes, record: RequestRecord, sent_at: float) -> None:
         decoder, reader = SseDecoder(), _ChunkReader(record)
         url = self._endpoint.base_url + self._endpoint.path
@@ -202,6 +187,23 @@ class BenchClient(ServerApi):
             record.output_tokens = self._count_tokens(record.text)
         else:
             record.output_tokens = len(record.chunk_after_s)
+
+
+def request_body(endpoint: Endpoint, request: BenchRequest) -> dict[str, Any]:
+    """The JSON body that asks the endpoint for an output."""
+    body: dict[str, Any] = {"model": endpoint.model}
+    if endpoint.is_chat:
+        body["messages"] = [{"role": "user", "content": request.prompt}]
+        body["max_completion_tokens"] = request.output_tokens
+    else:
+        body["prompt"] = request.prompt
+        body["max_tokens"] = request.output_tokens
+    if endpoint.is_streaming:
+        body["stream"] = True
+        body["stream_options"] = {"include_usage": True}
+    if endpoint.ignore_eos:
+        body["ignore_eos"] = True
+    return {**body, **endpoint.body}
 
 
 class ServerModel(NamedTuple):
@@ -267,12 +269,12 @@ class _Chunk(msgspec.Struct):
 _decoder = msgspec.json.Decoder(_Chunk)
 
 
+@dataclass(slots=True)
 class _ChunkReader:
     """Adds the events of one response to its record."""
 
-    def __init__(self, record: RequestRecord) -> None:
-        self._record = record
-        self._is_ended = False
+    record: RequestRecord
+    is_ended: bool = False
 
     def read(self, event: bytes, after_s: float) -> None:
         """Add one event. On an error the record is unchanged.
@@ -281,7 +283,7 @@ class _ChunkReader:
             bytes that are not JSON.
         """
         if event == _DONE:
-            self._is_ended = True
+            self.is_ended = True
             return
         try:
             chunk = _decoder.decode(event)
@@ -290,19 +292,19 @@ class _ChunkReader:
         if chunk.error:
             raise StreamError(f"error in the stream: {_message({'error': chunk.error})}")
         if chunk.choices:
-            self._record.chunk_after_s.append(after_s)
+            self.record.chunk_after_s.append(after_s)
             choice = chunk.choices[0]
-            self._record.text += choice.text or (choice.delta.content if choice.delta else None) or ""
-            self._is_ended |= choice.finish_reason is not None
+            self.record.text += choice.text or (choice.delta.content if choice.delta else None) or ""
+            self.is_ended |= choice.finish_reason is not None
         if chunk.usage:
-            self._record.output_tokens = chunk.usage.completion_tokens or self._record.output_tokens
-            self._record.input_tokens = chunk.usage.prompt_tokens or self._record.input_tokens
+            self.record.output_tokens = chunk.usage.completion_tokens or self.record.output_tokens
+            self.record.input_tokens = chunk.usage.prompt_tokens or self.record.input_tokens
 
     def check_complete(self) -> None:
         """Raises: StreamError when the response ended without a chunk or without an end marker."""
-        if not self._record.chunk_after_s:
+        if not self.record.chunk_after_s:
             raise StreamError("the response ended without a chunk")
-        if not self._is_ended:
+        if not self.is_ended:
             raise StreamError("the response broke off before its end")
 
 

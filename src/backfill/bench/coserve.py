@@ -128,12 +128,10 @@ async def _supervise(
 async def _until_measured(run: CoserveRun, sending: asyncio.Task[Run]) -> None:
     """Wait until every online request has ended and the last sample is taken."""
     await asyncio.shield(sending)
-    while time.perf_counter() - run.online.started_at < run.load.end_s or _lacks_last_sample(run):
+    while time.perf_counter() - run.online.started_at < run.load.end_s or (
+        run.samples and run.samples[-1].at_s < run.load.end_s
+    ):
         await asyncio.sleep(0.02)
-
-
-def _lacks_last_sample(run: CoserveRun) -> bool:
-    return bool(run.samples) and run.samples[-1].at_s < run.load.end_s
 
 
 @contextlib.asynccontextmanager

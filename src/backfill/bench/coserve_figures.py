@@ -99,7 +99,8 @@ def figures_of(run: CoserveRun) -> CoserveFigures:
     # The requests that a partial run interrupted have neither met nor missed their objective.
     judged = [r for r in records if r.chunk_after_s or _is_judged(r, run)]
     in_time = sum(bool(r.chunk_after_s) and r.ttft_s <= load.ttft_slo for r in judged)
-    samples = [s for s in run.samples if s.at_s >= load.warmup and _is_measured(s.at_s, run)]
+    # The last sample is requested at the end and arrives a little later.
+    samples = [s for s in run.samples if load.warmup <= s.at_s <= run.ended_at_s + 1.0]
     rates = _rates(run)
     stops = gained(samples, *STEP_STOPS)
     preemptions = gained(samples, "backfill:num_preemptions_total")
@@ -252,11 +253,6 @@ def _is_judged(record: RequestRecord, run: CoserveRun) -> bool:
         return True
     has_ended = record.outcome is Outcome.INTERRUPTED and record.sent_at_s is not None
     return has_ended and (run.status is Status.COMPLETE or record.ended_after_s > run.load.ttft_slo)
-
-
-def _is_measured(at_s: float, run: CoserveRun) -> bool:
-    # The last sample is requested at the end and arrives a little later.
-    return at_s <= run.ended_at_s + 1.0
 
 
 def _gaps(record: RequestRecord) -> Iterator[tuple[float, float]]:

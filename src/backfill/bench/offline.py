@@ -15,7 +15,7 @@ import aiohttp
 import msgspec
 import numpy as np
 
-from backfill.bench.client import BenchClient, Endpoint, ServerApi, StreamError, describe
+from backfill.bench.client import BenchClient, Endpoint, ServerApi, StreamError, describe, request_body
 from backfill.bench.coserve_load import CoserveLoad
 from backfill.bench.record import BenchRequest, Outcome, RequestRecord
 from backfill.bench.runner import Run
@@ -60,13 +60,10 @@ class OfflineLoad:
 
 
 def offline_load(load: CoserveLoad, endpoint: Endpoint) -> OfflineLoad:
-    """The load of ``load.offline_mode``.
-
-    Args:
-        endpoint: of the online requests.
-    """
+    """The load of ``load.offline_mode``, at the endpoint of the online requests."""
     if load.offline_mode == "none":
         return OfflineLoad()
+    endpoint = dataclasses.replace(endpoint, is_streaming=False, body=load.offline_fields())
     if load.offline_mode == "batch":
         return BatchLoad(load, endpoint)
     return Flood(load, endpoint)
@@ -79,9 +76,8 @@ class Flood(OfflineLoad):
         super().__init__()
         self._requests: Iterator[BenchRequest] = load.offline_requests()
         self._concurrency = load.offline_concurrency
-        self._endpoint = dataclasses.replace(endpoint, is_streaming=False, body=load.offline_fields())
+        self._endpoint = endpoint
         self._completed: list[RequestRecord] = []
-        self._indices = itertools.count()
 
     @property
     def num_completed(self) -> int:
@@ -105,7 +101,7 @@ class Flood(OfflineLoad):
         while True:
             request = next(self._requests)
             at_s = time.perf_counter() - run.started_at
-            record = RequestRecord(next(self._indices), at_s, at_s, request.input_tokens)
+            record = RequestRecord(len(self._completed), at_s, at_s, request.input_tokens)
             await client.send(request, record, run.started_at)
             record.text = ""  # frees memory; nobody reads it
             if record.outcome is Outcome.COMPLETED:
@@ -189,38 +185,27 @@ class BatchLoad(OfflineLoad):
         return b"\n".join(self._line(number, request) for number, request in enumerate(requests))
 
     def _line(self, number: int, request: BenchRequest) -> bytes:
-        body = {
-            "model": self._endpoint.model,
-            "prompt": request.prompt,
-            "max_tokens": request.output_tokens,
-            "ignore_eos": True,
-            **self._load.offline_fields(),
-        }
+        body = request_body(self._endpoint, request)
         line = {"custom_id": f"line-{number}", "method": "POST", "url": "/v1/completions", "body": body}
         return msgspec.json.encode(line)
 
     async def _create(self, api: ServerApi) -> str:
+        posting = asyncio.ensure_future(self._post(api))
+        try:
+            return await asyncio.shield(posting)
+        finally:
+            await asyncio.wait([posting])  # when cancelled too: the id is needed to cancel the batch
+
+    async def _post(self, api: ServerApi) -> str:
         body = {
             "input_file_id": self._file_id,
             "endpoint": "/v1/completions",
             "completion_window": "24h",
         }
-        posting = asyncio.ensure_future(api.call("POST", "/v1/batches", body))
         try:
-            await asyncio.shield(posting)
-        except asyncio.CancelledError:
-            await asyncio.wait([posting])  # the id is needed to cancel the batch
-            if posting.exception() is None:
-                self._note_created(posting.result())
-            raise
-        except _CALL_ERRORS as error:
-            raise ConfigError(f"The server takes no batch: {_reason(error)}.") from error
-        return self._note_created(posting.result())
-
-    def _note_created(self, batch: dict[str, Any]) -> str:
-        try:
+            batch = await api.call("POST", "/v1/batches", body)
             batch_id = str(batch["id"])
-        except KeyError as error:
+        except (*_CALL_ERRORS, KeyError) as error:
             raise ConfigError(f"The server takes no batch: {_reason(error)}.") from error
         self._batches[batch_id] = {"status": "validating", **batch}
         return batch_id

@@ -119,18 +119,13 @@ async def _send_one(
 
 async def _finish(tasks: Sequence[asyncio.Task[None]], stopping: asyncio.Task[bool]) -> None:
     """Wait for all tasks, or until told to stop; then cancel those that still run."""
-    if not tasks:
-        return
-    all_done = asyncio.ensure_future(asyncio.wait(tasks))
-    waited: list[asyncio.Future[Any]] = [all_done, stopping]
+    all_ended: asyncio.Future[Any] = asyncio.gather(*tasks, return_exceptions=True)
+    waited: list[asyncio.Future[Any]] = [all_ended, stopping]
     await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
-    if not all_done.done():
-        for task in tasks:
-            task.cancel()
-    await all_done
-    for task in tasks:
-        if not task.cancelled() and (error := task.exception()) is not None:
-            raise error
+    await cancel(tasks)
+    for result in await all_ended:
+        if isinstance(result, Exception):
+            raise result
 
 
 async def _probe(client: BenchClient, run: Run, rate_per_s: float) -> None:

@@ -7,8 +7,7 @@ import os
 from dataclasses import replace
 
 from backfill.bench.throughput import ThroughputOptions, measure
-from backfill.cli import groups
-from backfill.cli.command import command
+from backfill.cli.command import VARIABLES, command
 from backfill.cli.interrupts import LOADING, interruptible
 from backfill.core.config import EngineConfig, SchedulerConfig
 from backfill.engine.environment import engine_environment, restart_with
@@ -47,5 +46,5 @@ app = command(
         "Engine": "threads max_num_seqs max_num_batched_tokens kv_gib",
     },
     positional="model",
-    variables=groups.VARIABLES,
+    variables=VARIABLES,
 )

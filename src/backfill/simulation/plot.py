@@ -57,7 +57,7 @@ def _plot_timeline(axes: Sequence[Axes], point: PointResult, result: ScenarioRes
             worst = [percentile(_within(samples, start), 99) or np.nan for start in starts]
             axis.plot(starts, worst, color=colour, label=policy)
         at_s = np.arange(len(replay.timeline)) * BIN_S
-        tokens = [(each.online_tokens + each.offline_tokens) / BIN_S for each in replay.timeline]
+        tokens = [each.total() / BIN_S for each in replay.timeline]
         axes[2].plot(at_s, tokens, color=colour, label=policy, linewidth=1)
     for axis, limit, name in ((axes[0], slo.ttft_s, "TTFT"), (axes[1], slo.tpot_s, "inter-token gap")):
         axis.axhline(limit, color="red", linewidth=0.8, label="objective")

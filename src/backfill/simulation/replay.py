@@ -5,19 +5,25 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from dataclasses import dataclass, field
+from collections import Counter
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from backfill.core.clock import Clock, VirtualClock
+from backfill.core.config import SchedulerConfig
 from backfill.core.counters import ClassCounters
 from backfill.core.request import Request, RequestId, ServiceClass
 from backfill.core.sampling import SamplingParams
+from backfill.costs.hardware import HardwareProfile
 from backfill.engine.engine import Engine
 from backfill.engine.messages import TokenOutput
+from backfill.execution.executor import ExecutorInfo
+from backfill.execution.simulated_executor import SimulatedExecutor
 
 # The prompt's content does not matter. Every model has this id.
 _PROMPT_TOKEN = 5
 _QUEUE_DEPTH = 32
+_BLOCK_SIZE = 16
 BIN_S = 5.0
 
 
@@ -65,14 +71,6 @@ class OnlineRecord:
 
 
 @dataclass(slots=True)
-class TimelineBin:
-    """Tokens computed in one interval of the replay, without recomputed ones."""
-
-    online_tokens: int = 0
-    offline_tokens: int = 0
-
-
-@dataclass(slots=True)
 class ReplayResult:
     """What a replay measured.
 
@@ -80,14 +78,14 @@ class ReplayResult:
         duration_s: duration of the workload. Tokens are counted up to it, online requests to their end.
         online: one record for each online request.
         counters: of each class at ``duration_s``.
-        timeline: bins of ``BIN_S``, from the start.
+        timeline: tokens computed in each ``BIN_S`` from the start, by class, without recomputed ones.
         scheduling_s: CPU time of planning and committing.
     """
 
     duration_s: float
     online: list[OnlineRecord]
     counters: dict[ServiceClass, ClassCounters]
-    timeline: list[TimelineBin]
+    timeline: list[Counter[ServiceClass]]
     num_steps: int
     num_stopped_steps: int
     scheduling_s: float
@@ -115,7 +113,7 @@ class Replay:
         self._records: dict[RequestId, OnlineRecord] = {}
         self._num_unfinished = len(workload.online)
         self._num_steps = 0
-        self._timeline: list[TimelineBin] = []
+        self._timeline: list[Counter[ServiceClass]] = []
         self._counted = dict.fromkeys(ServiceClass, 0)
 
     def next_at_s(self) -> float:
@@ -189,15 +187,11 @@ class Replay:
     def _count_tokens(self) -> None:
         index = int(self._elapsed_s // BIN_S)
         while len(self._timeline) <= index:
-            self._timeline.append(TimelineBin())
+            self._timeline.append(Counter())
         for service_class, counters in self._engine.scheduler.counters.items():
             computed = counters.num_computed_tokens - counters.num_recomputed_tokens
-            new = computed - self._counted[service_class]
+            self._timeline[index][service_class] += computed - self._counted[service_class]
             self._counted[service_class] = computed
-            if service_class is ServiceClass.ONLINE:
-                self._timeline[index].online_tokens += new
-            else:
-                self._timeline[index].offline_tokens += new
 
     def _top_up(self) -> None:
         if self._offline is None:
@@ -220,6 +214,39 @@ class Replay:
 
     def _copy_counters(self) -> dict[ServiceClass, ClassCounters]:
         return {each: counters.copy() for each, counters in self._engine.scheduler.counters.items()}
+
+
+def simulate(
+    config: SchedulerConfig, workload: Workload, hardware: HardwareProfile, host_kv_tokens: int
+) -> ReplayResult:
+    """Replay a workload on a virtual clock.
+
+    Args:
+        config: its objectives are those of every online request.
+        host_kv_tokens: size of the KV pool in host memory.
+    """
+    clock = VirtualClock()
+    profile = hardware.costs
+    info = ExecutorInfo(
+        num_blocks=hardware.kv_tokens // _BLOCK_SIZE,
+        block_size=_BLOCK_SIZE,
+        max_model_len=hardware.max_model_len,
+        vocab_size=32_000,
+        end_token_ids=(),
+        device=profile.key.device,
+        dtype=profile.key.dtype,
+        num_layers=profile.num_layers,
+        can_stop=True,
+        num_host_blocks=host_kv_tokens // _BLOCK_SIZE if profile.copies is not None else 0,
+        block_bytes=hardware.kv_bytes_per_token * _BLOCK_SIZE,
+    )
+    executor = SimulatedExecutor(info, profile.cost, clock, profile.copies)
+    engine = Engine(config, executor, clock, profile)
+    if config.policy == "online-only":
+        workload = replace(workload, offline=())
+    replay = Replay(engine, clock, workload)
+    executor.events = replay
+    return replay.run()
 
 
 def _request(name: str, lengths: Lengths, service_class: ServiceClass) -> Request:

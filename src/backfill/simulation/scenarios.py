@@ -12,8 +12,7 @@ from backfill.core.errors import ConfigError
 from backfill.core.slo import SLO
 from backfill.costs.hardware import HardwareProfile, load_hardware_profile
 from backfill.simulation.metrics import PolicyMetrics, metrics_of
-from backfill.simulation.replay import Lengths, ReplayResult, Workload
-from backfill.simulation.run import simulate
+from backfill.simulation.replay import Lengths, ReplayResult, Workload, simulate
 from backfill.simulation.workloads import (
     conversation_workload,
     gamma_workload,
