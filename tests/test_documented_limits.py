@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import backfill
-from backfill.api import admission, body_budget, http_protocol, multipart, open_files, server
+from backfill.api import admission, body_budget, http_protocol, multipart, server
 from backfill.api.config import ServerConfig
 from backfill.cli.run_batch import run_batch
 from backfill.cli.serve import serve
@@ -33,7 +33,7 @@ UVICORN = server.HttpServer(object(), CONNECTION).config
 
 # Beginning of a row in docs/operations.md, and what it must say.
 OPERATIONS = [
-    ("connections", f"at most {open_files.MAX_CONNECTIONS})"),
+    ("connections", f"at most {http_protocol.MAX_CONNECTIONS})"),
     ("headers", f"{CONNECTION.max_head_bytes >> 10} KiB"),
     ("URL", f"{CONNECTION.max_url_bytes >> 10} KiB"),
     ("time until the headers", f"({SERVER.head_timeout:g} s)"),
