@@ -9,7 +9,6 @@ the ``slo`` policy. The real run is in this process, without HTTP. Only the exec
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 from dataclasses import asdict
 
@@ -27,7 +26,7 @@ from backfill.execution.simulated_executor import SimulatedExecutor
 from backfill.models.resolve import resolve_model
 from backfill.simulation.metrics import PolicyMetrics, metrics_of
 from backfill.simulation.replay import Lengths, Replay
-from backfill.simulation.workloads import Workload, gamma_workload
+from backfill.simulation.workloads import gamma_workload
 
 _SLO = SLO(ttft_s=1.0, tpot_s=0.15)
 _ROWS = (
@@ -44,12 +43,6 @@ def offline_lengths(count: int, seed: int) -> tuple[Lengths, ...]:
     return tuple(
         Lengths(int(i), int(o))
         for i, o in zip(rng.integers(256, 513, count), rng.integers(32, 129, count), strict=True)
-    )
-
-
-def replay(engine: Engine, clock: WallClock | VirtualClock, workload: Workload) -> Replay:
-    return Replay(
-        engine, clock, workload.online, itertools.cycle(workload.offline), duration_s=workload.duration_s
     )
 
 
@@ -73,7 +66,7 @@ def main() -> None:
     simulated: Executor = SimulatedExecutor(executor.info, profile.cost, virtual, profile.copies)
     figures: dict[str, PolicyMetrics] = {}
     for name, runs, clock in (("simulated", simulated, virtual), ("real", executor, WallClock())):
-        result = replay(Engine(config.scheduler, runs, clock, profile), clock, workload).run()
+        result = Replay(Engine(config.scheduler, runs, clock, profile), clock, workload).run()
         figures[name] = metrics_of(result, _SLO)
     print(f"profile: median error {profile.error.median:.1%}, P95 {profile.error.p95:.1%}")
     print(f"{'':16s} {'real':>9s} {'simulated':>10s} {'off by':>8s} {'goal':>6s}")

@@ -162,7 +162,7 @@ def test_every_option_and_figure_of_coserving_is_documented() -> None:
 
 
 def test_every_key_of_a_result_is_documented() -> None:
-    run = Run(started_at=0.0, num_requests=0)
+    run = Run(num_requests=0)
     metrics = compute_metrics([], duration_s=1.0, num_requests=0, objectives_s={"ttft": 1.0})
     text = (ROOT / "docs" / "benchmarking.md").read_text()
     statistic = r"(mean|median|std|p50|p90|p99)_(\w+)_ms"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import backfill
-from backfill.api import admission, body_budget, http_protocol, multipart, open_files, server
+from backfill.api import admission, body_budget, http_protocol, multipart, server
 from backfill.api.config import ServerConfig
 from backfill.cli.run_batch import run_batch
 from backfill.cli.serve import serve
@@ -23,7 +23,7 @@ from backfill.jobs.config import JobsConfig
 from backfill.preparation import client as preparation_client
 from backfill.preparation import process as preparation_process
 from backfill.protocol import body_shape, chat, generation_fields
-from backfill.simulation.variants import variant_names
+from backfill.simulation.scenarios import VARIANTS
 from tests.test_docs import ROOT
 
 CONNECTION = http_protocol.ConnectionLimits(max_connections=1)
@@ -33,7 +33,7 @@ UVICORN = server.HttpServer(object(), CONNECTION).config
 
 # Beginning of a row in docs/operations.md, and what it must say.
 OPERATIONS = [
-    ("connections", f"at most {open_files.MAX_CONNECTIONS})"),
+    ("connections", f"at most {http_protocol.MAX_CONNECTIONS})"),
     ("headers", f"{CONNECTION.max_head_bytes >> 10} KiB"),
     ("URL", f"{CONNECTION.max_url_bytes >> 10} KiB"),
     ("time until the headers", f"({SERVER.head_timeout:g} s)"),
@@ -169,4 +169,4 @@ def test_variants_of_the_simulator() -> None:
         (ROOT / "docs" / "simulation.md").read_text().partition("| name | policy |")[2].partition("\n\n")[0]
     )
     names = re.findall(r"^\| (`.*?`) \|", table, re.MULTILINE)
-    assert {name.strip("`") for cell in names for name in cell.split(", ")} == set(variant_names())
+    assert {name.strip("`") for cell in names for name in cell.split(", ")} == set(VARIANTS)

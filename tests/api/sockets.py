@@ -12,8 +12,8 @@ from typing import Any
 import uvloop
 
 from backfill.api.http_protocol import ConnectionLimits
-from backfill.api.listener import bind
 from backfill.api.server import HttpServer
+from backfill.cli.startup import bind
 
 TIMEOUT_S = 20.0
 App = Callable[[Any, Any, Any], Awaitable[None]]

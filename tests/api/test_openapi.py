@@ -13,8 +13,8 @@ from backfill.api.app import create_app
 from backfill.api.config import ServerConfig
 from backfill.api.docs_page import docs_page
 from backfill.api.keys import ApiKeys
+from backfill.api.routes import UNSUPPORTED
 from backfill.api.state import ServerState
-from backfill.api.unsupported import UNSUPPORTED
 from backfill.core.config import EngineConfig
 from backfill.engine.client import EngineClient
 from backfill.jobs.config import JobsConfig

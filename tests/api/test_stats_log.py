@@ -5,7 +5,8 @@ import asyncio
 import pytest
 
 from backfill.api.metrics.requests import ObjectiveCounts
-from backfill.api.stats_log import StatsLog
+from backfill.api.stats_log import FieldWarnings, StatsLog
+from backfill.core.clock import VirtualClock
 
 
 def test_only_missed_objectives_are_logged(caplog: pytest.LogCaptureFixture) -> None:
@@ -42,3 +43,15 @@ def test_missed_objectives_are_logged_every_minute(caplog: pytest.LogCaptureFixt
     asyncio.run(run())
     assert caplog.messages[0].startswith("objectives missed in the last minute: TPOT by 1 of 1 gaps")
     assert len(caplog.messages) == 3
+
+
+def test_warnings_of_fields_have_one_line_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+    clock = VirtualClock()
+    warnings = FieldWarnings(clock)
+    for name in ("a", "b", "c"):
+        warnings.add(f"unknown fields: {name}")
+        clock.advance(20.0)
+    warnings.add("unknown fields: d")
+    first, second = caplog.messages
+    assert first == "in a request: unknown fields: a"
+    assert "unknown fields: d (2 other requests" in second

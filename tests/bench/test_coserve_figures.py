@@ -16,7 +16,7 @@ from backfill.bench.coserve_figures import (
 )
 from backfill.bench.coserve_load import CoserveLoad
 from backfill.bench.coserve_plot import save_plot
-from backfill.bench.offline import NoLoad
+from backfill.bench.offline import OfflineLoad
 from backfill.bench.record import Outcome, RequestRecord
 from backfill.bench.runner import Run
 from backfill.bench.scrape import Sample
@@ -33,13 +33,13 @@ def record(sent_at_s: float, *chunks: float, outcome: Outcome = Outcome.COMPLETE
 def run_of(
     *records: RequestRecord, status: Status = Status.COMPLETE, tokens_per_s: float = 0.0
 ) -> CoserveRun:
-    online = Run(0.0, len(records), list(records))
+    online = Run(len(records), 0.0, list(records))
     samples = [
         Sample(at, {"vllm:prompt_tokens_total": tokens_per_s * at})
         for at in (0.0, 5.0, 10.0, 15.0)
         if tokens_per_s
     ]
-    return CoserveRun(LOAD, "m", online, NoLoad(), samples, status, ended_at_s=15.0)
+    return CoserveRun(LOAD, "m", online, OfflineLoad(), samples, status, ended_at_s=15.0)
 
 
 def test_only_what_is_due_in_the_measurement_counts() -> None:

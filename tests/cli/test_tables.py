@@ -9,9 +9,10 @@ from rich.console import Console
 
 from backfill.cli.tables import print_figures
 
+KEYS = ["ttft_p99_s", "offline_tok_s", "recomputed_token_share"]
 NAMES = ["TTFT P99 s", "offline tok/s", "recomputed"]
-COLUMNS = {
-    name: [f"{1.234 + index:.3f}", str(3124 + index), f"{index / 10:.2%}"]
+POLICIES = {
+    name: dict(zip(KEYS, (1.234 + index, 3124 + index, index / 10), strict=True))
     for index, name in enumerate(
         (
             "online-only",
@@ -29,11 +30,11 @@ COLUMNS = {
 @pytest.mark.parametrize("width", [40, 60, 80, 150])
 def test_every_figure_is_whole_and_no_line_is_too_long(width: int) -> None:
     screen = io.StringIO()
-    print_figures(Console(file=screen, width=width), "rate_per_s 2, cv 1", NAMES, COLUMNS)
+    print_figures(Console(file=screen, width=width), "rate_per_s 2, cv 1", " ".join(KEYS), POLICIES)
     text = screen.getvalue()
     assert max(map(len, text.splitlines())) <= width
-    for cells in COLUMNS.values():
-        for cell in cells:
+    for ttft_s, tok_s, share in (figures.values() for figures in POLICIES.values()):
+        for cell in (f"{ttft_s:.3f}", f"{tok_s:.0f}", f"{share:.2%}"):
             assert f" {cell} " in text
     for name in NAMES:
         assert f" {name} " in text
@@ -41,14 +42,17 @@ def test_every_figure_is_whole_and_no_line_is_too_long(width: int) -> None:
 
 def test_one_table_where_there_is_room() -> None:
     screen = io.StringIO()
-    print_figures(Console(file=screen, width=150), "", NAMES, COLUMNS)
+    print_figures(Console(file=screen, width=150), "", " ".join(KEYS), POLICIES)
     assert screen.getvalue().count("TTFT P99 s") == 1
 
 
 def test_a_figure_that_nobody_has_has_no_row() -> None:
     screen = io.StringIO()
     print_figures(
-        Console(file=screen, width=80), "", NAMES, {"slo": ["1.000", "", ""], "fcfs": ["", "5", ""]}
+        Console(file=screen, width=80),
+        "",
+        " ".join(KEYS),
+        {"slo": {"ttft_p99_s": 1.0}, "fcfs": {"offline_tok_s": 5}},
     )
     assert "offline tok/s" in screen.getvalue()
     assert "recomputed" not in screen.getvalue()

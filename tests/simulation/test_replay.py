@@ -8,10 +8,10 @@ import pytest
 from backfill.core.config import SchedulerConfig
 from backfill.core.request import ServiceClass
 from backfill.core.slo import SLO
+from backfill.costs.hardware import HardwareProfile
 from backfill.simulation.metrics import metrics_of
-from backfill.simulation.replay import Arrival, Lengths, ReplayResult
-from backfill.simulation.run import simulate
-from backfill.simulation.workloads import Workload, gamma_workload
+from backfill.simulation.replay import BIN_S, Arrival, Lengths, ReplayResult, Workload, simulate
+from backfill.simulation.workloads import gamma_workload
 from tests.builders import make_profile
 
 LOOSE = SLO(ttft_s=5.0, tpot_s=0.2)
@@ -40,15 +40,8 @@ def run(
         tpot_slo=slo.tpot_s,
         **settings,
     )
-    return simulate(
-        config,
-        load,
-        profile=PROFILE,
-        kv_tokens=kv_tokens,
-        max_model_len=4000,
-        host_kv_tokens=host_kv_tokens,
-        kv_bytes_per_token=kv_bytes_per_token,
-    )
+    hardware = HardwareProfile("test", PROFILE, kv_tokens, kv_bytes_per_token, max_model_len=4000)
+    return simulate(config, load, hardware, host_kv_tokens)
 
 
 def test_two_runs_are_equal_to_the_last_digit() -> None:
@@ -60,9 +53,9 @@ def test_every_online_token_is_recorded_and_the_timeline_adds_up() -> None:
     result = run("slo", workload())
     assert len(result.online) == 40
     assert all(len(record.token_at_s) == 20 for record in result.online)
-    within = [tokens for i, tokens in enumerate(result.timeline) if (i + 1) * result.bin_s <= 20.0]
+    within = [tokens for i, tokens in enumerate(result.timeline) if (i + 1) * BIN_S <= 20.0]
     offline = result.counters[ServiceClass.OFFLINE]
-    assert sum(tokens.offline_tokens for tokens in within) == pytest.approx(
+    assert sum(tokens[ServiceClass.OFFLINE] for tokens in within) == pytest.approx(
         offline.num_computed_tokens - offline.num_recomputed_tokens, rel=0.02
     )
 

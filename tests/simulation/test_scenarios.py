@@ -10,8 +10,7 @@ import pytest
 
 from backfill.core.errors import ConfigError
 from backfill.simulation.plot import _COLOURS, save_plot
-from backfill.simulation.scenarios import Inputs, build_scenario, run_scenario, scenario_names
-from backfill.simulation.variants import variant_names
+from backfill.simulation.scenarios import VARIANTS, Inputs, build_scenario, run_scenario, scenario_names
 from backfill.simulation.workloads import Lengths, conversation_workload, summarization_lengths
 from backfill.workloads.arrivals import Phase, reshaped
 from tests.cli.running import run_cli, run_cli_here
@@ -142,7 +141,7 @@ def test_figures_are_printed_without_matplotlib_and_a_plot_asked_for_is_refused_
 
 
 def test_every_variant_has_a_colour() -> None:
-    assert set(_COLOURS) == set(variant_names())
+    assert set(_COLOURS) == set(VARIANTS)
 
 
 def test_figure_8_has_an_entry_for_each_step_and_all_on_reaches_the_paper(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import NoReturn
 
 from backfill.core.clock import Clock, WallClock
@@ -23,7 +24,9 @@ class Overloaded(Exception):
             f"The server's queue of {service_class.value} requests is full. "
             f"Please retry in {retry_after_s} s."
         )
+        is_offline = service_class is ServiceClass.OFFLINE
         self.service_class = service_class
+        self.code = "resource_unavailable" if is_offline else "rate_limit_exceeded"
         self.retry_after_s = retry_after_s
 
 
@@ -84,20 +87,18 @@ class Admission:
             raise OfflineSuspended
 
 
+@dataclass(slots=True)
 class Reservation:
     """The choices of one request in the queue of its class; made by ``Admission.reserve``."""
 
-    def __init__(
-        self,
-        admission: Admission,
-        queues: Mapping[ServiceClass, _ClassQueue],
-        service_class: ServiceClass,
-    ) -> None:
-        self._admission = admission
-        self._queues = queues
-        self._class = service_class
-        self._queue = queues[service_class]
-        self._num_choices = 0
+    _admission: Admission
+    _queues: Mapping[ServiceClass, _ClassQueue]
+    _class: ServiceClass
+    _num_choices: int = 0
+
+    @property
+    def _queue(self) -> _ClassQueue:
+        return self._queues[self._class]
 
     def resize(self, num_choices: int, service_class: ServiceClass | None = None) -> None:
         """Change the number of choices, and the class if one is given.
@@ -111,7 +112,7 @@ class Reservation:
         queue.occupy(num_choices, num_held)
         if queue is not self._queue:
             self._queue.vacate(self._num_choices)
-        self._class, self._queue, self._num_choices = service_class, queue, num_choices
+        self._class, self._num_choices = service_class, num_choices
 
     def release_choice(self) -> None:
         """Release one choice that ran and has ended."""
@@ -125,22 +126,16 @@ class Reservation:
         self._num_choices = 0
 
 
+@dataclass(slots=True)
 class _ClassQueue:
     """The open choices of one class, and the rate at which they end."""
 
-    def __init__(
-        self,
-        service_class: ServiceClass,
-        limit: int,
-        on_refused: Callable[[ServiceClass, str], None],
-        clock: Clock,
-    ) -> None:
-        self.num_open = 0
-        self._service_class = service_class
-        self._limit = limit
-        self._on_refused = on_refused
-        self._clock = clock
-        self._ended_at_s: deque[float] = deque(maxlen=_RATE_WINDOW)
+    _service_class: ServiceClass
+    _limit: int
+    _on_refused: Callable[[ServiceClass, str], None]
+    _clock: Clock
+    num_open: int = 0
+    _ended_at_s: deque[float] = field(default_factory=lambda: deque(maxlen=_RATE_WINDOW))
 
     @property
     def num_free(self) -> int:

@@ -22,9 +22,8 @@ from backfill.api.middleware import (
 )
 from backfill.api.openapi import openapi_document
 from backfill.api.request_head import RequestHeadMiddleware
-from backfill.api.routes import build_router
+from backfill.api.routes import build_router, build_unsupported_router
 from backfill.api.state import ServerState
-from backfill.api.unsupported import build_unsupported_router
 
 logger = logging.getLogger(__name__)
 

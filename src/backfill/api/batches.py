@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 from fastapi import APIRouter, Request, Response
 
 from backfill.api.bodies import json_body, owner_of, query_limit
@@ -85,11 +87,7 @@ def batch_body(batch: BatchRecord) -> Json:
         "expired_at": batch.expired_at,
         "cancelling_at": batch.cancelling_at,
         "cancelled_at": batch.cancelled_at,
-        "request_counts": {
-            "total": batch.request_counts.total,
-            "completed": batch.request_counts.completed,
-            "failed": batch.request_counts.failed,
-        },
+        "request_counts": asdict(batch.request_counts),
         "usage": _usage_body(batch.usage),
         "metadata": batch.metadata,
     }
@@ -98,11 +96,7 @@ def batch_body(batch: BatchRecord) -> Json:
 def _errors_body(errors: list[LineError]) -> Json | None:
     if not errors:
         return None
-    data = [
-        {"code": error.code, "message": error.message, "line": error.line, "param": error.param}
-        for error in errors
-    ]
-    return {"object": "list", "data": data}
+    return {"object": "list", "data": [asdict(error) for error in errors]}
 
 
 def _usage_body(usage: TokenUsage) -> Json:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 # Bodies up to this size may use the reserved part of the budget.
 SMALL_BODY_BYTES = 64 << 10
@@ -19,13 +20,13 @@ class OfflineUnavailable(Unavailable):
     """The server cannot take an offline request now; the client may retry."""
 
 
+@dataclass(slots=True)
 class HeldBytes:
     """The part of the budget that one body holds."""
 
-    def __init__(self, budget: BodyBudget) -> None:
-        self._budget = budget
-        self.num_bytes = 0
-        self.is_offline = False
+    _budget: BodyBudget
+    num_bytes: int = 0
+    is_offline: bool = False
 
     def add(self, num_bytes: int) -> None:
         """Raises, adding nothing: Unavailable."""

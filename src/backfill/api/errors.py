@@ -17,15 +17,12 @@ from backfill.api.admission import MAX_RETRY_AFTER_S, OfflineSuspended, Overload
 from backfill.api.body_budget import OfflineUnavailable, Unavailable
 from backfill.api.shedding import RequestShed
 from backfill.core.errors import BackfillError
-from backfill.core.request import ServiceClass
 from backfill.jobs.errors import Busy, Conflict, NotFound, StorageFull, TooLarge, TooMany, TooManyUploads
 from backfill.protocol.responses import error_body, error_of
 
 logger = logging.getLogger(__name__)
 
 _METHODS = ("DELETE", "GET", "HEAD", "POST")
-_RETRY_AFTER_UNAVAILABLE_S = "2"
-_RETRY_AFTER_LONG_S = str(MAX_RETRY_AFTER_S)
 
 
 class BodyTooLarge(Exception):
@@ -54,32 +51,22 @@ class _ErrorResponse:
     headers: Mapping[str, str] = field(default_factory=dict)
 
 
-_UNAVAILABLE = _ErrorResponse(
-    503, "service_unavailable_error", "server_is_overloaded", {"Retry-After": _RETRY_AFTER_UNAVAILABLE_S}
-)
+_RETRY_SOON = {"Retry-After": "2"}
+_RETRY_LATE = {"Retry-After": str(MAX_RETRY_AFTER_S)}
+_NO_RETRY = {"x-should-retry": "false"}
+_UNAVAILABLE = _ErrorResponse(503, "service_unavailable_error", "server_is_overloaded", _RETRY_SOON)
 _RESPONSES: Mapping[type[Exception], _ErrorResponse] = {
-    OfflineSuspended: _ErrorResponse(
-        429, "rate_limit_error", "resource_unavailable", {"Retry-After": _RETRY_AFTER_LONG_S}
-    ),
+    OfflineSuspended: _ErrorResponse(429, "rate_limit_error", "resource_unavailable", _RETRY_LATE),
     # The limit may hold for hours: quick retries would not help.
-    TooMany: _ErrorResponse(
-        429,
-        "rate_limit_error",
-        "rate_limit_exceeded",
-        {"Retry-After": _RETRY_AFTER_LONG_S, "x-should-retry": "false"},
-    ),
-    OfflineUnavailable: _ErrorResponse(
-        429, "rate_limit_error", "resource_unavailable", {"Retry-After": _RETRY_AFTER_UNAVAILABLE_S}
-    ),
-    TooManyUploads: _ErrorResponse(
-        429, "rate_limit_error", "rate_limit_exceeded", {"Retry-After": _RETRY_AFTER_UNAVAILABLE_S}
-    ),
+    TooMany: _ErrorResponse(429, "rate_limit_error", "rate_limit_exceeded", _RETRY_LATE | _NO_RETRY),
+    OfflineUnavailable: _ErrorResponse(429, "rate_limit_error", "resource_unavailable", _RETRY_SOON),
+    TooManyUploads: _ErrorResponse(429, "rate_limit_error", "rate_limit_exceeded", _RETRY_SOON),
     Unavailable: _UNAVAILABLE,
     Busy: _UNAVAILABLE,
     NotFound: _ErrorResponse(404),
     # The official client retries a 409 without this header; a retry would get the same answer.
-    Conflict: _ErrorResponse(409, headers={"x-should-retry": "false"}),
-    StorageFull: _ErrorResponse(507, "server_error", headers={"x-should-retry": "false"}),
+    Conflict: _ErrorResponse(409, headers=_NO_RETRY),
+    StorageFull: _ErrorResponse(507, "server_error", headers=_NO_RETRY),
     BodyTooLarge: _ErrorResponse(413),
     TooLarge: _ErrorResponse(413),
     UnsupportedEncoding: _ErrorResponse(415),
@@ -94,19 +81,14 @@ def error_response(error: Exception, request_id: str = "") -> JSONResponse:
     if known is not None:
         return JSONResponse(error_body(str(error), known.type, code=known.code), known.status, known.headers)
     match error:
-        case Overloaded():
-            is_offline = error.service_class is ServiceClass.OFFLINE
-            code = "resource_unavailable" if is_offline else "rate_limit_exceeded"
-            body = error_body(str(error), "rate_limit_error", code=code)
+        case Overloaded() | RequestShed():
+            body = error_body(str(error), "rate_limit_error", code=error.code)
             return JSONResponse(body, 429, {"Retry-After": str(error.retry_after_s)})
         case BackfillError():
             status, body = error_of(error)
             return JSONResponse(body, status, _UNAVAILABLE.headers if status == 503 else None)
         case ClientDisconnect():
             return JSONResponse(None, 499)  # the client has left
-        case RequestShed():
-            body = error_body(str(error), "rate_limit_error", code="slow_down")
-            return JSONResponse(body, 429, {"Retry-After": str(error.retry_after_s)})
         case HTTPException():
             body = error_body(str(error.detail), "invalid_request_error")
             return JSONResponse(body, error.status_code, error.headers)
@@ -143,18 +125,12 @@ def _routing_error(request: Request, status: int) -> HTTPException:
     path = request.url.path
     if status == 404:
         return HTTPException(404, f"There is no {path} on this server; /docs lists its endpoints.")
-    allowed = ", ".join(_allowed_methods(request))
+    routes = request.app.routes
+    scopes = {method: {**request.scope, "method": method} for method in _METHODS}
+    allowed = ", ".join(
+        method
+        for method, scope in scopes.items()
+        if any(route.matches(scope)[0] is Match.FULL for route in routes)
+    )
     message = f"{request.method} is not allowed for {path}, only {allowed}."
     return HTTPException(405, message, {"Allow": allowed})
-
-
-def _allowed_methods(request: Request) -> list[str]:
-    """The methods that have a route for the request's path."""
-    return [
-        method
-        for method in _METHODS
-        if any(
-            route.matches({**request.scope, "method": method})[0] is Match.FULL
-            for route in request.app.routes
-        )
-    ]

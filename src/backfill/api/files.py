@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import aclosing
+from dataclasses import dataclass, field
 
 import msgspec
 from fastapi import APIRouter, Request
@@ -121,16 +122,16 @@ def json_list(data: list[Json], *, has_more: bool) -> Response:
     return Response(msgspec.json.encode(body), media_type="application/json")
 
 
+@dataclass(slots=True)
 class _Receiver:
     """One upload, from form events in any order. It is deleted if the block is left before ``finish``."""
 
-    def __init__(self, jobs: JobManager, owner: str) -> None:
-        self._jobs = jobs
-        self._owner = owner
-        self._fields: dict[str, str] = {}
-        self._filename = ""
-        self._upload: Upload | None = None
-        self._is_finished = False
+    _jobs: JobManager
+    _owner: str
+    _fields: dict[str, str] = field(default_factory=dict)
+    _filename: str = ""
+    _upload: Upload | None = None
+    _is_finished: bool = False
 
     async def __aenter__(self) -> _Receiver:
         return self

@@ -17,6 +17,7 @@ quarter of the shortest one, so a client may have that much longer.
 from __future__ import annotations
 
 import asyncio
+import resource
 import socket
 import struct
 from dataclasses import dataclass
@@ -34,6 +35,8 @@ from uvicorn.server import ServerState
 from backfill.core.errors import ConfigError
 from backfill.protocol.responses import error_body
 
+MAX_CONNECTIONS = 8192
+_MAX_OPEN_FILES = 1 << 20  # where the system sets no limit
 # Requests that one connection may send ahead of its responses.
 MAX_PIPELINED = 16
 # A body may arrive in chunks of one byte, each with 5 bytes of framing. More per byte is an attack.
@@ -71,6 +74,23 @@ class ConnectionLimits:
             self.write_timeout_s,
         )
         return min(*timeouts_s, 4 * _LINGER_S) / 4
+
+
+def raise_open_files_limit() -> int:
+    """Raise the soft limit of open files to the hard limit; returns the limit in force."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    asked = _MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else hard
+    if soft != resource.RLIM_INFINITY and soft < asked:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (asked, hard))
+        except (OSError, ValueError):  # some systems allow less than the hard limit
+            return soft
+    return asked
+
+
+def default_max_connections(num_open_files: int) -> int:
+    """Three quarters of the descriptors, at most 8192; files, uploads and the engine need the rest."""
+    return max(1, min(MAX_CONNECTIONS, num_open_files * 3 // 4))
 
 
 class _Refusal(Exception):

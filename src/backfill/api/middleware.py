@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import time
 import uuid
+from dataclasses import dataclass
+from typing import ClassVar
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -23,21 +25,16 @@ _PUBLIC_PATHS = frozenset(
 _UNCOUNTED_PATHS = frozenset({"/health", "/health/live", "/ping", "/metrics"})
 
 
+@dataclass
 class HttpMiddleware:
-    """Handles HTTP requests; other ASGI scopes and excluded paths go straight to the app.
+    """Handles HTTP requests; other ASGI scopes and excluded paths go straight to the app."""
 
-    Attributes:
-        excluded_paths: paths that this middleware ignores.
-    """
-
-    excluded_paths: frozenset[str] = frozenset()
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+    excluded_paths: ClassVar[frozenset[str]] = frozenset()
+    app: ASGIApp
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] in self.excluded_paths:
-            await self._app(scope, receive, send)
+            await self.app(scope, receive, send)
         else:
             await self._handle(scope, receive, send)
 
@@ -66,7 +63,7 @@ class RequestIdMiddleware(HttpMiddleware):
                 MutableHeaders(scope=message)["x-request-id"] = response_id
             await send(message)
 
-        await self._app(scope, receive, send_with_id)
+        await self.app(scope, receive, send_with_id)
 
 
 class ErrorMiddleware(HttpMiddleware):
@@ -84,13 +81,14 @@ class ErrorMiddleware(HttpMiddleware):
             await send(message)
 
         try:
-            await self._app(scope, receive, send_and_note)
+            await self.app(scope, receive, send_and_note)
         except Exception as error:
             if has_begun:
                 raise
             await error_response(error, response_id_of(scope))(scope, receive, send)
 
 
+@dataclass
 class ApiKeyMiddleware(HttpMiddleware):
     """Refuses requests without a valid key, except on public paths.
 
@@ -98,30 +96,25 @@ class ApiKeyMiddleware(HttpMiddleware):
     """
 
     excluded_paths = _PUBLIC_PATHS
-
-    def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
-        super().__init__(app)
-        self._keys = keys
+    keys: ApiKeys
 
     async def _handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
-        owner = self._keys.owner_of(key.strip()) if scheme.lower() == "bearer" else None
+        owner = self.keys.owner_of(key.strip()) if scheme.lower() == "bearer" else None
         if owner is None:
             error = InvalidApiKey("Incorrect or missing API key. Send it as 'Authorization: Bearer KEY'.")
             await error_response(error)(scope, receive, send)
             return
         scope.setdefault("state", {})["owner"] = owner
-        await self._app(scope, receive, send)
+        await self.app(scope, receive, send)
 
 
+@dataclass
 class CountingMiddleware(HttpMiddleware):
     """Counts HTTP requests and their duration by route."""
 
     excluded_paths = _UNCOUNTED_PATHS
-
-    def __init__(self, app: ASGIApp, state: ServerState) -> None:
-        super().__init__(app)
-        self._state = state
+    state: ServerState
 
     async def _handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         status = 499  # the client left before the response began
@@ -134,9 +127,9 @@ class CountingMiddleware(HttpMiddleware):
             await send(message)
 
         try:
-            await self._app(scope, receive, send_and_note)
+            await self.app(scope, receive, send_and_note)
         finally:
-            if self._state.metrics is not None:
+            if self.state.metrics is not None:
                 handler = getattr(scope.get("route"), "path", "none")  # unknown paths share a label
                 duration_s = time.monotonic() - started_at_s
-                self._state.metrics.http.on_request(scope["method"], handler, status, duration_s)
+                self.state.metrics.http.on_request(scope["method"], handler, status, duration_s)

@@ -95,7 +95,7 @@ class RequestHeadMiddleware(HttpMiddleware):
         except (RequestError, Forbidden) as error:
             await error_response(error)(scope, receive, send)
             return
-        await self._app(scope, receive, send)
+        await self.app(scope, receive, send)
 
 
 def _name_of(host: str) -> str:

@@ -16,8 +16,27 @@ from backfill.protocol.completion import CompletionRequest
 from backfill.protocol.generation import GenerationEndpoint
 from backfill.protocol.generation_fields import REQUEST_HEADERS
 from backfill.protocol.preparer import RequestContext, RequestPreparer, TextEndpoint
-from backfill.protocol.responses import Json
+from backfill.protocol.responses import Json, error_body
 from backfill.protocol.tokenization import DetokenizeRequest, TokenizeRequest
+
+# Endpoints of OpenAI's API that this server does not support: 501, since a 404 suggests a wrong URL.
+UNSUPPORTED = (
+    "assistants",
+    "audio",
+    "containers",
+    "conversations",
+    "embeddings",
+    "evals",
+    "fine_tuning",
+    "images",
+    "moderations",
+    "realtime",
+    "responses",
+    "threads",
+    "uploads",
+    "vector_stores",
+    "videos",
+)
 
 
 def build_router(state: ServerState) -> APIRouter:
@@ -99,6 +118,19 @@ def _add_status_routes(router: APIRouter, state: ServerState) -> None:
     async def load() -> Json:
         """The number of open choices, running or waiting."""
         return {"server_load": state.admission.num_open}
+
+
+def build_unsupported_router() -> APIRouter:
+    router = APIRouter(include_in_schema=False)
+
+    async def refuse(request: Request) -> JSONResponse:
+        body = error_body(f"{request.url.path} is not supported by this server.", "server_error")
+        return JSONResponse(body, 501, {"x-should-retry": "false"})
+
+    for name in UNSUPPORTED:
+        for path in (f"/v1/{name}", f"/v1/{name}/{{rest:path}}"):
+            router.add_api_route(path, refuse, methods=["GET", "POST", "DELETE"])
+    return router
 
 
 async def _generate(request: Request, state: ServerState, endpoint: GenerationEndpoint) -> Response:

@@ -17,13 +17,17 @@ import uvicorn
 
 from backfill.api.app import create_app
 from backfill.api.config import ServerConfig
-from backfill.api.http_protocol import ConnectionLimits, LimitedHttpProtocol
+from backfill.api.http_protocol import (
+    ConnectionLimits,
+    LimitedHttpProtocol,
+    default_max_connections,
+    raise_open_files_limit,
+)
 from backfill.api.keys import ApiKeys, KeyFileWatch
 from backfill.api.metrics.jobs import JobMetrics
 from backfill.api.metrics.loop_lag import LoopLag
 from backfill.api.metrics.registry import Metrics
 from backfill.api.metrics.requests import ObjectiveCounts
-from backfill.api.open_files import default_max_connections, raise_open_files_limit
 from backfill.api.shedding import Shedder
 from backfill.api.state import Phase, ServerState
 from backfill.api.stats_log import StatsLog
@@ -75,7 +79,6 @@ class Server:
         api_keys: ApiKeys | None = None,
         jobs_config: JobsConfig | None,
         chat_template: str | None = None,
-        uses_generation_config: bool = True,
         on_started: Callable[[], None] | None = None,
         on_ready: Callable[[Ready], None] | None = None,
     ) -> None:
@@ -89,7 +92,7 @@ class Server:
         setup = PreparationSetup(
             model=model,
             chat_template=chat_template,
-            uses_generation_config=uses_generation_config,
+            uses_generation_config=server_config.uses_generation_config,
             max_response_tokens=server_config.max_response_tokens,
             is_strict=server_config.strict,
             log_level=server_config.log_level.upper(),

@@ -23,6 +23,8 @@ SHED_FACTOR = 2.0
 class RequestShed(Exception):
     """The request would miss its objective by far; the client may retry after ``retry_after_s`` seconds."""
 
+    code = "slow_down"
+
     def __init__(self, predicted_s: float, objective_s: float, retry_after_s: int) -> None:
         super().__init__(
             f"The first token would come after about {predicted_s:.1f} s, and the objective is "

@@ -12,10 +12,10 @@ from backfill.api.admission import Admission
 from backfill.api.body_budget import BodyBudget, Unavailable
 from backfill.api.config import ServerConfig
 from backfill.api.connected import while_connected
-from backfill.api.field_warnings import FieldWarnings
 from backfill.api.keys import ApiKeys
 from backfill.api.metrics.registry import Metrics
 from backfill.api.shedding import RequestShed, Shedder, WaitingPrompts
+from backfill.api.stats_log import FieldWarnings
 from backfill.core.config import EngineConfig
 from backfill.core.request import ServiceClass
 from backfill.engine.client import EngineClient

@@ -1,4 +1,4 @@
-"""Log lines of a working server: rates every few seconds, and missed objectives once a minute."""
+"""Log lines of a working server: rates, missed objectives, and request fields that have no effect."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from backfill.api.metrics.requests import ObjectiveCounts
+from backfill.core.clock import Clock, WallClock
 from backfill.core.request import ServiceClass
 from backfill.engine.messages import EngineStats, StepReport
 
@@ -15,29 +17,26 @@ logger = logging.getLogger(__name__)
 
 INTERVAL_S = 10.0
 _NUM_INTERVALS_A_MINUTE = 6
+_WARNING_INTERVAL_S = 60.0
 # Log an objective that more than this share of a minute's first tokens or gaps missed.
 _MISSED_FRAC = 0.01
 _COUNTED = {"ttft": "requests' first tokens", "tpot": "gaps between tokens"}
 
 
+@dataclass(slots=True)
 class StatsLog:
-    """Adds up step reports and logs their rates.
+    """Adds up step reports and logs their rates every ten seconds, and missed objectives once a minute.
 
     Args:
         objectives: returns how often each objective was met and missed since the start.
     """
 
-    def __init__(
-        self,
-        objectives: Callable[[], Mapping[str, ObjectiveCounts]] = dict,
-        interval_s: float = INTERVAL_S,
-    ) -> None:
-        self._objectives = objectives
-        self._seen: Mapping[str, ObjectiveCounts] = {}  # a minute ago
-        self._interval_s = interval_s
-        self._num_output_tokens = 0
-        self._num_computed_tokens = 0
-        self._last: EngineStats | None = None
+    objectives: Callable[[], Mapping[str, ObjectiveCounts]]
+    interval_s: float = INTERVAL_S
+    _seen: Mapping[str, ObjectiveCounts] = field(default_factory=dict)  # a minute ago
+    _num_output_tokens: int = 0
+    _num_computed_tokens: int = 0
+    _last: EngineStats | None = None
 
     def on_report(self, report: StepReport) -> None:
         self._last = report.stats
@@ -49,7 +48,7 @@ class StatsLog:
     async def run(self) -> None:
         """Log until cancelled."""
         for number in itertools.count(1):
-            await asyncio.sleep(self._interval_s)
+            await asyncio.sleep(self.interval_s)
             if self._last is not None and self._num_computed_tokens > 0:
                 logger.info("%s", self._line(self._last))
             self._num_output_tokens = self._num_computed_tokens = 0
@@ -58,7 +57,7 @@ class StatsLog:
 
     def log_missed(self) -> None:
         """Log the objectives that were missed since the last call."""
-        before, self._seen = self._seen, self._objectives()
+        before, self._seen = self._seen, self.objectives()
         missed = []
         for name, counts in self._seen.items():
             earlier = before.get(name, ObjectiveCounts())
@@ -80,7 +79,26 @@ class StatsLog:
             for which, state in by_class
         )
         return (
-            f"computed {self._num_computed_tokens / self._interval_s:.1f} tokens/s, "
-            f"generated {self._num_output_tokens / self._interval_s:.1f} tokens/s, {queues}, "
+            f"computed {self._num_computed_tokens / self.interval_s:.1f} tokens/s, "
+            f"generated {self._num_output_tokens / self.interval_s:.1f} tokens/s, {queues}, "
             f"KV use {stats.kv_usage_frac:.1%}"
         )
+
+
+class FieldWarnings:
+    """Logs at most one warning a minute, with the number of warnings suppressed since the last one."""
+
+    def __init__(self, clock: Clock | None = None) -> None:
+        self._clock = WallClock() if clock is None else clock
+        self._logged_at_s: float | None = None
+        self._num_suppressed = 0
+
+    def add(self, warning: str) -> None:
+        """Args: warning: printable text; it contains names that a client chose."""
+        now_s = self._clock.now_s()
+        if self._logged_at_s is not None and now_s - self._logged_at_s < _WARNING_INTERVAL_S:
+            self._num_suppressed += 1
+            return
+        others = f" ({self._num_suppressed} other requests since the last such line)"
+        logger.warning("in a request: %s%s", warning, others if self._num_suppressed else "")
+        self._logged_at_s, self._num_suppressed = now_s, 0

@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, Self
 
 import aiohttp
 import msgspec
@@ -53,7 +53,60 @@ class Endpoint:
     verifies_tls: bool = True
 
 
-class BenchClient:
+class ServerApi:
+    """Calls of a server beside completions. Use as an async context manager.
+
+    Args:
+        timeout_s: limit of one call.
+    """
+
+    def __init__(self, endpoint: Endpoint, timeout_s: float = _CALL_TIMEOUT_S) -> None:
+        self._endpoint = endpoint
+        self._timeout_s = timeout_s
+
+    async def __aenter__(self) -> Self:
+        self._session = aiohttp.ClientSession(
+            headers=self._endpoint.headers,
+            connector=aiohttp.TCPConnector(
+                limit=0, keepalive_timeout=_KEEP_ALIVE_S, ssl=self._endpoint.verifies_tls
+            ),
+            timeout=aiohttp.ClientTimeout(total=self._timeout_s),
+        )
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self._session.close()
+
+    async def get_text(self, path: str) -> str | None:
+        """The body of a response with status 200; None for another status.
+
+        Raises: aiohttp.ClientError or TimeoutError when the server does not answer.
+        """
+        async with self._session.get(self._endpoint.base_url + path) as response:
+            body = await response.read()
+            return body.decode(errors="replace") if response.status == 200 else None
+
+    async def call(self, method: str, path: str, body: Any = None) -> dict[str, Any]:
+        """Send a JSON body or a form, and return the JSON object of the response.
+
+        Raises: StreamError for a refusal or a response of another shape; aiohttp.ClientError, TimeoutError.
+        """
+        payload = {"data": body} if isinstance(body, aiohttp.FormData) else {"json": body}
+        url = self._endpoint.base_url + path
+        async with self._session.request(method, url, **payload) as response:
+            content = await response.read()
+            if response.status != 200:
+                raise StreamError(_refusal(response.status, content))
+        try:
+            answer = msgspec.json.decode(content)
+        except ValueError as error:
+            raise StreamError(f"{path} did not answer with JSON") from error
+        if not isinstance(answer, dict):
+            raise StreamError(f"{path} did not answer with a JSON object")
+        return answer
+
+
+class BenchClient(ServerApi):
     """Sends requests to one endpoint. Use as an async context manager.
 
     Args:
@@ -61,21 +114,8 @@ class BenchClient:
     """
 
     def __init__(self, endpoint: Endpoint, count_tokens: Callable[[str], int] | None = None) -> None:
-        self._endpoint = endpoint
+        super().__init__(endpoint, endpoint.timeout_s)
         self._count_tokens = count_tokens
-        self._headers = {"Content-Type": "application/json", **endpoint.headers}
-
-    async def __aenter__(self) -> BenchClient:
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(
-                limit=0, keepalive_timeout=_KEEP_ALIVE_S, ssl=self._endpoint.verifies_tls
-            ),
-            timeout=aiohttp.ClientTimeout(total=self._endpoint.timeout_s),
-        )
-        return self
-
-    async def __aexit__(self, *exception: object) -> None:
-        await self._session.close()
 
     async def send(self, request: BenchRequest, record: RequestRecord, run_started_at: float) -> None:
         """Send one request and fill in its record, which also keeps every failure of server or network.
@@ -84,12 +124,11 @@ class BenchClient:
             run_started_at: ``time.perf_counter()`` at the start of the run.
         Raises: CancelledError only. The record is then interrupted and keeps the chunks that arrived.
         """
-        body = msgspec.json.encode(self._body(request))
+        body = msgspec.json.encode(request_body(self._endpoint, request))
         sent_at = time.perf_counter()
         record.sent_at_s = sent_at - run_started_at
         try:
-            receive = self._stream if self._endpoint.is_streaming else self._read_whole
-            await receive(body, record, sent_at)
+            await self._receive(body, record, sent_at)
             record.outcome = Outcome.COMPLETED
         except asyncio.CancelledError:
             record.outcome, record.error = Outcome.INTERRUPTED, "interrupted"
@@ -110,7 +149,7 @@ class BenchClient:
         """
         url = f"{self._endpoint.base_url}/v1/models"
         try:
-            async with self._session.get(url, headers=self._headers) as response:
+            async with self._session.get(url) as response:
                 answer = await response.json(content_type=None)
         except (aiohttp.ClientConnectionError, aiohttp.InvalidURL, TimeoutError) as error:
             raise ConfigError(
@@ -123,44 +162,22 @@ class BenchClient:
             return []
         return [entry for entry in entries if isinstance(entry, dict) and "id" in entry]
 
-    def _body(self, request: BenchRequest) -> dict[str, Any]:
-        body: dict[str, Any] = {"model": self._endpoint.model}
-        if self._endpoint.is_chat:
-            body["messages"] = [{"role": "user", "content": request.prompt}]
-            body["max_completion_tokens"] = request.output_tokens
-        else:
-            body["prompt"] = request.prompt
-            body["max_tokens"] = request.output_tokens
-        if self._endpoint.is_streaming:
-            body["stream"] = True
-            body["stream_options"] = {"include_usage": True}
-        if self._endpoint.ignore_eos:
-            body["ignore_eos"] = True
-        return {**body, **self._endpoint.body}
-
-    async def _stream(self, body: bytes, record: RequestRecord, sent_at: float) -> None:
+    async def _receive(self, body: bytes, record: RequestRecord, sent_at: float) -> None:
+        decoder, reader = SseDecoder(), _ChunkReader(record)
         url = self._endpoint.base_url + self._endpoint.path
-        async with self._session.post(url, data=body, headers=self._headers) as response:
+        headers = {"Content-Type": "application/json", **self._endpoint.headers}
+        async with self._session.post(url, data=body, headers=headers) as response:
             if response.status != 200:
                 raise StreamError(_refusal(response.status, await response.read()))
-            decoder = SseDecoder()
-            reader = _ChunkReader(record)
-            async for received in response.content.iter_any():
-                after_s = time.perf_counter() - sent_at
-                for event in decoder.feed(received):
-                    reader.read(event, after_s)
-            for event in decoder.finish():
-                reader.read(event, time.perf_counter() - sent_at)
-            reader.check_complete()
-
-    async def _read_whole(self, body: bytes, record: RequestRecord, sent_at: float) -> None:
-        url = self._endpoint.base_url + self._endpoint.path
-        async with self._session.post(url, data=body, headers=self._headers) as response:
-            answer = await response.read()
-            if response.status != 200:
-                raise StreamError(_refusal(response.status, answer))
-        reader = _ChunkReader(record)
-        reader.read(answer, time.perf_counter() - sent_at)
+            if not self._endpoint.is_streaming:
+                reader.read(await response.read(), time.perf_counter() - sent_at)
+            else:
+                async for received in response.content.iter_any():
+                    after_s = time.perf_counter() - sent_at
+                    for event in decoder.feed(received):
+                        reader.read(event, after_s)
+                for event in decoder.finish():
+                    reader.read(event, time.perf_counter() - sent_at)
         reader.check_complete()
 
     def _count_output(self, record: RequestRecord) -> None:
@@ -170,6 +187,23 @@ class BenchClient:
             record.output_tokens = self._count_tokens(record.text)
         else:
             record.output_tokens = len(record.chunk_after_s)
+
+
+def request_body(endpoint: Endpoint, request: BenchRequest) -> dict[str, Any]:
+    """The JSON body that asks the endpoint for an output."""
+    body: dict[str, Any] = {"model": endpoint.model}
+    if endpoint.is_chat:
+        body["messages"] = [{"role": "user", "content": request.prompt}]
+        body["max_completion_tokens"] = request.output_tokens
+    else:
+        body["prompt"] = request.prompt
+        body["max_tokens"] = request.output_tokens
+    if endpoint.is_streaming:
+        body["stream"] = True
+        body["stream_options"] = {"include_usage": True}
+    if endpoint.ignore_eos:
+        body["ignore_eos"] = True
+    return {**body, **endpoint.body}
 
 
 class ServerModel(NamedTuple):
@@ -235,72 +269,12 @@ class _Chunk(msgspec.Struct):
 _decoder = msgspec.json.Decoder(_Chunk)
 
 
-class ServerApi:
-    """Calls of a server beside completions. Use as an async context manager.
-
-    Args:
-        base_url: scheme, host and port, without ``/v1``.
-        timeout_s: limit of one call.
-    """
-
-    def __init__(
-        self,
-        base_url: str,
-        headers: Mapping[str, str],
-        *,
-        verifies_tls: bool = True,
-        timeout_s: float = _CALL_TIMEOUT_S,
-    ) -> None:
-        self._base_url = base_url
-        self._headers = dict(headers)
-        self._verifies_tls = verifies_tls
-        self._timeout_s = timeout_s
-
-    async def __aenter__(self) -> ServerApi:
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(keepalive_timeout=_KEEP_ALIVE_S, ssl=self._verifies_tls),
-            timeout=aiohttp.ClientTimeout(total=self._timeout_s),
-        )
-        return self
-
-    async def __aexit__(self, *exception: object) -> None:
-        await self._session.close()
-
-    async def get_text(self, path: str) -> str | None:
-        """The body of a response with status 200; None for another status.
-
-        Raises: aiohttp.ClientError or TimeoutError when the server does not answer.
-        """
-        async with self._session.get(self._base_url + path, headers=self._headers) as response:
-            body = await response.read()
-            return body.decode(errors="replace") if response.status == 200 else None
-
-    async def call(self, method: str, path: str, body: Any = None) -> dict[str, Any]:
-        """Send a JSON body or a form, and return the JSON object of the response.
-
-        Raises: StreamError for a refusal or a response of another shape; aiohttp.ClientError, TimeoutError.
-        """
-        payload = {"data": body} if isinstance(body, aiohttp.FormData) else {"json": body}
-        url = self._base_url + path
-        async with self._session.request(method, url, headers=self._headers, **payload) as response:
-            content = await response.read()
-            if response.status != 200:
-                raise StreamError(_refusal(response.status, content))
-        try:
-            answer = msgspec.json.decode(content)
-        except ValueError as error:
-            raise StreamError(f"{path} did not answer with JSON") from error
-        if not isinstance(answer, dict):
-            raise StreamError(f"{path} did not answer with a JSON object")
-        return answer
-
-
+@dataclass(slots=True)
 class _ChunkReader:
     """Adds the events of one response to its record."""
 
-    def __init__(self, record: RequestRecord) -> None:
-        self._record = record
-        self._is_ended = False
+    record: RequestRecord
+    is_ended: bool = False
 
     def read(self, event: bytes, after_s: float) -> None:
         """Add one event. On an error the record is unchanged.
@@ -309,7 +283,7 @@ class _ChunkReader:
             bytes that are not JSON.
         """
         if event == _DONE:
-            self._is_ended = True
+            self.is_ended = True
             return
         try:
             chunk = _decoder.decode(event)
@@ -318,19 +292,19 @@ class _ChunkReader:
         if chunk.error:
             raise StreamError(f"error in the stream: {_message({'error': chunk.error})}")
         if chunk.choices:
-            self._record.chunk_after_s.append(after_s)
+            self.record.chunk_after_s.append(after_s)
             choice = chunk.choices[0]
-            self._record.text += choice.text or (choice.delta.content if choice.delta else None) or ""
-            self._is_ended |= choice.finish_reason is not None
+            self.record.text += choice.text or (choice.delta.content if choice.delta else None) or ""
+            self.is_ended |= choice.finish_reason is not None
         if chunk.usage:
-            self._record.output_tokens = chunk.usage.completion_tokens or self._record.output_tokens
-            self._record.input_tokens = chunk.usage.prompt_tokens or self._record.input_tokens
+            self.record.output_tokens = chunk.usage.completion_tokens or self.record.output_tokens
+            self.record.input_tokens = chunk.usage.prompt_tokens or self.record.input_tokens
 
     def check_complete(self) -> None:
         """Raises: StreamError when the response ended without a chunk or without an end marker."""
-        if not self._record.chunk_after_s:
+        if not self.record.chunk_after_s:
             raise StreamError("the response ended without a chunk")
-        if not self._is_ended:
+        if not self.is_ended:
             raise StreamError("the response broke off before its end")
 
 

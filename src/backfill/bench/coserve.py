@@ -18,7 +18,7 @@ import numpy as np
 from backfill.bench.client import BenchClient, Endpoint, ServerApi, find_model
 from backfill.bench.coserve_load import CoserveLoad
 from backfill.bench.offline import OfflineLoad, offline_load
-from backfill.bench.runner import Run, cancel, new_run, send_load, wait_until_ready
+from backfill.bench.runner import Run, cancel, send_load, wait_until_ready
 from backfill.bench.scrape import Sample, num_present, parse_totals
 
 # Half of the timeline's windows. A response of /metrics takes the server some milliseconds.
@@ -79,12 +79,11 @@ async def run_coserve(
     requests = load.online_requests()
     offline = offline_load(load, endpoint)
     online_endpoint = dataclasses.replace(endpoint, body=load.online_fields())
-    api = ServerApi(endpoint.base_url, endpoint.headers, verifies_tls=endpoint.verifies_tls)
-    async with BenchClient(online_endpoint) as client, api:
+    async with BenchClient(online_endpoint) as client, ServerApi(endpoint) as api:
         await wait_until_ready(client, load.ready_request(), _READY_TIMEOUT_S)
         await _wait_until_idle(api)
         await offline.prepare()
-        run = CoserveRun(load, endpoint.model, new_run(len(requests)), offline)
+        run = CoserveRun(load, endpoint.model, Run(len(requests)), offline)
         ending = asyncio.Event()
         sending = asyncio.create_task(send_load(client, requests, stop=ending, run=run.online))
         await asyncio.sleep(0)  # sets the run's start, from which all times count
@@ -129,12 +128,10 @@ async def _supervise(
 async def _until_measured(run: CoserveRun, sending: asyncio.Task[Run]) -> None:
     """Wait until every online request has ended and the last sample is taken."""
     await asyncio.shield(sending)
-    while time.perf_counter() - run.online.started_at < run.load.end_s or _lacks_last_sample(run):
+    while time.perf_counter() - run.online.started_at < run.load.end_s or (
+        run.samples and run.samples[-1].at_s < run.load.end_s
+    ):
         await asyncio.sleep(0.02)
-
-
-def _lacks_last_sample(run: CoserveRun) -> bool:
-    return bool(run.samples) and run.samples[-1].at_s < run.load.end_s
 
 
 @contextlib.asynccontextmanager

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, NamedTuple
 
@@ -98,7 +99,8 @@ def figures_of(run: CoserveRun) -> CoserveFigures:
     # The requests that a partial run interrupted have neither met nor missed their objective.
     judged = [r for r in records if r.chunk_after_s or _is_judged(r, run)]
     in_time = sum(bool(r.chunk_after_s) and r.ttft_s <= load.ttft_slo for r in judged)
-    samples = [s for s in run.samples if s.at_s >= load.warmup and _is_measured(s.at_s, run)]
+    # The last sample is requested at the end and arrives a little later.
+    samples = [s for s in run.samples if load.warmup <= s.at_s <= run.ended_at_s + 1.0]
     rates = _rates(run)
     stops = gained(samples, *STEP_STOPS)
     preemptions = gained(samples, "backfill:num_preemptions_total")
@@ -139,7 +141,7 @@ def median_figures(rounds: Sequence[CoserveFigures]) -> CoserveFigures:
         if name in _COUNTS:
             merged[name] = sum(values) if values else None
         elif name == "errors":
-            merged[name] = _summed(values)
+            merged[name] = dict(sum(map(Counter, values), Counter[str]()))
         elif name == "status":
             merged[name] = next((value for value in values if value != Status.COMPLETE), values[0])
         elif name == "tokens_from":
@@ -253,11 +255,6 @@ def _is_judged(record: RequestRecord, run: CoserveRun) -> bool:
     return has_ended and (run.status is Status.COMPLETE or record.ended_after_s > run.load.ttft_slo)
 
 
-def _is_measured(at_s: float, run: CoserveRun) -> bool:
-    # The last sample is requested at the end and arrives a little later.
-    return at_s <= run.ended_at_s + 1.0
-
-
 def _gaps(record: RequestRecord) -> Iterator[tuple[float, float]]:
     """End and length of every gap, in seconds from the start of the run."""
     for after, gap in zip(record.chunk_after_s[1:], record.itls_s, strict=True):
@@ -266,17 +263,8 @@ def _gaps(record: RequestRecord) -> Iterator[tuple[float, float]]:
 
 def _errors(records: Sequence[RequestRecord], run: CoserveRun) -> dict[str, int]:
     """The ten most frequent errors of both classes, with their counts."""
-    online = [{record.error: 1} for record in records if record.outcome is Outcome.FAILED]
-    counts = _summed([*online, run.offline.errors])
-    return dict(sorted(counts.items(), key=lambda each: -each[1])[:10])
-
-
-def _summed(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    total: dict[str, int] = {}
-    for each in counts:
-        for key, count in each.items():
-            total[key] = total.get(key, 0) + count
-    return total
+    online = Counter(record.error for record in records if record.outcome is Outcome.FAILED)
+    return dict((online + run.offline.errors).most_common(10))
 
 
 def _percentile(values: Sequence[float], percent: float) -> float | None:

@@ -12,8 +12,6 @@ from backfill.bench.client import Endpoint
 from backfill.core.errors import ConfigError
 from backfill.core.options import check_types
 
-_CHAT = "openai-chat"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointConfig:
@@ -61,7 +59,7 @@ class EndpointConfig:
 
         Raises: ConfigError for a URL, headers or a body of another shape.
         """
-        is_chat = self.backend == _CHAT
+        is_chat = self.backend == "openai-chat"
         body = {} if self.temperature is None else {"temperature": self.temperature}
         return Endpoint(
             base_url=self._url(),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -12,7 +12,13 @@ import numpy as np
 from backfill.bench.record import Outcome, RequestRecord
 from backfill.core.errors import ConfigError
 
-OBJECTIVES = ("ttft", "tpot", "itl", "e2el")
+# What a request's objectives bound, in seconds.
+OBJECTIVES: Mapping[str, Callable[[RequestRecord], float]] = {
+    "ttft": lambda record: record.ttft_s,
+    "tpot": lambda record: record.tpot_s or 0.0,  # one token meets any TPOT, as in vLLM
+    "itl": lambda record: max(record.itls_s, default=0.0),
+    "e2el": lambda record: record.latency_s,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,20 +218,12 @@ def _attainment(
     completed: Sequence[RequestRecord], num_failed: int, objectives_s: Mapping[str, float]
 ) -> Attainment:
     num_ended = len(completed) + num_failed
-    met = [[_measure(record, name) <= bound for name, bound in objectives_s.items()] for record in completed]
+    met = [
+        [OBJECTIVES[name](record) <= bound for name, bound in objectives_s.items()] for record in completed
+    ]
     num_good = sum(all(row) for row in met)
     shares = {
         name: sum(row[column] for row in met) / num_ended if num_ended else math.nan
         for column, name in enumerate(objectives_s)
     }
     return Attainment(shares, num_good / num_ended if num_ended else math.nan, num_good)
-
-
-def _measure(record: RequestRecord, objective: str) -> float:
-    if objective == "ttft":
-        return record.ttft_s
-    if objective == "tpot":
-        return record.tpot_s or 0.0  # one token meets any TPOT, as in vLLM
-    if objective == "itl":
-        return max(record.itls_s, default=0.0)
-    return record.latency_s

@@ -7,14 +7,15 @@ import contextlib
 import dataclasses
 import itertools
 import time
+from collections import Counter
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import aiohttp
 import msgspec
 import numpy as np
 
-from backfill.bench.client import BenchClient, Endpoint, ServerApi, StreamError, describe
+from backfill.bench.client import BenchClient, Endpoint, ServerApi, StreamError, describe, request_body
 from backfill.bench.coserve_load import CoserveLoad
 from backfill.bench.record import BenchRequest, Outcome, RequestRecord
 from backfill.bench.runner import Run
@@ -29,93 +30,63 @@ _CALL_ERRORS = (StreamError, aiohttp.ClientError, TimeoutError)
 _FINAL = ("completed", "failed", "expired", "cancelled")
 
 
-class OfflineLoad(Protocol):
-    """Work beside the online requests, with the client's counts."""
+class OfflineLoad:
+    """Work beside the online requests, with the client's counts. This one has none."""
 
-    errors: dict[str, int]
-
-    @property
-    def num_completed(self) -> int: ...
+    def __init__(self) -> None:
+        self.errors: Counter[str] = Counter()
 
     @property
-    def num_failed(self) -> int: ...
+    def num_completed(self) -> int:
+        return 0
+
+    @property
+    def num_failed(self) -> int:
+        return self.errors.total()
 
     async def prepare(self) -> None:
         """Prepare the server before the run. Raises: ConfigError when it refuses."""
 
     async def run(self, run: Run) -> None:
         """Load the server until cancelled. Times count from the start of ``run``."""
+        await asyncio.Event().wait()
 
     async def finish(self) -> None:
         """Clean up after the run."""
 
     def tokens_between(self, start_s: float, end_s: float) -> float | None:
         """Tokens of prompts and outputs completed within [start_s, end_s]; None if unknown."""
+        return 0.0
 
 
 def offline_load(load: CoserveLoad, endpoint: Endpoint) -> OfflineLoad:
-    """The load of ``load.offline_mode``.
-
-    Args:
-        endpoint: of the online requests.
-    """
+    """The load of ``load.offline_mode``, at the endpoint of the online requests."""
     if load.offline_mode == "none":
-        return NoLoad()
+        return OfflineLoad()
+    endpoint = dataclasses.replace(endpoint, is_streaming=False, body=load.offline_fields())
     if load.offline_mode == "batch":
         return BatchLoad(load, endpoint)
     return Flood(load, endpoint)
 
 
-class NoLoad:
-    """No offline work."""
-
-    num_completed = num_failed = 0
-
-    def __init__(self) -> None:
-        self.errors: dict[str, int] = {}
-
-    async def prepare(self) -> None:
-        pass
-
-    async def run(self, run: Run) -> None:
-        await asyncio.Event().wait()
-
-    async def finish(self) -> None:
-        pass
-
-    def tokens_between(self, start_s: float, end_s: float) -> float | None:
-        return 0.0
-
-
-class Flood:
+class Flood(OfflineLoad):
     """Keeps a fixed number of completions at the server."""
 
     def __init__(self, load: CoserveLoad, endpoint: Endpoint) -> None:
+        super().__init__()
         self._requests: Iterator[BenchRequest] = load.offline_requests()
         self._concurrency = load.offline_concurrency
-        self._endpoint = dataclasses.replace(endpoint, is_streaming=False, body=load.offline_fields())
+        self._endpoint = endpoint
         self._completed: list[RequestRecord] = []
-        self._indices = itertools.count()
-        self.errors: dict[str, int] = {}
 
     @property
     def num_completed(self) -> int:
         return len(self._completed)
 
-    @property
-    def num_failed(self) -> int:
-        return sum(self.errors.values())
-
-    async def prepare(self) -> None:
-        pass
-
     async def run(self, run: Run) -> None:
         async with BenchClient(self._endpoint) as client, asyncio.TaskGroup() as workers:
             for _ in range(self._concurrency):
                 workers.create_task(self._work(client, run))
-
-    async def finish(self) -> None:
-        pass
 
     def tokens_between(self, start_s: float, end_s: float) -> float | None:
         return float(
@@ -130,27 +101,27 @@ class Flood:
         while True:
             request = next(self._requests)
             at_s = time.perf_counter() - run.started_at
-            record = RequestRecord(next(self._indices), at_s, at_s, request.input_tokens)
+            record = RequestRecord(len(self._completed), at_s, at_s, request.input_tokens)
             await client.send(request, record, run.started_at)
             record.text = ""  # frees memory; nobody reads it
             if record.outcome is Outcome.COMPLETED:
                 self._completed.append(record)
             else:
-                self.errors[record.error] = self.errors.get(record.error, 0) + 1
+                self.errors[record.error] += 1
                 await asyncio.sleep(_RETRY_S)
 
 
-class BatchLoad:
+class BatchLoad(OfflineLoad):
     """A batch, submitted again if it ends before the run. The server chooses how many lines run at once."""
 
     def __init__(self, load: CoserveLoad, endpoint: Endpoint) -> None:
+        super().__init__()
         self._load = load
         self._endpoint = endpoint
         self._file_id = ""
         self._batches: dict[str, dict[str, Any]] = {}
         # Times, from the start of the run, and the lines completed by then, over all batches.
         self._progress: list[tuple[float, int]] = []
-        self.errors: dict[str, int] = {}
 
     @property
     def num_completed(self) -> int:
@@ -167,7 +138,7 @@ class BatchLoad:
         form = aiohttp.FormData()
         form.add_field("purpose", "batch")
         form.add_field("file", self._lines(), filename="coserve.jsonl", content_type="application/jsonl")
-        async with self._api() as api:
+        async with ServerApi(self._endpoint) as api:
             try:
                 self._file_id = str((await api.call("POST", "/v1/files", form))["id"])
             except (*_CALL_ERRORS, KeyError) as error:
@@ -175,7 +146,7 @@ class BatchLoad:
 
     async def run(self, run: Run) -> None:
         """Raises: ConfigError when the server refuses the batch."""
-        async with self._api() as api:
+        async with ServerApi(self._endpoint) as api:
             while True:
                 batch_id = await self._create(api)
                 while self._batches[batch_id]["status"] not in _FINAL:
@@ -187,7 +158,7 @@ class BatchLoad:
 
     async def finish(self) -> None:
         """Cancel the batches, wait for their counts, and delete all files."""
-        async with self._api() as api:
+        async with ServerApi(self._endpoint) as api:
             with contextlib.suppress(*_CALL_ERRORS):
                 await asyncio.wait_for(self._cancel(api), _CANCEL_TIMEOUT_S)
             results = [
@@ -209,48 +180,32 @@ class BatchLoad:
         mean_tokens = sum(tokens or 0 for tokens in used) / self.num_completed
         return float((last - first) * mean_tokens)
 
-    def _api(self) -> ServerApi:
-        return ServerApi(
-            self._endpoint.base_url, self._endpoint.headers, verifies_tls=self._endpoint.verifies_tls
-        )
-
     def _lines(self) -> bytes:
         requests = itertools.islice(self._load.offline_requests(), self._load.offline_lines)
         return b"\n".join(self._line(number, request) for number, request in enumerate(requests))
 
     def _line(self, number: int, request: BenchRequest) -> bytes:
-        body = {
-            "model": self._endpoint.model,
-            "prompt": request.prompt,
-            "max_tokens": request.output_tokens,
-            "ignore_eos": True,
-            **self._load.offline_fields(),
-        }
+        body = request_body(self._endpoint, request)
         line = {"custom_id": f"line-{number}", "method": "POST", "url": "/v1/completions", "body": body}
         return msgspec.json.encode(line)
 
     async def _create(self, api: ServerApi) -> str:
+        posting = asyncio.ensure_future(self._post(api))
+        try:
+            return await asyncio.shield(posting)
+        finally:
+            await asyncio.wait([posting])  # when cancelled too: the id is needed to cancel the batch
+
+    async def _post(self, api: ServerApi) -> str:
         body = {
             "input_file_id": self._file_id,
             "endpoint": "/v1/completions",
             "completion_window": "24h",
         }
-        posting = asyncio.ensure_future(api.call("POST", "/v1/batches", body))
         try:
-            await asyncio.shield(posting)
-        except asyncio.CancelledError:
-            await asyncio.wait([posting])  # the id is needed to cancel the batch
-            if posting.exception() is None:
-                self._note_created(posting.result())
-            raise
-        except _CALL_ERRORS as error:
-            raise ConfigError(f"The server takes no batch: {_reason(error)}.") from error
-        return self._note_created(posting.result())
-
-    def _note_created(self, batch: dict[str, Any]) -> str:
-        try:
+            batch = await api.call("POST", "/v1/batches", body)
             batch_id = str(batch["id"])
-        except KeyError as error:
+        except (*_CALL_ERRORS, KeyError) as error:
             raise ConfigError(f"The server takes no batch: {_reason(error)}.") from error
         self._batches[batch_id] = {"status": "validating", **batch}
         return batch_id

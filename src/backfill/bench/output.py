@@ -75,15 +75,6 @@ class ReportConfig:
             )
         return tuple(values)
 
-    def metrics(self, run: Run) -> Metrics:
-        return compute_metrics(
-            run.records,
-            duration_s=run.duration_s,
-            num_requests=run.num_requests,
-            objectives_s=self.objectives_s(),
-            percentiles=self.percentiles(),
-        )
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputConfig:
@@ -135,7 +126,13 @@ class OutputConfig:
         Args:
             settings: of the run; ``label`` is the default.
         """
-        metrics = report.metrics(run)
+        metrics = compute_metrics(
+            run.records,
+            duration_s=run.duration_s,
+            num_requests=run.num_requests,
+            objectives_s=report.objectives_s(),
+            percentiles=report.percentiles(),
+        )
         label = {} if self.label is None else {"label": self.label}
         settings = {**settings, **label, **parse_pairs("metadata", self.metadata)}
         print(format_report(metrics, report.shown_figures(), settings))

@@ -7,7 +7,8 @@ import contextlib
 import gc
 import signal
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,14 +24,14 @@ class Run:
     """A run in progress or at its end.
 
     Attributes:
-        started_at: ``time.perf_counter()`` of the start; the records' times count from it.
         num_requests: requests to send.
+        started_at: ``time.perf_counter()`` of the start; the records' times count from it.
         records: one for each request that has arrived, in order of arrival.
         probes: records of the one-token requests sent beside the load.
     """
 
-    started_at: float
     num_requests: int
+    started_at: float = field(default_factory=time.perf_counter)
     records: list[RequestRecord] = field(default_factory=list)
     probes: list[RequestRecord] = field(default_factory=list)
     duration_s: float = 0.0
@@ -54,10 +55,10 @@ async def wait_until_ready(client: BenchClient, request: BenchRequest, timeout_s
 
 async def warm_up(client: BenchClient, requests: Sequence[BenchRequest], max_concurrency: int | None) -> None:
     """Send requests outside the measurement and ignore their failures, which the run will show."""
-    limit = _Limit(max_concurrency)
+    limit = _limit(max_concurrency)
 
     async def send(request: BenchRequest) -> None:
-        async with limit.slot():
+        async with limit:
             await _send_once(client, request)
 
     await asyncio.gather(*(send(request) for request in requests))
@@ -81,8 +82,8 @@ async def send_load(
         probe_rate_per_s: rate of one-token requests, which ignore ``max_concurrency``. Each is sent after the
             one before has ended. 0 sends none.
     """
-    run = run or new_run(len(requests))
-    limit = _Limit(max_concurrency)
+    run = run or Run(len(requests))
+    limit = _limit(max_concurrency)
     with _frozen_heap():
         run.started_at = time.perf_counter()
         stopping = asyncio.create_task(stop.wait())
@@ -99,16 +100,18 @@ async def send_load(
     return run
 
 
-def new_run(num_requests: int) -> Run:
-    return Run(started_at=time.perf_counter(), num_requests=num_requests)
-
-
-async def _send_one(client: BenchClient, run: Run, limit: _Limit, index: int, request: BenchRequest) -> None:
+async def _send_one(
+    client: BenchClient,
+    run: Run,
+    limit: AbstractAsyncContextManager[None],
+    index: int,
+    request: BenchRequest,
+) -> None:
     arrived_at_s = time.perf_counter() - run.started_at
     record = RequestRecord(index, request.due_at_s, arrived_at_s, request.input_tokens)
     run.records.append(record)
     try:
-        async with limit.slot():
+        async with limit:
             await client.send(request, record, run.started_at)
     except asyncio.CancelledError:
         record.outcome, record.error = Outcome.INTERRUPTED, "interrupted"
@@ -116,18 +119,13 @@ async def _send_one(client: BenchClient, run: Run, limit: _Limit, index: int, re
 
 async def _finish(tasks: Sequence[asyncio.Task[None]], stopping: asyncio.Task[bool]) -> None:
     """Wait for all tasks, or until told to stop; then cancel those that still run."""
-    if not tasks:
-        return
-    all_done = asyncio.ensure_future(asyncio.wait(tasks))
-    waited: list[asyncio.Future[Any]] = [all_done, stopping]
+    all_ended: asyncio.Future[Any] = asyncio.gather(*tasks, return_exceptions=True)
+    waited: list[asyncio.Future[Any]] = [all_ended, stopping]
     await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
-    if not all_done.done():
-        for task in tasks:
-            task.cancel()
-    await all_done
-    for task in tasks:
-        if not task.cancelled() and (error := task.exception()) is not None:
-            raise error
+    await cancel(tasks)
+    for result in await all_ended:
+        if isinstance(result, Exception):
+            raise result
 
 
 async def _probe(client: BenchClient, run: Run, rate_per_s: float) -> None:
@@ -181,19 +179,9 @@ async def cancel(tasks: Iterable[asyncio.Task[Any]]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-class _Limit:
+def _limit(max_concurrency: int | None) -> AbstractAsyncContextManager[None]:
     """At most ``max_concurrency`` requests at once, in order of arrival."""
-
-    def __init__(self, max_concurrency: int | None) -> None:
-        self._semaphore = None if max_concurrency is None else asyncio.Semaphore(max_concurrency)
-
-    @contextlib.asynccontextmanager
-    async def slot(self) -> AsyncIterator[None]:
-        if self._semaphore is None:
-            yield
-            return
-        async with self._semaphore:
-            yield
+    return contextlib.nullcontext() if max_concurrency is None else asyncio.Semaphore(max_concurrency)
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from backfill.bench.client import BenchClient, Endpoint, ServerModel, find_model
 from backfill.bench.dataset import DatasetConfig, TextTokenizer, build_requests
 from backfill.bench.endpoint import EndpointConfig
 from backfill.bench.record import BenchRequest
-from backfill.bench.runner import Run, new_run, send_load, stopped_by_ctrl_c, wait_until_ready, warm_up
+from backfill.bench.runner import Run, send_load, stopped_by_ctrl_c, wait_until_ready, warm_up
 from backfill.core.config import at_least
 from backfill.core.errors import BackfillError
 from backfill.core.options import check_types
@@ -100,7 +100,7 @@ class ServeBenchmark:
         requests: Sequence[BenchRequest],
         watch: Callable[[Run], AbstractAsyncContextManager[object]],
     ) -> Run:
-        run = new_run(len(requests))
+        run = Run(len(requests))
         with stopped_by_ctrl_c() as stop:
             async with watch(run):
                 return await send_load(

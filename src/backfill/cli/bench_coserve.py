@@ -38,24 +38,10 @@ from backfill.models.resolve import DEFAULT_MODEL
 _DEFAULT_POLICIES = "online-only,fcfs,priority,slo"
 _LOG_LINES = 15
 
-# Name in the table, key of the result, format.
 _FIGURES = (
-    ("TTFT P50 s", "ttft_p50_s", ".3f"),
-    ("TTFT P99 s", "ttft_p99_s", ".3f"),
-    ("/ online-only", "ttft_p99_over_online_only", ".2f"),
-    ("ITL P50 s", "itl_p50_s", ".3f"),
-    ("ITL P99 s", "itl_p99_s", ".3f"),
-    ("TTFT met", "ttft_attainment", ".1%"),
-    ("ITL met", "itl_attainment", ".1%"),
-    ("total tok/s", "total_tok_s", ".0f"),
-    ("/ fcfs", "total_tok_s_over_fcfs", ".2f"),
-    ("online tok/s", "online_tok_s", ".0f"),
-    ("offline tok/s", "offline_tok_s", ".0f"),
-    ("recomputed", "recomputed_token_share", ".2%"),
-    ("restored", "restored_token_share", ".1%"),
-    ("aborted", "aborted_token_share", ".1%"),
-    ("failed", "failed", "d"),
-    ("unfinished", "unfinished", "d"),
+    "ttft_p50_s ttft_p99_s ttft_p99_over_online_only itl_p50_s itl_p99_s ttft_attainment itl_attainment "
+    "total_tok_s total_tok_s_over_fcfs online_tok_s offline_tok_s recomputed_token_share "
+    "restored_token_share aborted_token_share failed unfinished"
 )
 
 
@@ -274,7 +260,11 @@ def _show(result: CoserveResult, output: ResultOptions) -> bool:
     """Print the result and write its files. Returns: whether all files were written."""
     content = result.as_json()
     if content["policies"]:
-        _print_table(content["policies"], result.title)
+        columns = {
+            name + ("" if figures.get("status") == "complete" else " (partial)"): figures
+            for name, figures in content["policies"].items()
+        }
+        print_figures(Console(), result.title, _FIGURES, columns)
         _explain(content["policies"])
     is_saved = True
     try:
@@ -285,20 +275,6 @@ def _show(result: CoserveResult, output: ResultOptions) -> bool:
     if output.json:
         print(json.dumps(content, allow_nan=False))
     return is_saved
-
-
-def _print_table(policies: Mapping[str, Mapping[str, Any]], title: str) -> None:
-    columns = {
-        name + ("" if figures.get("status") == "complete" else " (partial)"): [
-            _cell(figures.get(key), spec) for _, key, spec in _FIGURES
-        ]
-        for name, figures in policies.items()
-    }
-    print_figures(Console(), title, [name for name, _, _ in _FIGURES], columns)
-
-
-def _cell(value: Any, spec: str) -> str:
-    return "" if value is None else format(value, spec)
 
 
 def _explain(policies: Mapping[str, Mapping[str, Any]]) -> None:

@@ -1,28 +1,10 @@
 """How a command is written: a function of dataclasses, whose fields are its options.
 
-::
-
-    @dataclass(frozen=True, slots=True, kw_only=True)
-    class PullOptions:
-        \"\"\"What to fetch.
-
-        Attributes:
-            model: name of the model.
-            download_dir: folder of converted models.
-        \"\"\"
-
-        model: str = DEFAULT_MODEL
-        download_dir: Path | None = None
-
-    def pull(options: PullOptions) -> None:
-        \"\"\"Fetch MODEL and print its folder.\"\"\"
-
-    app = command(pull, {"Model": "model download_dir"}, positional="model")
-
-A field's name, type and default are the option's, and its entry under ``Attributes:`` is its help
-(``core/options.py``). Its rules are in ``validate()`` of its class, whose ConfigError names the field. The
-default of a parameter of the function gives the command defaults of its own. ``groups`` are the sections of
-``--help``; a field that is in none keeps its default. ``main.py`` names the command.
+``pull.py`` is the shortest one. A field's name, type and default are the option's, and its entry under
+``Attributes:`` is its help (``core/options.py``). Its rules are in ``validate()`` of its class, whose
+ConfigError names the field. The default of a parameter of the function gives the command defaults of its own.
+``groups`` are the sections of ``--help``; a field that is in none keeps its default. ``main.py`` names the
+command.
 
 A value comes from the flag, else the environment variable (``BACKFILL_`` and the name in capitals), else the
 file of ``--config``, else the default. An error names the option as the user wrote it there: the flag, the
@@ -52,6 +34,18 @@ from backfill.core.options import Dataclass, Option, alternatives, options_of, s
 
 if TYPE_CHECKING:
     from cyclopts import ArgumentCollection, Token
+
+# Sections of ``--help`` that several commands have.
+MODEL_SECTION = (
+    "model revision served_model_name dtype load_format max_model_len chat_template generation_config"
+)
+LIMITS_SECTION = "max_num_seqs max_num_batched_tokens max_prefill_chunk_tokens"
+# Environment variables with names of their own, by option.
+VARIABLES = {
+    "kv_gib": "BACKFILL_CPU_KVCACHE_SPACE",
+    "log_level": "BACKFILL_LOGGING_LEVEL",
+    "download_dir": "BACKFILL_CACHE_ROOT",
+}
 
 _POSITIONAL = inspect.Parameter.POSITIONAL_OR_KEYWORD
 _CONFIG = Option(

@@ -12,6 +12,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from backfill.core.errors import BackfillError
@@ -27,23 +28,23 @@ class ServerFailed(BackfillError):
     """The server did not start, or it ended by itself."""
 
 
+@dataclass(frozen=True, slots=True)
 class OwnServer:
     """A running server.
 
-    Args:
+    Attributes:
         url: scheme, host and port.
         log: file with its output.
     """
 
-    def __init__(self, process: subprocess.Popen[bytes], url: str, log: Path) -> None:
-        self._process = process
-        self.url = url
-        self.log = log
+    process: subprocess.Popen[bytes]
+    url: str
+    log: Path
 
     @property
     def exit_status(self) -> int | None:
         """None while it runs."""
-        return self._process.poll()
+        return self.process.poll()
 
     def last_lines(self, count: int) -> list[str]:
         return self.log.read_text(errors="replace").splitlines()[-count:]
@@ -61,12 +62,12 @@ class OwnServer:
 
     def end(self) -> None:
         """End the process, by force if it does not end in time."""
-        self._process.terminate()
+        self.process.terminate()
         try:
-            self._process.wait(_END_TIMEOUT_S)
+            self.process.wait(_END_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+            self.process.kill()
+            self.process.wait()
 
     def _answers(self) -> bool:
         try:

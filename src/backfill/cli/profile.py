@@ -11,8 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from backfill.cli import groups
-from backfill.cli.command import command
+from backfill.cli.command import VARIABLES, command
 from backfill.cli.interrupts import LOADING, interruptible
 from backfill.cli.startup import configure_logging, find_folder
 from backfill.core.config import EngineConfig
@@ -66,7 +65,7 @@ app = command(
         "Profile": "quick out json",
     },
     positional="model",
-    variables=groups.VARIABLES,
+    variables=VARIABLES,
 )
 
 

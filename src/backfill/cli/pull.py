@@ -8,8 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from backfill.cli import groups
-from backfill.cli.command import command
+from backfill.cli.command import VARIABLES, command
 from backfill.cli.interrupts import interruptible
 from backfill.engine.options import ModelOptions
 from backfill.models.resolve import resolve_model
@@ -35,7 +34,7 @@ def pull(options: PullOptions) -> None:
     print(folder)
 
 
-app = command(pull, {"Model": "model revision download_dir"}, positional="model", variables=groups.VARIABLES)
+app = command(pull, {"Model": "model revision download_dir"}, positional="model", variables=VARIABLES)
 
 
 class _ProgressBar:

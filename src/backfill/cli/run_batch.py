@@ -14,11 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console, RenderableType
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from backfill.cli import groups
-from backfill.cli.command import command
+from backfill.cli.command import LIMITS_SECTION, MODEL_SECTION, VARIABLES, command
 from backfill.cli.interrupts import LOADING, SIGNALS, interruptible, take_from_loop
 from backfill.cli.live import alongside
 from backfill.cli.startup import configure_logging, find_folder, run_in_loop, served_model
@@ -99,14 +98,14 @@ app = command(
     run_batch,
     {
         "Files": "input_file output_file error_file json",
-        "Model": groups.MODEL,
+        "Model": MODEL_SECTION,
         "Engine": "device threads gpu_memory_utilization engine_hang_timeout",
-        "Scheduling": groups.LIMITS,
+        "Scheduling": LIMITS_SECTION,
         "KV memory": "kv_gib block_size host_kv_gib",
         "Requests": "strict log_level",
     },
     spellings={"input_file": "-i", "output_file": "-o"},
-    variables=groups.VARIABLES,
+    variables=VARIABLES,
 )
 
 
@@ -153,9 +152,7 @@ def _print_summary(run: LocalRun, console: Console, *, is_whole: bool, as_json: 
         console.print(line, highlight=False, soft_wrap=True)
     if as_json:
         summary = {
-            "total": counts.total,
-            "completed": counts.completed,
-            "failed": counts.failed,
+            **dataclasses.asdict(counts),
             "resumed": run.num_resumed,
             "input_tokens": usage.input_tokens,
             "output_tokens": usage.output_tokens,
@@ -193,16 +190,15 @@ class _LiveProgress:
         printed_at_s = time.monotonic()
         while True:
             now_s = time.monotonic()
-            _update_time_left(self._run, now_s)
+            counts, time_left = self._run.counts, self._run.time_left
+            if time_left is not None:
+                time_left.update(counts.completed + counts.failed - self._run.num_resumed, now_s)
             if self._console.is_terminal:
                 self.show(now_s)
             elif now_s - printed_at_s >= self._line_interval_s:
                 printed_at_s = now_s
                 self._print_line(now_s)
             await asyncio.sleep(_DRAW_INTERVAL_S)
-
-    def __rich__(self) -> RenderableType:
-        return self._progress.get_renderable()
 
     def show(self, now_s: float) -> None:
         """Draw the bar."""
@@ -220,11 +216,6 @@ class _LiveProgress:
         num_ended = counts.completed + counts.failed
         text = f"{num_ended} of {counts.total} lines; {describe(self._run, now_s)}"
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
-
-
-def _update_time_left(run: LocalRun, now_s: float) -> None:
-    if run.time_left is not None:
-        run.time_left.update(run.counts.completed + run.counts.failed - run.num_resumed, now_s)
 
 
 def describe(run: LocalRun, now_s: float) -> str:

@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from backfill.api.config import ServerConfig
-from backfill.cli import groups
-from backfill.cli.command import command
+from backfill.cli.command import LIMITS_SECTION, MODEL_SECTION, VARIABLES, command
 from backfill.cli.interrupts import LOADING, exit_after, interruptible, take_from_loop
-from backfill.cli.startup import configure_logging, find_folder, run_in_loop, served_model
+from backfill.cli.startup import bind, configure_logging, find_folder, run_in_loop, served_model
 from backfill.core.config import EngineConfig, SchedulerConfig
 from backfill.core.errors import ConfigError
 from backfill.core.options import without_secrets
@@ -63,9 +62,9 @@ def serve(
 app = command(
     serve,
     {
-        "Model": groups.MODEL,
+        "Model": MODEL_SECTION,
         "Engine": "device threads gpu_memory_utilization profile engine_hang_timeout",
-        "Scheduling": f"{groups.LIMITS} policy ttft_slo tpot_slo promote_before preemption",
+        "Scheduling": f"{LIMITS_SECTION} policy ttft_slo tpot_slo promote_before preemption",
         "KV memory": "kv_gib block_size host_kv_gib checkpointing kv_restore victims",
         "Server": "host port data_dir api_key api_key_file allowed_hosts allowed_origins strict "
         "shed_hopeless shutdown_timeout sse_keep_alive_interval vllm_metrics log_level",
@@ -76,7 +75,7 @@ app = command(
         "batch_retention_hours",
     },
     positional="model",
-    variables=groups.VARIABLES,
+    variables=VARIABLES,
 )
 
 
@@ -89,7 +88,6 @@ def _run(
     started_at_s: float,
 ) -> None:
     from backfill.api.keys import ApiKeys
-    from backfill.api.listener import bind
 
     keys = None
     if server_config.asks_for_keys:
@@ -125,7 +123,6 @@ def _run(
             api_keys=keys,
             jobs_config=jobs_config if jobs_config.batch_api else None,
             chat_template=chat_template,
-            uses_generation_config=server_config.uses_generation_config,
             on_started=on_started,
             on_ready=on_ready,
         )

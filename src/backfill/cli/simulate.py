@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -17,28 +17,17 @@ from backfill.core.errors import ConfigError
 from backfill.core.options import check_types
 from backfill.simulation.metrics import PolicyMetrics
 from backfill.simulation.scenarios import (
+    VARIANTS,
     Inputs,
     PointResult,
     ScenarioResult,
     build_scenario,
     run_scenario,
 )
-from backfill.simulation.variants import variant_names
 
-# Name in the table, attribute of PolicyMetrics, format.
 _FIGURES = (
-    ("TTFT P50 s", "ttft_p50_s", ".3f"),
-    ("TTFT P99 s", "ttft_p99_s", ".3f"),
-    ("ITL P50 s", "itl_p50_s", ".3f"),
-    ("ITL P99 s", "itl_p99_s", ".3f"),
-    ("TTFT met", "ttft_attainment", ".1%"),
-    ("ITL met", "itl_attainment", ".1%"),
-    ("total tok/s", "total_tok_s", ".0f"),
-    ("online tok/s", "online_tok_s", ".0f"),
-    ("offline tok/s", "offline_tok_s", ".0f"),
-    ("recomputed", "recomputed_token_share", ".2%"),
-    ("restored", "restored_token_share", ".1%"),
-    ("scheduling", "scheduling_time_share", ".2%"),
+    "ttft_p50_s ttft_p99_s itl_p50_s itl_p99_s ttft_attainment itl_attainment total_tok_s online_tok_s "
+    "offline_tok_s recomputed_token_share restored_token_share scheduling_time_share"
 )
 # Where the traces of docs/simulation.md are published.
 _TRACES = "https://github.com/microsoft/vidur/tree/main/data/processed_traces"
@@ -81,9 +70,9 @@ class SimulateOptions:
         if self.policies is None:
             return None
         names = tuple(name.strip() for name in self.policies.split(",") if name.strip())
-        known = ", ".join(variant_names())
+        known = ", ".join(VARIANTS)
         for name in names:
-            if name not in variant_names():
+            if name not in VARIANTS:
                 raise ConfigError(f"`policies`: there is no policy {name!r}; there are {known}.")
         if not names:
             raise ConfigError(f"`policies` names none; there are {known}.")
@@ -157,9 +146,8 @@ def _print_point(console: Console, point: PointResult, result: ScenarioResult) -
     """Print a column for each policy, and beside it the paper's figures if it has some."""
     columns = {}
     for policy, metrics in point.metrics.items():
-        columns[policy] = [format(getattr(metrics, name), spec) for _, name, spec in _FIGURES]
-        printed = result.scenario.paper.get(policy, {})
-        cells = [format(printed[name], spec) if name in printed else "" for _, name, spec in _FIGURES]
-        if any(cells):
-            columns[f"{policy} (paper)"] = cells
-    print_figures(console, _title(point.setting), [name for name, _, _ in _FIGURES], columns)
+        columns[policy] = asdict(metrics)
+        paper = result.scenario.paper.get(policy, {})
+        if any(name in paper for name in _FIGURES.split()):
+            columns[f"{policy} (paper)"] = paper
+    print_figures(console, _title(point.setting), _FIGURES, columns)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 import sys
 import time
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
+
+from backfill.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from backfill.engine.options import ModelOptions
@@ -59,6 +62,21 @@ def run_in_loop(main: Coroutine[Any, Any, Result]) -> Result:
     except ImportError:
         return asyncio.run(main)
     return uvloop.run(main)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Bind the port before anything slow, so that a port in use fails at once. Raises: ConfigError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        # A long backlog: load generators open all connections at once.
+        listener.listen(4096)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"Cannot listen on {host}:{port}: {error.strerror or error}.") from error
+    return listener
 
 
 def _is_hub_id(model: str) -> bool:

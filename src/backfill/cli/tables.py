@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -12,15 +13,43 @@ _CELL_FRAME = 3
 _SHORTEST_NAME = 10
 
 
+# Name in a table and format of each figure, by its key in a result.
+_FIGURES = {
+    "ttft_p50_s": ("TTFT P50 s", ".3f"),
+    "ttft_p99_s": ("TTFT P99 s", ".3f"),
+    "ttft_p99_over_online_only": ("/ online-only", ".2f"),
+    "itl_p50_s": ("ITL P50 s", ".3f"),
+    "itl_p99_s": ("ITL P99 s", ".3f"),
+    "ttft_attainment": ("TTFT met", ".1%"),
+    "itl_attainment": ("ITL met", ".1%"),
+    "total_tok_s": ("total tok/s", ".0f"),
+    "total_tok_s_over_fcfs": ("/ fcfs", ".2f"),
+    "online_tok_s": ("online tok/s", ".0f"),
+    "offline_tok_s": ("offline tok/s", ".0f"),
+    "recomputed_token_share": ("recomputed", ".2%"),
+    "restored_token_share": ("restored", ".1%"),
+    "scheduling_time_share": ("scheduling", ".2%"),
+    "aborted_token_share": ("aborted", ".1%"),
+    "failed": ("failed", "d"),
+    "unfinished": ("unfinished", "d"),
+}
+
+
 def print_figures(
-    console: Console, title: str, names: Sequence[str], columns: Mapping[str, Sequence[str]]
+    console: Console, title: str, figures: str, policies: Mapping[str, Mapping[str, Any]]
 ) -> None:
     """Print a row for each figure and a column for each policy, in several tables where one is too wide.
 
     Args:
-        names: of the figures.
-        columns: cells of each policy, as many as there are names. A row without any cell is left out.
+        figures: keys of the figures to print, separated by spaces. A figure that no policy has is left out.
+        policies: figures of each policy by key; None or missing where it has none.
     """
+    keys = figures.split()
+    names = [_FIGURES[key][0] for key in keys]
+    columns = {
+        policy: ["" if known.get(key) is None else format(known[key], _FIGURES[key][1]) for key in keys]
+        for policy, known in policies.items()
+    }
     for part in _parts(console.width, names, columns):
         table = Table(title=title)
         table.add_column("")

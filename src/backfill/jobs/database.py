@@ -107,7 +107,7 @@ def open_database(url: str | None, data_dir: Path) -> Engine:
         metadata.create_all(engine)
         _check_columns(engine)
     except (ArgumentError, NoSuchModuleError, ImportError, ValueError) as error:
-        raise ConfigError(f"--batch-database-url is no database URL that can be used: {error}.") from error
+        raise ConfigError(f"`batch_database_url` is no database URL that can be used: {error}.") from error
     except SQLAlchemyError as error:
         shown = make_url(url).render_as_string(hide_password=True) if url else data_dir / "jobs.db"
         reason = getattr(error, "orig", None) or error

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from backfill.core.errors import ConfigError
 from backfill.simulation.metrics import percentile
-from backfill.simulation.replay import ReplayResult
+from backfill.simulation.replay import BIN_S, ReplayResult
 from backfill.simulation.scenarios import PointResult, ScenarioResult
 
 _COLOURS = {
@@ -56,8 +56,8 @@ def _plot_timeline(axes: Sequence[Axes], point: PointResult, result: ScenarioRes
         for axis, samples in ((axes[0], _ttfts(replay)), (axes[1], _gaps(replay))):
             worst = [percentile(_within(samples, start), 99) or np.nan for start in starts]
             axis.plot(starts, worst, color=colour, label=policy)
-        at_s = np.arange(len(replay.timeline)) * replay.bin_s
-        tokens = [(each.online_tokens + each.offline_tokens) / replay.bin_s for each in replay.timeline]
+        at_s = np.arange(len(replay.timeline)) * BIN_S
+        tokens = [each.total() / BIN_S for each in replay.timeline]
         axes[2].plot(at_s, tokens, color=colour, label=policy, linewidth=1)
     for axis, limit, name in ((axes[0], slo.ttft_s, "TTFT"), (axes[1], slo.tpot_s, "inter-token gap")):
         axis.axhline(limit, color="red", linewidth=0.8, label="objective")

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from backfill.core.clock import Clock, VirtualClock
+from backfill.core.config import SchedulerConfig
 from backfill.core.counters import ClassCounters
 from backfill.core.request import Request, RequestId, ServiceClass
 from backfill.core.sampling import SamplingParams
+from backfill.costs.hardware import HardwareProfile
 from backfill.engine.engine import Engine
 from backfill.engine.messages import TokenOutput
+from backfill.execution.executor import ExecutorInfo
+from backfill.execution.simulated_executor import SimulatedExecutor
 
 # The prompt's content does not matter. Every model has this id.
 _PROMPT_TOKEN = 5
+_QUEUE_DEPTH = 32
+_BLOCK_SIZE = 16
+BIN_S = 5.0
 
 
 class Lengths(NamedTuple):
@@ -31,6 +39,20 @@ class Arrival(NamedTuple):
 
     at_s: float
     lengths: Lengths
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Requests of a replay.
+
+    Attributes:
+        online: in order of arrival.
+        offline: lengths of the offline requests, which repeat; empty for none.
+    """
+
+    online: tuple[Arrival, ...]
+    duration_s: float
+    offline: tuple[Lengths, ...]
 
 
 @dataclass(slots=True)
@@ -49,14 +71,6 @@ class OnlineRecord:
 
 
 @dataclass(slots=True)
-class TimelineBin:
-    """Tokens computed in one interval of the replay, without recomputed ones."""
-
-    online_tokens: int = 0
-    offline_tokens: int = 0
-
-
-@dataclass(slots=True)
 class ReplayResult:
     """What a replay measured.
 
@@ -64,15 +78,14 @@ class ReplayResult:
         duration_s: duration of the workload. Tokens are counted up to it, online requests to their end.
         online: one record for each online request.
         counters: of each class at ``duration_s``.
-        timeline: bins of ``bin_s``, from the start.
+        timeline: tokens computed in each ``BIN_S`` from the start, by class, without recomputed ones.
         scheduling_s: CPU time of planning and committing.
     """
 
     duration_s: float
-    bin_s: float
     online: list[OnlineRecord]
     counters: dict[ServiceClass, ClassCounters]
-    timeline: list[TimelineBin]
+    timeline: list[Counter[ServiceClass]]
     num_steps: int
     num_stopped_steps: int
     scheduling_s: float
@@ -81,40 +94,26 @@ class ReplayResult:
 class Replay:
     """Feeds an engine online requests at their arrival times, and a flood of offline requests.
 
-    The flood keeps ``queue_depth`` offline requests waiting until the workload's end, as a large batch job
-    does. The replay then continues until every online request has ended, so that delayed ones are counted.
+    The flood keeps 32 offline requests waiting until the workload's end, as a large batch job does. The
+    replay then continues until every online request has ended, so that delayed ones are counted.
 
     Args:
         clock: the engine's.
-        online: in order of arrival.
-        offline: an endless iterator of lengths of offline requests; None for none.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        clock: Clock,
-        online: Sequence[Arrival],
-        offline: Iterator[Lengths] | None,
-        *,
-        duration_s: float,
-        queue_depth: int = 32,
-        bin_s: float = 5.0,
-    ) -> None:
+    def __init__(self, engine: Engine, clock: Clock, workload: Workload) -> None:
         self._engine = engine
         self._clock = clock
-        self._online = online
-        self._offline = offline
-        self._duration_s = duration_s
-        self._queue_depth = queue_depth
-        self._bin_s = bin_s
+        self._online = workload.online
+        self._offline = itertools.cycle(workload.offline) if workload.offline else None
+        self._duration_s = workload.duration_s
         self._origin_s = clock.now_s()
         self._next_arrival = 0
         self._num_offline = 0
         self._records: dict[RequestId, OnlineRecord] = {}
-        self._num_unfinished = len(online)
+        self._num_unfinished = len(workload.online)
         self._num_steps = 0
-        self._timeline: list[TimelineBin] = []
+        self._timeline: list[Counter[ServiceClass]] = []
         self._counted = dict.fromkeys(ServiceClass, 0)
 
     def next_at_s(self) -> float:
@@ -156,7 +155,6 @@ class Replay:
             self._step()
         return ReplayResult(
             duration_s=self._duration_s,
-            bin_s=self._bin_s,
             online=list(self._records.values()),
             counters=at_end or self._copy_counters(),
             timeline=self._timeline,
@@ -187,23 +185,19 @@ class Replay:
             self._num_unfinished -= 1
 
     def _count_tokens(self) -> None:
-        index = int(self._elapsed_s // self._bin_s)
+        index = int(self._elapsed_s // BIN_S)
         while len(self._timeline) <= index:
-            self._timeline.append(TimelineBin())
+            self._timeline.append(Counter())
         for service_class, counters in self._engine.scheduler.counters.items():
             computed = counters.num_computed_tokens - counters.num_recomputed_tokens
-            new = computed - self._counted[service_class]
+            self._timeline[index][service_class] += computed - self._counted[service_class]
             self._counted[service_class] = computed
-            if service_class is ServiceClass.ONLINE:
-                self._timeline[index].online_tokens += new
-            else:
-                self._timeline[index].offline_tokens += new
 
     def _top_up(self) -> None:
         if self._offline is None:
             return
         _, num_waiting = self._engine.scheduler.count_by_class()[ServiceClass.OFFLINE]
-        for _ in range(self._queue_depth - num_waiting):
+        for _ in range(_QUEUE_DEPTH - num_waiting):
             request = _request(f"offline-{self._num_offline}", next(self._offline), ServiceClass.OFFLINE)
             request.arrived_at_s = self._clock.now_s()
             self._num_offline += 1
@@ -220,6 +214,39 @@ class Replay:
 
     def _copy_counters(self) -> dict[ServiceClass, ClassCounters]:
         return {each: counters.copy() for each, counters in self._engine.scheduler.counters.items()}
+
+
+def simulate(
+    config: SchedulerConfig, workload: Workload, hardware: HardwareProfile, host_kv_tokens: int
+) -> ReplayResult:
+    """Replay a workload on a virtual clock.
+
+    Args:
+        config: its objectives are those of every online request.
+        host_kv_tokens: size of the KV pool in host memory.
+    """
+    clock = VirtualClock()
+    profile = hardware.costs
+    info = ExecutorInfo(
+        num_blocks=hardware.kv_tokens // _BLOCK_SIZE,
+        block_size=_BLOCK_SIZE,
+        max_model_len=hardware.max_model_len,
+        vocab_size=32_000,
+        end_token_ids=(),
+        device=profile.key.device,
+        dtype=profile.key.dtype,
+        num_layers=profile.num_layers,
+        can_stop=True,
+        num_host_blocks=host_kv_tokens // _BLOCK_SIZE if profile.copies is not None else 0,
+        block_bytes=hardware.kv_bytes_per_token * _BLOCK_SIZE,
+    )
+    executor = SimulatedExecutor(info, profile.cost, clock, profile.copies)
+    engine = Engine(config, executor, clock, profile)
+    if config.policy == "online-only":
+        workload = replace(workload, offline=())
+    replay = Replay(engine, clock, workload)
+    executor.events = replay
+    return replay.run()
 
 
 def _request(name: str, lengths: Lengths, service_class: ServiceClass) -> Request:

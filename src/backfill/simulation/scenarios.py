@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from backfill.core.config import SchedulerConfig
 from backfill.core.errors import ConfigError
 from backfill.core.slo import SLO
 from backfill.costs.hardware import HardwareProfile, load_hardware_profile
 from backfill.simulation.metrics import PolicyMetrics, metrics_of
-from backfill.simulation.replay import Lengths, ReplayResult
-from backfill.simulation.run import simulate_on
-from backfill.simulation.variants import variant
+from backfill.simulation.replay import Lengths, ReplayResult, Workload, simulate
 from backfill.simulation.workloads import (
-    Workload,
     conversation_workload,
     gamma_workload,
     phased_workload,
@@ -30,6 +28,23 @@ _NUM_OFFLINE = 4000
 _SEED = 0
 # The steps of vLLM 0.4.2 with chunked prefill, on which the paper builds, have about this size at 110 ms.
 _MAX_NUM_BATCHED_TOKENS = 1024
+_HOST_POOL_RATIO = 4
+
+# Policies that scenarios compare, some with parts switched off.
+VARIANTS: Mapping[str, SchedulerConfig] = {
+    "online-only": SchedulerConfig(policy="online-only", checkpointing="none"),
+    "fcfs": SchedulerConfig(policy="fcfs", checkpointing="none"),
+    "round-robin": SchedulerConfig(policy="round-robin", checkpointing="none"),
+    # The paper's vLLM++; then what vLLM does today.
+    "priority": SchedulerConfig(policy="priority", checkpointing="swap", kv_restore="blocking"),
+    "priority-recompute": SchedulerConfig(policy="priority", checkpointing="none"),
+    "slo-recompute-latest": SchedulerConfig(policy="slo", checkpointing="none", victims="latest"),
+    "slo-recompute": SchedulerConfig(policy="slo", checkpointing="none"),
+    "slo-swap": SchedulerConfig(policy="slo", checkpointing="swap", kv_restore="blocking"),
+    "slo-checkpoint": SchedulerConfig(policy="slo", checkpointing="adaptive", kv_restore="blocking"),
+    "slo": SchedulerConfig(policy="slo", checkpointing="adaptive"),
+    "slo-eager": SchedulerConfig(policy="slo", checkpointing="eager"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,17 +60,17 @@ class Scenario:
     """One experiment of the paper.
 
     Attributes:
-        policies: names of the variants to compare.
+        policies: names of the ``VARIANTS`` to compare.
         paper: the paper's figures by policy, with names of ``PolicyMetrics`` where these exist.
     """
 
     name: str
     title: str
     points: tuple[Point, ...]
-    policies: tuple[str, ...]
     paper: Mapping[str, Any]
     hardware: HardwareProfile
-    slo: SLO
+    policies: tuple[str, ...] = ("online-only", "priority", "slo")
+    slo: SLO = _SLO
 
 
 @dataclass(slots=True)
@@ -99,7 +114,11 @@ def build_scenario(name: str, inputs: Inputs) -> Scenario:
     """Raises: ConfigError for a name that does not exist or a trace that cannot be used."""
     if name not in _SCENARIOS:
         raise ConfigError(f"There is no scenario {name!r}; there are {', '.join(scenario_names())}.")
-    return _SCENARIOS[name](inputs)
+    hardware = load_hardware_profile(_HARDWARE)
+    offline = summarization_lengths(
+        inputs.summaries, count=_NUM_OFFLINE, max_len=hardware.max_model_len, seed=_SEED
+    )
+    return _SCENARIOS[name](inputs, hardware, offline)
 
 
 def run_scenario(
@@ -107,16 +126,25 @@ def run_scenario(
     policies: Sequence[str],
     on_done: Callable[[Mapping[str, float], str, PolicyMetrics], None],
 ) -> ScenarioResult:
-    """Run every setting under every policy. ``on_done`` is called after each."""
+    """Run every setting under every policy. ``on_done`` is called after each.
+
+    The host's KV pool is four times the device's.
+    """
+    hardware, slo = scenario.hardware, scenario.slo
     results = []
     for point in scenario.points:
         result = PointResult(point.setting)
         for policy in policies:
-            replay = simulate_on(
-                scenario.hardware, variant(policy), point.workload, scenario.slo, _MAX_NUM_BATCHED_TOKENS
+            config = replace(
+                VARIANTS[policy],
+                max_num_batched_tokens=_MAX_NUM_BATCHED_TOKENS,
+                max_prefill_chunk_tokens=_MAX_NUM_BATCHED_TOKENS,
+                ttft_slo=slo.ttft_s,
+                tpot_slo=slo.tpot_s,
             )
+            replay = simulate(config, point.workload, hardware, _HOST_POOL_RATIO * hardware.kv_tokens)
             result.replays[policy] = replay
-            result.metrics[policy] = metrics_of(replay, scenario.slo)
+            result.metrics[policy] = metrics_of(replay, slo)
             on_done(point.setting, policy, result.metrics[policy])
         results.append(result)
     return ScenarioResult(scenario, results)
@@ -126,21 +154,14 @@ def _policies(point: PointResult) -> dict[str, Any]:
     return {policy: asdict(metrics) for policy, metrics in point.metrics.items()}
 
 
-def _offline(inputs: Inputs, hardware: HardwareProfile) -> tuple[Lengths, ...]:
-    return summarization_lengths(
-        inputs.summaries, count=_NUM_OFFLINE, max_len=hardware.max_model_len, seed=_SEED
-    )
-
-
-def _fig5(inputs: Inputs) -> Scenario:
+def _fig5(inputs: Inputs, hardware: HardwareProfile, offline: tuple[Lengths, ...]) -> Scenario:
     """Section 6.2: a real trace with low load from 240 to 620 s, then a burst of three times the rate."""
-    hardware = load_hardware_profile(_HARDWARE)
     phases = [Phase(240, 1.0), Phase(380, 0.4), Phase(120, 3.0), Phase(160, 1.0)]
     workload = conversation_workload(
         _FIG5_RATE_PER_S,
         phases,
         trace=inputs.conversations,
-        offline=_offline(inputs, hardware),
+        offline=offline,
         max_len=hardware.max_model_len,
         seed=_SEED,
     )
@@ -148,37 +169,30 @@ def _fig5(inputs: Inputs) -> Scenario:
         name="conserve-fig5",
         title="ConServe, figure 5: a conversation trace with a threefold burst beside document summaries",
         points=(Point({"rate_per_s": _FIG5_RATE_PER_S}, workload),),
-        policies=("online-only", "priority", "slo"),
         paper={
             "online-only": {"total_tok_s": 1999},
             "priority": {"total_tok_s": 4308, "ttft_p99_s": 83.825, "itl_p99_s": 2.523},
             "slo": {"total_tok_s": 3702, "ttft_p99_s": 0.998, "itl_p99_s": 0.101},
         },
         hardware=hardware,
-        slo=_SLO,
     )
 
 
-def _fig6(inputs: Inputs) -> Scenario:
+def _fig6(inputs: Inputs, hardware: HardwareProfile, offline: tuple[Lengths, ...]) -> Scenario:
     """Section 6.3.1: full load, no load, and full load again."""
-    hardware = load_hardware_profile(_HARDWARE)
     phases = [Phase(180, _FIG6_RATE_PER_S), Phase(180, 0.0), Phase(180, _FIG6_RATE_PER_S)]
-    workload = phased_workload(phases, _REQUEST, offline=_offline(inputs, hardware), seed=_SEED)
+    workload = phased_workload(phases, _REQUEST, offline=offline, seed=_SEED)
     return Scenario(
         name="conserve-fig6",
         title="ConServe, figure 6: online load ON, OFF and ON again beside document summaries",
         points=(Point({"rate_per_s": _FIG6_RATE_PER_S}, workload),),
-        policies=("online-only", "priority", "slo"),
         paper={"slo": {"ttft_p99_s": 0.35, "itl_p99_s": 0.09, "off_phase_offline_tok_s": 5868}},
         hardware=hardware,
-        slo=_SLO,
     )
 
 
-def _fig7(inputs: Inputs) -> Scenario:
+def _fig7(inputs: Inputs, hardware: HardwareProfile, offline: tuple[Lengths, ...]) -> Scenario:
     """Section 6.3.2: rising burstiness at 2 requests/s, then rising rates at CV 1."""
-    hardware = load_hardware_profile(_HARDWARE)
-    offline = _offline(inputs, hardware)
     settings = [(2.0, cv) for cv in (1.0, 2.0, 4.0, 8.0)] + [(rate, 1.0) for rate in (0.5, 1.0, 1.5, 2.5)]
     points = tuple(
         Point(
@@ -191,22 +205,17 @@ def _fig7(inputs: Inputs) -> Scenario:
         name="conserve-fig7",
         title="ConServe, figure 7: growing burstiness and growing rates beside document summaries",
         points=points,
-        policies=("online-only", "priority", "slo"),
         paper={
             "slo": {"ttft_p99_over_online_only_at_most": 1.25, "offline_tok_s_over_priority": [1.04, 1.12]},
             "priority": {"ttft_p99_s_at_least": 4.98},
         },
         hardware=hardware,
-        slo=_SLO,
     )
 
 
-def _fig8(inputs: Inputs) -> Scenario:
+def _fig8(inputs: Inputs, hardware: HardwareProfile, offline: tuple[Lengths, ...]) -> Scenario:
     """Section 6.4.1: figure 7 at 2 requests/s and CV 1, one optimisation after another."""
-    hardware = load_hardware_profile(_HARDWARE)
-    workload = gamma_workload(
-        2.0, 1.0, _FIG7_DURATION_S, _REQUEST, offline=_offline(inputs, hardware), seed=_SEED
-    )
+    workload = gamma_workload(2.0, 1.0, _FIG7_DURATION_S, _REQUEST, offline=offline, seed=_SEED)
     return Scenario(
         name="conserve-fig8",
         title="ConServe, figure 8: + preemptive SLO-aware scheduling, + checkpointing, + background prefetch",
@@ -220,7 +229,6 @@ def _fig8(inputs: Inputs) -> Scenario:
             "slo": {"ttft_p99_s": 0.316, "offline_tok_s": 3818},
         },
         hardware=hardware,
-        slo=_SLO,
     )
 
 
@@ -230,7 +238,7 @@ _FIG5_RATE_PER_S = 1.0
 _FIG6_RATE_PER_S = 4.0
 _FIG7_DURATION_S = 600.0
 
-_SCENARIOS: dict[str, Callable[[Inputs], Scenario]] = {
+_SCENARIOS: dict[str, Callable[[Inputs, HardwareProfile, tuple[Lengths, ...]], Scenario]] = {
     "conserve-fig5": _fig5,
     "conserve-fig6": _fig6,
     "conserve-fig7": _fig7,

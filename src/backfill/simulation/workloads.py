@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from backfill.core.errors import ConfigError
-from backfill.simulation.replay import Arrival, Lengths
+from backfill.simulation.replay import Arrival, Lengths, Workload
 from backfill.workloads.arrivals import Phase, burstiness_of_cv, gamma_arrivals, phased_arrivals, reshaped
 from backfill.workloads.lengths import LengthDistribution
 from backfill.workloads.traces import Trace, read_trace
@@ -21,18 +19,6 @@ _CONVERSATION_OUTPUT = LengthDistribution(211, 0.77, "lognormal")
 _CONVERSATION_CV = 1.09
 _SUMMARIZATION_INPUT = LengthDistribution(2588, 0.37, "normal")
 _SUMMARIZATION_OUTPUT = LengthDistribution(291, 1.0, "lognormal")
-
-
-@dataclass(frozen=True, slots=True)
-class Workload:
-    """Online requests over a duration, and the lengths of the offline requests beside them."""
-
-    online: tuple[Arrival, ...]
-    duration_s: float
-    offline: tuple[Lengths, ...]
-
-    def offline_flood(self) -> Iterator[Lengths]:
-        return itertools.cycle(self.offline)
 
 
 def conversation_workload(

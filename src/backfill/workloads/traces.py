@@ -122,7 +122,8 @@ def read_conversations(path: Path) -> list[Conversation]:
     Raises: ConfigError when the file is not such a list or holds no conversation of two turns.
     """
     try:
-        entries = json.loads(_read_text(path))
+        with _open(path) as file:
+            entries = json.load(file)
     except json.JSONDecodeError as error:
         raise ConfigError(f"{path}, line {error.lineno}: not JSON ({error.msg}).") from error
     expected = 'a list of {"conversations": [{"from": ..., "value": TEXT}, ...]}'
@@ -302,11 +303,6 @@ def _open(path: Path) -> TextIO:
         return path.open(encoding="utf-8-sig", errors="replace", newline="")
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}.") from error
-
-
-def _read_text(path: Path) -> str:
-    with _open(path) as file:
-        return file.read()
 
 
 def _short(value: Any) -> str:

@@ -29,8 +29,6 @@ class EngineMetrics:
             labels, token_bytes=info.block_bytes / info.block_size, vllm_names=vllm_names
         )
         registry.register(self._state)
-        self._profile = _ProfileState(labels)
-        registry.register(self._profile)
         instruments = Instruments(registry, labels)
         self._step_tokens = instruments.histogram(
             "iteration_tokens_total", "Tokens computed in a step", buckets.STEP_TOKENS
@@ -72,32 +70,11 @@ class EngineMetrics:
 
     def on_profile(self, profile: CostProfile) -> None:
         """The engine predicts steps with ``profile`` from now on."""
-        self._profile.profile = profile
+        self._state.profile = profile
 
     def on_death(self) -> None:
         """Expose no state until the next engine reports; its totals start at 0."""
         self._state.stats = None
-
-
-class _ProfileState(Collector):
-    """The cost profile in use; no metrics without one."""
-
-    def __init__(self, labels: dict[str, str]) -> None:
-        self.profile: CostProfile | None = None
-        self._families = Families(labels)
-
-    def collect(self) -> Iterable[Metric]:
-        if self.profile is None:
-            return
-        yield self._families.gauge_by(
-            "quality", "cost_profile_info", "The cost profile in use; always 1", {self.profile.quality: 1}
-        )
-        yield self._families.gauge_by(
-            "quantile",
-            "cost_profile_error_ratio",
-            "|predicted - measured| / measured of steps that the profile was not fitted on",
-            {"0.5": self.profile.error.median, "0.95": self.profile.error.p95},
-        )
 
 
 # Counters kept for each service class, each an attribute of ClassCounters that begins with "num_".
@@ -112,10 +89,11 @@ _CLASS_TOTALS = {
 
 
 class _EngineState(Collector):
-    """Gauges and totals of the engine's last report; no metrics without one."""
+    """The engine's last report and the cost profile in use; no metrics of what is missing."""
 
     def __init__(self, labels: dict[str, str], *, token_bytes: float, vllm_names: bool) -> None:
         self.stats: EngineStats | None = None
+        self.profile: CostProfile | None = None
         self._families = Families(labels)
         self._vllm_families = Families(labels, prefix="vllm:") if vllm_names else None
         self._token_bytes = token_bytes
@@ -126,6 +104,8 @@ class _EngineState(Collector):
             yield from self._of_engine(self.stats)
             if self._vllm_families is not None:
                 yield from _under_vllm_names(self._vllm_families, self.stats)
+        if self.profile is not None:
+            yield from self._of_profile(self.profile)
 
     def _of_classes(self, stats: EngineStats) -> Iterable[Metric]:
         classes = {"online": stats.online, "offline": stats.offline}
@@ -154,6 +134,17 @@ class _EngineState(Collector):
             ("kv_blocks_checkpointed", "Blocks with a copy in host memory", stats.num_checkpointed_blocks),
         ):
             yield self._families.gauge(name, text, value)
+
+    def _of_profile(self, profile: CostProfile) -> Iterable[Metric]:
+        yield self._families.gauge_by(
+            "quality", "cost_profile_info", "The cost profile in use; always 1", {profile.quality: 1}
+        )
+        yield self._families.gauge_by(
+            "quantile",
+            "cost_profile_error_ratio",
+            "|predicted - measured| / measured of steps that the profile was not fitted on",
+            {"0.5": profile.error.median, "0.95": profile.error.p95},
+        )
 
 
 def _under_vllm_names(families: Families, stats: EngineStats) -> Iterable[Metric]:

@@ -11,7 +11,7 @@ from backfill.api.metrics.engine import EngineMetrics
 from backfill.api.metrics.jobs import JobMetrics
 from backfill.api.metrics.loop_lag import LoopLag
 from backfill.api.metrics.requests import RequestMetrics
-from backfill.api.metrics.server import HttpMetrics, PreparationMetrics, TaskMetrics
+from backfill.api.metrics.server import HttpMetrics, ProcessMetrics
 from backfill.core.slo import SLO
 from backfill.execution.executor import ExecutorInfo
 from backfill.preparation.client import PreparationClient
@@ -57,9 +57,7 @@ class Metrics:
         self.engine = EngineMetrics(self.registry, labels, info, vllm_names=vllm_names)
         self.requests = RequestMetrics(self.registry, labels, info.max_model_len, slo)
         self.http = HttpMetrics(self.registry)
-        if preparation is not None:
-            self.registry.register(PreparationMetrics(preparation))
-        self.registry.register(TaskMetrics(task_failures or {}))
+        self.registry.register(ProcessMetrics(preparation, task_failures or {}))
 
     def expose(self) -> bytes:
         return generate_latest(self.registry)

@@ -33,34 +33,30 @@ class HttpMetrics:
         self._seconds.labels(method, handler).observe(duration_s)
 
 
-class PreparationMetrics(Collector):
-    """The process that prepares large request bodies and batch lines."""
-
-    def __init__(self, preparation: PreparationClient) -> None:
-        self._preparation = preparation
-
-    def collect(self) -> Iterable[Metric]:
-        preparation, families = self._preparation, Families()
-        yield families.gauge("preparation_up", "1 while the preparation process is ready", preparation.is_up)
-        yield families.counter(
-            "preparation_deaths", "Preparation processes that ended unexpectedly", preparation.num_deaths
-        )
-
-
-class TaskMetrics(Collector):
-    """Failures of the server's long-lived tasks.
+class ProcessMetrics(Collector):
+    """The process that prepares large request bodies and batch lines, and the server's long-lived tasks.
 
     Args:
-        failures: how often each task, by name, ended with an exception; read when scraped.
+        preparation: its state is read when scraped.
+        task_failures: how often each task, by name, ended with an exception; read when scraped.
     """
 
-    def __init__(self, failures: Mapping[str, int]) -> None:
-        self._failures = failures
+    def __init__(self, preparation: PreparationClient | None, task_failures: Mapping[str, int]) -> None:
+        self._preparation = preparation
+        self._task_failures = task_failures
 
     def collect(self) -> Iterable[Metric]:
-        yield Families().counter_by(
+        families, preparation = Families(), self._preparation
+        if preparation is not None:
+            yield families.gauge(
+                "preparation_up", "1 while the preparation process is ready", preparation.is_up
+            )
+            yield families.counter(
+                "preparation_deaths", "Preparation processes that ended unexpectedly", preparation.num_deaths
+            )
+        yield families.counter_by(
             "task",
             "task_failures",
             "Long-lived tasks of the server that ended with an exception",
-            self._failures,
+            self._task_failures,
         )
