@@ -80,7 +80,7 @@ def test_both_classes_are_sent_and_counted() -> None:
     assert alone == pytest.approx((figures.offline_tok_s or 0.0) * figures.measured_s, rel=0.15)
     assert figures.online_tok_s == pytest.approx(8 * 7, rel=0.35)
     assert figures.total_tok_s == pytest.approx((figures.online_tok_s or 0) + (figures.offline_tok_s or 0))
-    assert figures.recomputed_token_share == 0.0 and figures.aborted_token_share is None
+    assert figures.recomputed_token_share == 0.0 and figures.discarded_token_share is None
     assert len(timeline_of(run).ttfts) == 16
 
 

@@ -5,8 +5,8 @@ import pytest
 from backfill.bench.scrape import (
     STEP_STOPS,
     Sample,
-    aborted_share,
     computed_share,
+    discarded_share,
     gained,
     num_present,
     parse_totals,
@@ -65,7 +65,7 @@ def test_a_counter_that_fell_says_nothing() -> None:
 def test_shares() -> None:
     samples = [sample(0, 100, 10, 5), sample(1, 300, 30, 55)]
     assert computed_share(samples, RECOMPUTED) == pytest.approx(20 / 200)
-    assert aborted_share(samples) == pytest.approx(50 / 250)
+    assert discarded_share(samples) == pytest.approx(50 / 250)
     assert computed_share(samples[:1], RECOMPUTED) is None
     assert computed_share([sample(0, 5), sample(1, 5)], RECOMPUTED) == 0.0
 
@@ -83,7 +83,7 @@ def test_metrics_of_older_servers_are_read_under_their_old_names() -> None:
         ),
     ]
     assert gained(old, *STEP_STOPS) == 2
-    assert aborted_share(old) == 0.25
+    assert discarded_share(old) == 0.25
 
 
 def test_tokens_between_samples_lie_on_a_line() -> None:

@@ -167,6 +167,7 @@ def test_interrupt_keeps_and_marks_what_was_measured(server: RunningServer) -> N
         (["--base-url", "http://127.0.0.1:1", "--policies", "slo"], "--policies and --server-option start"),
         (["--base-url", "http://127.0.0.1:1", "--server-option", "--x"], "--policies and --server-option"),
         (["--server-option", "'"], '--server-option "\'": No closing quotation.'),
+        (["--server-option", "--port 1"], "--server-option --port is set by this command."),
         (["--start-timeout", "0"], "--start-timeout must be above 0"),
         (["--plot", "/no/such/folder/a.png"], "there is no folder /no/such/folder"),
         (["--compare", "/no/such/file.json"], "--compare /no/such/file.json cannot be read"),

@@ -227,7 +227,7 @@ def test_an_error_names_an_option_as_the_user_wrote_it(
         (("--max-seats", "2.5"), 'Invalid value for --max-seats: unable to convert "2.5" into int.'),
         (("--max-seat", "2"), "Unknown option: --max-seat. Did you mean --max-seats?"),
         (("--door-cod=sesame",), "Unknown option: --door-cod. Did you mean --door-code?"),
-        (("--max-seats",), 'Command "meal" parameter --max-seats requires an argument.'),
+        (("--max-seats",), "--max-seats needs a value."),
         (("here", "there"), "Unexpected argument: there."),
     ],
 )

@@ -164,20 +164,23 @@ def test_the_engines_process_imports_the_engine_alone(
     assert not LIBRARIES_OF_OTHERS & set(modules)
 
 
-def end_in_the_middle(closed: list[str]) -> None:
+def end_in_the_middle(closed: list[str], number: signal.Signals) -> None:
     with interruptible():
         try:
-            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(number)
         finally:
             closed.append("what was open")
 
 
-def test_what_is_open_is_closed_where_a_command_is_interruptible(capsys: pytest.CaptureFixture[str]) -> None:
-    before = signal.getsignal(signal.SIGINT)
+@pytest.mark.parametrize("number", SIGNALS)
+def test_what_is_open_is_closed_where_a_command_is_interruptible(
+    number: signal.Signals, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = signal.getsignal(number)
     closed: list[str] = []
     with pytest.raises(SystemExit) as ended:
-        end_in_the_middle(closed)
-    assert ended.value.code == 130
+        end_in_the_middle(closed, number)
+    assert ended.value.code == 128 + number
     assert closed == ["what was open"]
     assert capsys.readouterr().err == "backfill: interrupted\n"
-    assert signal.getsignal(signal.SIGINT) is before
+    assert signal.getsignal(number) is before

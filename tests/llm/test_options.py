@@ -42,6 +42,7 @@ def test_unknown_keywords_are_a_type_error_that_names_them(kind: type[LLM | Asyn
         ({"engine_hang_timeout": -1}, "^engine_hang_timeout must be"),
         ({"generation_config": "none"}, "^generation_config must be auto or vllm"),
         ({"log_level": "LOUD"}, "^log_level must be"),
+        ({"seed": "x"}, "^seed must be a whole number, got 'x'"),
         ({"chat_template": "{{ messages"}, "^chat_template, line 1"),
         (
             {"chat_template": "/nowhere/a.jinja"},

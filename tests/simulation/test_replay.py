@@ -89,8 +89,8 @@ def test_an_arrival_stops_an_offline_step_that_would_make_it_late() -> None:
     lost, kept, unstopped = (metrics_of(each, tight) for each in (discarded, suspended, priority))
     assert kept.ttft_attainment >= lost.ttft_attainment > unstopped.ttft_attainment
     assert kept.ttft_p99_s < lost.ttft_p99_s
-    assert lost.aborted_token_share > 0
-    assert kept.aborted_token_share == 0
+    assert lost.discarded_token_share > 0
+    assert kept.discarded_token_share == 0
 
 
 def test_what_a_full_pool_makes_compute_twice_is_counted_once() -> None:

@@ -158,6 +158,7 @@ class Server:
             for task in (stop_task, log_task, self._lag_task):
                 if task is not None:
                     task.cancel()
+            engine_task.cancel()  # first: an engine that gets ready now must not be served
             if self.state.jobs is not None:
                 await self.state.jobs.pause()
             await self._processes.stop_engine()

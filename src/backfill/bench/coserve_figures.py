@@ -13,7 +13,7 @@ import numpy as np
 
 from backfill.bench.coserve import CoserveRun, Status
 from backfill.bench.record import Outcome, RequestRecord
-from backfill.bench.scrape import STEP_STOPS, aborted_share, computed_share, gained, tokens_at
+from backfill.bench.scrape import STEP_STOPS, computed_share, discarded_share, gained, tokens_at
 
 WINDOW_S = 5.0
 # Summed over rounds, since a median could hide a failure.
@@ -41,7 +41,7 @@ class CoserveFigures:
         itl_attainment: share of gaps that met their objective.
         total_tok_s, online_tok_s, offline_tok_s: tokens of prompts and outputs per second of the measurement.
         tokens_from: who counted the offline tokens: "server" (its counters) or "client" (completed requests).
-        recomputed_token_share, aborted_token_share: over all tokens computed.
+        recomputed_token_share, discarded_token_share: over all tokens computed.
         checkpointed_token_share, restored_token_share: tokens whose KV was copied to host memory, and back,
             over all tokens computed.
         failed, unfinished: online requests that failed, or had not ended at the end of the run.
@@ -59,7 +59,7 @@ class CoserveFigures:
     offline_tok_s: float | None = None
     tokens_from: str | None = None
     recomputed_token_share: float | None = None
-    aborted_token_share: float | None = None
+    discarded_token_share: float | None = None
     checkpointed_token_share: float | None = None
     restored_token_share: float | None = None
     preemptions: int | None = None
@@ -117,7 +117,7 @@ def figures_of(run: CoserveRun) -> CoserveFigures:
         offline_tok_s=rates.offline_tok_s,
         tokens_from=rates.tokens_from,
         recomputed_token_share=computed_share(samples, "backfill:recomputed_tokens_total"),
-        aborted_token_share=aborted_share(samples),
+        discarded_token_share=discarded_share(samples),
         checkpointed_token_share=computed_share(samples, "backfill:checkpointed_tokens_total"),
         restored_token_share=computed_share(samples, "backfill:restored_tokens_total"),
         preemptions=None if preemptions is None else round(preemptions),

@@ -87,7 +87,7 @@ def computed_share(samples: Sequence[Sample], name: str) -> float | None:
     return _share(gained(samples, name), gained(samples, _COMPUTED))
 
 
-def aborted_share(samples: Sequence[Sample]) -> float | None:
+def discarded_share(samples: Sequence[Sample]) -> float | None:
     """Discarded tokens over these and all computed tokens."""
     discarded, computed = gained(samples, *_DISCARDED), gained(samples, _COMPUTED)
     return _share(discarded, None if discarded is None or computed is None else discarded + computed)

@@ -41,7 +41,7 @@ _LOG_LINES = 15
 _FIGURES = (
     "ttft_p50_s ttft_p99_s ttft_p99_over_online_only itl_p50_s itl_p99_s ttft_attainment itl_attainment "
     "total_tok_s total_tok_s_over_fcfs online_tok_s offline_tok_s recomputed_token_share "
-    "restored_token_share aborted_token_share failed unfinished"
+    "restored_token_share discarded_token_share failed unfinished"
 )
 
 
@@ -104,8 +104,12 @@ class ServerOptions:
         return tuple(dict.fromkeys(names))
 
     def extra_options(self) -> list[str]:
-        """Raises: ConfigError for an option with an open quote."""
-        return [word for text in self.server_option for word in _split("server_option", text)]
+        """Raises: ConfigError for an option with an open quote, or one that is set here."""
+        words = [word for text in self.server_option for word in _split("server_option", text)]
+        for word in words:
+            if word.partition("=")[0] in ("--host", "--port", "--data-dir", "--api-key", "--api-key-file"):
+                raise ConfigError(f"`server_option` {word} is set by this command.")
+        return words
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -56,15 +56,24 @@ def take_from_loop(loop: asyncio.AbstractEventLoop) -> None:
 
 @contextmanager
 def interruptible(message: str = "interrupted") -> Iterator[None]:
-    """Ctrl-C raises KeyboardInterrupt in the block; the command then ends with ``message``.
+    """A signal raises KeyboardInterrupt in the block; the command then ends with ``message``.
 
     Raises: SystemExit.
     """
-    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    received = signal.SIGINT
+
+    def terminate(number: int, frame: FrameType | None) -> None:
+        nonlocal received
+        received = signal.SIGTERM
+        raise KeyboardInterrupt
+
+    handlers = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: terminate}
+    previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield
     except KeyboardInterrupt:
         print(f"backfill: {message}", file=sys.stderr)
-        raise SystemExit(128 + signal.SIGINT) from None
+        raise SystemExit(128 + received) from None
     finally:
-        signal.signal(signal.SIGINT, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)

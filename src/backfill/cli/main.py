@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 
-from cyclopts import App, CycloptsError, UnknownOptionError, UnusedCliTokensError
+from cyclopts import App, CycloptsError, MissingArgumentError, UnknownOptionError, UnusedCliTokensError
 
 from backfill.cli.help import HelpText
 from backfill.core.errors import BackfillError
@@ -61,6 +61,10 @@ def main(commands: App = app) -> None:
 def _usage_error(error: CycloptsError) -> str:
     if isinstance(error, UnusedCliTokensError):
         return f"Unexpected argument: {(error.unused_tokens or [''])[0]}."
+    if isinstance(error, MissingArgumentError) and error.argument is not None and not error.tokens_so_far:
+        return (
+            f"{error.argument.name} is required." if not error.keyword else f"{error.keyword} needs a value."
+        )
     error.verbose = False
     if isinstance(error, UnknownOptionError):
         name = (error.token.keyword or error.token.value).partition("=")[0]

@@ -29,7 +29,7 @@ _FIGURES = {
     "recomputed_token_share": ("recomputed", ".2%"),
     "restored_token_share": ("restored", ".1%"),
     "scheduling_time_share": ("scheduling", ".2%"),
-    "aborted_token_share": ("aborted", ".1%"),
+    "discarded_token_share": ("discarded", ".1%"),
     "failed": ("failed", "d"),
     "unfinished": ("unfinished", "d"),
 }

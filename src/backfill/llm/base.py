@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from backfill.core.config import check_log_level
+from backfill.core.errors import ConfigError
 from backfill.core.options import options_of
 from backfill.execution.executor import ExecutorInfo
 from backfill.llm.errors import in_library_terms
@@ -48,6 +49,8 @@ class BaseLLM:
             if self._is_offline and "policy" not in engine_options:
                 engine = engine.for_offline_work()
             check_log_level(log_level)
+            if type(seed) is not int:
+                raise ConfigError(f"must be a whole number, got {seed!r:.80}.", field="seed")
             options_of(RequestOptions)["generation_config"].check(generation_config)
             engine.validate()
             options = LLMOptions(

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from backfill.core.config import check_log_level
+from backfill.core.errors import ConfigError
 from backfill.core.options import check_types
 
 
@@ -39,3 +40,5 @@ class RequestOptions:
         """Raises: ConfigError for the first field out of range."""
         check_types(self)
         check_log_level(self.log_level)
+        if "" in self.served_model_name:
+            raise ConfigError("must not be empty.", field="served_model_name")

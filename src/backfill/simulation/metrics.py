@@ -21,7 +21,7 @@ class PolicyMetrics:
         itl_attainment: share of gaps between tokens that met their objective.
         total_tok_s: prompt and output tokens computed. A recomputed token counts once.
         recomputed_token_share: over all tokens computed.
-        aborted_token_share: tokens of stopped steps, over all tokens computed.
+        discarded_token_share: discarded tokens over all computed tokens.
         checkpointed_token_share, restored_token_share: tokens whose KV was copied to host memory, and back,
             over all tokens computed.
         scheduling_time_share: CPU time of planning and committing over the workload's duration.
@@ -37,7 +37,7 @@ class PolicyMetrics:
     online_tok_s: float
     offline_tok_s: float
     recomputed_token_share: float
-    aborted_token_share: float
+    discarded_token_share: float
     checkpointed_token_share: float
     restored_token_share: float
     num_preemptions: int
@@ -55,7 +55,7 @@ def metrics_of(result: ReplayResult, slo: SLO) -> PolicyMetrics:
     useful = [counters.num_computed_tokens - counters.num_recomputed_tokens for counters in (online, offline)]
     computed = online.num_computed_tokens + offline.num_computed_tokens
     recomputed = online.num_recomputed_tokens + offline.num_recomputed_tokens
-    aborted = online.num_discarded_tokens + offline.num_discarded_tokens
+    discarded = online.num_discarded_tokens + offline.num_discarded_tokens
     checkpointed = online.num_checkpointed_tokens + offline.num_checkpointed_tokens
     restored = online.num_restored_tokens + offline.num_restored_tokens
     return PolicyMetrics(
@@ -69,7 +69,7 @@ def metrics_of(result: ReplayResult, slo: SLO) -> PolicyMetrics:
         online_tok_s=useful[0] / result.duration_s,
         offline_tok_s=useful[1] / result.duration_s,
         recomputed_token_share=recomputed / max(computed, 1),
-        aborted_token_share=aborted / max(computed + aborted, 1),
+        discarded_token_share=discarded / max(computed + discarded, 1),
         checkpointed_token_share=checkpointed / max(computed, 1),
         restored_token_share=restored / max(computed, 1),
         num_preemptions=online.num_preemptions + offline.num_preemptions,
