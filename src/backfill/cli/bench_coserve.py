@@ -107,7 +107,7 @@ class ServerOptions:
         """Raises: ConfigError for an option with an open quote, or one that is set here."""
         words = [word for text in self.server_option for word in _split("server_option", text)]
         for word in words:
-            if word.partition("=")[0] in ("--host", "--port", "--data-dir", "--api-key", "--api-key-file"):
+            if word.partition("=")[0] in ("--host", "--port", "--api-key", "--api-key-file"):
                 raise ConfigError(f"`server_option` {word} is set by this command.")
         return words
 
