@@ -54,7 +54,7 @@ def time_decisions(num_running: int, num_queued: int, *, has_host_pool: bool) ->
         scheduler.add(_request(index, ServiceClass.ONLINE if is_online else ServiceClass.OFFLINE))
     for _ in range(_WARM_UP):  # until every request that fits has its prompt computed
         _step(scheduler, clock)
-    assert scheduler.requests.num_running == num_running
+    assert len(scheduler.requests.running) == num_running
     return statistics.median(_step(scheduler, clock) for _ in range(_STEPS))
 
 
