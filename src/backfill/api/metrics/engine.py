@@ -111,7 +111,7 @@ class _EngineState(Collector):
         classes = {"online": stats.online, "offline": stats.offline}
         running = {which: each.num_running for which, each in classes.items()}
         waiting = {which: each.num_waiting for which, each in classes.items()}
-        yield self._families.gauge_by("class", "num_requests_running", "Requests in the batch", running)
+        yield self._families.gauge_by("class", "num_requests_running", "Requests that hold device blocks", running)
         yield self._families.gauge_by("class", "num_requests_waiting", "Requests that wait", waiting)
         for name, text in _CLASS_TOTALS.items():
             attribute = "num_" + name.removeprefix("num_")
