@@ -41,7 +41,7 @@ class CoserveFigures:
         itl_attainment: share of gaps that met their objective.
         total_tok_s, online_tok_s, offline_tok_s: tokens of prompts and outputs per second of the measurement.
         tokens_from: who counted the offline tokens: "server" (its counters) or "client" (completed requests).
-        recomputed_token_share, discarded_token_share: over all tokens computed.
+        recomputed_token_share, discarded_token_share: share of all computed tokens.
         checkpointed_token_share, restored_token_share: tokens whose KV was copied to host memory, and back,
             over all tokens computed.
         failed, unfinished: online requests that failed, or had not ended at the end of the run.

@@ -55,7 +55,8 @@ class ServerOptions:
             online-only,fcfs,priority,slo.
         base_url: URL of a running server to load instead, ours or another OpenAI-compatible one.
         label: name of the server at `base_url` in the result.
-        model: default: smollm2-135m-instruct, or the first model of the server at `base_url`.
+        model: model to serve, or of the server at `base_url`. Default: smollm2-135m-instruct, or the first of
+            that server.
         server_option: more options of the servers started here, such as "--threads 2"; repeatable.
         rounds: how often to go through the policies; figures are medians.
         start_timeout: seconds a server may take to start.

@@ -16,7 +16,7 @@ from backfill.costs.load import StepLoad
 from backfill.costs.model import CostModel
 from backfill.costs.profile import CostProfile, FitError
 
-# Knots of the refined functions, as far apart as the strata are wide: each interval then has a sample.
+# Knots of the refined functions: one for each power of two, as for the strata, so each interval has samples.
 _ROW_KNOTS = tuple(1 << power for power in range(15))
 _SAMPLED_KNOTS = (1, 8, 32, 128)
 
@@ -31,7 +31,7 @@ _LEAST_NEW_STEPS = 32
 _LEAST_HELD_OUT = 8
 _LEAST_INTERVAL_S = 30.0
 _MOST_INTERVAL_S = 600.0
-# Least relative gain, of the error's median plus P95, for a new model. Less is chance.
+# Least relative gain, of the error's median plus P95, for a new model. A smaller gain may be noise.
 _LEAST_GAIN = 0.05
 # Least change of the error's median or P95, and least relative change of the known tokens, for a new profile.
 _LEAST_MOVE, _LEAST_GROWTH = 0.02, 0.1

@@ -100,7 +100,7 @@ class StepStats(msgspec.Struct, frozen=True, array_like=True):
         num_tokens: of its plan.
         seconds, predicted_s: time taken and predicted; 0 without a cost model.
         stopped: its offline slices were stopped, by an arrival or at the end of their time.
-        stop_latency_s: from the arrival to the stop; None if no arrival stopped it.
+        stop_latency_s: from the request to stop, made at an arrival, to the stop; None without one.
         failed_request_ids: requests of a step that failed.
     """
 

@@ -1,6 +1,6 @@
 """Who owns which KV block, on the device and in host memory. Pure bookkeeping: no tensor is touched here.
 
-Over 400 lines: one class has the bookkeeping of both tiers. It is to be split.
+Over 400 lines: one class has the bookkeeping of both tiers.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class BlockManager:
         self._free_host: list[int] = list(range(num_host_blocks - 1, -1, -1))
         self._tables: dict[RequestId, _Table] = {}
         self._copy_of: dict[BlockRef, int] = {}  # host copies of full blocks on the device
-        # Extra owners of blocks with more than one. The owner of a host block is a preempted request, or the
+        # Owners beyond the first, of shared blocks. The owner of a host block is a preempted request, or the
         # device block whose copy it is.
         self._more_owners: dict[BlockRef, int] = {}
         self._more_host_owners: dict[int, int] = {}

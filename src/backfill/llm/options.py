@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -36,9 +37,11 @@ def parse_engine_options(keywords: Mapping[str, object], callee: str) -> EngineC
     options = options_of(EngineConfig)
     unknown = sorted(keywords.keys() - options)
     if unknown:
+        near = difflib.get_close_matches(unknown[0], options, n=1)
+        hint = f"did you mean {near[0]}? Options" if near else "options"
         raise TypeError(
             f"{callee}() got an unexpected keyword argument {', '.join(map(repr, unknown))}; "
-            f"options of the engine are {', '.join(options)}."
+            f"{hint} of the engine are {', '.join(options)}."
         )
     for name, value in keywords.items():
         options[name].check(value)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from backfill.costs.load import StepLoad
 from backfill.costs.model import CostModel
 
-# A suspended step is stopped only if that saves more than this many times the wait for the safepoint.
+# With suspending, a step is stopped only if that saves more than this many times the wait for a safepoint.
 _MIN_GAIN = 2.0
 
 

@@ -1,4 +1,4 @@
-"""What decides a step: fills it in the budgets of a policy, or resumes a suspended one."""
+"""Plans each step: fills the budgets of the policy, or resumes the suspended step."""
 
 from __future__ import annotations
 
@@ -24,13 +24,12 @@ _MAX_UNTIMED_COPIES = 64  # in flight at once where the time of a copy is not kn
 
 @dataclass(slots=True, eq=False)
 class StepPlanner:
-    """Builds each step in the budgets that a policy gives.
+    """Decides which requests compute which tokens in a step.
 
-    Within a budget, running requests come first, those that decode before those that prefill: a decode costs
-    one token of the step and its user is reading. Then waiting requests join in order of urgency while the
-    step's tokens and time, the limit on requests and the pool's blocks last. When a running request lacks a
-    block, the policy's victim is preempted: its blocks are freed, its KV in host memory is restored later
-    while others run, and the rest is recomputed.
+    Within a budget, running requests come first, decodes before prefills: a decode costs one token, and its
+    user is reading. Then waiting requests join, the most urgent first, until the step's tokens or time, the
+    limit on requests or the free blocks run out. When a running request lacks a block, the policy's victim is
+    preempted: its blocks are freed, its KV in host memory is restored later, and the rest is recomputed.
 
     A request for which the step has no time or no headroom keeps its blocks and waits. Every request fits the
     pool alone, and the first slice of a step has no time limit, so every step with a request that the policy

@@ -41,7 +41,7 @@ class EngineMetrics:
         ).labels(**labels)
         self._stop_latency = instruments.histogram(
             "stop_latency_seconds",
-            "From an arrival to the safepoint at which it stopped the running step",
+            "From the request to stop a step, made at an arrival, to the safepoint where it stopped",
             buckets.STOP_LATENCY_S,
         ).labels(**labels)
         self.offline_suspended = instruments.gauge(
@@ -111,7 +111,9 @@ class _EngineState(Collector):
         classes = {"online": stats.online, "offline": stats.offline}
         running = {which: each.num_running for which, each in classes.items()}
         waiting = {which: each.num_waiting for which, each in classes.items()}
-        yield self._families.gauge_by("class", "num_requests_running", "Requests that hold device blocks", running)
+        yield self._families.gauge_by(
+            "class", "num_requests_running", "Requests that hold device blocks", running
+        )
         yield self._families.gauge_by("class", "num_requests_waiting", "Requests that wait", waiting)
         for name, text in _CLASS_TOTALS.items():
             attribute = "num_" + name.removeprefix("num_")
