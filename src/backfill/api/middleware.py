@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -26,7 +27,7 @@ _UNCOUNTED_PATHS = frozenset({"/health", "/health/live", "/ping", "/metrics"})
 
 
 @dataclass
-class HttpMiddleware:
+class HttpMiddleware(ABC):
     """Handles HTTP requests; other ASGI scopes and excluded paths go straight to the app."""
 
     excluded_paths: ClassVar[frozenset[str]] = frozenset()
@@ -38,8 +39,8 @@ class HttpMiddleware:
         else:
             await self._handle(scope, receive, send)
 
-    async def _handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    async def _handle(self, scope: Scope, receive: Receive, send: Send) -> None: ...
 
 
 class RequestIdMiddleware(HttpMiddleware):

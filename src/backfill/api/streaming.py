@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing, suppress
 from typing import Any
@@ -33,7 +34,7 @@ def sse_event(body: Json) -> bytes:
     return b"data: " + _encoder.encode(body) + b"\n\n"
 
 
-class LongResponse(Response):
+class LongResponse(Response, ABC):
     """A response whose work is cancelled when the client disconnects.
 
     Args:
@@ -53,8 +54,8 @@ class LongResponse(Response):
         finally:
             self._on_end()
 
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None: ...
 
     async def _start(self, send: Send, headers: list[tuple[bytes, bytes]]) -> None:
         if self._warning is not None:

@@ -121,7 +121,7 @@ class EngineLoop:
     interpreter's lock. It passes requests to ``Engine.arrive``; other commands wait for the end of the step.
 
     The loop ends after several failed steps in a row: a device in a broken state recovers only in a new
-    process, which the client starts.
+    process, which the server's supervisor or the library starts.
     """
 
     def __init__(self, engine: Engine, channel: EngineChannel, heartbeat_s: float) -> None:

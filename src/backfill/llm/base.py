@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import ClassVar
 
@@ -17,7 +18,7 @@ from backfill.models.resolve import DEFAULT_MODEL
 from backfill.protocol.options import RequestOptions
 
 
-class BaseLLM:
+class BaseLLM(ABC):
     """A model in an engine process of its own."""
 
     _is_offline: ClassVar[bool]  # it has no online requests, so there are no objectives to meet
@@ -68,9 +69,9 @@ class BaseLLM:
 
     __signature__ = signature_with_options(__init__)
 
+    @abstractmethod
     def _open(self) -> None:
-        """The rest of the constructor."""
-        raise NotImplementedError
+        """Make what the subclass needs beside the engine, which is not started yet."""
 
     @property
     def info(self) -> ExecutorInfo | None:

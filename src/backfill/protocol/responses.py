@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -90,7 +91,7 @@ class _Choice:
     stop_reason: int | str | None = None
 
 
-class ResponseShape:
+class ResponseShape(ABC):
     """What the two endpoints' bodies differ in."""
 
     object: str
@@ -99,21 +100,21 @@ class ResponseShape:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
+    @abstractmethod
     def delta(self, text: str) -> Json:
         """Text in a chunk."""
-        raise NotImplementedError
 
+    @abstractmethod
     def opening(self, echoed: str) -> Json | None:
         """What a choice's first chunk holds; None if nothing precedes the output."""
-        raise NotImplementedError
 
+    @abstractmethod
     def whole(self, text: str) -> Json:
         """Text in a whole body."""
-        raise NotImplementedError
 
+    @abstractmethod
     def logprobs(self, token_id: int, logprobs: TokenLogprobs, num_chars: int) -> Json:
         """One token's log probabilities. ``num_chars``: length of its choice's output before it."""
-        raise NotImplementedError
 
 
 class ChatShape(ResponseShape):
