@@ -205,9 +205,13 @@ def test_a_file_without_its_bytes_is_404(server: RunningServer, client: OpenAI) 
             assert_refused(response, 404, None, file_id)
             ports.add(response.extensions["network_stream"].get_extra_info("client_addr"))
         assert len(ports) == 1, "the connection is kept"
-    # Other lines may be logged in between: statistics, batches of other tests.
-    logged = [line for line in server.output[num_logged:] if file_id in line]
-    assert len(logged) == 2 and all("ERROR" in line and "missing" in line for line in logged)
+
+    def logged() -> list[str]:
+        """Other lines may come in between: statistics, batches of other tests."""
+        return [line for line in server.output[num_logged:] if file_id in line]
+
+    wait_until(lambda: len(logged()) >= 2, "two lines in the log")  # a thread reads them
+    assert len(logged()) == 2 and all("ERROR" in line and "missing" in line for line in logged())
     assert "Traceback" not in "".join(server.output[num_logged:])
     client.files.delete(file_id)
 
