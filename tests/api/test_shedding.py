@@ -31,7 +31,7 @@ def make_shedder() -> Shedder:
 def step_report(predicted_s: float, seconds: float, *, stopped: bool = False) -> StepReport:
     idle = ClassStats(0, 0, ClassCounters())
     step = StepStats("online", 10, seconds, predicted_s, stopped)
-    return StepReport([], EngineStats(idle, idle, 0.0, 16, 0, 0.0, 0, step))
+    return StepReport([], EngineStats(idle, idle, 0.0, 0, 0.0, 0, step))
 
 
 def test_prompts_are_computed_in_full_steps() -> None:
@@ -119,13 +119,14 @@ def test_a_shed_request_is_429_and_counted(default_model: Path) -> None:
         server.state.shedder = shedder = Shedder(linear_cost(token_s=1.0), CONFIG)
         long = {**ONLINE, "prompt": [7] * 5}
         with waiting(server, long, 1):
-            assert shedder.num_waiting_tokens == 5
+            wait_until(lambda: shedder.num_waiting_tokens == 5, "the prompt to be prepared")
             refused = post(server, ONLINE)
             assert refused.status_code == 429
             assert refused.json()["error"]["code"] == "slow_down"
             assert int(refused.headers["Retry-After"]) == 5
             flex = {**ONLINE, "service_tier": "flex"}
             with waiting(server, flex, 1):
+                wait_until(lambda: len(server.engine.requests) == 2, "the flex request in the engine")
                 assert shedder.num_waiting_tokens == 5
         wait_until(lambda: shedder.num_waiting_tokens == 0, "the release of the waiting tokens")
         assert post(server, {**long, "stream": True}).status_code == 200
