@@ -4,18 +4,32 @@ from __future__ import annotations
 
 import itertools
 import random
+import zlib
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from backfill.core.block import BlockCopy
-from backfill.core.plan import CopyDirections, SampledToken, ScheduledSlice, StepOutcome, StepPlan
+from backfill.core.block import BlockCopy, BlockRef
+from backfill.core.plan import (
+    BlockCopies,
+    CopyDirections,
+    Resume,
+    SampledToken,
+    ScheduledSlice,
+    StepOutcome,
+    StepPlan,
+    WaitForCopies,
+)
 from backfill.core.request import Request, RequestId, ServiceClass
 from backfill.core.sampling import SamplingParams
 from backfill.core.slo import SLO
 from backfill.costs.model import CostModel, PiecewiseLinear
 from backfill.costs.profile import CopySpeed, CostProfile, FitError, ProfileKey
 from backfill.execution.executor import ExecutorInfo
+from backfill.execution.simulated_executor import hashed_token
 
+# In the vocabularies of ``make_info`` and of tests/models/tiny.py; special tokens are below.
+_TOKEN_IDS = range(3, 199)
 _ids = itertools.count()
 
 
@@ -30,18 +44,30 @@ def make_request(
     slo: SLO | None = None,
     complete_by_s: float | None = None,
     prompt_token_ids: Sequence[int] | None = None,
+    owner: str = "",
+    cache_salt: str = "",
     **sampling: object,
 ) -> Request:
+    """A request; its prompt of ``prompt_tokens`` depends on its id, unless it is given."""
+    request_id = request_id or f"r{next(_ids)}"
     return Request(
-        request_id=RequestId(request_id or f"r{next(_ids)}"),
-        prompt_token_ids=list(prompt_token_ids or range(3, 3 + prompt_tokens)),
+        request_id=RequestId(request_id),
+        prompt_token_ids=list(prompt_token_ids or _prompt_of(request_id, prompt_tokens)),
         sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0, **sampling),  # type: ignore[arg-type]
         service_class=service_class,
         priority=priority,
         arrived_at_s=arrived_at_s,
         slo=slo,
         complete_by_s=complete_by_s,
+        owner=owner,
+        cache_salt=cache_salt,
     )
+
+
+def _prompt_of(request_id: str, num_tokens: int) -> list[int]:
+    """Two requests share no block of these tokens, so they share no cached KV."""
+    hashes = (zlib.crc32(f"{request_id} {position}".encode()) for position in range(num_tokens))
+    return [_TOKEN_IDS[each % len(_TOKEN_IDS)] for each in hashes]
 
 
 def linear_cost(token_s: float = 0.001, step_s: float = 0.0, context_s: float = 0.0) -> CostModel:
@@ -87,15 +113,16 @@ def flat_cost(step_s: float, row_s: float = 0.0) -> CostModel:
 
 
 class ScriptedExecutor:
-    """Checks what a real executor relies on in each plan, and samples ``next_token``.
+    """Checks what a real executor relies on in each plan, and samples ``hashed_token`` or ``next_token``.
 
     A plan fails that names an unknown request, skips a token, or uses a block of another request.
 
     Attributes:
+        next_token: the token that every request samples; None for tokens of its own.
         fail_at_step: this step raises, after ``num_admitted_by_failure`` of its requests were admitted.
     """
 
-    def __init__(self, info: ExecutorInfo, next_token: int = 7) -> None:
+    def __init__(self, info: ExecutorInfo, next_token: int | None = None) -> None:
         self.info = info
         self.next_token = next_token
         self.plans: list[StepPlan] = []
@@ -117,8 +144,10 @@ class ScriptedExecutor:
         if fails:
             self._perhaps_known |= {admitted.request_id for admitted in plan.admitted}
             raise RuntimeError("scripted failure")
-        blocks = [ref >> 1 for scheduled in plan.slices for ref in scheduled.blocks]
-        assert len(blocks) == len(set(blocks)), "a block is in two requests' tables"
+        in_tables = Counter(ref >> 1 for scheduled in plan.slices for ref in scheduled.blocks)
+        for scheduled in plan.slices:
+            for ref in self._written(scheduled):
+                assert in_tables[ref >> 1] == 1, "a slice writes a block of another request's table"
         sampled = []
         for scheduled in plan.slices:
             end = scheduled.start + scheduled.num_tokens
@@ -127,8 +156,20 @@ class ScriptedExecutor:
             assert scheduled.samples == (end == self.num_tokens[scheduled.request_id])
             if scheduled.samples:
                 self.num_tokens[scheduled.request_id] += 1
-                sampled.append(SampledToken(scheduled.request_id, self.next_token))
+                sampled.append(SampledToken(scheduled.request_id, self._sampled(scheduled.request_id, end)))
         return StepOutcome(tuple(sampled))
+
+    def _written(self, scheduled: ScheduledSlice) -> Sequence[BlockRef]:
+        """The blocks to which the slice writes."""
+        size = self.info.block_size
+        return scheduled.blocks[
+            scheduled.start // size : -(-(scheduled.start + scheduled.num_tokens) // size)
+        ]
+
+    def _sampled(self, request_id: RequestId, position: int) -> int:
+        if self.next_token is not None:
+            return self.next_token
+        return hashed_token(request_id, position, self.info)
 
 
 @dataclass
@@ -139,7 +180,7 @@ class _Copy:
 
 
 class TwoTierExecutor(ScriptedExecutor):
-    """A ScriptedExecutor with memory: every slot of both tiers holds a (request, position).
+    """A ScriptedExecutor with memory: every slot of both tiers holds a hash of all tokens up to its own.
 
     A copy moves its block when it begins or when it completes, at random; in between its target is undefined.
     Copies complete after random delays, in random order. Some steps with safepoints are stopped. A slice
@@ -148,6 +189,10 @@ class TwoTierExecutor(ScriptedExecutor):
     Args:
         fails: the share of steps that raise, after their copies have begun.
         stops: the share of the steps with safepoints that are stopped at one.
+
+    Attributes:
+        namespaces: requests of different ones may not read each other's KV, even if their tokens are equal.
+            Those that are not entered share one.
     """
 
     def __init__(
@@ -155,12 +200,11 @@ class TwoTierExecutor(ScriptedExecutor):
         info: ExecutorInfo,
         rng: random.Random,
         *,
-        next_token: int = 7,
         completes: float = 0.4,
         fails: float = 0.0,
         stops: float = 0.0,
     ) -> None:
-        super().__init__(info, next_token)
+        super().__init__(info)
         self.in_flight: list[_Copy] = []
         self.num_copies = {"checkpoint": 0, "restore": 0}
         self._rng = rng
@@ -169,15 +213,22 @@ class TwoTierExecutor(ScriptedExecutor):
         self._host = self._undefined(info.num_host_blocks)
         self._layers_done = 0
         self._suspended: dict[RequestId, ScheduledSlice] = {}
+        self._hashes: dict[RequestId, list[int]] = {}  # what each request's slots must hold
+        self.namespaces: dict[RequestId, str] = {}
 
     def run(self, plan: StepPlan) -> StepOutcome:
-        self._begin(plan)
-        assert plan.is_idle_until_copy == (not plan.slices and bool(self.in_flight))
+        for admitted in plan.admitted:
+            root = hash(self.namespaces.get(admitted.request_id, ""))
+            hashes = itertools.accumulate(admitted.prompt_token_ids, _next_hash, initial=root)
+            self._hashes[admitted.request_id] = list(hashes)[1:]
+        self._begin(plan.copies)
+        waits = isinstance(plan.work, WaitForCopies)
+        assert waits == (not plan.slices and bool(self.in_flight))
         reading = {each.copy.device for each in self.in_flight if each.to_host}
         writing = {each.copy.device for each in self.in_flight if not each.to_host}
         for scheduled in plan.slices:
             self._check(scheduled, reading, writing)
-        if not plan.keeps_suspended and not plan.resumes:
+        if not (isinstance(plan.work, Resume) or plan.work.keeps_suspended):
             self._suspended = {}
         stopped, layers_done = self._stopped(plan)
         if plan.slices and self._rng.random() < self._fails:
@@ -185,9 +236,12 @@ class TwoTierExecutor(ScriptedExecutor):
             self.num_admitted_by_failure = self._rng.randint(0, len(plan.admitted))
         for scheduled in plan.slices:
             is_undefined = scheduled.request_id in stopped or self.fail_at_step == plan.step
-            self._write(scheduled, None if is_undefined else scheduled.request_id)
+            self._write(scheduled, is_undefined)
         outcome = self._sample(plan, stopped)
-        completed = self._complete(plan.is_idle_until_copy)
+        for sampled in outcome.sampled:
+            hashes = self._hashes[sampled.request_id]
+            hashes.append(_next_hash(hashes[-1], sampled.token_id))
+        completed = self._complete(must=waits)
         suspends = plan.safepoints is not None and plan.safepoints.suspends
         return StepOutcome(
             outcome.sampled,
@@ -198,17 +252,20 @@ class TwoTierExecutor(ScriptedExecutor):
         )
 
     def _sample(self, plan: StepPlan, stopped: Collection[RequestId]) -> StepOutcome:
-        slices = tuple(scheduled for scheduled in plan.slices if scheduled.request_id not in stopped)
-        return super().run(replace(plan, slices=slices))
+        work = plan.work
+        if not isinstance(work, WaitForCopies):
+            slices = tuple(scheduled for scheduled in work.slices if scheduled.request_id not in stopped)
+            work = replace(work, slices=slices)
+        return super().run(replace(plan, work=work))
 
-    def _begin(self, plan: StepPlan) -> None:
-        assert len({copy.host for copy in plan.checkpoint}) == len(plan.checkpoint)
-        assert len({copy.device for copy in plan.restore}) == len(plan.restore)
-        self.num_copies["checkpoint"] += len(plan.checkpoint)
-        self.num_copies["restore"] += len(plan.restore)
-        for to_host, copies in ((True, plan.checkpoint), (False, plan.restore)):
-            waits = (CopyDirections.CHECKPOINT if to_host else CopyDirections.RESTORE) in plan.blocking_copies
-            for copy in copies:
+    def _begin(self, copies: BlockCopies) -> None:
+        assert len({copy.host for copy in copies.checkpoint}) == len(copies.checkpoint)
+        assert len({copy.device for copy in copies.restore}) == len(copies.restore)
+        self.num_copies["checkpoint"] += len(copies.checkpoint)
+        self.num_copies["restore"] += len(copies.restore)
+        for to_host, of_kind in ((True, copies.checkpoint), (False, copies.restore)):
+            waits = (CopyDirections.CHECKPOINT if to_host else CopyDirections.RESTORE) in copies.blocking
+            for copy in of_kind:
                 for other in self.in_flight:
                     assert copy.device != other.copy.device, "a block is in two copies"
                     if to_host or other.to_host:
@@ -241,26 +298,28 @@ class TwoTierExecutor(ScriptedExecutor):
 
     def _check(self, scheduled: ScheduledSlice, reading: Collection[int], writing: Collection[int]) -> None:
         size, blocks = self.info.block_size, [ref >> 1 for ref in scheduled.blocks]
+        expected = self._hashes[scheduled.request_id]
         for position in range(scheduled.start):
             found = self._device[blocks[position // size]][position % size]
-            assert found == (scheduled.request_id, position), f"{scheduled.request_id} at {position}: {found}"
+            assert found == expected[position], f"{scheduled.request_id} at {position}: other KV"
         assert not set(writing).intersection(blocks), "a slice uses a block that is being copied to"
-        written = blocks[scheduled.start // size : -(-(scheduled.start + scheduled.num_tokens) // size)]
-        assert not set(reading).intersection(written), "a slice writes a block that is being copied"
+        written = {ref >> 1 for ref in self._written(scheduled)}
+        assert not written.intersection(reading), "a slice writes a block that is being copied"
 
-    def _write(self, scheduled: ScheduledSlice, request_id: RequestId | None) -> None:
-        size = self.info.block_size
+    def _write(self, scheduled: ScheduledSlice, is_undefined: bool) -> None:
+        size, hashes = self.info.block_size, self._hashes[scheduled.request_id]
         for position in range(scheduled.start, scheduled.start + scheduled.num_tokens):
-            tag = None if request_id is None else (request_id, position)
-            self._device[scheduled.blocks[position // size] >> 1][position % size] = tag
+            block = self._device[scheduled.blocks[position // size] >> 1]
+            block[position % size] = None if is_undefined else hashes[position]
 
     def _stopped(self, plan: StepPlan) -> tuple[Sequence[RequestId], int]:
         """Requests stopped in this step, and the layers that they have passed."""
         num_layers = self.info.num_layers
-        first = self._layers_done if plan.resumes else 0
-        if plan.resumes:
+        first, last = 0, num_layers
+        if isinstance(plan.work, Resume):
             assert all(self._suspended[scheduled.request_id] == scheduled for scheduled in plan.slices)
-        last = num_layers if plan.max_layers is None else min(num_layers, first + plan.max_layers)
+            first, last = self._layers_done, self._layers_done + plan.work.num_layers
+            assert first < last <= num_layers
         if plan.safepoints is not None and last - first > 1 and self._rng.random() < self._stops:
             last = self._rng.randint(first + 1, last - 1)
         stopped = [scheduled for scheduled in plan.slices if scheduled.preemptible and last < num_layers]
@@ -269,8 +328,12 @@ class TwoTierExecutor(ScriptedExecutor):
             self._layers_done = last
         return [scheduled.request_id for scheduled in stopped], last
 
-    def _undefined(self, num_blocks: int) -> list[list[tuple[RequestId, int] | None]]:
+    def _undefined(self, num_blocks: int) -> list[list[int | None]]:
         return [[None] * self.info.block_size for _ in range(num_blocks)]
+
+
+def _next_hash(before: int, token_id: int) -> int:
+    return hash((before, token_id))
 
 
 def make_profile(cost: CostModel | None = None, **key: str) -> CostProfile:

@@ -98,7 +98,7 @@ def exposed_metrics() -> dict[str, str]:
         vllm_names=True,
     )
     metrics.engine.on_profile(make_profile())
-    metrics.engine.on_report(StepReport([], EngineStats(idle, idle, 0.0, 16, 0, 0.0, 0, step)))
+    metrics.engine.on_report(StepReport([], EngineStats(idle, idle, 0.0, 16, 0.0, 0, step)))
     kinds = {}
     for family in metrics.registry.collect():
         name = re.sub("^(backfill|vllm):", "", family.name)
@@ -210,7 +210,7 @@ def test_files_in_documents_exist() -> None:
 def test_options_in_documents_exist() -> None:
     known = {option for name in commands() for option in options(name)}
     known |= {"--help", *(f"--no-{option[2:]}" for option in known)}
-    known.add("--scheduling-policy")  # vLLM's
+    known |= {"--scheduling-policy", "--enable-prompt-tokens-details"}  # vLLM's
     scripts = "".join(script.read_text() for script in (ROOT / "benchmarks").glob("*.py"))
     for document in DOCUMENTS:
         for option in set(re.findall(r"(?<![\w-])--[a-z][a-z-]*[a-z]", document.read_text())) - known:

@@ -36,6 +36,20 @@ RUN = {
     "--num-prompts 200 --max-total-len 2000 --ignore-eos": (
         "--base-url {url} --num-prompts 4 --request-rate 40 --output-len 3"
     ),
+    f"{_BACKFILL} bench serve --dataset-name prefix_repetition --num-prompts 200 --request-rate 4 "
+    "--ignore-eos --prefix-repetition-num-prefixes 20 --prefix-repetition-prefix-len 1000 "
+    "--prefix-repetition-suffix-len 250": (
+        "--base-url {url} --num-prompts 4 --request-rate 40 --output-len 3 "
+        "--prefix-repetition-num-prefixes 2 --prefix-repetition-prefix-len 10 "
+        "--prefix-repetition-suffix-len 5"
+    ),
+    f"{_BACKFILL} bench serve --backend openai-chat --dataset-name multi_turn --num-prompts 30 "
+    "--request-rate 0.5 --multi-turn-num-turns 6 --multi-turn-system-len 300 --multi-turn-think-time 3 "
+    "--ignore-eos": (
+        "--base-url {url} --num-prompts 2 --request-rate 40 --output-len 3 --multi-turn-num-turns 2 "
+        "--multi-turn-first-input-len 10 --multi-turn-input-len 5 --multi-turn-system-len 5 "
+        "--multi-turn-think-time 0.1"
+    ),
     f"{_BACKFILL} bench coserve --base-url http://127.0.0.1:8100 --label vllm-online-only "
     "--offline-mode none --result alone.json": (
         "--base-url {url} --duration 1 --warmup 0 --rate 5 --input-len 8 --output-len 4"

@@ -14,15 +14,18 @@ from backfill.api import admission, body_budget, http_protocol, multipart, serve
 from backfill.api.config import ServerConfig
 from backfill.cli.run_batch import run_batch
 from backfill.cli.serve import serve
+from backfill.core import cache_salt
 from backfill.core.config import SchedulerConfig
 from backfill.costs.hardware import hardware_profile_names, load_hardware_profile
 from backfill.engine import hang, process, supervisor
 from backfill.generation import tokenizer
 from backfill.jobs import feeder, lines, manager, suspects
 from backfill.jobs.config import JobsConfig
+from backfill.kvcache import protection
 from backfill.preparation import client as preparation_client
 from backfill.preparation import process as preparation_process
 from backfill.protocol import body_shape, chat, generation_fields
+from backfill.scheduling import planner
 from backfill.simulation.scenarios import VARIANTS
 from tests.test_docs import ROOT
 
@@ -60,6 +63,7 @@ OPERATIONS = [
         f"{generation_fields.MAX_STOP_TOKENS}; {generation_fields.MAX_LOGIT_BIASES} ",
     ),
     ("choices × `max_tokens`", f"({SERVER.max_response_tokens:,})"),
+    ("length of a `cache_salt`", f"{cache_salt.MAX_CACHE_SALT_CHARS} characters"),
     ("characters of a", f"{tokenizer.MAX_CHARS:,} "),
     ("a step raises", f"After {process._MAX_FAILED_STEPS} failed steps"),
     ("the engine process dies", f"after {supervisor._RESTART_DELAY_S:g} s; "),
@@ -92,6 +96,13 @@ BATCH = [
 PROSE = [
     ("operations.md", f"from 1 to {admission.MAX_RETRY_AFTER_S} s"),
     ("operations.md", f"at the latest {server._PREPARATION_WITHIN_S:g} s"),
+    ("operations.md", f"a salt of 1 to {cache_salt.MAX_CACHE_SALT_CHARS} characters"),
+    ("kv-cache.md", f"at most {planner._MAX_PREFIX_WAITS} steps more than"),
+    ("kv-cache.md", f"at {planner._MAX_CANDIDATES:,} waiting requests more than it can hold"),
+    ("kv-cache.md", f"at most {planner._MAX_LOOKED_UP} of those that wait"),
+    ("kv-cache.md", f"({planner._MAX_UNTIMED_COPIES} copies without one)"),
+    ("kv-cache.md", f"(weight {protection._WEIGHT:g})"),
+    ("kv-cache.md", f"from {protection._LEAST_S:g} to {protection._MOST_S:g} s"),
     ("batch.md", f"lost {suspects.MAX_LONE_LOSSES} times with no other request"),
     ("batch.md", f"or {suspects.MAX_ONLY_LINE_LOSSES} times as the only line"),
     ("batch.md", f"waits for it {manager.STOP_TIMEOUT_S:g} s"),

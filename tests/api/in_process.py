@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import functools
 import threading
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
 from backfill.api.app import create_app
 from backfill.api.config import ServerConfig
+from backfill.api.keys import ApiKeys
 from backfill.api.metrics.loop_lag import LoopLag
 from backfill.api.metrics.registry import Metrics
 from backfill.api.state import Phase, ServerState
@@ -37,6 +38,8 @@ class ScriptedEngine:
     Attributes:
         num_running: requests that have not ended.
         prompts: the prompts of all requests, by arrival.
+        requests: all requests, by arrival.
+        num_cached_tokens: what it reports of every request.
     """
 
     def __init__(self) -> None:
@@ -44,6 +47,8 @@ class ScriptedEngine:
         self.may_end = threading.Event()
         self.num_running = 0
         self.prompts: list[list[int]] = []
+        self.requests: list[Request] = []
+        self.num_cached_tokens = 0
 
     async def generate(
         self,
@@ -54,6 +59,7 @@ class ScriptedEngine:
         **_: object,
     ) -> AsyncGenerator[TokenOutput, None]:
         self.prompts.append(list(request.prompt_token_ids))
+        self.requests.append(request)
         self.num_running += 1
         try:
             while not self.may_end.is_set():
@@ -67,7 +73,8 @@ class ScriptedEngine:
         max_tokens = request.sampling.max_tokens
         for number in range(1, max_tokens + 1):
             reason = FinishReason.LENGTH if number == max_tokens else None
-            yield TokenOutput(request.request_id, 5, finish_reason=reason)
+            num_cached = self.num_cached_tokens if number in (1, max_tokens) else 0
+            yield TokenOutput(request.request_id, 5, finish_reason=reason, num_cached_tokens=num_cached)
 
 
 class InlinePreparation:
@@ -131,6 +138,7 @@ def in_process_server(
     connection: dict[str, float] | None = None,
     is_open: bool = True,
     tokenizer: Tokenizer | None = None,
+    api_keys: Sequence[str] = (),
     **config: Any,
 ) -> Iterator[InProcessServer]:
     """Serve with a scripted engine.
@@ -139,6 +147,7 @@ def in_process_server(
         connection: fields of ``ConnectionLimits``.
         is_open: the engine answers requests from the start.
         tokenizer: None takes the model's.
+        api_keys: values of ``--api-key``.
         config: fields of ``ServerConfig``.
     """
     engine_config = EngineConfig(model_dir=str(model), scheduler=SchedulerConfig(max_num_seqs=max_num_seqs))
@@ -163,6 +172,7 @@ def in_process_server(
     state = ServerState(
         server_config, engine_config, client, cast(PreparationClient, preparation), preparer, Phase.READY
     )
+    state.api_keys = ApiKeys(api_keys) if api_keys else None
     state.metrics = Metrics("m", engine.info, slo=SLO(1.0, 0.15), loop_lag=LoopLag("m"), jobs=None)
     generator = TextGenerator(client, tokenizer, state.metrics.requests)
     state.service = CompletionService(tokenizer, generator)

@@ -19,6 +19,7 @@ from tests.builders import make_info, make_profile
 
 SERVER_SLO = SLO(ttft_s=1.5, tpot_s=0.11)
 ONLINE = ServiceClass.ONLINE
+NO_STEP = StepStats("none", 0, 0.0, 0.0)
 WITHOUT_TOKEN = RequestRecord(
     service_class=ONLINE,
     slo=SERVER_SLO,
@@ -51,7 +52,7 @@ def attained_and_missed(metrics: Metrics, slo: str) -> tuple[float | None, float
 
 def report(step: StepStats, num_stopped_steps: int = 0, num_discarded_tokens: int = 0) -> StepReport:
     idle = ClassStats(0, 0, ClassCounters(num_discarded_tokens=num_discarded_tokens))
-    return StepReport([], EngineStats(idle, idle, 0.0, 16, 0, 0.0, num_stopped_steps, step))
+    return StepReport([], EngineStats(idle, idle, 0.0, 0, 0.0, num_stopped_steps, step))
 
 
 def test_every_first_token_and_every_gap_counts_against_its_objective() -> None:
@@ -119,6 +120,55 @@ def test_renamed_metrics_keep_their_old_names_with_the_same_values() -> None:
             line for line in lines if line.startswith(f"backfill:{old}")
         ]
         assert f"# HELP backfill:{old} Deprecated: use backfill:{new}" in lines
+
+
+def test_the_prefix_cache_is_counted_by_class_and_tier() -> None:
+    online = ClassCounters(
+        num_prefix_queried_tokens=100,
+        num_prefix_hit_tokens=48,
+        num_host_prefix_hit_tokens=16,
+        num_evicted_blocks=3,
+        num_evicted_host_blocks=1,
+    )
+    offline = ClassCounters(num_prefix_queried_tokens=900, num_prefix_hit_tokens=320, num_evicted_blocks=7)
+    metrics = Metrics("m", make_info(), slo=SERVER_SLO, loop_lag=LoopLag("m"), vllm_names=True)
+    states = [ClassStats(0, 0, totals) for totals in (online, offline)]
+    metrics.engine.on_report(StepReport([], EngineStats(*states, 0.25, 0, 0.0, 0, NO_STEP, 4, 5, 3, 4, 2)))
+
+    def of(name: str, **labels: str) -> float | None:
+        return value(metrics.registry, f"prefix_cache_{name}_total", **labels)
+
+    for which, queries, hits, host_hits, evictions, host_evictions in (
+        ("online", 100, 48, 16, 3, 1),
+        ("offline", 900, 320, 0, 7, 0),
+    ):
+        labels = {"class": which}
+        assert of("queries", **labels) == queries
+        assert of("hits", **labels, tier="device") == hits
+        assert of("hits", **labels, tier="host") == host_hits
+        assert of("evictions", **labels, tier="device") == evictions
+        assert of("evictions", **labels, tier="host") == host_evictions
+    vllm = {"model_name": "m", "engine": "0"}
+    get = metrics.registry.get_sample_value
+    assert get("vllm:prefix_cache_queries_total", vllm) == 1000
+    assert get("vllm:prefix_cache_hits_total", vllm) == 384
+    states_of_blocks = ("empty", "cached", "cached_with_copy", "referenced", "protected")
+    blocks = [value(metrics.registry, "kv_blocks", state=state) for state in states_of_blocks]
+    assert blocks == [4, 5, 3, 4, 2]
+    assert value(metrics.registry, "kv_cache_usage_perc") == 0.25
+
+
+def test_cached_prompt_tokens_of_ended_requests_are_counted() -> None:
+    metrics = make_metrics()
+    for which, num_cached in ((ONLINE, 32), (ONLINE, 0), (ServiceClass.OFFLINE, 16)):
+        ended = replace(WITHOUT_TOKEN, service_class=which, slo=None, num_cached_tokens=num_cached)
+        metrics.requests.on_finished(replace(ended, num_prompt_tokens=40))
+    counts = [
+        value(metrics.registry, f"{name}_total", **{"class": which})
+        for which in ("online", "offline")
+        for name in ("prompt_tokens", "prompt_tokens_cached")
+    ]
+    assert counts == [80, 32, 40, 16]
 
 
 def test_objectives_are_counted_for_the_log() -> None:

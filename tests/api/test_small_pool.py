@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,14 @@ POOL = ("--kv-gib", "0.00092", "--host-kv-gib", "0.01")
 OFFLINE = [list(range(100 + 7 * index, 200 + 9 * index)) for index in range(6)]
 ONLINE = [list(range(5000 + 11 * index, 5060 + 11 * index)) for index in range(6)]
 NUM_OFFLINE_TOKENS = 250
+_salts = itertools.count()
 
 
 def complete(server: RunningServer, prompt: list[int], max_tokens: int, **fields: Any) -> list[int]:
+    """The output. Each call has a salt of its own, so it finds no KV of earlier calls in the cache."""
     body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
-    answer = server.http.post("/v1/completions", json={**body, "return_token_ids": True, **fields})
+    body |= {"cache_salt": f"call {next(_salts)}", "return_token_ids": True, **fields}
+    answer = server.http.post("/v1/completions", json=body)
     assert answer.status_code == 200, answer.text
     token_ids: list[int] = answer.json()["choices"][0]["token_ids"]
     return token_ids
@@ -50,5 +54,6 @@ def test_preemption_does_not_change_tokens(small_model: Path, tmp_path: Path) ->
         assert server.metric("backfill:checkpointed_bytes_total") == checkpointed * 1024
         computed = server.metric("backfill:iteration_tokens_total_sum")
         assert server.metric("backfill:recomputed_tokens_total") < 0.05 * computed
+        assert server.metric("backfill:prefix_cache_hits_total") == 0, "every token was computed"
         for name in ("kv_cache_usage_perc", "host_kv_cache_usage_perc", "kv_blocks_checkpointed"):
             assert server.metric(f"backfill:{name}") == 0, "all blocks are free"

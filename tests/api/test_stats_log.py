@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 
 import pytest
 
 from backfill.api.metrics.requests import ObjectiveCounts
 from backfill.api.stats_log import FieldWarnings, StatsLog
 from backfill.core.clock import VirtualClock
+from backfill.core.counters import ClassCounters
+from backfill.engine.messages import ClassStats, EngineStats, StepReport, StepStats
 
 
 def test_only_missed_objectives_are_logged(caplog: pytest.LogCaptureFixture) -> None:
@@ -43,6 +46,49 @@ def test_missed_objectives_are_logged_every_minute(caplog: pytest.LogCaptureFixt
     asyncio.run(run())
     assert caplog.messages[0].startswith("objectives missed in the last minute: TPOT by 1 of 1 gaps")
     assert len(caplog.messages) == 3
+
+
+def report(online: tuple[int, int, int], offline: tuple[int, int, int]) -> StepReport:
+    """Of one step. Totals of a class: tokens looked up, found on the device, found in host memory."""
+    states = [
+        ClassStats(
+            0,
+            0,
+            ClassCounters(
+                num_prefix_queried_tokens=totals[0],
+                num_prefix_hit_tokens=totals[1],
+                num_host_prefix_hit_tokens=totals[2],
+            ),
+        )
+        for totals in (online, offline)
+    ]
+    step = StepStats("mixed", 1, 0.1, 0.1)
+    return StepReport([], EngineStats(*states, 0.5, 0, 0.0, 0, step))
+
+
+def test_the_hit_rate_is_that_of_the_interval_by_class(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    intervals = [
+        [report((100, 50, 0), (0, 0, 0)), report((200, 60, 15), (0, 0, 0))],
+        [report((200, 60, 15), (0, 0, 0))],
+        [report((300, 160, 15), (80, 0, 8))],
+        [report((40, 0, 20), (0, 0, 0))],  # a new engine
+    ]
+
+    async def run() -> None:
+        log = StatsLog(dict, interval_s=0.001)
+        logging_task = asyncio.create_task(log.run())
+        for number, reports in enumerate(intervals, start=1):
+            for each in reports:
+                log.on_report(each)
+            while len(caplog.messages) < number:
+                await asyncio.sleep(0)
+        logging_task.cancel()
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+    rates = [message.partition("prefix cache hit rate ")[2] for message in caplog.messages]
+    assert rates == ["online 37.5%", "", "online 100.0%, offline 10.0%", "online 50.0%"]
+    assert caplog.messages[1].endswith("KV use 50.0%"), "nothing was looked up"
 
 
 def test_warnings_of_fields_have_one_line_a_minute(caplog: pytest.LogCaptureFixture) -> None:

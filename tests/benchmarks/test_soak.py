@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
+import random
 import subprocess
 import sys
 from collections import Counter
@@ -27,7 +29,7 @@ from soak_checks import (
 )
 from soak_checks import Histogram as Parsed
 from soak_disk import Disk, DiskMode
-from soak_load import Outcome, Outcomes
+from soak_load import Outcome, Outcomes, request_of
 from soak_stalls import lag_faults, long_lines, long_text_body, many_messages_body
 from soak_watch import ProbeRecords, finite, lag_figures, table
 
@@ -197,6 +199,23 @@ def test_generated_work_is_unique_and_of_the_size_asked() -> None:
     for body in (long_text_body(100_000, 1), many_messages_body(100_000)):
         assert 99_000 < len(body) <= 100_000
         assert json.loads(body)["max_tokens"] == 1
+
+
+def test_rounds_of_equal_seeds_have_equal_work_and_no_prompt_in_common() -> None:
+    rounds = []
+    for label in ("round 1 ", "round 2 "):
+        generator = random.Random(3)
+        bodies = [request_of(generator, "online", f"{label}{number}")[1] for number in range(30)]
+        bodies += [json.loads(line)["body"] for line in lines_of(5, 20, max_tokens=4, label=label)]
+        rounds.append(bodies)
+    for first, second in zip(*rounds, strict=True):
+        assert first["max_tokens"] == second["max_tokens"]
+    prompts = [
+        body["prompt"] if "prompt" in body else body["messages"][0]["content"]
+        for body in itertools.chain(*rounds)
+    ]
+    assert [prompt.replace("round 2", "round 1") for prompt in prompts[50:]] == prompts[:50]
+    assert len({prompt[:30] for prompt in prompts}) == len(prompts) == 100
 
 
 WRITE = """

@@ -74,13 +74,13 @@ def test_a_batch_on_a_running_server_beside_an_earlier_result(server: RunningSer
                      "--offline-mode", "none", "--result", str(earlier))  # fmt: skip
     assert result.returncode == 0, result.stderr
     result = coserve("--base-url", server.url, "--label", "ours", *SHORT, "--offline-mode", "batch",
-                     "--offline-lines", "40", "--compare", str(earlier), "--json")  # fmt: skip
+                     "--offline-lines", "40", "--seed", "1", "--compare", str(earlier), "--json")  # fmt: skip
     assert result.returncode == 0, result.stderr
     content = json.loads(result.stdout.splitlines()[-1])
     ours, alone = content["policies"]["ours"], content["policies"]["alone"]
     assert ours["failed"] == 0 and ours["offline_completed"] > 0 and ours["offline_tok_s"] > 0
     assert alone["offline_tok_s"] == 0.0 and content["model"] == "smollm2-135m-instruct"
-    assert f"--compare {earlier} is of another load: duration_s differ." in result.stderr
+    assert f"--compare {earlier} is of another load: duration_s, seed differ." in result.stderr
     # Nothing is left behind.
     assert server.http.get("/v1/files").json()["data"] == []
     assert server.metric("backfill:batch_jobs") == 0
@@ -92,8 +92,8 @@ def test_the_servers_counters_give_every_token_once(server: RunningServer) -> No
 
     before = served()
     body = {"model": "smollm2-135m-instruct", "max_tokens": 5, "ignore_eos": True}
-    for tier in ("default", "flex"):
-        prompt = list(range(1000, 1030))
+    for number, tier in enumerate(("default", "flex")):
+        prompt = list(range(1000 + 100 * number, 1030 + 100 * number))
         answer = server.http.post("/v1/completions", json={**body, "prompt": prompt, "service_tier": tier})
         assert answer.json()["usage"]["total_tokens"] == 35
     assert served() - before == 70

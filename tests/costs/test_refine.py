@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from backfill.core.clock import VirtualClock
-from backfill.core.plan import ScheduledSlice, StepPlan
+from backfill.core.plan import Compute, ScheduledSlice, StepPlan
 from backfill.core.request import RequestId
 from backfill.costs.fit import TimedStep
 from backfill.costs.load import StepLoad
@@ -68,7 +68,7 @@ class Service:
         )
         seconds = self.truth.step_time_s(StepLoad.of(shape)) * self._rng.lognormvariate(0.0, self.noise)
         self.clock.advance(seconds)
-        self.refiner.observe(StepPlan(step=0, admitted=(), slices=slices, released=()), seconds)
+        self.refiner.observe(StepPlan(step=0, work=Compute(slices)), seconds)
 
     def serve_chats(self, num_steps: int, most_tokens: int = 1000) -> None:
         """Prompts of up to ``most_tokens``, and decodes after them."""

@@ -5,9 +5,10 @@ from dataclasses import asdict
 import msgspec
 import pytest
 
+from backfill.core.block import BlockCopy
 from backfill.core.clock import VirtualClock
 from backfill.core.config import SchedulerConfig
-from backfill.core.plan import TokenLogprobs
+from backfill.core.plan import BlockCopies, Compute, CopyDirections, StepPlan, TokenLogprobs
 from backfill.core.request import FinishReason, Request, RequestId, ServiceClass
 from backfill.core.sampling import SamplingParams
 from backfill.core.slo import SLO
@@ -23,6 +24,7 @@ from backfill.engine.messages import (
     ToEngine,
     TokenOutput,
 )
+from backfill.execution.simulated_executor import hashed_token
 from tests.builders import ScriptedExecutor, make_info, make_profile, make_request
 
 
@@ -31,6 +33,11 @@ def make_engine(**info: int) -> tuple[Engine, ScriptedExecutor]:
     return Engine(
         SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=32), executor, VirtualClock()
     ), executor
+
+
+def sampled(name: str, num_tokens: int) -> list[int]:
+    """What a request of the default prompt samples."""
+    return [hashed_token(RequestId(name), position, make_info()) for position in range(4, 4 + num_tokens)]
 
 
 def run_to_end(engine: Engine) -> list[TokenOutput]:
@@ -48,7 +55,7 @@ def test_every_request_gets_its_tokens_and_one_last_output() -> None:
     outputs = run_to_end(engine)
     for name in ("a", "b"):
         mine = [output for output in outputs if output.request_id == name]
-        assert [output.token_id for output in mine] == [7, 7, 7]
+        assert [output.token_id for output in mine] == sampled(name, 3)
         assert [output.finish_reason for output in mine] == [None, None, FinishReason.LENGTH]
 
 
@@ -81,9 +88,9 @@ def test_a_failing_step_ends_requests_that_have_sent_tokens_and_no_others() -> N
     outputs = run_to_end(engine)
     failed = {o.request_id: o.num_lost for o in outputs if o.finish_reason is FinishReason.ERROR}
     assert failed == {"in0": 4, "in1": 4, "in2": 4}, "with how many they were in the step"
-    assert [o.token_id for o in outputs if o.request_id == "new"] == [7] * 4
+    assert [o.token_id for o in outputs if o.request_id == "new"] == sampled("new", 4)
     assert waiting.finish_reason is FinishReason.LENGTH
-    assert engine.scheduler.blocks.usage_frac == 0.0
+    assert engine.scheduler.kv.counts.referenced == 0
 
 
 @pytest.mark.parametrize("num_admitted", [0, 1, 2])
@@ -100,7 +107,8 @@ def test_requests_that_have_sent_nothing_survive_a_failed_step_once(
     engine.scheduler.check_integrity()
     outputs = run_to_end(engine)
     for name in ("a", "b"):
-        assert [output.token_id for output in outputs if output.request_id == name] == [7, 7, 7]
+        mine = [output.token_id for output in outputs if output.request_id == name]
+        assert mine == sampled(name, 3)
     engine.step()
     assert executor.num_tokens == {}, "the executor was told to forget all"
 
@@ -123,7 +131,7 @@ def test_a_retried_request_may_be_aborted_before_it_runs_again() -> None:
     engine.step()
     engine.abort([RequestId("a")])
     engine.add(make_request(request_id="a", max_tokens=2))
-    assert [output.token_id for output in run_to_end(engine)] == [7, 7]
+    assert [output.token_id for output in run_to_end(engine)] == sampled("a", 2)
 
 
 def test_only_a_step_with_slices_resets_the_count_of_failures() -> None:
@@ -150,7 +158,7 @@ def test_aborting_frees_everything_whenever_it_comes() -> None:
     assert {output.request_id for output in outputs} == {"b"}
     engine.step()
     assert executor.num_tokens == {}
-    assert engine.scheduler.blocks.usage_frac == 0.0
+    assert engine.scheduler.kv.counts.referenced == 0
 
 
 def test_stats_count_by_class() -> None:
@@ -162,6 +170,7 @@ def test_stats_count_by_class() -> None:
     assert (stats.online.num_running, stats.offline.num_running) == (1, 1)
     assert stats.step.num_tokens == 8
     assert stats.kv_usage_frac == 2 / 16
+    assert (stats.num_empty_blocks, stats.num_referenced_blocks) == (14, 2)
     assert stats.step.kind == "mixed"
     assert engine.stats().step.kind == "none", "a step is reported once"
 
@@ -204,3 +213,19 @@ def test_messages_are_equal_after_encoding_and_decoding() -> None:
     ]
     for report in reports:
         assert msgspec.msgpack.decode(msgspec.msgpack.encode(report), type=FromEngine) == report
+
+
+@pytest.mark.parametrize("begins_copies", [False, True])
+def test_the_engine_stops_planning_after_a_plan_that_does_nothing_and_no_other(
+    begins_copies: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, _ = make_engine()
+    engine.add(make_request())
+    copies = BlockCopies(checkpoint=(BlockCopy(0, 0),) * begins_copies, blocking=CopyDirections.CHECKPOINT)
+    with monkeypatch.context() as patched:
+        patched.setattr(engine.scheduler, "plan_step", lambda now_s: StepPlan(0, Compute(()), copies=copies))
+        engine.step()
+    assert engine.has_work is begins_copies
+    engine.add(make_request())
+    assert engine.has_work
+    run_to_end(engine)

@@ -75,10 +75,13 @@ def generate(
     prompts: Sequence[list[int]],
     num_blocks: int | None = None,
     num_new_tokens: int = NUM_NEW_TOKENS,
+    *,
+    prefix_caching: bool = True,
     **limits: int,
 ) -> tuple[list[list[int]], Engine]:
     """Greedy outputs of all prompts through one engine, with an integrity check after every step."""
-    engine = Engine(SchedulerConfig(**limits), WithFewerBlocks(executor, num_blocks), WallClock())
+    config = SchedulerConfig(prefix_caching=prefix_caching, **limits)
+    engine = Engine(config, WithFewerBlocks(executor, num_blocks), WallClock())
     requests = [
         make_request(prompt_token_ids=prompt, max_tokens=num_new_tokens, request_id=f"r{index}")
         for index, prompt in enumerate(prompts)
@@ -89,9 +92,15 @@ def generate(
         engine.step()
         engine.scheduler.check_integrity()
     engine.step()  # tells the executor to drop the last requests
-    assert engine.scheduler.blocks.usage_frac == 0.0
+    assert engine.scheduler.kv.counts.referenced == 0
     assert executor._states == {}
+    assert prefix_caching or num_hit_tokens(engine) == 0
     return [request.output_token_ids for request in requests], engine
+
+
+def num_hit_tokens(engine: Engine) -> int:
+    """The chats begin with the same tokens of the template."""
+    return engine.scheduler.counters[ServiceClass.ONLINE].num_prefix_hit_tokens
 
 
 def test_there_are_enough_prompts(prompts: list[list[int]]) -> None:
@@ -119,12 +128,13 @@ def test_greedy_tokens_equal_transformers(default_model: Path, prompts: list[lis
 
 @pytest.fixture(scope="module")
 def expected(executor: TorchExecutor, prompts: list[list[int]]) -> list[list[int]]:
-    """Outputs of all prompts in one batch."""
-    outputs, _ = generate(executor, prompts, max_num_seqs=64)
+    """Outputs of all prompts in one batch, each computed whole."""
+    outputs, _ = generate(executor, prompts, prefix_caching=False, max_num_seqs=64)
     assert len({tuple(output) for output in outputs}) == len(outputs), "tokens depend on the prompt"
     return outputs
 
 
+@pytest.mark.parametrize("prefix_caching", [True, False])
 @pytest.mark.parametrize(
     "limits",
     [
@@ -133,10 +143,16 @@ def expected(executor: TorchExecutor, prompts: list[list[int]]) -> list[list[int
     ],
 )
 def test_tokens_do_not_depend_on_the_chunks(
-    executor: TorchExecutor, prompts: list[list[int]], expected: list[list[int]], limits: dict[str, int]
+    executor: TorchExecutor,
+    prompts: list[list[int]],
+    expected: list[list[int]],
+    limits: dict[str, int],
+    prefix_caching: bool,
 ) -> None:
-    outputs, _ = generate(executor, prompts, **limits)
+    outputs, engine = generate(executor, prompts, prefix_caching=prefix_caching, **limits)
     assert outputs == expected
+    # All chats run at once with the small chunks, none of which fills a block that others could wait for.
+    assert (num_hit_tokens(engine) > 0) == (prefix_caching and "max_prefill_chunk_tokens" not in limits)
 
 
 def test_tokens_of_a_prompt_alone(
@@ -146,11 +162,15 @@ def test_tokens_of_a_prompt_alone(
     assert outputs == [output[:NUM_TOKENS_ALONE] for output in expected]
 
 
+@pytest.mark.parametrize("prefix_caching", [True, False])
 def test_preempted_requests_yield_the_same_tokens(
-    executor: TorchExecutor, prompts: list[list[int]], expected: list[list[int]]
+    executor: TorchExecutor, prompts: list[list[int]], expected: list[list[int]], prefix_caching: bool
 ) -> None:
-    outputs, engine = generate(executor, prompts, num_blocks=40, max_num_seqs=16)
+    outputs, engine = generate(
+        executor, prompts, num_blocks=40, prefix_caching=prefix_caching, max_num_seqs=16
+    )
     assert engine.scheduler.counters[ServiceClass.ONLINE].num_preemptions > 5
+    assert (num_hit_tokens(engine) > 0) == prefix_caching
     assert outputs == expected
 
 

@@ -14,6 +14,7 @@ import pytest
 
 from backfill.core.clock import VirtualClock
 from backfill.core.config import SchedulerConfig
+from backfill.core.plan import Resume
 from backfill.core.request import ServiceClass
 from backfill.core.slo import SLO
 from backfill.costs.load import StepLoad
@@ -62,8 +63,8 @@ class LearningEngine:
                 prompt_tokens = round(6000 ** self._rng.uniform(0.3, 1.0))
                 self.engine.add(
                     make_request(
-                        prompt_token_ids=[5] * prompt_tokens,
-                        max_tokens=self._rng.randint(1, 12),
+                        prompt_tokens,
+                        self._rng.randint(1, 12),
                         service_class=service_class,
                         arrived_at_s=self.clock.now_s(),
                     )
@@ -190,7 +191,7 @@ def test_the_refiner_ignores_stopped_and_resumed_steps() -> None:
     engine = learning.engine
     observed: list[Any] = []
     learning.refiner.observe = lambda plan, seconds: observed.append(plan)  # type: ignore[method-assign]
-    engine.add(make_request(prompt_token_ids=[5] * 1500, service_class=ServiceClass.OFFLINE))
+    engine.add(make_request(1500, service_class=ServiceClass.OFFLINE))
 
     class ArrivalInStep:
         at_s = learning.clock.now_s() + 0.1
@@ -210,7 +211,7 @@ def test_the_refiner_ignores_stopped_and_resumed_steps() -> None:
     while engine.has_unfinished:
         engine.step()
     assert observed
-    assert not any(plan.resumes for plan in observed)
+    assert not any(isinstance(plan.work, Resume) for plan in observed)
 
 
 @pytest.mark.parametrize("num_rounds", [0, 1, 4], ids=["coarse", "refined once", "refined"])

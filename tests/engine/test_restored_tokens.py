@@ -1,4 +1,4 @@
-"""Requests that are preempted and restored from host memory have the same tokens as without preemption."""
+"""Requests that share prefixes, are preempted and restored: their tokens are those of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ ENOUGH, TOO_FEW, HOST = 200, 22, 64
 OFFLINE_SHAPES = [(40, 60), (31, 50), (52, 70), (20, 60)]
 ONLINE_SHAPES = [(60, 30), (50, 30), (40, 20)]
 STEPS_BETWEEN_ARRIVALS = 25
+NUM_SHARED = 28  # leading tokens of all prompts, at most half of each
 
 MakeExecutor = Callable[[int, SchedulerConfig], TorchExecutor]
 
@@ -57,9 +58,15 @@ def make_executor(tmp_path_factory: pytest.TempPathFactory) -> MakeExecutor:
 
 def requests(service_class: ServiceClass, shapes: list[tuple[int, int]]) -> list[Request]:
     generator = torch.Generator().manual_seed(len(service_class.value))
+    shared = torch.randint(3, 90, (NUM_SHARED,), generator=torch.Generator().manual_seed(0)).tolist()
+
+    def prompt(length: int) -> list[int]:
+        first = shared[: length // 2]
+        return first + torch.randint(3, 90, (length - len(first),), generator=generator).tolist()
+
     return [
         make_request(
-            prompt_token_ids=torch.randint(3, 90, (length,), generator=generator).tolist(),
+            prompt_token_ids=prompt(length),
             max_tokens=max_tokens,
             request_id=f"{service_class.value}-{index}",
             service_class=service_class,
@@ -105,12 +112,19 @@ def serve_on(engine: Engine, executor: StoppableExecutor, stops_every: int = 0) 
 
 @pytest.fixture(scope="module")
 def undisturbed(make_executor: MakeExecutor) -> list[list[int]]:
-    config = SchedulerConfig()
+    config = SchedulerConfig(prefix_caching=False)
     engine, tokens, _ = serve(make_executor(ENOUGH, config), config)
     assert engine.scheduler.counters[ServiceClass.OFFLINE].num_preemptions == 0
+    assert num_hit_tokens(engine) == 0
     return tokens
 
 
+def num_hit_tokens(engine: Engine) -> int:
+    counters = engine.scheduler.counters.values()
+    return sum(each.num_prefix_hit_tokens + each.num_host_prefix_hit_tokens for each in counters)
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
 @pytest.mark.parametrize(
     ("checkpointing", "restore"),
     [
@@ -127,24 +141,28 @@ def test_preempted_requests_continue_with_the_same_tokens(
     undisturbed: list[list[int]],
     checkpointing: CheckpointingName,
     restore: RestoreMode,
+    prefix_caching: bool,
 ) -> None:
-    config = SchedulerConfig(checkpointing=checkpointing, kv_restore=restore)
+    config = SchedulerConfig(checkpointing=checkpointing, kv_restore=restore, prefix_caching=prefix_caching)
     executor = make_executor(TOO_FEW, config)
     engine, tokens, _ = serve(executor, config)
     counters = engine.scheduler.counters[ServiceClass.OFFLINE]
     assert tokens == undisturbed
+    assert (num_hit_tokens(engine) > 0) == prefix_caching
     assert counters.num_preemptions > 0
     assert counters.num_recomputed_tokens < 8 * len(OFFLINE_SHAPES)  # a block each; 200 without copies
 
 
+@pytest.mark.parametrize("prefix_caching", [True, False])
 @pytest.mark.parametrize("stops_every", [1, 2, 3])
 def test_suspended_steps_beside_reclaimed_and_restored_blocks(
-    make_executor: MakeExecutor, undisturbed: list[list[int]], stops_every: int
+    make_executor: MakeExecutor, undisturbed: list[list[int]], stops_every: int, prefix_caching: bool
 ) -> None:
-    config = SchedulerConfig(policy="slo", checkpointing="adaptive")
+    config = SchedulerConfig(policy="slo", checkpointing="adaptive", prefix_caching=prefix_caching)
     engine, tokens, num_stopped = serve(make_executor(TOO_FEW, config), config, stops_every=stops_every)
     counters = engine.scheduler.counters[ServiceClass.OFFLINE]
     assert tokens == undisturbed
+    assert (num_hit_tokens(engine) > 0) == prefix_caching
     assert counters.num_preemptions > 0
     assert counters.num_restored_tokens > 0
     assert num_stopped > 1
@@ -178,10 +196,15 @@ class Clumsy:
 
 @pytest.mark.parametrize("fails_at", [{0}, {60}, {0, 10, 60}], ids=str)
 @pytest.mark.parametrize("policy", ["priority", "slo"])
+@pytest.mark.parametrize("prefix_caching", [True, False])
 def test_requests_run_again_after_failed_steps_give_the_same_tokens(
-    make_executor: MakeExecutor, undisturbed: list[list[int]], policy: PolicyName, fails_at: set[int]
+    make_executor: MakeExecutor,
+    undisturbed: list[list[int]],
+    policy: PolicyName,
+    fails_at: set[int],
+    prefix_caching: bool,
 ) -> None:
-    config = SchedulerConfig(policy=policy, checkpointing="adaptive")
+    config = SchedulerConfig(policy=policy, checkpointing="adaptive", prefix_caching=prefix_caching)
     executor = Clumsy(make_executor(TOO_FEW, config), fails_at)
     engine = Engine(config, executor, VirtualClock(), make_profile())
     served, _ = serve_on(engine, executor)
@@ -193,4 +216,4 @@ def test_requests_run_again_after_failed_steps_give_the_same_tokens(
     assert bool(lost) == (fails_at != {0})
     assert any(request.was_retried and request.request_id not in lost for request in served)
     engine.step()
-    assert engine.scheduler.blocks.num_free_blocks == TOO_FEW
+    assert engine.scheduler.kv.counts.referenced == 0

@@ -21,6 +21,7 @@ from backfill.costs.profile import CostProfile
 from backfill.engine.engine import Engine
 from backfill.execution.create import create_torch_executor
 from backfill.execution.torch_executor import TorchExecutor
+from backfill.kvcache.content import Evictable
 from tests.builders import linear_cost, make_profile, make_request
 from tests.models.tiny import save_tiny_model
 
@@ -68,8 +69,15 @@ def model_of(executor: TorchExecutor) -> Interruptions:
     return model
 
 
-def make_engine(executor: TorchExecutor, preemption: PreemptionMode = "suspend", **limits: int) -> Engine:
+def make_engine(
+    executor: TorchExecutor,
+    preemption: PreemptionMode = "suspend",
+    *,
+    prefix_caching: bool = True,
+    **limits: int,
+) -> Engine:
     config = SchedulerConfig(
+        prefix_caching=prefix_caching,
         policy="slo",
         preemption=preemption,
         max_stop_s=1e-9,  # a safepoint before every layer
@@ -85,11 +93,15 @@ def prompt(length: int, seed: int) -> list[int]:
     return torch.randint(3, 90, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
+SHARED = prompt(16, seed=0)  # two blocks
+
+
 def requests(service_class: ServiceClass, shapes: Sequence[tuple[int, int]]) -> list[Request]:
+    """One for each (prompt tokens behind ``SHARED``, output tokens)."""
     name = service_class.value
     return [
         make_request(
-            prompt_token_ids=prompt(length, seed=100 * len(name) + index),
+            prompt_token_ids=SHARED + prompt(length, seed=100 * len(name) + index),
             max_tokens=max_tokens,
             request_id=f"{name}-{index}",
             service_class=service_class,
@@ -104,14 +116,14 @@ def drain(engine: Engine, executor: TorchExecutor) -> None:
         engine.step()
         engine.scheduler.check_integrity()
     engine.step()
-    assert engine.scheduler.blocks.usage_frac == 0.0
+    assert engine.scheduler.kv.counts.referenced == 0
     assert executor._states == {}
     assert executor._suspended is None
 
 
 def undisturbed(executor: TorchExecutor, wanted: Sequence[Request]) -> dict[str, list[int]]:
     model_of(executor).before_layer = lambda layer: None
-    engine = Engine(SchedulerConfig(), executor, VirtualClock())
+    engine = Engine(SchedulerConfig(prefix_caching=False), executor, VirtualClock())
     for request in wanted:
         engine.add(request)
     drain(engine, executor)
@@ -126,10 +138,12 @@ def run_disturbed(
     executor: TorchExecutor,
     arrivals: dict[tuple[int, int], int],
     preemption: PreemptionMode,
+    *,
+    prefix_caching: bool,
     **limits: int,
 ) -> tuple[Engine, list[Request]]:
     """Online request ``number`` arrives in the step and before the layer that ``arrivals`` maps to it."""
-    engine = make_engine(executor, preemption, **limits)
+    engine = make_engine(executor, preemption, prefix_caching=prefix_caching, **limits)
     offline, online = (
         requests(ServiceClass.OFFLINE, OFFLINE_SHAPES),
         requests(ServiceClass.ONLINE, ONLINE_SHAPES),
@@ -155,6 +169,8 @@ def run_disturbed(
         if number not in arrived:
             engine.arrive(request)
     drain(engine, executor)
+    hits = [request.num_cached_tokens for request in (*offline, *online)]
+    assert any(hits) == prefix_caching
     return engine, [*offline, *online]
 
 
@@ -166,13 +182,18 @@ def expected(executor: TorchExecutor) -> dict[str, list[int]]:
     )
 
 
+@pytest.mark.parametrize("prefix_caching", [True, False])
 @pytest.mark.parametrize("preemption", ["suspend", "discard"])
 @pytest.mark.parametrize("layer", range(NUM_LAYERS + 1))
 def test_an_arrival_at_any_point_of_a_step_changes_no_token(
-    executor: TorchExecutor, expected: dict[str, list[int]], layer: int, preemption: PreemptionMode
+    executor: TorchExecutor,
+    expected: dict[str, list[int]],
+    layer: int,
+    preemption: PreemptionMode,
+    prefix_caching: bool,
 ) -> None:
     arrivals = {(step, layer): step - 1 for step in (1, 2, 3)}
-    engine, done = run_disturbed(executor, arrivals, preemption)
+    engine, done = run_disturbed(executor, arrivals, preemption, prefix_caching=prefix_caching)
     assert {request.request_id: request.output_token_ids for request in done} == expected
     assert engine.num_stopped_steps <= len(ONLINE_SHAPES)
     if preemption == "suspend" and layer < NUM_LAYERS // 2:
@@ -187,6 +208,7 @@ def test_an_arrival_at_any_point_of_a_step_changes_no_token(
     ),
     preemption=st.sampled_from(["suspend", "discard"]),
     max_num_batched_tokens=st.sampled_from([20, 64]),
+    prefix_caching=st.booleans(),
 )
 def test_any_interleaving_yields_the_undisturbed_tokens_and_leaks_nothing(
     executor: TorchExecutor,
@@ -194,10 +216,16 @@ def test_any_interleaving_yields_the_undisturbed_tokens_and_leaks_nothing(
     places: list[tuple[int, int]],
     preemption: PreemptionMode,
     max_num_batched_tokens: int,
+    prefix_caching: bool,
 ) -> None:
     arrivals = {place: number for number, place in enumerate(places)}
     engine, done = run_disturbed(
-        executor, arrivals, preemption, max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=16
+        executor,
+        arrivals,
+        preemption,
+        prefix_caching=prefix_caching,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_num_seqs=16,
     )
     assert {request.request_id: request.output_token_ids for request in done} == expected
     assert engine.num_stopped_steps <= len(ONLINE_SHAPES)
@@ -231,8 +259,11 @@ def assert_work_was_discarded(engine: Engine, offline: list[Request], expected: 
         assert request.output_token_ids == expected[request.request_id]
 
 
-def test_a_suspended_request_can_be_aborted(executor: TorchExecutor, expected: dict[str, list[int]]) -> None:
-    engine = make_engine(executor)
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_a_suspended_request_can_be_aborted(
+    executor: TorchExecutor, expected: dict[str, list[int]], prefix_caching: bool
+) -> None:
+    engine = make_engine(executor, prefix_caching=prefix_caching)
     stop_the_second_step(executor, engine)
     survivor = offline_requests(engine)[1]
     engine.abort([RequestId(f"offline-{index}") for index in (0, 2, 3)])
@@ -250,12 +281,15 @@ def test_when_all_suspended_requests_are_aborted_nothing_is_kept(executor: Torch
     assert online.finish_reason is FinishReason.LENGTH
 
 
-def test_suspended_requests_can_be_preempted(executor: TorchExecutor, expected: dict[str, list[int]]) -> None:
-    engine = make_engine(executor)
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_suspended_requests_can_be_preempted(
+    executor: TorchExecutor, expected: dict[str, list[int]], prefix_caching: bool
+) -> None:
+    engine = make_engine(executor, prefix_caching=prefix_caching)
     stop_the_second_step(executor, engine)
     offline = offline_requests(engine)
-    free = engine.scheduler.blocks.num_free_blocks
-    (large,) = requests(ServiceClass.ONLINE, [(8 * (free + 3), 2)])
+    free = engine.scheduler.kv.num_available(Evictable.ALL)
+    (large,) = requests(ServiceClass.ONLINE, [(8 * (free + 3) - len(SHARED), 2)])
     large.request_id = RequestId("large")
     engine.arrive(large)
     drain(engine, executor)
@@ -264,10 +298,11 @@ def test_suspended_requests_can_be_preempted(executor: TorchExecutor, expected: 
     assert_work_was_discarded(engine, offline, expected)
 
 
+@pytest.mark.parametrize("prefix_caching", [True, False])
 def test_suspended_slices_of_which_no_layer_fits_are_discarded_so_that_offline_work_continues(
-    executor: TorchExecutor, expected: dict[str, list[int]]
+    executor: TorchExecutor, expected: dict[str, list[int]], prefix_caching: bool
 ) -> None:
-    engine = make_engine(executor)
+    engine = make_engine(executor, prefix_caching=prefix_caching)
     stop_the_second_step(executor, engine)
     offline = offline_requests(engine)
     resume_s = engine.scheduler.policy.resume_s

@@ -10,7 +10,7 @@ import pytest
 from backfill.core.clock import VirtualClock
 from backfill.core.config import GIB, SchedulerConfig
 from backfill.core.errors import InsufficientMemory
-from backfill.core.plan import StepPlan
+from backfill.core.plan import Compute, StepPlan
 from backfill.core.request import FinishReason
 from backfill.engine.engine import Engine
 from backfill.execution import create
@@ -49,7 +49,7 @@ def test_without_checkpointing_or_with_a_size_of_0_there_is_none(model_dir: Path
     ):
         executor = create_torch_executor(config)
         assert executor.info.num_host_blocks == 0
-        assert executor.run(StepPlan(step=0, admitted=(), slices=(), released=())).completed_copies == ()
+        assert executor.run(StepPlan(step=0, work=Compute(slices=()))).completed_copies == ()
 
 
 def test_by_default_it_is_as_large_as_the_pool_or_a_quarter_of_what_is_left(

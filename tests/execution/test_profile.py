@@ -17,7 +17,7 @@ from backfill.core.block import block_index
 from backfill.core.clock import VirtualClock
 from backfill.core.config import EngineConfig, SchedulerConfig
 from backfill.core.errors import ConfigError
-from backfill.core.plan import ScheduledSlice, StepOutcome, StepPlan
+from backfill.core.plan import Compute, ScheduledSlice, StepOutcome, StepPlan
 from backfill.core.request import RequestId, ServiceClass
 from backfill.costs.load import StepLoad
 from backfill.costs.profile import CostProfile, ProfileKey, Quality
@@ -228,7 +228,7 @@ def test_all_but_a_full_profile_are_refined_and_a_named_file_is_left_alone(
         return
     scheduled = ScheduledSlice(RequestId("a"), 100, 1, (), samples=True)
     for _ in range(32):
-        refiner.observe(StepPlan(step=0, admitted=(), slices=(scheduled,), released=()), 0.02)
+        refiner.observe(StepPlan(step=0, work=Compute((scheduled,))), 0.02)
     refined = refiner.refine()
     assert refined is not None
     if is_named:

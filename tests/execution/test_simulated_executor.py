@@ -2,23 +2,30 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
 from backfill.core.block import pack_block_ref
 from backfill.core.clock import VirtualClock
-from backfill.core.plan import AdmittedRequest, Safepoints, ScheduledSlice, StepOutcome, StepPlan
+from backfill.core.plan import (
+    AdmittedRequest,
+    Compute,
+    Resume,
+    Safepoints,
+    ScheduledSlice,
+    StepOutcome,
+    StepPlan,
+)
 from backfill.core.request import RequestId
 from backfill.core.sampling import SamplingParams
-from backfill.execution.simulated_executor import SimulatedExecutor
+from backfill.execution.simulated_executor import SimulatedExecutor, hashed_token
 from tests.builders import linear_cost, make_info
 
 ONLINE, OFFLINE = RequestId("chat"), RequestId("job")
 NUM_LAYERS = 10
 
 
-def plan(*, online: int = 0, offline: int = 0, step: int = 0, **fields: Any) -> StepPlan:
+def plan(*, online: int = 0, offline: int = 0, safepoints: Safepoints | None = None) -> StepPlan:
     """So many tokens of an online and of an offline request, each in blocks of its own."""
     slices, admitted, first = [], [], 0
     for request_id, num_tokens in ((ONLINE, online), (OFFLINE, offline)):
@@ -27,7 +34,7 @@ def plan(*, online: int = 0, offline: int = 0, step: int = 0, **fields: Any) -> 
             first += len(blocks)
             slices.append(ScheduledSlice(request_id, 0, num_tokens, blocks, True, request_id is OFFLINE))
             admitted.append(AdmittedRequest(request_id, (5,) * num_tokens, SamplingParams(max_tokens=4)))
-    return StepPlan(step=step, admitted=tuple(admitted), slices=tuple(slices), released=(), **fields)
+    return StepPlan(0, Compute(tuple(slices), safepoints=safepoints), admitted=tuple(admitted))
 
 
 class StopAt:
@@ -106,11 +113,37 @@ def test_without_safepoints_events_wait() -> None:
 def test_a_suspended_step_goes_on_for_the_layers_it_is_given() -> None:
     executor, clock, _ = make_executor(10.033)
     points = Safepoints(2, suspends=True)
-    executor.run(plan(offline=100, safepoints=points))
-    first = executor.run(plan(offline=100, step=1, safepoints=points, resumes=True, max_layers=3))
+    stopped = plan(offline=100, safepoints=points)
+    executor.run(stopped)
+    first = executor.run(StepPlan(1, Resume(stopped.slices, 3, 0.03, points)))
     assert (first.stopped, first.layers_done) == ((OFFLINE,), 7)
     assert clock.now_s() == pytest.approx(10.07)
-    last = executor.run(plan(offline=100, step=2, safepoints=points, resumes=True))
+    last = executor.run(StepPlan(2, Resume(stopped.slices, NUM_LAYERS - 7, 0.03, points)))
     assert last.stopped == ()
     assert [each.request_id for each in last.sampled] == [OFFLINE]
     assert clock.now_s() == pytest.approx(10.1)
+
+
+def test_sampled_tokens_depend_on_request_and_position_and_are_the_same_in_every_process() -> None:
+    info = make_info(end_token_ids=(2, 3))
+    sampled = [hashed_token(request_id, at, info) for request_id in (ONLINE, OFFLINE) for at in range(16)]
+    assert sampled[:4] == [495, 913, 307, 885]
+    assert sampled[:16] != sampled[16:] and len(set(sampled)) > 28
+    assert all(0 <= token_id < info.vocab_size for token_id in sampled)
+
+
+def test_no_sampled_token_ends_an_output() -> None:
+    info = replace(make_info(end_token_ids=(0, 2, 3)), vocab_size=4)
+    assert {hashed_token(ONLINE, at, info) for at in range(50)} == {1}
+
+
+def test_a_request_samples_the_tokens_of_its_positions() -> None:
+    executor, _, _ = make_executor(math.inf)
+    outcome = executor.run(plan(online=20, offline=100))
+    assert [each.token_id for each in outcome.sampled] == [
+        hashed_token(ONLINE, 20, executor.info),
+        hashed_token(OFFLINE, 100, executor.info),
+    ]
+    decode = ScheduledSlice(ONLINE, 20, 1, tuple(map(pack_block_ref, range(6))), True)
+    (sampled,) = executor.run(StepPlan(step=1, work=Compute((decode,)))).sampled
+    assert sampled.token_id == hashed_token(ONLINE, 21, executor.info)

@@ -11,7 +11,16 @@ import pytest
 import torch
 
 from backfill.core.block import BlockCopy, pack_block_ref
-from backfill.core.plan import AdmittedRequest, CopyDirections, ScheduledSlice, StepOutcome, StepPlan
+from backfill.core.plan import (
+    AdmittedRequest,
+    BlockCopies,
+    Compute,
+    CopyDirections,
+    ScheduledSlice,
+    StepOutcome,
+    StepPlan,
+    WaitForCopies,
+)
 from backfill.core.request import RequestId
 from backfill.core.sampling import SamplingParams
 from backfill.execution.create import create_torch_executor
@@ -22,7 +31,8 @@ BOTH = CopyDirections.CHECKPOINT | CopyDirections.RESTORE
 NEW_TOKENS = 20
 PROMPT = torch.randint(3, 90, (29,), generator=torch.Generator().manual_seed(1)).tolist()
 REQUEST = RequestId("request")
-EMPTY = StepPlan(step=0, admitted=(), slices=(), released=())
+EMPTY = StepPlan(step=0, work=Compute(slices=()))
+WAIT = StepPlan(step=0, work=WaitForCopies())
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +50,7 @@ def compute(
 ) -> tuple[int, StepOutcome]:
     refs = tuple(pack_block_ref(block) for block in blocks)
     group = ScheduledSlice(REQUEST, start, count, refs, samples=True)
-    outcome = executor.run(replace(plan, slices=(group,)))
+    outcome = executor.run(replace(plan, work=Compute((group,))))
     return outcome.sampled[0].token_id, outcome
 
 
@@ -64,7 +74,7 @@ def await_copies(executor: TorchExecutor, outcome: StepOutcome, count: int) -> l
     until_s = time.monotonic() + 30.0
     while len(copied) < count:
         assert time.monotonic() < until_s
-        copied += executor.run(replace(EMPTY, is_idle_until_copy=True)).completed_copies
+        copied += executor.run(WAIT).completed_copies
     return copied
 
 
@@ -78,19 +88,16 @@ def test_a_request_goes_on_where_its_kv_was_restored(
     first, outcome = compute(executor, blocks, 0, len(PROMPT), admission())
     # The three full blocks are copied beside the decodes, the partly filled ones at the end.
     saves = copies(list(zip(blocks, hosts, strict=True)))
-    second, outcome = compute(
-        executor, blocks, 29, 1, replace(EMPTY, checkpoint=saves[:3], blocking_copies=blocking_copies)
-    )
+    of_full = replace(EMPTY, copies=BlockCopies(checkpoint=saves[:3], blocking=blocking_copies))
+    second, outcome = compute(executor, blocks, 29, 1, of_full)
     tokens = [first, second, *generate(executor, blocks, 30, 6)]
     if blocking_copies:
         assert outcome.completed_copies == ()
-    assert (
-        executor.run(replace(EMPTY, checkpoint=saves[3:], blocking_copies=BOTH)).completed_copies == ()
-        or not blocking_copies
-    )
+    of_others = replace(EMPTY, copies=BlockCopies(checkpoint=saves[3:], blocking=BOTH))
+    assert executor.run(of_others).completed_copies == () or not blocking_copies
     pool.fill_(float("nan"))
     restores = copies(list(zip(others, hosts, strict=True)))
-    outcome = executor.run(replace(EMPTY, restore=restores, blocking_copies=blocking_copies))
+    outcome = executor.run(replace(EMPTY, copies=BlockCopies(restore=restores, blocking=blocking_copies)))
     if blocking_copies:
         assert outcome.completed_copies == ()
     else:
@@ -105,13 +112,13 @@ def test_every_outcome_reports_and_a_failed_step_has_begun_its_copies(executor: 
     saves = copies([(0, 0), (1, 1), (2, 2)])
     unknown = ScheduledSlice(RequestId("unknown"), 0, 1, (pack_block_ref(8),), samples=True)
     with pytest.raises(KeyError):
-        executor.run(replace(EMPTY, slices=(unknown,), checkpoint=saves))
+        executor.run(replace(EMPTY, work=Compute((unknown,)), copies=BlockCopies(checkpoint=saves)))
     assert await_copies(executor, executor.run(EMPTY), 3) == list(saves)
-    assert executor.run(replace(EMPTY, is_idle_until_copy=True)).completed_copies == ()
+    assert executor.run(WAIT).completed_copies == ()
 
 
 def test_an_executor_that_awaits_a_copy_waits_a_bounded_time(executor: TorchExecutor, gate: Gate) -> None:
     saves = copies([(0, 0)])
-    assert executor.run(replace(EMPTY, checkpoint=saves, is_idle_until_copy=True)).completed_copies == ()
+    assert executor.run(replace(WAIT, copies=BlockCopies(checkpoint=saves))).completed_copies == ()
     gate.let(1)
     assert await_copies(executor, executor.run(EMPTY), 1) == list(saves)

@@ -1,16 +1,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncGenerator, Hashable, Sequence
 from typing import Any
 
 import pytest
 
 from backfill.api.streaming import _with_keep_alives
-from backfill.core.errors import EngineDead
+from backfill.core.errors import BackfillError, EngineDead
 from backfill.core.request import FinishReason, Request
 from backfill.engine.messages import TokenOutput
-from backfill.generation.generator import Observer, TextDelta, TextGenerator, merge
+from backfill.generation.generator import Observer, RequestRecord, TextDelta, TextGenerator, merge
+from tests.api.test_fields import OK, make_tokenizer
 from tests.protocol.builders import make_generation
 
 
@@ -52,6 +54,74 @@ def test_the_choices_of_one_request_are_one_group_and_no_other_request_is_in_it(
     assert len(first) == len(second) == 1
     assert None not in first
     assert first != second
+
+
+class ScriptedTokens:
+    """An engine's client that yields the outputs of its script."""
+
+    def __init__(self, script: Sequence[dict[str, Any]]) -> None:
+        self.script = script
+        self.requests: list[Request] = []
+
+    async def generate(self, request: Request, **_: object) -> AsyncGenerator[TokenOutput, None]:
+        self.requests.append(request)
+        for output in self.script:
+            yield TokenOutput(**{"request_id": request.request_id, "token_id": OK, **output})
+
+
+class Records(Observer):
+    def __init__(self) -> None:
+        self.finished: list[RequestRecord] = []
+
+    def on_finished(self, record: RequestRecord) -> None:
+        self.finished.append(record)
+
+
+def run_script(
+    script: Sequence[dict[str, Any]], **fields: Any
+) -> tuple[list[TextDelta], RequestRecord, Request]:
+    """The deltas of a request whose engine outputs are ``script``. ``fields``: of the GenerationRequest."""
+    client: Any = ScriptedTokens(script)
+    records = Records()
+    generator = TextGenerator(client, make_tokenizer(), records)
+
+    async def run() -> list[TextDelta]:
+        stream = generator.stream(make_generation(**fields).request, arrived_at_s=0.0)
+        found = []
+        with contextlib.suppress(BackfillError):
+            async for _, delta in stream:
+                found.append(delta)
+        return found
+
+    arrived = asyncio.run(run())
+    (record,), (request,) = records.finished, client.requests
+    return arrived, record, request
+
+
+def test_an_engine_request_carries_owner_and_salt() -> None:
+    last = [{"finish_reason": FinishReason.STOP}]
+    request = run_script(last, owner="alice", cache_salt="salt")[2]
+    assert (request.owner, request.cache_salt) == ("alice", "salt")
+    assert "alice" not in repr(request) and "salt'" not in repr(request)
+    plain = run_script(last)[2]
+    assert (plain.owner, plain.cache_salt) == ("", "")
+
+
+def test_cached_tokens_are_those_of_the_first_and_the_last_output() -> None:
+    first = {"num_cached_tokens": 48, "num_preemptions": 1, "first_scheduled_at_s": 0.5}
+    last = {"num_cached_tokens": 32, "num_preemptions": 3, "finish_reason": FinishReason.LENGTH}
+    arrived, record, _ = run_script([first, {}, {}, last])
+    assert [delta.num_cached_tokens for delta in arrived] == [48, 48, 48, 32]
+    assert (record.num_cached_tokens, record.num_preemptions, record.first_scheduled_at_s) == (32, 3, 0.5)
+
+
+def test_what_the_first_output_said_holds_if_there_is_no_whole_last_one() -> None:
+    first = {"num_cached_tokens": 48, "num_preemptions": 1}
+    failure = {"token_id": None, "finish_reason": FinishReason.ERROR, "message": "No."}
+    arrived, record, _ = run_script([first, {}, failure])
+    assert len(arrived) == 2
+    assert (record.num_cached_tokens, record.num_preemptions) == (48, 1)
+    assert record.finish_reason is FinishReason.ERROR
 
 
 async def deltas(

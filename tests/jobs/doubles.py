@@ -16,7 +16,7 @@ from backfill.jobs.config import JobsConfig
 from backfill.jobs.lines import LineResult, completed
 from backfill.jobs.manager import JobManager
 from backfill.jobs.records import BatchRecord, BatchStatus, FileRecord
-from backfill.preparation.line_file import LineFile
+from backfill.preparation.line_file import LineFile, Prepare
 from backfill.preparation.lines import BatchLine
 from backfill.preparation.messages import InputLimits, InputReport, LineSelection, Position
 from backfill.preparation.validation import InputCheck
@@ -53,17 +53,18 @@ class InstantRunner:
 
 
 class InThreadReader:
-    """Reads input files in a thread; bodies stay unread."""
+    """Reads input files in a thread. Bodies stay unread without ``prepare``."""
+
+    def __init__(self, prepare: Prepare | None = None) -> None:
+        self.selections: list[LineSelection] = []
+        self._prepare = prepare
 
     async def check_input(self, path: str, limits: InputLimits) -> InputReport:
         return await asyncio.to_thread(self._check, Path(path), limits)
 
-    def __init__(self) -> None:
-        self.selections: list[LineSelection] = []
-
     def open_lines(self, selection: LineSelection) -> InThreadLines:
         self.selections.append(selection)
-        return InThreadLines(selection)
+        return InThreadLines(selection, self._prepare)
 
     def _check(self, path: Path, limits: InputLimits) -> InputReport:
         with closing(InputCheck(path, limits, BodyCheck())) as check:
@@ -73,9 +74,10 @@ class InThreadReader:
 
 
 class InThreadLines:
-    def __init__(self, selection: LineSelection) -> None:
-        names = msgspec.structs.replace(selection, names_only=True)
-        self._file = LineFile(names, Position(), prepare=no_preparation)
+    def __init__(self, selection: LineSelection, prepare: Prepare | None) -> None:
+        if prepare is None:
+            selection = msgspec.structs.replace(selection, names_only=True)
+        self._file = LineFile(selection, Position(), prepare or no_preparation)
 
     async def read(self, max_lines: int) -> list[BatchLine]:
         return await asyncio.to_thread(self._file.read, max_lines)

@@ -107,7 +107,7 @@ def report(num_computed: int, num_recomputed: int, outputs: int) -> StepReport:
     totals = ClassCounters(num_computed_tokens=num_computed, num_recomputed_tokens=num_recomputed)
     none = ClassStats(0, 0, ClassCounters())
     step = StepStats("offline", 0, 0.0, 0.0)
-    stats = EngineStats(none, ClassStats(0, 0, totals), 0.0, 0, 0, 0.0, 0, step)
+    stats = EngineStats(none, ClassStats(0, 0, totals), 0.0, 0, 0.0, 0, step)
     return StepReport([TokenOutput(RequestId(str(index)), 7) for index in range(outputs)], stats)
 
 

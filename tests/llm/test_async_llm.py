@@ -102,6 +102,24 @@ def test_the_class_and_the_objectives_reach_the_engine(
     assert sent == [("online", 0, None), ("offline", 3, None), ("online", 0, slo)]
 
 
+def test_a_salt_reaches_the_engine(async_llm: AsyncLLM, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    client, salts = async_llm._engine.client, []
+    generate = client.generate
+
+    def note(request: Request, **options: Any) -> Any:
+        salts.append(request.cache_salt)
+        return generate(request, **options)
+
+    monkeypatch.setattr(client, "generate", note)
+    messages = [{"role": "user", "content": "Hello"}]
+    run(collect(async_llm.generate({"prompt_token_ids": PROMPT, "cache_salt": "a"}, GREEDY)))
+    run(collect(async_llm.chat(messages, GREEDY, cache_salt="b")))
+    run(collect(async_llm.chat(messages, GREEDY)))
+    assert salts == ["a", "b", ""]
+    with pytest.raises(ValueError, match=r"^cache_salt must have 1 to 256 characters"):
+        run(collect(async_llm.chat(messages, GREEDY, cache_salt="")))
+
+
 def test_chat_and_prompts_of_text(async_llm: AsyncLLM, run: Run) -> None:
     messages = [{"role": "user", "content": "Hello"}]
     (*_, chat) = run(collect(async_llm.chat(messages, GREEDY)))

@@ -19,6 +19,9 @@ from backfill.llm.inputs import PromptInput, one_each, parse_conversations, pars
         (np.array([1, 2]), [PromptInput(None, [1, 2])]),
         ({"prompt": "a"}, [PromptInput("a")]),
         ([{"prompt_token_ids": [4]}, "a"], [PromptInput(None, [4]), PromptInput("a")]),
+        ({"prompt": "a", "cache_salt": "s"}, [PromptInput("a", cache_salt="s")]),
+        ({"prompt_token_ids": [4], "cache_salt": "s"}, [PromptInput(None, [4], "s")]),
+        ({"prompt_token_ids": [4], "cache_salt": None}, [PromptInput(None, [4])]),
         ([], []),
     ],
 )
@@ -38,6 +41,7 @@ def test_prompts_come_in_many_forms(given: Any, expected: list[PromptInput]) -> 
         ([[True]], r"prompts\[0\] must be text"),
         ({"text": "a"}, "prompt must be text"),
         ({"prompt": "a", "multi_modal_data": {}}, "prompt must be text"),
+        ({"prompt": "a", "cache_salt": "s", "multi_modal_data": {}}, "prompt must be text"),
         ({"prompt_token_ids": "a"}, "prompt must be text"),
     ],
 )

@@ -16,6 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from backfill import LLM, EngineDead, RequestOutput, SamplingParams
+from backfill.core.request import Request
 
 PROMPTS = ["Gravity is", "def fibonacci(n):", "The capital of France is"]
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
@@ -145,6 +146,7 @@ def test_metrics_are_in_order(llm: LLM) -> None:
         ("a", {"sampling_params": SamplingParams(logit_bias={10**6: 1})}, "^logit_bias must name tokens"),
         ("a", {"priority": [1.5]}, "^priority must be an integer"),
         (5, {}, "^prompts must be one prompt or a list"),
+        (["a", {"prompt": "a", "cache_salt": ""}], {}, r"^prompts\[1\]: cache_salt must have 1 to 256"),
     ],
 )
 def test_what_cannot_be_served_is_refused_before_anything_runs(
@@ -152,6 +154,31 @@ def test_what_cannot_be_served_is_refused_before_anything_runs(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         generate(llm, prompts, **arguments)
+
+
+def test_salts_of_prompts_and_conversations_reach_the_engine(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    salts: list[str] = []
+    client = llm._engine.client
+    run = client.generate
+
+    def note(request: Request, **options: Any) -> Any:
+        assert request.owner == ""
+        salts.append(request.cache_salt)
+        return run(request, **options)
+
+    monkeypatch.setattr(client, "generate", note)
+    params = SamplingParams(max_tokens=1)
+    generate(llm, ["a", {"prompt": "a", "cache_salt": "s"}], params)
+    assert sorted(salts) == ["", "s"]
+    conversation = [{"role": "user", "content": "a"}]
+    for given, expected in ((None, ["", ""]), ("s", ["s", "s"]), (["s", None], ["", "s"])):
+        salts.clear()
+        llm.chat([conversation] * 2, params, use_tqdm=False, cache_salt=given)
+        assert sorted(salts) == expected
+    with pytest.raises(ValueError, match=r"^cache_salt must be a string, got a value of type int"):
+        llm.chat(conversation, params, cache_salt=5)  # type: ignore[arg-type]
 
 
 def test_an_output_ends_with_the_context(llm: LLM) -> None:

@@ -27,6 +27,7 @@ def generation_of(context: RequestContext) -> Generation:
         response_id=f"cmpl-{context.request_id}",
         service_class=ServiceClass.OFFLINE,
         complete_by_s=context.complete_by_s,
+        owner=context.owner,
     )
 
 
@@ -55,12 +56,13 @@ def rest(file: LineFile, group: int = 3) -> list[BatchLine]:
 
 
 def test_lines_come_in_groups_ready_to_run(tmp_path: Path) -> None:
-    file = opened(tmp_path / "in", input_of(5) + b"\n" + input_line(9), complete_by_s=7.5)
+    file = opened(tmp_path / "in", input_of(5) + b"\n" + input_line(9), complete_by_s=7.5, owner="alice")
     groups = [file.read(4), file.read(4), file.read(4)]
     assert [[line.number for line in group] for group in groups] == [[1, 2, 3, 4], [5, 7], []]
     for line in groups[0]:
         assert line.generation is not None
         assert line.generation.request.complete_by_s == 7.5
+        assert line.generation.request.owner == "alice"
         assert line.generation.response_id == f"cmpl-{line.request_id}"
         assert line.num_bytes == len(input_line(0))
 

@@ -1,4 +1,4 @@
-"""Which objectives are refused before the request is queued."""
+"""Which objectives are refused before the request is queued; who may share cached prefixes."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from backfill.core.config import PolicyName, SchedulerConfig
 from backfill.core.errors import RequestError
 from backfill.core.slo import SLO
 from backfill.costs.profile import CostProfile, FitError
+from backfill.generation.generator import GenerationRequest
 from backfill.models.generation_config import GenerationDefaults
 from backfill.protocol.generation import Generation
 from backfill.protocol.preparer import EngineFacts, RequestContext, RequestPreparer, ServedModel
@@ -24,9 +25,7 @@ FULL = replace(make_profile(linear_cost(0.001)), error=FitError(0.01, 0.05, 40),
 COARSE = replace(FULL, quality="coarse")
 
 
-def prepare(
-    profile: CostProfile | None, slo: dict[str, float], num_tokens: int = 100, policy: PolicyName = "slo"
-) -> Generation:
+def make_preparer(profile: CostProfile | None = None, policy: PolicyName = "slo") -> RequestPreparer:
     model = ServedModel(names=("m",), root="m", folder=Path(), created=0)
     preparer = RequestPreparer(model, NO_TOKENIZER, GenerationDefaults())
     preparer.facts = EngineFacts(
@@ -35,7 +34,14 @@ def prepare(
         profile=profile,
         scheduler=SchedulerConfig(policy=policy),
     )
+    return preparer
+
+
+def prepare(
+    profile: CostProfile | None, slo: dict[str, float], num_tokens: int = 100, policy: PolicyName = "slo"
+) -> Generation:
     body = {"prompt": [5] * num_tokens, "max_tokens": 1, "slo": slo}
+    preparer = make_preparer(profile, policy)
     return preparer.prepare("/v1/completions", json.dumps(body).encode(), RequestContext())
 
 
@@ -68,3 +74,18 @@ def test_of_a_long_prompt_only_the_known_part_is_certain() -> None:
 
 def test_a_policy_without_objectives_refuses_none() -> None:
     assert prepare(FULL, {"ttft": 1e-6}, policy="priority").request.slo == SLO(1e-6, 0.15)
+
+
+@pytest.mark.parametrize("is_batch_line", [False, True])
+def test_owner_and_salt_go_to_the_engine_and_never_into_a_log(is_batch_line: bool) -> None:
+    context = RequestContext(owner="a-digest", is_batch_line=is_batch_line)
+
+    def request_of(**fields: object) -> GenerationRequest:
+        body = json.dumps({"prompt": [5], "max_tokens": 1, **fields}).encode()
+        return make_preparer().prepare("/v1/completions", body, context).request
+
+    request = request_of(cache_salt="a-secret")
+    assert (request.owner, request.cache_salt) == ("a-digest", "a-secret")
+    for logged in (repr(request), repr(context)):
+        assert "a-digest" not in logged and "a-secret" not in logged
+    assert request_of().cache_salt == request_of(cache_salt=None).cache_salt == ""

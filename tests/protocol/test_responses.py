@@ -1,8 +1,9 @@
 from __future__ import annotations
 
 import json
-from typing import cast
+from typing import Any, cast
 
+import msgspec
 import pytest
 
 from backfill.core.plan import TokenLogprobs
@@ -62,3 +63,43 @@ def test_a_whole_completion_body_has_the_logprobs_of_every_token() -> None:
 @pytest.mark.parametrize("shape", [ChatShape(TOKENIZER), CompletionShape(TOKENIZER)])
 def test_logprobs_that_nobody_asked_for_are_null(shape: ChatShape | CompletionShape) -> None:
     assert whole(shape, "ab", with_logprobs=False) is None
+
+
+def cached(usage: dict[str, Any]) -> int:
+    num_cached: int = usage["prompt_tokens_details"]["cached_tokens"]
+    return num_cached
+
+
+def delta(num_cached_tokens: int, finish_reason: FinishReason | None = FinishReason.STOP) -> TextDelta:
+    return TextDelta("a", 97, None, finish_reason, num_cached_tokens=num_cached_tokens)
+
+
+@pytest.mark.parametrize("shape", [ChatShape(TOKENIZER), CompletionShape(TOKENIZER)])
+def test_usage_says_how_much_of_the_prompt_was_cached(shape: ChatShape | CompletionShape) -> None:
+    response = Response(GENERATION, shape)
+    response.add(0, delta(0, None))
+    response.add(0, delta(32))
+    usage = response.whole()["usage"]
+    assert (cached(usage), usage["prompt_tokens"], usage["completion_tokens"]) == (32, 2, 2)
+
+
+def test_every_prompt_counts_once_with_the_choice_that_found_least() -> None:
+    generation = make_generation(num_choices=4, prompts=[[5, 6], [7, 8]])
+    response = Response(generation, CompletionShape(TOKENIZER))
+    # The first choice of each prompt computes what the second finds. They may begin in any order.
+    for choice, num_cached, so_far in ((1, 96, 96), (0, 16, 16), (2, 0, 16), (3, 64, 16)):
+        response.chunks(choice, delta(num_cached))
+        assert cached(response.usage_chunk()["usage"]) == so_far
+    response = Response(generation, CompletionShape(TOKENIZER))
+    for choice, num_cached in ((0, 16), (1, 96), (2, 48), (3, 48)):
+        response.add(choice, delta(num_cached))
+    usage = response.whole()["usage"]
+    assert (cached(usage), usage["prompt_tokens"], usage["completion_tokens"]) == (16 + 48, 4, 4)
+
+
+def test_running_usage_has_the_cached_tokens_from_the_first_chunk_on() -> None:
+    generation = msgspec.structs.replace(GENERATION, usage_on_every_chunk=True)
+    response = Response(generation, ChatShape(TOKENIZER))
+    for finish_reason in (None, FinishReason.STOP):
+        chunks = response.chunks(0, delta(16, finish_reason))
+        assert {cached(chunk["usage"]) for chunk in chunks} == {16}

@@ -11,7 +11,7 @@ from backfill.core.config import SchedulerConfig
 from backfill.core.plan import StepPlan
 from backfill.core.request import Request, ServiceClass
 from backfill.core.slo import SLO
-from backfill.kvcache.block_manager import BlockManager
+from backfill.kvcache.manager import KVCacheManager
 from backfill.scheduling.policy import Policy
 from backfill.scheduling.scheduler import Scheduler
 from backfill.scheduling.slo_policy import SloPolicy, SloPolicyConfig
@@ -50,7 +50,7 @@ class Bench:
             SchedulerConfig(
                 max_num_seqs=max_num_seqs, max_num_batched_tokens=1000, max_prefill_chunk_tokens=1000
             ),
-            BlockManager(num_blocks, BLOCK_SIZE),
+            KVCacheManager(num_blocks, BLOCK_SIZE),
             policy,
             cost=self.cost,
         )

@@ -80,6 +80,6 @@ def test_under_every_policy_all_requests_end_and_no_block_is_lost(
         assert plan.slices or not bench.scheduler.has_unfinished, "a step made no progress"
         num_steps += 1
         assert num_steps < 4000
-    assert bench.scheduler.blocks.num_free_blocks == 12
+    assert bench.scheduler.kv.counts.referenced == 0
     for _, request in workload:
         assert request.status is RequestStatus.FINISHED

@@ -220,10 +220,23 @@ def test_as_many_blocks_as_online_requests_recently_used_are_kept_free() -> None
     bench.step()
     bench.add(*(offline(40, 4, request_id=f"job{i}") for i in range(9)))
     bench.step()
-    assert bench.scheduler.blocks.num_free_blocks >= 40
+    assert bench.scheduler.kv.counts.referenced <= 60
     bench.clock.advance(1000.0)
     bench.step()
-    assert bench.scheduler.blocks.num_free_blocks < 40
+    assert bench.scheduler.kv.counts.referenced > 60
+
+
+def test_what_is_protected_for_online_requests_need_not_be_kept_free_too() -> None:
+    bench = Bench(num_blocks=100)
+    prompt = list(range(3, 163))
+    for index in range(12):
+        bench.add(make_request(prompt_token_ids=prompt, max_tokens=2, request_id=f"chat{index}"))
+        bench.step()
+        bench.step()
+    assert bench.scheduler.kv.num_protected_blocks >= 39
+    bench.add(*(offline(40, 4, request_id=f"job{i}") for i in range(9)))
+    bench.step()
+    assert bench.scheduler.kv.counts.referenced >= 44, "about half the pool is protected, the rest is not"
 
 
 @settings(max_examples=60, deadline=None)

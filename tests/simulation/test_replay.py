@@ -5,14 +5,27 @@ from typing import Any
 
 import pytest
 
+from backfill.core.clock import VirtualClock
 from backfill.core.config import SchedulerConfig
+from backfill.core.plan import StepOutcome, StepPlan
 from backfill.core.request import ServiceClass
 from backfill.core.slo import SLO
 from backfill.costs.hardware import HardwareProfile
+from backfill.engine.engine import Engine
+from backfill.execution.simulated_executor import SimulatedExecutor
 from backfill.simulation.metrics import metrics_of
-from backfill.simulation.replay import BIN_S, Arrival, Lengths, ReplayResult, Workload, simulate
+from backfill.simulation.replay import (
+    BIN_S,
+    Arrival,
+    Lengths,
+    Replay,
+    ReplayResult,
+    Workload,
+    simulate,
+    unique_prompt,
+)
 from backfill.simulation.workloads import gamma_workload
-from tests.builders import make_profile
+from tests.builders import make_info, make_profile
 
 LOOSE = SLO(ttft_s=5.0, tpot_s=0.2)
 PROFILE = make_profile()
@@ -67,6 +80,53 @@ def test_a_lone_request_takes_its_own_time() -> None:
     assert record.gaps_s() == [pytest.approx(5e-3 + 1e-4 + at * 1e-6) for at in (100, 101)]
 
 
+class Noting(SimulatedExecutor):
+    """Keeps the prompts and the sampled tokens that it sees, by request."""
+
+    def __init__(self, clock: VirtualClock) -> None:
+        super().__init__(make_info(num_blocks=4000, block_size=16), PROFILE.cost, clock)
+        self.tokens: dict[str, list[int]] = {}
+        self.prompts: dict[str, tuple[int, ...]] = {}
+
+    def run(self, plan: StepPlan) -> StepOutcome:
+        outcome = super().run(plan)
+        self.prompts |= {each.request_id: each.prompt_token_ids for each in plan.admitted}
+        for each in outcome.sampled:
+            self.tokens.setdefault(each.request_id, []).append(each.token_id)
+        return outcome
+
+
+def test_no_two_requests_share_a_block_of_tokens() -> None:
+    clock = VirtualClock()
+    executor = Noting(clock)
+    Replay(Engine(SchedulerConfig(policy="priority"), executor, clock), clock, workload()).run()
+    prompts = executor.prompts
+    assert {name.split("-")[0] for name in prompts} == {"online", "offline"}
+    assert len(prompts) > 80
+    assert len({prompt[:16] for prompt in prompts.values()}) == len(prompts)
+    assert max(map(max, prompts.values())) < executor.info.vocab_size
+    outputs = [tuple(tokens[:10]) for tokens in executor.tokens.values() if len(tokens) >= 10]
+    assert len(set(outputs)) == len(outputs) > 40
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 3, 40])
+def test_unique_prompts_have_the_length_asked_for(num_tokens: int) -> None:
+    numbers = range(10 if num_tokens == 1 else 100)  # one token holds one digit
+    prompts = [unique_prompt(number, num_tokens, vocab_size=10) for number in numbers]
+    assert {len(prompt) for prompt in prompts} == {num_tokens}
+    assert len({prompt[:2] for prompt in prompts}) == len(prompts)
+    assert all(0 <= token_id < 10 for prompt in prompts for token_id in prompt)
+
+
+@pytest.mark.parametrize("service_class", ServiceClass)
+@pytest.mark.parametrize("counter", ["num_prefix_hit_tokens", "num_host_prefix_hit_tokens"])
+def test_prefix_hits_of_every_class_and_tier_count(service_class: ServiceClass, counter: str) -> None:
+    clock = VirtualClock()
+    engine = Engine(SchedulerConfig(policy="priority"), Noting(clock), clock)
+    setattr(engine.scheduler.counters[service_class], counter, 16)
+    assert Replay(engine, clock, workload(duration_s=2.0)).run().num_prefix_hit_tokens == 16
+
+
 def test_policies_differ_as_they_should() -> None:
     figures = {
         name: metrics_of(run(name, workload()), LOOSE)
@@ -82,7 +142,7 @@ def test_an_arrival_stops_an_offline_step_that_would_make_it_late() -> None:
     sparse = workload(rate_per_s=1.0)
     tight = SLO(ttft_s=0.06, tpot_s=0.2)
     suspended, discarded, priority = (
-        run(policy, sparse, tight, preemption=preemption)
+        run(policy, sparse, tight, preemption=preemption, prefix_caching=False)
         for policy, preemption in (("slo", "suspend"), ("slo", "discard"), ("priority", "suspend"))
     )
     assert 0 < discarded.num_stopped_steps <= suspended.num_stopped_steps <= len(suspended.online)

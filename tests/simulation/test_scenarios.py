@@ -9,13 +9,27 @@ import numpy as np
 import pytest
 
 from backfill.core.errors import ConfigError
+from backfill.core.request import ServiceClass
 from backfill.simulation.plot import _COLOURS, save_plot
-from backfill.simulation.scenarios import VARIANTS, Inputs, build_scenario, run_scenario, scenario_names
+from backfill.simulation.scenarios import (
+    VARIANTS,
+    Inputs,
+    Point,
+    build_scenario,
+    run_scenario,
+    scenario_names,
+)
 from backfill.simulation.workloads import Lengths, conversation_workload, summarization_lengths
 from backfill.workloads.arrivals import Phase, reshaped
 from tests.cli.running import run_cli, run_cli_here
 
 FIGURE_8_S = 150.0
+
+
+def shortened(point: Point, duration_s: float) -> Point:
+    """The first part of a workload."""
+    online = tuple(arrival for arrival in point.workload.online if arrival.at_s < duration_s)
+    return replace(point, workload=replace(point.workload, online=online, duration_s=duration_s))
 
 
 def test_every_scenario_builds_and_each_request_fits_the_model() -> None:
@@ -144,15 +158,30 @@ def test_every_variant_has_a_colour() -> None:
     assert set(_COLOURS) == set(VARIANTS)
 
 
+@pytest.mark.parametrize("name", scenario_names())
+def test_no_figure_of_a_scenario_comes_from_the_prefix_cache(name: str) -> None:
+    """Under every policy, with the cache on: no prompt token was computed for another request."""
+    scenario = build_scenario(name, Inputs())
+    short = replace(scenario, points=(shortened(scenario.points[0], 15.0),))
+    (point,) = run_scenario(short, list(VARIANTS), lambda *_: None).points
+    assert all(VARIANTS[policy].prefix_caching for policy in point.replays)
+    for policy, replay in point.replays.items():
+        assert replay.num_prefix_hit_tokens == 0, policy
+        for service_class in ServiceClass:
+            counters = replay.counters[service_class]
+            assert (counters.num_prefix_hit_tokens, counters.num_host_prefix_hit_tokens) == (0, 0), policy
+        assert sum(each.num_computed_tokens for each in replay.counters.values()) > 10_000
+
+
 def test_figure_8_has_an_entry_for_each_step_and_all_on_reaches_the_paper(tmp_path: Path) -> None:
     """On the first part of its ten minutes."""
     scenario = build_scenario("conserve-fig8", Inputs())
     (point,) = scenario.points
-    online = tuple(arrival for arrival in point.workload.online if arrival.at_s < FIGURE_8_S)
-    short = replace(point, workload=replace(point.workload, online=online, duration_s=FIGURE_8_S))
     done: list[str] = []
     result = run_scenario(
-        replace(scenario, points=(short,)), scenario.policies, lambda _, policy, __: done.append(policy)
+        replace(scenario, points=(shortened(point, FIGURE_8_S),)),
+        scenario.policies,
+        lambda _, policy, __: done.append(policy),
     )
     policies = result.as_json()["policies"]
     assert list(policies) == done == ["online-only", "priority", "slo-swap", "slo-checkpoint", "slo"]

@@ -6,7 +6,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
 from backfill import __version__
-from backfill.api.bodies import json_body, peek
+from backfill.api.bodies import json_body, owner_of, peek
 from backfill.api.openapi import answers, takes_json
 from backfill.api.state import Phase, ServerState
 from backfill.api.streaming import EventStream, WholeResponse
@@ -178,7 +178,7 @@ async def _generate(request: Request, state: ServerState, endpoint: GenerationEn
 
 def _context_of(request: Request) -> RequestContext:
     headers = {name: request.headers[name] for name in REQUEST_HEADERS if name in request.headers}
-    return RequestContext(request_id=request.state.request_id, headers=headers)
+    return RequestContext(request_id=request.state.request_id, headers=headers, owner=owner_of(request))
 
 
 async def _answer_text(request: Request, state: ServerState, endpoint: TextEndpoint) -> Response:

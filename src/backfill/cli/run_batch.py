@@ -101,10 +101,10 @@ app = command(
         "Model": MODEL_SECTION,
         "Engine": "device threads gpu_memory_utilization engine_hang_timeout",
         "Scheduling": LIMITS_SECTION,
-        "KV memory": "kv_gib block_size host_kv_gib",
+        "KV memory": "kv_gib block_size host_kv_gib prefix_caching",
         "Requests": "strict log_level",
     },
-    spellings={"input_file": "-i", "output_file": "-o"},
+    spellings={"input_file": "-i", "output_file": "-o", "prefix_caching": "--enable-prefix-caching"},
     variables=VARIABLES,
 )
 
@@ -155,6 +155,7 @@ def _print_summary(run: LocalRun, console: Console, *, is_whole: bool, as_json: 
             **dataclasses.asdict(counts),
             "resumed": run.num_resumed,
             "input_tokens": usage.input_tokens,
+            "cached_tokens": usage.cached_tokens,
             "output_tokens": usage.output_tokens,
             "duration_s": round(run.duration_s, 3),
         }

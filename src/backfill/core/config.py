@@ -17,6 +17,7 @@ PreemptionMode = Literal["suspend", "discard"]
 CheckpointingName = Literal["adaptive", "eager", "swap", "none"]
 RestoreMode = Literal["background", "blocking"]
 VictimOrder = Literal["least-lost", "latest"]
+PrefixCacheScope = Literal["owner", "global"]
 PolicyName = Literal["slo", "online-only", "fcfs", "priority", "round-robin"]
 
 GIB = 1 << 30
@@ -52,6 +53,10 @@ class SchedulerConfig:
             blocking: while all wait.
         victims: offline request to preempt first with ``policy`` slo: the one that loses the least work, or
             the latest.
+        prefix_caching: KV of finished requests stays until its memory is needed, and requests whose tokens
+            begin alike compute them once.
+        prefix_cache_scope: who shares cached prefixes. owner: requests of one API key; global: all requests,
+            which lets a client learn from its response time whether another one has sent the same text.
     """
 
     max_num_seqs: int = 256
@@ -66,6 +71,8 @@ class SchedulerConfig:
     checkpointing: CheckpointingName | None = None
     kv_restore: RestoreMode = "background"
     victims: VictimOrder = "least-lost"
+    prefix_caching: bool = True
+    prefix_cache_scope: PrefixCacheScope = "owner"
 
     @property
     def needs_cost_model(self) -> bool:

@@ -18,6 +18,11 @@ class ClassCounters:
         num_reclaimed_tokens: tokens of preempted requests whose KV was in host memory when their blocks were
             reclaimed.
         num_restored_tokens: tokens whose KV was copied back to the device.
+        num_prefix_queried_tokens: prompt tokens of requests that were looked up in the prefix cache.
+        num_prefix_hit_tokens: tokens among them that were found on the device.
+        num_host_prefix_hit_tokens: tokens among them that were found in host memory.
+        num_evicted_blocks, num_evicted_host_blocks: cached blocks of this class whose memory on the device,
+            and in host memory, was taken for other KV.
     """
 
     num_preemptions: int = 0
@@ -27,6 +32,16 @@ class ClassCounters:
     num_checkpointed_tokens: int = 0
     num_reclaimed_tokens: int = 0
     num_restored_tokens: int = 0
+    num_prefix_queried_tokens: int = 0
+    num_prefix_hit_tokens: int = 0
+    num_host_prefix_hit_tokens: int = 0
+    num_evicted_blocks: int = 0
+    num_evicted_host_blocks: int = 0
+
+    @property
+    def num_all_prefix_hit_tokens(self) -> int:
+        """Tokens found in the prefix cache, on the device or in host memory."""
+        return self.num_prefix_hit_tokens + self.num_host_prefix_hit_tokens
 
     def copy(self) -> ClassCounters:
         return replace(self)

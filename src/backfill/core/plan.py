@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Flag
+from typing import NamedTuple, TypeAlias
 
 from backfill.core.block import BlockCopy, BlockRef
 from backfill.core.request import RequestId
@@ -23,8 +24,7 @@ class AdmittedRequest:
     sampling: SamplingParams
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledSlice:
+class ScheduledSlice(NamedTuple):
     """What one request computes in one step: its tokens at positions ``[start, start + num_tokens)``.
 
     Attributes:
@@ -62,47 +62,116 @@ class CopyDirections(Flag):
 
 
 @dataclass(frozen=True, slots=True)
-class StepPlan:
-    """One forward pass over a batch.
+class Compute:
+    """One forward pass over a batch of slices; without slices nothing is computed.
 
     Attributes:
-        step: counts plans made, from 0.
-        admitted: requests that appear in ``slices`` for the first time, or again after a failed step.
         slices: at most one for each request.
-        released: requests whose state the executor drops before it admits others.
         predicted_s: the cost model's prediction for the step; 0 without one.
         safepoints: None if the step cannot be stopped.
-        resumes: the step resumes suspended slices. Suspended slices that are not in ``slices`` are dropped.
-        max_layers: layers that a resuming step runs; it is suspended again if more are left. None: all.
         keeps_suspended: the executor keeps the suspended slices; otherwise it may drop them.
-        checkpoint: copies from the device to the host that begin with this step.
-        restore: copies from the host to the device that begin with this step, after those of ``checkpoint``.
-        blocking_copies: copies of these directions complete before a slice is computed and are not reported.
-            Other copies run beside this step and later ones; no slice of this step uses their blocks.
-        is_idle_until_copy: there are no slices; the executor waits until a copy in flight completes.
     """
 
-    step: int
-    admitted: tuple[AdmittedRequest, ...]
     slices: tuple[ScheduledSlice, ...]
-    released: tuple[RequestId, ...]
     predicted_s: float = 0.0
     safepoints: Safepoints | None = None
-    resumes: bool = False
-    max_layers: int | None = None
     keeps_suspended: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """Suspended slices continue at their layer.
+
+    Attributes:
+        slices: as they were suspended, at least one. Other suspended slices are dropped.
+        num_layers: how many layers they run, at most those that are left. If fewer, they are suspended again.
+        predicted_s: the cost model's prediction for these layers.
+    """
+
+    slices: tuple[ScheduledSlice, ...]
+    num_layers: int
+    predicted_s: float
+    safepoints: Safepoints
+
+
+@dataclass(frozen=True, slots=True)
+class WaitForCopies:
+    """Nothing is computed; the executor waits until a copy in flight completes.
+
+    Attributes:
+        keeps_suspended: as for ``Compute``.
+    """
+
+    keeps_suspended: bool = False
+
+
+Work: TypeAlias = Compute | Resume | WaitForCopies
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopies:
+    """Copies that begin with a step.
+
+    Attributes:
+        checkpoint: from the device to the host.
+        restore: from the host to the device; they begin after those of ``checkpoint``.
+        blocking: copies of these directions complete before a slice is computed and are not reported. Other
+            copies run beside this step and later ones; no slice writes a block that is read, or uses one that
+            is written.
+    """
+
     checkpoint: tuple[BlockCopy, ...] = ()
     restore: tuple[BlockCopy, ...] = ()
-    blocking_copies: CopyDirections = CopyDirections.NONE
-    is_idle_until_copy: bool = False
+    blocking: CopyDirections = CopyDirections.NONE
 
     @property
     def stalls(self) -> bool:
-        """The slices wait for blocking copies."""
+        """The slices of the step wait for blocking copies."""
         return bool(
-            (CopyDirections.CHECKPOINT in self.blocking_copies and self.checkpoint)
-            or (CopyDirections.RESTORE in self.blocking_copies and self.restore)
+            (CopyDirections.CHECKPOINT in self.blocking and self.checkpoint)
+            or (CopyDirections.RESTORE in self.blocking and self.restore)
         )
+
+
+_NO_COPIES = BlockCopies()
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """What an executor does in one step: release, begin copies, admit, then work.
+
+    Attributes:
+        step: counts plans made, from 0.
+        admitted: requests that appear in a slice for the first time, or again after a failed step.
+        released: requests whose state the executor drops before it admits others.
+    """
+
+    step: int
+    work: Work
+    admitted: tuple[AdmittedRequest, ...] = ()
+    released: tuple[RequestId, ...] = ()
+    copies: BlockCopies = _NO_COPIES
+
+    @property
+    def slices(self) -> tuple[ScheduledSlice, ...]:
+        """What the step computes; empty if nothing."""
+        return () if isinstance(self.work, WaitForCopies) else self.work.slices
+
+    @property
+    def predicted_s(self) -> float:
+        """The cost model's prediction for the slices; 0 without a model or while waiting for copies."""
+        return 0.0 if isinstance(self.work, WaitForCopies) else self.work.predicted_s
+
+    @property
+    def safepoints(self) -> Safepoints | None:
+        """None if the step cannot be stopped."""
+        return None if isinstance(self.work, WaitForCopies) else self.work.safepoints
+
+    @property
+    def does_nothing(self) -> bool:
+        """Another plan would be the same, unless something arrives or ends."""
+        waits = isinstance(self.work, WaitForCopies)
+        return not (self.slices or waits or self.released or self.copies.checkpoint or self.copies.restore)
 
     @property
     def num_tokens(self) -> int:
@@ -120,8 +189,7 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class SampledToken:
+class SampledToken(NamedTuple):
     request_id: RequestId
     token_id: int
     logprobs: TokenLogprobs | None = None

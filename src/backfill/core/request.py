@@ -36,13 +36,13 @@ class PriorityLevel(Enum):
 class RequestStatus(Enum):
     WAITING = "waiting"  # not scheduled yet
     RUNNING = "running"  # holds blocks and takes part in steps
-    PREEMPTED = "preempted"  # holds no device blocks; KV that is not in host memory is recomputed
-    RESTORING = "restoring"  # holds device blocks while its KV is copied back to them; not in steps yet
+    PREEMPTED = "preempted"  # has run and holds no blocks; its KV stays cached until the blocks are needed
+    RESTORING = "restoring"  # holds device blocks while KV is copied to them; not in steps yet
     FINISHED = "finished"
 
 
 _LEGAL_MOVES: dict[RequestStatus, set[RequestStatus]] = {
-    RequestStatus.WAITING: {RequestStatus.RUNNING, RequestStatus.FINISHED},
+    RequestStatus.WAITING: {RequestStatus.RUNNING, RequestStatus.RESTORING, RequestStatus.FINISHED},
     RequestStatus.RUNNING: {RequestStatus.PREEMPTED, RequestStatus.FINISHED},
     RequestStatus.PREEMPTED: {RequestStatus.RUNNING, RequestStatus.RESTORING, RequestStatus.FINISHED},
     RequestStatus.RESTORING: {RequestStatus.RUNNING, RequestStatus.PREEMPTED, RequestStatus.FINISHED},
@@ -66,7 +66,7 @@ class Request:
     Progress is one variable: ``0 <= num_computed_tokens <= num_tokens``. The KV of the tokens in
     ``[num_computed_tokens, num_tokens)`` is not computed yet; computing the last of them yields the next
     output token. Prefill, a chunk of it, decode and recomputation differ only in this range. While the
-    request is preempted, its computed tokens are those with KV in host memory.
+    request holds no blocks, its computed tokens are those that the KV cache had when it was last asked.
     """
 
     request_id: RequestId
@@ -77,6 +77,9 @@ class Request:
     complete_by_s: float | None = None  # end of an offline request's completion window, on the engine's clock
     priority: int = 0  # lower is sooner, within a class
     arrived_at_s: float = 0.0  # on the engine's clock
+    owner: str = field(default="", repr=False)  # whose prefix cache it uses; empty without API keys
+    # Requests share cached prefixes only with requests of the same salt.
+    cache_salt: str = field(default="", repr=False)
     output_token_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
     status: RequestStatus = RequestStatus.WAITING
@@ -84,7 +87,9 @@ class Request:
     first_scheduled_at_s: float | None = None
     last_token_at_s: float | None = None
     num_ever_computed_tokens: int = 0  # maximum so far of num_computed_tokens; tokens below it are recomputed
+    num_cached_tokens: int = 0  # prompt tokens that it found in the prefix cache
     num_preemptions: int = 0
+    num_prefix_waits: int = 0  # steps in which it waited for others to compute its next block
     was_retried: bool = False  # it was in a step that failed, and runs once more
     # Stored, not derived: a step reads each of them for every running request.
     priority_level: PriorityLevel = field(init=False)

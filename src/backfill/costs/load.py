@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from backfill.core.plan import ScheduledSlice
@@ -39,6 +39,13 @@ class StepLoad:
             self.decode_context_tokens += start
         else:
             self._add(start, num_tokens, samples, 1)
+
+    def put_decodes(self, starts: Sequence[int]) -> None:
+        """``put`` of one token after each of these numbers of cached ones, at least one."""
+        self.num_tokens += len(starts)
+        self.num_requests += len(starts)
+        self.num_sampled += len(starts)
+        self.decode_context_tokens += sum(starts)
 
     def take(self, start: int, num_tokens: int, samples: bool) -> None:
         """Undo a ``put`` of the same arguments."""

@@ -13,7 +13,15 @@ from typing import Protocol
 from backfill.core.block import BlockCopy, BlockRef, pack_block_ref
 from backfill.core.clock import Clock
 from backfill.core.errors import ConfigError
-from backfill.core.plan import AdmittedRequest, CopyDirections, ScheduledSlice, StepOutcome, StepPlan
+from backfill.core.plan import (
+    AdmittedRequest,
+    BlockCopies,
+    Compute,
+    CopyDirections,
+    ScheduledSlice,
+    StepOutcome,
+    StepPlan,
+)
 from backfill.core.request import RequestId
 from backfill.core.sampling import SamplingParams
 from backfill.costs.fit import TimedStep, cross_validated_error, fit_error, fit_few_steps
@@ -23,7 +31,7 @@ from backfill.costs.profile import CopySpeed, CostProfile, ProfileKey, Quality
 Slice = tuple[int, int, bool]  # start, number of tokens, samples
 Shape = tuple[Slice, ...]
 
-_EMPTY_PLAN = StepPlan(step=0, admitted=(), slices=(), released=())
+_EMPTY_PLAN = StepPlan(step=0, work=Compute(slices=()))
 _PROMPT_TOKEN = 5
 _SEED = 0
 _COPIED_BLOCKS = 64
@@ -288,7 +296,7 @@ class _StepTimer:
             ScheduledSlice(request_id, start, count, table, samples)
             for request_id, (start, count, samples), table in zip(request_ids, shape, blocks, strict=True)
         )
-        plan = replace(_EMPTY_PLAN, slices=slices)
+        plan = replace(_EMPTY_PLAN, work=Compute(slices))
         began_s = self.clock.now_s()
         self.executor.run(plan)
         seconds = self.clock.now_s() - began_s
@@ -303,8 +311,11 @@ def _time_copies(executor: RunsPlans, clock: Clock, capacity: Capacity) -> CopyS
         return None
     copies = tuple(BlockCopy(index, index) for index in range(count))
     plans = (
-        replace(_EMPTY_PLAN, checkpoint=copies, blocking_copies=CopyDirections.CHECKPOINT),
-        replace(_EMPTY_PLAN, restore=copies, blocking_copies=CopyDirections.RESTORE),
+        replace(_EMPTY_PLAN, copies=begun)
+        for begun in (
+            BlockCopies(checkpoint=copies, blocking=CopyDirections.CHECKPOINT),
+            BlockCopies(restore=copies, blocking=CopyDirections.RESTORE),
+        )
     )
     speeds = []
     for plan in plans:

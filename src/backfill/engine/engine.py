@@ -11,15 +11,14 @@ from typing import TYPE_CHECKING, cast
 from backfill.core.clock import Clock
 from backfill.core.config import SchedulerConfig
 from backfill.core.errors import RequestError
-from backfill.core.plan import Safepoints, StepOutcome, StepPlan
+from backfill.core.plan import Compute, Resume, Safepoints, StepOutcome, StepPlan
 from backfill.core.request import FinishReason, Request, RequestId, ServiceClass
 from backfill.costs.load import StepLoad
 from backfill.costs.model import CostModel
 from backfill.costs.profile import CostProfile
 from backfill.engine.messages import ClassStats, EngineStats, StepKind, StepStats, TokenOutput
 from backfill.execution.executor import Executor, StoppableExecutor
-from backfill.kvcache.block_manager import BlockManager
-from backfill.kvcache.host_tier import blocking_copies
+from backfill.kvcache.create import create_kv_cache
 from backfill.scheduling.arrival import ArrivedPrompt, RunningStep, should_stop
 from backfill.scheduling.create import create_policy
 from backfill.scheduling.objectives import server_slo
@@ -56,9 +55,7 @@ class Engine:
         self.default_slo = server_slo(config, cost)
         self.scheduler = Scheduler(
             config,
-            BlockManager(
-                info.num_blocks, info.block_size, info.num_host_blocks, blocking=blocking_copies(config)
-            ),
+            create_kv_cache(config, info.num_blocks, info.block_size, info.num_host_blocks),
             create_policy(config, cost, can_stop=info.can_stop),
             cost=cost,
             block_copy_s=None if profile is None else profile.block_copy_s(info.block_bytes),
@@ -139,7 +136,7 @@ class Engine:
         outputs = self.admit_arrived()
         planning_at = time.perf_counter()
         plan = self.scheduler.plan_step(self._clock.now_s())
-        self._is_stalled = not plan.slices and not plan.is_idle_until_copy
+        self._is_stalled = plan.does_nothing
         started_at_s = self._step_started_at_s = self._clock.now_s()
         self._running_plan = plan
         if self._arrived:  # while the plan was made; they are not in it
@@ -160,7 +157,8 @@ class Engine:
         stop_latency_s = self._stop_latency_s(plan, outcome)
         if stop_latency_s is not None:
             self.num_stopped_steps += 1
-        if plan.slices and not (outcome.stopped or plan.resumes or plan.stalls):
+        is_whole = isinstance(plan.work, Compute) and not outcome.stopped
+        if plan.slices and is_whole and not plan.copies.stalls:
             self.scheduler.policy.observe(plan.predicted_s, now_s - started_at_s)
             if self._refiner is not None:
                 self._refiner.observe(plan, now_s - started_at_s)
@@ -200,18 +198,22 @@ class Engine:
     def stats(self) -> EngineStats:
         """State and totals now, and the step since the last call."""
         scheduler = self.scheduler
-        counts = scheduler.count_by_class()
+        counts, blocks = scheduler.count_by_class(), scheduler.kv.counts
         classes = {each: ClassStats(*counts[each], scheduler.counters[each].copy()) for each in ServiceClass}
         step, self._last_step = self._last_step, _NO_STEP
         return EngineStats(
             online=classes[ServiceClass.ONLINE],
             offline=classes[ServiceClass.OFFLINE],
-            kv_usage_frac=scheduler.blocks.usage_frac,
-            num_free_blocks=scheduler.blocks.num_free_blocks,
-            num_checkpointed_blocks=scheduler.blocks.num_checkpointed_blocks,
-            host_kv_usage_frac=scheduler.blocks.host_usage_frac,
+            kv_usage_frac=blocks.referenced / scheduler.kv.num_blocks,
+            num_checkpointed_blocks=scheduler.kv.num_checkpointed_blocks,
+            host_kv_usage_frac=scheduler.kv.host_usage_frac,
             num_stopped_steps=self.num_stopped_steps,
             step=step,
+            num_empty_blocks=blocks.empty,
+            num_cached_blocks=blocks.cached,
+            num_cached_copied_blocks=blocks.cached_with_copy,
+            num_referenced_blocks=blocks.referenced,
+            num_protected_blocks=blocks.protected,
         )
 
     def _stop_requested_at_s(self, plan: StepPlan) -> float | None:
@@ -227,7 +229,7 @@ class Engine:
 
     def _running_step(self, plan: StepPlan, points: Safepoints, cost: CostModel) -> RunningStep:
         online = StepLoad.of_slices(each for each in plan.slices if not each.preemptible)
-        num_layers = plan.max_layers or self.executor.info.num_layers
+        num_layers = plan.work.num_layers if isinstance(plan.work, Resume) else self.executor.info.num_layers
         scale = self.scheduler.policy.time_scale
         return RunningStep(
             started_at_s=self._step_started_at_s,
@@ -275,4 +277,5 @@ def _token_output(committed: CommittedToken) -> TokenOutput:
         stop_token_id=committed.stop_token_id,
         first_scheduled_at_s=request.first_scheduled_at_s,
         num_preemptions=request.num_preemptions,
+        num_cached_tokens=request.num_cached_tokens,
     )

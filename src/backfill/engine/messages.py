@@ -66,7 +66,7 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tr
         finish_reason: set on the last output.
         stop_token_id: the requested stop token that ended the request.
         message: why the request failed.
-        first_scheduled_at_s, num_preemptions: set on the first and the last output only.
+        first_scheduled_at_s, num_preemptions, num_cached_tokens: set on the first and the last output only.
         num_lost: requests in the failed step that ended this one; 0 without one.
     """
 
@@ -79,6 +79,7 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tr
     first_scheduled_at_s: float | None = None
     num_preemptions: int = 0
     num_lost: int = 0
+    num_cached_tokens: int = 0
 
 
 class ClassStats(msgspec.Struct, frozen=True, array_like=True):
@@ -117,18 +118,29 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     """State, totals since start, and the step since the last report (of kind none without one).
 
     Attributes:
-        num_checkpointed_blocks: device blocks with a copy in host memory, complete or in flight.
+        kv_usage_frac: share of the device's blocks in use; content that is only cached does not count.
+        num_checkpointed_blocks: device blocks in use with a copy in host memory, complete or in flight.
         host_kv_usage_frac: share of the host's blocks in use; 0 without any.
+        num_empty_blocks: device blocks without content.
+        num_cached_copied_blocks: device blocks of preempted requests with a copy in host memory, complete
+            or in flight.
+        num_protected_blocks: device blocks with content that is kept for online requests.
+        num_cached_blocks: other device blocks with content that no request uses.
+        num_referenced_blocks: device blocks in use, by requests or by copies.
     """
 
     online: ClassStats
     offline: ClassStats
     kv_usage_frac: float
-    num_free_blocks: int
     num_checkpointed_blocks: int
     host_kv_usage_frac: float
     num_stopped_steps: int
     step: StepStats
+    num_empty_blocks: int = 0
+    num_cached_blocks: int = 0
+    num_cached_copied_blocks: int = 0
+    num_referenced_blocks: int = 0
+    num_protected_blocks: int = 0
 
 
 class StepReport(msgspec.Struct, tag=True, frozen=True):

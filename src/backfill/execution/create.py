@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import replace
 
 import torch
 
 from backfill.core.block import KVLayout, pack_block_ref
 from backfill.core.config import GIB, EngineConfig
 from backfill.core.errors import ConfigError, InsufficientMemory
-from backfill.core.plan import AdmittedRequest, ScheduledSlice, StepPlan
+from backfill.core.plan import AdmittedRequest, Compute, ScheduledSlice, StepPlan
 from backfill.core.request import RequestId
 from backfill.core.sampling import SamplingParams
 from backfill.execution.copies import BlockCopier, create_copier
@@ -212,7 +211,7 @@ def _warm_up(executor: TorchExecutor) -> None:
     blocks = tuple(pack_block_ref(index) for index in range(-(-(num_tokens + 1) // info.block_size)))
     admitted = AdmittedRequest(request_id, (0,) * num_tokens, SamplingParams(max_tokens=2, temperature=0.0))
     prefill = ScheduledSlice(request_id, 0, num_tokens, blocks, samples=True)
-    decode = replace(prefill, start=num_tokens, num_tokens=1)
-    executor.run(StepPlan(step=0, admitted=(admitted,), slices=(prefill,), released=()))
-    executor.run(StepPlan(step=1, admitted=(), slices=(decode,), released=()))
-    executor.run(StepPlan(step=2, admitted=(), slices=(), released=(request_id,)))
+    decode = prefill._replace(start=num_tokens, num_tokens=1)
+    executor.run(StepPlan(step=0, work=Compute((prefill,)), admitted=(admitted,)))
+    executor.run(StepPlan(step=1, work=Compute((decode,))))
+    executor.run(StepPlan(step=2, work=Compute(slices=()), released=(request_id,)))

@@ -3,19 +3,40 @@
 from __future__ import annotations
 
 import math
+import zlib
 from collections import deque
 from typing import Protocol
 
 from backfill.core.block import BlockCopy
 from backfill.core.clock import VirtualClock
-from backfill.core.plan import CopyDirections, SampledToken, ScheduledSlice, StepOutcome, StepPlan
+from backfill.core.plan import (
+    BlockCopies,
+    Compute,
+    CopyDirections,
+    Resume,
+    SampledToken,
+    ScheduledSlice,
+    StepOutcome,
+    StepPlan,
+    WaitForCopies,
+)
 from backfill.core.request import RequestId
 from backfill.costs.load import StepLoad
 from backfill.costs.model import CostModel
 from backfill.costs.profile import CopySpeed
 from backfill.execution.executor import ExecutorInfo
 
-_SAMPLED_TOKEN = 5  # any id that ends no output; lengths come from each request's max_tokens
+
+def hashed_token(request_id: RequestId, position: int, info: ExecutorInfo) -> int:
+    """A token id that depends on its request and its position in it, the same in every process.
+
+    Equal tokens would let requests share cached KV. End tokens are left out: outputs have the lengths that
+    their requests ask for.
+    """
+    token_id = zlib.crc32(f"{request_id} {position}".encode()) % info.vocab_size
+    while token_id in info.end_token_ids:
+        token_id = (token_id + 1) % info.vocab_size
+    return token_id
 
 
 class StepEvents(Protocol):
@@ -34,7 +55,7 @@ class SimulatedExecutor:
     A step's time is spread evenly over the layers. Events that fall into a step with safepoints are delivered
     at their instants, and may call ``request_stop``; those of other steps wait for the step's end. Copies run
     one after another, in both directions over one link, beside the steps.
-    Without ``copies`` there is no host pool.
+    Without ``copies`` there is no host pool. Sampled tokens are ``hashed_token``.
     """
 
     def __init__(
@@ -59,13 +80,18 @@ class SimulatedExecutor:
             self._num_tokens.pop(request_id, None)
         for admitted in plan.admitted:
             self._num_tokens[admitted.request_id] = len(admitted.prompt_token_ids)
-        self._begin_copies(plan)
-        if not plan.slices:
-            if plan.is_idle_until_copy:
+        self._begin_copies(plan.copies)
+        match plan.work:
+            case WaitForCopies():
                 self._wait(self._copies[0][0] - self._clock.now_s())
-            return StepOutcome((), completed_copies=self._take_completed_copies())
-        first = self._suspended_at if plan.resumes else 0
-        stopped_at = self._pass_layers(plan, first)
+                return StepOutcome((), completed_copies=self._take_completed_copies())
+            case Compute(slices=()):
+                return StepOutcome((), completed_copies=self._take_completed_copies())
+            case Compute():
+                first, last = 0, self.info.num_layers
+            case Resume(num_layers=num_layers):
+                first, last = self._suspended_at, self._suspended_at + num_layers
+        stopped_at = self._pass_layers(plan, first, last)
         if stopped_at is None:
             return StepOutcome(self._sample(plan.slices), completed_copies=self._take_completed_copies())
         stopped_at_s = self._clock.now_s()
@@ -84,18 +110,18 @@ class SimulatedExecutor:
             completed_copies=self._take_completed_copies(),
         )
 
-    def _begin_copies(self, plan: StepPlan) -> None:
-        """Queue the plan's copies; wait for the blocking ones."""
-        for kind, copies in (
-            (CopyDirections.CHECKPOINT, plan.checkpoint),
-            (CopyDirections.RESTORE, plan.restore),
+    def _begin_copies(self, copies: BlockCopies) -> None:
+        """Queue the copies; wait for the blocking ones."""
+        for kind, of_kind in (
+            (CopyDirections.CHECKPOINT, copies.checkpoint),
+            (CopyDirections.RESTORE, copies.restore),
         ):
-            for copy in copies:
+            for copy in of_kind:
                 began_s = max(self._copying_until_s, self._clock.now_s())
                 self._copying_until_s = began_s + self._copy_s(kind)
-                if kind not in plan.blocking_copies:
+                if kind not in copies.blocking:
                     self._copies.append((self._copying_until_s, copy))
-            if copies and kind in plan.blocking_copies:
+            if of_kind and kind in copies.blocking:
                 self._wait(self._copying_until_s - self._clock.now_s())
 
     def _copy_s(self, kind: CopyDirections) -> float:
@@ -110,10 +136,12 @@ class SimulatedExecutor:
             completed.append(self._copies.popleft()[1])
         return tuple(completed)
 
-    def _pass_layers(self, plan: StepPlan, first: int) -> int | None:
-        """Advance the clock through the layers; returns the layer before which slices stopped, or None."""
+    def _pass_layers(self, plan: StepPlan, first: int, last: int) -> int | None:
+        """Advance the clock through layers ``[first, last)``.
+
+        Returns: the layer before which slices stopped; None if they passed all of the model's layers.
+        """
         num_layers, points, events = self.info.num_layers, plan.safepoints, self.events
-        last = num_layers if plan.max_layers is None else min(num_layers, first + plan.max_layers)
         layer_s = self._seconds(plan.slices) / num_layers
         began_s = self._clock.now_s()
         ends_at_s = began_s + (last - first) * layer_s
@@ -137,8 +165,9 @@ class SimulatedExecutor:
         sampled = []
         for scheduled in slices:
             if scheduled.samples:
-                self._num_tokens[scheduled.request_id] += 1
-                sampled.append(SampledToken(scheduled.request_id, _SAMPLED_TOKEN))
+                request_id, position = scheduled.request_id, self._num_tokens[scheduled.request_id]
+                self._num_tokens[request_id] = position + 1
+                sampled.append(SampledToken(request_id, hashed_token(request_id, position, self.info)))
         return tuple(sampled)
 
     def _wait(self, seconds: float) -> None:

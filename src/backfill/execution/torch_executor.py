@@ -10,7 +10,15 @@ from torch import Tensor
 
 from backfill.core.block import BlockCopy
 from backfill.core.clock import WallClock
-from backfill.core.plan import SampledToken, ScheduledSlice, StepOutcome, StepPlan
+from backfill.core.plan import (
+    Compute,
+    Resume,
+    SampledToken,
+    ScheduledSlice,
+    StepOutcome,
+    StepPlan,
+    WaitForCopies,
+)
 from backfill.core.request import RequestId
 from backfill.execution.batch import FlatBatch, build_batch
 from backfill.execution.copies import BlockCopier
@@ -69,26 +77,29 @@ class TorchExecutor:
     def run(self, plan: StepPlan) -> StepOutcome:
         for request_id in plan.released:
             self._states.pop(request_id, None)
+        work, copies = plan.work, plan.copies
         if self._copier is not None:
             # Before anything that may fail: the copies of a failed step count as begun.
-            self._copier.begin(plan.checkpoint, plan.restore, plan.blocking_copies)
+            self._copier.begin(copies.checkpoint, copies.restore, copies.blocking)
         else:
-            assert not (plan.checkpoint or plan.restore), "there is no host pool to copy to and from"
+            assert not (copies.checkpoint or copies.restore), "there is no host pool to copy to and from"
         for admitted in plan.admitted:
             self._states[admitted.request_id] = RequestState(admitted)
-        if not (plan.keeps_suspended or plan.resumes):
+        if not (isinstance(work, Resume) or work.keeps_suspended):
             self._suspended = None
-        if not plan.slices:
-            if plan.is_idle_until_copy and self._copier is not None:
-                self._copier.wait(_MAX_WAIT_S)
-            return StepOutcome(sampled=(), completed_copies=self._take_completed_copies())
-        if plan.resumes:
-            running = self._resumed(plan.slices)
-        else:
-            batch = self._batch_of(plan.slices)
-            state = self._model.embed(batch.token_ids, batch.attention)
-            running = _Pass(plan.slices, batch, state, layers_done=0)
-        stopped, stopped_at_s = self._run_layers(running, plan)
+        match work:
+            case WaitForCopies():
+                if self._copier is not None:
+                    self._copier.wait(_MAX_WAIT_S)
+                return StepOutcome(sampled=(), completed_copies=self._take_completed_copies())
+            case Compute(slices=()):
+                return StepOutcome(sampled=(), completed_copies=self._take_completed_copies())
+            case Compute(slices=slices):
+                running, last = self._embedded(slices), self._model.num_layers
+            case Resume(slices=slices, num_layers=num_layers):
+                running = self._resumed(slices)
+                last = running.layers_done + num_layers
+        stopped, stopped_at_s = self._run_layers(running, plan, last)
         sampled = self._sample(running)
         # Last: if the step failed after this, completed copies would not be reported.
         completed = self._take_completed_copies()
@@ -108,14 +119,16 @@ class TorchExecutor:
     def _take_completed_copies(self) -> tuple[BlockCopy, ...]:
         return () if self._copier is None else self._copier.take_completed()
 
-    def _run_layers(self, running: _Pass, plan: StepPlan) -> tuple[_Pass | None, float | None]:
-        """Run the pass to its end; returns the slices that were stopped, as a pass, and when."""
+    def _run_layers(self, running: _Pass, plan: StepPlan, last: int) -> tuple[_Pass | None, float | None]:
+        """Run the pass to its end, its preemptible slices to layer ``last`` at most.
+
+        Returns: the slices that were stopped, as a pass, and when.
+        """
         model, points = self._model, plan.safepoints
         first = running.layers_done
         stopped: _Pass | None = None
         stopped_at_s: float | None = None
         queued: torch.cuda.Event | None = None
-        last = model.num_layers if plan.max_layers is None else min(model.num_layers, first + plan.max_layers)
         while running.slices and running.layers_done < model.num_layers:
             layer = running.layers_done
             if points is not None and stopped is None and layer > first:
@@ -154,6 +167,11 @@ class TorchExecutor:
             running.slices, running.batch, running.state = kept.slices, kept.batch, kept.state
         self._suspended = taken if suspends else None
         return taken
+
+    def _embedded(self, slices: tuple[ScheduledSlice, ...]) -> _Pass:
+        """A pass of the slices before its first layer."""
+        batch = self._batch_of(slices)
+        return _Pass(slices, batch, self._model.embed(batch.token_ids, batch.attention), layers_done=0)
 
     def _resumed(self, slices: tuple[ScheduledSlice, ...]) -> _Pass:
         """The suspended pass with the resumed slices only."""

@@ -31,6 +31,7 @@ class GenerationRequest:
         samplings: one a choice; the choices of the first prompt come first.
         slo: None for the engine's default, and for offline requests.
         complete_by_s: end of an offline request's completion window, on the monotonic clock.
+        owner, cache_salt: who shares cached prefixes with it (``core.request.Request``). Never logged.
     """
 
     prompts: list[list[int]]
@@ -42,6 +43,8 @@ class GenerationRequest:
     priority: int = 0
     slo: SLO | None = None
     complete_by_s: float | None = None
+    owner: str = field(default="", repr=False)
+    cache_salt: str = field(default="", repr=False)
 
     @property
     def num_choices(self) -> int:
@@ -65,7 +68,8 @@ class TextDelta:
     """The text of one output token.
 
     ``text`` is empty while a character or a stop string is incomplete. ``waited_s`` is the time since the
-    previous token, and for the first token since the request's arrival.
+    previous token, and for the first token since the request's arrival. ``num_cached_tokens`` counts the
+    request's prompt tokens that were found in the prefix cache, as the engine last reported it.
     """
 
     text: str
@@ -74,6 +78,7 @@ class TextDelta:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the stop token or stop string that ended the output
     waited_s: float = 0.0
+    num_cached_tokens: int = 0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -88,6 +93,7 @@ class RequestRecord:
     finish_reason: FinishReason = FinishReason.ABORT  # unless the output ends otherwise
     num_output_tokens: int = 0
     num_preemptions: int = 0
+    num_cached_tokens: int = 0
     first_scheduled_at_s: float | None = None
     first_token_at_s: float | None = None
     last_token_at_s: float | None = None
@@ -149,6 +155,8 @@ class TextGenerator:
                         slo=request.slo,
                         complete_by_s=request.complete_by_s,
                         priority=request.priority,
+                        owner=request.owner,
+                        cache_salt=request.cache_salt,
                         arrived_at_s=arrived_at_s,
                     ),
                     group,
@@ -210,7 +218,15 @@ def _delta(
             finish_reason, stop_reason = FinishReason.STOP, found
         elif finish_reason is not None:
             shown += stops.flush()
-    return TextDelta(shown, output.token_id, output.logprobs, finish_reason, stop_reason, timeline.waited_s)
+    return TextDelta(
+        shown,
+        output.token_id,
+        output.logprobs,
+        finish_reason,
+        stop_reason,
+        timeline.waited_s,
+        timeline.record.num_cached_tokens,
+    )
 
 
 class _Timeline:
@@ -232,17 +248,24 @@ class _Timeline:
         """Yield the outputs. Raises: BackfillError for one that refuses the request."""
         async with aclosing(outputs):
             async for output in outputs:
-                self.record.num_preemptions = output.num_preemptions
-                if output.first_scheduled_at_s is not None:
-                    self.record.first_scheduled_at_s = output.first_scheduled_at_s
                 if output.token_id is None:
                     raise BackfillError(output.message or "The engine failed.")
+                self._take_counts(output)
                 self._count_token()
                 yield output
 
     def close(self) -> None:
         self.record.finished_at_s = time.monotonic()
         self._observer.on_finished(self.record)
+
+    def _take_counts(self, output: TokenOutput) -> None:
+        record = self.record
+        if record.num_output_tokens > 0 and output.finish_reason is None:
+            return  # only the first and the last output have them
+        record.num_preemptions = output.num_preemptions
+        record.num_cached_tokens = output.num_cached_tokens
+        if output.first_scheduled_at_s is not None:
+            record.first_scheduled_at_s = output.first_scheduled_at_s
 
     def _count_token(self) -> None:
         now_s, record = time.monotonic(), self.record

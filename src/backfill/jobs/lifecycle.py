@@ -344,6 +344,7 @@ class BatchDriver:
                 done=job.log.done,
                 names_only=names_only,
                 complete_by_s=job.deadline_s,
+                owner=job.batch.owner,
             )
         )
 

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Protocol
 
 from backfill.core.config import CheckpointingName
-from backfill.core.request import Request
-
-SortKey: TypeAlias = tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,8 +14,9 @@ class PoolView:
     """What a checkpoint policy sees.
 
     Attributes:
-        num_blocks, num_free: of the device's pool.
-        num_checkpointed: device blocks that have a host copy, complete or in flight.
+        num_blocks: of the device's pool.
+        num_free: those that hold neither a running request's KV nor what a preempted one lacks a copy of.
+        num_checkpointed: the others that have a host copy, complete or in flight.
     """
 
     num_blocks: int
@@ -27,7 +25,7 @@ class PoolView:
 
 
 class CheckpointPolicy(Protocol):
-    """Decides how many blocks are checkpointed before a step, whose, and what a full host pool evicts."""
+    """Decides how many blocks of running requests are checkpointed before a step."""
 
     name: CheckpointingName
     checkpoints_at_preemption: bool  # a preempted request's other blocks are checkpointed then
@@ -36,34 +34,8 @@ class CheckpointPolicy(Protocol):
         """Most blocks to begin checkpointing before the next step."""
         ...
 
-    def checkpoint_key(self, request: Request) -> SortKey:
-        """All blocks of the candidate with the least key are checkpointed first."""
-        ...
 
-    def eviction_key(self, request: Request, *, on_device: bool) -> SortKey:
-        """When the host's pool is full, copies of the request with the greatest key are evicted first.
-
-        For a preempted request, only copies of requests with a greater key than its own are evicted.
-        """
-        ...
-
-
-class _PriorityOrder:
-    """The keys of all policies: by priority."""
-
-    def checkpoint_key(self, request: Request) -> SortKey:
-        """The least urgent request first, because it is preempted first."""
-        return (-request.priority_level.value, *(-part for part in request.order_key))
-
-    def eviction_key(self, request: Request, *, on_device: bool) -> SortKey:
-        """Copies of requests on the device first: their KV is not lost. Of these the most urgent request's,
-        which is preempted last. Of preempted requests the least urgent class's.
-        """
-        level = request.priority_level.value
-        return (on_device, -level if on_device else level)
-
-
-class NoCheckpoints(_PriorityOrder):
+class NoCheckpoints:
     """Preempted requests are recomputed."""
 
     name: CheckpointingName = "none"
@@ -73,7 +45,7 @@ class NoCheckpoints(_PriorityOrder):
         return 0
 
 
-class SwapAtPreemption(_PriorityOrder):
+class SwapAtPreemption:
     """A request is checkpointed when it is preempted, and the step waits: what swapping engines do."""
 
     name: CheckpointingName = "swap"
@@ -83,7 +55,7 @@ class SwapAtPreemption(_PriorityOrder):
         return 0
 
 
-class EagerCheckpoints(_PriorityOrder):
+class EagerCheckpoints:
     """Every block as soon as it is full."""
 
     name: CheckpointingName = "eager"
@@ -93,7 +65,7 @@ class EagerCheckpoints(_PriorityOrder):
         return view.num_blocks
 
 
-class AdaptiveCheckpoints(_PriorityOrder):
+class AdaptiveCheckpoints:
     """Keeps a share of the used blocks checkpointed. The share grows with the use of the pool.
 
     It is 0 below ``begins_at`` and 1 from ``complete_at`` on, linear in between (the shape of random early

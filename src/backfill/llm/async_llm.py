@@ -88,6 +88,7 @@ class AsyncLLM(BaseLLM):
         Closing the iterator early aborts the request.
 
         Args:
+            prompt: as for ``LLM.generate``.
             request_id: of the outputs, and for ``abort``; None generates one.
             service_class: "online" has objectives; "offline" uses the capacity that online requests leave.
             priority: lower is sooner, within a class.
@@ -116,12 +117,14 @@ class AsyncLLM(BaseLLM):
         service_class: ServiceClassName = "online",
         priority: int = 0,
         slo: SLO | None = None,
+        cache_salt: str | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """``generate`` for a conversation, with the model's chat template.
 
         Args:
             continue_final_message: continue the last message, which must be the assistant's.
             chat_template_kwargs: variables of the template.
+            cache_salt: only requests of the same salt share cached prefixes.
         """
 
         def prompt_of(preparer: Preparer) -> PromptInput:
@@ -131,7 +134,7 @@ class AsyncLLM(BaseLLM):
                 continue_final_message=continue_final_message,
                 chat_template_kwargs=chat_template_kwargs,
             )
-            return PromptInput(text=text)
+            return PromptInput(text=text, cache_salt=cache_salt)
 
         return self._stream(
             prompt_of,

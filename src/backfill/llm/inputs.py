@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any, TypeAlias, TypedDict, TypeVar
+from typing import Any, NotRequired, TypeAlias, TypedDict, TypeVar
 
 from backfill.llm.errors import InvalidRequest, in_library_terms
 
 
 class TextPrompt(TypedDict):
     prompt: str
+    cache_salt: NotRequired[str]
 
 
 class TokensPrompt(TypedDict):
     prompt_token_ids: list[int]
+    cache_salt: NotRequired[str]
 
 
 Prompt: TypeAlias = str | Sequence[int] | TextPrompt | TokensPrompt
@@ -24,15 +26,18 @@ Conversation: TypeAlias = Sequence[Message]
 
 PerPrompt = TypeVar("PerPrompt")
 
-_PROMPT_FORMS = 'text, a list of token ids, {"prompt": text} or {"prompt_token_ids": [...]}'
+_PROMPT_FORMS = (
+    'text, a list of token ids, {"prompt": text} or {"prompt_token_ids": [...]}, both also with "cache_salt"'
+)
 
 
 @dataclass(frozen=True, slots=True)
 class PromptInput:
-    """One prompt, as text or as token ids."""
+    """One prompt, as text or as token ids. Its salt is not checked yet."""
 
     text: str | None = None
     token_ids: list[int] | None = None
+    cache_salt: str | None = None
 
 
 def parse_prompts(prompts: Prompt | Sequence[Prompt]) -> list[PromptInput]:
@@ -91,10 +96,12 @@ def _parse_prompt(prompt: Any) -> PromptInput | None:
         return PromptInput(text=prompt)
     if isinstance(prompt, Mapping):
         match dict(prompt):
-            case {"prompt": str() as text, **others} if not others:
-                return PromptInput(text=text)
-            case {"prompt_token_ids": ids, **others} if not others and _is_list(ids) and _are_integers(ids):
-                return PromptInput(token_ids=[int(token_id) for token_id in ids])
+            case {"prompt": str() as text, **others} if others.keys() <= {"cache_salt"}:
+                return PromptInput(text=text, cache_salt=others.get("cache_salt"))
+            case {"prompt_token_ids": ids, **others} if others.keys() <= {"cache_salt"}:
+                if _is_list(ids) and _are_integers(ids):
+                    token_ids = [int(token_id) for token_id in ids]
+                    return PromptInput(token_ids=token_ids, cache_salt=others.get("cache_salt"))
         return None
     if _is_list(prompt) and _are_integers(prompt):
         return PromptInput(token_ids=[int(token_id) for token_id in prompt])

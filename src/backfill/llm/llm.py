@@ -93,7 +93,8 @@ class LLM(BaseLLM):
         All prompts are checked before any runs. KeyboardInterrupt aborts the requests and leaves the engine.
 
         Args:
-            prompts: text, token ids, ``{"prompt": text}``, ``{"prompt_token_ids": [...]}``, or a list.
+            prompts: text, token ids, ``{"prompt": text}``, ``{"prompt_token_ids": [...]}``, or a list. A dict
+                may have a ``cache_salt``: only requests of the same salt share cached prefixes.
             sampling_params: one for all prompts, or one for each; None for the model's.
             use_tqdm: show a bar on standard error; a callable replaces ``tqdm.auto``'s.
             priority: one for each prompt; lower is sooner.
@@ -112,12 +113,15 @@ class LLM(BaseLLM):
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         priority: Sequence[int] | None = None,
+        cache_salt: str | Sequence[str | None] | None = None,
     ) -> list[RequestOutput]:
         """``generate`` for one conversation or a list of them, with the model's chat template.
 
         Args:
             continue_final_message: continue the last message, which must be the assistant's.
             chat_template_kwargs: variables of the template.
+            cache_salt: one for all conversations, or one for each; only requests of the same salt share
+                cached prefixes.
         """
         with in_library_terms():
             texts = [
@@ -129,7 +133,8 @@ class LLM(BaseLLM):
                 )
                 for conversation in parse_conversations(messages)
             ]
-        prompts = [PromptInput(text=text) for text in texts]
+        salts: list[str | None] = one_each(cache_salt, len(texts), "cache_salt")
+        prompts = [PromptInput(text, cache_salt=salt) for text, salt in zip(texts, salts, strict=True)]
         # The template writes the special tokens.
         return self._run(prompts, sampling_params, use_tqdm, priority, add_special_tokens=False)
 

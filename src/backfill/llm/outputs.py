@@ -75,6 +75,7 @@ class RequestOutput:
     Attributes:
         prompt: the prompt's text; None if token ids were given.
         finished: this is the request's last output.
+        num_cached_tokens: prompt tokens that were found in the prefix cache; None before the first token.
     """
 
     request_id: str
@@ -83,6 +84,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     metrics: RequestMetrics
+    num_cached_tokens: int | None = None
 
 
 @dataclass(slots=True)
@@ -94,12 +96,14 @@ class OutputSoFar:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     cumulative_logprob: float = 0.0
+    num_cached_tokens: int | None = None  # None before the first token
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
     def add(self, delta: TextDelta, tokenizer: Tokenizer) -> None:
         self.text += delta.text
         self.token_ids.append(delta.token_id)
+        self.num_cached_tokens = delta.num_cached_tokens
         if delta.logprobs is not None and self.logprobs is not None:
             self.logprobs.append(logprobs_by_token(delta.token_id, delta.logprobs, tokenizer))
             self.cumulative_logprob += delta.logprobs.logprob

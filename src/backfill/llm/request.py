@@ -9,6 +9,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+from backfill.core.cache_salt import check_cache_salt
 from backfill.core.config import SchedulerConfig
 from backfill.core.errors import RequestAborted
 from backfill.core.request import ServiceClass
@@ -104,6 +105,8 @@ class Preparer:
         if type(priority) is not int or abs(priority) > _MAX_PRIORITY:
             allowed = f"an integer between {-_MAX_PRIORITY} and {_MAX_PRIORITY}"
             raise InvalidRequest(f"priority must be {allowed}, got {priority!r:.80}.", param="priority")
+        if prompt.cache_salt is not None:
+            check_cache_salt(prompt.cache_salt)
         token_ids = prompt.token_ids
         if token_ids is None:
             assert prompt.text is not None
@@ -125,6 +128,7 @@ class Preparer:
                 service_class=service_class,
                 priority=priority,
                 slo=slo,
+                cache_salt=prompt.cache_salt or "",
             ),
             output_kind=output_kind or params.output_kind,
         )
@@ -230,6 +234,11 @@ class _Outputs:
         self._outputs[index].forget_tokens()
         return taken
 
+    def _num_cached_tokens(self) -> int | None:
+        """The least of all outputs: others may find what one of them computed."""
+        found = [each.num_cached_tokens for each in self._outputs if each.num_cached_tokens is not None]
+        return min(found, default=None)
+
     def _with(self, outputs: list[OutputSoFar]) -> RequestOutput:
         return RequestOutput(
             request_id=self._request.request_id,
@@ -237,6 +246,7 @@ class _Outputs:
             prompt_token_ids=self._request.generation.prompts[0],
             outputs=[output.completion() for output in outputs],
             finished=all(output.finish_reason is not None for output in self._outputs),
+            num_cached_tokens=self._num_cached_tokens(),
             metrics=RequestMetrics(
                 arrival_time=self._request.arrived_at_s,
                 first_token_time=self._first_token_at_s,

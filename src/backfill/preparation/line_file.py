@@ -68,6 +68,7 @@ class LineFile:
             request_id=read.request_id,
             is_batch_line=True,
             complete_by_s=self.selection.complete_by_s,
+            owner=self.selection.owner,
         )
         try:
             # The check of the file has ensured that the url is one of these endpoints.

@@ -87,6 +87,7 @@ class LineSelection(msgspec.Struct, frozen=True, kw_only=True):
         done: a bit for each line to skip: line i is bit i % 8 of byte i // 8.
         names_only: do not prepare the bodies.
         complete_by_s: end of the lines' completion window, on the monotonic clock.
+        owner: of their batch.
     """
 
     path: str
@@ -94,6 +95,7 @@ class LineSelection(msgspec.Struct, frozen=True, kw_only=True):
     done: bytes = b""
     names_only: bool = False
     complete_by_s: float | None = None
+    owner: str = ""
 
 
 class Position(msgspec.Struct, frozen=True):

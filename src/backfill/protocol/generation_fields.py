@@ -8,6 +8,7 @@ from typing import Annotated, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, PrivateAttr, model_validator
 
+from backfill.core.cache_salt import check_cache_salt
 from backfill.core.errors import RequestError
 from backfill.core.request import ServiceClass
 from backfill.core.sampling import SamplingParams, choice_seed
@@ -88,6 +89,7 @@ class GenerationFields(BaseModel):
     priority: int | None = None
     slo: SloFields | None = None
     request_id: str | None = None
+    cache_salt: str | None = None
     user: str | None = None
 
     _header_objectives: dict[str, Objective] = PrivateAttr(default_factory=dict)
@@ -183,6 +185,8 @@ class GenerationFields(BaseModel):
                 f"request_id must be 1 to {MAX_REQUEST_ID_CHARS} printable ASCII characters.",
                 param="request_id",
             )
+        if self.cache_salt is not None:
+            check_cache_salt(self.cache_salt)
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options is only allowed when stream is true.", param="stream_options")
         if self.response_format is not None and self.response_format.type != "text":

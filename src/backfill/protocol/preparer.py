@@ -76,12 +76,14 @@ class RequestContext:
         headers: the headers of ``REQUEST_HEADERS``, by lower-case name; fields of the body override them.
         is_batch_line: the request is offline, whatever the body says, and does not stream.
         complete_by_s: end of its batch's completion window, on the monotonic clock.
+        owner: of the API key that it came with, or of its batch; empty without keys. Never logged.
     """
 
     request_id: str | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
     is_batch_line: bool = False
     complete_by_s: float | None = None
+    owner: str = field(default="", repr=False)
 
 
 @dataclass(eq=False)
@@ -140,6 +142,8 @@ class RequestPreparer:
                 priority=body.priority or 0,
                 slo=slo,
                 complete_by_s=context.complete_by_s,
+                owner=context.owner,
+                cache_salt=body.cache_salt or "",
             ),
             endpoint=endpoint,
             response_id=f"{prefix}-{body.request_id or context.request_id or uuid.uuid4().hex}",

@@ -41,17 +41,23 @@ def error_of(error: BackfillError) -> tuple[int, Json]:
 
 @dataclass(slots=True)
 class Usage:
-    """Token counts of one API request over all its prompts and choices."""
+    """Token counts of one API request over all its prompts and choices.
+
+    Attributes:
+        num_prompt_tokens: of every prompt once, however many choices continue it.
+        num_cached_tokens: those among them that were found in the prefix cache.
+    """
 
     num_prompt_tokens: int
     num_output_tokens: int = 0
+    num_cached_tokens: int = 0
 
     def as_json(self) -> Json:
         return {
             "prompt_tokens": self.num_prompt_tokens,
             "completion_tokens": self.num_output_tokens,
             "total_tokens": self.num_prompt_tokens + self.num_output_tokens,
-            "prompt_tokens_details": {"cached_tokens": 0},
+            "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens},
         }
 
 
@@ -87,6 +93,7 @@ class _Choice:
     token_ids: list[int] = field(default_factory=list)
     logprobs: dict[str, EncodedList] = field(default_factory=dict)
     num_chars: int = 0
+    num_cached_tokens: int | None = None  # None before the first token
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
 
@@ -230,6 +237,18 @@ class Response:
         choice.num_chars += len(delta.text)
         choice.token_ids.append(delta.token_id)
         self._usage.num_output_tokens += 1
+        if choice.num_cached_tokens != delta.num_cached_tokens:
+            choice.num_cached_tokens = delta.num_cached_tokens
+            self._usage.num_cached_tokens = self._num_cached_tokens()
+
+    def _num_cached_tokens(self) -> int:
+        """Of each prompt, the least of its choices: the others may find what one of them computed."""
+        least: dict[int, int] = {}
+        for index, choice in enumerate(self._choices):
+            if choice.num_cached_tokens is not None:
+                prompt = self._generation.request.prompt_index(index)
+                least[prompt] = min(choice.num_cached_tokens, least.get(prompt, choice.num_cached_tokens))
+        return sum(least.values())
 
     def _logprobs(self, choice: _Choice, delta: TextDelta) -> Json | None:
         """None if the request wants none."""

@@ -41,7 +41,6 @@ UNSUPPORTED_FIELDS = frozenset(
 # They would not change the answer: accepted without a warning.
 IGNORED_FIELDS = frozenset(
     {
-        "cache_salt",
         "guided_decoding_backend",
         "guided_whitespace_pattern",
         "include_reasoning",

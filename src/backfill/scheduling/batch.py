@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from backfill.core.request import Request, RequestId
 from backfill.costs.load import StepLoad
 
 
 class Batch:
-    """The requests of the step being planned, with their tokens; its load; what is left of its limits."""
+    """The requests of the step being planned, with their tokens; its load; what is left of its limits.
+
+    Attributes:
+        has_headroom: another request can join.
+        has_preempted: a request was preempted for one of this step.
+    """
 
     def __init__(self, max_num_seqs: int, max_num_tokens: int) -> None:
         self.members: dict[RequestId, tuple[Request, int]] = {}
         self.load = StepLoad()
         self.num_prefill_tokens = 0
+        self.has_headroom = True
+        self.has_preempted = False
         self.num_tokens_left = max_num_tokens
         self._max_num_seqs = max_num_seqs
 
-    @property
-    def has_headroom(self) -> bool:
-        return self.num_tokens_left > 0 and len(self.members) < self._max_num_seqs
+    def has_headroom_for(self, num_decodes: int) -> bool:
+        return num_decodes <= min(self.num_tokens_left, self._max_num_seqs - len(self.members))
 
     def add(self, request: Request, num_tokens: int) -> None:
         self.members[request.request_id] = (request, num_tokens)
@@ -26,7 +34,15 @@ class Batch:
         pending = request.num_tokens - request.num_computed_tokens
         if pending > 1:
             self.num_prefill_tokens += num_tokens
+        self.has_headroom = self.num_tokens_left > 0 and len(self.members) < self._max_num_seqs
         self.load.put(request.num_computed_tokens, num_tokens, num_tokens == pending)
+
+    def add_decodes(self, requests: Sequence[Request]) -> None:
+        """``add`` of one token of each request. They decode, and the batch has headroom for all of them."""
+        self.members.update([(request.request_id, (request, 1)) for request in requests])
+        self.num_tokens_left -= len(requests)
+        self.has_headroom = self.num_tokens_left > 0 and len(self.members) < self._max_num_seqs
+        self.load.put_decodes([request.num_computed_tokens for request in requests])
 
     def remove(self, request: Request) -> None:
         """Undo ``add``; nothing if the request is not in the batch."""
@@ -34,6 +50,7 @@ class Batch:
         if member is not None:
             num_tokens, pending = member[1], request.num_pending_tokens
             self.num_tokens_left += num_tokens
+            self.has_headroom = True
             if pending > 1:
                 self.num_prefill_tokens -= num_tokens
             self.load.take(request.num_computed_tokens, num_tokens, num_tokens == pending)

@@ -4,22 +4,39 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from heapq import merge
+from itertools import islice
 
 from backfill.core.config import SchedulerConfig
-from backfill.core.plan import AdmittedRequest, CopyDirections, Safepoints, ScheduledSlice, StepPlan
+from backfill.core.plan import (
+    AdmittedRequest,
+    BlockCopies,
+    Compute,
+    CopyDirections,
+    ScheduledSlice,
+    StepPlan,
+    WaitForCopies,
+    Work,
+)
 from backfill.core.request import PriorityLevel, Request, RequestId, RequestStatus
 from backfill.costs.model import CostModel
-from backfill.kvcache.block_manager import BlockManager
-from backfill.kvcache.host_tier import HostTier
+from backfill.kvcache.content import BlockKey, Evictable, Match
+from backfill.kvcache.manager import KVCacheManager
 from backfill.scheduling.batch import Batch
 from backfill.scheduling.policy import MIN_PREFILL_CHUNK_TOKENS, Policy, StepBudget, StepView
 from backfill.scheduling.preemption import Preemption
-from backfill.scheduling.queues import RequestQueue, UnfinishedRequests, order_key
-from backfill.scheduling.suspension import Resumption, Suspension
+from backfill.scheduling.queues import UnfinishedRequests, order_key
+from backfill.scheduling.suspension import Suspension
 
 _MAX_UNTIMED_COPIES = 64  # in flight at once where the time of a copy is not known
+# Waiting requests that a step passes over because another one in it computes their next block: in all, and
+# of those that were not looked up before, for which keys must be made.
+_MAX_CANDIDATES = 1024
+_MAX_LOOKED_UP = 64
+# Steps that a request waits in vain for others to compute its next blocks, before it computes them too.
+_MAX_PREFIX_WAITS = 32
 
 
 @dataclass(slots=True, eq=False)
@@ -28,8 +45,11 @@ class StepPlanner:
 
     Within a budget, running requests come first, decodes before prefills: a decode costs one token, and its
     user is reading. Then waiting requests join, the most urgent first, until the step's tokens or time, the
-    limit on requests or the free blocks run out. When a running request lacks a block, the policy's victim is
-    preempted: its blocks are freed, its KV in host memory is restored later, and the rest is recomputed.
+    limit on requests or the blocks run out. When a running request lacks a block, the policy's victim is
+    preempted: its KV stays in the cache until its blocks are needed, and it finds there later what is left.
+
+    A prompt whose next block is computed in the same step, by a request of its level or a more urgent one,
+    waits for the next step, where it finds the block in the cache.
 
     A request for which the step has no time or no headroom keeps its blocks and waits. Every request fits the
     pool alone, and the first slice of a step has no time limit, so every step with a request that the policy
@@ -41,17 +61,22 @@ class StepPlanner:
     """
 
     config: SchedulerConfig
-    blocks: BlockManager
+    kv: KVCacheManager
     policy: Policy
     requests: UnfinishedRequests
-    host: HostTier
     suspension: Suspension
     preemption: Preemption
     cost: CostModel | None
     block_copy_s: float | None
     _known_to_executor: set[RequestId] = field(init=False, default_factory=set)
+    _to_admit: dict[RequestId, Request] = field(init=False, default_factory=dict)
     _to_release: list[RequestId] = field(init=False, default_factory=list)
+    # The blocks that this step computes, each with the most urgent request that does, and the indices where
+    # its prompts begin.
+    _in_step: dict[BlockKey, Request] = field(init=False, default_factory=dict)
+    _starts: set[int] = field(init=False, default_factory=set)
     _num_plans: int = field(init=False, default=0)
+    _now_s: float = field(init=False, default=0.0)
 
     @property
     def has_releases(self) -> bool:
@@ -60,6 +85,7 @@ class StepPlanner:
 
     def release(self, request_id: RequestId) -> None:
         """Let the next plan tell the executor to drop the request's state, if it may have any."""
+        self._to_admit.pop(request_id, None)
         if request_id in self._known_to_executor:
             self._known_to_executor.remove(request_id)
             self._to_release.append(request_id)
@@ -67,100 +93,101 @@ class StepPlanner:
     def plan(self, now_s: float) -> StepPlan:
         """See ``Scheduler.plan_step``."""
         self.requests.promote(now_s)
-        for restored in self.host.take_restored():
-            self.requests.run(restored)
+        self.kv.advance(now_s)
+        for request in [each for each in self.requests.restoring.values() if self.kv.is_restored(each)]:
+            self._run(request)
         running = self.requests.running_by_level(excluded=self.suspension.requests)
         view = self._view(running, now_s)
-        self.host.limit_copies(self._max_copies(view))
+        self.kv.max_copies = self._max_copies(view)
         if self.suspension.requests:
             resumed = self.suspension.resume(self.policy.resume_s(view))
             if resumed is not None:
-                return self._plan_of(resumed.slices, resumed.predicted_s, resumed.safepoints, resumed=resumed)
+                return self._plan_of(resumed)
         batch = Batch(self.config.max_num_seqs, self.config.max_num_batched_tokens)
-        admitted = self._fill(batch, self.policy.next_budgets(view), running, now_s)
+        self._now_s = now_s
+        budgets = self.policy.next_budgets(view)
+        self._fill(batch, budgets, running)
+        if batch.has_preempted and not batch.members:  # others may run in its place
+            batch = Batch(self.config.max_num_seqs, self.config.max_num_batched_tokens)
+            self._fill(batch, budgets, self.requests.running_by_level(excluded=self.suspension.requests))
         predicted_s = 0.0 if self.cost is None else self.cost.step_time_s(batch.load)
-        return self._plan_of(
-            tuple(self._slice_of(request, num_tokens) for request, num_tokens in batch.members.values()),
+        work = Compute(
+            self._slices_of(batch),
             predicted_s,
             self.suspension.safepoints(batch, predicted_s),
-            tuple(admitted),
+            keeps_suspended=bool(self.suspension.requests),
+        )
+        return self._plan_of(work, self._take_admitted(batch))
+
+    def _run(self, request: Request) -> None:
+        """The request takes part in steps from now on."""
+        self.requests.run(request)
+        self.kv.start(request)
+        if request.request_id not in self._known_to_executor:
+            self._to_admit[request.request_id] = request
+
+    def _take_admitted(self, batch: Batch) -> tuple[AdmittedRequest, ...]:
+        """Requests of the batch that are new to the executor."""
+        admitted = [each for each in self._to_admit.values() if each.request_id in batch.members]
+        for request in admitted:
+            del self._to_admit[request.request_id]
+            self._known_to_executor.add(request.request_id)
+        return tuple(
+            AdmittedRequest(each.request_id, tuple(each.prompt_token_ids), each.sampling) for each in admitted
         )
 
     def _fill(
-        self,
-        batch: Batch,
-        budgets: Sequence[StepBudget],
-        running: dict[PriorityLevel, list[Request]],
-        now_s: float,
-    ) -> list[AdmittedRequest]:
-        """Fill the batch budget by budget; returns the requests that are new to the executor."""
-        admitted: list[AdmittedRequest] = []
-        preempted_any = False
+        self, batch: Batch, budgets: Sequence[StepBudget], running: dict[PriorityLevel, list[Request]]
+    ) -> None:
+        """Fill the batch budget by budget."""
+        self._in_step.clear()
+        self._starts.clear()
         for index, budget in enumerate(budgets):
             if budget.only_if_empty and batch.members:
                 continue
             if batch.num_prefill_tokens and not budget.mixes_with_prefill:
                 continue
             of_budget = [request for level in budget.levels for request in running[level]]
-            preempted_any |= self._schedule_running(budget, of_budget, batch)
-            if budget.may_preempt or not preempted_any:
+            self._schedule_running(budget, of_budget, batch)
+            if budget.may_preempt or not batch.has_preempted:
                 later = {level for after in budgets[index + 1 :] for level in after.levels}
-                admitted += self._schedule_waiting(budget, later, batch, now_s)
-        return admitted
+                self._schedule_waiting(budget, later, batch)
 
-    def _plan_of(
-        self,
-        slices: tuple[ScheduledSlice, ...],
-        predicted_s: float,
-        safepoints: Safepoints | None,
-        admitted: tuple[AdmittedRequest, ...] = (),
-        resumed: Resumption | None = None,
-    ) -> StepPlan:
-        """The next plan: these slices, and the copies that begin beside them."""
-        self.host.continue_restores()
-        self.host.start_checkpoints()
-        checkpoint, restore = self.blocks.take_copies()
+    def _plan_of(self, work: Work, admitted: tuple[AdmittedRequest, ...] = ()) -> StepPlan:
+        """The next plan: this work, or a wait for copies in its place if it has no slices."""
+        checkpoint, restore = self.kv.take_copies()
+        if isinstance(work, Compute) and not work.slices and self.kv.num_copies_in_flight:
+            work = WaitForCopies(work.keeps_suspended)
         plan = StepPlan(
             step=self._num_plans,
+            work=work,
             admitted=admitted,
-            slices=slices,
             released=tuple(self._to_release),
-            predicted_s=predicted_s,
-            safepoints=safepoints,
-            resumes=resumed is not None,
-            max_layers=None if resumed is None else resumed.num_layers,
-            keeps_suspended=resumed is None and bool(self.suspension.requests),
-            checkpoint=checkpoint,
-            restore=restore,
-            blocking_copies=self.blocks.blocking,
-            is_idle_until_copy=not slices and self.blocks.num_copies_in_flight > 0,
+            copies=BlockCopies(checkpoint, restore, self.kv.blocking),
         )
         self._to_release.clear()
         self._num_plans += 1
         return plan
 
     def _view(self, running: dict[PriorityLevel, list[Request]], now_s: float) -> StepView:
-        blocks = self.blocks
+        kv = self.kv
         online = [
             *running[PriorityLevel.ONLINE],
-            *(each for each in self.host.restoring if each.priority_level is PriorityLevel.ONLINE),
+            *(
+                each
+                for each in self.requests.restoring.values()
+                if each.priority_level is PriorityLevel.ONLINE
+            ),
         ]
         return StepView(
             now_s=now_s,
             online=online,
             waiting={level: queue.requests for level, queue in self.requests.waiting.items()},
-            num_blocks=blocks.num_blocks,
-            online_blocks=sum(blocks.num_held_blocks(each.request_id) for each in online),
+            num_blocks=kv.num_blocks,
+            online_blocks=kv.num_online_blocks,
             suspended_s=self.suspension.left_s(),
-            reclaimable_blocks=self._num_reclaimable(online),
+            reclaimable_blocks=kv.num_reclaimable_blocks + kv.num_protected_blocks,
         )
-
-    def _num_reclaimable(self, online: list[Request]) -> int:
-        blocks = self.blocks
-        if not blocks.num_checkpointed_blocks:
-            return 0
-        of_online = sum(blocks.num_host_blocks_of(request.request_id) for request in online)
-        return max(0, blocks.num_checkpointed_blocks - blocks.num_copies_in_flight - of_online)
 
     def _max_copies(self, view: StepView) -> int:
         """Copies that may be in flight at once: as many as the policy has time for."""
@@ -168,22 +195,33 @@ class StepPlanner:
             return _MAX_UNTIMED_COPIES
         return max(1, int(self.policy.copy_s(view) / self.block_copy_s))
 
-    def _schedule_running(self, budget: StepBudget, running: list[Request], batch: Batch) -> bool:
-        """Schedule the budget's running requests; True if one was preempted for blocks."""
+    def _schedule_running(self, budget: StepBudget, running: list[Request], batch: Batch) -> None:
         running.sort(key=order_key)
-        preempted_any = False
         decodes = [request for request in running if request.is_decoding]
-        prefills = [request for request in running if not request.is_decoding]
-        for request in decodes:
-            if request.status is RequestStatus.RUNNING and batch.has_headroom:
-                preempted_any |= self._schedule(request, 1, batch)
+        prefills = [] if len(decodes) == len(running) else [each for each in running if not each.is_decoding]
+        self._schedule_decodes(decodes, batch)
         self._trim(budget, decodes, batch)
         for request in prefills:
             if request.status is RequestStatus.RUNNING and batch.has_headroom:
-                num_tokens = self._prefill_tokens(request, budget, batch)
-                if num_tokens:
-                    preempted_any |= self._schedule(request, num_tokens, batch)
-        return preempted_any
+                self.kv.match_more(request)
+                if not self._waits_for_next_block(request, batch):
+                    num_tokens = self._prefill_tokens(request, budget, batch)
+                    if num_tokens:
+                        self._schedule(request, num_tokens, batch)
+
+    def _schedule_decodes(self, decodes: list[Request], batch: Batch) -> None:
+        size, has_headroom = self.kv.block_size, batch.has_headroom_for(len(decodes))
+        for request in decodes:
+            # Where all of them fit, those whose last block has a slot follow together.
+            if has_headroom and request.num_computed_tokens % size:
+                continue
+            if request.status is RequestStatus.RUNNING and batch.has_headroom:
+                self._schedule(request, 1, batch)
+        if has_headroom:
+            running = RequestStatus.RUNNING  # and not preempted for a block of another one
+            batch.add_decodes(
+                [each for each in decodes if each.num_computed_tokens % size and each.status is running]
+            )
 
     def _trim(self, budget: StepBudget, decodes: list[Request], batch: Batch) -> None:
         """Remove the budget's least urgent decodes again while the step is over its time."""
@@ -194,102 +232,119 @@ class StepPlanner:
             ):
                 batch.remove(decodes.pop())
 
-    def _schedule(self, request: Request, num_tokens: int, batch: Batch) -> bool:
-        """Add a running request and allocate its blocks, preempting for them; True if any was preempted."""
-        blocks = self.blocks
+    def _schedule(self, request: Request, num_tokens: int, batch: Batch) -> None:
+        """Add a running request and allocate its blocks, preempting for them."""
         needed = request.num_computed_tokens + num_tokens
-        missing = blocks.num_missing_blocks(request.request_id, needed)
-        preempted_any = False
-        while missing > blocks.num_free_blocks:
-            victim = max(self.preemption.block_holders, key=self.preemption.key)
-            if missing <= blocks.num_free_blocks + blocks.num_unreferenced_blocks and (
-                request.priority_level is not PriorityLevel.ONLINE
-                or victim.priority_level is PriorityLevel.ONLINE
-            ):
-                return preempted_any  # copies in flight will free enough: the request waits for them
-            self._preempt(victim, missing - blocks.num_free_blocks, batch)
-            preempted_any = True
-            if victim is request:
-                return True
+        missing = self.kv.num_missing_blocks(request.request_id, needed)
         if missing:
-            blocks.grow(request.request_id, needed)
-        batch.add(request, num_tokens)
-        return preempted_any
+            may_evict = self.preemption.make_room(request, missing, batch)
+            if may_evict is None:
+                return
+            self.kv.grow(request, needed, may_evict)
+        self._add(request, num_tokens, batch)
 
-    def _schedule_waiting(
-        self, budget: StepBudget, later: set[PriorityLevel], batch: Batch, now_s: float
-    ) -> list[AdmittedRequest]:
+    def _add(self, request: Request, num_tokens: int, batch: Batch) -> None:
+        batch.add(request, num_tokens)
+        if num_tokens >= self.kv.block_size:
+            start, level = request.num_computed_tokens, request.priority_level.value
+            self._starts.add(start // self.kv.block_size)
+            for key in self.kv.keys_of(request, start, start + num_tokens):
+                known = self._in_step.get(key)
+                if known is None or level < known.priority_level.value:
+                    self._in_step[key] = request
+
+    def _waits_for_prefix(self, request: Request, index: int, batch: Batch) -> bool:
+        """Whether another request computes this one's block in this step; the next step then finds it.
+
+        A request never waits for one that is less urgent. It waits a bounded number of steps beyond those
+        that found it a block: who is waited for may be stopped.
+        """
+        key = self.kv.key_of(request.request_id, index)
+        other = None if key is None else self._in_step.get(key)
+        if other is None or other.priority_level.value > request.priority_level.value:
+            return False
+        if other.request_id not in batch.members:  # it was preempted meanwhile
+            return False
+        request.num_prefix_waits += 1
+        return request.num_prefix_waits <= _MAX_PREFIX_WAITS + index
+
+    def _waits_for_next_block(self, request: Request, batch: Batch) -> bool:
+        index, offset = divmod(request.num_computed_tokens, self.kv.block_size)
+        return not offset and self._waits_for_prefix(request, index, batch)
+
+    def _schedule_waiting(self, budget: StepBudget, later: set[PriorityLevel], batch: Batch) -> None:
         """Schedule waiting requests while their known tokens fit beside what running ones need next.
 
         That is the blocks for the rest of their prompts and one more block each, so that an admission does
         not cause a preemption in the next steps. Requests that this budget may preempt do not count.
         """
-        admitted: list[AdmittedRequest] = []
-        queues = [self.requests.waiting[level] for level in budget.levels if self.requests.waiting[level]]
-        if not queues:
-            return admitted
         preemptible = later if budget.may_preempt else set()
-        if not preemptible and all(self._is_too_large(queue) for queue in queues):
-            return admitted  # the common case where memory is full, before anything is summed
-        kept = [each for each in self.preemption.block_holders if each.priority_level not in preemptible]
-        promised = sum(map(self._blocks_needed_next, kept))
-        num_kept = len(kept)
-        while num_kept < self.config.max_num_seqs:
-            queue = min(filter(len, queues), key=lambda queue: queue.peek().order_key, default=None)
-            if queue is None:
+        kept: list[Request] | None = None
+        promised = num_looked_up = 0
+        for request in self._candidates(budget):
+            if request.status not in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
+                continue  # preempted for another one in this step, and moved within its queue
+            if any(self._waits_for_prefix(request, index, batch) for index in self._starts):
+                continue  # it has been looked up before, and has all blocks before this one in common
+            match = self.kv.match(request)
+            request.num_computed_tokens = match.num_tokens
+            if kept is None:
+                if not preemptible and not self._may_fit(request, match):
+                    break  # the common case where memory is full, before anything is summed
+                kept = [
+                    each for each in self.preemption.block_holders if each.priority_level not in preemptible
+                ]
+                if len(kept) < self.config.max_num_seqs:
+                    promised = sum(map(self._blocks_needed_next, kept))
+            if len(kept) >= self.config.max_num_seqs:
                 break
-            request = queue.peek()
-            is_restored = self.host.has_host_copy(request)
-            if is_restored and not self.host.can_begin_restore(request):
-                break
-            num_tokens = self._prefill_tokens(request, budget, batch)
-            reserved = promised + (budget.reserved_blocks if self.requests.running else 0)
-            needed = self.blocks.blocks_for(request.num_tokens)
-            takes_part = not is_restored or CopyDirections.RESTORE in self.blocks.blocking
-            if (num_tokens == 0 and takes_part) or not self._free_up(needed + reserved, preemptible, batch):
-                break
-            queue.pop()
-            num_kept += 1
-            if is_restored and not self.host.begin_restore(request):
-                request.move_to(RequestStatus.RESTORING)
-                promised += self._blocks_needed_next(request)
+            if self._waits_for_next_block(request, batch):
+                num_looked_up += 1
+                if num_looked_up == _MAX_LOOKED_UP:
+                    break
                 continue
-            self.requests.run(request)
-            if request.first_scheduled_at_s is None:
-                request.first_scheduled_at_s = now_s
-            self.blocks.grow(request.request_id, request.num_computed_tokens + num_tokens)
+            takes_part = match.is_on_device or CopyDirections.RESTORE in self.kv.blocking
+            num_tokens = self._prefill_tokens(request, budget, batch)
+            if not num_tokens and takes_part:
+                break
+            reserved = promised + (budget.reserved_blocks if self.requests.running else 0)
+            room = self.preemption.make_room_for_waiting(request, match, reserved, preemptible, batch)
+            if room is None:
+                break
+            self._admit(request, *room, budget, batch)
+            kept.append(request)
             promised += self._blocks_needed_next(request)
-            batch.add(request, num_tokens)
-            if request.request_id not in self._known_to_executor:
-                self._known_to_executor.add(request.request_id)
-                admitted.append(
-                    AdmittedRequest(request.request_id, tuple(request.prompt_token_ids), request.sampling)
-                )
-        return admitted
 
-    def _is_too_large(self, queue: RequestQueue) -> bool:
-        return self.blocks.blocks_for(queue.peek().num_tokens) > self.blocks.num_free_blocks
+    def _admit(
+        self, request: Request, match: Match, may_evict: Evictable, budget: StepBudget, batch: Batch
+    ) -> None:
+        """Give a waiting request its blocks; it takes part in this step if all its KV is on the device."""
+        self.requests.take(request)
+        is_restored = self.kv.allocate(request, match, may_evict)
+        if request.first_scheduled_at_s is None:
+            request.first_scheduled_at_s = self._now_s
+        if not is_restored:
+            self.requests.restore(request)
+            return
+        self._run(request)
+        num_tokens = self._prefill_tokens(request, budget, batch)
+        if num_tokens:
+            self.kv.grow(request, request.num_computed_tokens + num_tokens, may_evict)
+            self._add(request, num_tokens, batch)
 
-    def _free_up(self, num_needed: int, preemptible: set[PriorityLevel], batch: Batch) -> bool:
-        """Whether ``num_needed`` blocks are free, after preempting the given levels if that suffices."""
-        blocks = self.blocks
-        if num_needed <= blocks.num_free_blocks:
-            return True
-        victims = [each for each in self.preemption.block_holders if each.priority_level in preemptible]
-        num_freeable = sum(blocks.num_idle_blocks(request.request_id) for request in victims)
-        if num_needed > blocks.num_free_blocks + num_freeable:
-            return False
-        victims.sort(key=self.preemption.key)
-        while victims and num_needed > blocks.num_free_blocks:
-            self._preempt(victims.pop(), num_needed - blocks.num_free_blocks, batch)
-        return num_needed <= blocks.num_free_blocks
+    def _candidates(self, budget: StepBudget) -> Iterator[Request]:
+        """Waiting requests of the budget's levels, the most urgent first."""
+        queues = [queue.requests for level in budget.levels if (queue := self.requests.waiting[level])]
+        num_most = self.config.max_num_seqs + _MAX_CANDIDATES
+        merged = queues[0] if len(queues) == 1 else merge(*queues, key=order_key)
+        return iter(list(islice(merged, num_most)))
 
-    def _preempt(self, victim: Request, num_needed: int, batch: Batch) -> None:
-        batch.remove(victim)
-        self.preemption.preempt(victim, num_needed)
+    def _may_fit(self, request: Request, match: Match) -> bool:
+        needed = self.kv.blocks_for(request.num_tokens) - match.num_device_blocks
+        return needed <= self.kv.num_available(Evictable.ALL)
 
     def _blocks_needed_next(self, request: Request) -> int:
-        return 1 + self.blocks.num_missing_blocks(request.request_id, request.num_tokens)
+        return 1 + self.kv.num_missing_blocks(request.request_id, request.num_tokens)
 
     def _prefill_tokens(self, request: Request, budget: StepBudget, batch: Batch) -> int:
         """Pending tokens of a request, at most, for which the step has headroom and time; 0 for none."""
@@ -308,16 +363,26 @@ class StepPlanner:
                 batch.load, request.num_computed_tokens, pending, budget.max_step_s, most
             )
         if most >= least:
-            return most
+            # Behind another prompt, a chunk ends with a block: the next one can then begin with what the
+            # other one, which may have the same prefix, has computed meanwhile.
+            over = (request.num_computed_tokens + most) % self.kv.block_size
+            is_behind = batch.num_prefill_tokens > 0 and most < pending
+            return most - over if is_behind and most - over >= least else most
         is_guaranteed = not batch.members or (budget.guarantees_progress and not batch.num_prefill_tokens)
         return least if is_guaranteed else 0
 
-    def _slice_of(self, request: Request, num_tokens: int) -> ScheduledSlice:
-        return ScheduledSlice(
-            request_id=request.request_id,
-            start=request.num_computed_tokens,
-            num_tokens=num_tokens,
-            blocks=self.blocks.table(request.request_id),
-            samples=num_tokens == request.num_pending_tokens,
-            preemptible=request.priority_level is not PriorityLevel.ONLINE,
+    def _slices_of(self, batch: Batch) -> tuple[ScheduledSlice, ...]:
+        table, online = self.kv.table, PriorityLevel.ONLINE
+        return tuple(
+            [
+                ScheduledSlice(
+                    request.request_id,
+                    request.num_computed_tokens,
+                    num_tokens,
+                    table(request.request_id),
+                    request.num_computed_tokens + num_tokens == request.num_tokens,  # samples
+                    request.priority_level is not online,  # preemptible
+                )
+                for request, num_tokens in batch.members.values()
+            ]
         )

@@ -57,7 +57,8 @@ class StepView:
         num_blocks: blocks in the device's pool.
         online_blocks: device blocks of running and restoring online requests.
         suspended_s: predicted seconds that the suspended slices still need; 0 without any.
-        reclaimable_blocks: checkpointed blocks of offline requests. Reclaiming them loses no work.
+        reclaimable_blocks: blocks that an online request can have at once though they are not empty:
+            checkpointed ones of offline requests, and those that are protected from offline requests.
     """
 
     now_s: float
@@ -76,6 +77,7 @@ class Policy(ABC):
     """
 
     stops_steps = False  # an arriving online request may stop a running step
+    protects_online_cache = False  # offline requests may not evict what online ones used a short time ago
 
     @property
     def time_scale(self) -> float:

@@ -1,13 +1,15 @@
-"""Which request is preempted when blocks run out, and what happens to it."""
+"""Room for KV: what an allocation may evict, which request is preempted when that does not suffice."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from backfill.core.counters import ClassCounters
-from backfill.core.request import Request, RequestStatus, ServiceClass
-from backfill.kvcache.host_tier import HostTier
+from backfill.core.request import PriorityLevel, Request, RequestStatus, ServiceClass
+from backfill.kvcache.content import Evictable, Match
+from backfill.kvcache.manager import KVCacheManager
+from backfill.scheduling.batch import Batch
 from backfill.scheduling.policy import Policy, PreemptionKey
 from backfill.scheduling.queues import UnfinishedRequests
 from backfill.scheduling.suspension import Suspension
@@ -15,46 +17,118 @@ from backfill.scheduling.suspension import Suspension
 
 @dataclass(slots=True, eq=False)
 class Preemption:
-    """Orders the requests that hold device blocks by the policy's key, preempts and counts them."""
+    """Makes room for requests by the policy's order, preempts requests and counts them.
+
+    An allocation takes first what costs nobody anything, then the KV of preempted offline requests that has
+    no host copy yet. Under a policy that protects the online requests' cache, only they may take it, and
+    only once no offline request is left to preempt.
+    """
 
     policy: Policy
     requests: UnfinishedRequests
-    host: HostTier
+    kv: KVCacheManager
     suspension: Suspension
     counters: Mapping[ServiceClass, ClassCounters]
 
     @property
     def block_holders(self) -> tuple[Request, ...]:
         """Running and restoring requests: those that hold device blocks."""
-        return (*self.requests.running.values(), *self.host.restoring)
+        return (*self.requests.running.values(), *self.requests.restoring.values())
 
     def key(self, request: Request) -> PreemptionKey:
         """The request with the greatest key is preempted first."""
         lost = 0.0
         if request.status is RequestStatus.RUNNING:
-            lost = self.host.lost_tokens(request) + self.suspension.lost_tokens(request.request_id)
+            lost = self.kv.num_unsecured_tokens(request) + self.suspension.lost_tokens(request.request_id)
         return self.policy.preemption_key(request, lost)
 
-    def preempt(self, request: Request, num_needed: int) -> None:
-        """Take the request's device blocks and queue it again; tokens are kept, KV as far as possible.
+    def make_room(self, request: Request, num_blocks: int, batch: Batch) -> Evictable | None:
+        """What a running request may evict for ``num_blocks`` more blocks; preempts until that suffices.
 
-        ``num_needed`` blocks are free when this returns, as far as the request has them.
+        Returns: None if the request has to wait for copies in flight, or was preempted itself.
         """
-        if request.status is RequestStatus.RESTORING:
-            self.host.cancel_restore(request)
-            self.requests.requeue(request)
-        else:
-            self._requeue_running(request)
-            self.host.reclaim(request, num_needed, self.requests.running.values())
+        kv, protects = self.kv, self.policy.protects_online_cache
+        is_online = request.priority_level is PriorityLevel.ONLINE
+        while num_blocks > (available := kv.num_available(Evictable.LOSING_NOTHING)):
+            if not is_online and num_blocks <= available + kv.num_becoming_available:
+                return None
+            if num_blocks <= kv.num_available(Evictable.OFFLINE):
+                return Evictable.OFFLINE
+            may_take_all = num_blocks <= kv.num_available(Evictable.ALL)
+            if may_take_all and not protects:
+                return Evictable.ALL
+            holders = self.block_holders
+            victim = max(holders, key=self.key)
+            # Alone, it would be preempted for a cache that is of use to nobody until more requests arrive.
+            is_last = victim is request and len(holders) == 1
+            if may_take_all and (is_last or (is_online and victim.priority_level is PriorityLevel.ONLINE)):
+                return Evictable.ALL
+            self.preempt(victim, batch)
+            if victim is request:
+                return None
+        return Evictable.LOSING_NOTHING
+
+    def make_room_for_waiting(
+        self,
+        request: Request,
+        match: Match,
+        num_reserved: int,
+        preemptible: Collection[PriorityLevel],
+        batch: Batch,
+    ) -> tuple[Match, Evictable] | None:
+        """The waiting request's match and what it may evict for all its tokens; None if it does not fit.
+
+        Requests of the ``preemptible`` levels are preempted if that suffices. ``num_reserved`` blocks must be
+        left.
+        """
+        kv = self.kv
+        limit, last_limit = self._limits(request)
+        lack = kv.shortage(request, match, num_reserved, Evictable.LOSING_NOTHING)
+        if lack <= 0:
+            return match, Evictable.LOSING_NOTHING
+        if request.priority_level is not PriorityLevel.ONLINE and lack <= kv.num_becoming_available:
+            return None  # the copies in flight will make room
+        if kv.shortage(request, match, num_reserved, limit) <= 0:
+            return match, limit
+        lack = kv.shortage(request, match, num_reserved, last_limit)
+        victims = [each for each in self.block_holders if each.priority_level in preemptible]
+        if victims and lack <= kv.num_freed((each.request_id for each in victims), match, last_limit):
+            victims.sort(key=self.key)
+            while victims:
+                self.preempt(victims.pop(), batch)
+                match = kv.match(request)  # a preemption may evict host copies
+                if kv.shortage(request, match, num_reserved, limit) <= 0:
+                    return match, limit
+            lack = kv.shortage(request, match, num_reserved, last_limit)
+        return (match, last_limit) if lack <= 0 else None
+
+    def preempt(self, request: Request, batch: Batch) -> None:
+        """Drop the request's references to its blocks and queue it again."""
+        batch.remove(request)
+        batch.has_preempted = True
+        if request.status is RequestStatus.RUNNING:
+            self._count(request)
+        self.kv.preempt(request)
+        self.requests.requeue(request)
 
     def preempt_without_kv(self, request: Request) -> None:
-        """Take a running request's blocks in both tiers and queue it again. Only its tokens are kept."""
-        self._requeue_running(request)
-        self.host.forget(request.request_id)
+        """Queue a running request again as if it had never run."""
+        self._count(request)
+        self.kv.free(request)
         request.num_computed_tokens = 0
+        self.requests.requeue(request)
 
-    def _requeue_running(self, request: Request) -> None:
+    def _count(self, request: Request) -> None:
         self.counters[request.service_class].num_preemptions += 1
         request.num_preemptions += 1
         self.suspension.discard(request.request_id)
-        self.requests.requeue(request)
+
+    def _limits(self, request: Request) -> tuple[Evictable, Evictable]:
+        """What a waiting request may evict before requests are preempted for it, and after."""
+        if not self.policy.protects_online_cache:
+            return Evictable.ALL, Evictable.ALL
+        if request.priority_level is PriorityLevel.ONLINE:
+            return Evictable.OFFLINE, Evictable.ALL
+        if not self.block_holders:  # else nothing would run until the protection ends
+            return Evictable.ALL, Evictable.ALL
+        return Evictable.OFFLINE, Evictable.OFFLINE

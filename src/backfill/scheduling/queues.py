@@ -1,4 +1,4 @@
-"""The unfinished requests by status: those that wait, those that run, and when they are promoted."""
+"""The unfinished requests by status, and when they are promoted."""
 
 from __future__ import annotations
 
@@ -35,13 +35,6 @@ class RequestQueue:
     def push(self, request: Request) -> None:
         insort(self._requests, request, key=order_key)
 
-    def peek(self) -> Request:
-        """The most urgent request. The queue must not be empty."""
-        return self._requests[0]
-
-    def pop(self) -> Request:
-        return self._requests.pop(0)
-
     def remove(self, request: Request) -> None:
         """Remove a request that is in the queue, at any position."""
         index = bisect_left(self._requests, request.order_key, key=order_key)
@@ -50,11 +43,12 @@ class RequestQueue:
 
 
 class UnfinishedRequests:
-    """Every unfinished request, by id and by status. The host tier holds those that are being restored.
+    """Every unfinished request, by id and by status.
 
     Attributes:
         by_id: all of them.
         waiting: waiting and preempted requests, by priority level.
+        restoring: requests that hold blocks to which KV is being copied, in the order of their admission.
         running: requests that take part in steps.
         num_online: online requests among ``by_id``.
     """
@@ -62,6 +56,7 @@ class UnfinishedRequests:
     def __init__(self) -> None:
         self.by_id: dict[RequestId, Request] = {}
         self.waiting = {level: RequestQueue() for level in PriorityLevel}
+        self.restoring: dict[RequestId, Request] = {}
         self.running: dict[RequestId, Request] = {}
         self.num_online = 0
         self._num_added = 0
@@ -90,14 +85,25 @@ class UnfinishedRequests:
                 heapq.heapify(self._promotions)
             heapq.heappush(self._promotions, (promote_at_s, self._num_added, request))
 
+    def take(self, request: Request) -> None:
+        """Take a request out of its queue, to restore or to run it."""
+        self.waiting[request.priority_level].remove(request)
+
+    def restore(self, request: Request) -> None:
+        """A request that is in no queue waits for its KV."""
+        request.move_to(RequestStatus.RESTORING)
+        self.restoring[request.request_id] = request
+
     def run(self, request: Request) -> None:
         """A request that is in no queue takes part in steps from now on."""
+        self.restoring.pop(request.request_id, None)
         request.move_to(RequestStatus.RUNNING)
         self.running[request.request_id] = request
 
     def requeue(self, request: Request) -> None:
         """A running or restoring request was preempted: queue it again."""
         self.running.pop(request.request_id, None)
+        self.restoring.pop(request.request_id, None)
         request.move_to(RequestStatus.PREEMPTED)
         self.waiting[request.priority_level].push(request)
 
@@ -106,6 +112,7 @@ class UnfinishedRequests:
         if _is_queued(request):
             self.waiting[request.priority_level].remove(request)
         self.running.pop(request.request_id, None)
+        self.restoring.pop(request.request_id, None)
         del self.by_id[request.request_id]
         self.num_online -= request.service_class is ServiceClass.ONLINE
 

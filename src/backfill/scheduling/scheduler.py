@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from typing import NamedTuple
 
 from backfill.core.config import SchedulerConfig
 from backfill.core.counters import ClassCounters
 from backfill.core.plan import SampledToken, StepOutcome, StepPlan
 from backfill.core.request import FinishReason, PriorityLevel, Request, RequestId, RequestStatus, ServiceClass
 from backfill.costs.model import CostModel
-from backfill.kvcache.block_manager import BlockManager
-from backfill.kvcache.checkpointing import create_checkpoint_policy
-from backfill.kvcache.host_tier import HostTier
+from backfill.kvcache.manager import KVCacheManager
 from backfill.scheduling.planner import StepPlanner
 from backfill.scheduling.policy import Policy
 from backfill.scheduling.preemption import Preemption
@@ -21,8 +19,7 @@ from backfill.scheduling.queues import UnfinishedRequests
 from backfill.scheduling.suspension import Suspension
 
 
-@dataclass(frozen=True, slots=True)
-class CommittedToken:
+class CommittedToken(NamedTuple):
     """One output token that now belongs to its request."""
 
     request: Request
@@ -45,7 +42,7 @@ class Scheduler:
     def __init__(
         self,
         config: SchedulerConfig,
-        blocks: BlockManager,
+        kv: KVCacheManager,
         policy: Policy,
         *,
         cost: CostModel | None = None,
@@ -54,22 +51,20 @@ class Scheduler:
         end_token_ids: Collection[int] = (),
     ) -> None:
         self.config = config
-        self.blocks = blocks
+        self.kv = kv
         self.policy = policy
         self.requests = UnfinishedRequests()
-        self.counters = {service_class: ClassCounters() for service_class in ServiceClass}
+        self.counters: Mapping[ServiceClass, ClassCounters] = kv.counters
         self._end_token_ids = frozenset(end_token_ids)
-        self._host = HostTier(blocks, create_checkpoint_policy(config.checkpointing or "none"), self.counters)
         self._suspension = Suspension(
             config, policy, cost, num_layers or 1, num_layers is not None, self._count_discarded
         )
-        self._preemption = Preemption(policy, self.requests, self._host, self._suspension, self.counters)
+        self._preemption = Preemption(policy, self.requests, kv, self._suspension, self.counters)
         self._planner = StepPlanner(
             config,
-            blocks,
+            kv,
             policy,
             self.requests,
-            self._host,
             self._suspension,
             self._preemption,
             cost=cost,
@@ -87,7 +82,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """A step is due: for unfinished requests, for a release, or for copies in flight."""
-        return bool(self.requests.by_id or self._planner.has_releases or self.blocks.num_copies_in_flight)
+        return bool(self.requests.by_id or self._planner.has_releases or self.kv.num_copies_in_flight)
 
     def set_cost_model(self, cost: CostModel) -> None:
         """Predict with this model from now on. Called between two steps."""
@@ -109,8 +104,8 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request. The caller has checked that it fits the pool alone."""
         max_tokens = request.num_prompt_tokens + request.sampling.max_tokens
-        assert self.blocks.blocks_for(max_tokens) <= self.blocks.num_blocks, (
-            f"{request.request_id}: {max_tokens} tokens cannot fit {self.blocks.num_blocks} blocks"
+        assert self.kv.blocks_for(max_tokens) <= self.kv.num_blocks, (
+            f"{request.request_id}: {max_tokens} tokens cannot fit {self.kv.num_blocks} blocks"
         )
         self.requests.add(request, self.policy.promote_at_s(request))
 
@@ -130,17 +125,24 @@ class Scheduler:
 
     def commit(self, plan: StepPlan, outcome: StepOutcome, now_s: float) -> list[CommittedToken]:
         """Enter the outcome of ``plan`` into the requests. Requests of stopped slices stay as they were."""
-        self.blocks.complete(outcome.completed_copies)
+        self.kv.complete(outcome.completed_copies)
         self._suspension.commit(plan, outcome)
         self._commit_computed(plan, set(outcome.stopped))
         committed = []
+        by_id, end_token_ids = self.requests.by_id, self._end_token_ids
         for sampled in outcome.sampled:
-            request = self.requests.by_id[sampled.request_id]
-            request.append(sampled.token_id)
+            request, token_id, stop_token_id = by_id[sampled.request_id], sampled.token_id, None
+            request.append(token_id)
             request.last_token_at_s = now_s
-            reason, stop_token_id = self._finish_reason(request, sampled.token_id)
-            if reason is not None:
-                self._end(request, reason)
+            sampling = request.sampling
+            if (
+                len(request.output_token_ids) >= sampling.max_tokens
+                or token_id in end_token_ids
+                or token_id in sampling.stop_token_ids
+            ):
+                reason, stop_token_id = self._finish_reason(request, token_id)
+                if reason is not None:
+                    self._end(request, reason)
             committed.append(CommittedToken(request, sampled, stop_token_id))
         return committed
 
@@ -150,7 +152,7 @@ class Scheduler:
         Requests of the step without output tokens are preempted to run once more; the others end with ERROR.
         The executor may or may not have admitted requests before it raised. So those that run once more are
         released and admitted again, which gives the executor their prompts alone: a request with output
-        tokens cannot run again, and no KV is kept.
+        tokens cannot run again. What earlier steps computed of them stays in the cache.
 
         Returns: the requests that ended.
         """
@@ -170,45 +172,39 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Raise AssertionError if blocks, queues and requests disagree."""
-        blocks, requests = self.blocks, self.requests
-        blocks.check_integrity()
-        restoring = {request.request_id for request in self._host.restoring}
+        kv, requests = self.kv, self.requests
+        kv.check_integrity()
         num_waiting = sum(map(len, requests.waiting.values()))
-        assert len(requests.running) + len(restoring) + num_waiting == len(requests.by_id)
+        assert len(requests.running) + len(requests.restoring) + num_waiting == len(requests.by_id)
         online = [each for each in requests.by_id.values() if each.service_class is ServiceClass.ONLINE]
         assert len(online) == requests.num_online, f"{len(online)} online, {requests.num_online} counted"
         for request_id, request in requests.by_id.items():
             status = request.status
-            held = blocks.num_held_blocks(request_id)
-            is_running, is_restoring = request_id in requests.running, request_id in restoring
+            held = kv.num_held_blocks(request_id)
+            is_running, is_restoring = request_id in requests.running, request_id in requests.restoring
             assert (status is RequestStatus.RUNNING) == is_running, f"{request_id} is misplaced"
             assert (status is RequestStatus.RESTORING) == is_restoring, f"{request_id} is misplaced"
             assert is_running or is_restoring or held == 0, f"{request_id} waits and holds {held} blocks"
             assert 0 <= request.num_computed_tokens <= request.num_tokens
-            if not is_running:
-                held = blocks.num_host_blocks_of(request_id)
-                assert bool(held) == (self._host.has_host_copy(request) or is_restoring)
-            assert held * blocks.block_size >= request.num_computed_tokens
-        assert requests.running.keys() >= set(self._suspension.requests), "a suspended slice has no blocks"
-        num_held = blocks.num_blocks - blocks.num_free_blocks - blocks.num_unreferenced_blocks
-        num_known = sum(blocks.num_held_blocks(request_id) for request_id in requests.by_id)
-        assert num_held == num_known, f"{num_held - num_known} blocks belong to no request"
+            if is_running or is_restoring:
+                assert kv.blocks_for(request.num_computed_tokens) <= held, f"{request_id} lacks blocks"
 
     def _commit_computed(self, plan: StepPlan, stopped: Collection[RequestId]) -> None:
         """Count the tokens that the plan's slices computed, except those of stopped slices."""
-        block_size = self.blocks.block_size
-        for scheduled in plan.slices:
-            if scheduled.request_id in stopped:
+        block_size = self.kv.block_size
+        by_id, counters_of, commit = self.requests.by_id, self.counters, self.kv.commit
+        for request_id, start, num_tokens, _, _, _ in plan.slices:
+            if request_id in stopped:
                 continue
-            request = self.requests.by_id[scheduled.request_id]
-            counters = self.counters[request.service_class]
-            counters.num_computed_tokens += scheduled.num_tokens
-            end = request.num_computed_tokens = scheduled.start + scheduled.num_tokens
-            if end // block_size > scheduled.start // block_size:
-                self._host.add_candidate(request)
+            request = by_id[request_id]
+            counters = counters_of[request.service_class]
+            counters.num_computed_tokens += num_tokens
+            end = request.num_computed_tokens = start + num_tokens
+            if end // block_size > start // block_size:
+                commit(request, end)
             known = request.num_ever_computed_tokens
-            if scheduled.start < known:
-                counters.num_recomputed_tokens += min(known, end) - scheduled.start
+            if start < known:
+                counters.num_recomputed_tokens += min(known, end) - start
             if end > known:
                 request.num_ever_computed_tokens = end
 
@@ -218,7 +214,7 @@ class Scheduler:
     def _end(self, request: Request, reason: FinishReason) -> None:
         request_id = request.request_id
         self._suspension.discard(request_id)
-        self._host.forget(request_id)
+        self.kv.free(request)
         self.requests.remove(request)
         self._planner.release(request_id)
         request.finish(reason)

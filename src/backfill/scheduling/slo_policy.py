@@ -71,6 +71,7 @@ class SloPolicy(Policy):
     """
 
     stops_steps = True
+    protects_online_cache = True
 
     def __init__(
         self, config: SloPolicyConfig, cost: CostModel, *, max_step_tokens: int, can_stop: bool
@@ -99,7 +100,8 @@ class SloPolicy(Policy):
         usable = (1.0 - self.config.margin) / self.correction.upper
         # Offline work makes steps longer, so online requests hold their blocks longer. It gets less time as
         # they fill the pool. The shape was found by simulation (docs/coserving.md).
-        headroom = min(1.0, _HEADROOM_FACTOR * (1.0 - view.online_blocks / view.num_blocks)) ** 2
+        free_share = 1.0 - view.online_blocks / view.num_blocks
+        headroom = min(1.0, _HEADROOM_FACTOR * free_share) ** 2
         bound = min(tightest * headroom, slack, self._ttft_slack(online, view.now_s)) * usable
         is_overloaded = self._misses_first_tokens(view, online, tightest * usable)
         if view.suspended_s:
@@ -193,14 +195,15 @@ class SloPolicy(Policy):
         would be late even alone does not count: longer gaps of other requests cannot save it. A prompt that
         is late because it waited does count: in overload all prompts are late, and waiting makes it worse.
         """
-        if limit_s == math.inf:
+        prefilling = sorted((each for each in online if not each.is_decoding), key=order_key)
+        waiting = view.waiting[PriorityLevel.ONLINE]
+        if limit_s == math.inf or not (prefilling or waiting):
             return False
         load = StepLoad.of((each.num_computed_tokens, 1, True) for each in online if each.is_decoding)
         chunk = max(MIN_PREFILL_CHUNK_TOKENS, self._cost.max_tokens(load, 0, self._max_step_tokens, limit_s))
         token_s = self.correction.upper * self._cost.time_with_s(load, 0, chunk, False) / chunk
         first_token_at_s = view.now_s
-        prefilling = sorted((each for each in online if not each.is_decoding), key=order_key)
-        for request in itertools.chain(prefilling, view.waiting[PriorityLevel.ONLINE]):
+        for request in itertools.chain(prefilling, waiting):
             first_token_at_s += request.num_pending_tokens * token_s
             is_prompt = request.last_token_at_s is None
             if (

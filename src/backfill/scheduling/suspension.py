@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from backfill.core.config import SchedulerConfig
-from backfill.core.plan import Safepoints, ScheduledSlice, StepOutcome, StepPlan
+from backfill.core.plan import Resume, Safepoints, ScheduledSlice, StepOutcome, StepPlan
 from backfill.core.request import PriorityLevel, RequestId
 from backfill.costs.load import StepLoad
 from backfill.costs.model import CostModel
@@ -16,16 +16,6 @@ from backfill.scheduling.policy import Policy
 # After this many plans in which not one layer of the suspended step fitted beside the online requests, it is
 # discarded: smaller offline steps may fit, and none starts before it.
 _MAX_REFUSALS = 16
-
-
-@dataclass(frozen=True, slots=True)
-class Resumption:
-    """The suspended slices as the next step, and how many layers they run in it."""
-
-    slices: tuple[ScheduledSlice, ...]
-    num_layers: int
-    predicted_s: float
-    safepoints: Safepoints
 
 
 @dataclass(slots=True, eq=False)
@@ -77,7 +67,7 @@ class Suspension:
         suspends = self.config.preemption == "suspend"
         return Safepoints(self._layers_apart(predicted_s / self.num_layers), suspends)
 
-    def resume(self, allowed_s: float) -> Resumption | None:
+    def resume(self, allowed_s: float) -> Resume | None:
         """As many layers of the suspended step as fit the time; None if not one does."""
         left, left_s = self.num_layers - self._layers_done, self.left_s()
         layer_s = left_s / left
@@ -88,7 +78,7 @@ class Suspension:
                 for request_id in list(self._slices):
                     self.discard(request_id)
             return None
-        return Resumption(
+        return Resume(
             tuple(self._slices.values()),
             num_layers,
             layer_s * num_layers,
@@ -97,7 +87,7 @@ class Suspension:
 
     def commit(self, plan: StepPlan, outcome: StepOutcome) -> None:
         """Keep the slices that the step suspended; count those that it discarded."""
-        if plan.resumes:
+        if isinstance(plan.work, Resume):
             self._slices = {}
         if not outcome.stopped:
             return

@@ -20,8 +20,7 @@ from backfill.engine.messages import TokenOutput
 from backfill.execution.executor import ExecutorInfo
 from backfill.execution.simulated_executor import SimulatedExecutor
 
-# The prompt's content does not matter. Every model has this id.
-_PROMPT_TOKEN = 5
+_FILLER_TOKEN = 5  # every model has this id
 _QUEUE_DEPTH = 32
 _BLOCK_SIZE = 16
 BIN_S = 5.0
@@ -80,6 +79,8 @@ class ReplayResult:
         counters: of each class at ``duration_s``.
         timeline: tokens computed in each ``BIN_S`` from the start, by class, without recomputed ones.
         scheduling_s: CPU time of planning and committing.
+        num_prefix_hit_tokens: prompt tokens found in the prefix cache, of all classes and both tiers, up to
+            the end of the replay.
     """
 
     duration_s: float
@@ -89,13 +90,15 @@ class ReplayResult:
     num_steps: int
     num_stopped_steps: int
     scheduling_s: float
+    num_prefix_hit_tokens: int
 
 
 class Replay:
     """Feeds an engine online requests at their arrival times, and a flood of offline requests.
 
     The flood keeps 32 offline requests waiting until the workload's end, as a large batch job does. The
-    replay then continues until every online request has ended, so that delayed ones are counted.
+    replay then continues until every online request has ended, so that delayed ones are counted. No two
+    prompts begin alike: requests share no cached KV.
 
     Args:
         clock: the engine's.
@@ -127,7 +130,7 @@ class Replay:
         now_s = self._clock.now_s()
         while self.next_at_s() <= now_s:
             arrival = self._online[self._next_arrival]
-            request = _request(f"online-{self._next_arrival}", arrival.lengths, ServiceClass.ONLINE)
+            request = self._request(f"online-{self._next_arrival}", arrival.lengths, ServiceClass.ONLINE)
             request.arrived_at_s = self.next_at_s()
             self._records[request.request_id] = OnlineRecord(request.arrived_at_s)
             self._next_arrival += 1
@@ -161,6 +164,9 @@ class Replay:
             num_steps=self._num_steps,
             num_stopped_steps=self._engine.num_stopped_steps,
             scheduling_s=self._engine.scheduling_s,
+            num_prefix_hit_tokens=sum(
+                each.num_all_prefix_hit_tokens for each in self._engine.scheduler.counters.values()
+            ),
         )
 
     @property
@@ -198,11 +204,22 @@ class Replay:
             return
         _, num_waiting = self._engine.scheduler.count_by_class()[ServiceClass.OFFLINE]
         for _ in range(_QUEUE_DEPTH - num_waiting):
-            request = _request(f"offline-{self._num_offline}", next(self._offline), ServiceClass.OFFLINE)
+            name = f"offline-{self._num_offline}"
+            request = self._request(name, next(self._offline), ServiceClass.OFFLINE)
             request.arrived_at_s = self._clock.now_s()
             self._num_offline += 1
             refusal = self._engine.add(request)
             assert refusal is None, f"{request.request_id}: {refusal}"
+
+    def _request(self, name: str, lengths: Lengths, service_class: ServiceClass) -> Request:
+        number = self._next_arrival + self._num_offline  # of all requests so far
+        vocab_size = self._engine.executor.info.vocab_size
+        return Request(
+            request_id=RequestId(name),
+            prompt_token_ids=unique_prompt(number, lengths.input_len, vocab_size),
+            sampling=SamplingParams(max_tokens=lengths.output_len, temperature=0.0, ignore_eos=True),
+            service_class=service_class,
+        )
 
     def _wait_until(self, at_s: float) -> None:
         assert at_s < math.inf, "requests are unfinished, and the engine has nothing to do"
@@ -249,10 +266,11 @@ def simulate(
     return replay.run()
 
 
-def _request(name: str, lengths: Lengths, service_class: ServiceClass) -> Request:
-    return Request(
-        request_id=RequestId(name),
-        prompt_token_ids=(_PROMPT_TOKEN,) * lengths.input_len,
-        sampling=SamplingParams(max_tokens=lengths.output_len, temperature=0.0, ignore_eos=True),
-        service_class=service_class,
-    )
+def unique_prompt(number: int, num_tokens: int, vocab_size: int) -> tuple[int, ...]:
+    """A prompt of ``num_tokens`` that begins with the digits of ``number`` in base ``vocab_size``.
+
+    Prompts of different numbers below ``vocab_size ** 2`` differ in their first two tokens, so they share no
+    block. Only a prompt of one token holds less: the last digit.
+    """
+    head = (number % vocab_size, number // vocab_size % vocab_size)
+    return (head + (_FILLER_TOKEN,) * (num_tokens - len(head)))[:num_tokens]

@@ -143,6 +143,8 @@ def run_scenario(
                 tpot_slo=slo.tpot_s,
             )
             replay = simulate(config, point.workload, hardware, _HOST_POOL_RATIO * hardware.kv_tokens)
+            num_hits = replay.num_prefix_hit_tokens
+            assert num_hits == 0, f"{policy}: {num_hits} tokens of prompts that differ are prefix hits"
             result.replays[policy] = replay
             result.metrics[policy] = metrics_of(replay, slo)
             on_done(point.setting, policy, result.metrics[policy])

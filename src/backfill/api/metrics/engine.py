@@ -86,6 +86,17 @@ _CLASS_TOTALS = {
     "reclaimed_tokens": "Tokens of preempted requests whose KV was kept in host memory",
     "restored_tokens": "Tokens whose KV was copied back to the device",
 }
+# The prefix cache's counters kept for each service class and tier, each as attributes of ClassCounters.
+_TIER_TOTALS = {
+    "prefix_cache_hits": (
+        "Tokens that were found in the prefix cache",
+        {"device": "num_prefix_hit_tokens", "host": "num_host_prefix_hit_tokens"},
+    ),
+    "prefix_cache_evictions": (
+        "Cached blocks whose memory was taken for other KV",
+        {"device": "num_evicted_blocks", "host": "num_evicted_host_blocks"},
+    ),
+}
 
 
 class _EngineState(Collector):
@@ -101,6 +112,7 @@ class _EngineState(Collector):
     def collect(self) -> Iterable[Metric]:
         if self.stats is not None:
             yield from self._of_classes(self.stats)
+            yield from self._of_prefix_cache(self.stats)
             yield from self._of_engine(self.stats)
             if self._vllm_families is not None:
                 yield from _under_vllm_names(self._vllm_families, self.stats)
@@ -120,6 +132,28 @@ class _EngineState(Collector):
             totals = {which: getattr(each.totals, attribute) for which, each in classes.items()}
             yield self._families.counter_by("class", name, text, totals)
 
+    def _of_prefix_cache(self, stats: EngineStats) -> Iterable[Metric]:
+        totals = {"online": stats.online.totals, "offline": stats.offline.totals}
+        queries = {which: each.num_prefix_queried_tokens for which, each in totals.items()}
+        yield self._families.counter_by(
+            "class", "prefix_cache_queries", "Tokens that were looked up in the prefix cache", queries
+        )
+        for name, (text, attributes) in _TIER_TOTALS.items():
+            values: dict[tuple[str, ...], float] = {
+                (which, tier): float(getattr(each, attribute))
+                for which, each in totals.items()
+                for tier, attribute in attributes.items()
+            }
+            yield self._families.counter_by_all(("class", "tier"), name, text, values)
+        blocks = {
+            "empty": stats.num_empty_blocks,
+            "cached": stats.num_cached_blocks,
+            "cached_with_copy": stats.num_cached_copied_blocks,
+            "protected": stats.num_protected_blocks,
+            "referenced": stats.num_referenced_blocks,
+        }
+        yield self._families.gauge_by("state", "kv_blocks", "Device blocks by state", blocks)
+
     def _of_engine(self, stats: EngineStats) -> Iterable[Metric]:
         online, offline = stats.online.totals, stats.offline.totals
         checkpointed = online.num_checkpointed_tokens + offline.num_checkpointed_tokens
@@ -133,7 +167,7 @@ class _EngineState(Collector):
         for name, text, value in (
             ("kv_cache_usage_perc", "Share of device blocks in use, 0 to 1", stats.kv_usage_frac),
             ("host_kv_cache_usage_perc", "Share of host blocks in use, 0 to 1", stats.host_kv_usage_frac),
-            ("kv_blocks_checkpointed", "Blocks with a copy in host memory", stats.num_checkpointed_blocks),
+            ("kv_blocks_checkpointed", "Blocks in use with a host copy", stats.num_checkpointed_blocks),
         ):
             yield self._families.gauge(name, text, value)
 
@@ -149,10 +183,19 @@ class _EngineState(Collector):
         )
 
 
+_SUMMED = "As backfill:, summed over classes and tiers"
+
+
 def _under_vllm_names(families: Families, stats: EngineStats) -> Iterable[Metric]:
     for name, value in (
         ("num_requests_running", stats.online.num_running + stats.offline.num_running),
         ("num_requests_waiting", stats.online.num_waiting + stats.offline.num_waiting),
         ("kv_cache_usage_perc", stats.kv_usage_frac),
     ):
-        yield families.gauge(name, "As backfill:, both classes summed", value)
+        yield families.gauge(name, _SUMMED, value)
+    totals = (stats.online.totals, stats.offline.totals)
+    for name, total in (
+        ("prefix_cache_queries", sum(each.num_prefix_queried_tokens for each in totals)),
+        ("prefix_cache_hits", sum(each.num_all_prefix_hit_tokens for each in totals)),
+    ):
+        yield families.counter(name, _SUMMED, total)

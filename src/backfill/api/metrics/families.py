@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
@@ -53,6 +53,13 @@ class Families:
     def counter_by(self, label: str, name: str, text: str, values: Mapping[str, float]) -> Metric:
         """With a sample for each value of ``label``, the keys of ``values``."""
         return self._family("counter", name, text, [({label: key}, value) for key, value in values.items()])
+
+    def counter_by_all(
+        self, label_names: Sequence[str], name: str, text: str, values: Mapping[tuple[str, ...], float]
+    ) -> Metric:
+        """With a sample for each tuple of labels' values, the keys of ``values``."""
+        samples = [(dict(zip(label_names, key, strict=True)), value) for key, value in values.items()]
+        return self._family("counter", name, text, samples)
 
     def _family(
         self, kind: str, name: str, text: str, samples: Iterable[tuple[Mapping[str, str], float]]

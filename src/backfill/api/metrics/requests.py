@@ -62,6 +62,7 @@ class RequestMetrics(Observer):
             **self._labels, **{"class": which.value, "finished_reason": record.finish_reason.value}
         ).inc()
         self._prompt_tokens[which].inc(record.num_prompt_tokens)
+        self._cached_tokens[which].inc(record.num_cached_tokens)
         self._num_prompt[which].observe(record.num_prompt_tokens)
         self._num_generated[which].observe(record.num_output_tokens)
         self._max_tokens[which].observe(record.max_tokens)
@@ -127,6 +128,9 @@ class RequestMetrics(Observer):
         )
         self._choices = self._by_class("request_params_n", "Choices of an API request", buckets.CHOICES)
         self._prompt_tokens = self._count_by_class("prompt_tokens", "Prompt tokens of ended requests")
+        self._cached_tokens = self._count_by_class(
+            "prompt_tokens_cached", "Prompt tokens of ended requests that were found in the prefix cache"
+        )
         self._generation_tokens = self._count_by_class("generation_tokens", "Output tokens")
 
     def _latency(self, name: str, text: str) -> dict[ServiceClass, Histogram]:

@@ -13,15 +13,16 @@ from hypothesis import strategies as st
 
 from backfill.core.clock import VirtualClock
 from backfill.core.config import CheckpointingName, PolicyName, PreemptionMode, RestoreMode, SchedulerConfig
-from backfill.core.plan import StepOutcome, StepPlan
+from backfill.core.plan import StepPlan
 from backfill.core.request import FinishReason, Request, RequestStatus, ServiceClass
 from backfill.core.slo import SLO
 from backfill.engine.engine import Engine
-from backfill.kvcache.block_manager import BlockManager
-from backfill.kvcache.host_tier import blocking_copies
+from backfill.kvcache.create import create_kv_cache
+from backfill.kvcache.manager import KVCacheManager
 from backfill.scheduling.create import create_policy
 from backfill.scheduling.scheduler import Scheduler
 from tests.builders import TwoTierExecutor, linear_cost, make_info, make_profile, make_request
+from tests.scheduling.caching import Unforgiving
 
 BLOCK_SIZE = 4
 MAX_STEPS = 3000
@@ -44,6 +45,7 @@ class Setting:
     block_copy_s: float | None = None
     completes: float = 0.4
     fails: float = 0.0
+    prefix_caching: bool = True
 
     def config(self) -> SchedulerConfig:
         return SchedulerConfig(
@@ -54,6 +56,7 @@ class Setting:
             checkpointing=self.checkpointing,
             kv_restore=self.restore,
             preemption=self.preemption,
+            prefix_caching=self.prefix_caching,
             ttft_slo=1.0,
             tpot_slo=0.05,
         )
@@ -90,12 +93,9 @@ class Run:
         config, cost = self.setting.config(), linear_cost(step_s=0.001)
         self.clock = VirtualClock()
         self.executor = self.setting.executor(self.seed)
-        blocks = BlockManager(
-            self.setting.num_blocks, BLOCK_SIZE, self.setting.num_host_blocks, blocking_copies(config)
-        )
         self.scheduler = Scheduler(
             config,
-            blocks,
+            create_kv_cache(config, self.setting.num_blocks, BLOCK_SIZE, self.setting.num_host_blocks),
             create_policy(config, cost, can_stop=self.setting.can_stop),
             cost=cost,
             block_copy_s=self.setting.block_copy_s,
@@ -105,8 +105,8 @@ class Run:
     def step(self) -> StepPlan:
         before = len(self.executor.in_flight)
         plan = self.scheduler.plan_step(self.clock.now_s())
-        begun = self.scheduler.blocks.num_copies_in_flight - before
-        assert 0 <= begun <= max(0, self.scheduler._host._max_copies_in_flight - before)
+        begun = self.scheduler.kv.num_copies_in_flight - before
+        assert 0 <= begun <= max(0, self.scheduler.kv.max_copies - before)
         self.clock.advance(plan.predicted_s or 0.001)
         self.scheduler.commit(plan, self.executor.run(plan), self.clock.now_s())
         self.scheduler.check_integrity()
@@ -119,21 +119,25 @@ class Run:
         while len(self.plans) <= last or self.scheduler.has_work:
             for arrival in arrivals:
                 if arrival.at_step == len(self.plans):
+                    self.executor.namespaces[arrival.request.request_id] = arrival.request.owner
                     self.scheduler.add(arrival.request)
                 elif arrival.aborted_at_step == len(self.plans):
                     self.scheduler.finish(arrival.request.request_id, FinishReason.ABORT)
             self.scheduler.check_integrity()
-            self.step()
+            plan = self.step()
+            assert not (plan.does_nothing and self.scheduler.has_unfinished), (
+                "it stopped with unfinished requests"
+            )
             assert len(self.plans) < MAX_STEPS, "it hangs"
-        assert_whole(self.scheduler.blocks)
+        assert_whole(self.scheduler.kv)
         assert not self.executor.num_tokens, "the executor was told to forget all"
 
 
-def assert_whole(blocks: BlockManager) -> None:
-    blocks.check_integrity()
-    assert blocks.num_free_blocks == blocks.num_blocks
-    assert blocks.num_free_host_blocks == blocks.num_host_blocks
-    assert blocks.num_copies_in_flight == 0
+def assert_whole(kv: KVCacheManager) -> None:
+    kv.check_integrity()
+    assert kv.counts.referenced == 0
+    assert kv.num_copies_in_flight == 0
+    assert not kv._tables, "nothing is kept of finished requests but content"
 
 
 @st.composite
@@ -150,7 +154,14 @@ def all_settings(draw: st.DrawFn) -> Setting:
         can_stop=policy == "slo" and draw(st.booleans()),
         block_copy_s=draw(st.sampled_from((None, 1.0, 0.02, 0.005))),
         completes=draw(st.sampled_from((0.05, 0.4, 1.0))),
+        prefix_caching=draw(st.booleans()),
     )
+
+
+def shared_prompt(num_tokens: int, num_shared: int, family: int) -> list[int]:
+    """A prompt whose first tokens are those of its family."""
+    shared = [10 + family] * min(num_tokens, num_shared)
+    return shared + [20 + (7 * i + num_tokens) % 90 for i in range(num_tokens - len(shared))]
 
 
 @st.composite
@@ -164,8 +175,10 @@ def workloads(draw: st.DrawFn) -> list[Arrival]:
             prompt_tokens,
             draw(st.integers(1, 48 - prompt_tokens)),
             request_id=f"r{index}",
+            prompt_token_ids=shared_prompt(prompt_tokens, draw(st.sampled_from((0, 9, 24))), index % 2),
             service_class=draw(st.sampled_from(ServiceClass)),
             arrived_at_s=float(draw(st.integers(0, 3))),
+            owner=draw(st.sampled_from(("", "", "", "other"))),
             slo=draw(st.sampled_from((None, SLO(0.05, 0.01)))),
             complete_by_s=draw(st.sampled_from((None, None, 0.1))),
         )
@@ -198,7 +211,9 @@ def crowd(rng: random.Random) -> list[Arrival]:
             prompt_tokens,
             rng.randint(1, 48 - prompt_tokens),
             request_id=f"r{index}",
+            prompt_token_ids=shared_prompt(prompt_tokens, rng.choice((0, 0, 9, 24)), rng.randint(0, 1)),
             service_class=rng.choice((ServiceClass.ONLINE, OFFLINE, OFFLINE)),
+            owner=rng.choice(("", "", "", "other")),
             arrived_at_s=rng.random(),
             complete_by_s=rng.choice((None, None, 0.2)),
         )
@@ -246,35 +261,15 @@ def test_preempted_requests_are_restored_from_host_memory(
 
 def test_others_run_beside_a_restore_unless_it_blocks() -> None:
     for restore in get_args(RestoreMode):
-        run = Run(Setting(policy="slo", restore=restore, completes=0.1))
+        # Twenty blocks hold two offline requests beside the reserve, so that one runs while one is restored;
+        # without prefix caching, because the online requests' cache would keep the second one out.
+        pools = {"num_blocks": 20, "num_host_blocks": 40}
+        run = Run(Setting(policy="slo", restore=restore, completes=0.1, prefix_caching=False, **pools))
         run.run(contention())
-        while_restoring = [plan for plan in run.plans if plan.restore and plan.slices]
+        while_restoring = [plan for plan in run.plans if plan.copies.restore and plan.slices]
         assert while_restoring
         for plan in run.plans:
-            assert bool(plan.blocking_copies) == (restore == "blocking")
-
-
-class BrokenPlan(BaseException):
-    """An executor found an error in a plan. No Exception, so that the engine does not continue."""
-
-
-class Unforgiving:
-    """Turns all failures of an executor but the scripted ones into BrokenPlan."""
-
-    def __init__(self, executor: TwoTierExecutor) -> None:
-        self.info = executor.info
-        self.plan: StepPlan | None = None
-        self._executor = executor
-
-    def run(self, plan: StepPlan) -> StepOutcome:
-        self.plan = plan
-        try:
-            return self._executor.run(plan)
-        except (AssertionError, LookupError) as error:
-            raise BrokenPlan from error
-
-    def request_stop(self, step: int) -> None:
-        raise AssertionError("nothing arrives while a step runs")
+            assert bool(plan.copies.blocking) == (restore == "blocking")
 
 
 @settings(max_examples=150, deadline=None)
@@ -292,6 +287,7 @@ def test_failing_steps_cost_only_requests_with_tokens_or_a_second_failure(
     while num_steps <= 15 or engine.has_work:
         for arrival in arrivals:
             if arrival.at_step == num_steps:
+                executor.namespaces[arrival.request.request_id] = arrival.request.owner
                 assert engine.add(arrival.request) is None
         outputs = engine.step()
         plan = unforgiving.plan
@@ -314,5 +310,5 @@ def test_failing_steps_cost_only_requests_with_tokens_or_a_second_failure(
     for arrival in arrivals:
         is_failed = arrival.request.request_id in failed
         assert arrival.request.finish_reason is (FinishReason.ERROR if is_failed else FinishReason.LENGTH)
-    assert_whole(engine.scheduler.blocks)
+    assert_whole(engine.scheduler.kv)
     assert not executor.num_tokens, "the executor was told to forget all"

@@ -1,0 +1,118 @@
+"""Which content is copied to the host, when, and at the cost of which other copy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from itertools import islice
+
+from backfill.core.counters import ClassCounters
+from backfill.core.request import OrderKey, Request, RequestId, ServiceClass
+from backfill.kvcache.checkpointing import CheckpointPolicy, PoolView
+from backfill.kvcache.content import BlockState, Content
+from backfill.kvcache.store import ContentStore
+from backfill.kvcache.table import BlockTable
+
+
+def urgency(candidate: tuple[Request, BlockTable]) -> tuple[int, OrderKey]:
+    """The greater, the sooner it is checkpointed."""
+    return candidate[0].priority_level.value, candidate[0].order_key
+
+
+class Checkpointer:
+    """Writes content back to host memory, just before each plan (ConServe, section 5).
+
+    Wanted content goes first, then the least urgent request's: that one is preempted first.
+
+    Args:
+        policy: says how much is checkpointed of what is in use.
+    """
+
+    def __init__(
+        self, store: ContentStore, policy: CheckpointPolicy, counters: Mapping[ServiceClass, ClassCounters]
+    ) -> None:
+        self._store = store
+        self._policy = policy
+        self._counters = counters
+        self.saves_victims = policy.checkpoints_at_preemption and store.host.num_blocks > 0
+        self._candidates: dict[RequestId, tuple[Request, BlockTable]] = {}
+
+    def add_candidate(self, request: Request, table: BlockTable) -> None:
+        """The request is on the device, and has full blocks that may have no host copy."""
+        if self._store.host.num_blocks:
+            self._candidates[request.request_id] = request, table
+
+    def remove_candidate(self, request_id: RequestId) -> None:
+        self._candidates.pop(request_id, None)
+
+    def start(self, max_copies: int) -> None:
+        """Begin copies, up to the limit: of what preempted requests want, then what the policy chooses."""
+        store = self._store
+        left = max_copies - store.ledger.num_in_flight
+        if left <= 0 or not store.host.num_blocks:
+            return
+        counts, num_pinned = store.device.counts, store.device.num_pinned
+        if self.saves_victims and not store.ledger.checkpoints_block:
+            left -= self._checkpoint_wanted(BlockState.WANTED, left)
+            left -= self._checkpoint_wanted(BlockState.WANTED_ONLINE, left)
+        num_copied = counts[BlockState.REFERENCED_COPIED] + counts[BlockState.ONLINE_COPIED]
+        num_copied += num_pinned[BlockState.SECURED]
+        num_used = counts[BlockState.REFERENCED] + counts[BlockState.ONLINE] + num_copied
+        num_used += counts[BlockState.WANTED] + counts[BlockState.WANTED_ONLINE]
+        num_blocks = store.device.num_blocks
+        left = min(left, self._policy.max_blocks(PoolView(num_blocks, num_blocks - num_used, num_copied)))
+        if left <= 0 or not self._candidates:
+            return
+        for request, table in sorted(self._candidates.values(), key=urgency, reverse=True):
+            left -= self._checkpoint_leading(request, table, left)
+            if not left:
+                break
+
+    def _checkpoint_wanted(self, state: BlockState, max_blocks: int) -> int:
+        """Begin to checkpoint what was preempted, the first block of what was last preempted first.
+
+        A block's copy is worth nothing without those before it. Returns how many.
+        """
+        chosen = list(islice(self._store.device.reverse(state), max_blocks))
+        for begun, block in enumerate(chosen):
+            assert block.content is not None
+            if not self.checkpoint(block.content):
+                return begun
+        return len(chosen)
+
+    def swap_out(self, wanted: Iterable[Content]) -> None:
+        """If steps wait for copies, copy what a preempted request wants, as far as there is room."""
+        if self.saves_victims and self._store.ledger.checkpoints_block:
+            for content in wanted:
+                if content.host is None and content.device is not None and not self.checkpoint(content):
+                    break
+
+    def checkpoint(self, content: Content) -> bool:
+        """Begin to copy content to the host; False if the host has no block for it.
+
+        False also while the block waits for the next plan's blocking restore, which follows its checkpoints.
+        """
+        block, host_pool = content.device, self._store.host
+        assert block is not None and block.is_valid
+        limit = BlockState.UNWANTED
+        if not block.num_refs:  # it is about to be taken, so it is worth more than the copy of a running one
+            is_online = content.service_class is ServiceClass.ONLINE
+            limit = BlockState.WANTED if is_online else BlockState.SECURED
+        if block.num_copies or not (host_pool.num_empty or host_pool.available(limit)):
+            return False
+        (host,) = host_pool.take(1, limit)
+        host.content, content.host = content, host
+        self._store.ledger.checkpoint(block, host)
+        self._counters[content.service_class].num_checkpointed_tokens += content.num_tokens
+        return True
+
+    def _checkpoint_leading(self, request: Request, table: BlockTable, max_blocks: int) -> int:
+        """Begin to checkpoint the next full blocks of a request on the device; returns how many."""
+        begun, num_host_evictions = 0, self._store.num_host_evictions
+        while table.count_copied(num_host_evictions) < table.num_entered:
+            content = table.blocks[table.num_copied].content
+            assert content is not None
+            if begun == max_blocks or not self.checkpoint(content):
+                return begun
+            begun += 1
+        del self._candidates[request.request_id]
+        return begun

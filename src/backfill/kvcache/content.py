@@ -1,0 +1,119 @@
+"""Content: the KV of a block's tokens, wherever it resides, and the blocks that hold it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import NewType
+
+from backfill.core.block import BlockRef
+from backfill.core.request import ServiceClass
+
+BlockKey = NewType("BlockKey", bytes)
+
+
+class BlockState(IntEnum):
+    """How a block of a pool is used. The smaller the state, the sooner the block is taken for other KV.
+
+    A block of the states from ``UNWANTED`` to ``WANTED_ONLINE`` holds content that no block table names.
+    """
+
+    EMPTY = 0
+    UNWANTED = 1  # cached: nobody is known to come back for it
+    SECURED = 2  # wanted, and with a copy in the other tier, complete or in flight: taking it loses no KV
+    WANTED = 3  # of preempted offline requests
+    PROTECTED = 4  # used by an online request a short time ago
+    WANTED_ONLINE = 5  # of preempted online requests
+    COPYING = 6  # holds nothing, and is empty when the copies on it complete
+    REFERENCED = 7  # in block tables of offline requests only
+    REFERENCED_COPIED = 8  # so, and with a host copy, complete or in flight
+    ONLINE = 9  # in the block table of an online request
+    ONLINE_COPIED = 10  # so, and with a host copy
+
+
+@dataclass(slots=True, eq=False)
+class Block:
+    """A block of memory in one of the two pools.
+
+    Attributes:
+        ref: its index as block tables hold it.
+        content: what it holds; None for a block that is empty, or in one request's table and not yet full.
+        num_refs: block tables that name it; 0 in the host's pool.
+        num_online_refs: those among them that are of online requests.
+        num_copies: copies that read or write it, begun or queued. It is not taken before they end.
+        is_valid: the KV of the content has arrived; False until the copy to it completes, or is cancelled.
+        state: kept by its pool.
+        is_pinned: kept by its pool: ``num_copies`` was not 0 when ``state`` was set.
+    """
+
+    index: int
+    ref: BlockRef
+    content: Content | None = None
+    num_refs: int = 0
+    num_online_refs: int = 0
+    num_copies: int = 0
+    is_valid: bool = True
+    state: BlockState = BlockState.EMPTY
+    is_pinned: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Content:
+    """The KV of one block's tokens, which depends on them and on all tokens before. It never changes.
+
+    Attributes:
+        key: None for the tail of one preempted request: a block that is not full, which others cannot find.
+        num_tokens: in the block.
+        service_class: of the request that used it last.
+        device, host: the blocks that hold it.
+        num_wanted: preempted requests that will come back for it.
+        released_at_s: when the last request that used it let it go.
+        is_protected: an online request let it go a short time ago.
+    """
+
+    key: BlockKey | None
+    num_tokens: int
+    service_class: ServiceClass
+    device: Block | None = None
+    host: Block | None = None
+    num_wanted: int = 0
+    released_at_s: float = 0.0
+    is_protected: bool = False
+
+    @property
+    def is_writable(self) -> bool:
+        """Of a tail: it exists, and no copy reads the block that its request would write."""
+        if self.device is None:
+            return self.host is not None
+        return not self.device.num_copies or not self.device.is_valid
+
+
+class Evictable(IntEnum):
+    """Whose cached KV an allocation may take, besides blocks that are empty."""
+
+    LOSING_NOTHING = BlockState.SECURED  # what is cached for nobody, and what has a host copy
+    OFFLINE = BlockState.WANTED  # and that of preempted offline requests
+    ALL = BlockState.WANTED_ONLINE  # and what online requests used a short time ago, or wait for
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """Leading tokens of a request whose KV exists.
+
+    Attributes:
+        contents: of its leading blocks; each resides on the device, in host memory, or in both.
+        num_tokens: tokens in them, never the last of the request's tokens: its logits are needed.
+    """
+
+    contents: Sequence[Content]
+    num_tokens: int
+
+    @property
+    def is_on_device(self) -> bool:
+        """All of it can be used now."""
+        return all(content.device is not None and content.device.is_valid for content in self.contents)
+
+    @property
+    def num_device_blocks(self) -> int:
+        return sum(content.device is not None for content in self.contents)

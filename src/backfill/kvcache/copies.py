@@ -1,0 +1,140 @@
+"""The copies between the two tiers, from their request to their completion."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from backfill.core.block import BlockCopy
+from backfill.core.plan import CopyDirections
+from backfill.kvcache.content import Block
+from backfill.kvcache.pool import BlockPool
+
+
+class CopyLedger:
+    """Every copy between the device's pool and the host's, from its request to its completion.
+
+    A block in a copy is pinned: its memory is not taken before the copy completes, whatever becomes of its
+    content (ConServe, sections 4.4 and 5).
+
+    Args:
+        blocking: copies of these directions complete before their step computes. They count as complete when
+            they begin, and pin only what another copy of the same plan could overwrite.
+    """
+
+    def __init__(self, device: BlockPool, host: BlockPool, blocking: CopyDirections) -> None:
+        self._device, self._host = device, host
+        self.checkpoints_block = CopyDirections.CHECKPOINT in blocking
+        self.restores_block = CopyDirections.RESTORE in blocking
+        # Restores that wait: device block, host block. Those of online requests begin first.
+        self._online: dict[Block, Block] = {}
+        self._offline: dict[Block, Block] = {}
+        self._in_flight: dict[int, tuple[Block, Block]] = {}  # by index of the device block
+        self._checkpoint: list[BlockCopy] = []  # begin with the next plan
+        self._restore: list[BlockCopy] = []
+        self._pinned_until_plan: list[tuple[BlockPool, Block]] = []
+
+    @property
+    def num_in_flight(self) -> int:
+        """Copies that an outcome will report. Restores that wait to begin do not count."""
+        return len(self._in_flight)
+
+    def checkpoint(self, device: Block, host: Block) -> None:
+        """Begin a copy to the host with the next plan."""
+        self._checkpoint.append(BlockCopy(device.index, host.index))
+        if self.checkpoints_block:
+            self._pin_until_plan(self._host, host)
+        else:
+            self._pin(device, host)
+            host.is_valid = False
+            self._in_flight[device.index] = device, host
+        self._update(device, host)
+
+    def restore(self, device: Block, host: Block, is_online: bool) -> None:
+        """Queue a copy to the device for a request, behind those of its class that wait already."""
+        assert host.is_valid, "content that a checkpoint still writes is on the device"
+        if self.restores_block:
+            self._restore.append(BlockCopy(device.index, host.index))
+            self._pin_until_plan(self._device, device)
+            self._pin_until_plan(self._host, host)
+        else:
+            self._pin(device, host)
+            device.is_valid = False
+            (self._online if is_online else self._offline)[device] = host
+        self._update(device, host)
+
+    def begin_restores(self, max_in_flight: int) -> None:
+        """Begin queued restores with the next plan, in their order, while fewer copies are in flight."""
+        while (queue := self._online or self._offline) and len(self._in_flight) < max_in_flight:
+            device = next(iter(queue))
+            host = queue.pop(device)
+            self._restore.append(BlockCopy(device.index, host.index))
+            self._in_flight[device.index] = device, host
+
+    def hurry(self, device: Block) -> None:
+        """An online request waits for the block too."""
+        host = self._offline.pop(device, None)
+        if host is not None:
+            self._online[device] = host
+
+    def cancel_restore(self, device: Block) -> bool:
+        """Forget a restore that has not begun; False if it has, or there is none."""
+        host = self._online.pop(device, None) or self._offline.pop(device, None)
+        if host is None:
+            return False
+        device.is_valid = True
+        self._unpin(device, host)
+        return True
+
+    def take(self) -> tuple[tuple[BlockCopy, ...], tuple[BlockCopy, ...]]:
+        """The next plan's checkpoint and restore copies: those begun since the last call.
+
+        A plan's checkpoint copies begin before its restore copies.
+        """
+        checkpoint, restore = tuple(self._checkpoint), tuple(self._restore)
+        self._checkpoint.clear()
+        self._restore.clear()
+        for pool, block in self._pinned_until_plan:
+            block.num_copies -= 1
+            pool.update(block)
+        self._pinned_until_plan.clear()
+        return checkpoint, restore
+
+    def complete(self, copies: Iterable[BlockCopy]) -> list[Block]:
+        """Copies of earlier plans have completed. Returns the device blocks that were restored."""
+        restored = []
+        for copy in copies:
+            device, host = self._in_flight.pop(copy.device)
+            assert host.index == copy.host, f"no copy of block {copy.device} and host block {copy.host}"
+            if not device.is_valid:
+                restored.append(device)
+            device.is_valid = host.is_valid = True
+            self._unpin(device, host)
+        return restored
+
+    def _pin(self, device: Block, host: Block) -> None:
+        device.num_copies += 1
+        host.num_copies += 1
+
+    def _unpin(self, device: Block, host: Block) -> None:
+        device.num_copies -= 1
+        host.num_copies -= 1
+        self._update(device, host)
+
+    def _pin_until_plan(self, pool: BlockPool, block: Block) -> None:
+        block.num_copies += 1
+        self._pinned_until_plan.append((pool, block))
+
+    def _update(self, device: Block, host: Block) -> None:
+        self._device.update(device)
+        self._host.update(host)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless every pin has its copy."""
+        pins: dict[Block, int] = {}
+        pairs = [*self._online.items(), *self._offline.items(), *self._in_flight.values()]
+        for block in [each for pair in pairs for each in pair]:
+            pins[block] = pins.get(block, 0) + 1
+        for _, block in self._pinned_until_plan:
+            pins[block] = pins.get(block, 0) + 1
+        for block in [*self._device.blocks, *self._host.blocks]:
+            assert block.num_copies == pins.get(block, 0), f"block {block.index} is pinned without a copy"

@@ -1,0 +1,421 @@
+"""The KV cache over two tiers: which request's KV is where. Pure bookkeeping: no tensor is touched here.
+
+Over 400 lines: one class has every verb and count that the scheduler sees.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import takewhile
+
+from backfill.core.block import BlockCopy, BlockRef
+from backfill.core.config import PrefixCacheScope
+from backfill.core.counters import ClassCounters
+from backfill.core.plan import CopyDirections
+from backfill.core.request import Request, RequestId, ServiceClass
+from backfill.kvcache.checkpointer import Checkpointer
+from backfill.kvcache.checkpointing import CheckpointPolicy, NoCheckpoints
+from backfill.kvcache.content import Block, BlockKey, BlockState, Content, Evictable, Match
+from backfill.kvcache.keys import KeyChain
+from backfill.kvcache.pool import BlockCounts
+from backfill.kvcache.store import ContentStore
+from backfill.kvcache.table import BlockTable
+
+_KEYS_AT_ONCE = 16  # made while a request is looked up
+
+
+class KVCacheManager:
+    """Finds, allocates and frees the KV of requests, on the device and in host memory.
+
+    The KV of a full block is *content*: it depends on its tokens and those before, never changes, and has a
+    key. It *resides* on the device, in host memory, or in both. Block tables hold *references* to device
+    blocks. Content that no table references stays until its block is needed: that is the prefix cache, and
+    it is also where the KV of a preempted request is. So a request that resumes and a new one do the same:
+    ``match``, ``allocate``, then ``grow`` and ``commit`` step by step.
+
+    Args:
+        num_host_blocks: blocks in the host's pool.
+        policy: says which blocks are checkpointed, and when.
+        blocking: copies of these directions complete before their step computes a slice.
+        prefix_caching: requests share content; without it, each finds only its own, after a preemption.
+        counters: hits, evictions and copied tokens are added to them.
+        secret: of the keys; random by default.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        num_host_blocks: int = 0,
+        *,
+        policy: CheckpointPolicy | None = None,
+        blocking: CopyDirections = CopyDirections.NONE,
+        prefix_caching: bool = True,
+        prefix_cache_scope: PrefixCacheScope = "owner",
+        counters: Mapping[ServiceClass, ClassCounters] | None = None,
+        secret: bytes | None = None,
+    ) -> None:
+        assert num_blocks > 0 and block_size > 0 and num_host_blocks >= 0
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.num_host_blocks = num_host_blocks
+        self.blocking = blocking
+        self.counters = counters or {each: ClassCounters() for each in ServiceClass}
+        self._prefix_caching = prefix_caching
+        scope = prefix_cache_scope if prefix_caching else "request"
+        self._keys = KeyChain(block_size, scope, secret or secrets.token_bytes(32))
+        self._store = ContentStore(num_blocks, num_host_blocks, blocking, self.counters, prefix_caching)
+        self._checkpointer = Checkpointer(self._store, policy or NoCheckpoints(), self.counters)
+        self._device = self._store.device
+        self._tables: dict[RequestId, BlockTable] = {}
+        self.max_copies = 0  # most copies in flight; none begins beyond
+
+    # What there is.
+
+    @property
+    def counts(self) -> BlockCounts:
+        return self._device.summary()
+
+    @property
+    def num_copies_in_flight(self) -> int:
+        return self._store.ledger.num_in_flight
+
+    @property
+    def num_checkpointed_blocks(self) -> int:
+        """Referenced blocks that have a host copy, complete or in flight."""
+        counts = self._device.counts
+        return counts[BlockState.REFERENCED_COPIED] + counts[BlockState.ONLINE_COPIED]
+
+    @property
+    def num_reclaimable_blocks(self) -> int:
+        """Blocks that only offline requests reference, with a complete host copy."""
+        device, copied = self._device, BlockState.REFERENCED_COPIED
+        return device.counts[copied] - device.num_pinned[copied]
+
+    @property
+    def num_protected_blocks(self) -> int:
+        """Cached blocks that only online requests may take."""
+        return self._device.counts[BlockState.PROTECTED]
+
+    @property
+    def num_online_blocks(self) -> int:
+        """Blocks that online requests reference."""
+        counts = self._device.counts
+        return counts[BlockState.ONLINE] + counts[BlockState.ONLINE_COPIED]
+
+    @property
+    def host_usage_frac(self) -> float:
+        """Share of the host's blocks that are in copies, or hold what requests use or will come back for."""
+        if not self.num_host_blocks:
+            return 0.0
+        counts = self._store.host.counts
+        num_cached = counts[BlockState.UNWANTED] + counts[BlockState.PROTECTED]
+        return 1.0 - (counts[BlockState.EMPTY] + num_cached) / self.num_host_blocks
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold ``num_tokens`` tokens of one request."""
+        return -(-num_tokens // self.block_size)
+
+    def table(self, request_id: RequestId) -> tuple[BlockRef, ...]:
+        """The request's device blocks in token order."""
+        return self._tables[request_id].refs
+
+    def num_held_blocks(self, request_id: RequestId) -> int:
+        table = self._tables.get(request_id)
+        return 0 if table is None else len(table.blocks)
+
+    def num_freed(self, request_ids: Iterable[RequestId], match: Match, limit: Evictable) -> int:
+        """Blocks that an allocation up to ``limit`` could have more if all these requests were preempted.
+
+        Not those that others reference, that a copy uses, that are protected, or that ``match`` has.
+        """
+        refs = Counter(block for each in request_ids for block in self._tables[each].blocks)
+        for content in match.contents:
+            if content.device is not None:
+                del refs[content.device]
+        num_freed = 0
+        for block, num_refs in refs.items():
+            if num_refs == block.num_refs and not block.num_copies:
+                is_protected = block.content is not None and block.content.is_protected
+                num_freed += limit is Evictable.ALL or not is_protected
+        return num_freed
+
+    def num_available(self, limit: Evictable) -> int:
+        """Blocks that an allocation can have now."""
+        return self._device.available(limit)
+
+    @property
+    def num_becoming_available(self) -> int:
+        """Blocks that an allocation can have, losing no KV, once the copies on them complete."""
+        pinned = self._device.num_pinned
+        return pinned[BlockState.UNWANTED] + pinned[BlockState.SECURED] + pinned[BlockState.COPYING]
+
+    # Admission.
+
+    def match(self, request: Request) -> Match:
+        """Leading tokens of a request without blocks whose KV exists.
+
+        Nothing is reserved: what is allocated or preempted meanwhile makes the match out of date.
+        """
+        table = self._tables.get(request.request_id)
+        if table is None:
+            table = self._tables[request.request_id] = BlockTable(self._keys.root_of(request))
+        assert not table.blocks, f"{request.request_id} has blocks"
+        found = self._find(request, table, 0)
+        num_tokens = len(found) * self.block_size
+        tail = table.tail
+        if tail is not None and len(found) == len(table.wanted) - 1 and tail.is_writable:
+            found.append(tail)
+            num_tokens += tail.num_tokens
+        return Match(found, num_tokens)
+
+    def shortage(self, request: Request, match: Match, num_reserved: int, limit: Evictable) -> int:
+        """Blocks that lack for all of the request's tokens, with ``num_reserved`` left; at most 0 if none."""
+        available = self._device.available(limit)
+        needed = self.blocks_for(request.num_tokens) + num_reserved
+        for content in match.contents:
+            block = content.device
+            if block is not None:
+                needed -= 1
+                if not block.num_copies and block.state <= limit:
+                    available -= 1  # it is available until the request references it
+        return needed - available
+
+    def allocate(self, request: Request, match: Match, limit: Evictable) -> bool:
+        """Give a request the blocks of its match, and restore those that are in host memory only.
+
+        Afterwards ``request.num_computed_tokens`` are those of the match.
+
+        Returns: whether all of them are on the device. Otherwise ``is_restored`` says when.
+        """
+        store, table = self._store, self._tables[request.request_id]
+        self._count_match(request, table, match)
+        absent = [content for content in match.contents if content.device is None]
+        for content in match.contents:
+            if content.device is not None:
+                store.reference(content, request.service_class)
+        taken = store.take(len(absent), limit, request.service_class)
+        for content, block in zip(absent, taken, strict=True):
+            assert content.host is not None
+            store.hold(content, block)
+            store.ledger.restore(block, content.host, request.service_class is ServiceClass.ONLINE)
+        table.extend(content.device for content in match.contents if content.device is not None)
+        table.num_entered = match.num_tokens // self.block_size
+        if not match.contents or match.contents[-1] is not table.tail:
+            self._drop_tail(table)
+        self._forget_wanted(table)
+        request.num_computed_tokens = match.num_tokens
+        request.num_ever_computed_tokens = max(request.num_ever_computed_tokens, request.num_computed_tokens)
+        return table.is_restored()
+
+    def is_restored(self, request: Request) -> bool:
+        """The KV of all the request's computed tokens is on the device."""
+        return self._tables[request.request_id].is_restored()
+
+    def start(self, request: Request) -> None:
+        """The request takes part in steps from now on. Its tail becomes private: it will be written."""
+        table = self._tables[request.request_id]
+        assert table.is_restored(), f"copies to {request.request_id} are in flight"
+        self._drop_tail(table)
+        self._checkpointer.add_candidate(request, table)
+
+    # Steps.
+
+    def num_missing_blocks(self, request_id: RequestId, num_tokens: int) -> int:
+        """Blocks the request lacks for its first ``num_tokens`` tokens."""
+        missing = -(-num_tokens // self.block_size) - len(self._tables[request_id].blocks)
+        return missing if missing > 0 else 0  # not max(): called for every running request in every step
+
+    def grow(self, request: Request, num_tokens: int, limit: Evictable) -> None:
+        """Allocate what the request lacks for its first ``num_tokens`` tokens; enough must be available."""
+        missing = self.num_missing_blocks(request.request_id, num_tokens)
+        if missing:
+            taken = self._store.take(missing, limit, request.service_class)
+            self._tables[request.request_id].extend(taken)
+
+    def match_more(self, request: Request) -> None:
+        """Skip the next tokens of a running prompt whose KV another request has computed meanwhile."""
+        table = self._tables[request.request_id]
+        index, offset = divmod(request.num_computed_tokens, self.block_size)
+        if offset or index != len(table.blocks):
+            return
+        found = self._find(request, table, index)
+        found = list(takewhile(lambda content: content.device is not None and content.device.is_valid, found))
+        if not found:
+            return
+        table.extend([self._store.reference(content, request.service_class) for content in found])
+        table.num_entered = len(table.blocks)
+        request.num_computed_tokens = table.num_entered * self.block_size
+        num_new = max(0, request.num_computed_tokens - request.num_ever_computed_tokens)
+        self._count_hits(request, num_new, 0)
+        request.num_ever_computed_tokens += num_new
+
+    def keys_of(self, request: Request, start: int, end: int) -> Sequence[BlockKey]:
+        """Keys of the blocks that computing the tokens ``[start, end)`` fills."""
+        table, size = self._tables[request.request_id], self.block_size
+        self._keys.extend(table.keys, table.root, request, end // size)
+        return table.keys[start // size : end // size]
+
+    def key_of(self, request_id: RequestId, index: int) -> BlockKey | None:
+        """Key of the request's block at this index; None if none was made yet."""
+        table = self._tables.get(request_id)
+        return table.keys[index] if table is not None and index < len(table.keys) else None
+
+    def commit(self, request: Request, num_tokens: int) -> None:
+        """The KV of the request's first ``num_tokens`` tokens is computed: its full blocks are content."""
+        table = self._tables[request.request_id]
+        num_full = num_tokens // self.block_size
+        if num_full > table.num_entered:
+            self._enter(request, table, table.num_entered, num_full)
+            table.num_entered = num_full
+            self._checkpointer.add_candidate(request, table)
+
+    # Leaving.
+
+    def preempt(self, request: Request) -> None:
+        """Drop the request's references. Its KV stays as wanted content, until its blocks are needed.
+
+        ``request.num_computed_tokens`` stays: a match will find as many, unless blocks are taken meanwhile.
+        """
+        table = self._tables[request.request_id]
+        self._checkpointer.remove_candidate(request.request_id)
+        num_full, num_tail_tokens = divmod(request.num_computed_tokens, self.block_size)
+        self._enter(request, table, 0, num_full)  # again what was computed twice, if the other one is gone
+        wanted = [self._store.by_key[key] for key in table.keys[:num_full]]
+        if num_tail_tokens:
+            if table.tail is None:  # else the request was being restored
+                table.tail = Content(None, num_tail_tokens, request.service_class)
+                self._store.hold(table.tail, table.blocks[num_full])
+            wanted.append(table.tail)
+        table.wanted = wanted
+        self._store.want(reversed(wanted), 1)
+        self._release(request, table)
+        self._checkpointer.swap_out(wanted)
+
+    def free(self, request: Request) -> None:
+        """Drop all that the request references and wants. With prefix caching its content stays."""
+        table = self._tables.pop(request.request_id, None)
+        if table is None:
+            return
+        self._checkpointer.remove_candidate(request.request_id)
+        self._drop_tail(table)
+        if self._prefix_caching:
+            self._enter(request, table, 0, table.num_entered)  # what was computed twice, if the other is gone
+        self._release(request, table)
+        self._forget_wanted(table)
+        if not self._prefix_caching:
+            for key in table.keys:
+                content = self._store.by_key.get(key)
+                if content is not None:
+                    self._store.drop(content)
+
+    def _release(self, request: Request, table: BlockTable) -> None:
+        """Drop the references, the last one first, so that a block is never taken before those after it."""
+        for block in reversed(table.blocks):
+            self._store.release(block, request.service_class)
+        table.clear()
+
+    def _forget_wanted(self, table: BlockTable) -> None:
+        self._store.want(reversed(table.wanted), -1)
+        table.wanted = ()
+
+    def _drop_tail(self, table: BlockTable) -> None:
+        if table.tail is not None:
+            self._store.drop(table.tail)
+            table.tail = None
+
+    # Copies.
+
+    def advance(self, now_s: float) -> None:
+        """Set the time, before each plan."""
+        self._store.advance(now_s)
+
+    def take_copies(self) -> tuple[tuple[BlockCopy, ...], tuple[BlockCopy, ...]]:
+        """The next plan's checkpoint and restore copies."""
+        self._store.ledger.begin_restores(self.max_copies)
+        self._checkpointer.start(self.max_copies)
+        return self._store.ledger.take()
+
+    def complete(self, copies: Iterable[BlockCopy]) -> None:
+        """Copies of earlier plans have completed."""
+        for block in self._store.ledger.complete(copies):
+            if block.content is not None:
+                counters = self.counters[block.content.service_class]
+                counters.num_restored_tokens += block.content.num_tokens
+
+    def num_unsecured_tokens(self, request: Request) -> int:
+        """Tokens of a request on the device whose KV is lost if its blocks are taken now.
+
+        Those of a last block that is not full do not count. A copy in flight does not secure a block.
+        """
+        if not self._checkpointer.saves_victims:
+            return request.num_computed_tokens
+        if self._store.ledger.checkpoints_block:
+            return 0
+        table = self._tables[request.request_id]
+        num_secured = table.count_secured(self._store.num_host_evictions)
+        return (table.num_entered - num_secured) * self.block_size
+
+    # Contents.
+
+    def _enter(self, request: Request, table: BlockTable, first: int, last: int) -> None:
+        """Make the request's full blocks in ``[first, last)`` content, unless others hold the same."""
+        self._keys.extend(table.keys, table.root, request, last)
+        for key, block in zip(table.keys[first:last], table.blocks[first:last], strict=True):
+            self._store.enter(key, block, self.block_size, request.service_class)
+
+    def _find(self, request: Request, table: BlockTable, first: int) -> list[Content]:
+        """Content of the request's blocks from this one on, as far as it exists and can be matched."""
+        found: list[Content] = []
+        keys, get = table.keys, self._store.by_key.get
+        most = (request.num_tokens - 1) // self.block_size
+        for index in range(first, most):
+            if index >= len(keys):  # not all at once: most prompts have nothing cached
+                self._keys.extend(keys, table.root, request, min(most, index + _KEYS_AT_ONCE))
+            content = get(keys[index])
+            if content is None:
+                break
+            found.append(content)
+        return found
+
+    def _count_match(self, request: Request, table: BlockTable, match: Match) -> None:
+        """Hits count when a request is first allocated; later it finds its own KV again."""
+        num_host = sum(content.num_tokens for content in match.contents if content.device is None)
+        counters = self.counters[request.service_class]
+        if self._store.ledger.restores_block:
+            counters.num_restored_tokens += num_host
+        if request.first_scheduled_at_s is not None:
+            return
+        if self._prefix_caching:
+            counters.num_prefix_queried_tokens += request.num_prompt_tokens
+        self._count_hits(request, match.num_tokens - num_host, num_host)
+        if request.service_class is ServiceClass.ONLINE:
+            num_full = (request.num_prompt_tokens - 1) // self.block_size
+            self._keys.extend(table.keys, table.root, request, num_full)
+            self._store.observe_reuse(table.keys[:num_full], match.contents)
+
+    def _count_hits(self, request: Request, num_device: int, num_host: int) -> None:
+        request.num_cached_tokens += num_device + num_host
+        counters = self.counters[request.service_class]
+        counters.num_prefix_hit_tokens += num_device
+        counters.num_host_prefix_hit_tokens += num_host
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless references, contents and copies are counted right in both pools."""
+        self._store.check_integrity()
+        refs = Counter[Block]()
+        wanted = Counter[Content]()
+        for request_id, table in self._tables.items():
+            assert table.num_entered <= len(table.blocks), f"{request_id} has content without blocks"
+            assert table.refs == tuple(block.ref for block in table.blocks)
+            refs.update(table.blocks)
+            wanted.update(table.wanted)
+        for block in self._device.blocks:
+            assert block.num_refs == refs[block], f"references of block {block.index} are miscounted"
+        tails = {table.tail for table in self._tables.values()}
+        for block in (*self._device.blocks, *self._store.host.blocks):
+            held = block.content
+            assert held is None or held.num_wanted == wanted[held], "wanted content is miscounted"
+            assert held is None or held.key is not None or held in tails, "a tail without a request"

@@ -1,0 +1,211 @@
+"""The blocks of one tier, by state: which are free to take, and which is taken first."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+from itertools import islice
+
+from backfill.core.block import pack_block_ref
+from backfill.core.request import ServiceClass
+from backfill.kvcache.content import Block, BlockState, Content
+
+# As constants, because looking up a member of an Enum is slow, and this is done for every block of a request.
+(
+    _EMPTY,
+    _UNWANTED,
+    _SECURED,
+    _WANTED,
+    _PROTECTED,
+    _WANTED_ONLINE,
+    _COPYING,
+    _REFERENCED,
+    _REFERENCED_COPIED,
+    _ONLINE,
+    _ONLINE_COPIED,
+) = BlockState
+
+
+class Tier(Enum):
+    DEVICE = "device"
+    HOST = "host"
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCounts:
+    """Blocks of a pool: no other count says how full a cache is.
+
+    Attributes:
+        empty: without content.
+        cached_with_copy: wanted by preempted requests, with a host copy, complete or in flight.
+        protected: cached for online requests, so that offline ones may not take them.
+        cached: other blocks that no table names.
+        referenced: in block tables, or without content but still in a copy.
+    """
+
+    empty: int
+    cached_with_copy: int
+    protected: int
+    cached: int
+    referenced: int
+
+
+class BlockPool:
+    """The blocks of the device or of the host's memory.
+
+    Blocks without content are on a stack: the most recently freed one is taken first, because its memory is
+    the likeliest to be in a processor's cache. Cached blocks are in one queue for each state, the least
+    recently released first. Requests release their last block first, so a block is not taken before those
+    that follow it: what is left of a sequence is a prefix of it.
+
+    Args:
+        on_evicted: called with each content that loses its block in this pool.
+    """
+
+    def __init__(self, tier: Tier, num_blocks: int, on_evicted: Callable[[Content], None]) -> None:
+        self.tier = tier
+        self.num_blocks = num_blocks
+        self.blocks = [Block(index, pack_block_ref(index)) for index in range(num_blocks)]
+        self.counts = [0] * len(BlockState)
+        self.num_pinned = [0] * len(BlockState)
+        self.counts[_EMPTY] = num_blocks
+        self._is_host = tier is Tier.HOST
+        self._empty = self.blocks[::-1]
+        self._cached: list[OrderedDict[Block, None]] = [OrderedDict() for _ in BlockState]
+        self._on_evicted = on_evicted
+
+    @property
+    def num_empty(self) -> int:
+        return len(self._empty)
+
+    def available(self, limit: int) -> int:
+        """Blocks that can be taken now: empty ones, and cached ones up to this state."""
+        end = limit + 1
+        return sum(self.counts[:end]) - sum(self.num_pinned[1:end])
+
+    def summary(self) -> BlockCounts:
+        counts = self.counts
+        return BlockCounts(
+            empty=counts[_EMPTY],
+            cached_with_copy=counts[_SECURED],
+            protected=counts[_PROTECTED],
+            cached=counts[_UNWANTED] + counts[_WANTED] + counts[_WANTED_ONLINE],
+            referenced=sum(counts[_COPYING:]),
+        )
+
+    def first(self, state: BlockState) -> Block | None:
+        """The block of this state that is taken first."""
+        return next(iter(self._cached[state]), None)
+
+    def reverse(self, state: BlockState) -> Iterator[Block]:
+        """Blocks of this state, from the one that is taken last. The pool must not change meanwhile."""
+        return reversed(self._cached[state])
+
+    def take(self, count: int, limit: int) -> list[Block]:
+        """Take blocks that are empty, and evict content up to ``limit`` for the rest.
+
+        The caller gives each block a reference, a content or a copy, and then calls ``update``.
+        """
+        empty = self._empty
+        if count == 1 and empty:  # the common case: a decode fills its last block
+            block = empty.pop()
+            block.state = _COPYING
+            self.counts[_EMPTY] -= 1
+            self.counts[_COPYING] += 1
+            return [block]
+        first = max(0, len(empty) - count)
+        taken = empty[first:][::-1]
+        del empty[first:]
+        self.counts[_EMPTY] -= len(taken)
+        state = 0
+        assert len(taken) == count or count - len(taken) <= self.available(limit), f"no {count} blocks"
+        while len(taken) < count:
+            state += 1
+            if self.counts[state] > self.num_pinned[state]:
+                idle = (block for block in self._cached[state] if not block.num_copies)
+                victims = list(islice(idle, count - len(taken)))
+                for block in victims:
+                    self._evict(block)
+                taken += victims
+        for block in taken:
+            block.state = _COPYING
+        self.counts[_COPYING] += count
+        return taken
+
+    def update(self, block: Block) -> None:
+        """Enter what has changed: the block's references or copies, or its content's users or residencies."""
+        old, new, is_pinned = block.state, self._state_of(block), block.num_copies > 0
+        if is_pinned is not block.is_pinned or (is_pinned and old is not new):
+            self.num_pinned[old] -= block.is_pinned
+            self.num_pinned[new] += is_pinned
+            block.is_pinned = is_pinned
+        if old is new:
+            return
+        block.state = new
+        self.counts[old] -= 1
+        self.counts[new] += 1
+        if _EMPTY < old < _COPYING:
+            del self._cached[old][block]
+        if _EMPTY < new < _COPYING:
+            queue = self._cached[new]
+            queue[block] = None
+            if old is _COPYING or (new is _SECURED and old < _REFERENCED):
+                # It is copied, not released. Copies go from a request's first block to its last one.
+                queue.move_to_end(block, last=False)
+        elif new is _EMPTY:
+            self._empty.append(block)
+
+    def _state_of(self, block: Block) -> BlockState:
+        content = block.content
+        if block.num_refs:
+            if content is None or content.host is None:
+                return _ONLINE if block.num_online_refs else _REFERENCED
+            return _ONLINE_COPIED if block.num_online_refs else _REFERENCED_COPIED
+        if content is None:
+            return _COPYING if block.num_copies else _EMPTY
+        is_wanted = content.num_wanted > 0
+        if self._is_host:
+            # The copy of a running request's block. Copies of preempted requests are secured by no device
+            # block: that one is about to be taken, which is why the copy was made.
+            twin = content.device
+            is_secured = twin is not None and twin.num_refs > 0
+        else:
+            is_secured = is_wanted and content.host is not None
+        if is_secured:
+            return _SECURED
+        if is_wanted:
+            return _WANTED_ONLINE if content.service_class is ServiceClass.ONLINE else _WANTED
+        return _PROTECTED if content.is_protected else _UNWANTED
+
+    def _evict(self, block: Block) -> None:
+        content, state = block.content, block.state
+        assert content is not None
+        del self._cached[state][block]
+        self.counts[state] -= 1
+        block.content = None
+        if self._is_host:
+            content.host = None
+        else:
+            content.device = None
+        self._on_evicted(content)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless every block is in its place and counted once."""
+        counts, pinned = [0] * len(BlockState), [0] * len(BlockState)
+        for block in self.blocks:
+            counts[block.state] += 1
+            pinned[block.state] += block.is_pinned
+            assert block.state is self._state_of(block), f"{self.tier}: {block} is misplaced"
+            assert block.is_pinned == (block.num_copies > 0)
+            assert block.num_refs >= block.num_online_refs >= 0 and block.num_copies >= 0
+            assert block.is_valid or block.num_copies, f"{self.tier}: no copy fills block {block.index}"
+            if block.content is not None:
+                residency = block.content.host if self._is_host else block.content.device
+                assert residency is block, f"{self.tier}: {block.index} is not where its content is"
+        assert counts == self.counts, f"{self.tier}: {counts} blocks, {self.counts} counted"
+        assert pinned == self.num_pinned, f"{self.tier}: {pinned} pinned, {self.num_pinned} counted"
+        queues = {_EMPTY: self._empty, **{state: self._cached[state] for state in range(_UNWANTED, _COPYING)}}
+        for state, blocks in queues.items():
+            assert len(blocks) == counts[state] and all(block.state == state for block in blocks)

@@ -1,0 +1,71 @@
+"""How much of what online requests used is kept from offline ones, and for how long."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from backfill.kvcache.content import BlockKey
+
+_MOST_SHARE = 0.5  # of a pool
+_REUSE_TIMES = 4.0  # protection lasts this many times the mean time until content is used again
+_LEAST_S, _MOST_S = 5.0, 60.0
+_WEIGHT = 0.1  # of the latest online request in the means
+
+
+class CacheProtection:
+    """Learns from online requests whether protecting their cache pays.
+
+    What pays is content that is used again. So the protected share follows the share of online prompt tokens
+    that an online request had used before, and protection lasts as long as it typically takes until then.
+    Keys of evicted content are remembered for a while, as in ARC (Megiddo and Modha, FAST 2003): otherwise
+    content evicted too early would look like content that nobody uses again.
+
+    Args:
+        num_blocks: in the device's pool; as many keys of evicted content are remembered.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self._evicted: OrderedDict[BlockKey, float] = OrderedDict()  # with the time of its release
+        self._num_blocks = num_blocks
+        self._reused_share = _MOST_SHARE  # until it shows that it does not pay
+        self._reuse_s = _MOST_S / _REUSE_TIMES
+
+    @property
+    def max_share(self) -> float:
+        """Most of a pool that is protected."""
+        return min(_MOST_SHARE, self._reused_share)
+
+    @property
+    def kept_s(self) -> float:
+        """How long content is protected after its release."""
+        return min(max(_REUSE_TIMES * self._reuse_s, _LEAST_S), _MOST_S)
+
+    def remember(self, key: BlockKey, released_at_s: float) -> None:
+        """Online content was evicted everywhere."""
+        self._evicted[key] = released_at_s
+        if len(self._evicted) > self._num_blocks:
+            self._evicted.popitem(last=False)
+
+    def observe(
+        self, keys: Sequence[BlockKey], num_found: int, released_at_s: float | None, now_s: float
+    ) -> None:
+        """An online request has been looked up for the first time.
+
+        Args:
+            keys: of its full blocks.
+            num_found: leading blocks of it that are cached.
+            released_at_s: when an online request released the last of them; None if it is used, or none did.
+        """
+        if not keys:
+            return
+        num_used_before = num_found
+        for key in keys[num_found:]:
+            evicted_at_s = self._evicted.pop(key, None)
+            if evicted_at_s is None:
+                break
+            num_used_before += 1
+            released_at_s = evicted_at_s
+        self._reused_share += _WEIGHT * (num_used_before / len(keys) - self._reused_share)
+        if released_at_s is not None:
+            self._reuse_s += _WEIGHT * (now_s - released_at_s - self._reuse_s)

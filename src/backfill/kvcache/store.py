@@ -1,0 +1,192 @@
+"""All content, and where it resides: the two pools, and the copies between them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+from backfill.core.counters import ClassCounters
+from backfill.core.plan import CopyDirections
+from backfill.core.request import ServiceClass
+from backfill.kvcache.content import Block, BlockKey, BlockState, Content
+from backfill.kvcache.copies import CopyLedger
+from backfill.kvcache.pool import BlockPool, Tier
+from backfill.kvcache.protection import CacheProtection
+
+_MOST_EXPIRED = 256  # blocks of a pool whose protection ends before one step, which bounds the time it takes
+
+
+class ContentStore:
+    """Keeps content findable by its key, and both pools informed of what becomes of it.
+
+    Args:
+        is_shared: content may be of use to requests other than the one that computed it.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        num_host_blocks: int,
+        blocking: CopyDirections,
+        counters: Mapping[ServiceClass, ClassCounters],
+        is_shared: bool,
+    ) -> None:
+        self.device = BlockPool(Tier.DEVICE, num_blocks, self._on_device_eviction)
+        self.host = BlockPool(Tier.HOST, num_host_blocks, self._on_host_eviction)
+        self.ledger = CopyLedger(self.device, self.host, blocking)
+        self.by_key: dict[BlockKey, Content] = {}
+        self.num_host_evictions = 0  # of content that block tables name
+        self._counters = counters
+        self._is_shared = is_shared
+        self._now_s = 0.0
+        self._protection = CacheProtection(num_blocks)
+
+    def place(self, content: Content) -> None:
+        """What the content is used for, or where it resides, has changed."""
+        if content.device is not None:
+            self.device.update(content.device)
+        if content.host is not None:
+            self.host.update(content.host)
+
+    def enter(self, key: BlockKey, block: Block, num_tokens: int, service_class: ServiceClass) -> None:
+        """A device block holds the KV of this key, which becomes content, unless another block holds it."""
+        content = self.by_key.get(key)
+        if content is None:
+            content = self.by_key[key] = Content(key, num_tokens, service_class)
+        if content.device is None:
+            self.hold(content, block)
+
+    def hold(self, content: Content, block: Block) -> None:
+        """The content resides in this device block."""
+        content.device, block.content = block, content
+        self.place(content)
+
+    def reference(self, content: Content, service_class: ServiceClass) -> Block:
+        """Count one more block table, of a request of this class, that names the content's device block."""
+        block, is_online = content.device, service_class is ServiceClass.ONLINE
+        assert block is not None
+        block.num_refs += 1
+        block.num_online_refs += is_online
+        if block.num_refs == 1 or (is_online and block.num_online_refs == 1):
+            self.place(content)
+        if is_online and not block.is_valid:
+            self.ledger.hurry(block)
+        return block
+
+    def take(self, count: int, limit: int, service_class: ServiceClass) -> list[Block]:
+        """Blocks for the table of a request of this class."""
+        taken = self.device.take(count, limit)
+        for block in taken:
+            block.num_refs, block.num_online_refs = 1, int(service_class is ServiceClass.ONLINE)
+            self.device.update(block)
+        return taken
+
+    def release(self, block: Block, service_class: ServiceClass) -> None:
+        """Count one block table less that names the block, of a request of this class."""
+        content, is_online = block.content, service_class is ServiceClass.ONLINE
+        block.num_refs -= 1
+        block.num_online_refs -= is_online
+        if block.num_refs and not is_online:
+            return
+        if not block.num_refs and not block.is_valid and self.ledger.cancel_restore(block):
+            block.content = None
+            self.device.update(block)
+            if content is not None:
+                content.device = None
+                self.place(content)
+        elif content is None:
+            self.device.update(block)
+        else:
+            if is_online or not (content.is_protected and content.released_at_s > self._protected_since_s):
+                content.service_class = service_class
+                content.is_protected = is_online and self._is_shared
+                content.released_at_s = self._now_s
+            self.place(content)
+
+    def want(self, contents: Iterable[Content], change: int) -> None:
+        """One request more or less, by ``change``, will come back for these."""
+        for content in contents:
+            content.num_wanted += change
+            if content.device is None or not content.device.num_refs:  # else it is in use anyway
+                self.place(content)
+
+    def drop(self, content: Content) -> None:
+        """Make content reside nowhere. Its blocks stay with the tables and the copies that use them."""
+        device, host = content.device, content.host
+        content.device = content.host = None
+        self._forget_if_gone(content)
+        if device is not None:
+            device.content = None
+            self.device.update(device)
+        if host is not None:
+            host.content = None
+            self.host.update(host)
+
+    # Protection of what online requests used.
+
+    @property
+    def _protected_since_s(self) -> float:
+        return self._now_s - self._protection.kept_s
+
+    def advance(self, now_s: float) -> None:
+        """Set the time, and end the protection of what has had it long enough, or has too much of a pool."""
+        self._now_s = now_s
+        since_s = self._protected_since_s
+        for pool in (self.device, self.host):
+            most = self._protection.max_share * pool.num_blocks if pool is self.device else math.inf
+            for _ in range(_MOST_EXPIRED):
+                block = pool.first(BlockState.PROTECTED)
+                if block is None:
+                    break
+                content = block.content
+                assert content is not None
+                if content.released_at_s > since_s and pool.counts[BlockState.PROTECTED] <= most:
+                    break
+                content.is_protected = False
+                self.place(content)
+
+    def observe_reuse(self, keys: Sequence[BlockKey], found: Sequence[Content]) -> None:
+        """Learn from an online request how much of its prompt was used before, and how long ago.
+
+        Args:
+            keys: of the full blocks of its prompt.
+            found: what is cached of it: leading blocks.
+        """
+        last = found[-1] if found else None
+        is_in_use = last is not None and last.device is not None and last.device.num_refs > 0
+        released_at_s = None
+        if last is not None and last.service_class is ServiceClass.ONLINE and not is_in_use:
+            released_at_s = last.released_at_s
+        self._protection.observe(keys, len(found), released_at_s, self._now_s)
+
+    # Evictions.
+
+    def _on_device_eviction(self, content: Content) -> None:
+        counters = self._counters[content.service_class]
+        counters.num_evicted_blocks += 1
+        if content.host is not None and content.num_wanted:
+            counters.num_reclaimed_tokens += content.num_tokens
+        self._forget_if_gone(content)
+
+    def _on_host_eviction(self, content: Content) -> None:
+        self._counters[content.service_class].num_evicted_host_blocks += 1
+        self.num_host_evictions += content.device is not None and content.device.num_refs > 0
+        self.place(content)
+        self._forget_if_gone(content)
+
+    def _forget_if_gone(self, content: Content) -> None:
+        if content.device is None and content.host is None and content.key is not None:
+            del self.by_key[content.key]
+            if self._is_shared and content.service_class is ServiceClass.ONLINE:
+                self._protection.remember(content.key, content.released_at_s)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless contents, blocks and copies agree."""
+        self.device.check_integrity()
+        self.host.check_integrity()
+        self.ledger.check_integrity()
+        for key, content in self.by_key.items():
+            assert content.key == key and (content.device or content.host), "content resides nowhere"
+        for block in (*self.device.blocks, *self.host.blocks):
+            key_of = None if block.content is None else block.content.key
+            assert key_of is None or self.by_key.get(key_of) is block.content, "content cannot be found"

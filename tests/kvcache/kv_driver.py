@@ -1,0 +1,133 @@
+"""A driver that uses the KV cache as a scheduler does, at random."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+from backfill.kvcache.content import Evictable
+from tests.kvcache.kv_model import CacheModel, Running, Setup
+
+
+class Driver:
+    """Random use of the cache in rounds: queue, restores, slices, a plan's copies, a step's outcome."""
+
+    def __init__(self, setup: Setup, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.model = CacheModel(setup, self.rng)
+
+    def run(self, num_rounds: int) -> None:
+        for _ in range(num_rounds):
+            self.round()
+        self.drain()
+
+    def round(self) -> None:
+        model, rng = self.model, self.rng
+        model.now_s += rng.choice((0.01, 0.1, 10.0))
+        model.advance(model.now_s, rng.choice((0, 1, 3, 100)))
+        self.act(model.end_restores)
+        if rng.random() < 0.5:
+            self.act(model.submit)
+        for _ in range(rng.randrange(3)):
+            self.act(self.admit_one)
+        slices = self.choose_slices()
+        if rng.random() < 0.15:
+            self.act(lambda: self.leave(model.preempt, slices, "running", "restoring"))
+        if rng.random() < 0.1:
+            self.act(lambda: self.leave(model.free, slices, "queued", "running", "restoring"))
+        self.act(model.take_copies)
+        self.act(lambda: self.step(slices))
+        done = rng.sample(model.in_flight, rng.randint(0, len(model.in_flight)))
+        self.act(lambda: model.complete(done))
+
+    def act(self, action: Callable[[], object]) -> None:
+        action()
+        self.model.check()
+
+    def admit_one(self) -> None:
+        queued = self.model.at("queued")
+        if queued:
+            limit = self.rng.choice(list(Evictable))
+            self.model.admit(self.rng.choice(queued), limit, self.rng.randrange(2))
+
+    def leave(self, how: Callable[[Running], None], slices: dict[Running, int], *places: str) -> None:
+        leaving = self.model.at(*places)
+        if leaving:
+            each = self.rng.choice(leaving)
+            slices.pop(each, None)
+            how(each)
+
+    def choose_slices(self) -> dict[Running, int]:
+        """Running requests and where their slices end."""
+        model, rng, slices = self.model, self.rng, dict[Running, int]()
+        for each in model.at("running"):
+            if each.place != "running" or rng.random() < 0.2:
+                continue
+            request = each.request
+            if each.suspended_until is None and request.num_pending_tokens > 1:
+                self.act(lambda request=request: model.cache.match_more(request))  # type: ignore[misc]
+            end = min(request.num_tokens, request.num_computed_tokens + rng.randint(1, 2 * model.size))
+            end = each.suspended_until or end
+            limit = rng.choice(list(Evictable))
+            while not model.grow(each, end, limit):
+                victims = [other for other in model.at("running", "restoring") if other is not each]
+                if not victims or rng.random() < 0.3:
+                    break
+                victim = rng.choice(victims)
+                slices.pop(victim, None)
+                self.act(lambda victim=victim: model.preempt(victim))  # type: ignore[misc]
+            else:
+                slices[each] = end
+        return slices
+
+    def step(self, slices: dict[Running, int]) -> None:
+        model, rng = self.model, self.rng
+        has_failed = rng.random() < 0.05
+        for each, end in slices.items():
+            request = each.request
+            start, outcome = request.num_computed_tokens, rng.random()
+            is_whole = not has_failed and outcome < 0.8
+            model.compute(each, start, end, is_whole=is_whole)
+            each.suspended_until = None
+            if has_failed:
+                request.num_computed_tokens = rng.choice((0, start))
+                model.preempt(each)
+            elif is_whole:
+                model.commit(each, end)
+                if end == request.num_tokens:
+                    request.append(rng.randrange(model.setup.vocab_size))
+                    if len(request.output_token_ids) == request.sampling.max_tokens:
+                        model.free(each)
+            elif outcome < 0.9:
+                each.suspended_until = end
+
+    def drain(self) -> None:
+        """Alone in the cache, every request can be served; in the end nothing is left behind."""
+        model, cache = self.model, self.model.cache
+        for each in model.at("running", "restoring"):
+            self.act(lambda each=each: model.preempt(each))  # type: ignore[misc]
+        for each in list(model.all.values()):
+            self.settle()
+            assert model.admit(each, Evictable.ALL, 0, may_preempt=False), "alone, and it cannot be admitted"
+            self.settle()
+            assert each.place == "running"
+            end = each.request.num_tokens
+            assert model.grow(each, end, Evictable.ALL), "alone, and it cannot grow"
+            model.compute(each, each.request.num_computed_tokens, end)
+            model.commit(each, end)
+            self.act(lambda each=each: model.free(each))  # type: ignore[misc]
+        self.settle()
+        counts = cache.counts
+        assert counts.referenced == counts.cached_with_copy == 0
+        if not model.setup.prefix_caching:
+            assert counts.empty == model.setup.num_blocks and cache.host_usage_frac == 0.0
+
+    def settle(self) -> None:
+        """Copies begin and complete until there are no more."""
+        model = self.model
+        for _ in range(20):
+            model.advance(model.now_s, 100)
+            self.act(model.take_copies)
+            self.act(lambda: model.complete(list(model.in_flight)))
+            self.act(model.end_restores)
+        assert not model.in_flight and not model.at("restoring")

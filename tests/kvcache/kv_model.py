@@ -1,0 +1,332 @@
+"""A model of what the memory of the KV cache holds."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from backfill.core.block import BlockCopy, block_index
+from backfill.core.config import CheckpointingName, PrefixCacheScope
+from backfill.core.plan import CopyDirections
+from backfill.core.request import Request, RequestId, ServiceClass
+from backfill.kvcache.checkpointing import create_checkpoint_policy
+from backfill.kvcache.content import Block, BlockKey, Evictable, Match
+from backfill.kvcache.manager import KVCacheManager
+from tests.builders import make_request
+
+Rows = NDArray[np.int64]  # [tokens, 3]: token id, position, hash of the namespace and all tokens so far
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What one run of the driver varies."""
+
+    num_blocks: int
+    block_size: int
+    num_host_blocks: int
+    vocab_size: int
+    policy: CheckpointingName
+    blocking: CopyDirections
+    prefix_caching: bool
+    scope: PrefixCacheScope
+
+
+@dataclass(eq=False)
+class Running:
+    """One request of the model: where it is, and what its KV must read."""
+
+    request: Request
+    root: int
+    place: Literal["queued", "restoring", "running"] = "queued"
+    suspended_until: int | None = None  # end of the slice that is suspended
+    rows: list[tuple[int, int, int]] = field(default_factory=list)
+
+    def expected(self, start: int, end: int) -> Rows:
+        request, rows = self.request, self.rows
+        for position in range(len(rows), end):
+            prompt, output = request.prompt_token_ids, request.output_token_ids
+            token = prompt[position] if position < len(prompt) else output[position - len(prompt)]
+            before = rows[-1][2] if rows else self.root
+            rows.append((token, position, hash((before, token))))
+        return np.array(rows[start:end], dtype=np.int64).reshape(-1, 3)
+
+
+@dataclass(eq=False)
+class InFlight:
+    copy: BlockCopy
+    to_host: bool
+    is_moved: bool
+
+
+class CacheModel:
+    """The memory of both tiers beside the manager that decides what is where.
+
+    Memory without a user holds garbage at once, and a copy moves its block at its beginning or at its
+    completion. So whatever is given out, read or written too early shows as a wrong row.
+    """
+
+    def __init__(self, setup: Setup, rng: random.Random) -> None:
+        self.setup, self.rng, self.now_s, self.num_named = setup, rng, 0.0, 0
+        self.size = setup.block_size
+        self.cache = KVCacheManager(
+            setup.num_blocks,
+            setup.block_size,
+            setup.num_host_blocks,
+            policy=create_checkpoint_policy(setup.policy),
+            blocking=setup.blocking,
+            prefix_caching=setup.prefix_caching,
+            prefix_cache_scope=setup.scope,
+            secret=b"model",
+        )
+        self.device = np.full((setup.num_blocks, self.size, 3), -1, dtype=np.int64)
+        self.host = np.full((setup.num_host_blocks, self.size, 3), -1, dtype=np.int64)
+        self.all: dict[RequestId, Running] = {}
+        self.in_flight: list[InFlight] = []
+        self.known: dict[BlockKey, Rows] = {}
+
+    # Looking.
+
+    def at(self, *places: str) -> list[Running]:
+        return [each for each in self.all.values() if each.place in places]
+
+    def unfilled(self) -> set[int]:
+        """Device blocks that the next plan fills before it computes anything."""
+        restores = self.cache._store.ledger._restore
+        return {copy.device for copy in restores} if CopyDirections.RESTORE in self.setup.blocking else set()
+
+    def still_read(self) -> set[int]:
+        """Device blocks that the next plan's blocking checkpoints read, although they may be empty."""
+        is_blocking = CopyDirections.CHECKPOINT in self.setup.blocking
+        return {copy.device for copy in self.cache._store.ledger._checkpoint} if is_blocking else set()
+
+    def unwritten_host(self) -> set[int]:
+        return {copy.host for copy in self.cache._store.ledger._checkpoint}
+
+    def check(self) -> None:
+        """The manager's own account, every request's computed tokens, and all content in both tiers."""
+        cache = self.cache
+        cache.check_integrity()
+        counts = cache.counts
+        total = counts.empty + counts.cached + counts.cached_with_copy + counts.protected + counts.referenced
+        assert total == self.setup.num_blocks
+        self.learn_keys()
+        unfilled = self.unfilled()
+        for each in self.at("running"):
+            self.check_table(each, each.request.num_computed_tokens, unfilled)
+        tails = {
+            table.tail: self.all[request_id] for request_id, table in cache._tables.items() if table.tail
+        }
+        for pool, memory, skipped in (
+            (cache._device, self.device, unfilled),
+            (cache._store.host, self.host, self.unwritten_host()),
+        ):
+            for block in pool.blocks:
+                content = block.content
+                if content is None or not block.is_valid or block.index in skipped:
+                    continue
+                if content.key is not None:
+                    expected = self.known[content.key]
+                else:
+                    start = tails[content].request.num_computed_tokens // self.size * self.size
+                    expected = tails[content].expected(start, start + content.num_tokens)
+                assert len(expected) == content.num_tokens
+                assert np.array_equal(memory[block.index, : len(expected)], expected), f"{pool.tier}: {block}"
+        self.spoil()
+
+    def learn_keys(self) -> None:
+        for request_id, table in self.cache._tables.items():
+            for index, key in enumerate(table.keys):
+                if key not in self.known or index == len(table.keys) - 1:
+                    rows = self.all[request_id].expected(index * self.size, (index + 1) * self.size)
+                    assert np.array_equal(self.known.setdefault(key, rows), rows), "a key of two contents"
+
+    def check_table(self, each: Running, num_tokens: int, unfilled: set[int]) -> None:
+        refs = self.cache.table(each.request.request_id)
+        expected = each.expected(0, num_tokens)
+        assert len(refs) * self.size >= num_tokens
+        for number in range(-(-num_tokens // self.size)):
+            index = block_index(refs[number])
+            rows = expected[number * self.size : (number + 1) * self.size]
+            if index not in unfilled:
+                assert np.array_equal(self.device[index, : len(rows)], rows), f"{each}, block {number}"
+
+    def spoil(self) -> None:
+        """Overwrite memory that holds nothing, unless the next plan's blocking copies still read it."""
+        still_read, unfilled = self.still_read(), self.unfilled()
+        host_read = {copy.host for copy in self.cache._store.ledger._restore if copy.device in unfilled}
+        for block in self.cache._device.blocks:
+            if block.content is None and not block.num_refs and block.index not in still_read:
+                self.device[block.index] = -1
+        for block in self.cache._store.host.blocks:
+            if block.content is None and block.index not in host_read:
+                self.host[block.index] = -1
+
+    def block_of(self, each: Running, position: int) -> Block:
+        refs = self.cache.table(each.request.request_id)
+        return self.cache._device.blocks[block_index(refs[position // self.size])]
+
+    def advance(self, now_s: float, max_copies: int) -> None:
+        self.cache.advance(now_s)
+        self.cache.max_copies = max_copies
+
+    # A request's life.
+
+    def submit(self, request: Request | None = None) -> Running:
+        rng, setup = self.rng, self.setup
+        self.num_named += 1
+        if request is None:
+            most = min(setup.num_blocks * self.size - 1, 6 * self.size)
+            prompt = [rng.randrange(setup.vocab_size) for _ in range(rng.randint(1, most))]
+            if self.all and rng.random() < 0.5:  # begins as another one does
+                other = rng.choice(list(self.all.values())).request.prompt_token_ids
+                prompt = [*other, *prompt][:most]
+            request = make_request(
+                request_id=f"r{self.num_named}",
+                prompt_token_ids=prompt,
+                max_tokens=rng.randint(1, setup.num_blocks * self.size - most),
+                service_class=rng.choice(list(ServiceClass)),
+            )
+            request.owner, request.cache_salt = rng.choice(("a", "b")), rng.choice(("", "", "s"))
+        request.enqueue(self.num_named)
+        namespace = {"": 0, "a": 1, "b": 2, "s": 3}
+        root = hash((namespace[request.owner], namespace[request.cache_salt]))
+        if setup.scope == "global":
+            root = hash((0, namespace[request.cache_salt]))
+        if not setup.prefix_caching:
+            root = hash((-1, self.num_named))
+        each = self.all[request.request_id] = Running(request, root)
+        return each
+
+    def admit(self, each: Running, limit: Evictable, num_reserved: int, may_preempt: bool = True) -> bool:
+        """Match and allocate, preempting others as long as blocks lack; False if they lack in the end."""
+        cache, request = self.cache, each.request
+        match = cache.match(request)
+        while (shortage := cache.shortage(request, match, num_reserved, limit)) > 0:
+            victims = self.at("running", "restoring")
+            if not victims or not may_preempt or self.rng.random() < 0.3:
+                return False
+            self.preempt(self.rng.choice(victims))
+            match = cache.match(request)
+        needed = cache.blocks_for(request.num_tokens) + num_reserved
+        found = [content.device for content in match.contents]
+        is_restored = cache.allocate(request, match, limit)
+        request.first_scheduled_at_s = 0.0
+        assert needed - len(match.contents) <= cache.num_available(limit), f"{shortage} were said to lack"
+        assert request.num_computed_tokens == match.num_tokens < request.num_tokens
+        for content, block in zip(match.contents, found, strict=True):
+            if block is None and content.device is not None and content.device.index not in self.still_read():
+                self.device[content.device.index] = -1
+        each.place = "restoring"
+        if is_restored:
+            self.start(each)
+        return True
+
+    def start(self, each: Running) -> None:
+        self.cache.start(each.request)
+        each.place = "running"
+
+    def end_restores(self) -> None:
+        for each in self.at("restoring"):
+            if self.cache.is_restored(each.request):
+                self.start(each)
+
+    def preempt(self, each: Running) -> None:
+        cache, request_id = self.cache, each.request.request_id
+        before = {limit: cache.num_available(limit) for limit in (Evictable.OFFLINE, Evictable.ALL)}
+        freed = {limit: cache.num_freed([request_id], Match((), 0), limit) for limit in before}
+        is_offline = each.request.service_class is ServiceClass.OFFLINE
+        cache.preempt(each.request)
+        assert cache.num_available(Evictable.ALL) >= before[Evictable.ALL] + freed[Evictable.ALL]
+        if is_offline:
+            assert (
+                cache.num_available(Evictable.OFFLINE) >= before[Evictable.OFFLINE] + freed[Evictable.OFFLINE]
+            )
+        each.request.num_preemptions += 1
+        each.place, each.suspended_until = "queued", None
+
+    def free(self, each: Running) -> None:
+        self.learn_keys()
+        self.cache.free(each.request)
+        assert self.cache.num_held_blocks(each.request.request_id) == 0
+        del self.all[each.request.request_id]
+
+    def grow(self, each: Running, num_tokens: int, limit: Evictable) -> bool:
+        """Blocks for so many tokens, if there are enough."""
+        request_id = each.request.request_id
+        before = self.cache.table(request_id)
+        missing = self.cache.num_missing_blocks(request_id, num_tokens)
+        if missing > self.cache.num_available(limit):
+            return False
+        self.cache.grow(each.request, num_tokens, limit)
+        after = self.cache.table(request_id)
+        assert after[: len(before)] == before and len(after) == len(before) + missing
+        for ref in after[len(before) :]:
+            if block_index(ref) not in self.still_read():
+                self.device[block_index(ref)] = -1
+        return True
+
+    # Steps.
+
+    def compute(self, each: Running, start: int, end: int, *, is_whole: bool = True) -> None:
+        """Write the slots of a slice, all of them right or, if it was stopped, with garbage."""
+        self.check_table(each, start, set())
+        targets = {copy.copy.device for copy in self.in_flight}
+        for position, row in zip(range(start, end), each.expected(start, end), strict=True):
+            block = self.block_of(each, position)
+            assert block.num_refs == 1 and block.content is None, f"{block} is written"
+            assert block.index not in targets, f"{block} is written under a copy"
+            self.device[block.index, position % self.size] = row if is_whole else -2
+
+    def commit(self, each: Running, end: int) -> None:
+        request = each.request
+        request.num_computed_tokens = end
+        request.num_ever_computed_tokens = max(request.num_ever_computed_tokens, end)
+        self.cache.commit(request, end)
+
+    # Copies.
+
+    def take_copies(self) -> tuple[Sequence[BlockCopy], Sequence[BlockCopy]]:
+        """A plan takes the copies begun so far; blocking ones complete before its slices."""
+        checkpoint, restore = self.cache.take_copies()
+        assert len({copy.device for copy in restore}) == len(restore), "two copies into one device block"
+        assert len({copy.host for copy in checkpoint}) == len(checkpoint), "two copies into one host block"
+        for direction, copies in ((CopyDirections.CHECKPOINT, checkpoint), (CopyDirections.RESTORE, restore)):
+            to_host = direction is CopyDirections.CHECKPOINT
+            for copy in copies:
+                self.check_apart(copy, to_host)
+                waits = direction in self.setup.blocking
+                is_moved = waits or self.rng.random() < 0.5
+                if is_moved:
+                    self.move(copy, to_host)
+                else:
+                    (self.host if to_host else self.device)[copy.host if to_host else copy.device] = -3
+                if not waits:
+                    self.in_flight.append(InFlight(copy, to_host, is_moved))
+        assert self.cache.num_copies_in_flight == len(self.in_flight)
+        return checkpoint, restore
+
+    def check_apart(self, copy: BlockCopy, to_host: bool) -> None:
+        """No other copy in flight touches what this one writes, or writes what it reads."""
+        for other in self.in_flight:
+            if copy.device == other.copy.device:
+                assert to_host and other.to_host, f"{copy} beside {other}"
+            if copy.host == other.copy.host:
+                assert not to_host and not other.to_host, f"{copy} beside {other}"
+
+    def move(self, copy: BlockCopy, to_host: bool) -> None:
+        if to_host:
+            self.host[copy.host] = self.device[copy.device]
+        else:
+            self.device[copy.device] = self.host[copy.host]
+
+    def complete(self, done: Sequence[InFlight]) -> None:
+        for each in done:
+            if not each.is_moved:
+                self.move(each.copy, each.to_host)
+            self.in_flight.remove(each)
+        self.cache.complete([each.copy for each in done])

@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+from typing import get_args
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from backfill.core.config import CheckpointingName, PrefixCacheScope
+from backfill.core.plan import CopyDirections
+from tests.kvcache.kv_driver import Driver
+from tests.kvcache.kv_model import Setup
+
+BLOCKING = [CopyDirections(bits) for bits in range(4)]
+
+
+@st.composite
+def setups(draw: st.DrawFn) -> Setup:
+    return Setup(
+        num_blocks=draw(st.integers(6, 12)),
+        block_size=draw(st.integers(2, 4)),
+        num_host_blocks=draw(st.integers(0, 8)),
+        vocab_size=draw(st.integers(2, 3)),
+        policy=draw(st.sampled_from(get_args(CheckpointingName))),
+        blocking=draw(st.sampled_from(BLOCKING)),
+        prefix_caching=draw(st.sampled_from((True, True, False))),
+        scope=draw(st.sampled_from(get_args(PrefixCacheScope))),
+    )
+
+
+@settings(max_examples=60)
+@given(setup=setups(), seed=st.integers(0, 2**32))
+def test_no_use_of_the_cache_loses_mixes_or_overwrites_kv(setup: Setup, seed: int) -> None:
+    Driver(setup, seed).run(num_rounds=25)

@@ -1,0 +1,357 @@
+"""Examples of the rules by which the KV cache finds, keeps and evicts content."""
+
+from __future__ import annotations
+
+import pytest
+
+from backfill.kvcache.content import BlockKey, Evictable, Match
+from backfill.kvcache.keys import KeyChain
+from tests.builders import make_request
+from tests.kvcache.kv_examples import (
+    OFFLINE,
+    ONLINE,
+    SIZE,
+    A,
+    B,
+    C,
+    admit,
+    compute,
+    copy_all,
+    expect_reuse,
+    found,
+    leave,
+    make_cache,
+    run,
+    submit,
+    take,
+)
+
+# What is found.
+
+
+def test_a_match_leaves_the_last_token() -> None:
+    model = make_cache()
+    leave(model, A[:8])
+    assert [found(model, A[:length]) for length in (0, 3, 4, 7, 8, 9)] == [0, 0, 4, 4, 8, 8]
+    each = submit(model, A[:8])
+    assert model.cache.match(each.request).num_tokens == 4, "its last block's last token is needed"
+
+
+def test_a_match_ends_where_the_tokens_differ() -> None:
+    model = make_cache()
+    leave(model, A[:12])
+    assert found(model, [*A[:4], *B[4:8], *A[8:12]]) == 4
+
+
+def test_content_exists_at_commit_and_not_before() -> None:
+    model = make_cache()
+    each = submit(model, A)
+    admit(model, each)
+    assert model.grow(each, 16, Evictable.ALL)
+    model.compute(each, 0, 8, is_whole=False)
+    assert found(model, A) == 0, "the slice was stopped"
+    compute(model, each, 6)
+    assert found(model, A) == 4, "a block that is not full has no key"
+
+
+def test_a_running_prompt_jumps_over_what_another_has_computed_meanwhile() -> None:
+    model = make_cache()
+    ahead, behind = submit(model, [*A, 1]), submit(model, [*A, 2])
+    for each in (ahead, behind):
+        admit(model, each)
+        compute(model, each, 4)
+    compute(model, ahead, 16)
+    model.cache.match_more(behind.request)
+    model.check()
+    assert behind.request.num_computed_tokens == 16
+    assert behind.request.num_cached_tokens == 16
+    tables = [model.cache.table(each.request.request_id) for each in (ahead, behind)]
+    assert tables[0][:4] == tables[1]
+    compute(model, behind)
+
+
+def test_a_running_prompt_does_not_jump_over_what_a_copy_still_fills() -> None:
+    model = make_cache(4, 4, "eager")
+    away = run(model, A[:8])
+    model.preempt(away)
+    copy_all(model)
+    take(model, 4)
+    behind = submit(model, [*A[:8], 1])
+    model.cache.match(behind.request)
+    admit(model, away)
+    model.cache.match_more(behind.request)
+    assert behind.request.num_computed_tokens == 0
+    copy_all(model)
+    model.cache.match_more(behind.request)
+    assert behind.request.num_computed_tokens == 8
+
+
+def test_content_computed_twice_stays_without_a_key_and_is_freed_first() -> None:
+    model = make_cache()
+    requests = [submit(model, A[:9]) for _ in range(2)]
+    for each in requests:
+        admit(model, each)
+    for each in requests:
+        compute(model, each)
+    first, second = requests
+    table = model.cache.table(second.request.request_id)
+    assert model.block_of(first, 0).content is not None
+    assert model.block_of(second, 0).content is None
+    assert set(table).isdisjoint(model.cache.table(first.request.request_id)), "tables are not rewritten"
+    model.free(second)
+    assert (model.cache.counts.empty, found(model, A[:8])) == (5, 8)
+    model.free(first)
+    assert found(model, A[:8]) == 8
+
+
+def test_content_computed_twice_gets_its_key_when_the_other_is_gone() -> None:
+    model = make_cache(4)
+    first, second = submit(model, A[:8]), submit(model, A[:8])
+    for each in (first, second):
+        admit(model, each)
+    for each in (first, second):
+        compute(model, each)
+        each.request.append(7)
+    model.free(first)
+    take(model, 2)
+    assert found(model, A[:8]) == 0
+    model.preempt(second)
+    assert (admit(model, second), found(model, A[:8])) == (8, 8)
+
+
+def test_content_computed_twice_is_found_after_both_have_ended_and_one_was_evicted() -> None:
+    model = make_cache(8)
+    first, second = submit(model, A[:9]), submit(model, A[:13])
+    for each in (first, second):
+        admit(model, each)
+    for each in (first, second):
+        compute(model, each)
+    model.free(first)
+    take(model, 4)
+    assert found(model, A[:12]) == 0
+    model.free(second)
+    model.check()
+    assert found(model, A[:12]) == 12
+
+
+@pytest.mark.parametrize("num_cached", [0, 20])
+def test_keys_are_made_only_near_the_first_block_that_is_missing(num_cached: int) -> None:
+    model = make_cache(256)
+    prompt = list(range(100 * SIZE))
+    if num_cached:
+        leave(model, prompt[: num_cached * SIZE])
+    each = submit(model, prompt)
+    assert model.cache.match(each.request).num_tokens == num_cached * SIZE
+    num_keys = len(model.cache._tables[each.request.request_id].keys)
+    assert num_cached < num_keys <= num_cached + 16
+
+
+def test_a_prefix_on_the_device_and_in_host_memory_by_turns_is_found_whole() -> None:
+    model = make_cache(8, 8, "eager")
+    leaver = run(model, [*A, 1])
+    copy_all(model)
+    model.free(leaver)
+    on_device = submit(model, [*A[:4], 5])
+    admit(model, on_device)
+    take(model, 7)  # all but the block that is referenced
+    each = submit(model, [*A[:8], 5])
+    admit(model, each)
+    copy_all(model)
+    model.preempt(each)
+    match = model.cache.match(submit(model, [*A, 9]).request)
+    assert (match.num_tokens, match.num_device_blocks) == (16, 2)
+
+
+@pytest.mark.parametrize("change", ["owner", "cache_salt"])
+def test_requests_of_another_owner_or_salt_find_nothing(change: str) -> None:
+    model = make_cache()
+    leave(model, A[:8])
+    other = submit(model, A)
+    setattr(other.request, change, "b")
+    assert model.cache.match(other.request).num_tokens == 0
+
+
+def test_keys_depend_on_namespace_secret_and_tokens_and_not_on_how_these_are_split() -> None:
+    chain = KeyChain(SIZE, "owner", b"one")
+    first, second = make_request(prompt_token_ids=A[:15]), make_request(prompt_token_ids=A[:6])
+    for token in A[6:15]:
+        second.append(token)
+    roots = {chain.root_of(first), KeyChain(SIZE, "owner", b"2").root_of(first)}
+    for first.owner, first.cache_salt in (("a", "bc"), ("ab", "c"), ("", "a"), ("a", "")):
+        roots.add(chain.root_of(first))
+    assert len(roots) == 6
+    root, other_root, *_ = roots
+    whole, parts, other = list[BlockKey](), list[BlockKey](), list[BlockKey]()
+    chain.extend(whole, root, first, 3)
+    for num_blocks in (1, 1, 3):
+        chain.extend(parts, root, second, num_blocks)
+    assert whole == parts and len(set(whole)) == 3
+    chain.extend(other, other_root, first, 3)
+    assert not set(whole) & set(other)
+
+
+def test_without_prefix_caching_a_request_finds_its_own_content_alone() -> None:
+    model = make_cache(prefix_caching=False)
+    each = run(model, A[:6])
+    assert found(model, A[:6]) == 0
+    model.preempt(each)
+    assert admit(model, each) == 6
+    model.free(each)
+    assert model.cache.counts.empty == 8
+    counters = model.cache.counters[OFFLINE]
+    assert counters.num_prefix_queried_tokens == counters.num_prefix_hit_tokens == 0
+
+
+# What is evicted.
+
+
+def test_eviction_goes_from_the_tail() -> None:
+    model = make_cache(4)
+    leave(model, A)
+    for kept in (12, 8, 4, 0):
+        take(model, 4 - kept // 4)
+        assert found(model, A) == kept
+
+
+def test_what_an_aborted_preempted_request_leaves_is_evicted_from_the_tail() -> None:
+    model = make_cache(4)
+    each = run(model, A)
+    model.preempt(each)
+    model.free(each)
+    take(model, 1)
+    assert found(model, A) == 12
+
+
+def test_what_was_used_longest_ago_is_evicted_first() -> None:
+    model = make_cache(4)
+    leave(model, A[:8])
+    leave(model, B[:8])
+    leave(model, [*A[:8], 1][:8])
+    take(model, 2)
+    assert (found(model, A[:8]), found(model, B[:8])) == (8, 0)
+
+
+def test_wanted_content_is_evicted_after_what_nobody_wants() -> None:
+    model = make_cache(6)
+    away = run(model, A[:8])
+    model.preempt(away)
+    leave(model, B[:8])
+    take(model, 4)
+    assert (found(model, A[:8]), found(model, B[:8])) == (8, 0)
+
+
+def test_offline_work_may_not_take_what_online_requests_used_a_short_time_ago() -> None:
+    model = make_cache(8)
+    expect_reuse(model)
+    leave(model, A[:8], ONLINE)
+    assert model.cache.num_available(Evictable.OFFLINE) == 6
+    assert model.cache.num_available(Evictable.ALL) == 8
+    model.advance(59.0, 100)
+    assert model.cache.num_available(Evictable.OFFLINE) == 6
+    model.advance(61.0, 100)
+    assert model.cache.num_available(Evictable.LOSING_NOTHING) == 8
+    assert found(model, A[:8]) == 8
+
+
+def test_offline_use_does_not_end_or_prolong_the_protection() -> None:
+    model = make_cache(8)
+    expect_reuse(model)
+    leave(model, A[:8], ONLINE)
+    model.advance(30.0, 100)
+    leave(model, A[:8])
+    assert model.cache.num_available(Evictable.OFFLINE) == 6
+    long_one = run(model, A[:9])
+    model.advance(100.0, 100)
+    model.free(long_one)
+    assert model.cache.num_available(Evictable.LOSING_NOTHING) == 8
+
+
+def test_protection_covers_half_of_a_pool() -> None:
+    model = make_cache(8)
+    expect_reuse(model)
+    leave(model, [*A, *B], ONLINE)
+    assert model.cache.num_available(Evictable.OFFLINE) == 0
+    model.advance(0.1, 100)
+    assert model.cache.num_available(Evictable.OFFLINE) == 4
+
+
+def test_a_small_host_pool_does_not_end_protection_on_the_device() -> None:
+    model = make_cache(8, 4, "eager")
+    expect_reuse(model)
+    each = run(model, A, ONLINE)
+    assert copy_all(model) == 4
+    model.free(each)
+    model.advance(0.1, 100)
+    model.check()
+    assert model.cache.num_available(Evictable.OFFLINE) == 4
+
+
+def test_the_protection_follows_the_time_until_reuse() -> None:
+    model = make_cache(8)
+    for index in range(60):
+        model.advance(float(index), 100)
+        leave(model, A[:5], ONLINE)
+    model.advance(59.0 + 4.0, 100)
+    assert model.cache.num_available(Evictable.OFFLINE) == 7
+    model.advance(59.0 + 6.0, 100)
+    assert model.cache.num_available(Evictable.OFFLINE) == 8
+
+
+def test_online_requests_take_the_content_of_offline_ones_before_their_own() -> None:
+    model = make_cache(8)
+    for tokens, service_class in ((A[:8], ONLINE), (B[:8], OFFLINE)):
+        model.preempt(run(model, tokens, service_class))
+    leave(model, C[:8], ONLINE)
+    order = [(2, (8, 8, 8)), (4, (8, 0, 8)), (6, (8, 0, 0)), (8, (0, 0, 0))]
+    for num_taken, expected in order:
+        take(model, num_taken)
+        assert tuple(found(model, tokens[:8]) for tokens in (A, B, C)) == expected
+
+
+def test_a_victim_frees_the_blocks_that_no_other_request_uses() -> None:
+    model = make_cache(8)
+    first, second = run(model, A[:9]), run(model, [*A[:8], 1])
+    freed = model.cache.num_freed
+    contents = [content for index in (0, 4) if (content := model.block_of(first, index).content) is not None]
+    ids = [first.request.request_id, second.request.request_id]
+    nothing, of_first = Match((), 0), Match(contents, 8)
+    assert [freed([each], nothing, Evictable.ALL) for each in ids] == [1, 1]
+    assert freed(ids, nothing, Evictable.ALL) == 4, "what they share is free without both"
+    assert freed(ids, of_first, Evictable.ALL) == 2, "the match would reference it again"
+    assert model.cache.num_available(Evictable.ALL) == 4
+    model.preempt(second)
+    assert model.cache.num_available(Evictable.ALL) == 5
+    model.preempt(first)
+    assert model.cache.num_available(Evictable.ALL) == 8
+
+
+def test_blocks_that_a_match_would_pin_are_not_available_to_it() -> None:
+    model = make_cache(4)
+    leave(model, A[:8])
+    each = submit(model, [*A[:8], *B[:8]])
+    match = model.cache.match(each.request)
+    shortages = [model.cache.shortage(each.request, match, reserved, Evictable.ALL) for reserved in (0, 1)]
+    assert shortages == [0, 1]
+
+
+def test_hits_queries_and_evictions_are_counted() -> None:
+    model = make_cache(4, 4, "eager")
+    counters = model.cache.counters[OFFLINE]
+    leaver = run(model, A[:13])
+    copy_all(model)
+    model.free(leaver)
+    each = submit(model, [*A[:12], 1])
+    admit(model, each)
+    assert (counters.num_prefix_hit_tokens, counters.num_host_prefix_hit_tokens) == (12, 0)
+    model.preempt(each)
+    admit(model, each)
+    assert counters.num_prefix_hit_tokens == 12, "the second time it found its own"
+    model.free(each)
+    take(model, 3)
+    assert counters.num_evicted_blocks == 2
+    other = submit(model, [*A[:12], 2])
+    admit(model, other)
+    assert (counters.num_prefix_hit_tokens, counters.num_host_prefix_hit_tokens) == (16, 8)
+    assert (other.request.num_cached_tokens, counters.num_restored_tokens) == (12, 0)
+    assert counters.num_prefix_queried_tokens == 13 + 13 + 1 + 13
+    assert counters.num_evicted_host_blocks == 0

@@ -1,0 +1,90 @@
+"""A request of the library on its way to the engine and back, without an engine process."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import pytest
+
+from backfill import RequestOutput, RequestOutputKind, SamplingParams
+from backfill.core.config import SchedulerConfig
+from backfill.core.errors import RequestAborted, RequestError
+from backfill.core.request import FinishReason, ServiceClass
+from backfill.generation.generator import TextDelta
+from backfill.llm.inputs import PromptInput, parse_prompt
+from backfill.llm.request import AbortHandle, PreparedRequest, Preparer, run_request
+from tests.api.test_fields import HI, OK, make_tokenizer
+from tests.builders import make_info
+
+TOKENIZER = make_tokenizer()
+PREPARER = Preparer(TOKENIZER, make_info(), None, SchedulerConfig(), random.Random(0))
+
+
+def prepare(prompt: PromptInput, **params: Any) -> PreparedRequest:
+    return PREPARER.prepare(
+        prompt,
+        SamplingParams(max_tokens=4, **params),
+        request_id="r",
+        seed=1,
+        service_class=ServiceClass.OFFLINE,
+    )
+
+
+@pytest.mark.parametrize("prompt", [{"prompt": "hi ok"}, {"prompt_token_ids": [HI, OK]}])
+def test_a_prompt_may_have_a_salt(prompt: dict[str, Any]) -> None:
+    salted = prepare(parse_prompt({**prompt, "cache_salt": "s" * 256})).generation
+    assert (salted.cache_salt, salted.owner) == ("s" * 256, "")
+    assert prepare(parse_prompt({**prompt, "cache_salt": None})).generation.cache_salt == ""
+    for wrong in ("", "s" * 257, 5, "\ud800"):
+        with pytest.raises(RequestError, match="cache_salt must") as refused:
+            prepare(parse_prompt({**prompt, "cache_salt": wrong}))
+        assert refused.value.param == "cache_salt"
+
+
+class ScriptedGenerator:
+    """Yields numbered deltas, then raises ``error`` if there is one."""
+
+    def __init__(self, deltas: list[tuple[int, TextDelta]], error: Exception | None = None) -> None:
+        self.deltas = deltas
+        self.error = error
+
+    async def stream(self, *_: object, **options: object) -> AsyncGenerator[tuple[int, TextDelta], None]:
+        for numbered in self.deltas:
+            yield numbered
+        if self.error is not None:
+            raise self.error
+
+
+def outputs_of(generator: Any, request: PreparedRequest) -> list[RequestOutput]:
+    async def run() -> list[RequestOutput]:
+        return [output async for output in run_request(request, generator, TOKENIZER, AbortHandle())]
+
+    return asyncio.run(run())
+
+
+def delta(num_cached_tokens: int, *, ends: bool = True) -> TextDelta:
+    reason = FinishReason.STOP if ends else None
+    return TextDelta("ok", OK, None, reason, num_cached_tokens=num_cached_tokens)
+
+
+@pytest.mark.parametrize("kind", RequestOutputKind)
+def test_outputs_say_how_much_of_the_prompt_was_cached(kind: RequestOutputKind) -> None:
+    request = prepare(PromptInput("hi"), output_kind=kind)
+    generator = ScriptedGenerator([(0, delta(48, ends=False)), (0, delta(32))])
+    counts = [output.num_cached_tokens for output in outputs_of(generator, request)]
+    assert counts == ([32] if kind is RequestOutputKind.FINAL_ONLY else [48, 32])
+
+
+def test_of_several_outputs_the_one_that_found_least_counts() -> None:
+    request = prepare(PromptInput("hi"), n=3, output_kind=RequestOutputKind.FINAL_ONLY)
+    (output,) = outputs_of(ScriptedGenerator([(1, delta(32)), (0, delta(16)), (2, delta(32))]), request)
+    assert output.num_cached_tokens == 16
+
+
+def test_without_a_token_nothing_is_known_of_the_cache() -> None:
+    (output,) = outputs_of(ScriptedGenerator([], RequestAborted("Aborted.")), prepare(PromptInput("hi")))
+    assert output.finished
+    assert output.num_cached_tokens is None

@@ -1,0 +1,211 @@
+"""Requests that share blocks: what preemption frees, what online requests hold, and whose copies go first."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from backfill.core.clock import VirtualClock
+from backfill.core.config import SchedulerConfig
+from backfill.core.request import PriorityLevel, Request, RequestStatus, ServiceClass
+from backfill.engine.engine import Engine
+from backfill.kvcache.content import BlockState
+from tests.builders import TwoTierExecutor, linear_cost, make_info, make_profile
+from tests.scheduling.caching import BLOCK_SIZE, CachingBench, request_of, tokens
+
+OFFLINE = ServiceClass.OFFLINE
+PREFIX = tokens("prefix", 20 * BLOCK_SIZE)
+
+
+def make_bench(num_blocks: int, num_host_blocks: int = 0, **options: object) -> CachingBench:
+    return CachingBench(num_blocks, num_host_blocks, policy="slo", ttft_slo=1.0, tpot_slo=0.05, **options)  # type: ignore[arg-type]
+
+
+def run_steps(bench: CachingBench, count: int) -> None:
+    for _ in range(count):
+        bench.step()
+
+
+def steps_until_running(bench: CachingBench, request: Request, most: int = 20) -> int:
+    for count in range(1, most + 1):
+        bench.step()
+        if request.status is RequestStatus.RUNNING:
+            return count
+    raise AssertionError(f"the request is {request.status} after {most} steps")
+
+
+# What preemption frees.
+
+
+@pytest.mark.parametrize("stops", [0, 1])
+def test_an_online_request_preempts_offline_ones_for_the_blocks_that_they_share(stops: int) -> None:
+    bench = make_bench(40, num_layers=4, stops=stops)
+    lines = [request_of([*PREFIX, *tokens(each, 8)], 100, service_class=OFFLINE) for each in "ab"]
+    bench.add(*lines)
+    suspension = bench.scheduler._suspension
+    while not all(each.output_token_ids for each in lines) or len(suspension.requests) != 2 * stops:
+        bench.step()
+    assert sum(bench.scheduler.kv.num_held_blocks(each.request_id) for each in lines) > 40, "they share"
+    online = request_of(tokens("c", 30 * BLOCK_SIZE), 4)
+    bench.add(online)
+    assert steps_until_running(bench, online) == 1
+    assert [each.status for each in lines] == [RequestStatus.PREEMPTED] * 2
+    bench.finish()
+
+
+def test_many_lines_of_one_batch_make_room_for_an_online_request() -> None:
+    bench = make_bench(362)
+    shared = tokens("batch", 250 * BLOCK_SIZE)
+    lines = [request_of([*shared, *tokens(each, 60)], 64, service_class=OFFLINE) for each in range(6)]
+    bench.add(*lines)
+    run_steps(bench, 6)
+    assert all(each.status is RequestStatus.RUNNING for each in lines)
+    online = request_of(tokens("online", 150 * BLOCK_SIZE), 16)
+    bench.add(online)
+    assert steps_until_running(bench, online) == 1
+    bench.finish()
+
+
+def test_no_victim_is_preempted_for_blocks_that_the_waiting_request_would_reference_again() -> None:
+    bench = make_bench(100)
+    holder = request_of(tokens("holder", 600), 1000, owner="other")
+    bench.add(holder)
+    run_steps(bench, 1)
+    shared = tokens("shared", 30 * BLOCK_SIZE)
+    victim = request_of([*shared, *tokens("victim", 300)], 500, service_class=OFFLINE)
+    bench.add(victim)
+    run_steps(bench, 3)
+    waiting = request_of([*shared, *tokens("waiting", 41 * BLOCK_SIZE)], 4)
+    bench.add(waiting)
+    before = len(victim.output_token_ids)
+    run_steps(bench, 60)
+    assert waiting.status is RequestStatus.WAITING, "it does not fit beside the online request"
+    assert victim.num_preemptions == 0
+    assert len(victim.output_token_ids) >= before + 59
+
+
+def test_no_victim_is_preempted_for_a_prefix_that_stays_protected_without_it() -> None:
+    """The promoted request runs after its victim. Nobody else arrives, so the engine must not stop before."""
+    config = SchedulerConfig(policy="slo", ttft_slo=1.0, tpot_slo=0.05, max_num_batched_tokens=8192)
+    clock = VirtualClock()
+    executor = TwoTierExecutor(make_info(100, BLOCK_SIZE), random.Random(0))
+    engine = Engine(config, executor, clock, make_profile(linear_cost(token_s=1e-5, step_s=1e-3)))
+
+    def run_engine(most_steps: int) -> None:
+        for _ in range(most_steps):
+            if engine.has_work:
+                engine.step()
+                engine.scheduler.check_integrity()
+            clock.advance(0.01)
+
+    shared = tokens("system", 30 * BLOCK_SIZE)
+    for number in range(12):
+        engine.add(request_of([*shared, *tokens(number, 8)], 2, arrived_at_s=clock.now_s()))
+        run_engine(4)
+    assert engine.scheduler.kv._device.counts[BlockState.PROTECTED] >= 30
+    now_s = clock.now_s()
+    line = request_of(
+        [*shared, *tokens("line", 10 * BLOCK_SIZE)], 500, service_class=OFFLINE, arrived_at_s=now_s
+    )
+    engine.add(line)
+    run_engine(3)
+    now_s = clock.now_s()
+    urgent = request_of(
+        tokens("urgent", 85 * BLOCK_SIZE),
+        4,
+        service_class=OFFLINE,
+        arrived_at_s=now_s,
+        complete_by_s=now_s + 1.0,
+    )
+    engine.add(urgent)
+    run_engine(1000)
+    assert urgent.priority_level is PriorityLevel.PROMOTED
+    assert line.num_preemptions == 0
+    assert [each.status for each in (line, urgent)] == [RequestStatus.FINISHED] * 2
+    assert not engine.has_unfinished
+
+
+def test_a_step_is_not_empty_because_the_request_that_preempted_is_being_restored() -> None:
+    bench = make_bench(100, 300, checkpointing="eager")
+    bench.expect_no_reuse()
+    prompt = tokens("chat", 60 * BLOCK_SIZE + 1)
+    bench.finish(request_of(prompt, 8))
+    bench.finish(request_of(tokens("large", 99 * BLOCK_SIZE), 4))
+    victim = request_of(tokens("victim", 60 * BLOCK_SIZE), 100, service_class=OFFLINE)
+    bench.add(victim)
+    run_steps(bench, 5)
+    online = request_of(prompt, 8)
+    small = request_of(tokens("small", 10 * BLOCK_SIZE), 8, service_class=OFFLINE, priority=-1)
+    bench.add(online, small)
+    plan = bench.step()
+    assert (victim.status, online.status) == (RequestStatus.PREEMPTED, RequestStatus.RESTORING)
+    assert [each.request_id for each in plan.slices] == [small.request_id]
+    bench.finish()
+
+
+# What online requests hold.
+
+
+def test_offline_work_is_limited_by_the_distinct_blocks_of_online_requests() -> None:
+    bench = make_bench(256, cost=linear_cost(token_s=1e-5, step_s=5e-3))
+    shared = tokens("shared", 30 * BLOCK_SIZE)
+    online = [request_of([*shared, *tokens(each, 8)], 200) for each in range(8)]
+    bench.add(*online)
+    run_steps(bench, 5)
+    kv = bench.scheduler.kv
+    num_named = sum(kv.num_held_blocks(each.request_id) for each in online)
+    assert 0.9 * 256 < num_named < 1.1 * 256, "counted once for each request, they would fill the pool"
+    assert kv.num_online_blocks == kv.counts.referenced == 30 + 8
+    line = request_of(tokens("line", 600), 50, service_class=OFFLINE)
+    bench.add(line)
+    run_steps(bench, 10)
+    assert all(each.status is RequestStatus.RUNNING for each in online)
+    assert line.num_computed_tokens > 0
+
+
+# Whose copies go first.
+
+
+def test_an_online_request_is_restored_before_an_offline_one_that_began_earlier() -> None:
+    bench = make_bench(260, 600, checkpointing="eager")
+    bench.expect_no_reuse()
+    prompt = tokens("chat", 20 * BLOCK_SIZE + 1)
+    bench.finish(request_of(prompt, 16))
+    line = request_of(tokens("line", 200 * BLOCK_SIZE + 1), 200, service_class=OFFLINE)
+    bench.add(line)
+    run_steps(bench, 20)
+    large = request_of(tokens("large", 258 * BLOCK_SIZE), 4)
+    bench.add(large)
+    while large.status is not RequestStatus.FINISHED:
+        bench.step()
+    while line.status is not RequestStatus.RESTORING:
+        bench.step()
+    online = request_of(prompt, 16)
+    bench.add(online)
+    num_steps = steps_until_running(bench, online)
+    assert (num_steps, line.status) == (2, RequestStatus.RESTORING)
+    assert bench.counters().num_host_prefix_hit_tokens == 20 * BLOCK_SIZE
+    bench.finish()
+
+
+# Failed steps.
+
+
+def test_a_request_that_runs_again_after_a_failed_step_counts_its_hits_once() -> None:
+    bench = make_bench(64)
+    bench.finish(request_of([*PREFIX, *tokens("first", 8)]))
+    retried = request_of([*PREFIX, *tokens("second", 8)], 4)
+    before = bench.counters().copy()
+    bench.add(retried)
+    plan = bench.scheduler.plan_step(bench.clock.now_s())
+    bench.executor.fail_at_step = plan.step
+    with pytest.raises(RuntimeError, match="scripted failure"):
+        bench.executor.run(plan)
+    assert bench.scheduler.fail(plan) == []
+    bench.finish()
+    assert retried.was_retried and retried.status is RequestStatus.FINISHED
+    after = bench.counters()
+    assert after.num_prefix_hit_tokens - before.num_prefix_hit_tokens == len(PREFIX)
+    assert after.num_prefix_queried_tokens - before.num_prefix_queried_tokens == retried.num_prompt_tokens
+    assert retried.num_cached_tokens == len(PREFIX)

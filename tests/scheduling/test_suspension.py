@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from backfill.core.config import SchedulerConfig
+from backfill.core.plan import Compute, Resume, SampledToken, StepOutcome, StepPlan, WaitForCopies
+from backfill.core.request import FinishReason, PriorityLevel
+from backfill.kvcache.create import create_kv_cache
+from backfill.scheduling.policy import Policy, StepBudget, StepView
+from backfill.scheduling.scheduler import Scheduler
+from tests.builders import linear_cost
+from tests.scheduling.bench import offline
+
+NUM_LAYERS = 10
+
+
+class PausingPolicy(Policy):
+    """Serves all requests, or none while it is paused."""
+
+    stops_steps = True
+    is_paused = False
+
+    def next_budgets(self, view: StepView) -> Sequence[StepBudget]:
+        return () if self.is_paused else (StepBudget(levels=frozenset(PriorityLevel)),)
+
+    def resume_s(self, view: StepView) -> float:
+        return 0.0 if self.is_paused else math.inf
+
+
+def paused_scheduler() -> tuple[Scheduler, PausingPolicy, StepPlan]:
+    """A scheduler, paused, and its last plan: one slice, suspended after 6 layers, and copies in flight."""
+    policy = PausingPolicy()
+    config = SchedulerConfig(checkpointing="eager")
+    scheduler = Scheduler(
+        config, create_kv_cache(config, 8, 4, 8), policy, cost=linear_cost(), num_layers=NUM_LAYERS
+    )
+    request = offline(prompt_tokens=8, max_tokens=4)
+    scheduler.add(request)
+    sampled = SampledToken(request.request_id, 7)
+    scheduler.commit(scheduler.plan_step(0.0), StepOutcome((sampled,)), 0.0)
+    plan = scheduler.plan_step(0.0)
+    assert len(plan.copies.checkpoint) == 2
+    scheduler.commit(plan, StepOutcome((), suspended=(request.request_id,), layers_done=6), 0.0)
+    policy.is_paused = True
+    return scheduler, policy, plan
+
+
+def test_a_suspended_slice_is_kept_while_steps_compute_nothing_and_then_resumes() -> None:
+    scheduler, policy, suspended = paused_scheduler()
+    plan = scheduler.plan_step(0.0)
+    assert plan.work == WaitForCopies(keeps_suspended=True)
+    scheduler.commit(plan, StepOutcome((), completed_copies=suspended.copies.checkpoint), 0.0)
+    plan = scheduler.plan_step(0.0)
+    assert plan.work == Compute(slices=(), keeps_suspended=True)
+    scheduler.commit(plan, StepOutcome(()), 0.0)
+    policy.is_paused = False
+    work = scheduler.plan_step(0.0).work
+    assert isinstance(work, Resume)
+    assert (work.slices, work.num_layers) == (suspended.slices, NUM_LAYERS - 6)
+
+
+def test_a_discarded_slice_is_not_kept_by_a_step_that_waits_for_copies() -> None:
+    scheduler, _, suspended = paused_scheduler()
+    scheduler.finish(suspended.slices[0].request_id, FinishReason.ABORT)
+    assert scheduler.plan_step(0.0).work == WaitForCopies(keeps_suspended=False)
