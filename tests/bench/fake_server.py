@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 from aiohttp import web
 
 Json = dict[str, Any]
+
+
+def prompt_tokens(body: Json) -> list[object]:
+    """Token ids, or the words of a text or of all messages."""
+    if "messages" in body:
+        return [word for message in body["messages"] for word in message["content"].split()]
+    prompt = body["prompt"]
+    return prompt.split() if isinstance(prompt, str) else prompt
+
+
+def common_length(tokens: Sequence[object], others: Sequence[object]) -> int:
+    pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(tokens, others, strict=False))
+    return sum(1 for _ in pairs)
 
 
 class FakeServer:
@@ -20,6 +34,8 @@ class FakeServer:
         has_metrics: counts computed tokens as ours does.
         refuses: status with which it answers offline work, 0 takes it.
         batch_lines: lines of a batch that complete with each look at it.
+        has_cache: keeps all prompts and answers, and tells how many leading tokens of a prompt it had. A word
+            of text is a token; a message of a chat has no others.
     """
 
     def __init__(
@@ -30,13 +46,17 @@ class FakeServer:
         has_metrics: bool = True,
         refuses: int = 0,
         batch_lines: int = 2,
+        has_cache: bool = False,
     ) -> None:
         self._gap_s, self._offline_s = gap_s, offline_s
         self._has_metrics, self._refuses, self._batch_lines = has_metrics, refuses, batch_lines
+        self._has_cache = has_cache
+        self._cached: list[list[object]] = []
+        self.answers: list[str] = []
         self.bodies: list[Json] = []
         self.num_running = self.most_offline = 0
         self.num_tokens = self.num_first_tokens = 0
-        self.lines: list[Json] = []
+        self.files: list[list[Json]] = []  # of lines
         self.batches: dict[str, Json] = {}
         self.deleted: list[str] = []
         self.url = ""
@@ -47,6 +67,7 @@ class FakeServer:
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/metrics", self._metrics)
         app.router.add_post("/v1/completions", self._complete)
+        app.router.add_post("/v1/chat/completions", self._complete)
         app.router.add_post("/v1/files", self._upload)
         app.router.add_delete("/v1/files/{name}", self._delete)
         app.router.add_post("/v1/batches", self._create)
@@ -82,8 +103,12 @@ class FakeServer:
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         self.bodies.append(body)
-        num_in, num_out = len(body["prompt"]), body["max_tokens"]
-        usage = {"prompt_tokens": num_in, "completion_tokens": num_out}
+        tokens = prompt_tokens(body)
+        num_in, num_out = len(tokens), body.get("max_tokens") or body["max_completion_tokens"]
+        usage: Json = {"prompt_tokens": num_in, "completion_tokens": num_out}
+        if self._has_cache:
+            cached = max((common_length(tokens, other) for other in self._cached), default=0)
+            usage["prompt_tokens_details"] = {"cached_tokens": cached}
         if not body.get("stream"):
             if self._refuses:
                 return web.json_response({"error": {"message": "no"}}, status=self._refuses)
@@ -99,10 +124,15 @@ class FakeServer:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         self._count(num_in + num_out)
-        for index in range(num_out):
+        words = [f"answer{len(self.bodies)}.{index}" for index in range(num_out)]
+        self.answers.append(" ".join(words))
+        self._cached.append([*tokens, *words])
+        for index, word in enumerate(words):
             await asyncio.sleep(self._gap_s)
+            text = word if index == 0 else f" {word}"
+            said = {"delta": {"content": text}} if "messages" in body else {"text": text}
             reason = "length" if index == num_out - 1 else None
-            await self._send(response, {"choices": [{"text": "x", "finish_reason": reason}]})
+            await self._send(response, {"choices": [{**said, "finish_reason": reason}]})
         await self._send(response, {"choices": [], "usage": usage})
         await response.write(b"data: [DONE]\n\n")
         return response
@@ -119,8 +149,8 @@ class FakeServer:
         assert form["purpose"] == "batch"
         content = form["file"]
         assert isinstance(content, web.FileField)
-        self.lines = [json.loads(line) for line in content.file.read().splitlines()]
-        return web.json_response({"id": "file-1"})
+        self.files.append([json.loads(line) for line in content.file.read().splitlines()])
+        return web.json_response({"id": f"file-{len(self.files)}"})
 
     async def _delete(self, request: web.Request) -> web.Response:
         self.deleted.append(request.match_info["name"])
@@ -132,7 +162,8 @@ class FakeServer:
         batch = {
             "id": f"batch-{len(self.batches)}",
             "status": "in_progress",
-            "request_counts": {"total": len(self.lines), "completed": 0, "failed": 0},
+            "input_file_id": (await request.json())["input_file_id"],
+            "request_counts": {"total": len(self.files[-1]), "completed": 0, "failed": 0},
             "usage": {"total_tokens": 0},
         }
         self.batches[str(batch["id"])] = batch

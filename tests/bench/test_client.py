@@ -141,6 +141,7 @@ def test_failures_are_recorded(script: Script, error: str, chunks: int) -> None:
         {"choices": [], "usage": [1]},
         {"usage": {"completion_tokens": "7"}},
         {"usage": {"completion_tokens": -1}},
+        {"usage": {"prompt_tokens_details": {"cached_tokens": -1}}},
         [{"choices": []}],
         "text",
     ],

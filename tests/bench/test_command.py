@@ -53,6 +53,40 @@ def test_chat_prompts_have_the_length_asked_for(server: RunningServer) -> None:
     assert figures["total_output_tokens"] == 6 and 100 < figures["total_input_tokens"] < 200
 
 
+@pytest.mark.parametrize("backend", ["openai", "openai-chat"])
+def test_conversations_with_the_real_server(server: RunningServer, backend: str) -> None:
+    result = bench(
+        *(
+            "--backend",
+            backend,
+            "--base-url",
+            server.url,
+            "--dataset-name",
+            "multi_turn",
+            "--num-prompts",
+            "2",
+        ),
+        *(
+            "--multi-turn-num-turns",
+            "3",
+            "--multi-turn-first-input-len",
+            "20",
+            "--multi-turn-input-len",
+            "10",
+        ),
+        *("--multi-turn-think-time", "0.01", "--multi-turn-system-len", "10", "--output-len", "4"),
+        *("--ignore-eos", "--num-warmups", "1", "--json"),
+    )
+    assert result.returncode == 0, result.stderr
+    figures = json.loads(result.stdout.splitlines()[-1])
+    assert (figures["num_prompts"], figures["completed"], figures["multi_turn_output_len"]) == (2, 6, 4)
+    first, second, third = figures["by_turn"]
+    assert [turn["completed"] for turn in figures["by_turn"]] == [2, 2, 2]
+    # Each turn adds a message and an answer; text may encode otherwise where they meet.
+    assert 2 * (10 + 20) <= first["input_tokens"] < second["input_tokens"] < third["input_tokens"]
+    assert figures["total_cached_tokens"] is not None
+
+
 def test_refused_requests_are_shown_and_decide_the_exit_code(server: RunningServer) -> None:
     result = bench("--base-url", server.url, "--num-prompts", "2", "--input-len", "600", "--output-len", "4")
     assert result.returncode == 1
@@ -109,7 +143,27 @@ def test_interrupt_keeps_and_marks_what_was_measured(server: RunningServer) -> N
         (["--metric-percentiles", "101"], "--metric-percentiles takes numbers"),
         (["--percentile-metrics", "speed"], "--percentile-metrics must be one of"),
         (["--dataset-name", "trace"], "--dataset-name trace needs --dataset-path"),
-        (["--dataset-name", "hf"], "--dataset-name must be random, sharegpt or trace"),
+        (["--dataset-name", "hf"], "--dataset-name must be random, sharegpt, trace, prefix_"),
+        (
+            ["--dataset-name", "prefix_repetition", "--prefix-repetition-num-prefixes", "0"],
+            "--prefix-repetition-num-prefixes must be at least 1, got 0.",
+        ),
+        (
+            ["--dataset-name", "prefix_repetition", "--num-prompts", "9"],
+            "--num-prompts must be at least --prefix-repetition-num-prefixes 10, got 9.",
+        ),
+        (["--prefix-repetition-suffix-len", "-1"], "--prefix-repetition-suffix-len must be at least 0"),
+        (["--multi-turn-num-turns", "0"], "--multi-turn-num-turns must be at least 1"),
+        (["--multi-turn-input-len", "-1"], "--multi-turn-input-len must be at least 1"),
+        (["--multi-turn-think-time", "-1"], "--multi-turn-think-time must be a number of at least 0"),
+        (
+            ["--multi-turn-think-time-law", "gamma"],
+            "--multi-turn-think-time-law must be exponential or fixed",
+        ),
+        (
+            ["--dataset-name", "multi_turn", "--input-len", "8"],
+            "--input-len does not go with --dataset-name multi_turn",
+        ),
         (["--plot", "/no/such/folder/a.png"], "there is no folder /no/such/folder"),
     ],
 )

@@ -100,14 +100,19 @@ def test_priorities_as_vllm_reads_them_and_no_metrics() -> None:
     assert figures.offline_tok_s == pytest.approx(4 * 32 / 0.05, rel=0.4)
 
 
-def test_a_batch_is_submitted_again_until_the_run_ends() -> None:
+def test_batches_of_other_lines_follow_until_the_run_ends() -> None:
     server = FakeServer(has_metrics=False, batch_lines=3)
     load = dataclasses.replace(with_mode("batch"), duration=4.0)
     run = coserve(server, load)
-    assert len(server.lines) == 5 and len(server.batches) >= 2
-    assert server.lines[0]["body"]["max_tokens"] in range(5, 10)
+    assert len(server.batches) >= 2
+    lines = [line["body"] for file in server.files for line in file]
+    assert len(lines) == 5 * len(server.batches)
+    assert len({tuple(body["prompt"]) for body in lines}) == len(lines)
+    assert lines[0]["max_tokens"] in range(5, 10)
+    files = [f"file-{number + 1}" for number in range(len(server.batches))]
+    assert [batch["input_file_id"] for batch in server.batches.values()] == files
     assert {batch["status"] for batch in server.batches.values()} <= {"completed", "cancelled"}
-    assert server.deleted == ["file-1"]
+    assert server.deleted == files
     figures = figures_of(run)
     assert figures.offline_completed > 5 and figures.tokens_from == "client"
     assert 0 < (figures.offline_tok_s or 0) < 10 * figures.offline_completed
@@ -199,7 +204,7 @@ def test_a_batch_that_is_created_as_the_run_ends_is_ended_too(monkeypatch: pytes
                 return {"id": "b1", "status": "validating"}
             if path.endswith("/cancel"):
                 cancelled.append(path)
-            return {"status": "cancelled"}
+            return {"id": "f1", "status": "cancelled"}
 
     async def run() -> None:
         load = BatchLoad(LOAD, Endpoint("http://x", "/v1/completions", "m"))

@@ -60,6 +60,16 @@ def test_tokens_are_those_of_the_measurement() -> None:
     assert figures.offline_tok_s == pytest.approx(50.0 - 20.3)
 
 
+@pytest.mark.parametrize("name", ["backfill:prefix_cache_hits_total", "vllm:prefix_cache_hits_total"])
+def test_hits_of_the_measurement_in_the_prefix_cache_are_reported(name: str) -> None:
+    run = run_of(record(6.0, 0.5))
+    assert figures_of(run).prefix_hit_tokens is None
+    run.samples = [Sample(at, {name: hits}) for at, hits in ((0.0, 7.0), (5.0, 16.0), (15.0, 48.0))]
+    figures = figures_of(run)
+    assert figures.prefix_hit_tokens == 32
+    assert median_figures([figures, figures]).prefix_hit_tokens == 64
+
+
 def test_failed_requests_miss_and_broken_off_ones_wait() -> None:
     records = [
         record(6.0, 0.5),

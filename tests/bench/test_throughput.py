@@ -8,8 +8,19 @@ import pytest
 
 from backfill.bench.throughput import ThroughputOptions, measure
 from backfill.core.config import EngineConfig
-from backfill.core.errors import ConfigError
+from backfill.core.counters import ClassCounters
+from backfill.core.errors import BackfillError, ConfigError
 from tests.models.tiny import save_tiny_model
+
+
+def test_figures_of_cached_prompts_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_tiny_model("llama", tmp_path)
+    config = EngineConfig(model_dir=str(tmp_path), device="cpu", dtype="float32", kv_gib=1 / 256)
+    load = ThroughputOptions(num_prompts=2, input_len=8, output_len=3, stream_len=4, first_token_samples=1)
+    hits = ClassCounters(num_prefix_hit_tokens=8, num_host_prefix_hit_tokens=4)
+    monkeypatch.setattr("backfill.kvcache.manager.ClassCounters", hits.copy)
+    with pytest.raises(BackfillError, match="24 prompt tokens came from the prefix cache"):
+        measure(config, load)
 
 
 def test_first_tokens_are_sampled_and_their_median_given(tmp_path: Path) -> None:

@@ -193,10 +193,10 @@ def request_body(endpoint: Endpoint, request: BenchRequest) -> dict[str, Any]:
     """The JSON body that asks the endpoint for an output."""
     body: dict[str, Any] = {"model": endpoint.model}
     if endpoint.is_chat:
-        body["messages"] = [{"role": "user", "content": request.prompt}]
+        body["messages"] = [*request.history, {"role": "user", "content": request.prompt}]
         body["max_completion_tokens"] = request.output_tokens
     else:
-        body["prompt"] = request.prompt
+        body["prompt"] = _completion_prompt(request)
         body["max_tokens"] = request.output_tokens
     if endpoint.is_streaming:
         body["stream"] = True
@@ -204,6 +204,13 @@ def request_body(endpoint: Endpoint, request: BenchRequest) -> dict[str, Any]:
     if endpoint.ignore_eos:
         body["ignore_eos"] = True
     return {**body, **endpoint.body}
+
+
+def _completion_prompt(request: BenchRequest) -> list[int] | str:
+    """A conversation is one text, a message to a line."""
+    if not request.history:
+        return request.prompt
+    return "\n".join([*(message["content"] for message in request.history), str(request.prompt)])
 
 
 class ServerModel(NamedTuple):
@@ -253,9 +260,14 @@ class _Choice(msgspec.Struct):
     finish_reason: Any = None
 
 
+class _PromptDetails(msgspec.Struct):
+    cached_tokens: _Count | None = None
+
+
 class _Usage(msgspec.Struct):
     completion_tokens: _Count | None = None
     prompt_tokens: _Count | None = None
+    prompt_tokens_details: _PromptDetails | None = None
 
 
 class _Chunk(msgspec.Struct):
@@ -299,6 +311,8 @@ class _ChunkReader:
         if chunk.usage:
             self.record.output_tokens = chunk.usage.completion_tokens or self.record.output_tokens
             self.record.input_tokens = chunk.usage.prompt_tokens or self.record.input_tokens
+            if (details := chunk.usage.prompt_tokens_details) and details.cached_tokens is not None:
+                self.record.cached_tokens = details.cached_tokens
 
     def check_complete(self) -> None:
         """Raises: StreamError when the response ended without a chunk or without an end marker."""

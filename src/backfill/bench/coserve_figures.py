@@ -13,7 +13,7 @@ import numpy as np
 
 from backfill.bench.coserve import CoserveRun, Status
 from backfill.bench.record import Outcome, RequestRecord
-from backfill.bench.scrape import STEP_STOPS, computed_share, discarded_share, gained, tokens_at
+from backfill.bench.scrape import PREFIX_HITS, STEP_STOPS, computed_share, discarded_share, gained, tokens_at
 
 WINDOW_S = 5.0
 # Summed over rounds, since a median could hide a failure.
@@ -25,6 +25,7 @@ _COUNTS = (
     "offline_failed",
     "step_stops",
     "preemptions",
+    "prefix_hit_tokens",
 )
 
 
@@ -44,6 +45,8 @@ class CoserveFigures:
         recomputed_token_share, discarded_token_share: share of all computed tokens.
         checkpointed_token_share, restored_token_share: tokens whose KV was copied to host memory, and back,
             over all tokens computed.
+        prefix_hit_tokens: prompt tokens that the server found in its prefix cache; no two prompts of the load
+            begin alike.
         failed, unfinished: online requests that failed, or had not ended at the end of the run.
     """
 
@@ -64,6 +67,7 @@ class CoserveFigures:
     restored_token_share: float | None = None
     preemptions: int | None = None
     step_stops: int | None = None
+    prefix_hit_tokens: int | None = None
     num_online: int = 0
     failed: int = 0
     unfinished: int = 0
@@ -104,6 +108,7 @@ def figures_of(run: CoserveRun) -> CoserveFigures:
     rates = _rates(run)
     stops = gained(samples, *STEP_STOPS)
     preemptions = gained(samples, "backfill:num_preemptions_total")
+    prefix_hits = gained(samples, *PREFIX_HITS)
     return CoserveFigures(
         ttft_p50_s=_percentile(waits, 50),
         ttft_p99_s=_percentile(waits, 99),
@@ -122,6 +127,7 @@ def figures_of(run: CoserveRun) -> CoserveFigures:
         restored_token_share=computed_share(samples, "backfill:restored_tokens_total"),
         preemptions=None if preemptions is None else round(preemptions),
         step_stops=None if stops is None else round(stops),
+        prefix_hit_tokens=None if prefix_hits is None else round(prefix_hits),
         num_online=len(records),
         failed=sum(record.outcome is Outcome.FAILED for record in records),
         unfinished=sum(record.outcome is Outcome.INTERRUPTED for record in records),

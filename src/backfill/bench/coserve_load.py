@@ -64,7 +64,7 @@ class CoserveLoad:
         offline_input_len: tokens of an offline prompt.
         offline_output_len: tokens of an offline output.
         offline_concurrency: offline requests kept at the server. For a batch, the server chooses.
-        offline_lines: lines of the batch's file, which is submitted again when all are done.
+        offline_lines: lines of a batch's file; the next batch, of other lines, follows when all are done.
         ttft_slo: objective in seconds, also of servers started here.
         tpot_slo: objective of every gap between two tokens in seconds, also of servers started here.
         drain_timeout: seconds that online requests may take after the measurement. Offline load continues.

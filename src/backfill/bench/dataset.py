@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 
 from backfill.bench.arrivals import ArrivalConfig
+from backfill.bench.multi_turn import Conversation, MultiTurnConfig
+from backfill.bench.prefix_repetition import PrefixRepetitionConfig
+from backfill.bench.prompt_text import TextTokenizer, text_of
 from backfill.bench.record import BenchRequest
 from backfill.core.config import at_least
 from backfill.core.errors import ConfigError
@@ -28,14 +30,7 @@ _PUBLISHED = {
     "trace": "https://github.com/microsoft/vidur/blob/main/data/processed_traces/splitwise_conv.csv",
     "sharegpt": "https://huggingface.co/datasets/anon8231489123/ShareGPT_Vicuna_unfiltered",
 }
-
-
-class TextTokenizer(Protocol):
-    """What building prompts needs of a tokenizer."""
-
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
-
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str: ...
+_PREFIX_REPETITION, _MULTI_TURN = PrefixRepetitionConfig(), MultiTurnConfig()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,9 +38,10 @@ class DatasetConfig:
     """The prompts and their lengths in tokens.
 
     Attributes:
-        dataset_name: random token ids, ShareGPT (JSON, or a CSV of lengths) or a trace (CSV or JSONL).
+        dataset_name: random token ids, ShareGPT (JSON, or a CSV of lengths), a trace (CSV or JSONL), random
+            prompts of a few prefixes, or conversations of several turns.
         dataset_path: file of sharegpt and trace.
-        num_prompts: requests to send.
+        num_prompts: requests to send; with multi_turn, conversations.
         input_len: the same as `random_input_len`.
         output_len: output tokens of every request, with any dataset.
         random_input_len: mean length of a random prompt.
@@ -58,10 +54,12 @@ class DatasetConfig:
         trace_seconds_per_unit: unit of the times in a JSONL trace; Mooncake's is the millisecond.
         trace_hash_block_tokens: prompt tokens of one of a JSONL trace's hash_ids.
         tokenizer: folder, known name or hub id; that of the server's model by default.
-        seed: seed of lengths, prompts and arrivals.
+        seed: seed of lengths, prompts and arrivals. Runs of one seed send the same prompts, which a server
+            may still have in its prefix cache.
+        prefix_repetition, multi_turn: options of the datasets of these names.
     """
 
-    dataset_name: Literal["random", "sharegpt", "trace"] = "random"
+    dataset_name: Literal["random", "sharegpt", "trace", "prefix_repetition", "multi_turn"] = "random"
     dataset_path: Path | None = None
     num_prompts: int = 1000
     input_len: int | None = None
@@ -77,6 +75,8 @@ class DatasetConfig:
     trace_hash_block_tokens: int = 512
     tokenizer: str | None = None
     seed: int = 0
+    prefix_repetition: PrefixRepetitionConfig = _PREFIX_REPETITION
+    multi_turn: MultiTurnConfig = _MULTI_TURN
 
     def validate(self) -> None:
         """Raises: ConfigError, also for a dataset that is missing."""
@@ -96,7 +96,12 @@ class DatasetConfig:
             )
         self.input_lengths.validate("random_input_len" if self.input_len is None else "input_len")
         self.output_lengths.validate("random_output_len" if self.output_len is None else "output_len")
+        self.prefix_repetition.validate()
+        self.multi_turn.validate()
+        if self.dataset_name == "prefix_repetition":
+            self.prefix_repetition.check_count(self.num_prompts)
         self._check_file()
+        self._check_lengths()
 
     @property
     def input_lengths(self) -> LengthDistribution:
@@ -112,8 +117,36 @@ class DatasetConfig:
         cv = self.random_length_cv
         return LengthDistribution(mean, self.random_range_ratio if cv is None else cv, self.random_length_law)
 
+    def workload_settings(self) -> dict[str, object]:
+        """The options of a dataset that has a group of its own, as the result keeps them."""
+        if self.dataset_name == "prefix_repetition":
+            return dataclasses.asdict(self.prefix_repetition_config)
+        return dataclasses.asdict(self.multi_turn_config) if self.dataset_name == "multi_turn" else {}
+
+    @property
+    def prefix_repetition_config(self) -> PrefixRepetitionConfig:
+        """With `output_len`, if it is given."""
+        length = self.output_len or self.prefix_repetition.prefix_repetition_output_len
+        return dataclasses.replace(self.prefix_repetition, prefix_repetition_output_len=length)
+
+    @property
+    def multi_turn_config(self) -> MultiTurnConfig:
+        """With `output_len`, if it is given."""
+        length = self.output_len or self.multi_turn.multi_turn_output_len
+        return dataclasses.replace(self.multi_turn, multi_turn_output_len=length)
+
+    def _check_lengths(self) -> None:
+        if self.dataset_name not in ("prefix_repetition", "multi_turn"):
+            return
+        for field in ("input_len", "max_total_len"):
+            if getattr(self, field) is not None:
+                raise ConfigError(
+                    f"`{field}` does not go with `dataset_name` {self.dataset_name}, whose lengths have "
+                    "options of their own."
+                )
+
     def _check_file(self) -> None:
-        if self.dataset_name == "random":
+        if self.dataset_name not in _PUBLISHED:
             return
         if self.dataset_path is None:
             raise ConfigError(f"`dataset_name` {self.dataset_name} needs `dataset_path`.")
@@ -124,6 +157,36 @@ class DatasetConfig:
             )
 
 
+def build_load(
+    dataset: DatasetConfig,
+    arrival: ArrivalConfig,
+    *,
+    tokenizer: TextTokenizer | None = None,
+    vocabulary_size: int | None = None,
+    as_text: bool = False,
+) -> list[BenchRequest] | list[Conversation]:
+    """The requests or conversations of a run, in order of arrival; the same for equal arguments.
+
+    Args and errors: as for ``build_requests``. Conversations are text and always need the tokenizer.
+    """
+    if dataset.dataset_name != "multi_turn":
+        return build_requests(
+            dataset, arrival, tokenizer=tokenizer, vocabulary_size=vocabulary_size, as_text=as_text
+        )
+    dataset.validate()
+    arrival.validate()
+    if tokenizer is None:
+        raise ConfigError("`dataset_name` multi_turn needs `tokenizer`, a folder or hub id, to make text.")
+    conversations = dataset.multi_turn_config.conversations(
+        dataset.num_prompts,
+        tokenizer,
+        id_range(vocabulary_size or ASSUMED_VOCABULARY),
+        np.random.SeedSequence(dataset.seed),
+    )
+    due = arrival.instants(len(conversations), None, np.random.RandomState(dataset.seed))
+    return [each.due_at(float(at)) for each, at in zip(conversations, due, strict=True)]
+
+
 def build_requests(
     dataset: DatasetConfig,
     arrival: ArrivalConfig,
@@ -132,7 +195,7 @@ def build_requests(
     vocabulary_size: int | None = None,
     as_text: bool = False,
 ) -> list[BenchRequest]:
-    """The requests of a run, in order of arrival; the same for equal arguments.
+    """The requests of any dataset but multi_turn, in order of arrival; the same for equal arguments.
 
     Lengths, prompts and arrivals each have a random generator, so a change of one leaves the others alone.
 
@@ -149,6 +212,8 @@ def build_requests(
     recorded = None
     if dataset.dataset_name == "sharegpt" and not str(dataset.dataset_path).endswith(".csv"):
         requests = _conversation_requests(dataset, tokenizer, of_lengths)
+    elif dataset.dataset_name == "prefix_repetition":
+        requests = _prefix_requests(dataset, tokenizer, vocabulary_size, as_text, of_prompts)
     else:
         trace = _trace(dataset, of_lengths)
         recorded = trace.arrivals_at_s
@@ -200,30 +265,39 @@ def _synthetic_requests(
         )
     else:
         prompts = random_prompts(trace.input_lens, ids, rng, prefix_tokens=dataset.random_prefix_len)
-    if as_text and tokenizer is None:
-        raise ConfigError("Random prompts for chat are text and need `tokenizer`: a folder or hub id.")
+    writer = _text_writer(tokenizer, as_text)
     requests = []
-    for prompt, output_len in zip(prompts, trace.output_lens, strict=True):
-        text = _text_of(prompt, tokenizer, ids, rng) if as_text and tokenizer is not None else None
-        requests.append(BenchRequest(prompt if text is None else text, len(prompt), int(output_len)))
+    for index, (prompt, output_len) in enumerate(zip(prompts, trace.output_lens, strict=True)):
+        shared = dataset.random_prefix_len if index else 0
+        requests.append(
+            BenchRequest(
+                prompt if writer is None else text_of(prompt, writer, ids, rng),
+                len(prompt),
+                int(output_len),
+                shared_tokens=shared if trace.hash_ids is None else None,
+            )
+        )
     return requests
 
 
-def _text_of(
-    prompt: list[int], tokenizer: TextTokenizer, ids: tuple[int, int], rng: np.random.Generator
-) -> str:
-    """Text that encodes to the number of tokens in ``prompt``, or nearly.
+def _prefix_requests(
+    dataset: DatasetConfig,
+    tokenizer: TextTokenizer | None,
+    vocabulary_size: int | None,
+    as_text: bool,
+    rng: np.random.Generator,
+) -> list[BenchRequest]:
+    ids = id_range(vocabulary_size or ASSUMED_VOCABULARY)
+    return dataset.prefix_repetition_config.requests(
+        dataset.num_prompts, ids, rng, _text_writer(tokenizer, as_text)
+    )
 
-    Decoding and encoding rarely keeps the number of random ids, so ids are added or cut in several rounds.
-    """
-    wanted = len(prompt)
-    for _ in range(8):
-        text = tokenizer.decode(prompt)
-        prompt = tokenizer.encode(text, add_special_tokens=False)
-        if len(prompt) == wanted:
-            return text
-        prompt = prompt[:wanted] + rng.integers(*ids, max(wanted - len(prompt), 0)).tolist()
-    return text
+
+def _text_writer(tokenizer: TextTokenizer | None, as_text: bool) -> TextTokenizer | None:
+    """None where prompts are sent as token ids. Raises: ConfigError where text needs a missing tokenizer."""
+    if as_text and tokenizer is None:
+        raise ConfigError("Random prompts for chat are text and need `tokenizer`: a folder or hub id.")
+    return tokenizer if as_text else None
 
 
 def _conversation_requests(
@@ -245,7 +319,7 @@ def _conversation_requests(
         )
         is_short_enough = input_len <= _SHAREGPT_MAX_INPUT_TOKENS and input_len + output_len <= longest
         if is_long_enough and is_short_enough:
-            requests.append(BenchRequest(prompt, input_len, output_len))
+            requests.append(BenchRequest(prompt, input_len, output_len, shared_tokens=None))
         if len(requests) == dataset.num_prompts:
             return requests
     if not requests:

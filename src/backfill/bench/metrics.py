@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from backfill.bench.cache_figures import CacheFigures, cache_figures
 from backfill.bench.record import Outcome, RequestRecord
 from backfill.core.errors import ConfigError
 
@@ -74,6 +75,7 @@ class Metrics:
         latencies: seconds, over completed requests, by ``ttft``, ``tpot``, ``itl``, ``e2el``,
             ``normalized_latency`` and ``client_queue_time``.
         send_lag: how late the generator was, in seconds, over all requests sent.
+        cache: what the server's prefix cache did.
         attainment: None if no objective was given.
         errors: how often each error occurred, most frequent first.
     """
@@ -89,6 +91,7 @@ class Metrics:
     peak_concurrency: int
     latencies: Mapping[str, Distribution]
     send_lag: Distribution
+    cache: CacheFigures
     attainment: Attainment | None = None
     errors: Mapping[str, int] = field(default_factory=dict)
 
@@ -148,6 +151,7 @@ def compute_metrics(
         peak_concurrency=max((running for _, running in concurrency_steps(sent)), default=0),
         latencies=latencies,
         send_lag=Distribution.of(lags, percentiles),
+        cache=cache_figures(completed),
         attainment=_attainment(completed, len(failed), objectives_s) if objectives_s else None,
         errors=dict(Counter(record.error for record in failed).most_common()),
     )

@@ -112,13 +112,17 @@ class Flood(OfflineLoad):
 
 
 class BatchLoad(OfflineLoad):
-    """A batch, submitted again if it ends before the run. The server chooses how many lines run at once."""
+    """Batches, one after another until the run ends. The server chooses how many lines run at once.
+
+    Each has a file of its own: with equal lines, all but the first would measure a prefix cache.
+    """
 
     def __init__(self, load: CoserveLoad, endpoint: Endpoint) -> None:
         super().__init__()
         self._load = load
         self._endpoint = endpoint
-        self._file_id = ""
+        self._requests: Iterator[BenchRequest] = load.offline_requests()
+        self._file_ids: list[str] = []  # one for each batch, and at first one more
         self._batches: dict[str, dict[str, Any]] = {}
         # Times, from the start of the run, and the lines completed by then, over all batches.
         self._progress: list[tuple[float, int]] = []
@@ -135,17 +139,11 @@ class BatchLoad(OfflineLoad):
         )
 
     async def prepare(self) -> None:
-        form = aiohttp.FormData()
-        form.add_field("purpose", "batch")
-        form.add_field("file", self._lines(), filename="coserve.jsonl", content_type="application/jsonl")
         async with ServerApi(self._endpoint) as api:
-            try:
-                self._file_id = str((await api.call("POST", "/v1/files", form))["id"])
-            except (*_CALL_ERRORS, KeyError) as error:
-                raise ConfigError(f"The server takes no batch file: {_reason(error)}.") from error
+            await self._upload(api)
 
     async def run(self, run: Run) -> None:
-        """Raises: ConfigError when the server refuses the batch."""
+        """Raises: ConfigError when the server refuses a batch or its file."""
         async with ServerApi(self._endpoint) as api:
             while True:
                 batch_id = await self._create(api)
@@ -166,7 +164,7 @@ class BatchLoad(OfflineLoad):
                 for batch in self._batches.values()
                 for kind in ("output_file_id", "error_file_id")
             ]
-            for file_id in filter(None, (*results, self._file_id)):
+            for file_id in filter(None, (*results, *self._file_ids)):
                 with contextlib.suppress(*_CALL_ERRORS):
                     await api.call("DELETE", f"/v1/files/{file_id}")
 
@@ -181,7 +179,7 @@ class BatchLoad(OfflineLoad):
         return float((last - first) * mean_tokens)
 
     def _lines(self) -> bytes:
-        requests = itertools.islice(self._load.offline_requests(), self._load.offline_lines)
+        requests = itertools.islice(self._requests, self._load.offline_lines)
         return b"\n".join(self._line(number, request) for number, request in enumerate(requests))
 
     def _line(self, number: int, request: BenchRequest) -> bytes:
@@ -194,11 +192,22 @@ class BatchLoad(OfflineLoad):
         try:
             return await asyncio.shield(posting)
         finally:
-            await asyncio.wait([posting])  # when cancelled too: the id is needed to cancel the batch
+            await asyncio.wait([posting])  # when cancelled too: the ids are needed to clean up
+
+    async def _upload(self, api: ServerApi) -> None:
+        form = aiohttp.FormData()
+        form.add_field("purpose", "batch")
+        form.add_field("file", self._lines(), filename="coserve.jsonl", content_type="application/jsonl")
+        try:
+            self._file_ids.append(str((await api.call("POST", "/v1/files", form))["id"]))
+        except (*_CALL_ERRORS, KeyError) as error:
+            raise ConfigError(f"The server takes no batch file: {_reason(error)}.") from error
 
     async def _post(self, api: ServerApi) -> str:
+        if len(self._file_ids) == len(self._batches):
+            await self._upload(api)
         body = {
-            "input_file_id": self._file_id,
+            "input_file_id": self._file_ids[-1],
             "endpoint": "/v1/completions",
             "completion_window": "24h",
         }

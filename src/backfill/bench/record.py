@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -16,12 +17,21 @@ class BenchRequest:
         input_tokens: length of the prompt as the client knows it.
         output_tokens: the most tokens to generate.
         due_at_s: when the request arrives, from the start of the run.
+        history: messages before the prompt, each with ``role`` and ``content``. The prompt is then text.
+        shared_tokens: leading tokens that an earlier request of the run has too, at most; None if unknown.
     """
 
     prompt: list[int] | str
     input_tokens: int
     output_tokens: int
     due_at_s: float = 0.0
+    history: tuple[Mapping[str, str], ...] = ()
+    shared_tokens: int | None = 0
+
+    @property
+    def total_tokens(self) -> int:
+        """Of prompt and output."""
+        return self.input_tokens + self.output_tokens
 
 
 class Outcome(Enum):
@@ -44,6 +54,9 @@ class RequestRecord:
         chunk_after_s: receipt of each chunk with ``choices``, from ``sent_at_s``.
         input_tokens, output_tokens: the server's ``usage``, if it sends one.
         ended_after_s: end of the response or failure, from ``sent_at_s``.
+        cached_tokens: prompt tokens from the server's prefix cache by its ``usage``; None if it does not say.
+        shared_tokens: prompt tokens that earlier requests of the run had too, at most; None if unknown.
+        turn: number of the request in its conversation, from 1.
     """
 
     index: int
@@ -57,6 +70,9 @@ class RequestRecord:
     outcome: Outcome = Outcome.RUNNING
     error: str = ""
     text: str = ""
+    cached_tokens: int | None = None
+    shared_tokens: int | None = 0
+    turn: int = 1
 
     @property
     def ttft_s(self) -> float:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from backfill.bench.cache_figures import CacheFigures
 from backfill.bench.metrics import Distribution, Metrics
 from backfill.bench.record import Outcome, RequestRecord
 from backfill.bench.runner import Run
@@ -21,6 +22,8 @@ TITLES = {
 }
 # More than a timer's granularity and a turn of the event loop explain.
 _LATE_S = 0.010
+# Two different prompts of random tokens may begin with some equal ones.
+_FOREIGN_SHARE = 0.01
 
 
 def format_report(metrics: Metrics, shown: Sequence[str], settings: Mapping[str, Any]) -> str:
@@ -34,6 +37,7 @@ def format_report(metrics: Metrics, shown: Sequence[str], settings: Mapping[str,
     names = [name for name in TITLES if name in shown or (name == "client_queue_time" and _queued(metrics))]
     for name in names:
         lines += _block(name, metrics.latencies[name])
+    lines += _cache_block(metrics.cache)
     lines += _attainment_block(metrics)
     if metrics.errors:
         lines.append(f"{'Errors':-^50}")
@@ -43,6 +47,11 @@ def format_report(metrics: Metrics, shown: Sequence[str], settings: Mapping[str,
         lines.append(
             f"Warning: the generator sent 1 % of requests {lag * 1000:.0f} ms late or more; the load offered "
             "was below the one asked for."
+        )
+    if (foreign := metrics.cache.foreign_tokens or 0) > _FOREIGN_SHARE * metrics.cache.input_tokens:
+        lines.append(
+            f"Warning: {foreign} prompt tokens came from the server's cache that this run had not sent: an "
+            "earlier run probably sent the same prompts. Another --seed gives other prompts."
         )
     return "\n".join(lines)
 
@@ -79,6 +88,7 @@ def result_json(
     if metrics.attainment is not None:
         shares = {**metrics.attainment.by_objective, "all": metrics.attainment.all_met}
         result["slo_attainment"] = shares
+    result |= _cache_keys(metrics.cache)
     result["error_counts"] = dict(metrics.errors)
     result |= _probe_keys(run.probes)
     if is_detailed:
@@ -142,14 +152,68 @@ def _attainment_block(metrics: Metrics) -> list[str]:
     return [f"{'SLO Attainment':-^50}", *rows, _row("All met (%):", metrics.attainment.all_met * 100)]
 
 
+def _cache_block(cache: CacheFigures) -> list[str]:
+    if cache.input_tokens == 0:
+        return []
+    lines = [
+        f"{'Prefix Cache':-^50}",
+        _row("Cached prompt tokens:", _reported(cache.cached_tokens)),
+        _row("Hit rate (% of prompt tokens):", _reported(_percent(cache.hit_rate))),
+    ]
+    if cache.shared_rate is not None:
+        lines.append(_row("Highest hit rate of this load (%):", cache.shared_rate * 100))
+    if cache.turns:
+        lines.append(f"{'Turn':>6} {'Requests':>9} {'Median TTFT (ms)':>17} {'Hit rate (%)':>15}")
+        lines += [
+            f"{turn.turn:>6} {turn.num_completed:>9} {turn.median_ttft_s * 1000:>17.2f} "
+            f"{_text(_reported(_percent(turn.hit_rate))):>15}"
+            for turn in cache.turns
+        ]
+    return lines
+
+
+def _percent(share: float | None) -> float | None:
+    return None if share is None else share * 100
+
+
+def _reported(value: float | int | None) -> float | int | str:
+    return "not reported" if value is None else value
+
+
+def _cache_keys(cache: CacheFigures) -> dict[str, Any]:
+    keys: dict[str, Any] = {
+        "total_cached_tokens": cache.cached_tokens,
+        "cache_hit_rate": cache.hit_rate,
+        "highest_cache_hit_rate": cache.shared_rate,
+        "foreign_cached_tokens": cache.foreign_tokens,
+    }
+    if cache.turns:
+        keys["by_turn"] = [
+            {
+                "turn": turn.turn,
+                "completed": turn.num_completed,
+                "median_ttft_ms": turn.median_ttft_s * 1000,
+                "input_tokens": turn.input_tokens,
+                "cached_tokens": turn.cached_tokens,
+                "cache_hit_rate": turn.hit_rate,
+            }
+            for turn in cache.turns
+        ]
+    return keys
+
+
 def _queued(metrics: Metrics) -> bool:
     # Without a limit, requests wait for a turn of the event loop.
     return metrics.latencies["client_queue_time"].mean > 0.001
 
 
-def _row(label: str, value: float | int) -> str:
+def _row(label: str, value: float | int | str) -> str:
+    return f"{label:<40} {_text(value):<10}"
+
+
+def _text(value: float | int | str) -> str:
     text = f"{value:.2f}" if isinstance(value, float) else str(value)
-    return f"{label:<40} {text.replace('nan', 'n/a'):<10}"
+    return text.replace("nan", "n/a")
 
 
 def _number(value: Any) -> float | None:
@@ -186,6 +250,8 @@ def _details(records: Sequence[RequestRecord]) -> dict[str, list[Any]]:
     return {
         "input_lens": [record.input_tokens for record in records],
         "output_lens": [record.output_tokens for record in records],
+        "cached_lens": [record.cached_tokens for record in records],
+        "turns": [record.turn for record in records],
         "ttfts": [record.ttft_s for record in records],
         "itls": [record.itls_s for record in records],
         "latencies": [record.latency_s for record in records],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import gc
 import signal
 import time
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from backfill.bench.client import BenchClient
+from backfill.bench.multi_turn import Conversation
 from backfill.bench.record import BenchRequest, Outcome, RequestRecord
 from backfill.core.errors import ConfigError
 
@@ -24,7 +26,7 @@ class Run:
     """A run in progress or at its end.
 
     Attributes:
-        num_requests: requests to send.
+        num_requests: requests to send; each turn of a conversation is one.
         started_at: ``time.perf_counter()`` of the start; the records' times count from it.
         records: one for each request that has arrived, in order of arrival.
         probes: records of the one-token requests sent beside the load.
@@ -53,6 +55,13 @@ async def wait_until_ready(client: BenchClient, request: BenchRequest, timeout_s
         await asyncio.sleep(min(_READY_RETRY_S, max(deadline_at - time.perf_counter(), 0)))
 
 
+def unlike(request: BenchRequest) -> BenchRequest:
+    """A request of about the same length that leaves nothing of ``request`` in the server's prefix cache."""
+    half = len(request.prompt) // 2
+    prompt = request.prompt[half:] + request.prompt[:half]  # type: ignore[operator]  # both of one type
+    return dataclasses.replace(request, prompt=prompt, history=())
+
+
 async def warm_up(client: BenchClient, requests: Sequence[BenchRequest], max_concurrency: int | None) -> None:
     """Send requests outside the measurement and ignore their failures, which the run will show."""
     limit = _limit(max_concurrency)
@@ -66,7 +75,7 @@ async def warm_up(client: BenchClient, requests: Sequence[BenchRequest], max_con
 
 async def send_load(
     client: BenchClient,
-    requests: Sequence[BenchRequest],
+    requests: Sequence[BenchRequest | Conversation],
     *,
     stop: asyncio.Event,
     run: Run | None = None,
@@ -75,6 +84,8 @@ async def send_load(
 ) -> Run:
     """Send each request when it is due, whether or not earlier ones have ended (an open loop).
 
+    Only the turns of a conversation wait for one another. A turn that fails ends its conversation.
+
     Args:
         stop: once set, no more requests are sent, and those that run are cancelled and marked as interrupted.
         run: filled in as the run goes on, for a live display; a new one by default.
@@ -82,22 +93,51 @@ async def send_load(
         probe_rate_per_s: rate of one-token requests, which ignore ``max_concurrency``. Each is sent after the
             one before has ended. 0 sends none.
     """
-    run = run or Run(len(requests))
+    run = run or Run(count_requests(requests))
     limit = _limit(max_concurrency)
     with _frozen_heap():
         run.started_at = time.perf_counter()
         stopping = asyncio.create_task(stop.wait())
         probing = asyncio.create_task(_probe(client, run, probe_rate_per_s))
         tasks: list[asyncio.Task[None]] = []
-        for index, request in enumerate(requests):
+        index = 0
+        for request in requests:
             if not await _sleep_until(run.started_at + request.due_at_s, stop):
                 break
-            tasks.append(asyncio.create_task(_send_one(client, run, limit, index, request)))
+            conversation = _as_conversation(request)
+            tasks.append(asyncio.create_task(_converse(client, run, limit, index, conversation)))
+            index += len(conversation.messages)
         await _finish(tasks, stopping)
         run.duration_s = time.perf_counter() - run.started_at
         run.is_interrupted = stop.is_set()
         await cancel([stopping, probing])
     return run
+
+
+def count_requests(requests: Iterable[BenchRequest | Conversation]) -> int:
+    """Each turn of a conversation is one."""
+    return sum(len(_as_conversation(request).messages) for request in requests)
+
+
+def _as_conversation(request: BenchRequest | Conversation) -> Conversation:
+    return request if isinstance(request, Conversation) else Conversation((request,), ())
+
+
+async def _converse(
+    client: BenchClient,
+    run: Run,
+    limit: AbstractAsyncContextManager[None],
+    index: int,
+    conversation: Conversation,
+) -> None:
+    request = conversation.messages[0]
+    record = await _send_one(client, run, limit, index, request)
+    for turn in range(1, len(conversation.messages)):
+        if record.outcome is not Outcome.COMPLETED:
+            return
+        request = conversation.next_turn(turn, request, record)
+        await asyncio.sleep(run.started_at + request.due_at_s - time.perf_counter())
+        record = await _send_one(client, run, limit, index, request, turn)
 
 
 async def _send_one(
@@ -106,15 +146,25 @@ async def _send_one(
     limit: AbstractAsyncContextManager[None],
     index: int,
     request: BenchRequest,
-) -> None:
+    turn: int = 0,
+) -> RequestRecord:
     arrived_at_s = time.perf_counter() - run.started_at
-    record = RequestRecord(index, request.due_at_s, arrived_at_s, request.input_tokens)
+    record = RequestRecord(index + turn, request.due_at_s, arrived_at_s, request.input_tokens, turn=turn + 1)
     run.records.append(record)
     try:
         async with limit:
             await client.send(request, record, run.started_at)
     except asyncio.CancelledError:
         record.outcome, record.error = Outcome.INTERRUPTED, "interrupted"
+    record.shared_tokens = _shared_tokens(request, record)
+    return record
+
+
+def _shared_tokens(request: BenchRequest, record: RequestRecord) -> int | None:
+    """What the server counts beyond the prompt is its template, which all requests share."""
+    if request.shared_tokens is None:
+        return None
+    return request.shared_tokens + max(record.input_tokens - request.input_tokens, 0)
 
 
 async def _finish(tasks: Sequence[asyncio.Task[None]], stopping: asyncio.Task[bool]) -> None:

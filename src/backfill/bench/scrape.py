@@ -26,6 +26,7 @@ _COMPUTED = "backfill:iteration_tokens_total_sum"
 # The second name of each is that of older servers.
 _DISCARDED = ("backfill:discarded_tokens_total", "backfill:aborted_tokens_total")
 STEP_STOPS = ("backfill:step_stops_total", "backfill:step_aborts_total")
+PREFIX_HITS = ("backfill:prefix_cache_hits_total", "vllm:prefix_cache_hits_total")
 _PRESENT = (
     ("backfill:num_requests_running", "backfill:num_requests_waiting"),
     ("vllm:num_requests_running", "vllm:num_requests_waiting"),

@@ -12,10 +12,20 @@ import numpy as np
 
 from backfill.bench.arrivals import ArrivalConfig
 from backfill.bench.client import BenchClient, Endpoint, ServerModel, find_model
-from backfill.bench.dataset import DatasetConfig, TextTokenizer, build_requests
+from backfill.bench.dataset import DatasetConfig, build_load
 from backfill.bench.endpoint import EndpointConfig
+from backfill.bench.multi_turn import Conversation
+from backfill.bench.prompt_text import TextTokenizer
 from backfill.bench.record import BenchRequest
-from backfill.bench.runner import Run, send_load, stopped_by_ctrl_c, wait_until_ready, warm_up
+from backfill.bench.runner import (
+    Run,
+    count_requests,
+    send_load,
+    stopped_by_ctrl_c,
+    unlike,
+    wait_until_ready,
+    warm_up,
+)
 from backfill.core.config import at_least
 from backfill.core.errors import BackfillError
 from backfill.core.options import check_types
@@ -29,7 +39,7 @@ class LoadConfig:
     Attributes:
         max_concurrency: requests at the server at once; others wait in the client.
         probe_request_rate: one-token requests per second, sent past `max_concurrency`.
-        num_warmups: requests sent before the measurement.
+        num_warmups: requests sent before the measurement, none of the load's.
         ready_check_timeout_sec: seconds to wait until one request succeeds; 0 does not send it.
     """
 
@@ -78,7 +88,7 @@ class ServeBenchmark:
         model = await find_model(endpoint, self.load.ready_check_timeout_sec)
         endpoint = dataclasses.replace(endpoint, model=model.name)
         tokenizer, vocabulary_size = self._find_tokenizer(model)
-        requests = build_requests(
+        requests = build_load(
             self.dataset,
             self.arrival,
             tokenizer=tokenizer,
@@ -87,20 +97,22 @@ class ServeBenchmark:
         )
         self._note_unusual(requests, model)
         async with BenchClient(endpoint, None if tokenizer is None else _token_counter(tokenizer)) as client:
+            first = requests[0].messages[0] if isinstance(requests[0], Conversation) else requests[0]
+            # The server's prefix cache must hold nothing of the load.
+            warming = unlike(first)
             if self.load.ready_check_timeout_sec > 0:
-                await wait_until_ready(client, requests[0], self.load.ready_check_timeout_sec)
-            # Only copies of the first request: the server's prefix cache must not hold the others.
-            await warm_up(client, [requests[0]] * self.load.num_warmups, self.load.max_concurrency)
+                await wait_until_ready(client, warming, self.load.ready_check_timeout_sec)
+            await warm_up(client, [warming] * self.load.num_warmups, self.load.max_concurrency)
             run = await self._send(client, requests, watch)
         return run, self._settings(endpoint, requests)
 
     async def _send(
         self,
         client: BenchClient,
-        requests: Sequence[BenchRequest],
+        requests: Sequence[BenchRequest | Conversation],
         watch: Callable[[Run], AbstractAsyncContextManager[object]],
     ) -> Run:
-        run = Run(len(requests))
+        run = Run(count_requests(requests))
         with stopped_by_ctrl_c() as stop:
             async with watch(run):
                 return await send_load(
@@ -126,17 +138,20 @@ class ServeBenchmark:
     def _tokenizer_name(self) -> str | None:
         return self.dataset.tokenizer or self.server.model
 
-    def _note_unusual(self, requests: Sequence[BenchRequest], model: ServerModel) -> None:
+    def _note_unusual(self, requests: Sequence[BenchRequest | Conversation], model: ServerModel) -> None:
         if (limit := model.max_model_len) is not None:
-            too_long = sum(request.input_tokens + request.output_tokens > limit for request in requests)
+            too_long = sum(request.total_tokens > limit for request in requests)
             if too_long:
+                kind = "conversations" if self.dataset.dataset_name == "multi_turn" else "requests"
                 self.note(
-                    f"{too_long} of {len(requests)} requests exceed the server's context of {limit} tokens."
+                    f"{too_long} of {len(requests)} {kind} exceed the server's context of {limit} tokens."
                 )
         if len(requests) < self.dataset.num_prompts:
             self.note(f"the trace has only {len(requests)} requests to send.")
 
-    def _settings(self, endpoint: Endpoint, requests: Sequence[BenchRequest]) -> dict[str, object]:
+    def _settings(
+        self, endpoint: Endpoint, requests: Sequence[BenchRequest | Conversation]
+    ) -> dict[str, object]:
         instants = np.array([request.due_at_s for request in requests])
         phases = [[phase.duration_s, phase.rate_per_s] for phase in self.arrival.phase_list()]
         return {
@@ -147,6 +162,7 @@ class ServeBenchmark:
             "tokenizer_id": self._tokenizer_name,
             "dataset_name": self.dataset.dataset_name,
             "num_prompts": len(requests),
+            **self.dataset.workload_settings(),
             "request_rate": self.arrival.request_rate,
             "burstiness": self.arrival.gamma_shape,
             "phases": phases or None,

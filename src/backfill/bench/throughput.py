@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from backfill.core.clock import WallClock
 from backfill.core.config import EngineConfig, at_least
-from backfill.core.errors import ConfigError
+from backfill.core.errors import BackfillError, ConfigError
 from backfill.core.options import check_types
 from backfill.core.request import Request, RequestId
 from backfill.core.sampling import SamplingParams
@@ -52,7 +52,8 @@ def measure(config: EngineConfig, load: ThroughputOptions) -> dict[str, float | 
 
     Returns: ``start_s`` (loading), ``total_tok_s``, ``output_tok_s``, ``stream_tok_s``,
         ``first_token_samples_s`` in order of measurement, and their median ``first_token_s``.
-    Raises: ConfigError when a request would not fit the model's context.
+    Raises: ConfigError when a request would not fit the model's context; BackfillError when KV of one prompt
+        served another, as the figures are of computed prompts.
     """
     importlib.import_module("backfill.execution.create")  # torch: a second that is not the engine's
     started_at_s = time.perf_counter()
@@ -60,7 +61,7 @@ def measure(config: EngineConfig, load: ThroughputOptions) -> dict[str, float | 
     start_s = time.perf_counter() - started_at_s
     runner.check_fits(load.input_len, max(load.output_len, load.stream_len))
     prompts = [runner.prompt(load.input_len) for _ in range(load.num_prompts)]
-    runner.run(prompts[:2], 8)
+    runner.run([runner.prompt(load.input_len) for _ in range(2)], 8)  # warm-up, with prompts of its own
     batch_s = runner.run(prompts, load.output_len)
     stream_s = runner.run([runner.prompt(load.input_len)], load.stream_len)
     first_s = [runner.run([runner.prompt(load.input_len)], 1) for _ in range(load.first_token_samples)]
@@ -108,4 +109,9 @@ class _Runner:
             engine.step()
         elapsed_s = time.perf_counter() - started_at_s
         engine.step()  # lets the executor drop the requests that ended
+        num_hits = sum(each.num_all_prefix_hit_tokens for each in engine.scheduler.counters.values())
+        if num_hits:
+            raise BackfillError(
+                f"{num_hits} prompt tokens came from the prefix cache: the figures would be the cache's."
+            )
         return elapsed_s

@@ -56,6 +56,10 @@ app = command(
         "trace_seconds_per_unit trace_hash_block_tokens tokenizer seed",
         "Random prompts": "random_input_len random_output_len random_range_ratio random_length_law "
         "random_length_cv random_prefix_len",
+        "Prompts that begin alike": "prefix_repetition_prefix_len prefix_repetition_suffix_len "
+        "prefix_repetition_num_prefixes prefix_repetition_output_len",
+        "Conversations": "multi_turn_num_turns multi_turn_first_input_len multi_turn_input_len "
+        "multi_turn_output_len multi_turn_think_time multi_turn_think_time_law multi_turn_system_len",
         "Arrivals": "request_rate burstiness cv phases ramp_up_strategy ramp_up_start_rps ramp_up_end_rps "
         "self_timed max_concurrency probe_request_rate num_warmups",
         "Figures": "goodput ttft_slo tpot_slo percentile_metrics metric_percentiles",
