@@ -24,7 +24,7 @@ import sys
 import time
 from collections.abc import AsyncIterator
 
-from served import get, served
+from served import check_no_prefix_hits, get, served
 
 from backfill.bench.sse import SseDecoder
 
@@ -58,6 +58,7 @@ def measure(num_streams: int, seed: int) -> dict[str, float]:
         before = ttft_totals(port)
         elapsed_s, client_ttft_s = asyncio.run(run_streams(port, num_streams, OUTPUT_LEN, seed))
         after = ttft_totals(port)
+        check_no_prefix_hits(port)
     over_http = num_streams * (INPUT_LEN + OUTPUT_LEN) / elapsed_s
     server_ttft_s = (after[0] - before[0]) / (after[1] - before[1])
     return {

@@ -15,13 +15,22 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from in_process import restart_in_engine_environment
 
 from backfill.core.block import BlockCopy, pack_block_ref
 from backfill.core.config import EngineConfig, SchedulerConfig
-from backfill.core.plan import AdmittedRequest, CopyDirections, ScheduledSlice, StepPlan
+from backfill.core.plan import (
+    AdmittedRequest,
+    BlockCopies,
+    Compute,
+    CopyDirections,
+    ScheduledSlice,
+    StepPlan,
+    WaitForCopies,
+)
 from backfill.core.request import RequestId
 from backfill.core.sampling import SamplingParams
 from backfill.execution.copies import BlockCopier, create_copier
@@ -119,12 +128,12 @@ def decode_step(executor: TorchExecutor) -> StepPlan:
     )
     tokens, sampling = (5,) * (_CONTEXT + 1), SamplingParams(max_tokens=1)
     admitted = tuple(AdmittedRequest(scheduled.request_id, tokens, sampling) for scheduled in slices)
-    executor.run(StepPlan(step=0, admitted=admitted, slices=(), released=()))
-    return StepPlan(step=0, admitted=(), slices=slices, released=())
+    executor.run(StepPlan(step=0, work=Compute(slices=()), admitted=admitted))
+    return StepPlan(step=0, work=Compute(slices))
 
 
 def drain(executor: TorchExecutor, in_flight: int) -> None:
-    idle = StepPlan(step=0, admitted=(), slices=(), released=(), is_idle_until_copy=True)
+    idle = StepPlan(step=0, work=WaitForCopies())
     while in_flight:
         in_flight -= len(executor.run(idle).completed_copies)
 
@@ -148,9 +157,7 @@ def beside_steps(executor: TorchExecutor, copier: TimedCopier, rounds: int) -> l
             copies = tuple(map(BlockCopy, random.sample(unused, count),
                                random.sample(range(info.num_host_blocks), count)))  # fmt: skip
             checkpoint, restore = (copies, ()) if name == "checkpoint" else ((), copies)
-            with_copies = StepPlan(
-                step=0, admitted=(), slices=plan.slices, released=(), checkpoint=checkpoint, restore=restore
-            )
+            with_copies = replace(plan, copies=BlockCopies(checkpoint, restore))
             copier.spent_s = 0.0
             began = time.perf_counter()
             outcome = executor.run(with_copies)

@@ -2,7 +2,8 @@
 
 Each sends completions of 256 tokens in and 32 out at a constant rate, one generator after another for several
 rounds. Figures are medians over the rounds. A generator takes some of the server's processors, so each mean
-is also divided by the server's own of the same run, from ``/metrics`` before and after it.
+is also divided by the server's own of the same run, from ``/metrics`` before and after it. The server caches
+no prefixes, since a generator sends the same prompts in every round.
 
     load_generators.py --vllm VL/bin/python --guidellm GL/bin/guidellm
 
@@ -23,7 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from served import get, served
+from served import check_no_prefix_hits, get, served
 
 from backfill.models.resolve import resolve_model
 
@@ -60,7 +61,7 @@ def main() -> None:
     if args.guidellm is not None:
         generators["guidellm"] = lambda url: run_guidellm(args, url, folder)
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in generators}
-    with served(args.model) as port:
+    with served(args.model, "--no-prefix-caching") as port:
         url = f"http://127.0.0.1:{port}"
         served_name = json.loads(get(port, "/v1/models"))["data"][0]["id"]
         run_backfill(args, url)  # warm-up
@@ -70,6 +71,7 @@ def main() -> None:
                 figures = run(url)
                 runs[name].append(figures | over_server(figures, before, server_totals(port)))
                 print(f"round {round_number + 1}: {name} {runs[name][-1]}", file=sys.stderr, flush=True)
+        check_no_prefix_hits(port)
     medians = {
         name: {figure: statistics.median(run[figure] for run in own) for figure in FIGURES}
         for name, own in runs.items()

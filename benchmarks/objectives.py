@@ -1,9 +1,9 @@
 """Whether ``backfill serve`` refuses objectives that a run would meet, and accepts objectives that none can.
 
 A server starts without a saved cost profile, measures a coarse one, and refines it by what it serves here.
-Each of the random prompts is served alone, which gives its TTFT and longest gap. It is sent again with
-objectives of one to two times these, which must not be refused, and with a fifth of its TTFT, which a good
-profile may refuse. Refusals are counted by the quality of the profile in use.
+Each of the random prompts is served alone, which gives its TTFT and longest gap. Another of its length is
+sent with objectives of one to two times these, which must not be refused, and a third with a fifth of its
+TTFT, which a good profile may refuse. Refusals are counted by the quality of the profile in use.
 
 Usage: objectives.py [--prompts 200] [--longest 7900] [--seed 0]. Ends with one JSON object on a line.
 """
@@ -22,7 +22,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from served import get, served
+from served import check_no_prefix_hits, get, served
 from startup import cache_root
 
 OUTPUT_TOKENS = 4
@@ -45,6 +45,7 @@ def main() -> None:
                 ask_about(port, num_tokens, rng, counts)
                 if (number + 1) % 20 == 0:
                     print(f"{number + 1} prompts: {dict(counts)}", flush=True)
+            check_no_prefix_hits(port)
             error = {
                 quantile: sample(port, "cost_profile_error_ratio", f'quantile="{quantile}"')
                 for quantile in ("0.5", "0.95")
@@ -54,9 +55,12 @@ def main() -> None:
 
 
 def ask_about(port: int, num_tokens: int, rng: random.Random, counts: Counter[str]) -> None:
-    """Serve a prompt, then send it with objectives that it can meet and with one that it cannot."""
-    prompt = [rng.randint(1000, 40_000) for _ in range(num_tokens)]
-    measured = ask(port, prompt, {"ttft": 1e6, "tpot": 1e6})
+    """Serve a prompt, then send others with objectives that they can meet and with one that they cannot."""
+
+    def prompt() -> list[int]:
+        return [rng.randint(1000, 40_000) for _ in range(num_tokens)]  # not again: its KV may be cached
+
+    measured = ask(port, prompt(), {"ttft": 1e6, "tpot": 1e6})
     assert measured is not None, "an objective of days was refused"
     ttft_s, gap_s = measured["ttft"], measured["max_itl"]
     qualities = ("coarse", "refined", "full")
@@ -66,7 +70,7 @@ def ask_about(port: int, num_tokens: int, rng: random.Random, counts: Counter[st
         ("feasible", {"ttft": factor * ttft_s, "tpot": factor * gap_s}),
         ("impossible", {"ttft": IMPOSSIBLE * ttft_s}),
     ):
-        is_refused = ask(port, prompt, slo) is None
+        is_refused = ask(port, prompt(), slo) is None
         counts[f"{quality}_{kind}_{'refused' if is_refused else 'accepted'}"] += 1
 
 

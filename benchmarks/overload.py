@@ -5,6 +5,8 @@ Two loads of online chats against a server of each policy, the policies alternat
 - burst: 200 chats of 32 tokens in and 32 out, all sent at one instant.
 - crowd: 64 chats of 128 tokens in and 64 out kept in flight; when one ends the next is sent.
 
+The servers cache no prefixes: all chats begin with the tokens of the template.
+
 Prints medians of the rounds, and ``slo`` over ``fcfs``. The last line of output is a JSON object.
 """
 
@@ -18,7 +20,7 @@ import subprocess
 import sys
 from typing import Any
 
-from served import served
+from served import check_no_prefix_hits, served
 
 POLICIES = ("slo", "fcfs")
 FIGURES = ("p50_ttft_ms", "p99_ttft_ms", "p99_itl_ms", "output_throughput")
@@ -43,11 +45,12 @@ def main() -> None:
     runs: dict[tuple[str, str], list[Figures]] = {}
     for round_number in range(args.rounds):
         for policy in POLICIES:
-            with served(args.model, "--policy", policy) as port:
+            with served(args.model, "--policy", policy, "--no-prefix-caching") as port:
                 for load, options in LOADS.items():
                     figures = run(port, *options, "--seed", str(round_number))
                     runs.setdefault((load, policy), []).append(figures)
                     print(f"round {round_number + 1}: {load}, {policy}: {figures}", file=sys.stderr)
+                check_no_prefix_hits(port)
     result: dict[str, Any] = {"benchmark": "overload", "cores": len(os.sched_getaffinity(0))}
     for load in LOADS:
         medians = {policy: median(runs[load, policy]) for policy in POLICIES}

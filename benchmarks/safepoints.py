@@ -21,7 +21,7 @@ from in_process import restart_in_engine_environment
 
 from backfill.core.block import pack_block_ref
 from backfill.core.config import EngineConfig
-from backfill.core.plan import AdmittedRequest, Safepoints, ScheduledSlice, StepPlan
+from backfill.core.plan import AdmittedRequest, Compute, Resume, Safepoints, ScheduledSlice, StepPlan
 from backfill.core.request import RequestId
 from backfill.core.sampling import SamplingParams
 from backfill.execution.create import create_torch_executor
@@ -56,8 +56,8 @@ def make_plan(executor: TorchExecutor) -> StepPlan:
         for scheduled in slices
     )
     executor.fill_kv_pool(executor.info.num_blocks)
-    executor.run(StepPlan(step=0, admitted=admitted, slices=(), released=()))
-    return StepPlan(step=0, admitted=(), slices=slices, released=())
+    executor.run(StepPlan(step=0, work=Compute(slices=()), admitted=admitted))
+    return StepPlan(step=0, work=Compute(slices))
 
 
 def seconds(executor: TorchExecutor, plan: StepPlan) -> float:
@@ -68,7 +68,7 @@ def seconds(executor: TorchExecutor, plan: StepPlan) -> float:
 
 def overhead(executor: TorchExecutor, plan: StepPlan, rounds: int) -> tuple[float, float]:
     """Median seconds of a step without safepoints, and the median ratio of steps with and without them."""
-    armed = replace(plan, safepoints=Safepoints(1, suspends=True))
+    armed = replace(plan, work=Compute(plan.slices, safepoints=Safepoints(1, suspends=True)))
     plain_s, ratios = [], []
     for number in range(rounds):
         first, second = (plan, armed) if number % 2 else (armed, plan)
@@ -96,11 +96,13 @@ def stop_latencies(
         points = Safepoints(apart, suspends=True)
         thread = threading.Thread(target=ask)
         thread.start()
-        outcome = executor.run(replace(plan, step=2 * number, safepoints=points))
+        outcome = executor.run(StepPlan(2 * number, Compute(plan.slices, safepoints=points)))
         thread.join()
         if outcome.stopped_at_s is not None:
             latencies.append(outcome.stopped_at_s - asked[0])
-            executor.run(replace(plan, step=2 * number + 1, resumes=True))
+            left = executor.info.num_layers - outcome.layers_done
+            left_s = step_s * left / executor.info.num_layers
+            executor.run(StepPlan(2 * number + 1, Resume(plan.slices, left, left_s, points)))
     return apart, latencies
 
 

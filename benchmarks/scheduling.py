@@ -1,10 +1,13 @@
-"""Times scheduling without a model: plan and commit of a step under the ``slo`` policy, and a reclaim.
+"""Times scheduling without a model: plan and commit of a step under the ``slo`` policy, and a preemption.
 
     python benchmarks/scheduling.py
 
 Goals: plan and commit take at most 1 ms with 256 running and 10,000 queued offline requests, and grow no
-faster than the batch; reclaiming 1,000 checkpointed blocks takes at most 100 us. A quarter of the running
-requests are online. With a host pool the device pool is full, so that every new block is checkpointed.
+faster than the batch. A quarter of the running requests are online. With a host pool the device pool is full,
+so that every new block is checkpointed. No request finds a prefix in the cache: prompts are distinct.
+
+A preemption of a request with 1,000 checkpointed blocks is timed with the taking of all these blocks for
+another request: a grown table on the device, evictions of what has a host copy, and no copy.
 """
 
 from __future__ import annotations
@@ -14,13 +17,17 @@ import json
 import statistics
 import time
 
+from in_process import check_no_prefix_hits
+
 from backfill.core.clock import VirtualClock
 from backfill.core.config import SchedulerConfig
 from backfill.core.plan import SampledToken, StepOutcome
 from backfill.core.request import Request, RequestId, ServiceClass
 from backfill.core.sampling import SamplingParams
 from backfill.costs.hardware import load_hardware_profile
-from backfill.kvcache.block_manager import BlockManager
+from backfill.kvcache.content import Evictable
+from backfill.kvcache.create import create_kv_cache
+from backfill.kvcache.manager import KVCacheManager
 from backfill.scheduling.create import create_policy
 from backfill.scheduling.scheduler import Scheduler
 
@@ -45,7 +52,7 @@ def time_decisions(num_running: int, num_queued: int, *, has_host_pool: bool) ->
     num_blocks = num_running * (_PROMPT_TOKENS + _STEPS + _WARM_UP + _BLOCK_SIZE) // _BLOCK_SIZE
     scheduler = Scheduler(
         config,
-        BlockManager(num_blocks, _BLOCK_SIZE, num_blocks if has_host_pool else 0),
+        create_kv_cache(config, num_blocks, _BLOCK_SIZE, num_blocks if has_host_pool else 0),
         create_policy(config, cost, can_stop=True),
         cost=cost,
     )
@@ -55,25 +62,48 @@ def time_decisions(num_running: int, num_queued: int, *, has_host_pool: bool) ->
     for _ in range(_WARM_UP):  # until every request that fits has its prompt computed
         _step(scheduler, clock)
     assert len(scheduler.requests.running) == num_running
-    return statistics.median(_step(scheduler, clock) for _ in range(_STEPS))
+    median_s = statistics.median(_step(scheduler, clock) for _ in range(_STEPS))
+    check_no_prefix_hits(scheduler.counters.values())
+    return median_s
 
 
-def time_reclaim(num_blocks: int) -> float:
-    """Median seconds to reclaim all blocks of a checkpointed request, while another has copies in flight."""
-    request_id, other = RequestId("victim"), RequestId("other")
-    times = []
+def time_preemption(num_blocks: int) -> tuple[float, float]:
+    """Median seconds to preempt a checkpointed request, and to take all its blocks for another one.
+
+    The other one has copies in flight.
+    """
+    config = SchedulerConfig(checkpointing="eager")
+    preempt_s, take_s = [], []
     for _ in range(_STEPS):
-        blocks = BlockManager(num_blocks + 8, _BLOCK_SIZE, 2 * num_blocks)
-        blocks.grow(request_id, num_blocks * _BLOCK_SIZE)
-        blocks.checkpoint(request_id, num_blocks * _BLOCK_SIZE, num_blocks)
-        blocks.complete(blocks.take_copies()[0])
-        blocks.grow(other, 8 * _BLOCK_SIZE)
-        blocks.checkpoint(other, 8 * _BLOCK_SIZE, 8)
+        kv = create_kv_cache(config, num_blocks + 8, _BLOCK_SIZE, 2 * num_blocks)
+        victim = _request(0, ServiceClass.OFFLINE, num_blocks * _BLOCK_SIZE)
+        other = _request(1, ServiceClass.ONLINE, num_blocks * _BLOCK_SIZE)
+        _compute(kv, victim, num_blocks * _BLOCK_SIZE)
+        kv.max_copies = num_blocks
+        copies, _ = kv.take_copies()
+        assert len(copies) == num_blocks
+        kv.complete(copies)
+        _compute(kv, other, 8 * _BLOCK_SIZE)
+        kv.max_copies = num_blocks
+        assert len(kv.take_copies()[0]) == 8
         began = time.perf_counter()
-        kept = blocks.reclaim(request_id, num_blocks * _BLOCK_SIZE)
-        times.append(time.perf_counter() - began)
-        assert kept == num_blocks * _BLOCK_SIZE and blocks.num_free_blocks == num_blocks
-    return statistics.median(times)
+        kv.preempt(victim)
+        preempted = time.perf_counter()
+        kv.grow(other, (num_blocks + 8) * _BLOCK_SIZE, Evictable.LOSING_NOTHING)
+        take_s.append(time.perf_counter() - preempted)
+        preempt_s.append(preempted - began)
+        assert kv.num_held_blocks(other.request_id) == kv.counts.referenced == num_blocks + 8
+        assert kv.match(victim).num_tokens >= (num_blocks - 1) * _BLOCK_SIZE, "nothing is lost"
+    return statistics.median(preempt_s), statistics.median(take_s)
+
+
+def _compute(kv: KVCacheManager, request: Request, num_tokens: int) -> None:
+    """Run a request whose first tokens are computed."""
+    kv.allocate(request, kv.match(request), Evictable.LOSING_NOTHING)
+    kv.start(request)
+    kv.grow(request, num_tokens, Evictable.LOSING_NOTHING)
+    kv.commit(request, num_tokens)
+    request.num_computed_tokens = num_tokens
 
 
 def _step(scheduler: Scheduler, clock: VirtualClock) -> float:
@@ -83,17 +113,18 @@ def _step(scheduler: Scheduler, clock: VirtualClock) -> float:
     clock.advance(plan.predicted_s)
     outcome = StepOutcome(
         tuple(SampledToken(scheduled.request_id, 5) for scheduled in plan.slices if scheduled.samples),
-        completed_copies=plan.checkpoint + plan.restore,
+        completed_copies=plan.copies.checkpoint + plan.copies.restore,
     )
     began = time.perf_counter()
     scheduler.commit(plan, outcome, clock.now_s())
     return planned_s + time.perf_counter() - began
 
 
-def _request(index: int, service_class: ServiceClass) -> Request:
+def _request(index: int, service_class: ServiceClass, num_tokens: int = _PROMPT_TOKENS) -> Request:
+    first_token = index * num_tokens  # no two requests share a token
     return Request(
         request_id=RequestId(f"r{index}"),
-        prompt_token_ids=range(_PROMPT_TOKENS),
+        prompt_token_ids=range(first_token, first_token + num_tokens),
         sampling=SamplingParams(max_tokens=_STEPS + _WARM_UP, temperature=0.0, ignore_eos=True),
         service_class=service_class,
     )
@@ -117,10 +148,11 @@ def main() -> None:
             f"{num_running:7d} {num_queued:8d} {'yes' if has_host_pool else 'no':>11s} "
             f"{seconds * 1e3:14.3f} {seconds / num_running * 1e6:21.2f}"
         )
-    reclaim_s = {num_blocks: time_reclaim(num_blocks) for num_blocks in (100, 1000)}
-    for num_blocks, seconds in reclaim_s.items():
-        print(f"reclaiming {num_blocks} checkpointed blocks: {seconds * 1e6:.0f} us")
-    print(json.dumps({"benchmark": "scheduling", "decision_s": figures, "reclaim_s": reclaim_s}))
+    preemptions = {num_blocks: time_preemption(num_blocks) for num_blocks in (100, 1000)}
+    for num_blocks, (preempt_s, take_s) in preemptions.items():
+        print(f"{num_blocks} checkpointed blocks are preempted in {preempt_s * 1e6:.0f} us")
+        print(f"    and taken for another request in {take_s * 1e6:.0f} us")
+    print(json.dumps({"benchmark": "scheduling", "decision_s": figures, "preempt_take_s": preemptions}))
 
 
 if __name__ == "__main__":

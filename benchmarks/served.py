@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import re
 import socket
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from backfill.cli.own_server import server_environment
 HTTP_TIMEOUT_S = 30.0
 _STOP_TIMEOUT_S = 60.0
 _SHOWN_BYTES = 4000
+_PREFIX_HITS = re.compile(r"^backfill:\w*prefix\w*hits\w*_total(?:\{.*\})? (\S+)$", re.MULTILINE)
 
 
 @contextlib.contextmanager
@@ -81,6 +83,17 @@ def get(port: int, path: str) -> str:
     with urllib.request.urlopen(url, timeout=HTTP_TIMEOUT_S) as response:
         text: str = response.read().decode()
     return text
+
+
+def check_no_prefix_hits(port: int) -> None:
+    """Raises: SystemExit when the server has taken a prompt's KV from its cache, or does not say whether."""
+    found = _PREFIX_HITS.findall(get(port, "/metrics"))
+    if not found:
+        raise SystemExit("the server exposes no counter of prefix hits: its figures may be those of a cache")
+    if num_hits := sum(map(float, found)):
+        raise SystemExit(
+            f"{num_hits:.0f} prompt tokens came from the prefix cache: the figures would be the cache's"
+        )
 
 
 def is_ready(port: int) -> bool:

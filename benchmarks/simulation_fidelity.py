@@ -13,7 +13,7 @@ import json
 from dataclasses import asdict
 
 import numpy as np
-from in_process import restart_in_engine_environment
+from in_process import check_no_prefix_hits, restart_in_engine_environment
 
 from backfill.core.clock import VirtualClock, WallClock
 from backfill.core.config import EngineConfig, SchedulerConfig
@@ -66,7 +66,9 @@ def main() -> None:
     simulated: Executor = SimulatedExecutor(executor.info, profile.cost, virtual, profile.copies)
     figures: dict[str, PolicyMetrics] = {}
     for name, runs, clock in (("simulated", simulated, virtual), ("real", executor, WallClock())):
-        result = Replay(Engine(config.scheduler, runs, clock, profile), clock, workload).run()
+        engine = Engine(config.scheduler, runs, clock, profile)
+        result = Replay(engine, clock, workload).run()
+        check_no_prefix_hits(engine.scheduler.counters.values())
         figures[name] = metrics_of(result, _SLO)
     print(f"profile: median error {profile.error.median:.1%}, P95 {profile.error.p95:.1%}")
     print(f"{'':16s} {'real':>9s} {'simulated':>10s} {'off by':>8s} {'goal':>6s}")

@@ -6,7 +6,7 @@ mid-stream, and send bad bodies and huge or slow heads. At instants that --seed 
 server is killed (SIGKILL; the server is restarted), or the disk below the data folder is full for a while or
 hangs for 5 s (by a preloaded library, soak_disk.cpp). This takes 70 % of --duration. Then open work drains,
 and five equal rounds of the same traffic without kills take the rest (at least 20 s each); each round ends
-idle.
+idle. Their prompts begin with the round's number, so that none finds its KV cached by an earlier round.
 
 Checks at the end; a failed one is named, and the exit status is 1:
 
@@ -130,14 +130,14 @@ async def soak(server: SoakedServer, args: argparse.Namespace, records: Path) ->
     await server.start()
     start_s = time.monotonic()
     watching = asyncio.create_task(watch.run())
-    async with traffic(server, records, outcomes, args.seed, batch_faults):
+    async with traffic(server, records, outcomes, args.seed, batch_faults, "kills "):
         done = await disturb(server, args.seed, args.duration * DISTURBED_FRAC, args.interval)
     await drain(server, batch_faults)
     round_s = max(MIN_ROUND_S, args.duration * (1 - DISTURBED_FRAC) / NUM_ROUNDS)
     rounds, idle_faults = [], []
     for number in range(1, NUM_ROUNDS + 1):
         say(f"round {number} of {NUM_ROUNDS}: {round_s:.0f} s")
-        async with traffic(server, records, outcomes, args.seed + 1, batch_faults):
+        async with traffic(server, records, outcomes, args.seed + 1, batch_faults, f"round {number} "):
             await asyncio.sleep(round_s)
         await drain(server, batch_faults)
         busy = await watch.busy_when_idle(IDLE_TIMEOUT_S)
@@ -184,15 +184,15 @@ def memory_faults(rounds: Sequence[Mapping[str, int]]) -> list[str]:
 
 @asynccontextmanager
 async def traffic(
-    server: SoakedServer, records: Path, outcomes: Outcomes, seed: int, batch_faults: list[str]
+    server: SoakedServer, records: Path, outcomes: Outcomes, seed: int, batch_faults: list[str], label: str
 ) -> AsyncIterator[None]:
-    """Run all clients and the probes until the context ends."""
-    clients = Traffic(server.url, outcomes, seed)
+    """Run all clients and the probes until the context ends. ``label`` begins every prompt."""
+    clients = Traffic(server.url, outcomes, seed, label=label)
     async with asyncio.TaskGroup() as group:
         tasks = [
             group.create_task(clients.run(num_online=4, num_flex=2)),
             group.create_task(harass(server.port, outcomes, seed)),
-            group.create_task(keep_batches_open(server.url, seed, 3, 40, batch_faults)),
+            group.create_task(keep_batches_open(server.url, seed, 3, 40, batch_faults, label)),
         ]
         try:
             with probing(server.port, records):

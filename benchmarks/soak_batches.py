@@ -20,13 +20,16 @@ _CALL_TIMEOUT_S = 300.0
 _PIECE_BYTES = 1 << 18
 
 
-def lines_of(seed: int, num_lines: int, max_tokens: int) -> Iterator[bytes]:
-    """Unique lines; every tenth must fail when it runs, since its prompt exceeds the context."""
+def lines_of(seed: int, num_lines: int, max_tokens: int, label: str = "") -> Iterator[bytes]:
+    """Unique lines; every tenth must fail when it runs, since its prompt exceeds the context.
+
+    ``label`` begins every prompt: lines of equal seeds with other labels share no KV.
+    """
     generator = random.Random(f"{seed} lines")
     for index in range(num_lines):
         is_bad = index % 10 == 9
         prompt = text_of(generator, 12_000 if is_bad else generator.randint(4, 150))
-        body = {"prompt": f"{seed} {index} {prompt}", "max_tokens": generator.randint(1, max_tokens)}
+        body = {"prompt": f"{label}{seed} {index} {prompt}", "max_tokens": generator.randint(1, max_tokens)}
         yield batch_line(f"{BAD_LINE if is_bad else ''}{seed}-{index}", body)
 
 
@@ -146,7 +149,9 @@ class BatchClient:
         raise TimeoutError(f"{method} {path} did not succeed within {self._retry_s:g} s; last: {last}")
 
 
-async def keep_batches_open(url: str, seed: int, num_open: int, num_lines: int, faults: list[str]) -> None:
+async def keep_batches_open(
+    url: str, seed: int, num_open: int, num_lines: int, faults: list[str], label: str = ""
+) -> None:
     """Keep ``num_open`` batches open until cancelled; failed calls are added to ``faults``."""
 
     async def repeat(index: int) -> None:
@@ -155,7 +160,7 @@ async def keep_batches_open(url: str, seed: int, num_open: int, num_lines: int, 
                 name = seed * 1_000_000 + index * 10_000 + number
 
                 def lines(name: int = name) -> Iterator[bytes]:
-                    return lines_of(name, num_lines, max_tokens=24)
+                    return lines_of(name, num_lines, max_tokens=24, label=label)
 
                 try:
                     batch_id = await client.create(await client.upload(lines))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import random
 import time
@@ -75,13 +76,17 @@ class Traffic:
 
     Args:
         pause_s: mean pause between two requests of a client.
+        label: begins every prompt. Equal seeds with other labels give equal traffic that shares no KV.
     """
 
-    def __init__(self, url: str, outcomes: Outcomes, seed: int, pause_s: float = 0.5) -> None:
+    def __init__(
+        self, url: str, outcomes: Outcomes, seed: int, pause_s: float = 0.5, label: str = ""
+    ) -> None:
         self._url = url
         self._outcomes = outcomes
         self._seed = seed
         self._pause_s = pause_s
+        self._label = label
 
     async def run(self, *, num_online: int, num_flex: int) -> None:
         timeout = aiohttp.ClientTimeout(_REQUEST_TIMEOUT_S)
@@ -95,8 +100,8 @@ class Traffic:
 
     async def _client(self, session: aiohttp.ClientSession, kind: str, index: int) -> None:
         generator = random.Random(f"{self._seed} {kind} {index}")
-        while True:
-            path, body = _request(generator, kind)
+        for number in itertools.count():
+            path, body = request_of(generator, kind, f"{self._label} {kind} {index} {number}")
             name = f"{kind} stream" if body.get("stream") else kind
 
             async def send(path: str = path, body: dict[str, Any] = body) -> str:
@@ -107,8 +112,9 @@ class Traffic:
             await asyncio.sleep(generator.expovariate(1 / pause_s))
 
 
-def _request(generator: random.Random, kind: str) -> tuple[str, dict[str, Any]]:
-    prompt = text_of(generator, generator.randint(4, 200))
+def request_of(generator: random.Random, kind: str, label: str) -> tuple[str, dict[str, Any]]:
+    """Path and body of a request whose prompt begins with ``label``."""
+    prompt = f"{label} {text_of(generator, generator.randint(4, 200))}"
     body: dict[str, Any] = {"max_tokens": generator.randint(1, 48), "temperature": generator.choice([0, 0.8])}
     if generator.random() < 0.5:
         body["stream"] = True

@@ -18,6 +18,7 @@ import contextlib
 import itertools
 import json
 import os
+import random
 import signal
 import sys
 import time
@@ -31,7 +32,7 @@ HEALTH_PER_S = 100
 _TIMEOUT_S = 60.0
 _MAX_OPEN = 2000  # unanswered requests
 _STREAM_TOKENS = 200
-_PROMPT = list(range(1000, 1032))
+_PROMPT_TOKENS = 32
 _REQUEST = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
 
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -97,10 +98,12 @@ async def probe_stream(port: int, out: IO[str]) -> None:
 
 
 async def _read_stream(port: int, out: IO[str], stream: int) -> None:
+    generator = random.Random(stream)
+    prompt = [generator.randrange(1000, 40_000) for _ in range(_PROMPT_TOKENS)]  # computed, never cached
     async with asyncio.timeout(_TIMEOUT_S):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         try:
-            writer.write(completion_request(_PROMPT, max_tokens=_STREAM_TOKENS))
+            writer.write(completion_request(prompt, max_tokens=_STREAM_TOKENS))
             decoder = SseDecoder()
             async for data in body_parts(reader):
                 for _ in decoder.feed(data):

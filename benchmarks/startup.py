@@ -24,7 +24,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from served import free_port, get
+from served import check_no_prefix_hits, free_port, get
 
 PROMPT_TOKENS = 1500
 CHAT = {"messages": [{"role": "user", "content": "What is gravity?"}], "max_tokens": 8}
@@ -100,9 +100,12 @@ def wait_for(port: int, path: str) -> str:
 
 def fill_kv_pool(port: int) -> float:
     """Run long prompts that nearly fill the pool; returns the largest share in use."""
-    body = {"prompt": [1000] * PROMPT_TOKENS, "max_tokens": 100, "ignore_eos": True}
+    bodies = [
+        {"prompt": [1000 + number] * PROMPT_TOKENS, "max_tokens": 100, "ignore_eos": True}
+        for number in range(34)
+    ]  # equal prompts would share their blocks
     threads = [
-        threading.Thread(target=post, args=(port, "/v1/completions", body), daemon=True) for _ in range(34)
+        threading.Thread(target=post, args=(port, "/v1/completions", body), daemon=True) for body in bodies
     ]
     for thread in threads:
         thread.start()
@@ -112,6 +115,7 @@ def fill_kv_pool(port: int) -> float:
             if line.startswith("backfill:kv_cache_usage_perc{"):
                 most_used = max(most_used, float(line.rsplit(" ", 1)[1]))
         time.sleep(0.2)
+    check_no_prefix_hits(port)
     return most_used
 
 

@@ -24,7 +24,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
-from in_process import restart_in_engine_environment
+from in_process import check_no_prefix_hits, restart_in_engine_environment
 from ipc import measure_ipc
 from machine_limits import measure_limits
 
@@ -137,6 +137,7 @@ def started_engine(executor: TorchExecutor, num_seqs: int, context: int, num_ste
     num_started = 0
     while num_started < num_seqs:  # until each has its first token
         num_started += len({output.request_id for output in engine.step() if output.first_scheduled_at_s})
+    check_no_prefix_hits(engine.scheduler.counters.values())
     return engine
 
 
