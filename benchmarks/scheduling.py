@@ -28,7 +28,9 @@ from backfill.costs.hardware import load_hardware_profile
 from backfill.kvcache.content import Evictable
 from backfill.kvcache.create import create_kv_cache
 from backfill.kvcache.manager import KVCacheManager
-from backfill.scheduling.create import create_policy
+from backfill.scheduling.objectives import server_slo
+from backfill.scheduling.policies.create import create_policy
+from backfill.scheduling.prediction import StepPredictor
 from backfill.scheduling.scheduler import Scheduler
 
 _BLOCK_SIZE = 16
@@ -48,13 +50,15 @@ def time_decisions(num_running: int, num_queued: int, *, has_host_pool: bool) ->
         tpot_slo=0.11,
         checkpointing="adaptive",
     )
+    predictor, slo = StepPredictor(cost), server_slo(config, cost)
     clock = VirtualClock()
     num_blocks = num_running * (_PROMPT_TOKENS + _STEPS + _WARM_UP + _BLOCK_SIZE) // _BLOCK_SIZE
     scheduler = Scheduler(
         config,
         create_kv_cache(config, num_blocks, _BLOCK_SIZE, num_blocks if has_host_pool else 0),
-        create_policy(config, cost, can_stop=True),
-        cost=cost,
+        create_policy(config, predictor, default_slo=slo, can_stop=True),
+        predictor=predictor,
+        default_slo=slo,
     )
     for index in range(num_running + num_queued):
         is_online = index < num_running // 4

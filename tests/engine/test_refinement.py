@@ -27,7 +27,6 @@ from backfill.engine.messages import ProfileRefined, Stop, ToEngine
 from backfill.engine.process import EngineLoop
 from backfill.execution.simulated_executor import SimulatedExecutor
 from backfill.scheduling.objectives import achievable_slo, impossible_slo
-from backfill.scheduling.slo_policy import SloPolicy
 from tests.builders import make_info, make_request
 from tests.costs.test_profiler import TRUTH
 from tests.costs.test_refine import CAPACITY, Service, coarse_profile, scaled
@@ -101,17 +100,17 @@ def test_an_engine_learns_what_its_steps_cost() -> None:
 def test_a_refined_model_is_used_everywhere_and_the_objectives_stay() -> None:
     learning = LearningEngine()
     engine, slo = learning.engine, learning.engine.default_slo
-    policy = engine.scheduler.policy
-    assert isinstance(policy, SloPolicy)
+    predictor = engine.predictor
+    assert predictor is not None
     learning.serve_chats(60)
-    assert policy.correction.mean < 0.9
-    deviation = policy.correction.upper - policy.correction.mean
+    assert predictor.correction.mean < 0.9
+    deviation = predictor.correction.upper - predictor.correction.mean
     refined = learning.refine()
     assert refined is not None
-    assert engine.scheduler.cost is refined.cost
-    assert policy.correction.mean == 1.0
-    assert policy.correction.upper == pytest.approx(1.0 + deviation)
-    assert engine.default_slo == policy.config.default_slo == slo
+    assert predictor.cost is refined.cost
+    assert predictor.correction.mean == 1.0
+    assert predictor.correction.upper == pytest.approx(1.0 + deviation)
+    assert engine.default_slo == slo
     # Suspended slices get the time that the new model leaves beside a step of decodes.
     learning.serve_chats(20)
     step = engine.stats().step
@@ -120,14 +119,14 @@ def test_a_refined_model_is_used_everywhere_and_the_objectives_stay() -> None:
 
 def test_a_profile_with_only_a_new_error_keeps_the_correction() -> None:
     learning = LearningEngine(coarse_profile(TRUTH))
-    policy = learning.engine.scheduler.policy
-    assert isinstance(policy, SloPolicy)
+    predictor = learning.engine.predictor
+    assert predictor is not None
     learning.serve_chats(60)
-    policy.correction.observe(1.0, 1.3)
-    learned = policy.correction.mean
+    predictor.correction.observe(1.0, 1.3)
+    learned = predictor.correction.mean
     refined = learning.refine()
     assert refined is not None and refined.cost == TRUTH
-    assert policy.correction.mean == learned != 1.0
+    assert predictor.correction.mean == learned != 1.0
 
 
 def test_nothing_is_fitted_while_an_online_request_waits_for_it() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from hypothesis import strategies as st
 
@@ -12,9 +12,10 @@ from backfill.core.plan import StepPlan
 from backfill.core.request import Request, ServiceClass
 from backfill.core.slo import SLO
 from backfill.kvcache.manager import KVCacheManager
+from backfill.scheduling.policies.slo import SloPolicy, SloPolicyConfig
 from backfill.scheduling.policy import Policy
+from backfill.scheduling.prediction import StepPredictor
 from backfill.scheduling.scheduler import Scheduler
-from backfill.scheduling.slo_policy import SloPolicy, SloPolicyConfig
 from tests.builders import ScriptedExecutor, linear_cost, make_info, make_request
 
 BLOCK_SIZE = 4
@@ -27,7 +28,7 @@ class Bench:
 
     def __init__(
         self,
-        policy: Policy | None = None,
+        policy: Policy | Callable[[StepPredictor], Policy] | None = None,
         *,
         slo: SLO = SLO_100_MS,
         num_blocks: int = 1000,
@@ -37,12 +38,15 @@ class Bench:
         step_s: float = 1e-6,
     ) -> None:
         self.cost = linear_cost(step_s=step_s)
+        self.predictor = StepPredictor(self.cost)
         self.clock = VirtualClock()
         self.executor = ScriptedExecutor(make_info(num_blocks=num_blocks, block_size=BLOCK_SIZE))
+        if callable(policy):
+            policy = policy(self.predictor)
         if policy is None:
             policy = SloPolicy(
                 SloPolicyConfig(default_slo=slo, step_efficiency=step_efficiency),
-                self.cost,
+                self.predictor,
                 max_step_tokens=1000,
                 can_stop=can_stop,
             )
@@ -52,7 +56,8 @@ class Bench:
             ),
             KVCacheManager(num_blocks, BLOCK_SIZE),
             policy,
-            cost=self.cost,
+            predictor=self.predictor,
+            default_slo=slo,
         )
 
     def add(self, *requests: Request) -> None:
@@ -75,10 +80,8 @@ def offline(prompt_tokens: int = 4, max_tokens: int = 500, **fields: object) -> 
     return make_request(prompt_tokens, max_tokens, service_class=ServiceClass.OFFLINE, **fields)  # type: ignore[arg-type]
 
 
-def slo_policy() -> SloPolicy:
-    return SloPolicy(
-        SloPolicyConfig(default_slo=SLO_100_MS), linear_cost(), max_step_tokens=1000, can_stop=True
-    )
+def slo_policy(predictor: StepPredictor) -> SloPolicy:
+    return SloPolicy(SloPolicyConfig(default_slo=SLO_100_MS), predictor, max_step_tokens=1000, can_stop=True)
 
 
 @st.composite

@@ -11,7 +11,7 @@ import pytest
 
 from backfill.core.request import Request, RequestStatus, ServiceClass
 from backfill.kvcache.content import Evictable
-from backfill.scheduling.slo_policy import SloPolicy
+from backfill.scheduling.policies.slo import SloPolicy
 from tests.builders import linear_cost
 from tests.scheduling.caching import CachingBench, request_of, tokens
 

@@ -9,12 +9,17 @@ from hypothesis import strategies as st
 from backfill.core.config import SchedulerConfig
 from backfill.core.errors import ConfigError
 from backfill.core.request import Request, RequestStatus, ServiceClass
-from backfill.scheduling.baselines import FcfsPolicy, OnlineOnlyPolicy, PriorityPolicy, RoundRobinPolicy
-from backfill.scheduling.create import create_policy
+from backfill.scheduling.policies.baselines import (
+    FcfsPolicy,
+    OnlineOnlyPolicy,
+    PriorityPolicy,
+    RoundRobinPolicy,
+)
+from backfill.scheduling.policies.create import create_policy
 from backfill.scheduling.policy import Policy
-from backfill.scheduling.slo_policy import SloPolicy
-from tests.builders import linear_cost, make_request
-from tests.scheduling.bench import Bench, offline, policy_workloads, sizes, slo_policy
+from backfill.scheduling.prediction import StepPredictor
+from tests.builders import make_request
+from tests.scheduling.bench import SLO_100_MS, Bench, offline, policy_workloads, sizes, slo_policy
 
 
 def test_online_only_leaves_offline_requests_waiting() -> None:
@@ -51,27 +56,29 @@ def test_round_robin_alternates_and_fills_in_when_one_class_has_nothing() -> Non
     assert served[6:] == [["chat"], ["chat"]]
 
 
-def test_default_objectives_are_widened_on_a_slow_device() -> None:
-    policy = create_policy(SchedulerConfig(policy="slo"), linear_cost(step_s=1.0), can_stop=True)
-    assert isinstance(policy, SloPolicy)
-    assert policy.config.default_slo.tpot_s == pytest.approx(4.0, rel=0.01)
-
-
 def test_the_slo_policy_needs_a_profile() -> None:
     with pytest.raises(ConfigError, match="backfill profile"):
-        create_policy(SchedulerConfig(policy="slo"), None, can_stop=True)
+        create_policy(SchedulerConfig(policy="slo"), None, default_slo=SLO_100_MS, can_stop=True)
+
+
+MAKERS: dict[str, Callable[[StepPredictor], Policy]] = {
+    "slo": slo_policy,
+    "fcfs": lambda _: FcfsPolicy(),
+    "priority": lambda _: PriorityPolicy(),
+    "round-robin": lambda _: RoundRobinPolicy(),
+}
 
 
 @settings(max_examples=120, deadline=None)
 @given(
     workload=policy_workloads(),
-    make_policy=st.sampled_from([slo_policy, FcfsPolicy, PriorityPolicy, RoundRobinPolicy]),
+    name=st.sampled_from(sorted(MAKERS)),
     max_num_seqs=st.integers(1, 6),
 )
 def test_under_every_policy_all_requests_end_and_no_block_is_lost(
-    workload: Sequence[tuple[int, Request]], make_policy: Callable[[], Policy], max_num_seqs: int
+    workload: Sequence[tuple[int, Request]], name: str, max_num_seqs: int
 ) -> None:
-    bench = Bench(make_policy(), num_blocks=12, max_num_seqs=max_num_seqs)
+    bench = Bench(MAKERS[name], num_blocks=12, max_num_seqs=max_num_seqs)
     num_steps = 0
     while num_steps <= 12 or bench.scheduler.has_unfinished:
         bench.add(*(request for arrives_at, request in workload if arrives_at == num_steps))

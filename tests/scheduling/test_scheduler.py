@@ -10,8 +10,9 @@ from backfill.core.plan import StepPlan
 from backfill.core.request import FinishReason, Request, RequestId, RequestStatus, ServiceClass
 from backfill.costs.model import CostModel
 from backfill.kvcache.manager import KVCacheManager
-from backfill.scheduling.baselines import PriorityPolicy
+from backfill.scheduling.policies.baselines import PriorityPolicy
 from backfill.scheduling.policy import Policy
+from backfill.scheduling.prediction import StepPredictor
 from backfill.scheduling.scheduler import Scheduler
 from tests.builders import ScriptedExecutor, make_info, make_request
 from tests.scheduling.bench import BLOCK_SIZE, sizes, workloads
@@ -35,7 +36,7 @@ def make_scheduler(
         config,
         KVCacheManager(num_blocks, BLOCK_SIZE),
         policy or PriorityPolicy(),
-        cost=cost,
+        predictor=None if cost is None else StepPredictor(cost),
         end_token_ids=(2,),
     )
     for request in requests:

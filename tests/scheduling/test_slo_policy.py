@@ -8,9 +8,10 @@ from hypothesis import given, settings
 
 from backfill.core.request import PriorityLevel, Request, RequestStatus, ServiceClass
 from backfill.core.slo import SLO
-from backfill.scheduling.baselines import FcfsPolicy
-from backfill.scheduling.policy import Policy, StepView
-from tests.builders import make_request
+from backfill.scheduling.policies.baselines import FcfsPolicy
+from backfill.scheduling.policy import Policy, Snapshot
+from backfill.scheduling.prediction import StepPredictor
+from tests.builders import linear_cost, make_request
 from tests.scheduling.bench import MARGIN, SLO_100_MS, Bench, offline, policy_workloads, sizes, slo_policy
 
 
@@ -195,7 +196,7 @@ def test_slow_steps_make_the_next_ones_smaller() -> None:
     bench.step()
     before = sizes(bench.step())["job"]
     for _ in range(100):
-        bench.scheduler.policy.observe(0.1, 0.15)
+        bench.predictor.observe(0.1, 0.15)
     assert sizes(bench.step())["job"] < before * 0.8
 
 
@@ -267,7 +268,7 @@ def test_finished_requests_do_not_stay_in_the_heap_of_promotions() -> None:
     for index in range(400):
         bench.add(offline(1, 1, request_id=f"job{index}", complete_by_s=1e6))
         bench.step()
-    assert len(bench.scheduler.requests._promotions) < 100
+    assert len(bench.scheduler.requests._changes) < 100
 
 
 def test_an_online_prompt_is_cut_to_the_slack_of_the_decodes_beside_it() -> None:
@@ -292,20 +293,10 @@ def test_without_online_requests_promoted_ones_preempt_other_offline_work() -> N
 
 
 def test_an_online_request_that_is_being_restored_bounds_the_steps() -> None:
-    policy = slo_policy()
-    chat = make_request(4, 8, arrived_at_s=0.0)
+    policy = slo_policy(StepPredictor(linear_cost()))
+    chat = make_request(4, 8, slo=SLO_100_MS)
     chat.last_token_at_s = 5.0
-    empty = {level: [] for level in PriorityLevel}
-    view = StepView(
-        now_s=5.01,
-        online=[chat],
-        waiting=empty,
-        num_blocks=100,
-        online_blocks=2,
-        suspended_s=1.0,
-    )
+    nobody: dict[PriorityLevel, list[Request]] = {level: [] for level in PriorityLevel}
+    view = Snapshot(5.01, nobody, [chat], nobody, num_blocks=100, online_blocks=2, suspended_s=1.0)
     assert policy.resume_s(view) < SLO_100_MS.tpot_s
-    assert all(budget.max_step_s < SLO_100_MS.tpot_s for budget in policy.next_budgets(view))
-    alone = replace(view, online=())
-    assert policy.resume_s(alone) == math.inf
-    assert any(budget.max_step_s == math.inf for budget in policy.next_budgets(alone))
+    assert policy.resume_s(replace(view, restoring=())) == math.inf

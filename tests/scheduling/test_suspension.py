@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 from backfill.core.config import SchedulerConfig
 from backfill.core.plan import Compute, Resume, SampledToken, StepOutcome, StepPlan, WaitForCopies
 from backfill.core.request import FinishReason, PriorityLevel
 from backfill.kvcache.create import create_kv_cache
-from backfill.scheduling.policy import Policy, StepBudget, StepView
+from backfill.scheduling.fill import serve
+from backfill.scheduling.policy import BatchBuilder, Policy, R, RequestView, Snapshot
+from backfill.scheduling.prediction import StepPredictor
 from backfill.scheduling.scheduler import Scheduler
 from tests.builders import linear_cost
 from tests.scheduling.bench import offline
@@ -21,10 +22,11 @@ class PausingPolicy(Policy):
     stops_steps = True
     is_paused = False
 
-    def next_budgets(self, view: StepView) -> Sequence[StepBudget]:
-        return () if self.is_paused else (StepBudget(levels=frozenset(PriorityLevel)),)
+    def build(self, view: Snapshot[R], batch: BatchBuilder[R]) -> None:
+        if not self.is_paused:
+            serve(view, batch, frozenset(PriorityLevel))
 
-    def resume_s(self, view: StepView) -> float:
+    def resume_s(self, view: Snapshot[RequestView]) -> float:
         return 0.0 if self.is_paused else math.inf
 
 
@@ -33,7 +35,11 @@ def paused_scheduler() -> tuple[Scheduler, PausingPolicy, StepPlan]:
     policy = PausingPolicy()
     config = SchedulerConfig(checkpointing="eager")
     scheduler = Scheduler(
-        config, create_kv_cache(config, 8, 4, 8), policy, cost=linear_cost(), num_layers=NUM_LAYERS
+        config,
+        create_kv_cache(config, 8, 4, 8),
+        policy,
+        predictor=StepPredictor(linear_cost()),
+        num_layers=NUM_LAYERS,
     )
     request = offline(prompt_tokens=8, max_tokens=4)
     scheduler.add(request)

@@ -19,7 +19,9 @@ from backfill.core.slo import SLO
 from backfill.engine.engine import Engine
 from backfill.kvcache.create import create_kv_cache
 from backfill.kvcache.manager import KVCacheManager
-from backfill.scheduling.create import create_policy
+from backfill.scheduling.objectives import server_slo
+from backfill.scheduling.policies.create import create_policy
+from backfill.scheduling.prediction import StepPredictor
 from backfill.scheduling.scheduler import Scheduler
 from tests.builders import TwoTierExecutor, linear_cost, make_info, make_profile, make_request
 from tests.scheduling.caching import Unforgiving
@@ -91,13 +93,15 @@ class Run:
 
     def __post_init__(self) -> None:
         config, cost = self.setting.config(), linear_cost(step_s=0.001)
+        predictor, slo = StepPredictor(cost), server_slo(config, cost)
         self.clock = VirtualClock()
         self.executor = self.setting.executor(self.seed)
         self.scheduler = Scheduler(
             config,
             create_kv_cache(config, self.setting.num_blocks, BLOCK_SIZE, self.setting.num_host_blocks),
-            create_policy(config, cost, can_stop=self.setting.can_stop),
-            cost=cost,
+            create_policy(config, predictor, default_slo=slo, can_stop=self.setting.can_stop),
+            predictor=predictor,
+            default_slo=slo,
             block_copy_s=self.setting.block_copy_s,
             num_layers=self.executor.info.num_layers if self.setting.can_stop else None,
         )

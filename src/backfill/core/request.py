@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import operator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NewType, TypeAlias
+from typing import NewType, Protocol, TypeAlias
 
 from backfill.core.sampling import SamplingParams
 from backfill.core.slo import SLO
 
 RequestId = NewType("RequestId", str)
 OrderKey: TypeAlias = tuple[int, float, int]
+
+
+class HasOrderKey(Protocol):
+    @property
+    def order_key(self) -> OrderKey: ...
 
 
 class ServiceClass(Enum):
@@ -29,8 +36,9 @@ class PriorityLevel(Enum):
     __hash__ = object.__hash__  # Enum's own is slow Python code, called for every slice
 
     ONLINE = 0
-    PROMOTED = 1  # offline, near the end of its completion window
-    OFFLINE = 2
+    RELEGATED = 1  # online, and too late for its TTFT objective
+    PROMOTED = 2  # offline, near the end of its completion window
+    OFFLINE = 3
 
 
 class RequestStatus(Enum):
@@ -73,7 +81,7 @@ class Request:
     prompt_token_ids: Sequence[int]
     sampling: SamplingParams
     service_class: ServiceClass = ServiceClass.ONLINE
-    slo: SLO | None = None  # None: no objective; the policy's default for online requests
+    slo: SLO | None = None  # None: no objective; an engine gives online requests its default
     complete_by_s: float | None = None  # end of an offline request's completion window, on the engine's clock
     priority: int = 0  # lower is sooner, within a class
     arrived_at_s: float = 0.0  # on the engine's clock
@@ -108,9 +116,15 @@ class Request:
     def num_prompt_tokens(self) -> int:
         return len(self.prompt_token_ids)
 
-    def enqueue(self, sequence_number: int) -> None:
-        """Set the request's order: lower priority number first, then earlier arrival, then submission."""
-        self.order_key = (self.priority, self.arrived_at_s, sequence_number)
+    def enqueue(self, sequence_number: int, *, by_deadline: bool = False) -> None:
+        """Set the request's order: lower priority number first, then earlier arrival, then submission.
+
+        ``by_deadline``: then the earlier deadline of the first token, if it has one, in place of the arrival.
+        """
+        at_s = self.arrived_at_s
+        if by_deadline and self.slo is not None:
+            at_s += self.slo.ttft_s
+        self.order_key = (self.priority, at_s, sequence_number)
 
     def append(self, token_id: int) -> None:
         """Add an output token."""
@@ -121,6 +135,16 @@ class Request:
     def num_pending_tokens(self) -> int:
         """Tokens to compute before the next token can be sampled; >= 1 until the request finishes."""
         return self.num_tokens - self.num_computed_tokens
+
+    @property
+    def next_token_by_s(self) -> float:
+        """The deadline of the next token, on the engine's clock: of the first one by TTFT, then by TPOT."""
+        slo = self.slo
+        if slo is None:
+            return math.inf
+        if self.last_token_at_s is None:
+            return self.arrived_at_s + slo.ttft_s
+        return self.last_token_at_s + slo.tpot_s
 
     @property
     def is_decoding(self) -> bool:
@@ -134,3 +158,6 @@ class Request:
     def finish(self, reason: FinishReason) -> None:
         self.move_to(RequestStatus.FINISHED)
         self.finish_reason = reason
+
+
+order_key: Callable[[HasOrderKey], OrderKey] = operator.attrgetter("order_key")

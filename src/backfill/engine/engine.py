@@ -14,14 +14,14 @@ from backfill.core.errors import RequestError
 from backfill.core.plan import Compute, Resume, Safepoints, StepOutcome, StepPlan
 from backfill.core.request import FinishReason, Request, RequestId, ServiceClass
 from backfill.costs.load import StepLoad
-from backfill.costs.model import CostModel
 from backfill.costs.profile import CostProfile
 from backfill.engine.messages import ClassStats, EngineStats, StepKind, StepStats, TokenOutput
 from backfill.execution.executor import Executor, StoppableExecutor
 from backfill.kvcache.create import create_kv_cache
 from backfill.scheduling.arrival import ArrivedPrompt, RunningStep, should_stop
-from backfill.scheduling.create import create_policy
 from backfill.scheduling.objectives import server_slo
+from backfill.scheduling.policies.create import create_policy
+from backfill.scheduling.prediction import StepPredictor
 from backfill.scheduling.scheduler import CommittedToken, Scheduler
 
 if TYPE_CHECKING:  # it imports numpy, which the server does not need
@@ -53,11 +53,13 @@ class Engine:
         self.executor = executor
         self.profile = profile
         self.default_slo = server_slo(config, cost)
+        self.predictor = None if cost is None else StepPredictor(cost)
         self.scheduler = Scheduler(
             config,
             create_kv_cache(config, info.num_blocks, info.block_size, info.num_host_blocks),
-            create_policy(config, cost, can_stop=info.can_stop),
-            cost=cost,
+            create_policy(config, self.predictor, default_slo=self.default_slo, can_stop=info.can_stop),
+            predictor=self.predictor,
+            default_slo=self.default_slo,
             block_copy_s=None if profile is None else profile.block_copy_s(info.block_bytes),
             num_layers=info.num_layers if info.can_stop else None,
             end_token_ids=info.end_token_ids,
@@ -99,6 +101,7 @@ class Engine:
         May be called from any thread. The request is queued when the next step is planned. It can only stop
         the step that it arrives in.
         """
+        self.scheduler.give_objectives(request)
         self._arrived.append(request)
         try:
             self._maybe_stop_step()
@@ -107,17 +110,17 @@ class Engine:
 
     def _maybe_stop_step(self) -> None:
         """Stop the running step if the requests that arrived during it gain enough (``should_stop``)."""
-        plan, policy, cost = self._running_plan, self.scheduler.policy, self.scheduler.cost
+        plan, predictor = self._running_plan, self.predictor
         if plan is None or plan.safepoints is None or self._stop_requested_at_s(plan) is not None:
             return
-        assert cost is not None
+        assert predictor is not None
         arrived = [
-            ArrivedPrompt(each.num_pending_tokens, policy.ttft_deadline_at_s(each))
+            ArrivedPrompt(each.num_pending_tokens, each.next_token_by_s)
             for each in tuple(self._arrived)
             if each.service_class is ServiceClass.ONLINE
         ]
         now_s = self._clock.now_s()
-        if should_stop(self._running_step(plan, plan.safepoints, cost), arrived, now_s, cost):
+        if should_stop(self._running_step(plan, plan.safepoints, predictor), arrived, now_s, predictor.cost):
             self._stop_request = plan.step, now_s
             cast(StoppableExecutor, self.executor).request_stop(plan.step)
 
@@ -159,7 +162,8 @@ class Engine:
             self.num_stopped_steps += 1
         is_whole = isinstance(plan.work, Compute) and not outcome.stopped
         if plan.slices and is_whole and not plan.copies.stalls:
-            self.scheduler.policy.observe(plan.predicted_s, now_s - started_at_s)
+            if self.predictor is not None:
+                self.predictor.observe(plan.predicted_s, now_s - started_at_s)
             if self._refiner is not None:
                 self._refiner.observe(plan, now_s - started_at_s)
         self._last_step = StepStats(
@@ -191,8 +195,8 @@ class Engine:
             return None
         if refined is not None:
             self.profile = refined
-            if refined.cost != self.scheduler.cost:
-                self.scheduler.set_cost_model(refined.cost)
+            if self.predictor is not None and refined.cost != self.predictor.cost:
+                self.predictor.set_cost_model(refined.cost)
         return refined
 
     def stats(self) -> EngineStats:
@@ -227,14 +231,14 @@ class Engine:
             return None
         return stopped_at_s - requested_at_s
 
-    def _running_step(self, plan: StepPlan, points: Safepoints, cost: CostModel) -> RunningStep:
+    def _running_step(self, plan: StepPlan, points: Safepoints, predictor: StepPredictor) -> RunningStep:
         online = StepLoad.of_slices(each for each in plan.slices if not each.preemptible)
         num_layers = plan.work.num_layers if isinstance(plan.work, Resume) else self.executor.info.num_layers
-        scale = self.scheduler.policy.time_scale
+        scale = predictor.time_scale
         return RunningStep(
             started_at_s=self._step_started_at_s,
             predicted_s=scale * plan.predicted_s,
-            online_s=scale * cost.step_time_s(online),
+            online_s=scale * predictor.cost.step_time_s(online),
             stop_s=scale * points.layers_apart * plan.predicted_s / num_layers,
             suspends=points.suspends,
         )

@@ -76,7 +76,7 @@ def _serve(config: EngineConfig, channel: EngineChannel, load: EngineLoader) -> 
         channel.send(StartFailed(f"The engine could not start: {type(error).__name__}: {error}"))
         return
     slo, info, profile = engine.default_slo, engine.executor.info, engine.profile
-    timeout_s = hang_timeout_s(config, info, engine.scheduler.cost)
+    timeout_s = hang_timeout_s(config, info, None if profile is None else profile.cost)
     if profile is not None:
         _log_profile("steps are predicted", profile)
     _log_objectives(config.scheduler, slo)

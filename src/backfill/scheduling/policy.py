@@ -1,15 +1,20 @@
-"""The interface of policies: what they see before a step, and what they decide."""
+"""The interface of policies: a frozen snapshot of the requests, and a builder of the next step's batch.
+
+A policy is one file in ``policies/``, to be read beside its paper. It knows requests by ``RequestView`` and
+the engine by ``BatchBuilder`` alone, so that it can drive any engine that offers the two.
+"""
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from enum import Enum
+from typing import Generic, Protocol, TypeAlias, TypeVar
 
-from backfill.core.request import PriorityLevel, Request
-from backfill.costs.model import CostModel
+from backfill.core.request import OrderKey, PriorityLevel, RequestId
+from backfill.core.slo import SLO
 
 PreemptionKey: TypeAlias = tuple[float, ...]
 
@@ -17,43 +22,59 @@ PreemptionKey: TypeAlias = tuple[float, ...]
 MIN_PREFILL_CHUNK_TOKENS = 16
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepBudget:
-    """Which requests a step may take, and under which limits.
+class RequestView(Protocol):
+    """What a policy knows of a request. It reads, and changes nothing."""
 
-    The scheduler fills a step budget by budget: running requests first, decodes before prefills.
+    @property
+    def request_id(self) -> RequestId: ...
+    @property
+    def priority_level(self) -> PriorityLevel: ...
+    @property
+    def order_key(self) -> OrderKey:
+        """The smaller is the more urgent among requests of one priority level."""
 
-    Attributes:
-        levels: priority levels of the requests.
-        max_step_s: limit of the predicted time of the whole step once a slice of this budget is added. The
-            first slice of a step is exempt.
-        mixes_with_prefill: False: skip this budget if an earlier one put a prefill into the step.
-        step_sizes: tokens, ascending. Prefills of this budget fill the step up to the first size that leaves
-            at least half of the smallest size to them. Empty: up to the step's limit.
-        guarantees_progress: decodes are scheduled even past ``max_step_s``, and one prefill gets
-            ``MIN_PREFILL_CHUNK_TOKENS``.
-        may_preempt: waiting requests may preempt running requests of later budgets.
-        reserved_blocks: free blocks that must be left after a waiting request is scheduled.
-        only_if_empty: skip this budget if the step has a slice.
-    """
+    @property
+    def slo(self) -> SLO | None:
+        """None for requests without objectives, as all offline ones are."""
 
-    levels: frozenset[PriorityLevel]
-    max_step_s: float = math.inf
-    mixes_with_prefill: bool = True
-    step_sizes: Sequence[int] = ()
-    guarantees_progress: bool = False
-    may_preempt: bool = False
-    reserved_blocks: int = 0
-    only_if_empty: bool = False
+    @property
+    def arrived_at_s(self) -> float: ...
+    @property
+    def last_token_at_s(self) -> float | None:
+        """When its latest output token was sampled; None before the first."""
+
+    @property
+    def num_prompt_tokens(self) -> int: ...
+    @property
+    def num_computed_tokens(self) -> int:
+        """Tokens whose KV is there. Of a waiting request: those that the cache had when it was last asked."""
+
+    @property
+    def num_pending_tokens(self) -> int:
+        """Tokens to compute before the next token can be sampled; at least 1."""
+
+    @property
+    def is_decoding(self) -> bool: ...
+    @property
+    def next_token_by_s(self) -> float:
+        """The deadline of its next token; inf without objectives."""
+
+
+R = TypeVar("R", bound=RequestView)
+R_co = TypeVar("R_co", bound=RequestView, covariant=True)
+R_contra = TypeVar("R_contra", bound=RequestView, contravariant=True)
 
 
 @dataclass(frozen=True, slots=True)
-class StepView:
-    """What a policy sees before a step. It holds live requests; a policy reads them and changes nothing.
+class Snapshot(Generic[R_co]):
+    """What a policy sees before a step.
 
     Attributes:
-        online: online requests that run or are being restored: they wait for their next token.
-        waiting: requests without device blocks, by priority level, the most urgent first.
+        running: requests that can take part in the step, by priority level, the most urgent first.
+            Those of a suspended step are left out.
+        restoring: requests that hold blocks to which KV is being copied.
+        waiting: requests without device blocks, by priority level, the most urgent first; not more than can
+            be tried in one step.
         num_blocks: blocks in the device's pool.
         online_blocks: device blocks of running and restoring online requests.
         suspended_s: predicted seconds that the suspended slices still need; 0 without any.
@@ -62,44 +83,128 @@ class StepView:
     """
 
     now_s: float
-    online: Sequence[Request]
-    waiting: Mapping[PriorityLevel, Sequence[Request]]
+    running: Mapping[PriorityLevel, Sequence[R_co]]
+    restoring: Sequence[R_co]
+    waiting: Mapping[PriorityLevel, Sequence[R_co]]
     num_blocks: int
     online_blocks: int
     suspended_s: float = 0.0
     reclaimable_blocks: int = 0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkLimits:
+    """How many pending tokens of one request a step takes.
+
+    Attributes:
+        max_step_s: of the predicted time of the whole step with the chunk. The first slice of a step is
+            exempt: it gets ``MIN_PREFILL_CHUNK_TOKENS`` in any case.
+        step_sizes: tokens, ascending. The chunk fills the step up to the first size that leaves at least half
+            of the smallest size to prefills. Empty: up to the step's limit.
+        guarantees_progress: the step's first prefill gets ``MIN_PREFILL_CHUNK_TOKENS`` even past
+            ``max_step_s``.
+    """
+
+    max_step_s: float = math.inf
+    step_sizes: Sequence[int] = ()
+    guarantees_progress: bool = False
+
+
+NO_LIMITS = ChunkLimits()
+
+
+class Admission(Enum):
+    """What became of a waiting request that a policy tried to admit."""
+
+    ADMITTED = "admitted"  # it holds its blocks, and is in the step if its KV is on the device
+    DEFERRED = "deferred"  # the next step finds more of its prefix in the cache; others may be tried
+    REFUSED = "refused"  # no blocks, time or place are left: less urgent requests need not be tried
+
+
+class BatchBuilder(Protocol[R_contra]):
+    """Builds a step's batch. Every call leaves the batch and the requests in a state that can run."""
+
+    @property
+    def predicted_s(self) -> float:
+        """Of the step as it is now; 0 where steps are not predicted."""
+
+    @property
+    def tokens_left(self) -> int: ...
+    @property
+    def seqs_left(self) -> int: ...
+    @property
+    def num_seqs(self) -> int: ...
+    @property
+    def num_prefill_tokens(self) -> int: ...
+    @property
+    def has_headroom(self) -> bool:
+        """Another request can join."""
+
+    @property
+    def has_preempted(self) -> bool:
+        """A request was preempted for one of this step."""
+
+    def time_left_s(self, limit_s: float) -> float:
+        """Seconds by which the step may still grow under a limit of its predicted time."""
+
+    def add_decodes(self, requests: Sequence[R_contra], max_step_s: float = math.inf) -> int:
+        """Add one token each of running requests that decode, the most urgent first.
+
+        As many as fit the limit; the first slice of a step is exempt. Less urgent requests are preempted
+        where blocks run out. Returns: how many of them fitted the time and the step's limits.
+        """
+
+    def try_add(self, request: R_contra, limits: ChunkLimits = NO_LIMITS) -> int:
+        """Add pending tokens of a running request. Returns: how many; 0 where none fits."""
+
+    def try_admit(
+        self,
+        request: R_contra,
+        limits: ChunkLimits = NO_LIMITS,
+        *,
+        reserved_blocks: int = 0,
+        may_preempt: Collection[PriorityLevel] = (),
+    ) -> Admission:
+        """Give a waiting request blocks for all its tokens, and add a chunk of them.
+
+        What running requests need next, and ``reserved_blocks``, are left free. Requests of the levels
+        ``may_preempt`` are preempted for it if that suffices.
+        """
+
+    def remove(self, request: R_contra) -> None:
+        """Take a request out of the step. It keeps its blocks."""
+
+    def preempt(self, request: R_contra) -> None:
+        """Take a running or restoring request's blocks, and queue it again."""
+
+
 class Policy(ABC):
-    """Chooses each step's budgets, and which request is preempted when blocks run out.
+    """Builds each step's batch, and says which request is preempted when blocks run out.
 
     The defaults are those of a policy without objectives: the clock and the cost model play no part.
     """
 
     stops_steps = False  # an arriving online request may stop a running step
     protects_online_cache = False  # offline requests may not evict what online ones used a short time ago
-
-    @property
-    def time_scale(self) -> float:
-        """Observed over predicted step time, averaged over recent steps."""
-        return 1.0
+    promotes = False  # offline requests are promoted near the end of their window
+    relegates = False  # online requests that cannot meet their TTFT objective any more are relegated
+    orders_by_deadline = False  # online requests, by that of their first token; else by arrival
 
     @abstractmethod
-    def next_budgets(self, view: StepView) -> Sequence[StepBudget]:
-        """Budgets of the next step, in the order in which they are filled.
+    def build(self, view: Snapshot[R], batch: BatchBuilder[R]) -> None:
+        """Fill the batch. Called again, with a new snapshot, if preemptions have left it empty.
 
-        Called at most once a step; a policy may update its own state here.
+        What it decides depends on the snapshot, and on what the policy has learned from steps before.
         """
 
-    def resume_s(self, view: StepView) -> float:
+    def resume_s(self, view: Snapshot[RequestView]) -> float:
         """Seconds for which suspended slices may run now; 0: not now, inf: to their end.
 
-        Called only where slices are suspended, before ``next_budgets``. If they resume, ``next_budgets`` is
-        not called for this step.
+        Called only where slices are suspended, before ``build``. If they resume, ``build`` is not called.
         """
         return math.inf
 
-    def preemption_key(self, request: Request, lost_tokens: float) -> PreemptionKey:
+    def preemption_key(self, request: RequestView, lost_tokens: float) -> PreemptionKey:
         """The request with the greatest key is preempted first; by default the least urgent.
 
         ``lost_tokens`` would be recomputed. A token of a suspended slice counts by the share of the layers
@@ -107,20 +212,6 @@ class Policy(ABC):
         """
         return (request.priority_level is not PriorityLevel.ONLINE, *request.order_key)
 
-    def copy_s(self, view: StepView) -> float:
+    def copy_s(self, view: Snapshot[RequestView]) -> float:
         """Seconds of copying between device and host that may be in flight at any time."""
         return 0.1  # about one step
-
-    def ttft_deadline_at_s(self, request: Request) -> float:
-        """Deadline of an online request's first token; inf without an objective."""
-        return math.inf
-
-    def promote_at_s(self, request: Request) -> float:
-        """When an offline request becomes ``PROMOTED``; inf for never."""
-        return math.inf
-
-    def observe(self, predicted_s: float, observed_s: float) -> None:  # noqa: B027
-        """Learn from a step's predicted and observed time."""
-
-    def set_cost_model(self, cost: CostModel) -> None:  # noqa: B027
-        """Predict with this model from now on, and forget the errors of the previous one."""

@@ -1,18 +1,23 @@
-"""The unfinished requests by status, and when they are promoted."""
+"""The unfinished requests by status, and the instants at which they change their priority level."""
 
 from __future__ import annotations
 
 import heapq
 import math
-import operator
 from bisect import bisect_left, insort
 from collections.abc import Collection, Sequence
 
-from backfill.core.request import PriorityLevel, Request, RequestId, RequestStatus, ServiceClass
+from backfill.core.request import (
+    PriorityLevel,
+    Request,
+    RequestId,
+    RequestStatus,
+    ServiceClass,
+    order_key,
+)
+from backfill.scheduling.levels import LevelRule
 
-_MIN_PROMOTIONS = 64  # a smaller heap of promotions is not worth clearing
-
-order_key = operator.attrgetter("order_key")
+_MIN_CHANGES = 64  # a smaller heap of changes is not worth clearing
 
 
 class RequestQueue:
@@ -51,39 +56,42 @@ class UnfinishedRequests:
         restoring: requests that hold blocks to which KV is being copied, in the order of their admission.
         running: requests that take part in steps.
         num_online: online requests among ``by_id``.
+
+    Args:
+        rule: when a request changes its priority level.
+        orders_by_deadline: online requests, by that of their first token.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, rule: LevelRule | None = None, *, orders_by_deadline: bool = False) -> None:
         self.by_id: dict[RequestId, Request] = {}
         self.waiting = {level: RequestQueue() for level in PriorityLevel}
         self.restoring: dict[RequestId, Request] = {}
         self.running: dict[RequestId, Request] = {}
         self.num_online = 0
+        self._rule = rule
+        self._orders_by_deadline = orders_by_deadline
         self._num_added = 0
-        self._promotions: list[tuple[float, int, Request]] = []  # a heap; may hold finished requests
+        self._changes: list[tuple[float, int, Request]] = []  # a heap; may hold finished requests
 
     def running_by_level(self, excluded: Collection[RequestId]) -> dict[PriorityLevel, list[Request]]:
+        """Each level's in its order."""
         by_level: dict[PriorityLevel, list[Request]] = {level: [] for level in PriorityLevel}
         for request in self.running.values():
             if request.request_id not in excluded:
                 by_level[request.priority_level].append(request)
+        for requests in by_level.values():
+            requests.sort(key=order_key)
         return by_level
 
-    def add(self, request: Request, promote_at_s: float) -> None:
-        """Queue a new request. It becomes ``PROMOTED`` at ``promote_at_s``; inf for never."""
+    def add(self, request: Request) -> None:
+        """Queue a new request."""
         assert request.request_id not in self.by_id, f"{request.request_id} is already known"
-        request.enqueue(self._num_added)
+        request.enqueue(self._num_added, by_deadline=self._orders_by_deadline)
         self._num_added += 1
         self.by_id[request.request_id] = request
         self.num_online += request.service_class is ServiceClass.ONLINE
         self.waiting[request.priority_level].push(request)
-        if promote_at_s < math.inf and request.priority_level is PriorityLevel.OFFLINE:
-            if len(self._promotions) > 2 * len(self.by_id) + _MIN_PROMOTIONS:
-                self._promotions = [
-                    entry for entry in self._promotions if entry[2].status is not RequestStatus.FINISHED
-                ]
-                heapq.heapify(self._promotions)
-            heapq.heappush(self._promotions, (promote_at_s, self._num_added, request))
+        self._await_change(request, -math.inf)
 
     def take(self, request: Request) -> None:
         """Take a request out of its queue, to restore or to run it."""
@@ -116,18 +124,37 @@ class UnfinishedRequests:
         del self.by_id[request.request_id]
         self.num_online -= request.service_class is ServiceClass.ONLINE
 
-    def promote(self, now_s: float) -> None:
-        """Raise offline requests near their deadline to the priority level above."""
-        while self._promotions and self._promotions[0][0] <= now_s:
-            request = heapq.heappop(self._promotions)[2]
+    def change_levels(self, now_s: float) -> None:
+        """Promote and relegate the requests that are due."""
+        while self._changes and self._changes[0][0] <= now_s:
+            request = heapq.heappop(self._changes)[2]
             if request.status is RequestStatus.FINISHED:
+                continue
+            assert self._rule is not None
+            if self._rule.changes_at_s(request) > now_s:  # it has come further since
+                self._await_change(request, now_s)
                 continue
             is_queued = _is_queued(request)
             if is_queued:
                 self.waiting[request.priority_level].remove(request)
-            request.priority_level = PriorityLevel.PROMOTED
+            request.priority_level = self._rule.next_level(request)
             if is_queued:
                 self.waiting[request.priority_level].push(request)
+            self._await_change(request, now_s)
+
+    def _await_change(self, request: Request, now_s: float) -> None:
+        """Note when the request changes its level, if it does."""
+        if self._rule is None:
+            return
+        at_s = self._rule.changes_at_s(request)
+        if at_s == math.inf:
+            return
+        if len(self._changes) > 2 * len(self.by_id) + _MIN_CHANGES:
+            self._changes = [
+                entry for entry in self._changes if entry[2].status is not RequestStatus.FINISHED
+            ]
+            heapq.heapify(self._changes)
+        heapq.heappush(self._changes, (max(at_s, now_s), request.order_key[2], request))
 
 
 def _is_queued(request: Request) -> bool:

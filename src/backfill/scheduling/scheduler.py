@@ -10,10 +10,12 @@ from backfill.core.config import SchedulerConfig
 from backfill.core.counters import ClassCounters
 from backfill.core.plan import SampledToken, StepOutcome, StepPlan
 from backfill.core.request import FinishReason, PriorityLevel, Request, RequestId, RequestStatus, ServiceClass
-from backfill.costs.model import CostModel
+from backfill.core.slo import SLO
 from backfill.kvcache.manager import KVCacheManager
+from backfill.scheduling.levels import LevelRule
 from backfill.scheduling.planner import StepPlanner
 from backfill.scheduling.policy import Policy
+from backfill.scheduling.prediction import StepPredictor
 from backfill.scheduling.preemption import Preemption
 from backfill.scheduling.queues import UnfinishedRequests
 from backfill.scheduling.suspension import Suspension
@@ -34,7 +36,8 @@ class Scheduler:
 
     Args:
         end_token_ids: tokens that end any output unless it ignores them.
-        cost: predicts steps for policies that bound their time; None for policies that do not.
+        predictor: predicts steps for policies that bound their time; None for policies that do not.
+        default_slo: of online requests that bring none.
         block_copy_s: seconds that a copy of one block between device and host takes; None if not known.
         num_layers: of the model; None where the executor cannot stop a step.
     """
@@ -45,7 +48,8 @@ class Scheduler:
         kv: KVCacheManager,
         policy: Policy,
         *,
-        cost: CostModel | None = None,
+        predictor: StepPredictor | None = None,
+        default_slo: SLO | None = None,
         block_copy_s: float | None = None,
         num_layers: int | None = None,
         end_token_ids: Collection[int] = (),
@@ -53,11 +57,23 @@ class Scheduler:
         self.config = config
         self.kv = kv
         self.policy = policy
-        self.requests = UnfinishedRequests()
+        self.predictor = predictor
+        rule = LevelRule(
+            config.promote_before if policy.promotes else 0.0,
+            policy.relegates,
+            predictor,
+            min(config.max_num_batched_tokens, config.max_prefill_chunk_tokens),
+        )
+        self.requests = UnfinishedRequests(rule, orders_by_deadline=policy.orders_by_deadline)
         self.counters: Mapping[ServiceClass, ClassCounters] = kv.counters
+        self._default_slo = default_slo
         self._end_token_ids = frozenset(end_token_ids)
         self._suspension = Suspension(
-            config, policy, cost, num_layers or 1, num_layers is not None, self._count_discarded
+            config,
+            predictor if policy.stops_steps else None,
+            num_layers or 1,
+            num_layers is not None,
+            self._count_discarded,
         )
         self._preemption = Preemption(policy, self.requests, kv, self._suspension, self.counters)
         self._planner = StepPlanner(
@@ -67,13 +83,9 @@ class Scheduler:
             self.requests,
             self._suspension,
             self._preemption,
-            cost=cost,
+            predictor=predictor,
             block_copy_s=block_copy_s,
         )
-
-    @property
-    def cost(self) -> CostModel | None:
-        return self._planner.cost
 
     @property
     def has_unfinished(self) -> bool:
@@ -84,17 +96,15 @@ class Scheduler:
         """A step is due: for unfinished requests, for a release, or for copies in flight."""
         return bool(self.requests.by_id or self._planner.has_releases or self.kv.num_copies_in_flight)
 
-    def set_cost_model(self, cost: CostModel) -> None:
-        """Predict with this model from now on. Called between two steps."""
-        self._planner.cost = self._suspension.cost = cost
-        self.policy.set_cost_model(cost)
-
     def count_by_class(self) -> dict[ServiceClass, tuple[int, int]]:
         """(running, waiting) requests of each class; restoring requests count as running."""
         running = Counter(request.service_class for request in self._preemption.block_holders)
         waiting = {level: len(queue) for level, queue in self.requests.waiting.items()}
         return {
-            ServiceClass.ONLINE: (running[ServiceClass.ONLINE], waiting[PriorityLevel.ONLINE]),
+            ServiceClass.ONLINE: (
+                running[ServiceClass.ONLINE],
+                waiting[PriorityLevel.ONLINE] + waiting[PriorityLevel.RELEGATED],
+            ),
             ServiceClass.OFFLINE: (
                 running[ServiceClass.OFFLINE],
                 waiting[PriorityLevel.OFFLINE] + waiting[PriorityLevel.PROMOTED],
@@ -107,7 +117,13 @@ class Scheduler:
         assert self.kv.blocks_for(max_tokens) <= self.kv.num_blocks, (
             f"{request.request_id}: {max_tokens} tokens cannot fit {self.kv.num_blocks} blocks"
         )
-        self.requests.add(request, self.policy.promote_at_s(request))
+        self.give_objectives(request)
+        self.requests.add(request)
+
+    def give_objectives(self, request: Request) -> None:
+        """Give an online request without objectives the default ones."""
+        if request.slo is None and request.service_class is ServiceClass.ONLINE:
+            request.slo = self._default_slo
 
     def finish(self, request_id: RequestId, reason: FinishReason) -> Request | None:
         """End a request from outside (abort, error). None if it has ended already or never existed."""

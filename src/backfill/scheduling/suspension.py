@@ -9,9 +9,8 @@ from backfill.core.config import SchedulerConfig
 from backfill.core.plan import Resume, Safepoints, ScheduledSlice, StepOutcome, StepPlan
 from backfill.core.request import PriorityLevel, RequestId
 from backfill.costs.load import StepLoad
-from backfill.costs.model import CostModel
 from backfill.scheduling.batch import Batch
-from backfill.scheduling.policy import Policy
+from backfill.scheduling.prediction import StepPredictor
 
 # After this many plans in which not one layer of the suspended step fitted beside the online requests, it is
 # discarded: smaller offline steps may fit, and none starts before it.
@@ -23,7 +22,7 @@ class Suspension:
     """At most one suspended step: slices that were stopped between two layers and resume in a later step.
 
     Args:
-        cost: predicts steps; without one no step is stopped.
+        predictor: predicts steps; without one no step is stopped.
         num_layers: of the model.
         can_stop: the executor can stop a step.
         on_discarded: called with a request and its discarded work, which will be computed again: tokens times
@@ -31,8 +30,7 @@ class Suspension:
     """
 
     config: SchedulerConfig
-    policy: Policy
-    cost: CostModel | None
+    predictor: StepPredictor | None
     num_layers: int
     can_stop: bool
     on_discarded: Callable[[RequestId, float], None]
@@ -49,9 +47,9 @@ class Suspension:
         """Predicted seconds of the layers that the suspended slices still have to run."""
         if not self._slices:
             return 0.0
-        assert self.cost is not None
+        assert self.predictor is not None
         load = StepLoad.of_slices(self._slices.values())
-        return self.cost.step_time_s(load) * (1.0 - self._layers_done / self.num_layers)
+        return self.predictor.cost.step_time_s(load) * (1.0 - self._layers_done / self.num_layers)
 
     def lost_tokens(self, request_id: RequestId) -> float:
         """Work that discarding the request's suspended slice would lose; unit as for ``on_discarded``."""
@@ -60,7 +58,7 @@ class Suspension:
 
     def safepoints(self, batch: Batch, predicted_s: float) -> Safepoints | None:
         """Safepoints of the step; None if an arrival could stop nothing, or a step is suspended already."""
-        if not (self.can_stop and self.policy.stops_steps) or predicted_s == 0.0 or self._slices:
+        if not self.can_stop or self.predictor is None or predicted_s == 0.0 or self._slices:
             return None
         if all(request.priority_level is PriorityLevel.ONLINE for request, _ in batch.members.values()):
             return None
@@ -109,4 +107,5 @@ class Suspension:
         return scheduled.num_tokens * layers_done / self.num_layers
 
     def _layers_apart(self, layer_s: float) -> int:
-        return max(1, int(self.config.max_stop_s / (layer_s * self.policy.time_scale)))
+        assert self.predictor is not None
+        return max(1, int(self.config.max_stop_s / (layer_s * self.predictor.time_scale)))

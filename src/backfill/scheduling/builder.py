@@ -1,0 +1,293 @@
+"""Builds one step's batch over the KV cache and the queues: what policies call."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+from backfill.core.config import SchedulerConfig
+from backfill.core.plan import CopyDirections
+from backfill.core.request import PriorityLevel, Request, RequestStatus
+from backfill.costs.model import CostModel
+from backfill.kvcache.content import BlockKey, Evictable, Match
+from backfill.kvcache.manager import KVCacheManager
+from backfill.scheduling.batch import Batch
+from backfill.scheduling.policy import MIN_PREFILL_CHUNK_TOKENS, NO_LIMITS, Admission, ChunkLimits
+from backfill.scheduling.preemption import Preemption
+from backfill.scheduling.queues import UnfinishedRequests
+
+# Waiting requests whose keys a step makes although another one in it computes their next block.
+_MAX_LOOKED_UP = 64
+# Steps that a request waits in vain for others to compute its next blocks, before it computes them too.
+_MAX_PREFIX_WAITS = 32
+
+
+@dataclass(slots=True, eq=False)
+class StepBuilder:
+    """See ``BatchBuilder``, for policies. Made for one step.
+
+    A prompt whose next block is computed in the same step, by a request of its level or a more urgent one,
+    waits for the next step, where it finds the block in the cache.
+
+    Args:
+        cost: predicts steps; None where nothing does, and limits of time are infinite.
+    """
+
+    config: SchedulerConfig
+    kv: KVCacheManager
+    requests: UnfinishedRequests
+    preemption: Preemption
+    cost: CostModel | None
+    now_s: float
+    batch: Batch = field(init=False)
+    # Requests that came to hold blocks with all their KV on the device.
+    started: list[Request] = field(init=False, default_factory=list)
+    # The blocks that this step computes, each with the most urgent request that does, and the indices where
+    # its prompts begin.
+    _in_step: dict[BlockKey, Request] = field(init=False, default_factory=dict)
+    _starts: set[int] = field(init=False, default_factory=set)
+    _num_looked_up: int = field(init=False, default=0)
+    _owed: _Owed | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        self.batch = Batch(self.config.max_num_seqs, self.config.max_num_batched_tokens)
+
+    @property
+    def predicted_s(self) -> float:
+        return 0.0 if self.cost is None else self.cost.step_time_s(self.batch.load)
+
+    @property
+    def tokens_left(self) -> int:
+        return self.batch.num_tokens_left
+
+    @property
+    def seqs_left(self) -> int:
+        return self.config.max_num_seqs - len(self.batch.members)
+
+    @property
+    def num_seqs(self) -> int:
+        return len(self.batch.members)
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        return self.batch.num_prefill_tokens
+
+    @property
+    def has_headroom(self) -> bool:
+        return self.batch.has_headroom
+
+    @property
+    def has_preempted(self) -> bool:
+        return self.batch.has_preempted
+
+    def time_left_s(self, limit_s: float) -> float:
+        return limit_s - self.predicted_s
+
+    def add_decodes(self, requests: Sequence[Request], max_step_s: float = math.inf) -> int:
+        num_fitting = self._num_fitting(requests, max_step_s)
+        requests = requests[:num_fitting]
+        batch, size = self.batch, self.kv.block_size
+        has_headroom = batch.has_headroom_for(len(requests))
+        for request in requests:
+            # Where all of them fit, those whose last block has a slot follow together.
+            if has_headroom and request.num_computed_tokens % size:
+                continue
+            if request.status is RequestStatus.RUNNING and batch.has_headroom:
+                self._grow(request, 1)
+        if has_headroom:
+            running = RequestStatus.RUNNING  # and not preempted for a block of another one
+            batch.add_decodes(
+                [each for each in requests if each.num_computed_tokens % size and each.status is running]
+            )
+        return num_fitting
+
+    def try_add(self, request: Request, limits: ChunkLimits = NO_LIMITS) -> int:
+        if request.status is not RequestStatus.RUNNING or not self.batch.has_headroom:
+            return 0
+        if not request.is_decoding:
+            self.kv.match_more(request)
+            if self._waits_for_next_block(request):
+                return 0
+        num_tokens = self._chunk(request, limits)
+        return num_tokens if num_tokens and self._grow(request, num_tokens) else 0
+
+    def try_admit(
+        self,
+        request: Request,
+        limits: ChunkLimits = NO_LIMITS,
+        *,
+        reserved_blocks: int = 0,
+        may_preempt: Collection[PriorityLevel] = (),
+    ) -> Admission:
+        if request.status not in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
+            return Admission.DEFERRED  # preempted for another one in this step, and moved within its queue
+        if any(self._waits_for_prefix(request, index) for index in self._starts):
+            return Admission.DEFERRED  # it was looked up before, and has all blocks before this in common
+        match = self.kv.match(request)
+        request.num_computed_tokens = match.num_tokens
+        owed = self._owed
+        if owed is None or owed.but_for != may_preempt:
+            if not may_preempt and not self._may_fit(request, match):
+                return Admission.REFUSED  # the common case where memory is full, before anything is summed
+            owed = self._owed = self._sum_owed(may_preempt)
+        if owed.num_holders >= self.config.max_num_seqs:
+            return Admission.REFUSED
+        if self._waits_for_next_block(request):
+            self._num_looked_up += 1
+            return Admission.DEFERRED if self._num_looked_up < _MAX_LOOKED_UP else Admission.REFUSED
+        takes_part = match.is_on_device or CopyDirections.RESTORE in self.kv.blocking
+        if takes_part and not self._chunk(request, limits):
+            return Admission.REFUSED
+        reserved = owed.num_blocks + (reserved_blocks if self.requests.running else 0)
+        room = self.preemption.make_room_for_waiting(request, match, reserved, may_preempt, self.batch)
+        if room is None:
+            return Admission.REFUSED
+        self._admit(request, *room, limits)
+        owed.num_holders += 1
+        owed.num_blocks += self._blocks_needed_next(request)
+        self._owed = owed
+        return Admission.ADMITTED
+
+    def remove(self, request: Request) -> None:
+        self.batch.remove(request)
+
+    def preempt(self, request: Request) -> None:
+        self._owed = None
+        self.preemption.preempt(request, self.batch)
+
+    def _num_fitting(self, decodes: Sequence[Request], max_step_s: float) -> int:
+        """The most of these decodes, from the first, with which the step keeps to its limit of time.
+
+        Those that do not fit take no blocks.
+        """
+        if max_step_s == math.inf or not decodes:
+            return len(decodes)
+        assert self.cost is not None
+        load, cost = self.batch.load, self.cost
+
+        def seconds(count: int) -> float:
+            starts = [each.num_computed_tokens for each in decodes[:count]]
+            grown = load.copy()
+            grown.put_decodes(starts)
+            return cost.step_time_s(grown)
+
+        low, high = (0 if self.batch.members else 1), len(decodes)
+        if seconds(high) <= max_step_s:
+            return high
+        while high - low > 1:  # low fits or is exempt, high does not fit
+            middle = (low + high) // 2
+            if seconds(middle) <= max_step_s:
+                low = middle
+            else:
+                high = middle
+        return low
+
+    def _grow(self, request: Request, num_tokens: int) -> bool:
+        """Add a running request's tokens and allocate their blocks, preempting for them."""
+        needed = request.num_computed_tokens + num_tokens
+        missing = self.kv.num_missing_blocks(request.request_id, needed)
+        if missing:
+            self._owed = None
+            may_evict = self.preemption.make_room(request, missing, self.batch)
+            if may_evict is None:
+                return False
+            self.kv.grow(request, needed, may_evict)
+        self._add(request, num_tokens)
+        return True
+
+    def _add(self, request: Request, num_tokens: int) -> None:
+        self.batch.add(request, num_tokens)
+        if num_tokens >= self.kv.block_size:
+            start, level = request.num_computed_tokens, request.priority_level.value
+            self._starts.add(start // self.kv.block_size)
+            for key in self.kv.keys_of(request, start, start + num_tokens):
+                known = self._in_step.get(key)
+                if known is None or level < known.priority_level.value:
+                    self._in_step[key] = request
+
+    def _admit(self, request: Request, match: Match, may_evict: Evictable, limits: ChunkLimits) -> None:
+        """Give a waiting request its blocks; it takes part in this step if all its KV is on the device."""
+        self.requests.take(request)
+        is_restored = self.kv.allocate(request, match, may_evict)
+        if request.first_scheduled_at_s is None:
+            request.first_scheduled_at_s = self.now_s
+        if not is_restored:
+            self.requests.restore(request)
+            return
+        self.requests.run(request)
+        self.kv.start(request)
+        self.started.append(request)
+        num_tokens = self._chunk(request, limits)
+        if num_tokens:
+            self.kv.grow(request, request.num_computed_tokens + num_tokens, may_evict)
+            self._add(request, num_tokens)
+
+    def _waits_for_prefix(self, request: Request, index: int) -> bool:
+        """Whether another request computes this one's block in this step; the next step then finds it.
+
+        A request never waits for one that is less urgent. It waits a bounded number of steps beyond those
+        that found it a block: who is waited for may be stopped.
+        """
+        key = self.kv.key_of(request.request_id, index)
+        other = None if key is None else self._in_step.get(key)
+        if other is None or other.priority_level.value > request.priority_level.value:
+            return False
+        if other.request_id not in self.batch.members:  # it was preempted meanwhile
+            return False
+        request.num_prefix_waits += 1
+        return request.num_prefix_waits <= _MAX_PREFIX_WAITS + index
+
+    def _waits_for_next_block(self, request: Request) -> bool:
+        index, offset = divmod(request.num_computed_tokens, self.kv.block_size)
+        return not offset and self._waits_for_prefix(request, index)
+
+    def _may_fit(self, request: Request, match: Match) -> bool:
+        needed = self.kv.blocks_for(request.num_tokens) - match.num_device_blocks
+        return needed <= self.kv.num_available(Evictable.ALL)
+
+    def _sum_owed(self, may_preempt: Collection[PriorityLevel]) -> _Owed:
+        holders = [each for each in self.preemption.block_holders if each.priority_level not in may_preempt]
+        is_full = len(holders) >= self.config.max_num_seqs
+        num_blocks = 0 if is_full else sum(map(self._blocks_needed_next, holders))
+        return _Owed(may_preempt, len(holders), num_blocks)
+
+    def _blocks_needed_next(self, request: Request) -> int:
+        """Blocks for the rest of its known tokens and one more, so that its next steps preempt nobody."""
+        return 1 + self.kv.num_missing_blocks(request.request_id, request.num_tokens)
+
+    def _chunk(self, request: Request, limits: ChunkLimits) -> int:
+        """Pending tokens of a request, at most, for which the step has headroom and time; 0 for none."""
+        batch = self.batch
+        if not batch.has_headroom:
+            return 0
+        pending = request.num_pending_tokens
+        most = min(pending, self.config.max_prefill_chunk_tokens, batch.num_tokens_left)
+        least = min(most, MIN_PREFILL_CHUNK_TOKENS)
+        if limits.step_sizes:
+            least_size = batch.load.num_tokens - batch.num_prefill_tokens + limits.step_sizes[0] // 2
+            index = min(bisect_left(limits.step_sizes, least_size), len(limits.step_sizes) - 1)
+            most = min(most, max(0, limits.step_sizes[index] - batch.load.num_tokens))
+        if limits.max_step_s < math.inf:
+            assert self.cost is not None
+            most = self.cost.max_tokens(
+                batch.load, request.num_computed_tokens, pending, limits.max_step_s, most
+            )
+        if most >= least:
+            # Behind another prompt, a chunk ends with a block: the next one can then begin with what the
+            # other one, which may have the same prefix, has computed meanwhile.
+            over = (request.num_computed_tokens + most) % self.kv.block_size
+            is_behind = batch.num_prefill_tokens > 0 and most < pending
+            return most - over if is_behind and most - over >= least else most
+        is_guaranteed = not batch.members or (limits.guarantees_progress and not batch.num_prefill_tokens)
+        return least if is_guaranteed else 0
+
+
+@dataclass(slots=True)
+class _Owed:
+    """What the requests that hold blocks need next, without those that may be preempted."""
+
+    but_for: Collection[PriorityLevel]
+    num_holders: int
+    num_blocks: int

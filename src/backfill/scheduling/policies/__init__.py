@@ -1,0 +1,1 @@
+"""Scheduling policies, one a file."""

@@ -1,0 +1,46 @@
+"""Policies by name."""
+
+from __future__ import annotations
+
+from backfill.core.config import SchedulerConfig
+from backfill.core.errors import ConfigError
+from backfill.core.slo import SLO
+from backfill.scheduling.policies.baselines import (
+    FcfsPolicy,
+    OnlineOnlyPolicy,
+    PriorityPolicy,
+    RoundRobinPolicy,
+)
+from backfill.scheduling.policies.slo import SloPolicy, SloPolicyConfig
+from backfill.scheduling.policy import Policy
+from backfill.scheduling.prediction import StepPredictor
+
+_BASELINES: dict[str, type[Policy]] = {
+    "online-only": OnlineOnlyPolicy,
+    "fcfs": FcfsPolicy,
+    "priority": PriorityPolicy,
+    "round-robin": RoundRobinPolicy,
+}
+
+
+def create_policy(
+    config: SchedulerConfig, predictor: StepPredictor | None, *, default_slo: SLO, can_stop: bool
+) -> Policy:
+    """The policy of ``config.policy``.
+
+    Args:
+        predictor: predicts steps; None without a cost profile.
+        default_slo: the server's objectives.
+        can_stop: the executor can stop offline slices at safepoints.
+    Raises: ConfigError if the policy needs a cost profile and there is none.
+    """
+    if config.policy == "slo":
+        if predictor is None:
+            raise ConfigError("`policy` slo needs a cost profile of the model: run `backfill profile`.")
+        return SloPolicy(
+            SloPolicyConfig(default_slo=default_slo, victims=config.victims),
+            predictor,
+            max_step_tokens=config.max_num_batched_tokens,
+            can_stop=can_stop,
+        )
+    return _BASELINES[config.policy]()
