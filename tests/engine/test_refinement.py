@@ -92,7 +92,7 @@ def test_an_engine_learns_what_its_steps_cost() -> None:
         found.append(prompt_error(learning.profile))
     assert found[0] > 0.5
     assert found[1] < found[0]
-    assert found[-1] < 0.05
+    assert found[-1] < 0.1, "steps as long as the longest prompt are not run"
     assert learning.profile.quality == "refined"
     assert learning.saved[-1] == learning.profile == learning.refiner.profile
 
@@ -103,13 +103,13 @@ def test_a_refined_model_is_used_everywhere_and_the_objectives_stay() -> None:
     predictor = engine.predictor
     assert predictor is not None
     learning.serve_chats(60)
-    assert predictor.correction.mean < 0.9
-    deviation = predictor.correction.upper - predictor.correction.mean
+    assert predictor.time_scale < 0.9
+    spread = predictor.worst_scale / predictor.time_scale
     refined = learning.refine()
     assert refined is not None
     assert predictor.cost is refined.cost
-    assert predictor.correction.mean == 1.0
-    assert predictor.correction.upper == pytest.approx(1.0 + deviation)
+    assert predictor.time_scale == 1.0
+    assert predictor.worst_scale == pytest.approx(spread)
     assert engine.default_slo == slo
     # Suspended slices get the time that the new model leaves beside a step of decodes.
     learning.serve_chats(20)
@@ -122,11 +122,11 @@ def test_a_profile_with_only_a_new_error_keeps_the_correction() -> None:
     predictor = learning.engine.predictor
     assert predictor is not None
     learning.serve_chats(60)
-    predictor.correction.observe(1.0, 1.3)
-    learned = predictor.correction.mean
+    predictor.observe(1.0, 1.3)
+    learned = predictor.time_scale
     refined = learning.refine()
     assert refined is not None and refined.cost == TRUTH
-    assert predictor.correction.mean == learned != 1.0
+    assert predictor.time_scale == learned != 1.0
 
 
 def test_nothing_is_fitted_while_an_online_request_waits_for_it() -> None:
@@ -227,7 +227,7 @@ def test_nothing_is_refused_that_a_run_would_meet(num_rounds: int) -> None:
         impossible = impossible_slo(learning.profile, CONFIG, num_tokens)
         assert impossible.ttft_s <= needed.ttft_s * rng.uniform(1.0, 3.0)
         assert impossible.tpot_s <= needed.tpot_s * rng.uniform(1.0, 3.0)
-    absurd = achievable_slo(TRUTH, CONFIG, 1000).ttft_s / 3
+    absurd = achievable_slo(TRUTH, CONFIG, 1000).ttft_s / 4
     assert (impossible_slo(learning.profile, CONFIG, 1000).ttft_s > absurd) == (num_rounds > 0)
 
 

@@ -140,7 +140,7 @@ def test_policies_differ_as_they_should() -> None:
 
 def test_an_arrival_stops_an_offline_step_that_would_make_it_late() -> None:
     sparse = workload(rate_per_s=1.0)
-    tight = SLO(ttft_s=0.06, tpot_s=0.2)
+    tight = SLO(ttft_s=0.065, tpot_s=0.2)
     suspended, discarded, priority = (
         run(policy, sparse, tight, preemption=preemption, prefix_caching=False)
         for policy, preemption in (("slo", "suspend"), ("slo", "discard"), ("priority", "suspend"))

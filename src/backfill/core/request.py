@@ -93,6 +93,7 @@ class Request:
     status: RequestStatus = RequestStatus.WAITING
     finish_reason: FinishReason | None = None
     first_scheduled_at_s: float | None = None
+    first_token_at_s: float | None = None
     last_token_at_s: float | None = None
     num_ever_computed_tokens: int = 0  # maximum so far of num_computed_tokens; tokens below it are recomputed
     num_cached_tokens: int = 0  # prompt tokens that it found in the prefix cache
@@ -145,6 +146,14 @@ class Request:
         if self.last_token_at_s is None:
             return self.arrived_at_s + slo.ttft_s
         return self.last_token_at_s + slo.tpot_s
+
+    @property
+    def banked_s(self) -> float:
+        """Seconds by which its tokens so far came sooner than one a TPOT objective; negative if later."""
+        if self.slo is None or self.first_token_at_s is None or self.last_token_at_s is None:
+            return 0.0
+        due_s = self.first_token_at_s + (len(self.output_token_ids) - 1) * self.slo.tpot_s
+        return due_s - self.last_token_at_s
 
     @property
     def is_decoding(self) -> bool:

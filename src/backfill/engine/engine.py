@@ -137,8 +137,9 @@ class Engine:
     def step(self) -> list[TokenOutput]:
         """Plan a step, run it, commit it. If the executor raises, the step is lost (``Scheduler.fail``)."""
         outputs = self.admit_arrived()
+        planned_at_s = self._clock.now_s()
         planning_at = time.perf_counter()
-        plan = self.scheduler.plan_step(self._clock.now_s())
+        plan = self.scheduler.plan_step(planned_at_s)
         self._is_stalled = plan.does_nothing
         started_at_s = self._step_started_at_s = self._clock.now_s()
         self._running_plan = plan
@@ -163,7 +164,8 @@ class Engine:
         is_whole = isinstance(plan.work, Compute) and not outcome.stopped
         if plan.slices and is_whole and not plan.copies.stalls:
             if self.predictor is not None:
-                self.predictor.observe(plan.predicted_s, now_s - started_at_s)
+                cycle_s = self._clock.now_s() - planned_at_s
+                self.predictor.observe(plan.predicted_s, now_s - started_at_s, cycle_s)
             if self._refiner is not None:
                 self._refiner.observe(plan, now_s - started_at_s)
         self._last_step = StepStats(

@@ -82,6 +82,10 @@ class StepBuilder:
     def has_preempted(self) -> bool:
         return self.batch.has_preempted
 
+    def tokens_of(self, request: Request) -> int:
+        member = self.batch.members.get(request.request_id)
+        return 0 if member is None else member[1]
+
     def time_left_s(self, limit_s: float) -> float:
         return limit_s - self.predicted_s
 

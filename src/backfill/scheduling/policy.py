@@ -59,6 +59,10 @@ class RequestView(Protocol):
     def next_token_by_s(self) -> float:
         """The deadline of its next token; inf without objectives."""
 
+    @property
+    def banked_s(self) -> float:
+        """Seconds by which its tokens so far came sooner than one a TPOT objective; negative if later."""
+
 
 R = TypeVar("R", bound=RequestView)
 R_co = TypeVar("R_co", bound=RequestView, covariant=True)
@@ -143,6 +147,9 @@ class BatchBuilder(Protocol[R_contra]):
     @property
     def has_preempted(self) -> bool:
         """A request was preempted for one of this step."""
+
+    def tokens_of(self, request: R_contra) -> int:
+        """Tokens of a request in the step."""
 
     def time_left_s(self, limit_s: float) -> float:
         """Seconds by which the step may still grow under a limit of its predicted time."""

@@ -149,6 +149,8 @@ class Scheduler:
         for sampled in outcome.sampled:
             request, token_id, stop_token_id = by_id[sampled.request_id], sampled.token_id, None
             request.append(token_id)
+            if request.last_token_at_s is None:
+                request.first_token_at_s = now_s
             request.last_token_at_s = now_s
             sampling = request.sampling
             if (

@@ -1,20 +1,23 @@
-"""Two classes under latency objectives (ConServe, sections 4.2 and 4.5)."""
+"""The default: two classes under latency objectives, after ConServe (4.2, 4.5), BROS (4.2) and relegation."""
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from heapq import merge
 
 from backfill.core.config import VictimOrder
-from backfill.core.request import PriorityLevel
+from backfill.core.request import PriorityLevel, RequestId, order_key
 from backfill.core.slo import SLO
 from backfill.costs.load import StepLoad
 from backfill.costs.model import CostModel
-from backfill.scheduling.fill import serve
+from backfill.scheduling.fill import admit, serve, split
 from backfill.scheduling.policy import (
     MIN_PREFILL_CHUNK_TOKENS,
+    Admission,
     BatchBuilder,
     ChunkLimits,
     Policy,
@@ -27,12 +30,16 @@ from backfill.scheduling.prediction import StepPredictor
 
 # Offline work is limited once online requests leave less than 1 / this of the pool free.
 _HEADROOM_FACTOR = 1.5
-_ONLINE, _PROMOTED, _OFFLINE = (
-    frozenset({PriorityLevel.ONLINE}),
-    frozenset({PriorityLevel.PROMOTED}),
-    frozenset({PriorityLevel.OFFLINE}),
-)
-_BELOW_ONLINE = frozenset(PriorityLevel) - _ONLINE
+# Part of a step that decodes leave to prompts: as many requests are admitted, and no tighter objective than
+# this allows bounds the steps.
+_PROMPT_SHARE = 1 / 3
+# Part of what the decodes have banked that one step may take.
+_BANK_SHARE = 0.5
+# Prompts that are weighed against each other; those behind them wait.
+_MAX_WEIGHED = 512
+_ONLINE, _RELEGATED, _PROMOTED, _OFFLINE = (frozenset({level}) for level in PriorityLevel)
+_BELOW_ONLINE = _RELEGATED | _PROMOTED | _OFFLINE
+_BELOW_RELEGATED = _PROMOTED | _OFFLINE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,11 +47,13 @@ class SloPolicyConfig:
     """
     Attributes:
         default_slo: of online requests that bring none.
-        margin: part of an objective kept for what the cost model does not include: planning, sampling's
-            tail, delivery to the client.
+        delivery_share: part of an objective kept for what the engine does not see: the way of a token from
+            its step to the client's socket.
         step_efficiency: beside online requests, the steps of offline prompts are no larger than needed to
             bring the cost a token down to its minimum divided by this. Larger steps make arrivals wait and
             gain little.
+        prompt_step_share: part of the TTFT objective that a step without online decodes may take, so that
+            who arrives in it can still be in time.
         unsafe_ttft_share: part of the TTFT objective that a purely offline step may take where the executor
             cannot stop it.
         reserve_decay_s: time constant with which the peak of the online requests' blocks decays.
@@ -53,8 +62,9 @@ class SloPolicyConfig:
     """
 
     default_slo: SLO
-    margin: float = 0.1
+    delivery_share: float = 0.02
     step_efficiency: float = 0.8
+    prompt_step_share: float = 0.5
     unsafe_ttft_share: float = 0.25
     reserve_decay_s: float = 60.0
     victims: VictimOrder = "least-lost"
@@ -63,20 +73,24 @@ class SloPolicyConfig:
 class SloPolicy(Policy):
     """Online requests meet their objectives; offline work uses the time and blocks that they leave.
 
-    A step's time is bounded by the least slack of its online decodes and by the tightest TPOT objective.
-    Online requests are scheduled first and may preempt offline ones. The rest of the time goes to offline
-    decodes, then to chunks of offline prompts, unless the step computes an online prompt. If such short steps
-    would make prompts miss their TTFT objectives, the online part has no bound, as under ``fcfs``. Without
-    online requests there is no bound: the largest batch that fits runs, and is stopped at a safepoint when
-    an online request arrives.
+    Every online request has a deadline for its next token. A step ends before the deadlines of the tokens
+    that it computes. It holds all decodes of requests that are in time, then prompts by deadline, without
+    those that others would make late: as many first tokens as possible are in time. Requests that cannot be
+    in time any more are relegated (``LevelRule``) and get what is left, then offline work does, unless the
+    step computes an online prompt.
 
-    Where this differs from the paper, and why: docs/coserving.md. With ``can_stop``, the executor can stop
-    offline slices at safepoints.
+    Without online requests there is no bound: the largest batch that fits runs, and is stopped at a safepoint
+    when an online request arrives.
+
+    Each rule, and where the policy differs from the papers: docs/coserving.md. With ``can_stop``, the
+    executor can stop offline slices at safepoints.
     """
 
     stops_steps = True
     protects_online_cache = True
     promotes = True
+    relegates = True
+    orders_by_deadline = True
 
     def __init__(
         self, config: SloPolicyConfig, predictor: StepPredictor, *, max_step_tokens: int, can_stop: bool
@@ -90,66 +104,44 @@ class SloPolicy(Policy):
         self._peak_at_s: float | None = None
 
     def build(self, view: Snapshot[R], batch: BatchBuilder[R]) -> None:
-        online = _online(view)
         reserved = self._reserve(view)
-        if not online and not view.waiting[PriorityLevel.ONLINE]:
+        online = _online(view)
+        if not online and not any(view.waiting[level] for level in _ONLINE | _RELEGATED):
             self._build_offline_batch(view, batch, reserved)
             return
-        tightest, slack = self._tpot(online, view.now_s)
-        usable = (1.0 - self.config.margin) / self._predictor.correction.upper
-        # Offline work makes steps longer, so online requests hold their blocks longer. It gets less time as
-        # they fill the pool. The shape was found by simulation (docs/coserving.md).
-        free_share = 1.0 - view.online_blocks / view.num_blocks
-        headroom = min(1.0, _HEADROOM_FACTOR * free_share) ** 2
-        bound = min(tightest * headroom, slack, self._ttft_slack(online, view.now_s)) * usable
-        is_overloaded = self._misses_first_tokens(view, online, tightest * usable)
-        if view.suspended_s:
-            bound = 0.0  # the suspended slices resume first
-        serve(
-            view,
-            batch,
-            _ONLINE,
-            ChunkLimits(
-                max_step_s=math.inf if is_overloaded else min(tightest, slack) * usable,
-                guarantees_progress=True,
-            ),
-            may_preempt=_BELOW_ONLINE,
-        )
-        promoted_s = min(tightest, self.config.default_slo.tpot_s) * usable
-        serve(
-            view,
-            batch,
-            _PROMOTED,
-            ChunkLimits(max_step_s=promoted_s, step_sizes=self._step_sizes),
-            may_preempt=_OFFLINE,
-        )
+        limit_s = self._serve_in_time(view, batch)
+        self._serve_relegated(view, batch, limit_s)
         if not batch.num_prefill_tokens:
-            limits = ChunkLimits(max_step_s=bound, step_sizes=self._step_sizes)
-            serve(view, batch, _OFFLINE, limits, reserved_blocks=reserved)
+            self._serve_offline(view, batch, online, reserved)
 
     def resume_s(self, view: Snapshot[RequestView]) -> float:
         """Slack of the online decodes less the time of their own step; 0 while there is an online prompt."""
         online = _online(view)
-        if view.waiting[PriorityLevel.ONLINE] or any(request.last_token_at_s is None for request in online):
+        if any(view.waiting[level] for level in _ONLINE | _RELEGATED):
+            return 0.0
+        if any(request.last_token_at_s is None for request in online):
             return 0.0
         if not online:
             return math.inf
-        _, slack = self._tpot(online, view.now_s)
-        decode = StepLoad.of((request.num_computed_tokens, 1, True) for request in online)
-        usable_s = slack * (1.0 - self.config.margin) / self._predictor.correction.upper
-        return max(0.0, usable_s - self._predictor.cost.step_time_s(decode))
+        _, slack = _tpot(online, view.now_s)
+        return max(0.0, slack * self._usable - self._predictor.cost.step_time_s(_decode_load(online)))
 
     def preemption_key(self, request: RequestView, lost_tokens: float) -> PreemptionKey:
         """Offline requests first: by least lost work, then by least to restore. Then online, latest first."""
         level = request.priority_level
-        if level is PriorityLevel.ONLINE or self.config.victims == "latest":
+        if level in _ONLINE | _RELEGATED or self.config.victims == "latest":
             return (level.value, *request.order_key)
         return (level.value, -lost_tokens, -request.num_computed_tokens, *request.order_key)
 
     def copy_s(self, view: Snapshot[RequestView]) -> float:
         """As long as one step may take: the tightest TPOT objective (section 4.5)."""
-        tightest, _ = self._tpot(_online(view), view.now_s)
+        tightest, _ = _tpot(_online(view), view.now_s)
         return min(tightest, self.config.default_slo.tpot_s)
+
+    @property
+    def _usable(self) -> float:
+        """The part of a time that the prediction of a step may take for the step to keep to it."""
+        return (1.0 - self.config.delivery_share) / self._predictor.worst_scale
 
     @property
     def _step_sizes(self) -> Sequence[int]:
@@ -159,58 +151,135 @@ class SloPolicy(Policy):
             self._sizes = cost, sizes
         return self._sizes[1]
 
+    def _serve_in_time(self, view: Snapshot[R], batch: BatchBuilder[R]) -> float:
+        """Decodes of requests that are in time, then prompts. Returns: the limit of the step's time."""
+        decodes, prefills = split(view.running[PriorityLevel.ONLINE])
+        batch.add_decodes(decodes)
+        decodes_s = batch.predicted_s
+        limit_s = self._limit_s(view, decodes_s)
+        waiting = view.waiting[PriorityLevel.ONLINE]
+        if not prefills and not waiting:
+            return limit_s
+        prompts = list(itertools.islice(merge(prefills, waiting, key=order_key), _MAX_WEIGHED))
+        load = _decode_load(decodes)
+        in_time = self._in_time(prompts, load, view.now_s, limit_s)
+        if decodes and len(in_time) < len(prompts):
+            banked_s = self._limit_s(view, decodes_s, _BANK_SHARE)
+            more = self._in_time(prompts, load, view.now_s, banked_s)
+            if len(more) > len(in_time):
+                limit_s, in_time = banked_s, more
+        chosen = [each for each in prompts if each.request_id in in_time]
+        late = [each for each in prompts if each.request_id not in in_time]
+        limit_s = self._add_prompts(view, batch, chosen, limit_s)
+        self._add_prompts(view, batch, late, limit_s)
+        return limit_s
+
+    def _limit_s(self, view: Snapshot[R], decodes_s: float, bank_share: float = 0.0) -> float:
+        """Limit of the step's time, as predicted, for the gaps of the decodes that are in time.
+
+        Where they take most of it, the step grows so that a share is left to prompts: an objective that is
+        tighter than the load allows does not stop the others.
+
+        Args:
+            decodes_s: of a step of these decodes alone.
+            bank_share: part of what each decode has banked that the step may take too.
+        """
+        slack = min(
+            (
+                each.next_token_by_s - view.now_s + bank_share * max(0.0, each.banked_s)
+                for each in _holders(view, PriorityLevel.ONLINE)
+                if each.last_token_at_s is not None
+            ),
+            default=self.config.prompt_step_share * self.config.default_slo.ttft_s,
+        )
+        return max(slack * self._usable, decodes_s / (1.0 - _PROMPT_SHARE))
+
+    def _in_time(
+        self, prompts: Sequence[R], decodes: StepLoad, now_s: float, limit_s: float
+    ) -> Collection[RequestId]:
+        """The most prompts whose first tokens can all be in time (Moore and Hodgson's algorithm).
+
+        They are computed one after another by deadline, beside the decodes, in steps of ``limit_s``. Whenever
+        one would be late, the longest so far is left out; of several, the one with the earliest deadline.
+        """
+        cost, scale = self._predictor.cost, self._predictor.worst_scale
+        chunk = max(MIN_PREFILL_CHUNK_TOKENS, cost.max_tokens(decodes, 0, self._max_step_tokens, limit_s))
+        token_s = scale * cost.time_with_s(decodes, 0, chunk, False) / chunk
+        chosen: list[tuple[int, float, int]] = []  # a heap, the longest first
+        ends_at_s = now_s
+        for index, request in enumerate(prompts):
+            num_tokens, by_s = request.num_pending_tokens, request.next_token_by_s
+            heapq.heappush(chosen, (-num_tokens, by_s, index))
+            ends_at_s += num_tokens * token_s
+            if ends_at_s > by_s:
+                ends_at_s += heapq.heappop(chosen)[0] * token_s
+        return {prompts[index].request_id for _, _, index in chosen}
+
+    def _add_prompts(
+        self, view: Snapshot[R], batch: BatchBuilder[R], prompts: Iterable[R], limit_s: float
+    ) -> float:
+        """Add chunks of prompts in this order. Returns: the limit, lowered to the deadlines of those it ends.
+
+        A waiting prompt is admitted only while a step of all decodes would leave time for prompts.
+        """
+        holders = list(_holders(view, PriorityLevel.ONLINE))
+        holding = {each.request_id for each in holders}
+        load, may_admit = _decode_load(holders), True
+        for request in prompts:
+            if not batch.has_headroom:
+                break
+            limits = ChunkLimits(max_step_s=limit_s)
+            if request.request_id in holding:
+                batch.try_add(request, limits)
+            elif may_admit:
+                load.put(request.num_prompt_tokens, 1, True)
+                may_admit = self._leaves_time(load) or not holders
+                if may_admit:
+                    admission = batch.try_admit(request, limits, may_preempt=_BELOW_ONLINE)
+                    may_admit = admission is not Admission.REFUSED
+            if batch.tokens_of(request) == request.num_pending_tokens:
+                slack = (request.next_token_by_s - view.now_s) * self._usable
+                if slack >= batch.predicted_s:
+                    limit_s = min(limit_s, slack)
+        return limit_s
+
+    def _leaves_time(self, decodes: StepLoad) -> bool:
+        most_s = self.config.default_slo.tpot_s * self._usable
+        return self._predictor.cost.step_time_s(decodes) <= (1.0 - _PROMPT_SHARE) * most_s
+
+    def _serve_relegated(self, view: Snapshot[R], batch: BatchBuilder[R], limit_s: float) -> None:
+        """Online requests that are too late: prompts by age, then decodes, as far as there is time."""
+        decodes, prefills = split(view.running[PriorityLevel.RELEGATED])
+        limits = ChunkLimits(max_step_s=limit_s)
+        for request in prefills:
+            batch.try_add(request, limits)
+        admit(batch, view.waiting[PriorityLevel.RELEGATED], limits, may_preempt=_BELOW_RELEGATED)
+        batch.add_decodes(decodes, limit_s)
+
+    def _serve_offline(
+        self, view: Snapshot[R], batch: BatchBuilder[R], online: Sequence[R], reserved: int
+    ) -> None:
+        """Promoted requests, then the others, in the time that all online requests leave."""
+        tightest, slack = _tpot(online, view.now_s)
+        ttft_slack = _ttft_slack(online, view.now_s)
+        bound_s = 0.0 if view.suspended_s else min(tightest, slack, ttft_slack) * self._usable
+        # Offline work makes steps longer, so online requests hold their blocks longer. It gets less time as
+        # they fill the pool. The shape was found by simulation (docs/coserving.md).
+        free_share = 1.0 - view.online_blocks / view.num_blocks
+        headroom = min(1.0, _HEADROOM_FACTOR * free_share) ** 2
+        lowered_s = 0.0 if view.suspended_s else min(tightest * headroom * self._usable, bound_s)
+        promoted = ChunkLimits(max_step_s=bound_s, step_sizes=self._step_sizes)
+        serve(view, batch, _PROMOTED, promoted, may_preempt=_OFFLINE)
+        limits = ChunkLimits(max_step_s=lowered_s, step_sizes=self._step_sizes)
+        serve(view, batch, _OFFLINE, limits, reserved_blocks=reserved)
+
     def _build_offline_batch(self, view: Snapshot[R], batch: BatchBuilder[R], reserved: int) -> None:
         limits = ChunkLimits()
         if not self._can_stop:
             ttft_s = self.config.default_slo.ttft_s
-            upper = self._predictor.correction.upper
-            limits = ChunkLimits(max_step_s=ttft_s * self.config.unsafe_ttft_share / upper)
+            limits = ChunkLimits(max_step_s=ttft_s * self.config.unsafe_ttft_share * self._usable)
         serve(view, batch, _PROMOTED, limits, may_preempt=_OFFLINE)
         serve(view, batch, _OFFLINE, limits, reserved_blocks=reserved)
-
-    def _tpot(self, online: Sequence[RequestView], now_s: float) -> tuple[float, float]:
-        """The tightest TPOT objective and the least slack of the online decodes; inf without any."""
-        tightest = slack = math.inf
-        for request in online:
-            if request.last_token_at_s is not None:
-                assert request.slo is not None
-                tightest = min(tightest, request.slo.tpot_s)
-                slack = min(slack, request.next_token_by_s - now_s)
-        return tightest, slack
-
-    def _misses_first_tokens(self, view: Snapshot[R], online: Sequence[R], limit_s: float) -> bool:
-        """Whether a prompt would miss its TTFT objective if no step took longer than ``limit_s``.
-
-        The estimate computes prompts one after another, each step beside the present decodes. A prompt that
-        would be late even alone does not count: longer gaps of other requests cannot save it. A prompt that
-        is late because it waited does count: in overload all prompts are late, and waiting makes it worse.
-        """
-        prefilling = [each for each in online if not each.is_decoding]
-        waiting = view.waiting[PriorityLevel.ONLINE]
-        if limit_s == math.inf or not (prefilling or waiting):
-            return False
-        cost, upper = self._predictor.cost, self._predictor.correction.upper
-        load = StepLoad.of((each.num_computed_tokens, 1, True) for each in online if each.is_decoding)
-        chunk = max(MIN_PREFILL_CHUNK_TOKENS, cost.max_tokens(load, 0, self._max_step_tokens, limit_s))
-        token_s = upper * cost.time_with_s(load, 0, chunk, False) / chunk
-        first_token_at_s = view.now_s
-        for request in itertools.chain(prefilling, waiting):
-            first_token_at_s += request.num_pending_tokens * token_s
-            is_prompt = request.last_token_at_s is None
-            if is_prompt and first_token_at_s > request.next_token_by_s and self._is_feasible(request):
-                return True
-        return False
-
-    def _is_feasible(self, request: RequestView) -> bool:
-        """Whether the request alone would meet its TTFT objective."""
-        assert request.slo is not None
-        alone_s = self._predictor.cost.prefill_time_s(request.num_prompt_tokens, self._max_step_tokens)
-        return self._predictor.correction.mean * alone_s <= request.slo.ttft_s
-
-    def _ttft_slack(self, online: Sequence[RequestView], now_s: float) -> float:
-        """Least slack of the first tokens that can still be in time."""
-        slacks = (request.next_token_by_s - now_s for request in online if request.last_token_at_s is None)
-        return min((slack for slack in slacks if slack > 0), default=math.inf)
 
     def _reserve(self, view: Snapshot[R]) -> int:
         """Blocks to keep free for online requests: their decaying peak, less those that they hold now.
@@ -225,7 +294,31 @@ class SloPolicy(Policy):
         return max(0, wanted - view.reclaimable_blocks)
 
 
+def _holders(view: Snapshot[R], level: PriorityLevel) -> Sequence[R]:
+    """Requests of a level that run or are being restored."""
+    return [*view.running[level], *(each for each in view.restoring if each.priority_level is level)]
+
+
 def _online(view: Snapshot[R]) -> Sequence[R]:
     """Online requests that run or are being restored: they wait for their next token."""
-    restoring = [each for each in view.restoring if each.priority_level is PriorityLevel.ONLINE]
-    return [*view.running[PriorityLevel.ONLINE], *restoring]
+    return [*_holders(view, PriorityLevel.ONLINE), *_holders(view, PriorityLevel.RELEGATED)]
+
+
+def _decode_load(requests: Iterable[RequestView]) -> StepLoad:
+    return StepLoad.of((max(1, each.num_computed_tokens), 1, True) for each in requests)
+
+
+def _tpot(online: Sequence[RequestView], now_s: float) -> tuple[float, float]:
+    """The tightest TPOT objective and the least slack of the online decodes; inf without any."""
+    tightest = slack = math.inf
+    for request in online:
+        if request.last_token_at_s is not None and request.slo is not None:
+            tightest = min(tightest, request.slo.tpot_s)
+            slack = min(slack, request.next_token_by_s - now_s)
+    return tightest, slack
+
+
+def _ttft_slack(online: Sequence[RequestView], now_s: float) -> float:
+    """Least slack of the first tokens that can still be in time."""
+    slacks = (each.next_token_by_s - now_s for each in online if each.last_token_at_s is None)
+    return min((slack for slack in slacks if slack > 0), default=math.inf)
