@@ -34,6 +34,6 @@ def create_policy(config: SchedulerConfig, cost: CostModel | None, *, can_stop: 
             ),
             cost,
             max_step_tokens=config.max_num_batched_tokens,
-            can_stop=can_stop,
+            can_stop=can_stop and config.safepoints,
         )
     return _BASELINES[config.policy]()
