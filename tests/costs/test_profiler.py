@@ -363,6 +363,7 @@ def test_a_step_that_seems_faster_beside_copies_has_no_interference() -> None:
 
     assert measure(0.11, 100) == pytest.approx(0.01 / (100 * BLOCK_COPY_S))
     assert measure(0.09, 100) == 0.0
+    assert measure(5.0, 100) == 2.0, "a busy machine, not the copies"
     assert measure(0.11, 0) == 0.0, "no copy completed beside the step"
 
 

@@ -19,6 +19,9 @@ _COPIED_BLOCKS = 64
 _COPY_ROUNDS = 6
 _SHORTEST_S = 1e-9
 _MAX_COPIES_BESIDE = 4096
+# As where copies take twice as long beside a step, which stands still meanwhile. Beyond is the noise of a
+# machine that is busy with other work, and would stop checkpoints until it is measured again.
+_MOST_INTERFERENCE = 2.0
 
 
 class RunsPlans(Protocol):
@@ -74,10 +77,10 @@ class CopyProfiler:
         return CopySpeed(*speeds)
 
     def time_interference(self, speed: CopySpeed, run_step: RunStep, step_s: float, rounds: int) -> float:
-        """Seconds by which a step becomes longer for each second of copying beside it; 0 if none is seen.
+        """Seconds by which a step becomes longer for each second of copying beside it, from 0 to 2.
 
-        The step runs with and without copies in turn, so that a drift of the machine's speed counts for both.
-        The medians of the rounds are compared. Half of the copies go to the host, half to the device.
+        The step runs without and with copies in turn, and the median of the differences counts: so a drift of
+        the machine's speed does not. Half of the copies go to the host, half to the device.
 
         Args:
             step_s: about what the step takes: copies begin that take as long.
@@ -85,17 +88,17 @@ class CopyProfiler:
         pair_s = self.block_bytes / speed.to_host_bytes_per_s + self.block_bytes / speed.to_device_bytes_per_s
         num_pairs = min(math.ceil(step_s / pair_s), _MAX_COPIES_BESIDE // 2)
         copies = self._copies(num_pairs)
-        alone_s, beside_s, copying_s = [], [], []
+        longer_s, copying_s = [], []
         for _ in range(rounds):
-            alone_s.append(run_step(EMPTY_PLAN.copies)[0])
-            seconds, num_completed = run_step(BlockCopies(checkpoint=copies, restore=copies))
-            beside_s.append(seconds)
+            alone_s, _ = run_step(EMPTY_PLAN.copies)
+            beside_s, num_completed = run_step(BlockCopies(checkpoint=copies, restore=copies))
+            longer_s.append(beside_s - alone_s)
             # The slower direction counts for all, as where copies are planned.
             copying_s.append(num_completed * speed.block_copy_s(self.block_bytes))
         copied_s = statistics.median(copying_s)
         if copied_s == 0.0:
             return 0.0
-        return max(0.0, statistics.median(beside_s) - statistics.median(alone_s)) / copied_s
+        return min(max(0.0, statistics.median(longer_s)) / copied_s, _MOST_INTERFERENCE)
 
     def _copies(self, count: int) -> tuple[BlockCopy, ...]:
         """As many copies as asked, of few blocks: the first copy of each block is slower."""
