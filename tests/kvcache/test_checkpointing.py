@@ -113,3 +113,10 @@ def test_the_least_urgent_request_is_checkpointed_first() -> None:
     mixed = expected[::-1]
     mixed.sort(key=lambda each: urgency((each, BlockTable(BlockKey(b"")))), reverse=True)
     assert mixed == expected
+
+
+def test_the_shares_of_adaptive_are_options() -> None:
+    config = SchedulerConfig(checkpointing="adaptive", checkpoint_from=0.25, checkpoint_all_from=0.75)
+    policy = create_checkpoint_policy(config)
+    wanted = [policy.max_blocks(PoolView(100, 100 - num_used, 0)) for num_used in (25, 50, 75)]
+    assert wanted == [0, 25, 75]

@@ -57,6 +57,17 @@ def test_default_objectives_are_widened_on_a_slow_device() -> None:
     assert policy.config.default_slo.tpot_s == pytest.approx(4.0, rel=0.01)
 
 
+@pytest.mark.parametrize("safepoints", [True, False])
+def test_without_safepoints_steps_of_offline_work_alone_are_short(safepoints: bool) -> None:
+    config = SchedulerConfig(policy="slo", safepoints=safepoints, ttft_slo=2.0)
+    policy = create_policy(config, linear_cost(), can_stop=True)
+    assert isinstance(policy, SloPolicy)
+    limit_s = 2.0 * policy.config.unsafe_ttft_share
+    bench = Bench(policy)
+    bench.add(offline(900))
+    assert (bench.step().predicted_s > limit_s) == safepoints
+
+
 def test_the_slo_policy_needs_a_profile() -> None:
     with pytest.raises(ConfigError, match="backfill profile"):
         create_policy(SchedulerConfig(policy="slo"), None, can_stop=True)
