@@ -16,6 +16,7 @@ from backfill.cli.run_batch import run_batch
 from backfill.cli.serve import serve
 from backfill.core import cache_salt
 from backfill.core.config import SchedulerConfig
+from backfill.costs import copy_profiler, profiler
 from backfill.costs.hardware import hardware_profile_names, load_hardware_profile
 from backfill.engine import hang, process, supervisor
 from backfill.generation import tokenizer
@@ -101,6 +102,17 @@ PROSE = [
     ("kv-cache.md", f"at {planner._MAX_CANDIDATES:,} waiting requests more than it can hold"),
     ("kv-cache.md", f"at most {planner._MAX_LOOKED_UP} of those that wait"),
     ("kv-cache.md", f"({planner._MAX_UNTIMED_COPIES} copies without one)"),
+    (
+        "kv-cache.md",
+        f"at most {1000 * profiler._INTERFERENCE_BUDGET_S / (2 * profiler._FEWEST_INTERFERENCE_ROUNDS):g} ms",
+    ),
+    ("kv-cache.md", f"the median of the differences, at most {copy_profiler._MOST_INTERFERENCE:g}."),
+    (
+        "kv-cache.md",
+        f"`adaptive` copies more and more: {SchedulerConfig().checkpoint_from} and "
+        f"{SchedulerConfig().checkpoint_all_from}.",
+    ),
+    ("coserving.md", f"`--max-stop-s` ({1000 * SchedulerConfig().max_stop_s:g} ms)"),
     ("kv-cache.md", f"(weight {protection._WEIGHT:g})"),
     ("kv-cache.md", f"from {protection._LEAST_S:g} to {protection._MOST_S:g} s"),
     ("batch.md", f"lost {suspects.MAX_LONE_LOSSES} times with no other request"),

@@ -57,6 +57,10 @@ def _in_this_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         (("--dtype", "float16"), "float16"),
         (("--device", "cuda"), "--device cuda"),
         (("--host-kv-gib", "1e-7"), "--host-kv-gib"),
+        (
+            ("--checkpointing", "no.module:Policy"),
+            "--checkpointing no.module:Policy: no.module cannot be imp",
+        ),
         (("--host-kv-gib", "100000"), "--host-kv-gib"),
         (("--profile", "/no/such/profile"), "/no/such/profile cannot be read"),
         (("--profile", "{folder}/corrupt.json"), "corrupt.json is not JSON"),

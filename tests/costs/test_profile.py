@@ -154,6 +154,10 @@ ROWS = ("cost", "rows_s")
         (assign(*ROWS, "x", value=[1.0, 2.0]), "2 x and 8 y"),
         (assign("cost", "sampled_s", value={"x": [], "y": []}), "two or more points"),
         (assign("copies", "to_host_bytes_per_s", value=0), "> 0.0 - at `$.copies.to_host_bytes_per_s`"),
+        (
+            assign("copies", "interference", value=-0.1),
+            "Expected `float` >= 0.0 - at `$.copies.interference`",
+        ),
     ],
 )
 def test_a_damaged_profile_is_refused(
@@ -172,6 +176,16 @@ def test_whole_numbers_and_unknown_fields_are_accepted(tmp_path: Path) -> None:
     content["of a later release"] = {"a": 1}
     path.write_text(json.dumps(content))
     assert CostProfile.load(path).cost.request_s == 1.0
+
+
+def test_a_profile_from_before_interference_was_measured_has_none(tmp_path: Path) -> None:
+    path, content = saved(tmp_path)
+    del content["copies"]["interference"]
+    path.write_text(json.dumps(content))
+    assert CostProfile.load(path) == PROFILE
+    content["copies"] = None
+    path.write_text(json.dumps(content))
+    assert CostProfile.load(path).copy_interference == 0.0
 
 
 @pytest.mark.parametrize("name", ["missing.json", "folder", "file/below"])

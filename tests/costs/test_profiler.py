@@ -5,14 +5,15 @@ from dataclasses import replace
 
 import pytest
 
-from backfill.core.block import block_index
+from backfill.core.block import BlockCopy, block_index
 from backfill.core.clock import VirtualClock
 from backfill.core.errors import ConfigError
-from backfill.core.plan import SampledToken, StepOutcome, StepPlan
+from backfill.core.plan import BlockCopies, CopyDirections, SampledToken, StepOutcome, StepPlan, WaitForCopies
 from backfill.core.request import RequestId
+from backfill.costs.copy_profiler import CopyProfiler
 from backfill.costs.load import StepLoad
 from backfill.costs.model import CostModel, PiecewiseLinear
-from backfill.costs.profile import CostProfile, ProfileKey
+from backfill.costs.profile import CopySpeed, CostProfile, ProfileKey
 from backfill.costs.profiler import FULL, QUICK, Capacity, Grid, profile_executor
 
 # A small model on a CPU; its knots are not those of the grids.
@@ -298,3 +299,84 @@ def test_capacity_counts_whole_blocks_and_leaves_one_token() -> None:
     assert capacity.holds(((0, 1, True),) * 3)
     assert not capacity.holds(((0, 1, True),) * 4)
     assert not replace(capacity, kv_tokens=480).holds(((0, 20, True),) * 2), "40 tokens in a step of 39"
+
+
+BLOCK_COPY_S = 0.0005
+WITH_HOST_POOL = replace(CAPACITY, num_host_blocks=1000, block_bytes=1000)
+
+
+class CopyingExecutor(TimedExecutor):
+    """Copies beside the steps, ``BLOCK_COPY_S`` each. Copying for a second makes a step longer by a constant.
+
+    Args:
+        interference: that constant.
+    """
+
+    def __init__(self, interference: float) -> None:
+        super().__init__(WITH_HOST_POOL)
+        self._interference = interference
+        self._in_flight: list[BlockCopy] = []
+
+    def run(self, plan: StepPlan) -> StepOutcome:
+        copies = (*plan.copies.checkpoint, *plan.copies.restore)
+        if plan.copies.blocking is not CopyDirections.NONE:
+            self.clock.advance(BLOCK_COPY_S * len(copies))
+            return super().run(plan)
+        self._in_flight += copies
+        num_completed = len(self._in_flight)
+        if isinstance(plan.work, WaitForCopies):
+            assert self._in_flight, "there is nothing to wait for"
+            num_completed = 1  # what is left comes bit by bit
+        elif plan.slices and self._in_flight:
+            step_s = TRUTH.step_time_s(StepLoad.of_slices(plan.slices))
+            num_completed = min(num_completed, int(step_s / (1.0 - self._interference) / BLOCK_COPY_S))
+            self.clock.advance(num_completed * BLOCK_COPY_S * self._interference)
+        elif self._in_flight:
+            num_completed = 1
+        completed = tuple(self._in_flight[:num_completed])
+        del self._in_flight[:num_completed]
+        return replace(super().run(plan), completed_copies=completed)
+
+
+@pytest.mark.parametrize("grid", [SMALL_GRID, QUICK], ids=["full", "coarse"])
+@pytest.mark.parametrize("interference", [0.0, 0.05, 0.4])
+def test_the_interference_of_copies_with_a_step_is_measured(interference: float, grid: Grid) -> None:
+    executor = CopyingExecutor(interference)
+    profile = profile_executor(executor, executor.clock, WITH_HOST_POOL, grid, key=KEY, num_layers=1)
+    assert profile.copies is not None
+    assert profile.copies.to_host_bytes_per_s == pytest.approx(1000 / BLOCK_COPY_S)
+    assert profile.copy_interference == pytest.approx(interference, abs=0.001)
+    assert profile.block_copy_s(1000) == pytest.approx(BLOCK_COPY_S)
+    assert not executor._in_flight and executor.num_tokens == {}
+
+
+def test_a_step_that_seems_faster_beside_copies_has_no_interference() -> None:
+    executor = CopyingExecutor(0.0)
+    profiler = CopyProfiler(executor, executor.clock, num_blocks=100, block_bytes=1000)
+    speed = CopySpeed(1000 / BLOCK_COPY_S, 2000 / BLOCK_COPY_S)
+
+    def measure(beside_s: float, num_completed: int) -> float:
+        def run_step(copies: BlockCopies) -> tuple[float, int]:
+            return (beside_s, num_completed) if copies.checkpoint else (0.1, 0)
+
+        return profiler.time_interference(speed, run_step, step_s=0.1, rounds=3)
+
+    assert measure(0.11, 100) == pytest.approx(0.01 / (100 * BLOCK_COPY_S))
+    assert measure(0.09, 100) == 0.0
+    assert measure(5.0, 100) == 2.0, "a busy machine, not the copies"
+    assert measure(0.11, 0) == 0.0, "no copy completed beside the step"
+
+
+def test_the_start_of_an_engine_does_not_wait_for_the_interference_of_a_slow_device() -> None:
+    slow = replace(TRUTH, request_s=0.1)
+    executor = CopyingExecutor(0.3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(f"{__name__}.TRUTH", slow)
+        profile = profile_executor(executor, executor.clock, WITH_HOST_POOL, QUICK, key=KEY, num_layers=1)
+    assert profile.copies is not None
+    assert profile.copy_interference == 0.0, "it is not measured"
+
+
+def test_without_a_host_pool_no_copies_are_measured() -> None:
+    profile, _ = profiled(grid=SMALL_GRID)
+    assert (profile.copies, profile.block_copy_s(1000), profile.copy_interference) == (None, None, 0.0)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from backfill.core.clock import VirtualClock
-from backfill.core.config import SchedulerConfig
+from backfill.core.config import EngineConfig, SchedulerConfig
 from backfill.core.request import Request, RequestId, ServiceClass
 from backfill.core.slo import SLO
 from backfill.engine.engine import Engine
@@ -22,8 +22,8 @@ from backfill.engine.messages import (
     ToEngine,
     TokenOutput,
 )
-from backfill.engine.process import EngineLoop
-from tests.builders import ScriptedExecutor, make_info, make_request
+from backfill.engine.process import EngineLoop, _serve
+from tests.builders import ScriptedExecutor, make_info, make_profile, make_request
 
 
 class ScriptedChannel:
@@ -63,6 +63,45 @@ class RecordingEngine(Engine):
     def add(self, request: Request) -> TokenOutput | None:
         self.added.append(request)
         return super().add(request)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"policy": "fcfs", "victims": "latest"}, ["victims has no effect with policy fcfs"]),
+        ({"policy": "fcfs", "safepoints": False}, ["safepoints has no effect with policy fcfs"]),
+        (
+            {"policy": "slo", "safepoints": False, "preemption": "discard", "max_stop_s": 0.1},
+            ["preemption has no effect with safepoints off", "max_stop_s has no effect with safepoints off"],
+        ),
+        (
+            {"policy": "priority", "kv_restore": "blocking", "promote_before": 5.0},
+            [
+                "promote_before has no effect with policy priority",
+                "kv_restore has no effect with checkpointing none",
+            ],
+        ),
+        (
+            {"policy": "slo", "prefix_caching": False, "prefix_cache_scope": "global"},
+            ["prefix_cache_scope has no effect with prefix_caching off"],
+        ),
+        ({"policy": "slo", "checkpointing": "eager", "kv_restore": "blocking", "victims": "latest"}, []),
+    ],
+    ids=str,
+)
+def test_options_without_effect_are_named_at_the_start(
+    options: dict[str, Any], expected: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    config = EngineConfig(scheduler=SchedulerConfig(**options))
+    config.validate()
+
+    def load(config: EngineConfig) -> Engine:
+        info = make_info(num_host_blocks=4)
+        return Engine(config.scheduler, ScriptedExecutor(info), VirtualClock(), make_profile())
+
+    channel: Any = ScriptedChannel(load(config))
+    _serve(config, channel, load)
+    assert [each.getMessage() for each in caplog.records if each.levelname == "WARNING"] == expected
 
 
 def test_objectives_and_windows_reach_the_engine() -> None:

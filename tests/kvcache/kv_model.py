@@ -11,11 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from backfill.core.block import BlockCopy, block_index
-from backfill.core.config import CheckpointingName, PrefixCacheScope
+from backfill.core.config import CheckpointingName, PrefixCacheScope, SchedulerConfig
 from backfill.core.plan import CopyDirections
 from backfill.core.request import Request, RequestId, ServiceClass
-from backfill.kvcache.checkpointing import create_checkpoint_policy
 from backfill.kvcache.content import Block, BlockKey, Evictable, Match
+from backfill.kvcache.create import create_checkpoint_policy
 from backfill.kvcache.manager import KVCacheManager
 from tests.builders import make_request
 
@@ -77,7 +77,7 @@ class CacheModel:
             setup.num_blocks,
             setup.block_size,
             setup.num_host_blocks,
-            policy=create_checkpoint_policy(setup.policy),
+            policy=create_checkpoint_policy(SchedulerConfig(checkpointing=setup.policy)),
             blocking=setup.blocking,
             prefix_caching=setup.prefix_caching,
             prefix_cache_scope=setup.scope,

@@ -7,15 +7,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backfill.core.config import CheckpointingName
+from backfill.core.config import CheckpointingName, SchedulerConfig
 from backfill.core.request import PriorityLevel, Request, ServiceClass
 from backfill.kvcache.checkpointer import urgency
-from backfill.kvcache.checkpointing import AdaptiveCheckpoints, PoolView, create_checkpoint_policy
+from backfill.kvcache.checkpointing import AdaptiveCheckpoints, CheckpointPolicy, PoolView
 from backfill.kvcache.content import BlockKey
+from backfill.kvcache.create import create_checkpoint_policy
 from backfill.kvcache.table import BlockTable
 from tests.builders import make_request
 
 NAMES = get_args(CheckpointingName)
+
+
+def policy_of(name: CheckpointingName) -> CheckpointPolicy:
+    return create_checkpoint_policy(SchedulerConfig(checkpointing=name))
 
 
 @st.composite
@@ -27,33 +32,28 @@ def views(draw: st.DrawFn) -> PoolView:
 
 @given(name=st.sampled_from(NAMES), view=views())
 def test_no_policy_wants_fewer_copies_than_none(name: CheckpointingName, view: PoolView) -> None:
-    assert 0 <= create_checkpoint_policy(name).max_blocks(view) <= view.num_blocks
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_policies_are_known_by_their_names(name: CheckpointingName) -> None:
-    assert create_checkpoint_policy(name).name == name
+    assert 0 <= policy_of(name).max_blocks(view) <= view.num_blocks
 
 
 @given(view=views())
 def test_only_eager_and_adaptive_checkpoint_before_a_preemption(view: PoolView) -> None:
     for name in ("none", "swap"):
-        assert create_checkpoint_policy(name).max_blocks(view) == 0
-    assert create_checkpoint_policy("eager").max_blocks(view) >= view.num_blocks - view.num_free
-    saving = {name for name in NAMES if create_checkpoint_policy(name).checkpoints_at_preemption}
+        assert policy_of(name).max_blocks(view) == 0
+    assert policy_of("eager").max_blocks(view) >= view.num_blocks - view.num_free
+    saving = {name for name in NAMES if policy_of(name).checkpoints_at_preemption}
     assert saving == {"adaptive", "eager", "swap"}
 
 
 @given(num_blocks=st.integers(1, 2000), data=st.data())
 def test_adaptive_copies_nothing_while_half_the_pool_is_free(num_blocks: int, data: st.DataObject) -> None:
     num_free = data.draw(st.integers(-(-num_blocks // 2), num_blocks))
-    assert AdaptiveCheckpoints().max_blocks(PoolView(num_blocks, num_free, 0)) == 0
+    assert policy_of("adaptive").max_blocks(PoolView(num_blocks, num_free, 0)) == 0
 
 
 @given(num_blocks=st.integers(1, 500), num_checkpointed=st.integers(0, 500))
 def test_adaptive_copies_no_less_as_use_grows(num_blocks: int, num_checkpointed: int) -> None:
     wanted = [
-        AdaptiveCheckpoints().max_blocks(PoolView(num_blocks, num_free, num_checkpointed))
+        policy_of("adaptive").max_blocks(PoolView(num_blocks, num_free, num_checkpointed))
         for num_free in range(num_blocks, -1, -1)
     ]
     assert wanted == sorted(wanted)
@@ -73,7 +73,7 @@ def test_adaptive_wants_everything_copied_from_complete_at(
 
 @given(num_used=st.integers(505, 1000), num_filled=st.integers(1, 100))
 def test_adaptive_copies_as_fast_as_blocks_are_filled_while_use_stays(num_used: int, num_filled: int) -> None:
-    policy, share = AdaptiveCheckpoints(), min(1.0, (num_used / 1000 - 0.5) / 0.4)
+    policy, share = policy_of("adaptive"), min(1.0, (num_used / 1000 - 0.5) / 0.4)
     num_checkpointed = policy.max_blocks(PoolView(1000, 1000 - num_used, 0))
     assert num_checkpointed == pytest.approx(share * num_used, abs=1)
     assert policy.max_blocks(PoolView(1000, 1000 - num_used, num_checkpointed)) == 0, "it holds the share"
@@ -85,7 +85,7 @@ def test_adaptive_copies_as_fast_as_blocks_are_filled_while_use_stays(num_used: 
 
 @given(num_used=st.integers(600, 850), num_filled=st.integers(1, 50))
 def test_adaptive_copies_more_than_that_while_use_grows(num_used: int, num_filled: int) -> None:
-    policy = AdaptiveCheckpoints()
+    policy = policy_of("adaptive")
     held = policy.max_blocks(PoolView(1000, 1000 - num_used, 0))
     share = (num_used / 1000 - 0.5) / 0.4
     copied = policy.max_blocks(PoolView(1000, 1000 - num_used - num_filled, held))
@@ -113,3 +113,10 @@ def test_the_least_urgent_request_is_checkpointed_first() -> None:
     mixed = expected[::-1]
     mixed.sort(key=lambda each: urgency((each, BlockTable(BlockKey(b"")))), reverse=True)
     assert mixed == expected
+
+
+def test_the_shares_of_adaptive_are_options() -> None:
+    config = SchedulerConfig(checkpointing="adaptive", checkpoint_from=0.25, checkpoint_all_from=0.75)
+    policy = create_checkpoint_policy(config)
+    wanted = [policy.max_blocks(PoolView(100, 100 - num_used, 0)) for num_used in (25, 50, 75)]
+    assert wanted == [0, 25, 75]

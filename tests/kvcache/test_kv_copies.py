@@ -289,6 +289,28 @@ def test_a_queued_restore_that_an_online_request_needs_too_begins_first() -> Non
     assert [each.place for each in (ahead, shared, online)] == ["restoring", "running", "running"]
 
 
+def test_online_restores_begin_first_and_though_the_step_can_afford_no_other_copy() -> None:
+    model = make_cache(16, 16, "eager")
+    offline, online = run(model, A[:8]), run(model, B[:8], ONLINE)
+    for each in (offline, online):
+        model.preempt(each)
+    copy_all(model)
+    take(model, 16)
+    for each in (offline, online):
+        admit(model, each)
+    running = run(model, C[:8])
+    model.cache.max_background_copies = 0
+    assert copy_all(model) == 2
+    assert [each.place for each in (offline, online)] == ["restoring", "running"]
+    assert copy_all(model) == 0
+    model.cache.max_background_copies = 3
+    model.take_copies()
+    assert model.cache.num_copies_in_flight == 3
+    assert num_copied(model, running) == 1, "the offline restore has begun before it"
+    model.complete(model.in_flight[:])
+    assert model.cache.is_restored(offline.request)
+
+
 def test_a_block_is_not_checkpointed_before_the_same_plan_restores_it() -> None:
     model = make_cache(8, 8, "eager", CopyDirections.RESTORE)
     each = run(model, A[:10])

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from backfill.core.config import SchedulerConfig
 from backfill.core.errors import ConfigError
 from backfill.core.request import Request, RequestStatus, ServiceClass
+from backfill.core.slo import SLO
 from backfill.scheduling.policies.baselines import (
     FcfsPolicy,
     OnlineOnlyPolicy,
@@ -16,6 +17,7 @@ from backfill.scheduling.policies.baselines import (
     RoundRobinPolicy,
 )
 from backfill.scheduling.policies.create import create_policy
+from backfill.scheduling.policies.slo import SloPolicyConfig
 from backfill.scheduling.policy import Policy
 from backfill.scheduling.prediction import StepPredictor
 from tests.builders import make_request
@@ -54,6 +56,16 @@ def test_round_robin_alternates_and_fills_in_when_one_class_has_nothing() -> Non
     served = [list(sizes(bench.step())) for _ in range(8)]
     assert served[:6] == [["chat"], ["job"]] * 3
     assert served[6:] == [["chat"], ["chat"]]
+
+
+@pytest.mark.parametrize("safepoints", [True, False])
+def test_without_safepoints_steps_of_offline_work_alone_are_short(safepoints: bool) -> None:
+    config = SchedulerConfig(policy="slo", safepoints=safepoints)
+    slo = SLO(2.0, 0.1)
+    bench = Bench(lambda predictor: create_policy(config, predictor, default_slo=slo, can_stop=True))
+    limit_s = 2.0 * SloPolicyConfig(default_slo=slo).unsafe_ttft_share
+    bench.add(offline(900))
+    assert (bench.step().predicted_s > limit_s) == safepoints
 
 
 def test_the_slo_policy_needs_a_profile() -> None:

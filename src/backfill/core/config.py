@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from backfill.core.errors import ConfigError
 from backfill.core.options import check_types, internal, with_options
@@ -22,6 +23,7 @@ PolicyName = Literal["slo", "online-only", "fcfs", "priority", "round-robin"]
 
 GIB = 1 << 30
 _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
+_CLASS_PATH = re.compile(r"[^\W\d]\w*(?:\.[^\W\d]\w*)*:[^\W\d]\w*")
 _TOKEN_UNITS = {"k": 1000, "K": 1024, "m": 10**6, "M": 1 << 20}
 
 
@@ -43,12 +45,19 @@ class SchedulerConfig:
             objective of their own. Default: 0.15, or 4 times what one decode alone takes if that is more.
         promote_before: seconds before the end of its completion window at which an offline request goes
             before other offline requests; 0 is never. Only with ``policy`` slo.
+        safepoints: an online request that arrives may stop the offline part of a running step. Only with
+            ``policy`` slo.
         preemption: what becomes of offline work that an arrival stops inside a step. suspend: it resumes at
-            its layer; discard: it is computed again.
-        max_stop_s: an arrival waits no longer for a running step to reach a safepoint, as predicted.
+            its layer; discard: it is computed again. Only with ``safepoints``.
+        max_stop_s: seconds, as predicted, that a running step takes at most to its next safepoint; a layer
+            that takes longer has one before it. Only with ``safepoints``.
         checkpointing: when KV is copied to host memory. adaptive: as the KV pool fills; eager: as soon as a
             block is full; swap: at a preemption, which waits for it; none: preempted requests are computed
-            again. Default: adaptive with ``policy`` slo or with ``host_kv_gib``, else none.
+            again; module:Class: a policy of your own. Default: adaptive with ``policy`` slo or with
+            ``host_kv_gib``, else none.
+        checkpoint_from: share of the KV pool in use from which ``checkpointing`` adaptive copies blocks.
+        checkpoint_all_from: share of the KV pool in use from which ``checkpointing`` adaptive copies every
+            block.
         kv_restore: how the KV of preempted requests is restored. background: while other requests run;
             blocking: while all wait.
         victims: offline request to preempt first with ``policy`` slo: the one that loses the least work, or
@@ -66,9 +75,12 @@ class SchedulerConfig:
     ttft_slo: float | None = None
     tpot_slo: float | None = None
     promote_before: float = 3600.0
+    safepoints: bool = True
     preemption: PreemptionMode = "suspend"
-    max_stop_s: float = internal(0.005)
-    checkpointing: CheckpointingName | None = None
+    max_stop_s: float = 0.005
+    checkpointing: CheckpointingName | str | None = None
+    checkpoint_from: float = 0.5
+    checkpoint_all_from: float = 0.9
     kv_restore: RestoreMode = "background"
     victims: VictimOrder = "least-lost"
     prefix_caching: bool = True
@@ -87,6 +99,7 @@ class SchedulerConfig:
                 _check(field, seconds, 0.0 < seconds < math.inf, "a number of seconds above 0")
         is_valid = 0.0 <= self.promote_before < math.inf
         _check("promote_before", self.promote_before, is_valid, "a number of seconds of at least 0")
+        _check("max_stop_s", self.max_stop_s, 0.0 < self.max_stop_s < math.inf, "a number of seconds above 0")
         at_least("max_num_seqs", self.max_num_seqs, 1)
         at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
         at_least("max_prefill_chunk_tokens", self.max_prefill_chunk_tokens, 1)
@@ -95,6 +108,44 @@ class SchedulerConfig:
                 f"`max_num_batched_tokens` ({self.max_num_batched_tokens}) must be at least `max_num_seqs` "
                 f"({self.max_num_seqs}): each decoding request takes one token of a step."
             )
+        self._validate_checkpointing()
+
+    def _validate_checkpointing(self) -> None:
+        asked, names = self.checkpointing, get_args(CheckpointingName)
+        if asked is not None and asked not in names and not _CLASS_PATH.fullmatch(asked):
+            raise ConfigError(
+                f"must be {', '.join(names)} or module:Class, got {asked!r:.80}.", field="checkpointing"
+            )
+        first, all_from = self.checkpoint_from, self.checkpoint_all_from
+        _check("checkpoint_from", first, 0.0 <= first < 1.0, "at least 0 and below 1")
+        _check("checkpoint_all_from", all_from, 0.0 < all_from <= 1.0, "above 0 and at most 1")
+        if first >= all_from:
+            raise ConfigError(
+                f"`checkpoint_from` ({first:g}) must be below `checkpoint_all_from` ({all_from:g})."
+            )
+
+    def ignored_options(self) -> dict[str, str]:
+        """Options that are not at their defaults and have no effect, each with what makes it so."""
+        found: dict[str, str] = {}
+        if self.policy != "slo":
+            reason = f"`policy` {self.policy}"
+            found |= dict.fromkeys(
+                ("promote_before", "victims", "safepoints", "preemption", "max_stop_s"), reason
+            )
+        elif not self.safepoints:
+            found |= dict.fromkeys(("preemption", "max_stop_s"), "`safepoints` off")
+        if self.checkpointing in (None, "none"):
+            found["kv_restore"] = "`checkpointing` none"
+        if not self.prefix_caching:
+            found["prefix_cache_scope"] = "`prefix_caching` off"
+        return {
+            name: reason
+            for name, reason in found.items()
+            if getattr(self, name) != getattr(_DEFAULT_SCHEDULER, name)
+        }
+
+
+_DEFAULT_SCHEDULER = SchedulerConfig()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +184,7 @@ class EngineConfig:
     threads: int | None = None
     profile: str | Path | None = None
     engine_hang_timeout: float | None = None
-    scheduler: SchedulerConfig = SchedulerConfig()
+    scheduler: SchedulerConfig = _DEFAULT_SCHEDULER
 
     @property
     def max_model_tokens(self) -> int | None:
@@ -184,6 +235,11 @@ class EngineConfig:
         if self.host_kv_gib and asked == "none":
             raise ConfigError(f"`host_kv_gib` {self.host_kv_gib:g} is of no use with `checkpointing` none.")
         self.scheduler.validate()
+        used = self.with_checkpointing().scheduler.checkpointing
+        for name in ("checkpoint_from", "checkpoint_all_from"):
+            share = getattr(self.scheduler, name)
+            if used != "adaptive" and share != getattr(_DEFAULT_SCHEDULER, name):
+                raise ConfigError(f"`{name}` {share:g} is of no use with `checkpointing` {used}.")
 
     def with_checkpointing(self) -> EngineConfig:
         """With the checkpointing that suits the policy and the host pool, where none is named."""

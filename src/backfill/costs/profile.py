@@ -53,10 +53,20 @@ class FitError:
 
 @dataclass(frozen=True, slots=True)
 class CopySpeed:
-    """Speed of KV block copies between device and host memory, one after another, on an idle machine."""
+    """Speed of KV block copies between device and host memory, one after another, on an idle machine.
+
+    Attributes:
+        interference: seconds by which a step becomes longer for each second of copying beside it, in the
+            slower direction; 0 if not measured.
+    """
 
     to_host_bytes_per_s: Speed
     to_device_bytes_per_s: Speed
+    interference: NonNegative = 0.0
+
+    def block_copy_s(self, block_bytes: int) -> float:
+        """Seconds to copy one KV block in the slower direction."""
+        return block_bytes / min(self.to_host_bytes_per_s, self.to_device_bytes_per_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +106,12 @@ class CostProfile:
 
     def block_copy_s(self, block_bytes: int) -> float | None:
         """Seconds to copy one KV block in the slower direction; None if not measured."""
-        if self.copies is None:
-            return None
-        return block_bytes / min(self.copies.to_host_bytes_per_s, self.copies.to_device_bytes_per_s)
+        return None if self.copies is None else self.copies.block_copy_s(block_bytes)
+
+    @property
+    def copy_interference(self) -> float:
+        """See ``CopySpeed.interference``; 0 if no copies were measured."""
+        return 0.0 if self.copies is None else self.copies.interference
 
     def save(self, path: Path) -> None:
         """Write the file atomically; after an OSError it is unchanged, and no other file is left."""

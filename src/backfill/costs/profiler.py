@@ -2,48 +2,37 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import random
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
-from backfill.core.block import BlockCopy, BlockRef, pack_block_ref
+from backfill.core.block import BlockRef, pack_block_ref
 from backfill.core.clock import Clock
 from backfill.core.errors import ConfigError
-from backfill.core.plan import (
-    AdmittedRequest,
-    BlockCopies,
-    Compute,
-    CopyDirections,
-    ScheduledSlice,
-    StepOutcome,
-    StepPlan,
-)
+from backfill.core.plan import AdmittedRequest, BlockCopies, Compute, ScheduledSlice, WaitForCopies
 from backfill.core.request import RequestId
 from backfill.core.sampling import SamplingParams
+from backfill.costs.copy_profiler import EMPTY_PLAN, CopyProfiler, RunsPlans
 from backfill.costs.fit import TimedStep, cross_validated_error, fit_error, fit_few_steps
 from backfill.costs.load import StepLoad
+from backfill.costs.model import CostModel
 from backfill.costs.profile import CopySpeed, CostProfile, ProfileKey, Quality
 
 Slice = tuple[int, int, bool]  # start, number of tokens, samples
 Shape = tuple[Slice, ...]
 
-_EMPTY_PLAN = StepPlan(step=0, work=Compute(slices=()))
 _PROMPT_TOKEN = 5
 _SEED = 0
-_COPIED_BLOCKS = 64
-_COPY_ROUNDS = 6
-_SHORTEST_S = 1e-9
+# Decodes: on most devices they are bound by the memory that copies read too.
+_BESIDE_COPIES: tuple[Shape, ...] = tuple(((256, 1, True),) * batch for batch in (32, 8, 1))
+_INTERFERENCE_ROUNDS = 9
+_FEWEST_INTERFERENCE_ROUNDS = 5  # at the start of an engine, where they take no more than this time
+_INTERFERENCE_BUDGET_S = 0.3
 _NUM_ALWAYS_TIMED = 2  # of a grid with a budget: the first steps tell what a token costs
-
-
-class RunsPlans(Protocol):
-    """The part of an executor that the profiler needs."""
-
-    def run(self, plan: StepPlan) -> StepOutcome: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +215,7 @@ def profile_executor(
         error=error,
         known_tokens=max(start + count for start, count, _ in slices),
         known_chunk_tokens=max(count for _, count, _ in slices),
-        copies=_time_copies(executor, clock, capacity),
+        copies=_time_copies(timer, cost, with_budget=grid.budget_s is not None),
         provenance=f"{len(steps)} steps timed here, {counted}; {len(unseen)} others held out.",
     )
 
@@ -282,7 +271,13 @@ class _StepTimer:
         return least
 
     def _time(self, shape: Shape) -> float:
-        """Seconds of one step; its requests are admitted and released in other steps, which are not timed."""
+        return self.run(shape, EMPTY_PLAN.copies)[0]
+
+    def run(self, shape: Shape, copies: BlockCopies) -> tuple[float, int]:
+        """Seconds of one step that begins the copies, and how many of them completed in it.
+
+        The other copies are waited for, and its requests admitted and released, in steps that are not timed.
+        """
         first, self.num_requests = self.num_requests, self.num_requests + len(shape)
         request_ids = [RequestId(f"profile-{number}") for number in range(first, self.num_requests)]
         sampling = SamplingParams(max_tokens=1, temperature=0.0)
@@ -290,44 +285,40 @@ class _StepTimer:
             AdmittedRequest(request_id, (_PROMPT_TOKEN,) * (start + count + (not samples)), sampling)
             for request_id, (start, count, samples) in zip(request_ids, shape, strict=True)
         )
-        self.executor.run(replace(_EMPTY_PLAN, admitted=admitted))
+        self.executor.run(replace(EMPTY_PLAN, admitted=admitted))
         blocks = _tables(shape, self.capacity.block_size)
         slices = tuple(
             ScheduledSlice(request_id, start, count, table, samples)
             for request_id, (start, count, samples), table in zip(request_ids, shape, blocks, strict=True)
         )
-        plan = replace(_EMPTY_PLAN, work=Compute(slices))
+        plan = replace(EMPTY_PLAN, work=Compute(slices), copies=copies)
         began_s = self.clock.now_s()
-        self.executor.run(plan)
+        outcome = self.executor.run(plan)
         seconds = self.clock.now_s() - began_s
-        self.executor.run(replace(_EMPTY_PLAN, released=tuple(request_ids)))
-        return seconds
+        num_completed = len(outcome.completed_copies)
+        outcome = self.executor.run(replace(EMPTY_PLAN, released=tuple(request_ids)))
+        num_left = len(copies.checkpoint) + len(copies.restore) - num_completed
+        while num_left := num_left - len(outcome.completed_copies):
+            outcome = self.executor.run(replace(EMPTY_PLAN, work=WaitForCopies()))
+        return seconds, num_completed
 
 
-def _time_copies(executor: RunsPlans, clock: Clock, capacity: Capacity) -> CopySpeed | None:
-    """Bytes per second of copies in each direction; None without a pool in host memory."""
-    count = min(capacity.num_host_blocks, capacity.kv_tokens // capacity.block_size, _COPIED_BLOCKS)
-    if not count:
+def _time_copies(timer: _StepTimer, cost: CostModel, *, with_budget: bool) -> CopySpeed | None:
+    """Speed of copies, and how they slow a step of decodes; None without a pool in host memory."""
+    capacity = timer.capacity
+    num_blocks = min(capacity.num_host_blocks, capacity.kv_tokens // capacity.block_size)
+    profiler = CopyProfiler(timer.executor, timer.clock, num_blocks, capacity.block_bytes)
+    speed = profiler.time_alone()
+    if speed is None:
         return None
-    copies = tuple(BlockCopy(index, index) for index in range(count))
-    plans = (
-        replace(_EMPTY_PLAN, copies=begun)
-        for begun in (
-            BlockCopies(checkpoint=copies, blocking=CopyDirections.CHECKPOINT),
-            BlockCopies(restore=copies, blocking=CopyDirections.RESTORE),
-        )
-    )
-    speeds = []
-    for plan in plans:
-        samples = []
-        for _ in range(_COPY_ROUNDS):
-            began_s = clock.now_s()
-            executor.run(plan)
-            samples.append(clock.now_s() - began_s)
-        # The first copy touches new memory. A clock that did not move yields no speed.
-        seconds = max(statistics.median(samples[1:]), _SHORTEST_S)
-        speeds.append(count * capacity.block_bytes / seconds)
-    return CopySpeed(*speeds)
+    rounds = _FEWEST_INTERFERENCE_ROUNDS if with_budget else _INTERFERENCE_ROUNDS
+    limit_s = _INTERFERENCE_BUDGET_S / (2 * rounds) if with_budget else math.inf
+    for shape in filter(capacity.holds, _BESIDE_COPIES):
+        step_s = cost.step_time_s(StepLoad.of(shape))
+        if step_s <= limit_s:
+            run_step = functools.partial(timer.run, shape)
+            return replace(speed, interference=profiler.time_interference(speed, run_step, step_s, rounds))
+    return speed
 
 
 def _tables(shape: Shape, block_size: int) -> list[tuple[BlockRef, ...]]:

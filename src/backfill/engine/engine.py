@@ -12,13 +12,13 @@ from backfill.core.clock import Clock
 from backfill.core.config import SchedulerConfig
 from backfill.core.errors import RequestError
 from backfill.core.plan import Compute, Resume, Safepoints, StepOutcome, StepPlan
-from backfill.core.request import FinishReason, Request, RequestId, ServiceClass
+from backfill.core.request import FinishReason, PriorityLevel, Request, RequestId, ServiceClass
 from backfill.costs.load import StepLoad
 from backfill.costs.profile import CostProfile
 from backfill.engine.messages import ClassStats, EngineStats, StepKind, StepStats, TokenOutput
 from backfill.execution.executor import Executor, StoppableExecutor
 from backfill.kvcache.create import create_kv_cache
-from backfill.scheduling.arrival import ArrivedPrompt, RunningStep, should_stop
+from backfill.scheduling.arrival import ArrivedPrompt, RunningStep, online_load, should_stop
 from backfill.scheduling.objectives import server_slo
 from backfill.scheduling.policies.create import create_policy
 from backfill.scheduling.prediction import StepPredictor
@@ -61,6 +61,7 @@ class Engine:
             predictor=self.predictor,
             default_slo=self.default_slo,
             block_copy_s=None if profile is None else profile.block_copy_s(info.block_bytes),
+            copy_interference=0.0 if profile is None else profile.copy_interference,
             num_layers=info.num_layers if info.can_stop else None,
             end_token_ids=info.end_token_ids,
         )
@@ -72,6 +73,7 @@ class Engine:
         self._is_stalled = False
         self._arrived: deque[Request] = deque()
         self._running_plan: StepPlan | None = None
+        self._online_load = StepLoad()  # of the step after the running one, without those that arrive
         self._step_started_at_s = 0.0
         self._stop_request: tuple[int, float] | None = None  # which step to stop, and when that was asked
         self._last_step = _NO_STEP
@@ -120,7 +122,9 @@ class Engine:
             if each.service_class is ServiceClass.ONLINE
         ]
         now_s = self._clock.now_s()
-        if should_stop(self._running_step(plan, plan.safepoints, predictor), arrived, now_s, predictor.cost):
+        step = self._running_step(plan, plan.safepoints, predictor)
+        cost, scale = predictor.cost, predictor.time_scale
+        if should_stop(step, arrived, self._online_load, now_s, cost, scale):
             self._stop_request = plan.step, now_s
             cast(StoppableExecutor, self.executor).request_stop(plan.step)
 
@@ -142,6 +146,9 @@ class Engine:
         plan = self.scheduler.plan_step(planned_at_s)
         self._is_stalled = plan.does_nothing
         started_at_s = self._step_started_at_s = self._clock.now_s()
+        if plan.safepoints is not None and not plan.safepoints.suspends:
+            # Here, and not when a request arrives: that is in another thread.
+            self._online_load = self._online_load_after(plan)
         self._running_plan = plan
         if self._arrived:  # while the plan was made; they are not in it
             self._maybe_stop_step()
@@ -232,6 +239,12 @@ class Engine:
         if requested_at_s is None or stopped_at_s is None or stopped_at_s < requested_at_s:
             return None
         return stopped_at_s - requested_at_s
+
+    def _online_load_after(self, plan: StepPlan) -> StepLoad:
+        requests = self.scheduler.requests
+        held = (*requests.running.values(), *requests.restoring.values())
+        online = [each for each in held if each.priority_level is PriorityLevel.ONLINE]
+        return online_load(online, requests.waiting[PriorityLevel.ONLINE].requests, plan.slices)
 
     def _running_step(self, plan: StepPlan, points: Safepoints, predictor: StepPredictor) -> RunningStep:
         online = StepLoad.of_slices(each for each in plan.slices if not each.preemptible)

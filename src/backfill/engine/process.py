@@ -80,6 +80,8 @@ def _serve(config: EngineConfig, channel: EngineChannel, load: EngineLoader) -> 
     if profile is not None:
         _log_profile("steps are predicted", profile)
     _log_objectives(config.scheduler, slo)
+    for option, reason in config.scheduler.ignored_options().items():
+        logger.warning("%s has no effect with %s", option, reason.replace("`", ""))
     channel.send(Ready(info, slo, profile, timeout_s))
     freeze_heap()  # while the client completes its own start
     EngineLoop(engine, channel, heartbeat_s(timeout_s)).run()

@@ -6,8 +6,6 @@ import math
 from dataclasses import dataclass
 from typing import Protocol
 
-from backfill.core.config import CheckpointingName
-
 
 @dataclass(frozen=True, slots=True)
 class PoolView:
@@ -27,7 +25,6 @@ class PoolView:
 class CheckpointPolicy(Protocol):
     """Decides how many blocks of running requests are checkpointed before a step."""
 
-    name: CheckpointingName
     checkpoints_at_preemption: bool  # a preempted request's other blocks are checkpointed then
 
     def max_blocks(self, view: PoolView) -> int:
@@ -38,7 +35,6 @@ class CheckpointPolicy(Protocol):
 class NoCheckpoints:
     """Preempted requests are recomputed."""
 
-    name: CheckpointingName = "none"
     checkpoints_at_preemption = False
 
     def max_blocks(self, view: PoolView) -> int:
@@ -48,7 +44,6 @@ class NoCheckpoints:
 class SwapAtPreemption:
     """A request is checkpointed when it is preempted, and the step waits: what swapping engines do."""
 
-    name: CheckpointingName = "swap"
     checkpoints_at_preemption = True
 
     def max_blocks(self, view: PoolView) -> int:
@@ -58,7 +53,6 @@ class SwapAtPreemption:
 class EagerCheckpoints:
     """Every block as soon as it is full."""
 
-    name: CheckpointingName = "eager"
     checkpoints_at_preemption = True
 
     def max_blocks(self, view: PoolView) -> int:
@@ -76,10 +70,9 @@ class AdaptiveCheckpoints:
         begins_at, complete_at: used shares of the pool.
     """
 
-    name: CheckpointingName = "adaptive"
     checkpoints_at_preemption = True
 
-    def __init__(self, begins_at: float = 0.5, complete_at: float = 0.9) -> None:
+    def __init__(self, begins_at: float, complete_at: float) -> None:
         assert 0.0 <= begins_at < complete_at <= 1.0
         self._begins_at = begins_at
         self._complete_at = complete_at
@@ -90,11 +83,3 @@ class AdaptiveCheckpoints:
         if pressure <= 0.0:
             return 0
         return max(0, math.ceil(min(pressure, 1.0) * used) - view.num_checkpointed)
-
-
-def create_checkpoint_policy(name: CheckpointingName) -> CheckpointPolicy:
-    policies: dict[str, type[CheckpointPolicy]] = {
-        policy.name: policy
-        for policy in (NoCheckpoints, SwapAtPreemption, EagerCheckpoints, AdaptiveCheckpoints)
-    }
-    return policies[name]()

@@ -62,9 +62,16 @@ class CopyLedger:
             (self._online if is_online else self._offline)[device] = host
         self._update(device, host)
 
-    def begin_restores(self, max_in_flight: int) -> None:
-        """Begin queued restores with the next plan, in their order, while fewer copies are in flight."""
-        while (queue := self._online or self._offline) and len(self._in_flight) < max_in_flight:
+    def begin_restores(self, max_online: int, max_offline: int) -> None:
+        """Begin queued restores with the next plan while fewer copies are in flight.
+
+        Those of online requests begin first, each class in its order.
+        """
+        self._begin_restores(self._online, max_online)
+        self._begin_restores(self._offline, max_offline)
+
+    def _begin_restores(self, queue: dict[Block, Block], max_in_flight: int) -> None:
+        while queue and len(self._in_flight) < max_in_flight:
             device = next(iter(queue))
             host = queue.pop(device)
             self._restore.append(BlockCopy(device.index, host.index))

@@ -4,14 +4,24 @@ from __future__ import annotations
 
 from backfill.core.config import SchedulerConfig
 from backfill.core.plan import CopyDirections
-from backfill.kvcache.checkpointing import create_checkpoint_policy
+from backfill.kvcache.checkpointing import (
+    AdaptiveCheckpoints,
+    CheckpointPolicy,
+    EagerCheckpoints,
+    NoCheckpoints,
+    SwapAtPreemption,
+)
 from backfill.kvcache.manager import KVCacheManager
+from backfill.kvcache.user_checkpoints import UserCheckpoints
 
 
 def create_kv_cache(
     config: SchedulerConfig, num_blocks: int, block_size: int, num_host_blocks: int = 0
 ) -> KVCacheManager:
-    """A KV cache with the configuration's checkpointing, restoring and prefix caching."""
+    """A KV cache with the configuration's checkpointing, restoring and prefix caching.
+
+    Raises: ConfigError if the user's own checkpoint policy cannot be made.
+    """
     blocking = CopyDirections.NONE
     if config.checkpointing == "swap":
         blocking |= CopyDirections.CHECKPOINT
@@ -21,8 +31,23 @@ def create_kv_cache(
         num_blocks,
         block_size,
         num_host_blocks,
-        policy=create_checkpoint_policy(config.checkpointing or "none"),
+        policy=create_checkpoint_policy(config),
         blocking=blocking,
         prefix_caching=config.prefix_caching,
         prefix_cache_scope=config.prefix_cache_scope,
     )
+
+
+def create_checkpoint_policy(config: SchedulerConfig) -> CheckpointPolicy:
+    """The policy of ``config.checkpointing``. Raises: ConfigError if the user's own one cannot be made."""
+    match config.checkpointing:
+        case None | "none":
+            return NoCheckpoints()
+        case "swap":
+            return SwapAtPreemption()
+        case "eager":
+            return EagerCheckpoints()
+        case "adaptive":
+            return AdaptiveCheckpoints(config.checkpoint_from, config.checkpoint_all_from)
+        case path:
+            return UserCheckpoints(path)

@@ -6,6 +6,7 @@ Over 400 lines: one class has every verb and count that the scheduler sees.
 from __future__ import annotations
 
 import secrets
+import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import takewhile
@@ -70,7 +71,9 @@ class KVCacheManager:
         self._checkpointer = Checkpointer(self._store, policy or NoCheckpoints(), self.counters)
         self._device = self._store.device
         self._tables: dict[RequestId, BlockTable] = {}
-        self.max_copies = 0  # most copies in flight; none begins beyond
+        # Most copies in flight: none begins beyond. Restores for online requests are exempt from the second.
+        self.max_copies = 0
+        self.max_background_copies = sys.maxsize
 
     # What there is.
 
@@ -333,9 +336,13 @@ class KVCacheManager:
         self._store.advance(now_s)
 
     def take_copies(self) -> tuple[tuple[BlockCopy, ...], tuple[BlockCopy, ...]]:
-        """The next plan's checkpoint and restore copies."""
-        self._store.ledger.begin_restores(self.max_copies)
-        self._checkpointer.start(self.max_copies)
+        """The next plan's checkpoint and restore copies.
+
+        Restores for online requests begin first, then other restores, then checkpoints (``Checkpointer``).
+        """
+        max_background = min(self.max_copies, self.max_background_copies)
+        self._store.ledger.begin_restores(self.max_copies, max_background)
+        self._checkpointer.start(max_background)
         return self._store.ledger.take()
 
     def complete(self, copies: Iterable[BlockCopy]) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from backfill.core.plan import ScheduledSlice
+from backfill.core.request import Request, RequestId
 from backfill.costs.load import StepLoad
 from backfill.costs.model import CostModel
 
@@ -48,26 +50,64 @@ class ArrivedPrompt:
     ttft_deadline_at_s: float
 
 
-def should_stop(step: RunningStep, arrived: Sequence[ArrivedPrompt], now_s: float, cost: CostModel) -> bool:
+def online_load(
+    running: Iterable[Request], waiting: Iterable[Request], slices: Iterable[ScheduledSlice]
+) -> StepLoad:
+    """Load of a step that computes all that online requests lack once the slices have run.
+
+    Args:
+        running: online requests that hold blocks.
+        waiting: online requests that wait for theirs.
+        slices: of the running step.
+    """
+    computed: dict[RequestId, int] = {
+        each.request_id: each.start + each.num_tokens for each in slices if not each.preemptible
+    }
+    load = StepLoad()
+    for request in running:
+        start = computed.get(request.request_id, request.num_computed_tokens)
+        left = request.num_tokens - start
+        load.put(start, max(1, left), True)  # 1: the slice samples the token that is computed next
+    for request in waiting:
+        load.put(request.num_computed_tokens, request.num_pending_tokens, True)
+    return load
+
+
+def should_stop(
+    step: RunningStep,
+    arrived: Sequence[ArrivedPrompt],
+    online: StepLoad,
+    now_s: float,
+    cost: CostModel,
+    time_scale: float,
+) -> bool:
     """Whether to stop the running step for the prompts that arrived during it.
 
     Where stopped slices are suspended: whenever the stop saves enough of the prompts' wait. Where they are
     discarded: only as in the paper, when a prompt would miss its TTFT objective if the step ran to its end,
     and would not if it stopped. A prompt that would be late either way does not cost offline work as well
-    (Niyama's relegation). The estimate computes all prompts together in the next step.
+    (Niyama's relegation). The estimate computes all prompts together in the next step, the queued ones too,
+    beside the online decodes: they go with or before those that arrived.
 
     The printed algorithm's test on line 10 is inverted (it leaves when the objective would be missed), and it
     charges the next step for the offline requests of this one, which the policy does not put beside a prompt.
     It takes offline requests out of the estimate one by one; here all offline slices are stopped, so the loop
     has one round. See docs/coserving.md.
+
+    Args:
+        online: what the online requests that were there before compute in the next step (``online_load``).
+        time_scale: observed over predicted step times; those of ``step`` are scaled already.
     """
     if not arrived:
         return False
     at_end_s, stopped_s = step.ends_in_s(now_s), step.ends_stopped_in_s(now_s)
     if step.suspends:
         return at_end_s - stopped_s > _MIN_GAIN * step.stop_s
-    prompts_s = cost.step_time_s(StepLoad.of((0, prompt.num_tokens, True) for prompt in arrived))
+    load = online.copy()
+    for prompt in arrived:
+        load.put(0, prompt.num_tokens, True)
+    next_step_s = time_scale * cost.step_time_s(load)
     return any(
-        now_s + stopped_s + prompts_s <= prompt.ttft_deadline_at_s < now_s + at_end_s + prompts_s
+        now_s + stopped_s + next_step_s <= prompt.ttft_deadline_at_s < now_s + at_end_s + next_step_s
         for prompt in arrived
     )

@@ -10,15 +10,16 @@ from backfill.core.plan import (
     AdmittedRequest,
     BlockCopies,
     Compute,
+    Resume,
     ScheduledSlice,
     StepPlan,
     WaitForCopies,
-    Work,
 )
 from backfill.core.request import PriorityLevel, Request, RequestId
 from backfill.kvcache.manager import KVCacheManager
 from backfill.scheduling.batch import Batch
 from backfill.scheduling.builder import StepBuilder
+from backfill.scheduling.copy_budget import copy_limits
 from backfill.scheduling.policy import Policy, Snapshot
 from backfill.scheduling.prediction import StepPredictor
 from backfill.scheduling.preemption import Preemption
@@ -45,6 +46,7 @@ class StepPlanner:
     Args:
         predictor: predicts steps for policies that bound their time; None for policies that do not.
         block_copy_s: seconds that a copy of one block between device and host takes; None if not known.
+        copy_interference: seconds by which a step becomes longer for each second of copying beside it.
     """
 
     config: SchedulerConfig
@@ -55,6 +57,7 @@ class StepPlanner:
     preemption: Preemption
     predictor: StepPredictor | None
     block_copy_s: float | None
+    copy_interference: float
     _known_to_executor: set[RequestId] = field(init=False, default_factory=set)
     _to_admit: dict[RequestId, Request] = field(init=False, default_factory=dict)
     _to_release: list[RequestId] = field(init=False, default_factory=list)
@@ -81,11 +84,10 @@ class StepPlanner:
             self.kv.start(request)
             self._on_started(request)
         view = self._snapshot(now_s)
-        self.kv.max_copies = self._max_copies(view)
         if self.suspension.requests:
             resumed = self.suspension.resume(self.policy.resume_s(view))
             if resumed is not None:
-                return self._plan_of(resumed)
+                return self._plan_of(view, resumed)
         batch = self._build(view)
         if batch.has_preempted and not batch.members:  # others may run in its place
             batch = self._build(self._snapshot(now_s))
@@ -96,7 +98,7 @@ class StepPlanner:
             self.suspension.safepoints(batch, predicted_s),
             keeps_suspended=bool(self.suspension.requests),
         )
-        return self._plan_of(work, self._take_admitted(batch))
+        return self._plan_of(view, work, self._take_admitted(batch))
 
     def _build(self, view: Snapshot[Request]) -> Batch:
         cost = None if self.predictor is None else self.predictor.cost
@@ -121,14 +123,22 @@ class StepPlanner:
             AdmittedRequest(each.request_id, tuple(each.prompt_token_ids), each.sampling) for each in admitted
         )
 
-    def _plan_of(self, work: Work, admitted: tuple[AdmittedRequest, ...] = ()) -> StepPlan:
+    def _plan_of(
+        self, view: Snapshot[Request], work: Compute | Resume, admitted: tuple[AdmittedRequest, ...] = ()
+    ) -> StepPlan:
         """The next plan: this work, or a wait for copies in its place if it has no slices."""
+        if self.block_copy_s is None:
+            self.kv.max_copies = _MAX_UNTIMED_COPIES
+        else:
+            slack_s = self.policy.step_limit_s(view) - work.predicted_s
+            self.kv.max_copies, self.kv.max_background_copies = copy_limits(
+                work.predicted_s, slack_s, self.block_copy_s, self.copy_interference
+            )
         checkpoint, restore = self.kv.take_copies()
-        if isinstance(work, Compute) and not work.slices and self.kv.num_copies_in_flight:
-            work = WaitForCopies(work.keeps_suspended)
+        waits = isinstance(work, Compute) and not work.slices and self.kv.num_copies_in_flight > 0
         plan = StepPlan(
             step=self._num_plans,
-            work=work,
+            work=WaitForCopies(bool(self.suspension.requests)) if waits else work,
             admitted=admitted,
             released=tuple(self._to_release),
             copies=BlockCopies(checkpoint, restore, self.kv.blocking),
@@ -152,12 +162,6 @@ class StepPlanner:
             suspended_s=self.suspension.left_s(),
             reclaimable_blocks=kv.num_reclaimable_blocks + kv.num_protected_blocks,
         )
-
-    def _max_copies(self, view: Snapshot[Request]) -> int:
-        """Copies that may be in flight at once: as many as the policy has time for."""
-        if self.block_copy_s is None:
-            return _MAX_UNTIMED_COPIES
-        return max(1, int(self.policy.copy_s(view) / self.block_copy_s))
 
     def _slices_of(self, batch: Batch) -> tuple[ScheduledSlice, ...]:
         table, online = self.kv.table, PriorityLevel.ONLINE

@@ -219,6 +219,9 @@ class Policy(ABC):
         """
         return (request.priority_level is not PriorityLevel.ONLINE, *request.order_key)
 
-    def copy_s(self, view: Snapshot[RequestView]) -> float:
-        """Seconds of copying between device and host that may be in flight at any time."""
-        return 0.1  # about one step
+    def step_limit_s(self, view: Snapshot[RequestView]) -> float:
+        """The longest that a step may take, as predicted, for online requests; inf where nothing bounds it.
+
+        Copies between device and host may slow a step as far as it stays within this.
+        """
+        return math.inf

@@ -39,6 +39,7 @@ class Scheduler:
         predictor: predicts steps for policies that bound their time; None for policies that do not.
         default_slo: of online requests that bring none.
         block_copy_s: seconds that a copy of one block between device and host takes; None if not known.
+        copy_interference: seconds by which a step becomes longer for each second of copying beside it.
         num_layers: of the model; None where the executor cannot stop a step.
     """
 
@@ -51,6 +52,7 @@ class Scheduler:
         predictor: StepPredictor | None = None,
         default_slo: SLO | None = None,
         block_copy_s: float | None = None,
+        copy_interference: float = 0.0,
         num_layers: int | None = None,
         end_token_ids: Collection[int] = (),
     ) -> None:
@@ -85,6 +87,7 @@ class Scheduler:
             self._preemption,
             predictor=predictor,
             block_copy_s=block_copy_s,
+            copy_interference=copy_interference,
         )
 
     @property

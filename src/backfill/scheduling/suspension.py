@@ -58,7 +58,8 @@ class Suspension:
 
     def safepoints(self, batch: Batch, predicted_s: float) -> Safepoints | None:
         """Safepoints of the step; None if an arrival could stop nothing, or a step is suspended already."""
-        if not self.can_stop or self.predictor is None or predicted_s == 0.0 or self._slices:
+        can_stop = self.can_stop and self.config.safepoints and self.predictor is not None
+        if not can_stop or predicted_s == 0.0 or self._slices:
             return None
         if all(request.priority_level is PriorityLevel.ONLINE for request, _ in batch.members.values()):
             return None

@@ -41,6 +41,6 @@ def create_policy(
             SloPolicyConfig(default_slo=default_slo, victims=config.victims),
             predictor,
             max_step_tokens=config.max_num_batched_tokens,
-            can_stop=can_stop,
+            can_stop=can_stop and config.safepoints,
         )
     return _BASELINES[config.policy]()

@@ -133,10 +133,10 @@ class SloPolicy(Policy):
             return (level.value, *request.order_key)
         return (level.value, -lost_tokens, -request.num_computed_tokens, *request.order_key)
 
-    def copy_s(self, view: Snapshot[RequestView]) -> float:
-        """As long as one step may take: the tightest TPOT objective (section 4.5)."""
-        tightest, _ = _tpot(_online(view), view.now_s)
-        return min(tightest, self.config.default_slo.tpot_s)
+    def step_limit_s(self, view: Snapshot[RequestView]) -> float:
+        """The least slack of the online decodes."""
+        _, slack = _tpot(_online(view), view.now_s)
+        return slack * self._usable
 
     @property
     def _usable(self) -> float:

@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from backfill.scheduling.copy_budget import CopyLimits, copy_limits
+
+
+@pytest.mark.parametrize(
+    ("step_s", "slack_s", "interference", "expected"),
+    [
+        pytest.param(0.1, math.inf, 0.5, CopyLimits(100, 100), id="no objective: the link is the limit"),
+        pytest.param(0.1, 0.01, 0.0, CopyLimits(100, 100), id="copies that slow nothing"),
+        pytest.param(0.1, 0.01, 0.5, CopyLimits(100, 20), id="each block costs half a millisecond"),
+        pytest.param(
+            0.1, 0.01, 0.05, CopyLimits(100, 100), id="the step can afford more than the link moves"
+        ),
+        pytest.param(0.1, 0.0004, 0.5, CopyLimits(100, 0), id="not one block"),
+        pytest.param(0.1, 0.0, 0.5, CopyLimits(100, 0), id="no slack"),
+        pytest.param(0.1, -1.0, 0.5, CopyLimits(100, 0), id="the step is late"),
+        pytest.param(0.1, -1.0, 0.0, CopyLimits(100, 100), id="late, with copies that slow nothing"),
+        pytest.param(0.0, -1.0, 0.5, CopyLimits(50, 50), id="nothing is computed, so nothing is slowed"),
+        pytest.param(0.0001, math.inf, 0.5, CopyLimits(1, 1), id="a step shorter than a copy"),
+    ],
+)
+def test_copies_of_a_millisecond(
+    step_s: float, slack_s: float, interference: float, expected: CopyLimits
+) -> None:
+    assert copy_limits(step_s, slack_s, 0.001, interference) == expected
+
+
+@given(
+    step_s=st.floats(1e-5, 10.0),
+    slack_s=st.floats(-1.0, 10.0),
+    block_copy_s=st.floats(1e-6, 0.1),
+    interference=st.floats(0.0, 2.0),
+)
+def test_background_copies_never_cost_more_than_the_slack(
+    step_s: float, slack_s: float, block_copy_s: float, interference: float
+) -> None:
+    limits = copy_limits(step_s, slack_s, block_copy_s, interference)
+    assert 0 <= limits.background <= limits.online
+    assert limits.online >= 1, "online restores always go on"
+    assert limits.background * block_copy_s * interference <= max(0.0, slack_s) + 1e-9
+    more = copy_limits(step_s, slack_s + 1.0, block_copy_s, interference)
+    assert more.background >= limits.background
+    assert copy_limits(step_s, math.inf, block_copy_s, interference).background == limits.online
