@@ -126,7 +126,7 @@ class TextGenerator:
         arrived_at_s: float,
         group: Hashable | None = None,
         on_first_token: Callable[[int], None] | None = None,
-        on_choice_end: Callable[[], None] | None = None,
+        on_choice_end: Callable[[int], None] | None = None,
     ) -> AsyncGenerator[tuple[int, TextDelta], None]:
         """Yield one delta for each token, with the index of its choice; a choice's last has a finish reason.
 
@@ -138,7 +138,8 @@ class TextGenerator:
             group: names the request to ``EngineClient.interrupt_group``; None for a name of its own.
             on_first_token: called with a choice's index when the engine reports its first token, which may
                 not have been yielded yet.
-            on_choice_end: called when the engine has finished a choice; deltas may not have been yielded yet.
+            on_choice_end: called with a choice's index when the engine has finished it; its deltas may not
+                have been yielded yet.
         Raises: RequestLost when the engine lost it, BackfillError when it refuses it.
         """
         group = object() if group is None else group
@@ -161,7 +162,7 @@ class TextGenerator:
                     ),
                     group,
                     None if on_first_token is None else partial(on_first_token, choice),
-                    on_choice_end,
+                    None if on_choice_end is None else partial(on_choice_end, choice),
                 )
                 for choice, sampling in enumerate(request.samplings)
             ]

@@ -26,7 +26,7 @@ class CompletionService:
         self,
         generation: Generation,
         arrived_at_s: float | None = None,
-        on_choice_end: Callable[[], None] | None = None,
+        on_choice_end: Callable[[int], None] | None = None,
         on_first_token: Callable[[int], None] | None = None,
     ) -> Json:
         """The response body, for ``EncodedBody``, once every choice has ended.
@@ -45,7 +45,7 @@ class CompletionService:
         self,
         generation: Generation,
         arrived_at_s: float | None = None,
-        on_choice_end: Callable[[], None] | None = None,
+        on_choice_end: Callable[[int], None] | None = None,
         on_first_token: Callable[[int], None] | None = None,
     ) -> AsyncGenerator[list[Json], None]:
         """Yield lists of chunks as tokens come; the chunks of one list belong into one write.
@@ -63,7 +63,7 @@ class CompletionService:
         self,
         generation: Generation,
         arrived_at_s: float | None,
-        on_choice_end: Callable[[], None] | None,
+        on_choice_end: Callable[[int], None] | None,
         on_first_token: Callable[[int], None] | None,
     ) -> aclosing[AsyncGenerator[tuple[int, TextDelta], None]]:
         return aclosing(

@@ -90,6 +90,11 @@ def least_tpot_slo(decode_s: float) -> float:
     return decode_s / (1.0 - PROMPT_SHARE)
 
 
+def decode_limit_s(tpot_s: float) -> float:
+    """The most that decoding all online requests may take of a TPOT objective; the rest is for prompts."""
+    return (1.0 - PROMPT_SHARE) * tpot_s
+
+
 def server_slo(config: SchedulerConfig, cost: CostModel | None) -> SLO:
     """Objectives of online requests that bring none: the configured ones, else defaults.
 
