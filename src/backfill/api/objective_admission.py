@@ -30,7 +30,7 @@ class ObjectiveUnavailable(Exception):
     def __init__(
         self, objective: str, asked_s: float, offered_s: float, retry_after_s: int, *, may_retry: bool = True
     ) -> None:
-        leaves = f"{math.ceil(1000 * offered_s) / 1000:g} s"
+        leaves = f"{math.ceil(round(1000 * offered_s, 6)) / 1000:g} s"  # up to milliseconds
         offer = (
             f"the present load leaves {leaves}. Please ask for that, or retry in {retry_after_s} s."
             if may_retry
