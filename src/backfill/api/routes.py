@@ -173,7 +173,7 @@ async def _generate(request: Request, state: ServerState, endpoint: GenerationEn
     arguments = generation, arrived_at_s, on_choice_end, on_first_token
     if generation.streams:
         return EventStream(
-            service.run_stream(*arguments),
+            service.run_stream(*arguments, stalled_s=request.state.client_stalls.total_s),
             on_end,
             keep_alive_s=state.server_config.sse_keep_alive_interval,
             warning=generation.warning,

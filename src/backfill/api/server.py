@@ -31,6 +31,7 @@ from backfill.api.metrics.requests import ObjectiveCounts
 from backfill.api.online_load import OnlineLoad
 from backfill.api.state import Phase, ServerState
 from backfill.api.stats_log import StatsLog
+from backfill.core.clock import Clock
 from backfill.core.config import EngineConfig
 from backfill.core.errors import EngineDead
 from backfill.core.heap import freeze_heap
@@ -135,7 +136,7 @@ class Server:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal, number)
         limits = _connection_limits(self.state.server_config, raise_open_files_limit())
-        http = HttpServer(create_app(self.state), limits)
+        http = HttpServer(create_app(self.state), limits, self.state.clock)
         http_task = asyncio.create_task(http.serve(sockets=[listener]))
         log_task = self._tasks.start(self._stats_log.run(), "stats-log")
         engine_task = self._processes.start(
@@ -277,11 +278,11 @@ class Server:
 class HttpServer(uvicorn.Server):
     """Uvicorn with connection limits and without its signal handlers: ``Server`` closes the connections."""
 
-    def __init__(self, app: object, limits: ConnectionLimits) -> None:
+    def __init__(self, app: object, limits: ConnectionLimits, clock: Clock | None = None) -> None:
         super().__init__(
             uvicorn.Config(
                 app,  # type: ignore[arg-type]
-                http=partial(LimitedHttpProtocol, limits=limits),  # type: ignore[arg-type]
+                http=partial(LimitedHttpProtocol, limits=limits, clock=clock),  # type: ignore[arg-type]
                 ws="none",
                 access_log=False,
                 log_config=None,
