@@ -7,7 +7,7 @@ The client's time to first token is compared with the server's own, from ``/metr
 starts before it writes a request's first byte, with the connection open and the body encoded, and stops when
 it has read the first event. It includes sending, the server's reading and checking of the body, queue,
 prefill, the event, and the work of both event loops for the other streams. The server's clock starts when it
-has read and checked the request, and stops when the engine's first token has reached the serving process.
+receives the first byte, and stops when it has written the first event.
 
 Usage: http_overhead.py [--rounds 3] [--streams 32]. The last line of output is a JSON object.
 """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import math
 import threading
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from backfill.api.keys import ApiKeys
 from backfill.api.metrics.loop_lag import LoopLag
 from backfill.api.metrics.registry import Metrics
 from backfill.api.state import Phase, ServerState
+from backfill.core.clock import Clock
 from backfill.core.config import EngineConfig, SchedulerConfig
 from backfill.core.request import FinishReason, Request, ServiceClass
 from backfill.core.slo import SLO
@@ -40,6 +42,7 @@ class ScriptedEngine:
         prompts: the prompts of all requests, by arrival.
         requests: all requests, by arrival.
         num_cached_tokens: what it reports of every request.
+        num_allowed: tokens of each request that may come.
     """
 
     def __init__(self) -> None:
@@ -49,6 +52,7 @@ class ScriptedEngine:
         self.prompts: list[list[int]] = []
         self.requests: list[Request] = []
         self.num_cached_tokens = 0
+        self.num_allowed = math.inf
 
     async def generate(
         self,
@@ -72,6 +76,8 @@ class ScriptedEngine:
                 on_end()
         max_tokens = request.sampling.max_tokens
         for number in range(1, max_tokens + 1):
+            while number > self.num_allowed:
+                await asyncio.sleep(0.005)
             reason = FinishReason.LENGTH if number == max_tokens else None
             num_cached = self.num_cached_tokens if number in (1, max_tokens) else 0
             yield TokenOutput(request.request_id, 5, finish_reason=reason, num_cached_tokens=num_cached)
@@ -139,6 +145,7 @@ def in_process_server(
     is_open: bool = True,
     tokenizer: Tokenizer | None = None,
     api_keys: Sequence[str] = (),
+    clock: Clock | None = None,
     **config: Any,
 ) -> Iterator[InProcessServer]:
     """Serve with a scripted engine.
@@ -148,6 +155,7 @@ def in_process_server(
         is_open: the engine answers requests from the start.
         tokenizer: None takes the model's.
         api_keys: values of ``--api-key``.
+        clock: that latencies are measured by; None for the machine's.
         config: fields of ``ServerConfig``.
     """
     engine_config = EngineConfig(model_dir=str(model), scheduler=SchedulerConfig(max_num_seqs=max_num_seqs))
@@ -172,9 +180,12 @@ def in_process_server(
     state = ServerState(
         server_config, engine_config, client, cast(PreparationClient, preparation), preparer, Phase.READY
     )
+    state.clock = clock or state.clock
     state.api_keys = ApiKeys(api_keys) if api_keys else None
     state.metrics = Metrics("m", engine.info, slo=SLO(1.0, 0.15), loop_lag=LoopLag("m"), jobs=None)
-    generator = TextGenerator(client, tokenizer, state.metrics.requests)
+    generator = TextGenerator(client, tokenizer, state.metrics.requests, state.clock)
     state.service = CompletionService(tokenizer, generator)
-    with serving(create_app(state), limits(**(connection or {})), send_buffer_bytes=8192) as port:
+    with serving(
+        create_app(state), limits(**(connection or {})), send_buffer_bytes=8192, clock=state.clock
+    ) as port:
         yield InProcessServer(port, state, engine, preparation)

@@ -14,6 +14,7 @@ import uvloop
 from backfill.api.http_protocol import ConnectionLimits
 from backfill.api.server import HttpServer
 from backfill.cli.startup import bind
+from backfill.core.clock import Clock
 
 TIMEOUT_S = 20.0
 App = Callable[[Any, Any, Any], Awaitable[None]]
@@ -24,16 +25,23 @@ def limits(**fields: float) -> ConnectionLimits:
 
 
 @contextmanager
-def serving(app: App, limits: ConnectionLimits, *, send_buffer_bytes: int | None = None) -> Iterator[int]:
+def serving(
+    app: App,
+    limits: ConnectionLimits,
+    *,
+    send_buffer_bytes: int | None = None,
+    clock: Clock | None = None,
+) -> Iterator[int]:
     """Serve ``app`` in another thread; yields the port.
 
     Args:
         send_buffer_bytes: of each connection in the kernel, which grows to megabytes by itself.
+        clock: of the instants that requests get; None for the machine's.
     """
     listener = bind("127.0.0.1", 0)
     if send_buffer_bytes is not None:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer_bytes)
-    server = HttpServer(app, limits)
+    server = HttpServer(app, limits, clock)
     thread = threading.Thread(target=lambda: uvloop.run(server.serve(sockets=[listener])))
     thread.start()
     try:

@@ -14,7 +14,7 @@ from backfill.core.request import FinishReason, ServiceClass
 from backfill.core.slo import SLO
 from backfill.costs.profile import FitError
 from backfill.engine.messages import ClassStats, EngineStats, StepReport, StepStats
-from backfill.generation.generator import RequestRecord
+from backfill.generation.timeline import RequestRecord
 from tests.builders import make_info, make_profile
 
 SERVER_SLO = SLO(ttft_s=1.5, tpot_s=0.11)

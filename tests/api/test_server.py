@@ -10,6 +10,7 @@ import pytest
 
 from backfill.api.config import ServerConfig
 from backfill.api.server import Server
+from backfill.api.shedding import RequestShed
 from backfill.core.config import EngineConfig, SchedulerConfig
 from backfill.core.errors import ConfigError
 from backfill.core.slo import SLO
@@ -18,9 +19,10 @@ from backfill.engine.messages import Ready
 from backfill.generation.tokenizer import Tokenizer
 from backfill.models.generation_config import GenerationDefaults
 from backfill.protocol.preparer import RequestPreparer, ServedModel
-from tests.api.test_shedding import step_report
+from tests.api.test_online_load import step_report
 from tests.builders import flat_cost, linear_cost, make_info, make_profile
 from tests.cli.running import run_cli_here
+from tests.protocol.builders import make_generation
 
 MODEL = ServedModel(names=("m",), root="m", folder=Path(), created=0)
 
@@ -31,27 +33,47 @@ def new_server(scheduler: SchedulerConfig | None = None, **options: Any) -> Serv
     return Server(ServerConfig(**options), config, MODEL, client=client, url="", jobs_config=None)
 
 
-async def ready_server(**options: Any) -> Server:
+async def ready_server(scheduler: SchedulerConfig | None = None, **options: Any) -> Server:
     """A server whose engine is ready."""
-    server = new_server(**options)
+    server = new_server(scheduler, **options)
     preparer = RequestPreparer(MODEL, cast(Tokenizer, None), GenerationDefaults())
     server._processes._loading = asyncio.create_task(asyncio.sleep(0, preparer))
     await server._on_engine_ready(Ready(make_info(), SLO(1.0, 0.1), make_profile(linear_cost())))
     return server
 
 
-def test_requests_are_shed_with_the_option() -> None:
+def test_the_online_load_is_predicted_under_a_policy_with_a_cost_model() -> None:
     async def run() -> None:
-        assert (await ready_server()).state.shedder is None
-        server = await ready_server(shed_hopeless=True)
-        shedder = server.state.shedder
-        assert shedder is not None
-        shedder.admit([1000], priority=0, objective_s=1.0, waited_s=0.0)
-        shedder.admit([900], priority=0, objective_s=1.0, waited_s=0.0).release()
+        assert (await ready_server()).state.online_load is None
+        server = await ready_server(SchedulerConfig(policy="slo"))
+        load = server.state.online_load
+        assert load is not None
+        before = load.predict([900], priority=0, waited_s=0.0)
         for _ in range(100):
             server._on_report(step_report(0.1, 0.2))
-        with pytest.raises(Exception, match="first token would come"):
-            shedder.admit([900], priority=0, objective_s=1.0, waited_s=0.0)
+        slow = load.predict([900], priority=0, waited_s=0.0)
+        assert slow.ttft_s == pytest.approx(2 * before.ttft_s, rel=0.01)
+        server._on_profile(make_profile(linear_cost()))
+        assert load.predict([900], priority=0, waited_s=0.0) == before
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("sheds", [False, True])
+def test_requests_are_shed_with_the_option(sheds: bool) -> None:
+    request = make_generation(slo=SLO(1.0, 0.1), prompts=[[5] * 900])
+
+    async def run() -> None:
+        server = await ready_server(SchedulerConfig(policy="slo"), shed_hopeless=sheds)
+        state = server.state
+        now_s = state.clock.now_s()
+        for _ in range(2):
+            assert state.count_online(request, now_s) is not None
+        if not sheds:
+            assert state.count_online(request, now_s) is not None
+            return
+        with pytest.raises(RequestShed, match="first token would come"):
+            state.count_online(request, now_s)
 
     asyncio.run(run())
 

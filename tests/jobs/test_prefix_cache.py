@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from backfill.generation.generator import Observer, TextGenerator
+from backfill.generation.generator import TextGenerator
+from backfill.generation.timeline import Observer
 from backfill.jobs.lines import ServiceRunner
 from backfill.jobs.records import BatchStatus
 from backfill.protocol.service import CompletionService

@@ -13,6 +13,7 @@ from backfill import RequestOutput, RequestOutputKind, SamplingParams
 from backfill.core.config import SchedulerConfig
 from backfill.core.errors import RequestAborted, RequestError
 from backfill.core.request import FinishReason, ServiceClass
+from backfill.core.slo import SLO
 from backfill.generation.generator import TextDelta
 from backfill.llm.inputs import PromptInput, parse_prompt
 from backfill.llm.request import AbortHandle, PreparedRequest, Preparer, run_request
@@ -42,6 +43,23 @@ def test_a_prompt_may_have_a_salt(prompt: dict[str, Any]) -> None:
         with pytest.raises(RequestError, match="cache_salt must") as refused:
             prepare(parse_prompt({**prompt, "cache_salt": wrong}))
         assert refused.value.param == "cache_salt"
+
+
+def test_objectives_below_the_floors_are_refused() -> None:
+    floors = SchedulerConfig(min_ttft_slo=0.5, min_tpot_slo=0.05)
+    preparer = Preparer(TOKENIZER, make_info(), None, floors, random.Random(0))
+
+    def slo_of(slo: SLO) -> SLO | None:
+        params, online = SamplingParams(max_tokens=4), ServiceClass.ONLINE
+        prepared = preparer.prepare(
+            PromptInput("hi"), params, request_id="r", seed=1, service_class=online, slo=slo
+        )
+        return prepared.generation.slo
+
+    assert slo_of(SLO(0.5, 0.05)) == SLO(0.5, 0.05)
+    with pytest.raises(RequestError, match=r"the least is ttft_s=0\.5 and tpot_s=0\.05") as refused:
+        slo_of(SLO(0.4, 0.04))
+    assert refused.value.param == "slo"
 
 
 class ScriptedGenerator:

@@ -76,6 +76,41 @@ def test_a_policy_without_objectives_refuses_none() -> None:
     assert prepare(FULL, {"ttft": 1e-6}, policy="priority").request.slo == SLO(1e-6, 0.15)
 
 
+@pytest.mark.parametrize(
+    ("slo", "headers", "name", "asked", "least"),
+    [
+        ({"ttft": 0.4}, {}, "slo.ttft", "0.4 s", "0.5 s"),
+        ({"tpot": 0.04}, {}, "slo.tpot", "0.04 s", "0.05 s"),
+        ({}, {"x-slo-ttft-ms": "499"}, "x-slo-ttft-ms", "499 ms", "500 ms"),
+        ({"ttft": 9.0}, {"x-slo-tpot-ms": "49.5"}, "x-slo-tpot-ms", "49.5 ms", "50 ms"),
+    ],
+)
+def test_an_objective_below_its_floor_is_refused_with_the_least_one_offered(
+    slo: dict[str, float], headers: dict[str, str], name: str, asked: str, least: str
+) -> None:
+    preparer = make_preparer(policy="priority")
+    floors = SchedulerConfig(policy="priority", min_ttft_slo=0.5, min_tpot_slo=0.05)
+    preparer.facts = replace(preparer.engine, scheduler=floors)
+    body = {"prompt": [5], "max_tokens": 1}
+
+    def prepare_with(slo: dict[str, float], headers: dict[str, str]) -> Generation:
+        raw = json.dumps({**body, "slo": slo}).encode()
+        return preparer.prepare("/v1/completions", raw, RequestContext(headers=headers))
+
+    with pytest.raises(RequestError) as refused:
+        prepare_with(slo, headers)
+    assert refused.value.param == name
+    assert str(refused.value) == f"{name} of {asked} is not offered: the least on this server is {least}."
+    assert prepare_with({"ttft": 0.5, "tpot": 0.05}, {}).request.slo == SLO(0.5, 0.05)
+
+
+def test_a_batch_line_brings_no_objectives() -> None:
+    raw = json.dumps({"prompt": [5], "max_tokens": 1, "slo": {"ttft": 50.0}}).encode()
+    with pytest.raises(RequestError, match="slo") as refused:
+        make_preparer().prepare("/v1/completions", raw, RequestContext(is_batch_line=True))
+    assert refused.value.param == "slo"
+
+
 @pytest.mark.parametrize("is_batch_line", [False, True])
 def test_owner_and_salt_go_to_the_engine_and_never_into_a_log(is_batch_line: bool) -> None:
     context = RequestContext(owner="a-digest", is_batch_line=is_batch_line)

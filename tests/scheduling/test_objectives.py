@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from backfill.core.config import SchedulerConfig
+from backfill.core.config import PolicyName, SchedulerConfig
 from backfill.core.errors import ConfigError
 from backfill.core.slo import SLO
 from backfill.costs.profile import FitError, Quality
@@ -14,6 +14,8 @@ from backfill.scheduling.objectives import (
     check_server_slo,
     impossible_objectives,
     impossible_slo,
+    least_tpot_slo,
+    objectives_below_floor,
     server_slo,
 )
 from tests.builders import flat_cost, linear_cost, make_profile
@@ -32,6 +34,9 @@ PROFILE = replace(make_profile(flat_cost(0.1)), error=FitError(0.01, 0.05, 40))
         ({"ttft_slo": 3.0}, 0.1, SLO(3.0, 0.4)),
         ({"tpot_slo": 0.11}, 0.1, SLO(1.0, 0.11)),
         ({"ttft_slo": 1e-9}, 0.1, SLO(1e-9, 0.4)),
+        ({"min_ttft_slo": 3.0, "min_tpot_slo": 0.3}, None, SLO(3.0, 0.3)),
+        ({"min_ttft_slo": 3.0, "min_tpot_slo": 0.3}, 0.1, SLO(3.0, 0.4)),
+        ({"min_tpot_slo": 0.3, "tpot_slo": 0.35}, 0.1, SLO(1.0, 0.35)),
     ],
 )
 def test_a_server_has_the_objectives_asked_for_and_defaults_it_can_meet(
@@ -112,6 +117,30 @@ def test_objectives_are_impossible_one_by_one(asked: dict[str, float], impossibl
     assert impossible_objectives(asked, profile, config, 100) == impossible
     assert impossible_objectives(asked, None, config, 100) == {}
     assert impossible_objectives(asked, profile, replace(config, policy="priority"), 100) == {}
+
+
+@pytest.mark.parametrize("policy", ["slo", "priority"])
+def test_objectives_are_below_their_floors_one_by_one(policy: PolicyName) -> None:
+    config = SchedulerConfig(policy=policy, min_ttft_slo=0.5, min_tpot_slo=0.05)
+    assert objectives_below_floor({"ttft": 0.5, "tpot": 0.05}, config) == {}
+    assert objectives_below_floor({"ttft": 0.4}, config) == {"ttft": 0.5}
+    assert objectives_below_floor({"ttft": 0.4, "tpot": 0.04}, config) == {"ttft": 0.5, "tpot": 0.05}
+    assert objectives_below_floor({"ttft": 1e-6, "tpot": 1e-6}, SchedulerConfig(policy=policy)) == {}
+
+
+def test_the_servers_own_objective_may_not_be_below_its_floor() -> None:
+    SchedulerConfig(ttft_slo=0.5, min_ttft_slo=0.5).validate()
+    for name in ("ttft_slo", "tpot_slo"):
+        below = SchedulerConfig(**{name: 0.1, f"min_{name}": 0.2})  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match=f"^`{name}` 0.1 must be at least `min_{name}` 0.2"):
+            below.validate()
+        for wrong in (0.0, -1.0, float("inf"), float("nan")):
+            with pytest.raises(ConfigError, match=f"`min_{name}` must be a number of seconds above 0"):
+                SchedulerConfig(**{f"min_{name}": wrong}).validate()  # type: ignore[arg-type]
+
+
+def test_a_third_of_a_tpot_objective_is_left_for_prompts() -> None:
+    assert least_tpot_slo(0.02) == pytest.approx(0.03)
 
 
 def test_a_coarse_profile_and_one_with_a_large_error_know_nothing_for_certain() -> None:

@@ -80,6 +80,10 @@ class Admission:
         reservation.resize(num_choices)
         return reservation
 
+    def retry_after_s(self, service_class: ServiceClass, num_choices: int) -> int:
+        """Whole seconds until so many choices of a class end at the recent rate, 1 to 120."""
+        return self._queues[service_class].retry_after_s(num_choices)
+
     def check_class(self, service_class: ServiceClass) -> None:
         """Raise OfflineSuspended if the class is not accepted now."""
         if service_class is ServiceClass.OFFLINE and self.is_offline_suspended:
@@ -160,12 +164,12 @@ class _ClassQueue:
 
     def refuse(self, num_excess: int) -> NoReturn:
         self._on_refused(self._service_class, "queue_full")
-        raise Overloaded(self._service_class, self._retry_after_s(num_excess))
+        raise Overloaded(self._service_class, self.retry_after_s(num_excess))
 
-    def _retry_after_s(self, num_excess: int) -> int:
-        """Whole seconds until ``num_excess`` choices end at the recent rate, 1 to 120."""
+    def retry_after_s(self, num_choices: int) -> int:
+        """Whole seconds until ``num_choices`` choices end at the recent rate, 1 to 120."""
         if len(self._ended_at_s) < 2:
             return 1
         elapsed_s = max(1e-3, self._clock.now_s() - self._ended_at_s[0])
-        estimate_s = num_excess * elapsed_s / len(self._ended_at_s)
+        estimate_s = num_choices * elapsed_s / len(self._ended_at_s)
         return min(MAX_RETRY_AFTER_S, max(1, math.ceil(estimate_s)))

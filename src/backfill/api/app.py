@@ -68,5 +68,5 @@ def create_app(state: ServerState) -> FastAPI:
             allow_private_network=True,
         )
     app.add_middleware(CountingMiddleware, state=state)
-    app.add_middleware(RequestIdMiddleware)
+    app.add_middleware(RequestIdMiddleware, state=state)
     return app

@@ -15,6 +15,7 @@ from starlette.types import Scope
 
 from backfill.api.admission import MAX_RETRY_AFTER_S, OfflineSuspended, Overloaded
 from backfill.api.body_budget import OfflineUnavailable, Unavailable
+from backfill.api.objective_admission import ObjectiveUnavailable
 from backfill.api.shedding import RequestShed
 from backfill.core.errors import BackfillError
 from backfill.jobs.errors import Busy, Conflict, NotFound, StorageFull, TooLarge, TooMany, TooManyUploads
@@ -84,6 +85,10 @@ def error_response(error: Exception, request_id: str = "") -> JSONResponse:
         case Overloaded() | RequestShed():
             body = error_body(str(error), "rate_limit_error", code=error.code)
             return JSONResponse(body, 429, {"Retry-After": str(error.retry_after_s)})
+        case ObjectiveUnavailable():
+            body = error_body(str(error), "rate_limit_error", param=error.param, code=error.code)
+            headers = {"Retry-After": str(error.retry_after_s)}
+            return JSONResponse(body, 429, headers if error.may_retry else headers | _NO_RETRY)
         case BackfillError():
             status, body = error_of(error)
             return JSONResponse(body, status, _UNAVAILABLE.headers if status == 503 else None)
@@ -112,6 +117,7 @@ def install_error_handlers(app: FastAPI) -> None:
         *_RESPONSES,
         Overloaded,
         RequestShed,
+        ObjectiveUnavailable,
         BackfillError,
         ClientDisconnect,
         HTTPException,

@@ -32,6 +32,8 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
+from backfill.api.client_stalls import ClientStalls
+from backfill.core.clock import Clock, WallClock
 from backfill.core.errors import ConfigError
 from backfill.protocol.responses import error_body
 
@@ -102,7 +104,12 @@ class _Refusal(Exception):
 
 
 class LimitedHttpProtocol(HttpToolsProtocol):
-    """One connection, within ``limits``."""
+    """One connection, within ``limits``.
+
+    The ``state`` of a request's scope gets ``received_at_s``, when its first byte came, on ``clock``; for a
+    request sent ahead, when the response before it was complete. It also gets ``client_stalls``, those of the
+    connection.
+    """
 
     def __init__(
         self,
@@ -112,9 +119,13 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         _loop: asyncio.AbstractEventLoop | None = None,
         *,
         limits: ConnectionLimits,
+        clock: Clock | None = None,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
         self._limits = limits
+        self._clock = WallClock() if clock is None else clock
+        self._stalls = ClientStalls(self._clock)
+        self._received_at_s = 0.0  # the data being parsed
         self._checks: asyncio.TimerHandle | None = None
         self._running: RequestResponseCycle | None = None
         self._in_message = False
@@ -149,11 +160,21 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         if self._running is not None:  # uvicorn tells only the last of several pipelined requests
             self._running.disconnected = True
             self._running.message_event.set()
+        self._stalls.end()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        self._stalls.begin()
+        super().pause_writing()
+
+    def resume_writing(self) -> None:
+        self._stalls.end()
+        super().resume_writing()
 
     def data_received(self, data: bytes) -> None:
         if self._refused_at_s is not None or self.parser is None:
             return
+        self._received_at_s = self._clock.now_s()
         self._unset_keepalive_if_required()
         if not self._in_message and self._head_since_s is None:
             self._head_since_s = self.loop.time()
@@ -177,6 +198,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self.scope["state"].update(received_at_s=self._received_at_s, client_stalls=self._stalls)
         self._in_message = True
         self._num_begun += 1
         self._num_head_bytes = self._num_other_bytes = self._num_body_bytes = 0
@@ -217,6 +239,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         self._answered_at_s = self.loop.time()
+        if self.pipeline:
+            following, _ = self.pipeline[-1]
+            following.scope["state"]["received_at_s"] = self._clock.now_s()
         super().on_response_complete()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:

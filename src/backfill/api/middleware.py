@@ -43,21 +43,24 @@ class HttpMiddleware(ABC):
     async def _handle(self, scope: Scope, receive: Receive, send: Send) -> None: ...
 
 
+@dataclass
 class RequestIdMiddleware(HttpMiddleware):
     """Gives every response an ``x-request-id``: the client's own if it is printable, else a new one.
 
     ``scope["state"]`` gets ``response_id``, the header's value; ``request_id``, the client's own id or None;
-    ``arrived_at_s``, the end of the request's head on the monotonic clock.
+    ``arrived_at_s``, when the request's first byte was received.
     """
+
+    state: ServerState
 
     async def _handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         asked = Headers(scope=scope).get("x-request-id", "")
         if not (asked.isascii() and asked.isprintable() and 0 < len(asked) <= _MAX_REQUEST_ID_CHARS):
             asked = ""
         response_id = asked or f"req_{uuid.uuid4().hex}"
-        scope.setdefault("state", {}).update(
-            request_id=asked or None, response_id=response_id, arrived_at_s=time.monotonic()
-        )
+        state = scope.setdefault("state", {})
+        state.update(request_id=asked or None, response_id=response_id)
+        state["arrived_at_s"] = state.get("received_at_s", self.state.clock.now_s())
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":

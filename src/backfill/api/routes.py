@@ -148,7 +148,7 @@ async def _generate(request: Request, state: ServerState, endpoint: GenerationEn
             )
             reservation.resize(generation.request.num_choices, generation.request.service_class)
             arrived_at_s: float = request.state.arrived_at_s
-            waiting = state.shed_or_wait(generation, arrived_at_s)
+            counted = state.count_online(generation, arrived_at_s)
         except BaseException:
             reservation.release()
             raise
@@ -158,17 +158,22 @@ async def _generate(request: Request, state: ServerState, endpoint: GenerationEn
     if generation.warning is not None:
         state.field_warnings.add(generation.warning)
 
+    def on_choice_end(choice: int) -> None:
+        reservation.release_choice()
+        if counted is not None:
+            counted.on_choice_end(choice)
+
     def on_end() -> None:
         reservation.release()
-        if waiting is not None:
-            waiting.release()
+        if counted is not None:
+            counted.release()
         state.num_unanswered -= 1
 
-    on_first_token = None if waiting is None else waiting.on_first_token
-    arguments = generation, arrived_at_s, reservation.release_choice, on_first_token
+    on_first_token = None if counted is None else counted.on_first_token
+    arguments = generation, arrived_at_s, on_choice_end, on_first_token
     if generation.streams:
         return EventStream(
-            service.run_stream(*arguments),
+            service.run_stream(*arguments, stalled_s=request.state.client_stalls.total_s),
             on_end,
             keep_alive_s=state.server_config.sse_keep_alive_interval,
             warning=generation.warning,

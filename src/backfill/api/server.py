@@ -28,9 +28,10 @@ from backfill.api.metrics.jobs import JobMetrics
 from backfill.api.metrics.loop_lag import LoopLag
 from backfill.api.metrics.registry import Metrics
 from backfill.api.metrics.requests import ObjectiveCounts
-from backfill.api.shedding import Shedder
+from backfill.api.online_load import OnlineLoad
 from backfill.api.state import Phase, ServerState
 from backfill.api.stats_log import StatsLog
+from backfill.core.clock import Clock
 from backfill.core.config import EngineConfig
 from backfill.core.errors import EngineDead
 from backfill.core.heap import freeze_heap
@@ -135,7 +136,7 @@ class Server:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal, number)
         limits = _connection_limits(self.state.server_config, raise_open_files_limit())
-        http = HttpServer(create_app(self.state), limits)
+        http = HttpServer(create_app(self.state), limits, self.state.clock)
         http_task = asyncio.create_task(http.serve(sockets=[listener]))
         log_task = self._tasks.start(self._stats_log.run(), "stats-log")
         engine_task = self._processes.start(
@@ -195,8 +196,9 @@ class Server:
             )
             self.state.preparer = preparer
             self.state.service = self._processes.create_service(preparer, self.state.metrics.requests)
-            if self.state.server_config.shed_hopeless and ready.profile is not None:
-                self.state.shedder = Shedder(ready.profile.cost, self.state.engine_config.scheduler)
+            scheduler = self.state.engine_config.scheduler
+            if scheduler.needs_cost_model and ready.profile is not None:
+                self.state.online_load = OnlineLoad(ready.profile.cost, scheduler)
             freeze_heap()
             # Not earlier: without streams a late loop delays nobody.
             self._lag_task = self._tasks.start(self._loop_lag.run(), "loop-lag")
@@ -250,15 +252,15 @@ class Server:
     def _show_profile(self, profile: CostProfile) -> None:
         if self.state.metrics is not None:
             self.state.metrics.engine.on_profile(profile)
-        if self.state.shedder is not None:
-            self.state.shedder.set_cost_model(profile.cost)
+        if self.state.online_load is not None:
+            self.state.online_load.set_cost_model(profile.cost)
 
     def _on_report(self, report: StepReport) -> None:
         self._stats_log.on_report(report)
         if self.state.metrics is not None:
             self.state.metrics.engine.on_report(report)
-        if self.state.shedder is not None:
-            self.state.shedder.on_report(report)
+        if self.state.online_load is not None:
+            self.state.online_load.on_report(report)
 
     def _objective_counts(self) -> Mapping[str, ObjectiveCounts]:
         return {} if self.state.metrics is None else self.state.metrics.requests.objective_counts()
@@ -276,11 +278,11 @@ class Server:
 class HttpServer(uvicorn.Server):
     """Uvicorn with connection limits and without its signal handlers: ``Server`` closes the connections."""
 
-    def __init__(self, app: object, limits: ConnectionLimits) -> None:
+    def __init__(self, app: object, limits: ConnectionLimits, clock: Clock | None = None) -> None:
         super().__init__(
             uvicorn.Config(
                 app,  # type: ignore[arg-type]
-                http=partial(LimitedHttpProtocol, limits=limits),  # type: ignore[arg-type]
+                http=partial(LimitedHttpProtocol, limits=limits, clock=clock),  # type: ignore[arg-type]
                 ws="none",
                 access_log=False,
                 log_config=None,

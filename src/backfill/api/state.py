@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 
 from starlette.types import Receive
 
@@ -14,8 +14,11 @@ from backfill.api.config import ServerConfig
 from backfill.api.connected import while_connected
 from backfill.api.keys import ApiKeys
 from backfill.api.metrics.registry import Metrics
-from backfill.api.shedding import RequestShed, Shedder, WaitingPrompts
+from backfill.api.objective_admission import ObjectiveUnavailable, check_objectives
+from backfill.api.online_load import OnlineLoad, OpenRequest
+from backfill.api.shedding import RequestShed, check_hopeless
 from backfill.api.stats_log import FieldWarnings
+from backfill.core.clock import Clock, WallClock
 from backfill.core.config import EngineConfig
 from backfill.core.request import ServiceClass
 from backfill.engine.client import EngineClient
@@ -50,8 +53,9 @@ class ServerState:
     metrics: Metrics | None = None
     api_keys: ApiKeys | None = None  # None if requests need no key
     jobs: JobManager | None = None  # None if the Batch API is switched off
-    shedder: Shedder | None = None  # None without --shed-hopeless or a cost model
+    online_load: OnlineLoad | None = None  # None without a cost model, and for policies that use none
     num_unanswered: int = 0  # accepted generation requests whose response is not complete
+    clock: Clock = field(default_factory=WallClock)  # of arrivals and of what is measured at the socket
     field_warnings: FieldWarnings = field(default_factory=FieldWarnings)
     admission: Admission = field(init=False)
     bodies: BodyBudget = field(init=False)
@@ -99,21 +103,31 @@ class ServerState:
             return preparer.answer(endpoint, body)
         return await while_connected(self.preparation.answer(endpoint, body), receive)
 
-    def shed_or_wait(self, generation: Generation, arrived_at_s: float) -> WaitingPrompts | None:
-        """Count an online request's prompts as waiting, if the server sheds load. Raises: RequestShed."""
-        request = generation.request
-        if self.shedder is None or request.slo is None:
+    def count_online(self, generation: Generation, arrived_at_s: float) -> OpenRequest | None:
+        """Count an online request in the load, which must leave room for its objectives.
+
+        Returns: None for an offline request, and where the load is not predicted.
+        Raises, counting nothing: ObjectiveUnavailable, RequestShed with ``--shed-hopeless``.
+        """
+        request, load = generation.request, self.online_load
+        if load is None or request.slo is None:
             return None
+        prompt_tokens = [len(request.prompt_of(choice)) for choice in range(request.num_choices)]
+        waited_s = self.clock.now_s() - arrived_at_s
+        predicted = load.predict(prompt_tokens, priority=request.priority, waited_s=waited_s)
         try:
-            return self.shedder.admit(
-                [len(request.prompt_of(choice)) for choice in range(request.num_choices)],
-                priority=request.priority,
-                objective_s=request.slo.ttft_s,
-                waited_s=time.monotonic() - arrived_at_s,
-            )
+            if self.server_config.shed_hopeless:
+                check_hopeless(predicted, request.slo.ttft_s)
+            default = self.ready_preparer().engine.default_slo
+            end_s = partial(self.admission.retry_after_s, ServiceClass.ONLINE)
+            check_objectives(request.slo, default, load, predicted, prompt_tokens, end_s)
         except RequestShed:
             self._on_refused(request.service_class, "hopeless")
             raise
+        except ObjectiveUnavailable:
+            self._on_refused(request.service_class, "objective_unavailable")
+            raise
+        return load.add(prompt_tokens, priority=request.priority)
 
     def ready_jobs(self) -> JobManager:
         """The manager of files and batches, which needs no engine. Raises: Unavailable."""

@@ -98,7 +98,7 @@ class EventStream(LongResponse):
     An error before the first chunk gives an error response; a later one gives an event.
 
     Args:
-        chunks: lists of bodies; each list is one write.
+        chunks: lists of bodies; each list is one write. The next is asked for when the last is written.
         keep_alive_s: send a comment after this many seconds without a chunk; 0 sends none.
     """
 
@@ -128,6 +128,7 @@ class EventStream(LongResponse):
                         await self._start(send, list(_STREAM_HEADERS))
                     data = _KEEP_ALIVE if bodies is None else b"".join(map(sse_event, bodies))
                     await send({"type": "http.response.body", "body": data, "more_body": True})
+                    await asyncio.sleep(0)  # the event loop hands the data to the kernel between two turns
             except Exception as error:
                 if not opened:
                     await error_response(error, response_id_of(scope))(scope, receive, send)

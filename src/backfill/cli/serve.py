@@ -64,8 +64,8 @@ app = command(
     {
         "Model": MODEL_SECTION,
         "Engine": "device threads gpu_memory_utilization profile engine_hang_timeout",
-        "Scheduling": f"{LIMITS_SECTION} policy ttft_slo tpot_slo promote_before safepoints "
-        "preemption max_stop_s",
+        "Scheduling": f"{LIMITS_SECTION} policy ttft_slo tpot_slo min_ttft_slo min_tpot_slo "
+        "promote_before safepoints preemption max_stop_s",
         "KV memory": "kv_gib block_size host_kv_gib checkpointing checkpoint_from checkpoint_all_from "
         "kv_restore victims prefix_caching prefix_cache_scope",
         "Server": "host port data_dir api_key api_key_file allowed_hosts allowed_origins strict "

@@ -40,9 +40,12 @@ class SchedulerConfig:
         policy: which requests are served when. slo keeps online requests' objectives and serves offline
             requests in the slack; it needs a cost profile. The others are baselines.
         ttft_slo: seconds to the first token of online requests that bring no objective of their own. Default:
-            1, or 4 times what one request alone needs if that is more.
+            1, 4 times what one request alone needs, or ``min_ttft_slo``, whichever is most.
         tpot_slo: seconds that each gap between two tokens may take for online requests that bring no
-            objective of their own. Default: 0.15, or 4 times what one decode alone takes if that is more.
+            objective of their own. Default: 0.15, 4 times what one decode alone takes, or ``min_tpot_slo``,
+            whichever is most.
+        min_ttft_slo: least TTFT objective in seconds that a request may bring. Default: any that is possible.
+        min_tpot_slo: least TPOT objective in seconds that a request may bring. Default: any that is possible.
         promote_before: seconds before the end of its completion window at which an offline request goes
             before other offline requests; 0 is never. Only with ``policy`` slo.
         safepoints: an online request that arrives may stop the offline part of a running step. Only with
@@ -74,6 +77,8 @@ class SchedulerConfig:
     policy: PolicyName = "priority"
     ttft_slo: float | None = None
     tpot_slo: float | None = None
+    min_ttft_slo: float | None = None
+    min_tpot_slo: float | None = None
     promote_before: float = 3600.0
     safepoints: bool = True
     preemption: PreemptionMode = "suspend"
@@ -94,9 +99,15 @@ class SchedulerConfig:
     def validate(self) -> None:
         """Raises: ConfigError for the first field out of range."""
         check_types(self)
-        for field, seconds in (("ttft_slo", self.ttft_slo), ("tpot_slo", self.tpot_slo)):
-            if seconds is not None:
-                _check(field, seconds, 0.0 < seconds < math.inf, "a number of seconds above 0")
+        for field, seconds, floor_field, floor_s in (
+            ("ttft_slo", self.ttft_slo, "min_ttft_slo", self.min_ttft_slo),
+            ("tpot_slo", self.tpot_slo, "min_tpot_slo", self.min_tpot_slo),
+        ):
+            for name, value in ((field, seconds), (floor_field, floor_s)):
+                if value is not None:
+                    _check(name, value, 0.0 < value < math.inf, "a number of seconds above 0")
+            if seconds is not None and floor_s is not None and seconds < floor_s:
+                raise ConfigError(f"`{field}` {seconds:g} must be at least `{floor_field}` {floor_s:g}.")
         is_valid = 0.0 <= self.promote_before < math.inf
         _check("promote_before", self.promote_before, is_valid, "a number of seconds of at least 0")
         _check("max_stop_s", self.max_stop_s, 0.0 < self.max_stop_s < math.inf, "a number of seconds above 0")

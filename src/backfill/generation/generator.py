@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import math
-import time
 from collections.abc import AsyncGenerator, Callable, Hashable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
 
+from backfill.core.clock import Clock, WallClock
 from backfill.core.errors import BackfillError, EngineDead
 from backfill.core.plan import TokenLogprobs
 from backfill.core.request import FinishReason, Request, RequestId, ServiceClass
@@ -19,6 +18,7 @@ from backfill.core.slo import SLO
 from backfill.engine.client import EngineClient
 from backfill.engine.messages import TokenOutput
 from backfill.generation.detokenizer import IncrementalDetokenizer, StopStrings
+from backfill.generation.timeline import Deliveries, Observer, Timeline
 from backfill.generation.tokenizer import Tokenizer
 
 
@@ -68,8 +68,9 @@ class TextDelta:
     """The text of one output token.
 
     ``text`` is empty while a character or a stop string is incomplete. ``waited_s`` is the time since the
-    previous token, and for the first token since the request's arrival. ``num_cached_tokens`` counts the
-    request's prompt tokens that were found in the prefix cache, as the engine last reported it.
+    previous token, and for the first token since the request's arrival, up to now; with ``Deliveries``, which
+    measure it later, it is 0. ``num_cached_tokens`` counts the request's prompt tokens that were found in the
+    prefix cache, as the engine last reported it.
     """
 
     text: str
@@ -81,35 +82,6 @@ class TextDelta:
     num_cached_tokens: int = 0
 
 
-@dataclass(slots=True, kw_only=True)
-class RequestRecord:
-    """A request, for metrics; complete when it has finished. Instants are on the monotonic clock."""
-
-    service_class: ServiceClass
-    slo: SLO | None
-    num_prompt_tokens: int
-    max_tokens: int
-    arrived_at_s: float
-    finish_reason: FinishReason = FinishReason.ABORT  # unless the output ends otherwise
-    num_output_tokens: int = 0
-    num_preemptions: int = 0
-    num_cached_tokens: int = 0
-    first_scheduled_at_s: float | None = None
-    first_token_at_s: float | None = None
-    last_token_at_s: float | None = None
-    finished_at_s: float = math.inf
-
-
-class Observer:
-    """Notified of every token and every finished request. This one does nothing."""
-
-    def on_first_token(
-        self, service_class: ServiceClass, since_arrival_s: float, slo: SLO | None
-    ) -> None: ...
-    def on_next_token(self, service_class: ServiceClass, since_last_s: float, slo: SLO | None) -> None: ...
-    def on_finished(self, record: RequestRecord) -> None: ...
-
-
 @dataclass(eq=False)
 class TextGenerator:
     """Runs requests on an engine and turns their tokens into text."""
@@ -117,6 +89,7 @@ class TextGenerator:
     client: EngineClient
     tokenizer: Tokenizer
     observer: Observer
+    clock: Clock = field(default_factory=WallClock)
     _request_numbers: Iterator[int] = field(default_factory=itertools.count, init=False)
 
     def stream(
@@ -126,7 +99,8 @@ class TextGenerator:
         arrived_at_s: float,
         group: Hashable | None = None,
         on_first_token: Callable[[int], None] | None = None,
-        on_choice_end: Callable[[], None] | None = None,
+        on_choice_end: Callable[[int], None] | None = None,
+        deliveries: Deliveries | None = None,
     ) -> AsyncGenerator[tuple[int, TextDelta], None]:
         """Yield one delta for each token, with the index of its choice; a choice's last has a finish reason.
 
@@ -138,7 +112,10 @@ class TextGenerator:
             group: names the request to ``EngineClient.interrupt_group``; None for a name of its own.
             on_first_token: called with a choice's index when the engine reports its first token, which may
                 not have been yielded yet.
-            on_choice_end: called when the engine has finished a choice; deltas may not have been yielded yet.
+            on_choice_end: called with a choice's index when the engine has finished it; its deltas may not
+                have been yielded yet.
+            deliveries: where the caller tells when it has written a token, and at last that there are no
+                more; None if a token has arrived when it is yielded.
         Raises: RequestLost when the engine lost it, BackfillError when it refuses it.
         """
         group = object() if group is None else group
@@ -161,7 +138,8 @@ class TextGenerator:
                     ),
                     group,
                     None if on_first_token is None else partial(on_first_token, choice),
-                    on_choice_end,
+                    None if on_choice_end is None else partial(on_choice_end, choice),
+                    None if deliveries is None else partial(deliveries.add, choice),
                 )
                 for choice, sampling in enumerate(request.samplings)
             ]
@@ -174,17 +152,25 @@ class TextGenerator:
         group: Hashable,
         on_first_token: Callable[[], None] | None,
         on_end: Callable[[], None] | None,
+        on_begin: Callable[[Timeline], None] | None,
     ) -> AsyncGenerator[TextDelta, None]:
+        """``on_begin`` takes over the timeline's arrivals and its end."""
         detokenizer = IncrementalDetokenizer(
             self.tokenizer, request.prompt_token_ids, skip_special_tokens=text.skip_special_tokens
         )
         stops = StopStrings(text.stop, include_in_output=text.include_stop_str_in_output)
-        timeline = _Timeline(request, self.observer)
+        timeline = Timeline(request, self.observer, self.clock)
+        if on_begin is not None:
+            on_begin(timeline)
         tokens = self.client.generate(request, group=group, on_first_token=on_first_token, on_end=on_end)
         try:
-            async with aclosing(timeline.watch(tokens)) as outputs:
-                async for output in outputs:
-                    delta = _delta(text, output, detokenizer, stops, timeline)
+            async with aclosing(tokens):
+                async for output in tokens:
+                    if output.token_id is None:
+                        raise BackfillError(output.message or "The engine failed.")
+                    timeline.count_token(output)
+                    waited_s = 0.0 if on_begin is not None else timeline.arrive().seconds
+                    delta = _delta(text, output, detokenizer, stops, timeline, waited_s)
                     if delta.finish_reason is not None:
                         timeline.record.finish_reason = delta.finish_reason
                     yield delta
@@ -194,7 +180,8 @@ class TextGenerator:
             timeline.record.finish_reason = FinishReason.ERROR
             raise
         finally:
-            timeline.close()
+            if on_begin is None:
+                timeline.close()
 
 
 def _delta(
@@ -202,7 +189,8 @@ def _delta(
     output: TokenOutput,
     detokenizer: IncrementalDetokenizer,
     stops: StopStrings,
-    timeline: _Timeline,
+    timeline: Timeline,
+    waited_s: float,
 ) -> TextDelta:
     assert output.token_id is not None
     is_end_token = output.finish_reason is FinishReason.STOP
@@ -224,60 +212,9 @@ def _delta(
         output.logprobs,
         finish_reason,
         stop_reason,
-        timeline.waited_s,
+        waited_s,
         timeline.record.num_cached_tokens,
     )
-
-
-class _Timeline:
-    """Records when a request's tokens arrive, and notifies the observer."""
-
-    def __init__(self, request: Request, observer: Observer) -> None:
-        self.request = request
-        self.record = RequestRecord(
-            service_class=request.service_class,
-            slo=request.slo,
-            num_prompt_tokens=request.num_prompt_tokens,
-            max_tokens=request.sampling.max_tokens,
-            arrived_at_s=request.arrived_at_s,
-        )
-        self.waited_s = 0.0  # of the last token
-        self._observer = observer
-
-    async def watch(self, outputs: AsyncGenerator[TokenOutput, None]) -> AsyncGenerator[TokenOutput, None]:
-        """Yield the outputs. Raises: BackfillError for one that refuses the request."""
-        async with aclosing(outputs):
-            async for output in outputs:
-                if output.token_id is None:
-                    raise BackfillError(output.message or "The engine failed.")
-                self._take_counts(output)
-                self._count_token()
-                yield output
-
-    def close(self) -> None:
-        self.record.finished_at_s = time.monotonic()
-        self._observer.on_finished(self.record)
-
-    def _take_counts(self, output: TokenOutput) -> None:
-        record = self.record
-        if record.num_output_tokens > 0 and output.finish_reason is None:
-            return  # only the first and the last output have them
-        record.num_preemptions = output.num_preemptions
-        record.num_cached_tokens = output.num_cached_tokens
-        if output.first_scheduled_at_s is not None:
-            record.first_scheduled_at_s = output.first_scheduled_at_s
-
-    def _count_token(self) -> None:
-        now_s, record = time.monotonic(), self.record
-        record.num_output_tokens += 1
-        if record.last_token_at_s is None:
-            record.first_token_at_s = now_s
-            self.waited_s = now_s - record.arrived_at_s
-            self._observer.on_first_token(record.service_class, self.waited_s, record.slo)
-        else:
-            self.waited_s = now_s - record.last_token_at_s
-            self._observer.on_next_token(record.service_class, self.waited_s, record.slo)
-        record.last_token_at_s = now_s
 
 
 async def merge(

@@ -18,7 +18,7 @@ from backfill.core.config import EngineConfig
 from backfill.core.errors import BackfillError, ConfigError
 from backfill.engine.client import EngineClient
 from backfill.engine.messages import Ready, StepReport
-from backfill.generation.generator import Observer
+from backfill.generation.timeline import Observer
 from backfill.ipc.child import abandon_children
 from backfill.jobs.feed import Feed
 from backfill.jobs.feeder import Feeder

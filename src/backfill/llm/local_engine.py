@@ -17,7 +17,8 @@ from backfill.costs.profile import CostProfile
 from backfill.engine.client import EngineClient
 from backfill.engine.options import check_profile
 from backfill.execution.executor import ExecutorInfo
-from backfill.generation.generator import Observer, TextGenerator
+from backfill.generation.generator import TextGenerator
+from backfill.generation.timeline import Observer
 from backfill.generation.tokenizer import Tokenizer
 from backfill.llm.errors import in_library_terms, with_keywords
 from backfill.llm.options import LLMOptions

@@ -22,7 +22,7 @@ from backfill.llm.errors import InvalidRequest
 from backfill.llm.inputs import PromptInput
 from backfill.llm.outputs import OutputSoFar, RequestMetrics, RequestOutput
 from backfill.llm.sampling_params import RequestOutputKind, SamplingParams
-from backfill.scheduling.objectives import impossible_objectives
+from backfill.scheduling.objectives import impossible_objectives, objectives_below_floor
 
 _MAX_PRIORITY = 2**31 - 1
 
@@ -134,7 +134,7 @@ class Preparer:
         )
 
     def _check_slo(self, slo: SLO | None, service_class: ServiceClass, num_prompt_tokens: int) -> None:
-        """Refuse objectives that the request cannot meet even when it runs alone, if the profile is sure."""
+        """Refuse objectives below their floors, and those that the profile knows to be impossible."""
         if slo is None:
             return
         if not isinstance(slo, SLO) or not (_is_positive(slo.ttft_s) and _is_positive(slo.tpot_s)):
@@ -142,6 +142,10 @@ class Preparer:
         if service_class is ServiceClass.OFFLINE:
             raise InvalidRequest("slo is for online requests, not for offline ones.", param="slo")
         requested = {"ttft": slo.ttft_s, "tpot": slo.tpot_s}
+        floors_s = objectives_below_floor(requested, self.scheduler)
+        if floors_s:
+            least = " and ".join(f"{name}_s={floor_s:g}" for name, floor_s in floors_s.items())
+            raise InvalidRequest(f"{slo} is not offered: the least is {least}.", param="slo")
         impossible = impossible_objectives(requested, self.profile, self.scheduler, num_prompt_tokens)
         if impossible:
             needs = " and ".join(f"{name}_s={needed_s:g}" for name, needed_s in impossible.items())

@@ -9,7 +9,8 @@ from backfill.engine.client import EngineClient
 from backfill.engine.messages import Ready
 from backfill.engine.supervisor import EngineSupervisor
 from backfill.engine.tasks import TaskWatch
-from backfill.generation.generator import Observer, TextGenerator
+from backfill.generation.generator import TextGenerator
+from backfill.generation.timeline import Observer
 from backfill.preparation.client import PreparationClient
 from backfill.preparation.messages import PreparationSetup
 from backfill.protocol.preparer import EngineFacts, RequestPreparer

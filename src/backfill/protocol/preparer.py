@@ -29,7 +29,7 @@ from backfill.protocol.objectives import Objective
 from backfill.protocol.parsing import parse_body
 from backfill.protocol.response_size import MAX_RESPONSE_TOKENS, bounded_max_tokens
 from backfill.protocol.tokenization import DetokenizeRequest, TokenizeRequest
-from backfill.scheduling.objectives import impossible_objectives
+from backfill.scheduling.objectives import impossible_objectives, objectives_below_floor
 
 TextEndpoint = Literal["/tokenize", "/detokenize"]
 
@@ -282,8 +282,15 @@ class RequestPreparer:
         )
 
     def _check_achievable(self, objectives: Mapping[str, Objective], num_prompt_tokens: int) -> None:
-        """Raise RequestError for an objective that the request cannot meet even when it runs alone."""
+        """Raise RequestError for an objective below its floor, or that the request cannot meet even alone."""
         requested = {name: objective.seconds for name, objective in objectives.items()}
+        for name, floor_s in objectives_below_floor(requested, self.engine.scheduler).items():
+            objective = objectives[name]
+            raise RequestError(
+                f"{objective.name} of {objective.show(objective.seconds)} is not offered: the least on this "
+                f"server is {objective.show(floor_s)}.",
+                param=objective.name,
+            )
         impossible = impossible_objectives(
             requested, self.engine.profile, self.engine.scheduler, num_prompt_tokens
         )

@@ -11,6 +11,7 @@ from backfill.core.plan import TokenLogprobs
 from backfill.core.request import FinishReason
 from backfill.core.slo import SLO
 from backfill.generation.generator import TextDelta
+from backfill.generation.timeline import Wait
 from backfill.generation.tokenizer import Tokenizer
 from backfill.protocol.encoding import EncodedList
 from backfill.protocol.generation import Generation
@@ -63,18 +64,18 @@ class Usage:
 
 @dataclass(slots=True)
 class Attainment:
-    """Whether an API request met its objectives: the worst of its choices, in seconds, measured here."""
+    """Whether an API request met its objectives: the worst waits of its choices, in seconds."""
 
     slo: SLO
     ttft_s: float = 0.0
     max_itl_s: float | None = None  # None before any output has a second token
 
-    def add(self, waited_s: float, *, is_first: bool) -> None:
-        """Count a token of a choice."""
-        if is_first:
-            self.ttft_s = max(self.ttft_s, waited_s)
+    def add(self, wait: Wait) -> None:
+        """Count the wait for a token of a choice."""
+        if wait.is_first:
+            self.ttft_s = max(self.ttft_s, wait.seconds)
         else:
-            self.max_itl_s = max(self.max_itl_s or 0.0, waited_s)
+            self.max_itl_s = max(self.max_itl_s or 0.0, wait.seconds)
 
     def as_json(self) -> Json:
         return {
@@ -188,6 +189,7 @@ class Response:
     def add(self, index: int, delta: TextDelta) -> None:
         """Add a choice's next token to the whole body."""
         choice = self._choices[index]
+        self.count_wait(Wait(delta.waited_s, is_first=not choice.token_ids))
         for name, entries in (self._logprobs(choice, delta) or {}).items():
             choice.logprobs.setdefault(name, EncodedList()).extend(entries)
         choice.text.append(delta.text)
@@ -231,9 +233,12 @@ class Response:
         """The last chunk of a stream that includes usage."""
         return self._body(self._shape.chunk_object, [], self._usage, self._attainment)
 
-    def _count(self, choice: _Choice, delta: TextDelta) -> None:
+    def count_wait(self, wait: Wait) -> None:
+        """Count the wait for a token of a stream; it may grow until the token is written."""
         if self._attainment is not None:
-            self._attainment.add(delta.waited_s, is_first=not choice.token_ids)
+            self._attainment.add(wait)
+
+    def _count(self, choice: _Choice, delta: TextDelta) -> None:
         choice.num_chars += len(delta.text)
         choice.token_ids.append(delta.token_id)
         self._usage.num_output_tokens += 1

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
 from backfill.generation.generator import TextDelta, TextGenerator
+from backfill.generation.timeline import Deliveries
 from backfill.generation.tokenizer import Tokenizer
 from backfill.protocol.generation import Generation
 from backfill.protocol.responses import ChatShape, CompletionShape, Json, Response, ResponseShape
@@ -26,7 +26,7 @@ class CompletionService:
         self,
         generation: Generation,
         arrived_at_s: float | None = None,
-        on_choice_end: Callable[[], None] | None = None,
+        on_choice_end: Callable[[int], None] | None = None,
         on_first_token: Callable[[int], None] | None = None,
     ) -> Json:
         """The response body, for ``EncodedBody``, once every choice has ended.
@@ -45,17 +45,31 @@ class CompletionService:
         self,
         generation: Generation,
         arrived_at_s: float | None = None,
-        on_choice_end: Callable[[], None] | None = None,
+        on_choice_end: Callable[[int], None] | None = None,
         on_first_token: Callable[[int], None] | None = None,
+        stalled_s: Callable[[], float] = lambda: 0.0,
     ) -> AsyncGenerator[list[Json], None]:
         """Yield lists of chunks as tokens come; the chunks of one list belong into one write.
 
-        The last chunk reports attainment if the client set objectives. Args: as for ``run_whole``.
+        Latencies are measured until the caller asks for the next list: then it has written the last one. The
+        last chunk reports attainment if the client set objectives.
+
+        Args:
+            stalled_s: total seconds in which the client has kept the caller from writing.
+            others: as for ``run_whole``.
         """
         response = Response(generation, self._shapes[generation.endpoint])
-        async with self._deltas(generation, arrived_at_s, on_choice_end, on_first_token) as deltas:
-            async for index, delta in deltas:
-                yield response.chunks(index, delta)
+        deliveries = Deliveries(stalled_s)
+        try:
+            async with self._deltas(
+                generation, arrived_at_s, on_choice_end, on_first_token, deliveries
+            ) as deltas:
+                async for index, delta in deltas:
+                    response.count_wait(deliveries.wait(index))  # so far, for a chunk that reports it
+                    yield response.chunks(index, delta)
+                    response.count_wait(deliveries.written(index))
+        finally:
+            deliveries.close()
         if generation.includes_usage:
             yield [response.usage_chunk()]
 
@@ -63,14 +77,16 @@ class CompletionService:
         self,
         generation: Generation,
         arrived_at_s: float | None,
-        on_choice_end: Callable[[], None] | None,
+        on_choice_end: Callable[[int], None] | None,
         on_first_token: Callable[[int], None] | None,
+        deliveries: Deliveries | None = None,
     ) -> aclosing[AsyncGenerator[tuple[int, TextDelta], None]]:
         return aclosing(
             self._generator.stream(
                 generation.request,
-                arrived_at_s=time.monotonic() if arrived_at_s is None else arrived_at_s,
+                arrived_at_s=self._generator.clock.now_s() if arrived_at_s is None else arrived_at_s,
                 on_first_token=on_first_token,
                 on_choice_end=on_choice_end,
+                deliveries=deliveries,
             )
         )

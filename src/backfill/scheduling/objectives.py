@@ -15,6 +15,10 @@ from backfill.costs.profile import CostProfile
 DEFAULT_SLO = SLO(ttft_s=1.0, tpot_s=0.15)
 # A default objective is widened to this multiple of what one request alone needs.
 DEFAULT_HEADROOM = 4.0
+# The share of the tightest TPOT objective that is left for prompts. Decodes are in every step, so prompts can
+# only use what decoding all online requests leaves of the objective. Without a share of their own, one
+# request's tight objective would stop the prompts of all others.
+PROMPT_SHARE = 1 / 3
 
 
 def achievable_slo(cost: CostModel, config: SchedulerConfig, num_prompt_tokens: int = 1) -> SLO:
@@ -62,15 +66,44 @@ def impossible_objectives(
     }
 
 
+def objectives_below_floor(asked: Mapping[str, float], config: SchedulerConfig) -> dict[str, float]:
+    """The objectives below the operator's floors.
+
+    Args:
+        asked: seconds, by ``ttft`` and ``tpot``.
+    Returns: by the same names, the floor in seconds.
+    """
+    floors_s = {"ttft": config.min_ttft_slo, "tpot": config.min_tpot_slo}
+    return {
+        name: floor_s
+        for name, floor_s in floors_s.items()
+        if floor_s is not None and name in asked and asked[name] < floor_s
+    }
+
+
+def least_tpot_slo(decode_s: float) -> float:
+    """The least TPOT objective in seconds beside which prompts have their share of a step.
+
+    Args:
+        decode_s: of a step that decodes all online requests.
+    """
+    return decode_s / (1.0 - PROMPT_SHARE)
+
+
+def decode_limit_s(tpot_s: float) -> float:
+    """The most that decoding all online requests may take of a TPOT objective; the rest is for prompts."""
+    return (1.0 - PROMPT_SHARE) * tpot_s
+
+
 def server_slo(config: SchedulerConfig, cost: CostModel | None) -> SLO:
     """Objectives of online requests that bring none: the configured ones, else defaults.
 
-    ``cost`` widens defaults that one request alone would barely meet.
+    ``cost`` widens defaults that one request alone would barely meet. No default is below a floor.
     """
     least = SLO(0.0, 0.0) if cost is None else achievable_slo(cost, config)
     return SLO(
-        ttft_s=_objective(config.ttft_slo, DEFAULT_SLO.ttft_s, least.ttft_s),
-        tpot_s=_objective(config.tpot_slo, DEFAULT_SLO.tpot_s, least.tpot_s),
+        ttft_s=_objective(config.ttft_slo, DEFAULT_SLO.ttft_s, least.ttft_s, config.min_ttft_slo),
+        tpot_s=_objective(config.tpot_slo, DEFAULT_SLO.tpot_s, least.tpot_s, config.min_tpot_slo),
     )
 
 
@@ -109,5 +142,5 @@ def _rounded_up(seconds: float) -> float:
     return math.ceil(1000 * seconds) / 1000
 
 
-def _objective(asked_s: float | None, default_s: float, least_s: float) -> float:
-    return max(default_s, DEFAULT_HEADROOM * least_s) if asked_s is None else asked_s
+def _objective(asked_s: float | None, default_s: float, least_s: float, floor_s: float | None) -> float:
+    return max(default_s, DEFAULT_HEADROOM * least_s, floor_s or 0.0) if asked_s is None else asked_s

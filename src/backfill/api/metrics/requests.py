@@ -11,7 +11,7 @@ from backfill.api.metrics import buckets
 from backfill.api.metrics.families import Instruments
 from backfill.core.request import FinishReason, ServiceClass
 from backfill.core.slo import SLO
-from backfill.generation.generator import Observer, RequestRecord
+from backfill.generation.timeline import Observer, RequestRecord
 
 
 class ObjectiveCounts(NamedTuple):
@@ -41,20 +41,27 @@ class RequestMetrics(Observer):
         self._rejections = Instruments(registry, {"model_name": labels["model_name"]}).counter(
             "admission_rejections", "Requests refused before they were queued", "reason", "class"
         )
+        self._client_stalled = self._count_by_class(
+            "client_stalled_seconds", "Time in which clients of streams kept the server from writing"
+        )
         self._attained = self._count_by_objective("slo_attained", "Objectives met by online requests")
         self._missed = self._count_by_objective("slo_missed", "Objectives missed by online requests")
 
+    def on_token(self, service_class: ServiceClass) -> None:
+        self._generation_tokens[service_class].inc()
+
     def on_first_token(self, service_class: ServiceClass, since_arrival_s: float, slo: SLO | None) -> None:
         self._ttft[service_class].observe(since_arrival_s)
-        self._generation_tokens[service_class].inc()
         if slo is not None:
             (self._attained if since_arrival_s <= slo.ttft_s else self._missed)["ttft"].inc()
 
     def on_next_token(self, service_class: ServiceClass, since_last_s: float, slo: SLO | None) -> None:
         self._itl[service_class].observe(since_last_s)
-        self._generation_tokens[service_class].inc()
         if slo is not None:
             (self._attained if since_last_s <= slo.tpot_s else self._missed)["tpot"].inc()
+
+    def on_client_stalled(self, service_class: ServiceClass, seconds: float) -> None:
+        self._client_stalled[service_class].inc(seconds)
 
     def on_finished(self, record: RequestRecord) -> None:
         which = record.service_class
@@ -74,7 +81,8 @@ class RequestMetrics(Observer):
             return
         self._decode[which].observe(last - first)
         if record.num_output_tokens > 1:
-            self._tpot[which].observe((last - first) / (record.num_output_tokens - 1))
+            by_server_s = last - first - record.client_stalled_s
+            self._tpot[which].observe(by_server_s / (record.num_output_tokens - 1))
         scheduled = record.first_scheduled_at_s
         if scheduled is not None:
             self._queue[which].observe(scheduled - record.arrived_at_s)
@@ -105,7 +113,7 @@ class RequestMetrics(Observer):
     def _define_latencies(self, slo: SLO) -> None:
         ttft_s, itl_s = {*buckets.TTFT_S, slo.ttft_s}, {*buckets.ITL_S, slo.tpot_s}
         self._ttft = self._by_class("time_to_first_token_seconds", "Arrival to first token", ttft_s)
-        self._itl = self._by_class("inter_token_latency_seconds", "Gap between two tokens", itl_s)
+        self._itl = self._by_class("inter_token_latency_seconds", "Gap between tokens", itl_s)
         self._tpot = self._by_class(
             "request_time_per_output_token_seconds",
             "(last - first token) / (n - 1) of a request; requests of one token are left out",

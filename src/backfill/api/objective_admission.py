@@ -1,0 +1,89 @@
+"""Admits requests with tight objectives only while the online load leaves room for them.
+
+Objectives are admitted as memory is. An objective tighter than the server's own binds every step: to keep a
+tight TPOT objective the scheduler would stop all offline work and slow all prompts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from backfill.api.admission import MAX_RETRY_AFTER_S
+from backfill.api.online_load import OnlineLoad, Prediction
+from backfill.api.shedding import retry_after_s
+from backfill.core.slo import SLO
+from backfill.scheduling.objectives import decode_limit_s, least_tpot_slo
+
+
+class ObjectiveUnavailable(Exception):
+    """The load leaves no room for a request's objective.
+
+    Attributes:
+        param: the objective.
+        retry_after_s: when the client may retry.
+        may_retry: False if the server leaves no room for the objective even without load.
+    """
+
+    code = "objective_unavailable"
+
+    def __init__(
+        self, objective: str, asked_s: float, offered_s: float, retry_after_s: int, *, may_retry: bool = True
+    ) -> None:
+        leaves = f"{math.ceil(round(1000 * offered_s, 6)) / 1000:g} s"  # up to milliseconds
+        offer = (
+            f"the present load leaves {leaves}. Please ask for that, or retry in {retry_after_s} s."
+            if may_retry
+            else f"this server leaves {leaves} even without load. Please ask for that."
+        )
+        super().__init__(f"{objective.upper()} objective: asked {asked_s:g} s, {offer}")
+        self.param = f"slo.{objective}"
+        self.retry_after_s = retry_after_s
+        self.may_retry = may_retry
+
+
+def check_objectives(
+    asked: SLO,
+    default: SLO,
+    load: OnlineLoad,
+    predicted: Prediction,
+    prompt_tokens: Sequence[int],
+    end_s: Callable[[int], int],
+) -> None:
+    """Raise ObjectiveUnavailable for an objective tighter than the default that the load leaves no room for.
+
+    Args:
+        default: the server's objectives. They are always offered.
+        predicted: of this request beside ``load``.
+        prompt_tokens: of each choice's prompt.
+        end_s: whole seconds until so many choices have ended, as far as is known.
+    """
+    if asked.ttft_s < default.ttft_s:
+        _check_ttft(asked.ttft_s, default.ttft_s, predicted)
+    if asked.tpot_s < default.tpot_s:
+        _check_tpot(asked.tpot_s, default.tpot_s, load, predicted, prompt_tokens, end_s)
+
+
+def _check_ttft(asked_s: float, default_s: float, predicted: Prediction) -> None:
+    # What it takes alone is no reason to refuse: no retry would change that.
+    if predicted.ttft_s > max(asked_s, predicted.ttft_alone_s):
+        offered_s = min(default_s, predicted.ttft_s)
+        raise ObjectiveUnavailable("ttft", asked_s, offered_s, retry_after_s(predicted, asked_s))
+
+
+def _check_tpot(
+    asked_s: float,
+    default_s: float,
+    load: OnlineLoad,
+    predicted: Prediction,
+    prompt_tokens: Sequence[int],
+    end_s: Callable[[int], int],
+) -> None:
+    limit_s = decode_limit_s(asked_s)
+    if predicted.decode_s <= limit_s:
+        return
+    if predicted.decode_alone_s > limit_s:
+        offered_s = min(default_s, least_tpot_slo(predicted.decode_alone_s))
+        raise ObjectiveUnavailable("tpot", asked_s, offered_s, MAX_RETRY_AFTER_S, may_retry=False)
+    wait_s = end_s(load.num_too_many(prompt_tokens, limit_s))
+    raise ObjectiveUnavailable("tpot", asked_s, min(default_s, least_tpot_slo(predicted.decode_s)), wait_s)

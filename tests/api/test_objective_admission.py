@@ -1,0 +1,130 @@
+"""Objectives tighter than the server's are admitted only while the online load leaves room for them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from backfill.api.objective_admission import ObjectiveUnavailable, check_objectives
+from backfill.api.online_load import OnlineLoad
+from backfill.core.slo import SLO
+from tests.api.in_process import InProcessServer, in_process_server
+from tests.api.servers import wait_until
+from tests.api.test_online_load import CONFIG
+from tests.api.test_overload import waiting
+from tests.builders import linear_cost
+
+DEFAULT = SLO(1.0, 0.15)
+
+
+def loaded(*prompt_tokens: int) -> OnlineLoad:
+    """10 ms for a row, so 10 ms for a decode; these prompts wait."""
+    load = OnlineLoad(linear_cost(token_s=0.01), CONFIG)
+    if prompt_tokens:
+        load.add(prompt_tokens, priority=0)
+    return load
+
+
+def check(
+    load: OnlineLoad, ttft_s: float = DEFAULT.ttft_s, tpot_s: float = DEFAULT.tpot_s, tokens: int = 10
+) -> None:
+    predicted = load.predict([tokens], priority=0, waited_s=0.0)
+    check_objectives(SLO(ttft_s, tpot_s), DEFAULT, load, predicted, [tokens], lambda num: 10 * num)
+
+
+def refusal(load: OnlineLoad, **asked: Any) -> ObjectiveUnavailable:
+    with pytest.raises(ObjectiveUnavailable) as refused:
+        check(load, **asked)
+    return refused.value
+
+
+def test_objectives_of_the_server_and_larger_ones_are_never_refused() -> None:
+    busy = loaded(*[100] * 50)
+    check(busy)
+    check(busy, ttft_s=9.0, tpot_s=9.0)
+
+
+def test_a_tpot_objective_needs_half_as_much_again_as_the_decodes() -> None:
+    check(loaded(), tpot_s=0.0151)
+    three = loaded(1, 1, 1)
+    check(three, tpot_s=0.0601)  # four rows of 10 ms
+    refused = refusal(three, tpot_s=0.0599)
+    assert str(refused) == (
+        "TPOT objective: asked 0.0599 s, the present load leaves 0.06 s. "
+        "Please ask for that, or retry in 10 s."
+    )
+    assert (refused.param, refused.retry_after_s, refused.may_retry) == ("slo.tpot", 10, True)
+    assert refusal(three, tpot_s=0.031).retry_after_s == 20, "until two of them have ended"
+
+
+def test_more_than_the_default_is_never_named_as_the_least() -> None:
+    busy = loaded(*[100] * 50)
+    assert "leaves 0.12 s" in str(refusal(busy, tpot_s=0.05)), "CONFIG decodes at most 8 in a step"
+    busy.set_cost_model(linear_cost(token_s=0.02))
+    assert "leaves 0.15 s" in str(refusal(busy, tpot_s=0.05))
+    assert "leaves 1 s" in str(refusal(busy, ttft_s=0.9))
+
+
+def test_a_tpot_objective_that_an_idle_server_does_not_leave_is_not_to_be_retried() -> None:
+    refused = refusal(loaded(), tpot_s=0.0149)
+    assert str(refused) == (
+        "TPOT objective: asked 0.0149 s, this server leaves 0.015 s even without load. Please ask for that."
+    )
+    assert not refused.may_retry
+
+
+def test_a_ttft_objective_must_leave_time_for_the_prompts_ahead() -> None:
+    waiting_prompt = loaded(20)
+    check(waiting_prompt, ttft_s=0.301)  # 20 tokens ahead and 10 of its own
+    refused = refusal(waiting_prompt, ttft_s=0.299)
+    assert str(refused) == (
+        "TTFT objective: asked 0.299 s, the present load leaves 0.3 s. Please ask for that, or retry in 1 s."
+    )
+    assert (refused.param, refused.retry_after_s, refused.may_retry) == ("slo.ttft", 1, True)
+    check(loaded(), ttft_s=0.05, tokens=10)  # late even alone: the answer says so
+
+
+def ask(
+    server: InProcessServer, headers: dict[str, str] | None = None, **fields: Any
+) -> tuple[int, dict[str, Any], httpx.Headers]:
+    body = {"prompt": [7], "max_tokens": 1, **fields}
+    response = httpx.post(f"{server.url}/v1/completions", json=body, headers=headers, timeout=20)
+    return response.status_code, response.json(), response.headers
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_over_http_tight_objectives_are_refused_under_load_and_counted(
+    default_model: Path, is_streamed: bool
+) -> None:
+    with in_process_server(default_model, is_open=False) as server:
+        server.state.online_load = load = OnlineLoad(linear_cost(token_s=0.01), CONFIG)
+        held = {"prompt": [7] * 20, "max_tokens": 1, "n": 2, "stream": is_streamed}
+        with waiting(server, held, 1):
+            wait_until(lambda: load.num_open == 2, "the prompt to be prepared")
+            for objective, asked in (("tpot", 0.04), ("ttft", 0.3)):
+                status, body, headers = ask(server, slo={objective: asked})
+                assert (status, body["error"]["code"]) == (429, "objective_unavailable")
+                assert body["error"]["type"] == "rate_limit_error"
+                assert body["error"]["param"] == f"slo.{objective}"
+                assert f"asked {asked} s, the present load leaves 0." in body["error"]["message"]
+                assert int(headers["Retry-After"]) >= 1
+                assert "x-should-retry" not in headers
+            assert ask(server, {"x-slo-tpot-ms": "40"})[0] == 429
+            status, body, headers = ask(server, slo={"tpot": 0.001})
+            assert status == 429
+            assert headers["x-should-retry"] == "false"
+            assert load.num_open == 2, "a refused request is not counted"
+            assert server.state.admission.num_open == 2
+        wait_until(lambda: load.num_open == 0, "the end of the request")
+        assert ask(server, slo={"tpot": 0.04, "ttft": 0.3})[0] == 200
+        exposed = httpx.get(f"{server.url}/metrics").text
+        assert 'class="online",model_name="m",reason="objective_unavailable"} 4.0' in exposed
+
+
+def test_without_a_cost_model_nothing_is_refused(default_model: Path) -> None:
+    with in_process_server(default_model) as server:
+        assert server.state.online_load is None
+        assert ask(server, slo={"tpot": 1e-6, "ttft": 1e-6})[0] == 200

@@ -1,0 +1,134 @@
+"""What is counted as online load, and what is predicted for one request more."""
+
+from __future__ import annotations
+
+import pytest
+
+from backfill.api.online_load import OnlineLoad, Prediction, prefill_time_s
+from backfill.core.config import SchedulerConfig
+from backfill.core.counters import ClassCounters
+from backfill.costs.load import StepLoad
+from backfill.engine.messages import ClassStats, EngineStats, StepKind, StepReport, StepStats
+from tests.builders import linear_cost
+
+CONFIG = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=100, max_prefill_chunk_tokens=100)
+# 0.1 s for a step of 100 tokens, and 0.05 s for every step.
+COST = linear_cost(token_s=0.001, step_s=0.05)
+
+
+def make_load(context_s: float = 0.0) -> OnlineLoad:
+    return OnlineLoad(linear_cost(token_s=0.001, step_s=0.05, context_s=context_s), CONFIG)
+
+
+def step_report(
+    predicted_s: float, seconds: float, *, stopped: bool = False, kind: StepKind = "online"
+) -> StepReport:
+    idle = ClassStats(0, 0, ClassCounters())
+    step = StepStats(kind, 10, seconds, predicted_s, stopped)
+    return StepReport([], EngineStats(idle, idle, 0.0, 0, 0.0, 0, step))
+
+
+def predict(load: OnlineLoad, *prompt_tokens: int, priority: int = 0, waited_s: float = 0.0) -> Prediction:
+    return load.predict(prompt_tokens, priority=priority, waited_s=waited_s)
+
+
+def test_prompts_are_computed_in_full_steps() -> None:
+    many = StepLoad.of([(0, 10, True)] * 25)
+    assert prefill_time_s(COST, many, 100) == pytest.approx(0.25 + 3 * 0.05)
+    assert prefill_time_s(COST, StepLoad(), 100) == 0.0
+    context = linear_cost(token_s=0.001, context_s=0.01)
+    for num_tokens in (7, 100, 250):
+        chunks = [
+            (start, min(100, num_tokens - start), start + 100 >= num_tokens)
+            for start in range(0, num_tokens, 100)
+        ]
+        predicted = prefill_time_s(context, StepLoad.of(chunks), 100)
+        assert predicted == pytest.approx(context.prefill_time_s(num_tokens, 100)), "by the cost model"
+
+
+def test_a_prompt_counts_until_its_first_token_and_a_choice_until_its_end() -> None:
+    load = make_load()
+    request = load.add([100, 250, 1], priority=3)
+    assert (load.num_open, load.num_waiting_tokens) == (3, 351)
+    for _ in range(2):
+        request.on_first_token(1)
+        assert (load.num_open, load.num_waiting_tokens) == (3, 101)
+    for _ in range(2):
+        request.on_choice_end(0)
+        assert (load.num_open, load.num_waiting_tokens) == (2, 1)
+    for _ in range(2):
+        request.release()
+        assert (load.num_open, load.num_waiting_tokens, load.num_context_tokens) == (0, 0, 0)
+    request.on_first_token(2)
+    assert load.num_waiting_tokens == 0
+
+
+def test_the_first_token_waits_for_the_prompts_of_its_priority_and_better() -> None:
+    load = make_load()
+    for _ in range(10):
+        load.add([100], priority=1)
+    assert predict(load, 100, waited_s=0.2).ttft_s == pytest.approx(0.2 + 0.15)
+    behind = predict(load, 100, priority=1, waited_s=0.2)
+    assert behind.ttft_s == pytest.approx(0.2 + 11 * 0.15)
+    assert behind.ttft_alone_s == pytest.approx(0.2 + 0.15)
+
+
+def test_every_open_choice_is_a_decode_of_the_predicted_step() -> None:
+    load = make_load()
+    alone = predict(load, 30).decode_s
+    assert alone == pytest.approx(0.05 + 0.001)
+    first = load.add([30, 30], priority=0)
+    load.add([30], priority=5)
+    assert predict(load, 30).decode_s == pytest.approx(0.05 + 4 * 0.001), "waiting ones too: they will decode"
+    assert predict(load, 30, 30).decode_s == pytest.approx(0.05 + 5 * 0.001)
+    assert predict(load, 30).decode_alone_s == alone
+    first.on_choice_end(1)
+    assert predict(load, 30).decode_s == pytest.approx(0.05 + 3 * 0.001)
+
+
+def test_a_step_decodes_at_most_max_num_seqs() -> None:
+    load = make_load(context_s=0.0001)
+    load.add([50] * 20, priority=0)
+    predicted = predict(load, 50)
+    assert predicted.decode_s == pytest.approx(0.05 + 8 * 0.001 + 8 * 50 * 0.0001)
+
+
+def test_contexts_grow_by_a_token_in_each_step_with_online_work() -> None:
+    load = make_load(context_s=0.0001)
+    early, late = load.add([10], priority=0), load.add([20], priority=0)
+    early.on_first_token(0)
+    for kind in ("online", "mixed", "offline", "none"):
+        load.on_report(step_report(0.1, 0.1, kind=kind))  # type: ignore[arg-type]
+    assert load.num_context_tokens == 10 + 2 + 20
+    late.on_first_token(0)
+    for _ in range(5):
+        load.on_report(step_report(0.1, 0.1))
+    assert load.num_context_tokens == 10 + 7 + 20 + 5
+    assert predict(load, 8).decode_s == pytest.approx(0.05 + 3 * 0.001 + 50 * 0.0001)
+    early.release()
+    assert load.num_context_tokens == 25
+    late.release()
+    assert load.num_context_tokens == 0
+
+
+def test_steps_correct_the_predictions() -> None:
+    load = make_load()
+    before = predict(load, 100)
+    load.on_report(step_report(1.0, 50.0, stopped=True))
+    assert predict(load, 100) == before
+    for _ in range(100):
+        load.on_report(step_report(0.1, 0.15))
+    slower = predict(load, 100)
+    assert slower.ttft_s == pytest.approx(1.5 * before.ttft_s, rel=0.01)
+    assert slower.decode_s == pytest.approx(1.5 * before.decode_s, rel=0.01)
+    load.set_cost_model(COST)
+    assert predict(load, 100) == before
+
+
+def test_it_says_how_many_must_end() -> None:
+    load = make_load()
+    load.add([10, 10, 10, 10], priority=0)
+    # A row costs 1 ms, and the request itself is one.
+    for limit_s, num in ((0.0555, 0), (0.0545, 1), (0.0535, 2), (0.0515, 4), (0.01, 4)):
+        assert load.num_too_many([10], limit_s) == num
+    assert make_load().num_too_many([10], 0.01) == 0
