@@ -55,9 +55,7 @@ def test_no_line_is_lost_or_answered_twice(small_model: Path, tmp_path: Path) ->
         assert (batch.request_counts.total, batch.request_counts.failed) == (NUM_LINES, 0)
         check_accounts(server.client(), batch, custom_ids)
     finally:
-        server.http.close()
-        server.process.kill()
-        server.process.wait()
+        server.kill()
 
 
 def test_an_engine_that_is_killed_again_and_again_costs_no_line(small_model: Path, tmp_path: Path) -> None:
@@ -100,7 +98,5 @@ def num_ended(server: RunningServer, batch_id: str) -> int:
 
 
 def killed_and_started_again(server: RunningServer, model: Path) -> RunningServer:
-    server.process.kill()
-    server.process.wait()
-    server.http.close()
+    server.kill()
     return launch_small(model, *OPTIONS, data_dir=server.data_dir)

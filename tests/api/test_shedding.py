@@ -14,7 +14,7 @@ from backfill.core.counters import ClassCounters
 from backfill.costs.load import StepLoad
 from backfill.engine.messages import ClassStats, EngineStats, StepReport, StepStats
 from tests.api.in_process import in_process_server
-from tests.api.servers import wait_until
+from tests.api.servers import TIMEOUT_S, wait_until
 from tests.api.sockets import RawClient, request
 from tests.api.test_overload import ONLINE, post, waiting
 from tests.builders import linear_cost
@@ -131,5 +131,5 @@ def test_a_shed_request_is_429_and_counted(default_model: Path) -> None:
         wait_until(lambda: shedder.num_waiting_tokens == 0, "the release of the waiting tokens")
         assert post(server, {**long, "stream": True}).status_code == 200
         wait_until(lambda: shedder.num_waiting_tokens == 0, "the release of the waiting tokens")
-        exposed = httpx.get(f"{server.url}/metrics").text
+        exposed = httpx.get(f"{server.url}/metrics", timeout=TIMEOUT_S).text
         assert 'class="online",model_name="m",reason="hopeless"} 1.0' in exposed
