@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -89,7 +89,8 @@ class RunningServer:
         try:
             yield pid
         finally:
-            os.kill(pid, signal.SIGCONT)
+            with suppress(ProcessLookupError):  # it may have been killed meanwhile
+                os.kill(pid, signal.SIGCONT)
 
     def logged(self, *parts: str) -> str:
         """The first line of the output with all these parts. A thread reads the output, so it may be late."""
