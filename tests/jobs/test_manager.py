@@ -144,7 +144,7 @@ async def test_no_line_is_lost_or_answered_twice_over_restarts(tmp_path: Path, s
         ready(manager)
         if batch_id is None:
             batch_id = (await submit(manager, input_of(120))).id
-        timeout_s = chooser.random() * 0.05 if attempt < 12 else 20.0
+        timeout_s = chooser.random() * 0.05 if attempt < 12 else TIMEOUT_S
         stop_after = asyncio.create_task(asyncio.sleep(timeout_s))
         end = asyncio.create_task(ended(manager, batch_id))
         await asyncio.wait({stop_after, end}, return_when=asyncio.FIRST_COMPLETED)

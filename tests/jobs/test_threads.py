@@ -101,11 +101,11 @@ async def test_a_call_that_hangs_does_not_delay_the_close(gate: threading.Event)
 
 async def test_one_pool_does_not_wait_for_another(gate: threading.Event) -> None:
     threads = JobThreads()
-    hung = [asyncio.create_task(threads.uploads.run(gate.wait, 10)) for _ in range(20)]
+    hung = [asyncio.create_task(threads.uploads.run(gate.wait, TIMEOUT_S)) for _ in range(20)]
     await asyncio.sleep(0.01)
     for pool in (threads.database, threads.results, threads.downloads):
         assert await pool.run(divmod, 7, 2) == (3, 1)
     gate.set()
     assert all(await asyncio.gather(*hung))
-    await threads.wait_idle(10)
+    await threads.wait_idle(TIMEOUT_S)
     assert threads.close() == 0
