@@ -17,7 +17,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import httpx
-from openai import DefaultHttpxClient, OpenAI
+from openai import OpenAI
 
 from backfill.costs.profile import CostProfile, FitError
 from tests.shared import made_once
@@ -26,7 +26,7 @@ MODEL = "smollm2-135m-instruct"
 # Far above any duration on a busy machine: only a hang reaches it.
 TIMEOUT_S = 300.0
 # A client gives up an idle connection before its server does (after 5 s): it must not send as that closes it.
-KEEP_ALIVE = httpx.Limits(max_connections=1000, max_keepalive_connections=100, keepalive_expiry=1.0)
+KEEP_ALIVE = httpx.Limits(max_connections=100, max_keepalive_connections=20, keepalive_expiry=1.0)
 # Options of the small model (tests/conftest.py): float32, and one thread.
 SMALL_MODEL = ("--dtype", "float32", "--threads", "1", "--kv-gib", "0.05")
 # Options that a profile depends on.
@@ -60,9 +60,7 @@ class RunningServer:
         self.http = httpx.Client(base_url=self.url, timeout=TIMEOUT_S, limits=KEEP_ALIVE)
 
     def client(self, api_key: str = "none", max_retries: int = 0) -> OpenAI:
-        http = DefaultHttpxClient(timeout=TIMEOUT_S, limits=KEEP_ALIVE)
-        url = f"{self.url}/v1"
-        return OpenAI(base_url=url, api_key=api_key, max_retries=max_retries, http_client=http)
+        return OpenAI(base_url=f"{self.url}/v1", api_key=api_key, max_retries=max_retries, timeout=TIMEOUT_S)
 
     def wait_ready(self) -> None:
         wait_until(self._is_ready, "the server to be ready")
