@@ -27,7 +27,7 @@ def test_no_line_is_lost_or_answered_twice(small_model: Path, tmp_path: Path) ->
     rng = random.Random(20)
     custom_ids = [f"line-{number}" for number in range(NUM_LINES)]
     content = as_jsonl(
-        completion_line(custom_id, [5, 6, 7 + number], max_tokens=120, ignore_eos=True)
+        completion_line(custom_id, [5, 6, 7 + number], max_tokens=80, ignore_eos=True)
         for number, custom_id in enumerate(custom_ids)
     )
     server = launch_small(small_model, *OPTIONS, data_dir=tmp_path)
@@ -62,7 +62,7 @@ def test_an_engine_that_is_killed_again_and_again_costs_no_line(small_model: Pat
     num_lines = 150
     custom_ids = [f"line-{number}" for number in range(num_lines)]
     content = as_jsonl(
-        completion_line(custom_id, [5, 6, 7 + number], max_tokens=160, ignore_eos=True)
+        completion_line(custom_id, [5, 6, 7 + number], max_tokens=80, ignore_eos=True)
         for number, custom_id in enumerate(custom_ids)
     )
     # All lines are in the engine at once, most of them waiting.
