@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import tempfile
 from pathlib import Path
 
@@ -14,13 +15,22 @@ from tests.shared import RUN_FOLDER_VARIABLE, made_once
 os.environ.update(engine_environment(os.environ))
 # Processes that are started find compiled modules beside the sources.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+# A shell starts a job in the background with Ctrl-C ignored, and the processes of tests would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 # Tests use whatever model folders they are given; nothing may be looked up on a hub.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 # The same examples in every run, however long one takes; --hypothesis-profile=default draws new ones.
-settings.register_profile("repeatable", derandomize=True, database=None, deadline=None)
+settings.register_profile(
+    "repeatable",
+    derandomize=True,
+    database=None,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
 settings.load_profile("repeatable")
 
 if not torch.cuda.is_available():

@@ -18,7 +18,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.api.servers import MODEL, SMALL_MODEL, RunningServer, ending, free_port, quick_profile
+from tests.api.servers import MODEL, SMALL_MODEL, TIMEOUT_S, HeldPort, RunningServer, ending, quick_profile
 from tests.installed import write_blocker
 from tests.test_docs import ROOT, commands, parse
 
@@ -194,9 +194,9 @@ def environment(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 @pytest.fixture(scope="module")
 def server(environment: Environment, small_model: Path) -> Iterator[RunningServer]:
     """The documented ``backfill serve path/to/hf-folder``, small."""
-    port = free_port()
+    port = HeldPort()
     profile = quick_profile(str(small_model), *SMALL_MODEL[:4])
-    options = f"--port {port} --data-dir data --profile {profile} {' '.join(_SERVER_OPTIONS)}"
+    options = f"--port {port.number} --data-dir data --profile {profile} {' '.join(_SERVER_OPTIONS)}"
     process = environment.start(f"{_BACKFILL} serve path/to/hf-folder {options}")
     with ending(RunningServer(port, process, environment.folder / "data")) as running:
         running.wait_ready()
@@ -206,7 +206,7 @@ def server(environment: Environment, small_model: Path) -> Iterator[RunningServe
 def test_what_only_the_tests_have_is_hidden(environment: Environment) -> None:
     check = "import importlib.util, matplotlib; print([importlib.util.find_spec(name) for name in NAMES])"
     process = environment.start(shlex.join([sys.executable, "-c", f"NAMES = ('pytest', 'openai'); {check}"]))
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=TIMEOUT_S)
     assert "No module named 'pytest': make install leaves it out" in output
 
 
@@ -214,7 +214,7 @@ def test_what_only_the_tests_have_is_hidden(environment: Environment) -> None:
 def test_it_runs(environment: Environment, server: RunningServer, line: str) -> None:
     appended = RUN[line].format(url=server.url, small=" ".join(SMALL_MODEL))
     process = environment.start(f"{line} {appended}")
-    output, _ = process.communicate(timeout=200)
+    output, _ = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 0, output
     assert "Traceback" not in output
     for option, name in re.findall(r"--(plot|result) (\S+)", line):
@@ -227,6 +227,6 @@ def test_each_request_is_answered(server: RunningServer, line: str) -> None:
     name, _, value = header.partition(": ")
     short = json.dumps({**json.loads(body), "max_tokens": 2, "slo": {"ttft": 60, "tpot": 60}})
     address = url.replace("http://127.0.0.1:8000", server.url)
-    answer = httpx.post(address, headers={name: value}, content=short, timeout=60.0)
+    answer = httpx.post(address, headers={name: value}, content=short, timeout=TIMEOUT_S)
     assert answer.status_code == 200, answer.text
     assert answer.json()["usage"]["completion_tokens"] > 0

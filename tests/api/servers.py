@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -25,23 +25,39 @@ from tests.shared import made_once
 MODEL = "smollm2-135m-instruct"
 # Far above any duration on a busy machine: only a hang reaches it.
 TIMEOUT_S = 300.0
+# A client gives up an idle connection before its server does (after 5 s): it must not send as that closes it.
+KEEP_ALIVE = httpx.Limits(max_connections=100, max_keepalive_connections=20, keepalive_expiry=1.0)
 # Options of the small model (tests/conftest.py): float32, and one thread.
 SMALL_MODEL = ("--dtype", "float32", "--threads", "1", "--kv-gib", "0.05")
 # Options that a profile depends on.
 _PROFILED_OPTIONS = ("--dtype", "--threads")
 
 
+class HeldPort:
+    """A port that no other process is given, though a server that reuses addresses may listen on it."""
+
+    def __init__(self) -> None:
+        self._socket = socket.socket()
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._socket.bind(("127.0.0.1", 0))
+        self.number: int = self._socket.getsockname()[1]
+
+    def close(self) -> None:
+        self._socket.close()
+
+
 class RunningServer:
     """``backfill serve`` as a child process, its output collected."""
 
-    def __init__(self, port: int, process: subprocess.Popen[str], data_dir: Path) -> None:
-        self.url = f"http://127.0.0.1:{port}"
+    def __init__(self, held_port: HeldPort, process: subprocess.Popen[str], data_dir: Path) -> None:
+        self.url = f"http://127.0.0.1:{held_port.number}"
+        self._held_port = held_port
         self.process = process
         self.data_dir = data_dir
         self.output: list[str] = []
         self._reader = threading.Thread(target=self._collect, daemon=True)
         self._reader.start()
-        self.http = httpx.Client(base_url=self.url, timeout=TIMEOUT_S)
+        self.http = httpx.Client(base_url=self.url, timeout=TIMEOUT_S, limits=KEEP_ALIVE)
 
     def client(self, api_key: str = "none", max_retries: int = 0) -> OpenAI:
         return OpenAI(base_url=f"{self.url}/v1", api_key=api_key, max_retries=max_retries, timeout=TIMEOUT_S)
@@ -63,9 +79,37 @@ class RunningServer:
         names = {int(pid): Path(f"/proc/{pid}/comm").read_text() for pid in children}
         return next(pid for pid, name in names.items() if name == "backfill-engine\n")
 
-    def stop(self, timeout_s: float = 90.0) -> int:
+    @contextmanager
+    def paused_engine(self) -> Iterator[int]:
+        """The engine's process id; it computes nothing until the block ends, so no request ends either."""
+        pid = self.engine_pid()
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            yield pid
+        finally:
+            with suppress(ProcessLookupError):  # it may have been killed meanwhile
+                os.kill(pid, signal.SIGCONT)
+
+    def logged(self, *parts: str) -> str:
+        """The first line of the output with all these parts. A thread reads the output, so it may be late."""
+        found: list[str] = []
+
+        def has_line() -> bool:
+            found[:] = [line for line in self.output if all(part in line for part in parts)]
+            return bool(found)
+
+        wait_until(has_line, f"a line with {parts}")
+        return found[0]
+
+    def stop(self, timeout_s: float = TIMEOUT_S) -> int:
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(timeout_s)
+
+    def kill(self) -> None:
+        self.http.close()
+        self.process.kill()
+        self.process.wait()
+        self._held_port.close()
 
     def _is_ready(self) -> bool:
         assert self.process.poll() is None, "".join(self.output)
@@ -101,9 +145,7 @@ def ending(server: RunningServer) -> Iterator[RunningServer]:
     try:
         yield server
     finally:
-        server.http.close()
-        server.process.kill()
-        server.process.wait()
+        server.kill()
 
 
 def quick_profile(model: str = MODEL, *options: str) -> str:
@@ -144,10 +186,10 @@ def launch_small(model: Path, *options: str, data_dir: Path) -> RunningServer:
 
 
 def launch(model: str, *options: str, data_dir: Path) -> RunningServer:
-    port = free_port()
     options = with_profile(model, options)
+    port = HeldPort()
     process = subprocess.Popen(
-        serve_command(model, "--port", str(port), "--data-dir", str(data_dir), *options),
+        serve_command(model, "--port", str(port.number), "--data-dir", str(data_dir), *options),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -158,13 +200,6 @@ def launch(model: str, *options: str, data_dir: Path) -> RunningServer:
 
 def serve_command(*arguments: str) -> Sequence[str]:
     return [sys.executable, "-m", "backfill", "serve", *arguments]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def wait_until(condition: object, what: str) -> None:

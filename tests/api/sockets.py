@@ -15,13 +15,15 @@ from backfill.api.http_protocol import ConnectionLimits
 from backfill.api.server import HttpServer
 from backfill.cli.startup import bind
 from backfill.core.clock import Clock
+from tests.api.servers import TIMEOUT_S
 
-TIMEOUT_S = 20.0
 App = Callable[[Any, Any, Any], Awaitable[None]]
 
 
 def limits(**fields: float) -> ConnectionLimits:
-    return ConnectionLimits(**{"max_connections": 100, **fields})  # type: ignore[arg-type]
+    """Limits whose times only a test that names them reaches."""
+    times = dict.fromkeys(("head_timeout_s", "body_timeout_s", "write_timeout_s"), TIMEOUT_S)
+    return ConnectionLimits(**{"max_connections": 100, **times, **fields})  # type: ignore[arg-type]
 
 
 @contextmanager

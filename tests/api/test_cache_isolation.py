@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from tests.api.in_process import InProcessServer, in_process_server
+from tests.api.servers import TIMEOUT_S
 from tests.api.test_fields import MESSAGES, make_tokenizer
 
 KEY = "bare-key"
@@ -30,7 +31,9 @@ def server() -> Iterator[InProcessServer]:
 
 def post(server: InProcessServer, endpoint: str, key: str = "one", **fields: Any) -> httpx.Response:
     body = {**PROMPT[endpoint], "max_tokens": 3, **fields}
-    return httpx.post(f"{server.url}{endpoint}", json=body, headers={"Authorization": f"Bearer {key}"})
+    return httpx.post(
+        f"{server.url}{endpoint}", json=body, headers={"Authorization": f"Bearer {key}"}, timeout=TIMEOUT_S
+    )
 
 
 @ENDPOINTS

@@ -20,6 +20,7 @@ from backfill.core.errors import ConfigError
 from backfill.engine.client import EngineClient
 from backfill.preparation.client import PreparationClient
 from tests.api.in_process import InProcessServer, in_process_server
+from tests.api.servers import TIMEOUT_S
 
 PAGE = "https://app.example"
 BODY = {"prompt": [5], "max_tokens": 1}
@@ -37,7 +38,7 @@ def server(default_model: Path) -> Iterator[InProcessServer]:
 
 
 def post(server: InProcessServer, **headers: str) -> httpx.Response:
-    return httpx.post(f"{server.url}/v1/completions", json=BODY, headers=headers)
+    return httpx.post(f"{server.url}/v1/completions", json=BODY, headers=headers, timeout=TIMEOUT_S)
 
 
 def test_an_allowed_page_reads_answers_and_errors(server: InProcessServer) -> None:
@@ -46,10 +47,13 @@ def test_an_allowed_page_reads_answers_and_errors(server: InProcessServer) -> No
     assert answered.headers["access-control-allow-origin"] == PAGE
     assert "x-backfill-warning" in answered.headers["access-control-expose-headers"]
     for path, status in (("/v1/nothing", 404), ("/v1/completions", 405)):
-        refused = httpx.get(server.url + path, headers={"Origin": PAGE})
+        refused = httpx.get(server.url + path, headers={"Origin": PAGE}, timeout=TIMEOUT_S)
         assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (status, PAGE)
     twice = httpx.post(
-        f"{server.url}/v1/completions", json=BODY, headers=[("origin", PAGE), ("x-slo-ttft-ms", "1")] * 2
+        f"{server.url}/v1/completions",
+        json=BODY,
+        headers=[("origin", PAGE), ("x-slo-ttft-ms", "1")] * 2,
+        timeout=TIMEOUT_S,
     )
     assert (twice.status_code, twice.headers["access-control-allow-origin"]) == (400, PAGE)
 
@@ -68,11 +72,11 @@ def test_an_allowed_page_reads_that_the_server_had_an_error(
     (logged,) = [record for record in caplog.records if record.levelname == "ERROR"]
     assert "mine-1" in logged.getMessage()
     assert logged.exc_info is not None
-    assert 'status="500"' in httpx.get(f"{server.url}/metrics").text
+    assert 'status="500"' in httpx.get(f"{server.url}/metrics", timeout=TIMEOUT_S).text
 
 
 def test_a_preflight_says_what_an_allowed_page_may_send(server: InProcessServer) -> None:
-    answered = httpx.options(f"{server.url}/v1/completions", headers=ASKED)
+    answered = httpx.options(f"{server.url}/v1/completions", headers=ASKED, timeout=TIMEOUT_S)
     assert answered.status_code == 200
     assert answered.headers["access-control-allow-origin"] == PAGE
     assert "POST" in answered.headers["access-control-allow-methods"]
@@ -85,7 +89,7 @@ def test_other_pages_and_rebound_names_are_refused(server: InProcessServer) -> N
     assert "--allowed-origins" in other.json()["error"]["message"]
     assert "access-control-allow-origin" not in other.headers
     preflight = httpx.options(
-        f"{server.url}/v1/completions", headers={**ASKED, "Origin": "https://evil.example"}
+        f"{server.url}/v1/completions", headers={**ASKED, "Origin": "https://evil.example"}, timeout=TIMEOUT_S
     )
     assert "access-control-allow-origin" not in preflight.headers
     assert post(server, origin=PAGE, host="evil.example").status_code == 403

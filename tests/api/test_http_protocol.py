@@ -7,7 +7,7 @@ import json
 import runpy
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -16,9 +16,10 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from backfill.api import http_protocol
 from backfill.api.http_protocol import MAX_PIPELINED
 from backfill.core.errors import ConfigError
-from tests.api.sockets import RawClient, echo, limits, request, serving
+from tests.api.servers import TIMEOUT_S
+from tests.api.sockets import App, RawClient, echo, limits, request, serving
+from tests.patience import with_more_time
 
-QUICK = {"head_timeout_s": 0.2, "body_timeout_s": 0.2, "write_timeout_s": 0.2}
 HEAD = b"POST / HTTP/1.1\r\nHost: localhost\r\n"
 
 
@@ -28,10 +29,19 @@ def port() -> Iterator[int]:
         yield port
 
 
-@pytest.fixture(scope="module")
-def hurried_port() -> Iterator[int]:
-    with serving(echo, limits(**QUICK)) as port:
-        yield port
+def with_timeout(
+    app: App, attempt: Callable[[int, float], None], *names: str, timeout_s: float = 0.2
+) -> None:
+    """Run ``attempt`` with the port of a server with these time limits, and their length.
+
+    A client that the machine stalls meets a limit too early; it is given more time.
+    """
+
+    def attempt_with(factor: float) -> None:
+        with serving(app, limits(**dict.fromkeys(names, factor * timeout_s))) as port:
+            attempt(port, factor * timeout_s)
+
+    with_more_time(attempt_with)
 
 
 def assert_refused(client: RawClient, status: int, part: str) -> None:
@@ -76,7 +86,7 @@ def test_more_pipelined_requests_than_are_kept_end_the_connection() -> None:
     with serving(never, limits()) as port, RawClient(port) as client:
         client.send(request() * (MAX_PIPELINED + 2))
         assert client.is_closed()
-        assert disconnected.wait(10), "the running request sees the disconnect"
+        assert disconnected.wait(TIMEOUT_S), "the running request sees the disconnect"
 
 
 def test_a_slow_body_in_chunks_of_a_byte_is_accepted(port: int) -> None:
@@ -142,30 +152,39 @@ def test_an_upgrade_is_not_offered_and_answered_as_any_request(port: int) -> Non
         assert client.answer()[0] == 200
 
 
-def test_a_head_that_does_not_end_is_408(hurried_port: int) -> None:
-    with RawClient(hurried_port) as client:
-        client.send(HEAD)
-        assert_refused(client, 408, "head")
+def test_a_head_that_does_not_end_is_408() -> None:
+    def attempt(port: int, timeout_s: float) -> None:
+        with RawClient(port) as client:
+            client.send(HEAD)
+            assert_refused(client, 408, "head")
+
+    with_timeout(echo, attempt, "head_timeout_s")
 
 
-def test_a_head_that_arrives_byte_by_byte_is_408(hurried_port: int) -> None:
-    with RawClient(hurried_port) as client, _Dripping(client, b"GET / HTTP/1.1\r\nX-A: " + b"a" * 2000):
-        assert_refused(client, 408, "head")
+def test_a_head_that_arrives_byte_by_byte_is_408() -> None:
+    def attempt(port: int, timeout_s: float) -> None:
+        with RawClient(port) as client, _Dripping(client, b"GET / HTTP/1.1\r\nX-A: " + b"a" * 2000):
+            assert_refused(client, 408, "head")
+
+    with_timeout(echo, attempt, "head_timeout_s")
 
 
 @pytest.mark.parametrize("first", [b"", b"\r\n"], ids=["silence", "empty lines"])
-def test_a_connection_without_a_request_is_closed(hurried_port: int, first: bytes) -> None:
-    with RawClient(hurried_port) as client:
+def test_a_connection_without_a_request_is_closed(first: bytes) -> None:
+    with serving(echo, limits(head_timeout_s=0.2)) as port, RawClient(port) as client:
         client.send(first)
         assert client.is_closed()
 
 
-def test_a_slow_head_after_an_answer_is_408_too(hurried_port: int) -> None:
-    with RawClient(hurried_port) as client:
-        client.send(request(path="/first"))
-        assert client.answer() == (200, b"/first ")
-        client.send(HEAD)
-        assert_refused(client, 408, "head")
+def test_a_slow_head_after_an_answer_is_408_too() -> None:
+    def attempt(port: int, timeout_s: float) -> None:
+        with RawClient(port) as client:
+            client.send(request(path="/first"))
+            assert client.answer() == (200, b"/first ")
+            client.send(HEAD)
+            assert_refused(client, 408, "head")
+
+    with_timeout(echo, attempt, "head_timeout_s")
 
 
 def test_a_body_that_stops_is_408_and_its_request_ends() -> None:
@@ -175,23 +194,26 @@ def test_a_body_that_stops_is_408_and_its_request_ends() -> None:
         await echo(scope, receive, send)
         ended.set()
 
-    with serving(app, limits(**QUICK)) as port, RawClient(port) as client:
+    with serving(app, limits(body_timeout_s=0.2)) as port, RawClient(port) as client:
         client.send(HEAD + b"Content-Length: 10\r\n\r\nabc")
         assert_refused(client, 408, "body")
-        assert ended.wait(10)
+        assert ended.wait(TIMEOUT_S)
 
 
-def test_a_body_that_goes_on_may_take_long(hurried_port: int) -> None:
-    with RawClient(hurried_port) as client:
-        client.send(HEAD + b"Content-Length: 20\r\n\r\n")
-        for _ in range(20):
-            client.send(b"b")
-            time.sleep(0.03)
-        assert client.answer() == (200, b"/ " + b"b" * 20)
+def test_a_body_that_goes_on_may_take_long() -> None:
+    def attempt(port: int, timeout_s: float) -> None:
+        with RawClient(port) as client:
+            client.send(HEAD + b"Content-Length: 20\r\n\r\n")
+            for _ in range(20):
+                client.send(b"b")
+                time.sleep(0.15 * timeout_s)
+            assert client.answer() == (200, b"/ " + b"b" * 20)
+
+    with_timeout(echo, attempt, "body_timeout_s")
 
 
 def test_a_body_that_arrives_byte_by_byte_is_408_in_the_end() -> None:
-    patient = limits(body_timeout_s=20, whole_body_timeout_s=0.4)
+    patient = limits(whole_body_timeout_s=0.4)
     with serving(echo, patient) as port, RawClient(port) as client:
         client.send(HEAD + b"Content-Length: 2000\r\n\r\n")
         with _Dripping(client, b"b" * 2000):
@@ -199,8 +221,7 @@ def test_a_body_that_arrives_byte_by_byte_is_408_in_the_end() -> None:
 
 
 def test_a_large_body_that_arrives_fast_enough_may_exceed_the_time_limit() -> None:
-    patient = limits(body_timeout_s=20, whole_body_timeout_s=0.1)
-    with serving(echo, patient) as port, RawClient(port) as client:
+    with serving(echo, limits(whole_body_timeout_s=0.1)) as port, RawClient(port) as client:
         client.send(HEAD + b"Content-Length: 1000001\r\n\r\n" + b"c" * 1_000_000)
         time.sleep(0.5)
         client.send(b"c")
@@ -208,14 +229,20 @@ def test_a_large_body_that_arrives_fast_enough_may_exceed_the_time_limit() -> No
 
 
 def test_time_that_the_application_takes_does_not_count_against_the_client() -> None:
+    pauses_s: list[float] = []
+
     async def slow(scope: Any, receive: Any, send: Any) -> None:
         await receive()
-        await asyncio.sleep(0.8)  # while the rest of the body waits in the socket
+        await asyncio.sleep(pauses_s[-1])  # while the rest of the body waits in the socket
         await echo(scope, receive, send)
 
-    with serving(slow, limits(**QUICK)) as port, RawClient(port) as client:
-        client.send(request(body=b"c" * 500_000))
-        assert client.answer()[0] == 200
+    def attempt(port: int, timeout_s: float) -> None:
+        pauses_s.append(4 * timeout_s)
+        with RawClient(port) as client:
+            client.send(request(body=b"c" * 500_000))
+            assert client.answer()[0] == 200
+
+    with_timeout(slow, attempt, "head_timeout_s", "body_timeout_s", "write_timeout_s")
 
 
 def test_the_rest_of_an_answered_body_has_a_time_limit() -> None:
@@ -224,11 +251,14 @@ def test_the_rest_of_an_answered_body_has_a_time_limit() -> None:
         await send({"type": "http.response.start", "status": 413, "headers": headers})
         await send({"type": "http.response.body", "body": b"no"})
 
-    with serving(refuse, limits(**QUICK)) as port, RawClient(port) as client:
-        client.send(HEAD + b"Content-Length: 100000\r\n\r\n")
-        assert client.answer() == (413, b"no")
-        with _Dripping(client, b"d" * 10_000):
-            assert client.is_closed()
+    def attempt(port: int, timeout_s: float) -> None:
+        with RawClient(port) as client:
+            client.send(HEAD + b"Content-Length: 100000\r\n\r\n")
+            assert client.answer() == (413, b"no")
+            with _Dripping(client, b"d" * 10_000):
+                assert client.is_closed()
+
+    with_timeout(refuse, attempt, "head_timeout_s", "body_timeout_s")
 
 
 def test_connections_over_the_limit_get_503() -> None:
@@ -255,10 +285,10 @@ def test_a_reader_that_stops_is_aborted_and_its_request_ends(chunk_bytes: int) -
             await send({"type": "http.response.body", "body": b"e" * chunk_bytes, "more_body": True})
         ended.set()
 
-    quick = limits(**{**QUICK, "head_timeout_s": 10})
+    quick = limits(write_timeout_s=0.2)
     with serving(app, quick) as port, RawClient(port, receive_buffer_bytes=4096) as client:
         client.send(request())
-        assert ended.wait(20)
+        assert ended.wait(TIMEOUT_S)
         _assert_reset(client)
 
 
@@ -270,10 +300,10 @@ def test_the_end_of_an_unread_response_is_dropped() -> None:
         await send({"type": "http.response.body", "body": b"f" * 20_000_000})
         answered.set()
 
-    quick = limits(**QUICK, max_connections=1)
+    quick = limits(write_timeout_s=0.2, max_connections=1)
     with serving(app, quick) as port, RawClient(port, receive_buffer_bytes=4096) as client:
         client.send(request())
-        assert answered.wait(10)
+        assert answered.wait(TIMEOUT_S)
         _wait_for_room(port)
         _assert_reset(client)
 
@@ -286,13 +316,15 @@ def test_a_slow_reader_gets_everything() -> None:
             await send({"type": "http.response.body", "body": b"g" * 100_000, "more_body": True})
         await send({"type": "http.response.body", "body": b""})
 
-    slow = limits(**{**QUICK, "write_timeout_s": 2.0})
-    with serving(app, slow) as port, RawClient(port, receive_buffer_bytes=4096) as client:
-        client.send(request())
-        for _ in range(40):
-            time.sleep(0.02)
-            client._received += client.socket.recv(65536)
-        assert len(client.answer()[1]) == 3_000_000
+    def attempt(port: int, timeout_s: float) -> None:
+        with RawClient(port, receive_buffer_bytes=4096) as client:
+            client.send(request())
+            for _ in range(40):
+                time.sleep(0.02)
+                client._received += client.socket.recv(65536)
+            assert len(client.answer()[1]) == 3_000_000
+
+    with_timeout(app, attempt, "write_timeout_s", timeout_s=2.0)
 
 
 class _Dripping:
@@ -330,7 +362,7 @@ def _assert_reset(client: RawClient) -> None:
 
 def _wait_for_room(port: int) -> None:
     """Wait until the server accepts a connection again."""
-    deadline_at_s = time.monotonic() + 20
+    deadline_at_s = time.monotonic() + TIMEOUT_S
     while True:
         with RawClient(port) as client:
             client.send(request("GET"))

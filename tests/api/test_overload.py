@@ -13,8 +13,9 @@ import httpx
 import pytest
 
 from tests.api.in_process import InProcessServer, in_process_server
-from tests.api.servers import wait_until
+from tests.api.servers import TIMEOUT_S, wait_until
 from tests.api.sockets import RawClient, request
+from tests.patience import with_more_time
 
 FLEX = {"prompt": [7], "max_tokens": 1, "service_tier": "flex"}
 ONLINE = {"prompt": [7], "max_tokens": 1}
@@ -23,7 +24,7 @@ JSON_TYPE = {"Content-Type": "application/json"}
 
 
 def post(server: InProcessServer, body: dict[str, Any]) -> httpx.Response:
-    return httpx.post(f"{server.url}/v1/completions", json=body, timeout=20)
+    return httpx.post(f"{server.url}/v1/completions", json=body, timeout=TIMEOUT_S)
 
 
 @contextmanager
@@ -58,7 +59,7 @@ def test_offline_requests_do_not_limit_online_ones(default_model: Path) -> None:
                 assert refused.json()["error"]["code"] == "rate_limit_exceeded"
         assert flex == online == [200, 200]
         assert server.state.admission.num_open == 0
-        exposed = httpx.get(f"{server.url}/metrics").text
+        exposed = httpx.get(f"{server.url}/metrics", timeout=TIMEOUT_S).text
         for kind in ("online", "offline"):
             assert f'class="{kind}",model_name="m",reason="queue_full"}} 1.0' in exposed
 
@@ -66,9 +67,16 @@ def test_offline_requests_do_not_limit_online_ones(default_model: Path) -> None:
 def test_a_request_is_refused_before_its_body_is_parsed(default_model: Path) -> None:
     with in_process_server(default_model, is_open=False, **LIMITS) as server:
         with waiting(server, ONLINE, 2):
-            bad = httpx.post(f"{server.url}/v1/completions", content=b'{"prompt": ', headers=JSON_TYPE)
+            bad = httpx.post(
+                f"{server.url}/v1/completions", content=b'{"prompt": ', headers=JSON_TYPE, timeout=TIMEOUT_S
+            )
             assert bad.status_code == 429, "it counts as one online choice, and the online queue is full"
-        assert httpx.post(f"{server.url}/v1/completions", content=b"{", headers=JSON_TYPE).status_code == 400
+        assert (
+            httpx.post(
+                f"{server.url}/v1/completions", content=b"{", headers=JSON_TYPE, timeout=TIMEOUT_S
+            ).status_code
+            == 400
+        )
 
 
 def test_a_request_is_refused_before_its_body_when_every_class_is_full(default_model: Path) -> None:
@@ -103,7 +111,9 @@ def test_a_class_that_only_parsing_finds_is_counted(default_model: Path) -> None
     """Parsers differ: the one that only peeks cannot read a body with NaN."""
     raw = b'{"prompt": [7], "max_tokens": 1, "service_tier": "flex", "made_up": NaN}'
     with in_process_server(default_model, is_open=False, **LIMITS) as server, waiting(server, FLEX, 2):
-        refused = httpx.post(f"{server.url}/v1/completions", content=raw, headers=JSON_TYPE)
+        refused = httpx.post(
+            f"{server.url}/v1/completions", content=raw, headers=JSON_TYPE, timeout=TIMEOUT_S
+        )
         assert refused.json()["error"]["code"] == "resource_unavailable"
         assert server.state.admission.num_open == 2
 
@@ -115,7 +125,9 @@ def test_bodies_of_all_connections_share_a_budget(default_model: Path) -> None:
         slow.send(head + b'{"prompt": [7], "max_tokens": 1, ' + b" " * 5000)
         wait_until(lambda: server.state.bodies.num_bytes > 5000, "the slow body")
         for path in ("/v1/completions", "/tokenize", "/detokenize"):
-            refused = httpx.post(f"{server.url}{path}", content=b" " * 8000, headers=JSON_TYPE)
+            refused = httpx.post(
+                f"{server.url}{path}", content=b" " * 8000, headers=JSON_TYPE, timeout=TIMEOUT_S
+            )
             assert refused.status_code == 503, path
             assert "Retry-After" in refused.headers
         assert post(server, ONLINE).status_code == 200, "small bodies fit"
@@ -157,9 +169,13 @@ def test_a_client_that_leaves_cancels_the_preparation_of_its_body(default_model:
 
 
 def test_a_reader_that_stops_holds_no_reservation_and_is_aborted(default_model: Path) -> None:
-    connection = {"write_timeout_s": 1.0}
+    with_more_time(lambda factor: stop_reading(default_model, write_timeout_s=factor))
+
+
+def stop_reading(model: Path, write_timeout_s: float) -> None:
+    connection = {"write_timeout_s": write_timeout_s}
     with (
-        in_process_server(default_model, connection=connection, is_open=False) as server,
+        in_process_server(model, connection=connection, is_open=False) as server,
         RawClient(server.port, receive_buffer_bytes=4096) as client,
     ):
         body = json.dumps({"prompt": [7], "max_tokens": 2000, "stream": True}).encode()

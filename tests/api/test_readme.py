@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.api.servers import RunningServer
+from tests.api.servers import RunningServer, wait_until
 
 README = (Path(__file__).parent.parent.parent / "README.md").read_text()
 # Snippets that call a server; the library's are in tests/llm/test_documents.py.
@@ -57,4 +57,5 @@ def test_a_batch_without_answers_is_printed_too(
 
 def test_the_server_prints_the_line_that_is_shown(server: RunningServer) -> None:
     (shown,) = re.findall(r"^curl .*/chat/completions .*\n  -d .*$", README, re.MULTILINE)
-    assert shown.replace("http://127.0.0.1:8000", server.url) in "".join(server.output)
+    expected = shown.replace("http://127.0.0.1:8000", server.url)
+    wait_until(lambda: expected in "".join(server.output), "the line")  # another thread reads the output

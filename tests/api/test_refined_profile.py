@@ -27,14 +27,13 @@ def test_a_coarse_profile_refuses_no_request_and_is_refined(small_model: Path, t
     with small_server(small_model, *options, data_dir=tmp_path) as server:
         assert quality(server) == {"coarse"}
         assert server.metric("backfill:cost_profile_error_ratio", quantile="0.95") == coarse.error.p95
-        assert any("`tpot_slo` 1e-06: one request alone needs" in line for line in server.output)
+        assert server.logged("`tpot_slo` 1e-06: one request alone needs")
         answer = server.http.post("/v1/completions", json={**BODY, "slo": {"ttft": 1e-6}})
         assert answer.status_code == 200, answer.text
         assert answer.json()["metrics"]["ttft_slo_met"] is False
         wait_until(lambda: quality(server) == {"refined"}, "the profile to be refined")
         assert server.metric("backfill:cost_profile_error_ratio", quantile="0.5") > 0
-        (line,) = (line for line in server.output if "from now on steps are predicted" in line)
-        assert "with a refined cost profile: error " in line
+        assert "with a refined cost profile: error " in server.logged("from now on steps are predicted")
         text = server.http.get("/metrics").text
         assert 'inter_token_latency_seconds_bucket{class="online",engine="0",le="1e-06"' in text
     assert CostProfile.load(named) == coarse, "the user's file is not changed"

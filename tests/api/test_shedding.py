@@ -11,7 +11,7 @@ import pytest
 from backfill.api.online_load import OnlineLoad, Prediction
 from backfill.api.shedding import SHED_FACTOR, RequestShed, check_hopeless, should_shed
 from tests.api.in_process import in_process_server
-from tests.api.servers import wait_until
+from tests.api.servers import TIMEOUT_S, wait_until
 from tests.api.sockets import RawClient, request
 from tests.api.test_online_load import CONFIG
 from tests.api.test_overload import ONLINE, post, waiting
@@ -63,5 +63,5 @@ def test_a_shed_request_is_429_and_counted(default_model: Path) -> None:
         wait_until(lambda: load.num_open == 0, "the end of the request")
         assert post(server, {**long, "stream": True}).status_code == 200
         wait_until(lambda: load.num_open == 0, "the end of the request")
-        exposed = httpx.get(f"{server.url}/metrics").text
+        exposed = httpx.get(f"{server.url}/metrics", timeout=TIMEOUT_S).text
         assert 'class="online",model_name="m",reason="hopeless"} 1.0' in exposed

@@ -26,8 +26,10 @@ from backfill.bench.report import format_report, result_json
 from backfill.bench.runner import Run, send_load, unlike
 from backfill.bench.serve import LoadConfig, ServeBenchmark
 from backfill.core.errors import ConfigError
+from tests.api.servers import TIMEOUT_S
 from tests.bench.fake_server import FakeServer, prompt_tokens
 from tests.bench.test_dataset import WordTokenizer
+from tests.patience import with_more_time
 
 AT_ONCE = ArrivalConfig()
 PREFIXES = DatasetConfig(
@@ -180,7 +182,7 @@ def test_hits_of_an_earlier_run_are_told(dataset: DatasetConfig) -> None:
 @pytest.mark.parametrize("backend", ["openai", "openai-chat"])
 def test_warm_ups_leave_nothing_in_the_cache(dataset: DatasetConfig, backend: str) -> None:
     fake = FakeServer(gap_s=0.0, has_cache=True)
-    load = {"num_warmups": 2, "ready_check_timeout_sec": 5.0}
+    load = {"num_warmups": 2, "ready_check_timeout_sec": TIMEOUT_S}
     run, metrics, _ = bench(fake, with_tokenizer(dataset, output_len=2), backend=backend, **load)
     assert len(fake.bodies) == len(run.records) + 3
     assert len(prompt_tokens(fake.bodies[0])) > 5
@@ -267,6 +269,10 @@ def test_completions_turns_are_one_text() -> None:
 
 
 def test_a_turn_waits_for_the_answer_and_the_think_time() -> None:
+    with_more_time(check_turns)
+
+
+def check_turns(factor: float) -> None:
     think_time = MultiTurnConfig(
         multi_turn_num_turns=3, multi_turn_think_time=0.1, multi_turn_think_time_law="fixed"
     )
@@ -281,7 +287,7 @@ def test_a_turn_waits_for_the_answer_and_the_think_time() -> None:
         assert after.due_at_s == pytest.approx(ended_at_s + 0.1)
         assert after.sent_at_s >= ended_at_s + 0.1
     assert metrics.peak_concurrency == 2
-    assert metrics.send_lag.median < 0.5
+    assert metrics.send_lag.median < 0.5 * factor
 
 
 def test_a_failed_turn_ends_its_conversation() -> None:

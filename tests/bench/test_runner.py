@@ -11,7 +11,9 @@ from backfill.bench.metrics import compute_metrics
 from backfill.bench.record import BenchRequest, Outcome
 from backfill.bench.runner import Run, send_load, warm_up
 from backfill.cli.live import describe_run
+from tests.api.servers import TIMEOUT_S
 from tests.bench.scripted_server import DONE, Script, ScriptedServer, event, refusal, streamed, token, usage
+from tests.patience import with_more_time
 
 # How much later than scripted something may happen on a busy machine.
 LATE_S = 0.5
@@ -28,6 +30,7 @@ def run_load(
     *,
     stop_at_request: int | None = None,
     dies_at_request: int | None = None,
+    after_s: float = 0.1,
     **options: Any,
 ) -> tuple[Run, ScriptedServer]:
     async def run() -> tuple[Run, ScriptedServer]:
@@ -36,9 +39,9 @@ def run_load(
 
         def watched(index: int, body: dict[str, Any]) -> Script:
             if index == stop_at_request:
-                loop.call_later(0.1, stop.set)
+                loop.call_later(after_s, stop.set)
             if index == dies_at_request:
-                loop.call_later(0.1, server.die)
+                loop.call_later(after_s, server.die)
             return answer(index, body)
 
         scripted = ScriptedServer(watched).running()
@@ -59,13 +62,17 @@ def test_malformed_chunks_fail_their_requests_and_not_the_run() -> None:
 
 
 def test_requests_leave_when_they_are_due() -> None:
-    due = [0.0, 0.1, 0.1, 0.25]
+    with_more_time(check_due)
+
+
+def check_due(factor: float) -> None:
+    due = [factor * at_s for at_s in (0.0, 0.1, 0.1, 0.25)]
     run, _ = run_load(due)
     assert outcomes(run) == [Outcome.COMPLETED] * 4
     for record, at in zip(run.records, due, strict=True):
         assert record.due_at_s == at
-        assert at <= (record.sent_at_s or 0.0) <= at + LATE_S
-    assert 0.27 <= run.duration_s <= 0.25 + 2 * LATE_S
+        assert at <= (record.sent_at_s or 0.0) <= at + LATE_S * factor
+    assert due[-1] + 0.02 <= run.duration_s <= due[-1] + 2 * LATE_S * factor
     assert not run.is_interrupted
 
 
@@ -87,18 +94,28 @@ def test_a_server_that_errors_midway_does_not_end_the_run() -> None:
 
 
 def test_a_server_that_dies_leaves_what_was_measured() -> None:
-    run, _ = run_load([0.0, 0.02, 0.5, 0.55], dies_at_request=1)
+    with_more_time(check_death)
+
+
+def check_death(factor: float) -> None:
+    due = [factor * at_s for at_s in (0.0, 0.02, 0.5, 0.55)]
+    run, _ = run_load(due, dies_at_request=1, after_s=0.1 * factor)
     assert outcomes(run) == [Outcome.COMPLETED] * 2 + [Outcome.FAILED] * 2
     assert {record.error for record in run.records[2:]} == {"Connection refused"}
 
 
 def test_stopping_keeps_partial_results_and_marks_them() -> None:
-    def answer(index: int, _: object) -> Script:
-        return ANSWER if index == 0 else streamed(token(), 30.0, token(finish="stop"), DONE)
+    with_more_time(check_stop)
 
-    run, _ = run_load([0.0, 0.1, 0.1, 60.0], answer, stop_at_request=2, max_concurrency=2)
+
+def check_stop(factor: float) -> None:
+    def answer(index: int, _: object) -> Script:
+        return ANSWER if index == 0 else streamed(token(), TIMEOUT_S, token(finish="stop"), DONE)
+
+    due = [0.0, 0.1 * factor, 0.1 * factor, TIMEOUT_S]
+    run, _ = run_load(due, answer, stop_at_request=2, after_s=0.1 * factor, max_concurrency=2)
     assert run.is_interrupted
-    assert run.duration_s < 20
+    assert run.duration_s < 20 * factor
     assert outcomes(run) == [Outcome.COMPLETED, Outcome.INTERRUPTED, Outcome.INTERRUPTED]
     assert len(run.records[1].chunk_after_s) == 1
     metrics = compute_metrics(run.records, duration_s=run.duration_s, num_requests=4)

@@ -11,6 +11,7 @@ import pytest
 from machine_limits import floor_of, read_parameters
 
 from backfill.models.config import ModelConfig
+from tests.api.servers import TIMEOUT_S
 from tests.models.tiny import save_tiny_model
 
 WORK = {"num_prompts": 4, "input_len": 32, "output_len": 8, "stream_len": 16}
@@ -100,7 +101,7 @@ def test_unusable_figures_are_refused(value: Any) -> None:
 )
 def test_an_engine_may_fail_in_any_way(engine: peers.EngineCommand, message: str) -> None:
     with pytest.raises(peers.EngineFailed, match=message):
-        peers.run_json(engine, 0.5 if "longer" in message else 30)
+        peers.run_json(engine, 0.5 if "longer" in message else TIMEOUT_S)
 
 
 def test_a_failure_costs_its_engine_its_round_and_nothing_else(
@@ -129,7 +130,7 @@ def test_a_failure_costs_its_engine_its_round_and_nothing_else(
         "failures": [],
     }
     for round_number in (1, 2):
-        peers.run_round(round_number, engines, result, 30)
+        peers.run_round(round_number, engines, result, TIMEOUT_S)
     result |= peers.summary_of(result, config)
     assert [entry["round"] for entry in result["runs"]["fragile"]] == [1]
     assert [entry["round"] for entry in result["runs"]["backfill"]] == [1, 2]

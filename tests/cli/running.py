@@ -14,9 +14,10 @@ import pytest
 from cyclopts import App
 
 from backfill.cli.main import app, main
+from tests.api.servers import TIMEOUT_S
 
 
-def run_cli(*arguments: str, timeout_s: float = 120.0) -> subprocess.CompletedProcess[str]:
+def run_cli(*arguments: str, timeout_s: float = TIMEOUT_S) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "backfill", *arguments],
         capture_output=True,

@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from backfill.bench.scrape import parse_totals, total_tokens
-from tests.api.servers import SMALL_MODEL, RunningServer, small_server, wait_until
+from tests.api.servers import SMALL_MODEL, TIMEOUT_S, RunningServer, small_server, wait_until
 from tests.cli.running import run_cli_here
 
 SHORT = (
@@ -83,13 +83,18 @@ def test_a_batch_on_a_running_server_beside_an_earlier_result(server: RunningSer
     assert f"--compare {earlier} is of another load: duration_s, seed differ." in result.stderr
     # Nothing is left behind.
     assert server.http.get("/v1/files").json()["data"] == []
-    assert server.metric("backfill:batch_jobs") == 0
+    # The database knows of the batch's end first.
+    wait_until(lambda: server.metric("backfill:batch_jobs") == 0, "the batch to be forgotten")
 
 
 def test_the_servers_counters_give_every_token_once(server: RunningServer) -> None:
     def served() -> float:
         return total_tokens(parse_totals(server.http.get("/metrics").text)) or 0.0
 
+    # What an aborted request of another test had computed is reported after its step.
+    wait_until(
+        lambda: server.metric("backfill:num_requests_running") == 0, "the end of other tests' requests"
+    )
     before = served()
     body = {"model": "smollm2-135m-instruct", "max_tokens": 5, "ignore_eos": True}
     for number, tier in enumerate(("default", "flex")):
@@ -144,7 +149,7 @@ def test_interrupt_keeps_and_marks_what_was_measured(server: RunningServer) -> N
     online = {"class": "online"}
     wait_until(lambda: server.metric("backfill:request_success_total", **online) >= before + 9, "answers")
     process.send_signal(signal.SIGINT)
-    stdout, stderr = process.communicate(timeout=120)
+    stdout, stderr = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 130, stderr
     figures = json.loads(stdout.splitlines()[-1])["policies"]["server"]
     assert figures["status"] == "interrupted" and figures["num_online"] > 0

@@ -23,6 +23,7 @@ from backfill.engine.messages import StepReport, TokenOutput
 from backfill.engine.process import EngineLoader
 from backfill.engine.streams import RequestStream
 from backfill.ipc.python_process import PythonProcess
+from tests.api.servers import TIMEOUT_S
 from tests.builders import flat_cost, make_profile, make_request
 from tests.engine.loaders import (
     load_crowded,
@@ -32,6 +33,7 @@ from tests.engine.loaders import (
     load_profiled,
     load_slow,
 )
+from tests.patience import with_more_time
 
 LONG = 50_000
 
@@ -102,10 +104,10 @@ async def lose(client: EngineClient, kill: int | None = None) -> list[int | Base
         asyncio.create_task(generate(client, f"r{index}", LONG, event)) for index, event in enumerate(begun)
     ]
     if kill is not None:
-        await asyncio.wait_for(asyncio.gather(*(event.wait() for event in begun)), 60.0)
+        await asyncio.wait_for(asyncio.gather(*(event.wait() for event in begun)), TIMEOUT_S)
         assert client.pid is not None
         os.kill(client.pid, kill)
-    return await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60.0)
+    return await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), TIMEOUT_S)
 
 
 def assert_lost(answers: list[int | BaseException], num_lost: int, message: str) -> None:
@@ -155,10 +157,10 @@ def test_others_are_requests_outside_the_group_even_if_choices_have_ended(
         tasks = [
             asyncio.create_task(generate(client, name, LONG, begun[name], *kinds[name])) for name in kinds
         ]
-        await asyncio.wait_for(asyncio.gather(*(event.wait() for event in begun.values())), 60.0)
+        await asyncio.wait_for(asyncio.gather(*(event.wait() for event in begun.values())), TIMEOUT_S)
         assert client.pid is not None
         os.kill(client.pid, signal.SIGKILL)
-        answers = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60.0)
+        answers = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), TIMEOUT_S)
         await client.wait_dead()
         return {
             name: answer
@@ -193,8 +195,8 @@ def test_a_failed_step_counts_its_requests_outside_the_group() -> None:
                 asyncio.create_task(generate(client, f"c{index}", LONG, event, group="line"))
                 for index, event in enumerate(begun)
             ]
-            await asyncio.wait_for(asyncio.gather(*(event.wait() for event in begun)), 60.0)
-            assert await asyncio.wait_for(generate(client, "other"), 60.0) == 2, "it runs once more"
+            await asyncio.wait_for(asyncio.gather(*(event.wait() for event in begun)), TIMEOUT_S)
+            assert await asyncio.wait_for(generate(client, "other"), TIMEOUT_S) == 2, "it runs once more"
             for failure in await asyncio.gather(*choices, return_exceptions=True):
                 assert isinstance(failure, StepFailed)
                 assert (failure.num_lost, failure.num_others) == (3, 1)
@@ -215,27 +217,33 @@ def test_a_step_that_fails_twice_loses_its_requests_and_the_engine_continues() -
 
 
 def test_a_stopped_engine_is_noticed_and_ended_and_can_be_started_again() -> None:
-    async def run() -> None:
-        async with started(load_slow, hang_timeout_s=2.0) as client:
-            assert_lost(await lose(client, signal.SIGSTOP), 3, "hung for 2 s")
-            await asyncio.wait_for(client.wait_dead(), 60.0)
+    async def run(timeout_s: float) -> None:
+        async with started(load_slow, timeout_s) as client:
+            assert_lost(await lose(client, signal.SIGSTOP), 3, f"hung for {timeout_s:g} s")
+            await asyncio.wait_for(client.wait_dead(), TIMEOUT_S)
             assert_ended(client)
-            assert client.silent_s >= 2.0
+            assert client.silent_s >= timeout_s
             await client.start()
             assert await generate(client, "again") == 2
 
-    asyncio.run(run())
+    with_more_time(lambda factor: asyncio.run(run(2.0 * factor)))
 
 
-def test_an_engine_that_hangs_writes_its_stacks(capfd: pytest.CaptureFixture[str]) -> None:
-    async def run() -> None:
-        async with started(load_hanging, hang_timeout_s=1.0) as client:
-            assert_lost(await lose(client), 3, "hung for 1 s")
+def test_an_engine_that_hangs_writes_its_stacks(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run(timeout_s: float) -> None:
+        async with started(load_hanging, timeout_s) as client:
+            assert_lost(await lose(client), 3, f"hung for {timeout_s:g} s")
 
-    asyncio.run(run())
-    stacks = capfd.readouterr().err
-    assert "in wait_forever" in stacks
-    assert stacks.count("Thread 0x") >= 1, "of all threads"
+    def attempt(factor: float) -> None:
+        monkeypatch.setattr("backfill.engine.connection._DUMP_S", 0.5 * factor)
+        asyncio.run(run(1.0 * factor))
+        stacks = capfd.readouterr().err
+        assert "in wait_forever" in stacks
+        assert stacks.count("Thread 0x") >= 1, "of all threads"
+
+    with_more_time(attempt)
 
 
 def test_an_engine_ends_quietly_with_the_loop_of_its_client(caplog: pytest.LogCaptureFixture) -> None:
@@ -253,18 +261,18 @@ def test_an_engine_ends_quietly_with_the_loop_of_its_client(caplog: pytest.LogCa
 
 
 def test_an_idle_engine_does_not_count_as_hanging() -> None:
-    async def run() -> None:
+    async def run(timeout_s: float) -> None:
         heard, num_reports = asyncio.Event(), itertools.count(1)
 
         def on_report(report: StepReport) -> None:
-            if next(num_reports) == 6:  # half a second apart
+            if next(num_reports) == 6:  # a quarter of the timeout apart, or 2 s
                 heard.set()
 
-        async with started(load_slow, 2.0, on_report) as client:
-            await asyncio.wait_for(heard.wait(), 60.0)
+        async with started(load_slow, timeout_s, on_report) as client:
+            await asyncio.wait_for(heard.wait(), TIMEOUT_S)
             assert await generate(client, "a") == 2
 
-    asyncio.run(run())
+    with_more_time(lambda factor: asyncio.run(run(2.0 * factor)))
 
 
 @pytest.mark.parametrize("error", [OSError(12, "Cannot allocate memory"), ValueError("unpicklable")])
@@ -305,7 +313,7 @@ def test_a_start_that_is_stopped_raises_engine_dead(num_turns: int) -> None:
             await starting
         assert_ended(client)
 
-    asyncio.run(asyncio.wait_for(run(), 60.0))
+    asyncio.run(asyncio.wait_for(run(), TIMEOUT_S))
 
 
 def test_an_engine_may_be_stopped_by_several_tasks() -> None:
@@ -325,7 +333,7 @@ def test_an_engine_may_be_stopped_by_several_tasks() -> None:
         await asyncio.gather(first, *(stop_after(client, num_turns) for num_turns in range(12)))
         assert_ended(client)
 
-    asyncio.run(asyncio.wait_for(run(), 60.0))
+    asyncio.run(asyncio.wait_for(run(), TIMEOUT_S))
 
 
 def test_one_process_is_launched_at_a_time() -> None:

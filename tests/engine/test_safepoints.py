@@ -201,7 +201,11 @@ def test_an_arrival_at_any_point_of_a_step_changes_no_token(
         assert engine.scheduler.counters[ServiceClass.OFFLINE].num_discarded_tokens == 0
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(
     places=st.lists(
         st.tuples(st.integers(0, 25), st.integers(0, NUM_LAYERS)), min_size=3, max_size=3, unique=True

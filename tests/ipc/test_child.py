@@ -28,7 +28,7 @@ def test_children_that_are_abandoned_leave_no_process_and_no_folder(
         assert len(list(tmp_path.iterdir())) == 2
         abandon_children()
         assert list(tmp_path.iterdir()) == []
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             assert await running.receive() is None
         for child in (running, unstarted):
             await child.close()

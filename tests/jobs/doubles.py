@@ -23,6 +23,7 @@ from backfill.preparation.validation import InputCheck
 from backfill.protocol.body_check import BodyCheck
 from backfill.protocol.generation import Generation
 from backfill.protocol.service import CompletionService
+from tests.api.servers import TIMEOUT_S
 
 OWNER = "owner"
 URL = "/v1/completions"
@@ -163,7 +164,7 @@ async def run_batch(manager: JobManager, content: bytes, window_s: int = 3600) -
 
 
 async def ended(manager: JobManager, batch_id: str, owner: str = OWNER) -> BatchRecord:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(TIMEOUT_S):
         while True:
             batch = await manager.get_batch(owner, batch_id)
             if batch.status.is_final:
@@ -174,7 +175,7 @@ async def ended(manager: JobManager, batch_id: str, owner: str = OWNER) -> Batch
 async def in_status(
     manager: JobManager, batch_id: str, status: BatchStatus, owner: str = OWNER
 ) -> BatchRecord:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(TIMEOUT_S):
         while (batch := await manager.get_batch(owner, batch_id)).status is not status:
             await asyncio.sleep(0.002)
         return batch

@@ -14,6 +14,7 @@ from backfill.jobs.feeder import Feeder
 from backfill.jobs.lines import LineResult, completed
 from backfill.jobs.threads import ThreadPool
 from backfill.preparation.lines import BatchLine
+from tests.api.servers import TIMEOUT_S
 
 CAPACITY = 64
 
@@ -144,6 +145,6 @@ def lines_up_to(count: int) -> Iterator[BatchLine]:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(TIMEOUT_S):
         while not condition():
             await asyncio.sleep(0.001)

@@ -18,6 +18,7 @@ from backfill.core.errors import ConfigError
 from backfill.jobs import manager as manager_module
 from backfill.jobs.manager import JobManager
 from backfill.jobs.records import BatchStatus
+from tests.api.servers import TIMEOUT_S
 from tests.jobs.doubles import (
     OWNER,
     InstantRunner,
@@ -57,14 +58,14 @@ class HangingDisk:
                     self.seen_on_loop.append(name)
                     raise AssertionError(f"os.{name} on the event loop")
                 self._hung.set()
-                self._gate.wait(20)
+                self._gate.wait(TIMEOUT_S)
             return real(*args, **options)
 
         self._monkeypatch.setattr(os, name, call)
 
     async def hangs(self) -> None:
         """Wait until a thread hangs. The event loop goes on."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(TIMEOUT_S):
             while not self._hung.is_set():
                 await asyncio.sleep(0.001)
         for _ in range(20):
@@ -244,7 +245,7 @@ async def test_a_stop_does_not_wait_for_a_hung_disk(
     ready(manager)
     await disk.hangs()
     writing = asyncio.create_task(upload.write(b"x"))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(TIMEOUT_S):
         await manager.stop()
         await asyncio.wait([writing])
     with pytest.raises(ConfigError, match="in use"):  # the write may still come through
@@ -299,6 +300,6 @@ async def test_no_file_is_opened_or_deleted_on_the_event_loop(tmp_path: Path) ->
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(TIMEOUT_S):
         while not condition():
             await asyncio.sleep(0.001)

@@ -16,6 +16,7 @@ from backfill.jobs.lines import LineResult
 from backfill.jobs.suspects import Suspects
 from backfill.jobs.threads import ThreadPool
 from backfill.preparation.lines import BatchLine
+from tests.api.servers import TIMEOUT_S
 from tests.jobs.feeder_doubles import (
     CAPACITY,
     Engine,
@@ -53,7 +54,7 @@ async def test_lines_that_cannot_be_read_end_their_own_batch_only(error: OSError
     engine.start()
     engine.feeder.add(good)
     engine.feeder.add(bad)
-    await asyncio.wait_for(good.finished, 10)
+    await asyncio.wait_for(good.finished, TIMEOUT_S)
     assert len(sinks[1].results) == 200
     with pytest.raises(OSError if error else InputChanged):
         await bad.finished
@@ -71,9 +72,9 @@ async def test_results_that_cannot_be_written_end_their_own_batch_only() -> None
     engine.feeder.add(bad)
     engine.feeder.add(good)
     with pytest.raises(BackfillError, match="gone"):
-        await asyncio.wait_for(bad.finished, 10)
+        await asyncio.wait_for(bad.finished, TIMEOUT_S)
     await engine.feeder.remove(bad)
-    await asyncio.wait_for(good.finished, 10)
+    await asyncio.wait_for(good.finished, TIMEOUT_S)
     assert len(sink.results) == 200
 
 
@@ -88,7 +89,7 @@ async def test_an_unexpected_error_is_logged_and_counted(
     feed = feed_of(lines_up_to(1), 1, sink, suspects=Unbound())
     engine.start()
     engine.feeder.add(feed)
-    await asyncio.wait_for(feed.finished, 10)
+    await asyncio.wait_for(feed.finished, TIMEOUT_S)
     await until(lambda: engine.tasks.failures["feeder-save"] > 0)
     assert "a bug" in caplog.text
 
@@ -107,7 +108,9 @@ async def test_lines_in_memory_are_bounded_in_bytes_too(monkeypatch: pytest.Monk
     feed = feed_of(long_lines(), 20, group=1)
     engine.start()
     engine.feeder.add(feed)
-    await asyncio.sleep(0.01)
+    await until(lambda: len(engine.in_flight) == num_read == 3)
+    for _ in range(20):
+        await asyncio.sleep(0)
     assert num_read == 3, "up to the bound, and one line over it"
     while not feed.finished.done():
         for end in engine.in_flight.values():
@@ -128,7 +131,7 @@ async def test_lines_read_for_batches_that_must_wait_do_not_stop_the_next(
         lines = (line_of(n, 100) for n in range(10 * number, 10 * number + 10))
         feeds.append(feed_of(lines, 10, deadline_at_s=100.0 - number))
         engine.feeder.add(feeds[-1])
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(TIMEOUT_S):
             while not feeds[-1].running:  # lines that were read before may have to end first
                 for end in engine.in_flight.values():
                     if not end.done():
@@ -136,7 +139,7 @@ async def test_lines_read_for_batches_that_must_wait_do_not_stop_the_next(
                 await asyncio.sleep(0.001)
         assert feeds[-1].has_read_lines
     engine.holds = False
-    await asyncio.wait_for(asyncio.gather(*(feed.finished for feed in feeds)), 10)
+    await asyncio.wait_for(asyncio.gather(*(feed.finished for feed in feeds)), TIMEOUT_S)
 
 
 async def test_a_batch_removed_during_a_read_and_a_write_blocks_no_other() -> None:
@@ -163,7 +166,7 @@ async def test_a_batch_removed_during_a_read_and_a_write_blocks_no_other() -> No
     await until(lambda: leaving.committer is not None and leaving.reading is not None)
     engine.feeder.add(staying)
     removal = asyncio.create_task(engine.feeder.remove(leaving))
-    await asyncio.wait_for(staying.finished, 10)
+    await asyncio.wait_for(staying.finished, TIMEOUT_S)
     assert not removal.done()
     removal.cancel()
     await asyncio.wait([removal])
@@ -176,7 +179,7 @@ async def test_a_removal_that_is_cancelled_waits_for_a_write_that_has_begun() ->
     class Slow(Sink):
         def append(self, results: Sequence[LineResult]) -> None:
             loop.call_soon_threadsafe(begun.set)
-            asyncio.run_coroutine_threadsafe(may_end.wait(), loop).result(10)
+            asyncio.run_coroutine_threadsafe(may_end.wait(), loop).result(TIMEOUT_S)
             super().append(results)
 
     engine, sink = Engine(threads=ThreadPool("results", 1)), Slow()
@@ -215,7 +218,7 @@ async def test_owners_share_evenly_and_the_earlier_deadline_goes_first() -> None
     await until(lambda: len(engine.in_flight) == CAPACITY)
     assert [len(feed.running) for feed in feeds] == [0, CAPACITY // 2, 0, CAPACITY // 2]
     engine.holds = False
-    await asyncio.wait_for(asyncio.gather(*(feed.finished for feed in feeds)), 10)
+    await asyncio.wait_for(asyncio.gather(*(feed.finished for feed in feeds)), TIMEOUT_S)
     assert [len(sink.results) for sink in sinks] == [100] * 4
 
 
@@ -231,7 +234,7 @@ async def test_lines_start_a_few_at_a_time_so_that_others_get_their_turn() -> No
     await until(lambda: not feed.running)
     engine.feeder.set_capacity(200)
     num_running = [0, len(feed.running)]
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(TIMEOUT_S):
         while num_running[-1] < 200:
             await asyncio.sleep(0)
             num_running.append(len(feed.running))
@@ -247,4 +250,4 @@ async def test_lines_cancelled_before_they_began_leave_their_places() -> None:
     await engine.feeder.remove(first)
     engine.feeder.add(second)
     engine.holds = False
-    await asyncio.wait_for(second.finished, 10)
+    await asyncio.wait_for(second.finished, TIMEOUT_S)

@@ -12,6 +12,7 @@ from backfill.core.config import GIB
 from backfill.core.errors import ConfigError, RequestError
 from backfill.jobs.errors import Conflict, NotFound, TooLarge
 from backfill.jobs.records import BatchStatus
+from tests.api.servers import TIMEOUT_S
 from tests.jobs.doubles import (
     OWNER,
     InstantRunner,
@@ -108,7 +109,7 @@ async def test_expired_files_are_deleted_at_the_next_sweep(tmp_path: Path) -> No
     (tmp_path / "files" / "file-left.part").write_bytes(b"an upload a crash cut")
     wall[0] += 31 * 24 * 3600
     manager = await started(tmp_path, wall=lambda: wall[0])
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(TIMEOUT_S):
         while list((tmp_path / "files").iterdir()):
             await asyncio.sleep(0.01)
     with pytest.raises(NotFound):

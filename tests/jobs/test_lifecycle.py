@@ -22,6 +22,7 @@ from backfill.jobs.lifecycle import BatchDriver
 from backfill.jobs.manager import JobManager
 from backfill.jobs.records import BatchRecord, BatchStatus
 from backfill.jobs.results import ResultLog
+from tests.api.servers import TIMEOUT_S
 from tests.jobs.doubles import (
     OWNER,
     InstantRunner,
@@ -51,7 +52,7 @@ async def half_done(manager: JobManager, runner: InstantRunner) -> BatchRecord:
     """A batch of 20 lines; some have results, the runner holds the rest."""
     batch = await submit(manager, input_of(20))
     ready(manager)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(TIMEOUT_S):
         while sum(runner.runs.values()) < 6:
             await asyncio.sleep(0)
         runner.hold()
@@ -210,7 +211,7 @@ async def test_a_commit_whose_answer_is_lost_counts_once(tmp_path: Path, status:
     manager._storage.store.change_batch = change  # type: ignore[method-assign]
     ready(manager)
     batch = await run_batch(manager, input_of(5))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(TIMEOUT_S):
         while num_lost == 0:  # the record may be read before the answer is lost
             await asyncio.sleep(0.001)
     await check_completed(manager, batch, 5)
@@ -251,7 +252,7 @@ async def test_a_database_of_another_version_is_refused(tmp_path: Path) -> None:
         database.execute("ALTER TABLE batches DROP COLUMN cached_tokens")
     database.close()
     with pytest.raises(ConfigError, match="cached_tokens"):
-        await asyncio.wait_for(make_manager(tmp_path, InstantRunner()).start(), 5)
+        await asyncio.wait_for(make_manager(tmp_path, InstantRunner()).start(), TIMEOUT_S)
 
 
 def test_a_database_url_with_a_bad_port_is_refused(tmp_path: Path) -> None:
@@ -330,7 +331,7 @@ async def test_a_batch_whose_task_dies_is_logged(
     manager = await started(tmp_path)
     with caplog.at_level(logging.ERROR):
         batch = await submit(manager, input_of(1))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(TIMEOUT_S):
             while manager.snapshot().jobs_by_status:
                 await asyncio.sleep(0.001)
     assert batch.id in caplog.text

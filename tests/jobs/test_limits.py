@@ -15,6 +15,7 @@ from backfill.jobs.config import JobsConfig
 from backfill.jobs.errors import StorageFull, TooLarge, TooMany, TooManyUploads
 from backfill.jobs.manager import JobManager
 from backfill.jobs.records import BatchRecord, BatchStatus
+from tests.api.servers import TIMEOUT_S
 from tests.jobs.doubles import (
     OWNER,
     InstantRunner,
@@ -72,7 +73,7 @@ async def test_unfinished_lines_of_one_owner_are_limited(tmp_path: Path) -> None
 
 
 async def until_validated(manager: JobManager, batches: list[BatchRecord]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(TIMEOUT_S):
         for batch in batches:
             while (await manager.get_batch(OWNER, batch.id)).status is BatchStatus.VALIDATING:
                 await asyncio.sleep(0.002)
@@ -97,7 +98,7 @@ async def test_what_a_batch_had_done_before_a_restart_is_not_queued(tmp_path: Pa
     manager = await started(tmp_path, runner, limits={"batch_max_queued_lines": 20})
     batch = await submit(manager, input_of(20))
     ready(manager)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(TIMEOUT_S):
         while (await manager.get_batch(OWNER, batch.id)).request_counts.completed < 8:
             await asyncio.sleep(0)
         runner.hold()

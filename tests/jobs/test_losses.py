@@ -14,6 +14,7 @@ from backfill.jobs.feeder import Feeder
 from backfill.jobs.lines import LineResult, completed
 from backfill.jobs.suspects import MAX_LONE_LOSSES, MAX_ONLY_LINE_LOSSES, Suspects
 from backfill.preparation.lines import BatchLine
+from tests.api.servers import TIMEOUT_S
 from tests.jobs.feeder_doubles import (
     CAPACITY,
     Engine,
@@ -39,7 +40,7 @@ async def test_deaths_of_the_engine_fail_no_line_that_was_one_of_many() -> None:
         await until(lambda at=num_deaths: len(engine.most_in_flight) == at + 1 and bool(engine.in_flight))
     engine.holds = False
     engine.fail()
-    await asyncio.wait_for(feed.finished, 10)
+    await asyncio.wait_for(feed.finished, TIMEOUT_S)
     assert sink.failed() == []
     assert len(sink.results) == 200
 
@@ -52,7 +53,7 @@ async def test_a_line_that_kills_the_engine_is_found_and_costs_no_other(
     engine.start()
     engine.feeder.add(feed)
     with caplog.at_level(logging.WARNING):
-        await asyncio.wait_for(feed.finished, 10)
+        await asyncio.wait_for(feed.finished, TIMEOUT_S)
     assert sink.failed() == [CAPACITY + 7]
     assert len({result.line.number for result in sink.results}) == 200
     # With all lines, with an eighth, and then alone.
@@ -73,7 +74,7 @@ async def test_several_fatal_lines_of_several_batches() -> None:
     engine.start()
     for feed in feeds:
         engine.feeder.add(feed)
-    await asyncio.wait_for(asyncio.gather(*(feed.finished for feed in feeds)), 10)
+    await asyncio.wait_for(asyncio.gather(*(feed.finished for feed in feeds)), TIMEOUT_S)
     assert [sink.failed() for sink in sinks] == [[3], [90]]
     assert [len(sink.results) for sink in sinks] == [50, 50]
 
@@ -85,7 +86,7 @@ async def test_a_step_that_fails_once_loses_no_line() -> None:
     engine.feeder.add(feed)
     await until(lambda: engine.num_failures == 1)
     engine.fatal.clear()
-    await asyncio.wait_for(feed.finished, 10)
+    await asyncio.wait_for(feed.finished, TIMEOUT_S)
     assert sink.failed() == []
     assert sorted(result.line.number for result in sink.results) == list(range(200))
     assert engine.num_failures == 1
@@ -97,7 +98,7 @@ async def test_a_line_that_fails_its_steps_is_found_and_costs_no_other() -> None
     feed = feed_of(lines_up_to(200), 200, sink)
     engine.start()
     engine.feeder.add(feed)
-    await asyncio.wait_for(feed.finished, 10)
+    await asyncio.wait_for(feed.finished, TIMEOUT_S)
     assert sink.failed() == [CAPACITY + 7]
     assert len({result.line.number for result in sink.results}) == 200
     assert engine.num_failures == 2 + MAX_LONE_LOSSES
@@ -112,7 +113,7 @@ async def test_an_online_request_that_kills_the_engine_fails_no_line_beside_it()
     engine.feeder.add(feed)
     await until(lambda: engine.num_failures >= MAX_LONE_LOSSES + 2)
     engine.fatal.clear()
-    await asyncio.wait_for(feed.finished, 10)
+    await asyncio.wait_for(feed.finished, TIMEOUT_S)
     assert sink.failed() == []
 
 
@@ -121,7 +122,7 @@ async def test_a_fatal_line_beside_online_requests_is_given_up_in_the_end() -> N
     feed = feed_of(lines_up_to(9), 9, sink)
     engine.start()
     engine.feeder.add(feed)
-    await asyncio.wait_for(feed.finished, 10)
+    await asyncio.wait_for(feed.finished, TIMEOUT_S)
     assert sink.failed() == [0]
     assert len(sink.results) == 9
     # With all lines, at most eight times with fewer, and then as the only line.
@@ -149,7 +150,7 @@ async def test_a_line_of_several_choices_is_to_blame_where_they_are_alone(
     feed = feed_of(iter([BatchLine(number=0, custom_id="r0", generation=generation)]), 1, sink)
     feeder.add(feed)
     feeder.set_capacity(CAPACITY)
-    await asyncio.wait_for(feed.finished, 10)
+    await asyncio.wait_for(feed.finished, TIMEOUT_S)
     assert len(sink.failed()) == num_failed
 
 

@@ -25,6 +25,7 @@ from backfill.jobs.manager import JobManager
 from backfill.jobs.records import BatchStatus, LineOutcome, TokenUsage
 from backfill.jobs.suspects import MAX_LONE_LOSSES
 from backfill.preparation.lines import BatchLine
+from tests.api.servers import TIMEOUT_S
 from tests.jobs.doubles import (
     OWNER,
     InstantRunner,
@@ -101,7 +102,7 @@ async def test_owners_share_the_engine_evenly_and_the_earlier_deadline_goes_firs
     ):
         content = b"".join(input_line(i, custom_id=f"{name} {i}") for i in range(100))
         batches.append((owner, (await submit(manager, content, window_s, owner)).id))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(TIMEOUT_S):
         while len(reader.selections) < len(batches):
             await asyncio.sleep(0.001)
         ready(manager)
@@ -124,7 +125,7 @@ async def test_with_many_open_batches_each_owner_and_deadline_gets_its_turn(tmp_
         (OWNER, await submit(manager, input_line(0, custom_id="urgent"), 3600)),
         ("other", await submit(manager, input_line(0, custom_id="other"), 7200, "other")),
     ]
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(TIMEOUT_S):
         while len(reader.selections) < 72:
             await asyncio.sleep(0.001)
     ready(manager)
@@ -143,7 +144,7 @@ async def test_no_line_is_lost_or_answered_twice_over_restarts(tmp_path: Path, s
         ready(manager)
         if batch_id is None:
             batch_id = (await submit(manager, input_of(120))).id
-        timeout_s = chooser.random() * 0.05 if attempt < 12 else 20.0
+        timeout_s = chooser.random() * 0.05 if attempt < 12 else TIMEOUT_S
         stop_after = asyncio.create_task(asyncio.sleep(timeout_s))
         end = asyncio.create_task(ended(manager, batch_id))
         await asyncio.wait({stop_after, end}, return_when=asyncio.FIRST_COMPLETED)
@@ -289,7 +290,7 @@ async def test_a_locked_database_delays_the_end_and_loses_nothing(
     other = sqlite3.connect(tmp_path / "jobs.db")
     other.execute("BEGIN IMMEDIATE")
     ready(manager)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(TIMEOUT_S):
         while manager.snapshot().num_lines_queued:
             await asyncio.sleep(0.01)
     assert (await manager.get_batch(OWNER, batch.id)).status is BatchStatus.IN_PROGRESS
@@ -311,7 +312,7 @@ async def test_tasks_that_an_exception_ends_are_counted(
     tasks = TaskWatch()
     manager = await started(tmp_path, tasks=tasks)
     batch = await submit(manager, input_of(1))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(TIMEOUT_S):
         while tasks.failures.total() < 2:
             await asyncio.sleep(0.01)
     assert tasks.failures == {"batch-driver": 1, "sweeper": 1}
@@ -363,7 +364,7 @@ async def test_observers_get_every_line_and_snapshots_count_the_rest(tmp_path: P
     manager = await started(tmp_path, on_event=Observer())
     batch = await submit(manager, input_of(7))
     await in_status(manager, batch.id, BatchStatus.IN_PROGRESS)
-    async with asyncio.timeout(10):  # the database knows it first
+    async with asyncio.timeout(TIMEOUT_S):  # the database knows it first
         while dict(manager.snapshot().jobs_by_status) != {BatchStatus.IN_PROGRESS: 1}:
             await asyncio.sleep(0.001)
     snapshot = manager.snapshot()

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from backfill.jobs.threads import JobThreads, ThreadPool
+from tests.api.servers import TIMEOUT_S
 
 pytestmark = pytest.mark.anyio
 
@@ -39,7 +40,7 @@ async def test_no_more_threads_than_allowed(gate: threading.Event) -> None:
         with lock:
             running += 1
             most = max(most, running)
-        gate.wait(10)
+        gate.wait(TIMEOUT_S)
         with lock:
             running -= 1
 
@@ -58,7 +59,7 @@ async def test_a_cancelled_call_that_runs_ends_with_its_thread(gate: threading.E
 
     def work() -> None:
         begun.set()
-        gate.wait(10)
+        gate.wait(TIMEOUT_S)
 
     call = asyncio.create_task(pool.run(work))
     while not begun.is_set():
@@ -83,7 +84,7 @@ async def test_a_call_that_hangs_does_not_delay_the_close(gate: threading.Event)
 
     def work() -> None:
         begun.set()
-        gate.wait(10)
+        gate.wait(TIMEOUT_S)
 
     calls = [asyncio.create_task(pool.run(work)) for _ in range(3)]
     while not begun.is_set():
@@ -100,11 +101,11 @@ async def test_a_call_that_hangs_does_not_delay_the_close(gate: threading.Event)
 
 async def test_one_pool_does_not_wait_for_another(gate: threading.Event) -> None:
     threads = JobThreads()
-    hung = [asyncio.create_task(threads.uploads.run(gate.wait, 10)) for _ in range(20)]
+    hung = [asyncio.create_task(threads.uploads.run(gate.wait, TIMEOUT_S)) for _ in range(20)]
     await asyncio.sleep(0.01)
     for pool in (threads.database, threads.results, threads.downloads):
         assert await pool.run(divmod, 7, 2) == (3, 1)
     gate.set()
     assert all(await asyncio.gather(*hung))
-    await threads.wait_idle(10)
+    await threads.wait_idle(TIMEOUT_S)
     assert threads.close() == 0

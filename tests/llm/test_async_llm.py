@@ -18,6 +18,7 @@ from backfill.core.request import Request
 from backfill.engine.client import EngineClient
 from backfill.engine.messages import Ready
 from backfill.llm import local_engine
+from tests.api.servers import TIMEOUT_S
 from tests.builders import flat_cost, make_info, make_profile
 
 PROMPT = [1000, 2000, 3000]
@@ -32,7 +33,7 @@ def run(runner: asyncio.Runner) -> Run:
     """Runs a coroutine in the loop of the engine; none takes long unless it hangs."""
 
     def run_it(coroutine: Coroutine[Any, Any, Any]) -> Any:
-        return runner.run(asyncio.wait_for(coroutine, 120.0))
+        return runner.run(asyncio.wait_for(coroutine, TIMEOUT_S))
 
     return run_it
 
@@ -141,7 +142,7 @@ def test_seeds_follow_the_order_of_requests_however_long_they_take_to_prepare(
     def note(*args: Any, **fields: Any) -> Any:
         name = fields["request_id"]
         if name == "long":
-            is_short_prepared.wait(60.0)
+            is_short_prepared.wait(TIMEOUT_S)
         prepared = prepare(*args, **fields)
         seeds[name] = prepared.generation.samplings[0].seed
         if name == "short":
@@ -261,7 +262,7 @@ def test_shutdown_while_the_model_is_resolved_starts_no_engine(
 
     def find_slowly(*_: Any, **__: Any) -> Any:
         is_looking.set()
-        assert may_find.wait(60.0)
+        assert may_find.wait(TIMEOUT_S)
         return small_model
 
     monkeypatch.setattr(local_engine, "resolve_model", find_slowly)
@@ -269,14 +270,14 @@ def test_shutdown_while_the_model_is_resolved_starts_no_engine(
     async def shut_down_early() -> None:
         llm = AsyncLLM(str(small_model))
         starting = asyncio.create_task(llm.start())
-        await asyncio.to_thread(is_looking.wait, 60.0)
+        await asyncio.to_thread(is_looking.wait, TIMEOUT_S)
         await llm.shutdown()
         may_find.set()
         with pytest.raises(EngineDead, match="was closed"):
             await starting
         assert llm._engine.client is None
 
-    asyncio.run(asyncio.wait_for(shut_down_early(), 120.0))
+    asyncio.run(asyncio.wait_for(shut_down_early(), TIMEOUT_S))
 
 
 def test_shutdown_while_the_engine_loads_fails_requests(small_model: Any) -> None:
@@ -288,7 +289,7 @@ def test_shutdown_while_the_engine_loads_fails_requests(small_model: Any) -> Non
         await llm.shutdown()
         return await asyncio.gather(*tasks, return_exceptions=True)
 
-    failures = asyncio.run(asyncio.wait_for(shut_down_early(), 120.0))
+    failures = asyncio.run(asyncio.wait_for(shut_down_early(), TIMEOUT_S))
     assert [type(failure) for failure in failures] == [EngineDead] * 2
 
 
@@ -303,7 +304,7 @@ def test_the_end_of_the_block_ends_the_requests(async_llm: AsyncLLM, small_model
             await collect(llm.generate(PROMPT, GREEDY))
         return ending
 
-    assert isinstance(asyncio.run(asyncio.wait_for(end_early(), 120.0)), EngineDead)
+    assert isinstance(asyncio.run(asyncio.wait_for(end_early(), TIMEOUT_S)), EngineDead)
 
 
 @pytest.mark.parametrize("objective", ["ttft_slo", "tpot_slo"])

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from backfill import LLM, EngineDead, RequestOutput, SamplingParams
 from backfill.core.request import Request
+from tests.api.servers import TIMEOUT_S, wait_until
 
 PROMPTS = ["Gravity is", "def fibonacci(n):", "The capital of France is"]
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
@@ -279,13 +280,13 @@ def test_closing_during_a_restart_fails_the_call(small_model: Path) -> None:
     while client.pid == dead:
         pause.wait(0.01)
     llm.close()
-    calling.join(60.0)
+    calling.join(TIMEOUT_S)
     assert [type(failure) for failure in failures] == [EngineDead]
 
 
 def test_in_a_fork_calls_raise_engine_dead(llm: LLM) -> None:
     def use() -> int:
-        signal.alarm(30)  # rather than hang
+        signal.alarm(int(TIMEOUT_S))  # rather than hang
         with pytest.raises(EngineDead, match=f"belongs to process {os.getppid()}, and a fork of it cannot"):
             generate(llm, "a")
         llm.close()
@@ -325,9 +326,4 @@ def when_busy(llm: LLM, act: Any) -> Iterator[None]:
 
 
 def wait_idle(llm: LLM) -> None:
-    aborted = threading.Event()
-    for _ in range(2000):
-        if not llm._engine.client.num_in_flight:
-            return
-        aborted.wait(0.01)
-    raise AssertionError("requests are still with the engine")
+    wait_until(lambda: not llm._engine.client.num_in_flight, "the end of the requests with the engine")

@@ -170,13 +170,17 @@ async def test_a_line_that_ends_the_process_costs_no_other(tmp_path: Path) -> No
 
 
 class Child:
-    """A preparation process as the client's ``ChildProcess``: it ends if a job's work is ``poison``."""
+    """A preparation process as the client's ``ChildProcess``: it ends if a job's work is ``poison``.
+
+    Once it has such a job it answers no other, also if the machine stalls before it ends.
+    """
 
     lives: ClassVar[list[list[int]]] = []  # for each process, the jobs it was sent
     poison: ClassVar[Callable[[Any], bool]] = lambda work: False
 
     def __init__(self, *args: object) -> None:
         self.pid = 1
+        self._is_ending = False
         self._reports: asyncio.Queue[bytes | None] = asyncio.Queue()
         self.lives.append([])
 
@@ -189,10 +193,11 @@ class Child:
             self.lives[-1].append(message.job_id)
             self._report(JobBegun(message.job_id))
             if Child.poison(message.work):
+                self._is_ending = True
                 asyncio.get_running_loop().call_later(0.01, self._reports.put_nowait, None)
             else:
                 answer = JobDone(message.job_id, generation_of(message.work.context))
-                asyncio.get_running_loop().call_later(0.02, self._report, answer)
+                asyncio.get_running_loop().call_later(0.02, self._answer, answer)
         return True
 
     async def receive(self) -> bytes | None:
@@ -203,6 +208,10 @@ class Child:
 
     async def close(self) -> None:
         pass
+
+    def _answer(self, answer: JobDone) -> None:
+        if not self._is_ending:
+            self._report(answer)
 
     def _report(self, message: object) -> None:
         self._reports.put_nowait(msgspec.msgpack.encode(message))
