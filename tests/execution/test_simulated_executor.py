@@ -18,6 +18,7 @@ from backfill.core.plan import (
 )
 from backfill.core.request import RequestId
 from backfill.core.sampling import SamplingParams
+from backfill.costs.behaviour import DeviceBehaviour
 from backfill.execution.simulated_executor import SimulatedExecutor, hashed_token
 from tests.builders import linear_cost, make_info
 
@@ -59,7 +60,7 @@ def make_executor(stop_at_s: float) -> tuple[SimulatedExecutor, VirtualClock, St
     clock = VirtualClock(10.0)
     events = StopAt(clock, stop_at_s)
     info = replace(make_info(num_blocks=100), num_layers=NUM_LAYERS, can_stop=True)
-    executor = SimulatedExecutor(info, linear_cost(), clock)
+    executor = SimulatedExecutor(info, DeviceBehaviour(linear_cost()), clock)
     executor.events = events
     events.executor = executor
     return executor, clock, events

@@ -10,6 +10,7 @@ from backfill.core.config import SchedulerConfig
 from backfill.core.plan import StepOutcome, StepPlan
 from backfill.core.request import ServiceClass
 from backfill.core.slo import SLO
+from backfill.costs.behaviour import DeviceBehaviour
 from backfill.costs.hardware import HardwareProfile
 from backfill.engine.engine import Engine
 from backfill.execution.simulated_executor import SimulatedExecutor
@@ -93,7 +94,7 @@ class Noting(SimulatedExecutor):
     """Keeps the prompts and the sampled tokens that it sees, by request."""
 
     def __init__(self, clock: VirtualClock) -> None:
-        super().__init__(make_info(num_blocks=4000, block_size=16), PROFILE.cost, clock)
+        super().__init__(make_info(num_blocks=4000, block_size=16), DeviceBehaviour(PROFILE.cost), clock)
         self.tokens: dict[str, list[int]] = {}
         self.prompts: dict[str, tuple[int, ...]] = {}
 

@@ -14,15 +14,16 @@ from backfill.core.config import SchedulerConfig
 from backfill.core.counters import ClassCounters
 from backfill.core.request import Request, RequestId, ServiceClass
 from backfill.core.sampling import SamplingParams
+from backfill.costs.behaviour import DeviceBehaviour
 from backfill.costs.hardware import HardwareProfile
+from backfill.costs.profile import CostProfile
 from backfill.engine.engine import Engine
 from backfill.engine.messages import TokenOutput
-from backfill.execution.executor import ExecutorInfo
 from backfill.execution.simulated_executor import SimulatedExecutor
+from backfill.simulation.device import exact_behaviour, executor_info
 
 _FILLER_TOKEN = 5  # every model has this id
 _QUEUE_DEPTH = 32
-_BLOCK_SIZE = 16
 BIN_S = 5.0
 
 
@@ -122,15 +123,18 @@ class Replay:
 
     Args:
         clock: the engine's.
+        host_s: seconds that pass on a virtual clock after each step, before its tokens are delivered.
     """
 
-    def __init__(self, engine: Engine, clock: Clock, workload: Workload) -> None:
+    def __init__(self, engine: Engine, clock: Clock, workload: Workload, *, host_s: float = 0.0) -> None:
         self._engine = engine
         self._clock = clock
         self._online = workload.online
         self._offline = itertools.cycle(workload.offline) if workload.offline else None
         self._duration_s = workload.duration_s
         self._origin_s = clock.now_s()
+        self._host_s = host_s
+        self._numbers = itertools.count()  # of all requests, in both classes
         self._next_arrival = 0
         self._num_offline = 0
         self._num_offline_completed = 0
@@ -164,13 +168,13 @@ class Replay:
             is_over = self._elapsed_s >= self._duration_s
             if is_over and at_end is None:
                 at_end = self._totals()
-            self.deliver()
+            self._take_arrivals()
             if not is_over:
                 self._top_up()
             if self._engine.has_work:
                 self._step()
             else:
-                self._wait_until(self.next_at_s())
+                self._wait_for_arrival()
         while at_end is None and self._elapsed_s < self._duration_s:
             self._top_up()
             if not self._engine.has_work:
@@ -192,6 +196,14 @@ class Replay:
             ),
         )
 
+    def _take_arrivals(self) -> None:
+        """Called between two steps."""
+        self.deliver()
+
+    def _wait_for_arrival(self) -> None:
+        """Called when the engine has nothing to do."""
+        self._wait_until(self.next_at_s())
+
     @property
     def _elapsed_s(self) -> float:
         return self._clock.now_s() - self._origin_s
@@ -199,6 +211,8 @@ class Replay:
     def _step(self) -> None:
         outputs = self._engine.step()
         self._num_steps += 1
+        if isinstance(self._clock, VirtualClock):
+            self._clock.advance(self._host_s)
         now_s = self._clock.now_s()
         for output in outputs:
             self._record(output, now_s)
@@ -236,11 +250,10 @@ class Replay:
             assert refusal is None, f"{request.request_id}: {refusal}"
 
     def _request(self, name: str, lengths: Lengths, service_class: ServiceClass) -> Request:
-        number = self._next_arrival + self._num_offline  # of all requests so far
         vocab_size = self._engine.executor.info.vocab_size
         return Request(
             request_id=RequestId(name),
-            prompt_token_ids=unique_prompt(number, lengths.input_len, vocab_size),
+            prompt_token_ids=unique_prompt(next(self._numbers), lengths.input_len, vocab_size),
             sampling=SamplingParams(max_tokens=lengths.output_len, temperature=0.0, ignore_eos=True),
             service_class=service_class,
         )
@@ -259,34 +272,31 @@ class Replay:
 
 
 def simulate(
-    config: SchedulerConfig, workload: Workload, hardware: HardwareProfile, host_kv_tokens: int
+    config: SchedulerConfig,
+    workload: Workload,
+    hardware: HardwareProfile,
+    host_kv_tokens: int,
+    *,
+    behaviour: DeviceBehaviour | None = None,
+    profile: CostProfile | None = None,
+    seed: int = 0,
 ) -> ReplayResult:
     """Replay a workload on a virtual clock.
 
     Args:
         config: its objectives are those of every online request.
         host_kv_tokens: size of the KV pool in host memory.
+        behaviour: what steps take; by default exactly the hardware profile's times.
+        profile: what the engine predicts with; by default the hardware profile.
+        seed: of the device's noise.
     """
     clock = VirtualClock()
-    profile = hardware.costs
-    info = ExecutorInfo(
-        num_blocks=hardware.kv_tokens // _BLOCK_SIZE,
-        block_size=_BLOCK_SIZE,
-        max_model_len=hardware.max_model_len,
-        vocab_size=32_000,
-        end_token_ids=(),
-        device=profile.key.device,
-        dtype=profile.key.dtype,
-        num_layers=profile.num_layers,
-        can_stop=True,
-        num_host_blocks=host_kv_tokens // _BLOCK_SIZE if profile.copies is not None else 0,
-        block_bytes=hardware.kv_bytes_per_token * _BLOCK_SIZE,
-    )
-    executor = SimulatedExecutor(info, profile.cost, clock, profile.copies)
-    engine = Engine(config, executor, clock, profile)
+    behaviour = behaviour or exact_behaviour(hardware.costs)
+    executor = SimulatedExecutor(executor_info(hardware, host_kv_tokens), behaviour, clock, seed=seed)
+    engine = Engine(config, executor, clock, profile or hardware.costs)
     if config.policy == "online-only":
         workload = replace(workload, offline=())
-    replay = Replay(engine, clock, workload)
+    replay = Replay(engine, clock, workload, host_s=behaviour.host_s)
     executor.events = replay
     return replay.run()
 
