@@ -73,7 +73,7 @@ def run_live(
     clock = WallClock()
     executor = create_torch_executor(config)
     executor.fill_kv_pool(executor.info.num_blocks)
-    observed = ObservedExecutor(executor, clock)
+    observed = ObservedExecutor(executor, clock, profile.copies)
     engine = Engine(config.scheduler, observed, clock, profile)
     result = LiveReplay(engine, clock, workload).run()
     check_no_prefix_hits(engine.scheduler.counters.values())

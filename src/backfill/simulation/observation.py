@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+
+import numpy as np
 
 from backfill.core.clock import Clock, VirtualClock
 from backfill.core.plan import Compute, CopyDirections, StepOutcome, StepPlan
 from backfill.costs.behaviour import DeviceBehaviour, StepNoise
 from backfill.costs.load import StepLoad
 from backfill.costs.model import CostModel
-from backfill.costs.profile import CostProfile
+from backfill.costs.profile import CopySpeed, CostProfile
 from backfill.costs.refine import ProfileRefiner
 from backfill.execution.executor import StoppableExecutor
 
-# The median of fewer steps beside copies says nothing.
-_LEAST_BESIDE_COPIES = 20
+# A slow-down beside copies counts from so many standard errors, up to so much of a step's time.
+_LEAST_STANDARD_ERRORS = 2.0
+_MOST_EXCESS = 0.75
+_LEAST_STEPS = 20
 _SEED = 0
 
 
@@ -26,13 +31,13 @@ class ObservedStep:
     """A step that ran from its first layer to its last without waiting for copies.
 
     Attributes:
-        beside_copies: blocks were copied while it ran, or some part of it.
+        copying_s: how long blocks were copied while it ran, as predicted.
     """
 
     plan: StepPlan
     seconds: float
     num_safepoints: int
-    beside_copies: bool
+    copying_s: float
 
 
 class ObservedExecutor:
@@ -41,15 +46,20 @@ class ObservedExecutor:
     Attributes:
         steps: in order; those that were stopped, resumed or waited are left out.
         gaps_s: from the end of each plan to the begin of the next.
+
+    Args:
+        copies: predicts how long blocks are copied; None if none are.
     """
 
-    def __init__(self, executor: StoppableExecutor, clock: Clock) -> None:
+    def __init__(self, executor: StoppableExecutor, clock: Clock, copies: CopySpeed | None) -> None:
         self.info = executor.info
         self.steps: list[ObservedStep] = []
         self.gaps_s: list[float] = []
         self._executor = executor
         self._clock = clock
+        self._copies = copies
         self._num_copying = 0
+        self._copying_until_s = 0.0
         self._ended_at_s: float | None = None
 
     def request_stop(self, step: int) -> None:
@@ -59,17 +69,30 @@ class ObservedExecutor:
         began_s = self._clock.now_s()
         if self._ended_at_s is not None:
             self.gaps_s.append(began_s - self._ended_at_s)
-        self._num_copying += _num_background_copies(plan)
-        beside_copies = self._num_copying > 0
+        self._begin_copies(plan, began_s)
         outcome = self._executor.run(plan)
+        ended_at_s = self._ended_at_s = self._clock.now_s()
+        copying_s = max(0.0, min(self._copying_until_s, ended_at_s) - began_s)
         self._num_copying -= len(outcome.completed_copies)
-        self._ended_at_s = self._clock.now_s()
+        if not self._num_copying:
+            self._copying_until_s = 0.0
         if isinstance(plan.work, Compute) and plan.slices and not outcome.stopped and not plan.copies.stalls:
             points = plan.safepoints
             num_safepoints = 0 if points is None else (self.info.num_layers - 1) // points.layers_apart
-            seconds = self._ended_at_s - began_s
-            self.steps.append(ObservedStep(plan, seconds, num_safepoints, beside_copies))
+            self.steps.append(ObservedStep(plan, ended_at_s - began_s, num_safepoints, copying_s))
         return outcome
+
+    def _begin_copies(self, plan: StepPlan, now_s: float) -> None:
+        """Predict when the copies end that run beside this step and later ones."""
+        blocking = plan.copies.blocking
+        num_out = 0 if CopyDirections.CHECKPOINT in blocking else len(plan.copies.checkpoint)
+        num_in = 0 if CopyDirections.RESTORE in blocking else len(plan.copies.restore)
+        self._num_copying += num_out + num_in
+        if self._copies is not None and num_out + num_in:
+            seconds = self.info.block_bytes * (
+                num_out / self._copies.to_host_bytes_per_s + num_in / self._copies.to_device_bytes_per_s
+            )
+            self._copying_until_s = max(self._copying_until_s, now_s) + seconds
 
 
 def observed_behaviour(
@@ -94,12 +117,9 @@ def observed_behaviour(
     if len(steps) < 2 or not gaps_s:
         raise ValueError(f"needs two or more steps to observe, got {len(steps)}")
     bare = [replace(step, seconds=step.seconds - step.num_safepoints * safepoint_s) for step in steps]
-    slowdown = _copy_slowdown(bare, profile.cost)
-    bare = [
-        replace(step, seconds=step.seconds / (1.0 + slowdown)) if step.beside_copies else step
-        for step in bare
-        if step.seconds > 0.0
-    ]
+    excess = _excess_beside_copies(bare, profile.cost)
+    bare = [replace(step, seconds=step.seconds - excess * step.copying_s) for step in bare]
+    bare = [step for step in bare if step.seconds > 0.0]
     refiner = ProfileRefiner(profile, grid, VirtualClock())
     # It keeps the latest of each kind; so these are of all runs, not of the last.
     for step in random.Random(_SEED).sample(bare, len(bare)):
@@ -112,26 +132,30 @@ def observed_behaviour(
         noise=StepNoise.of_ratios([_ratio(step, cost) for step in bare]),
         host_s=statistics.median(gaps_s),
         safepoint_s=safepoint_s,
-        copy_slowdown=slowdown,
+        copy_slowdown=excess / (1.0 - excess),
     )
 
 
-def _copy_slowdown(steps: Sequence[ObservedStep], cost: CostModel) -> float:
-    """How much longer steps take beside copies, over what is predicted; 0 where too few ran either way."""
-    beside, alone = (
-        [_ratio(step, cost) for step in steps if step.beside_copies is beside_copies]
-        for beside_copies in (True, False)
-    )
-    if min(len(beside), len(alone)) < _LEAST_BESIDE_COPIES:
+def _excess_beside_copies(steps: Sequence[ObservedStep], cost: CostModel) -> float:
+    """The share of the time beside copies that is due to them; 0 where the steps do not show it.
+
+    It is the slope of a line through the steps' times by their times beside copies, both over the predicted
+    time.
+    """
+    if len(steps) < _LEAST_STEPS:
         return 0.0
-    return max(0.0, statistics.median(beside) / statistics.median(alone) - 1.0)
+    predicted_s = np.array([cost.step_time_s(StepLoad.of_slices(step.plan.slices)) for step in steps])
+    x = np.array([step.copying_s for step in steps]) / predicted_s
+    y = np.array([step.seconds for step in steps]) / predicted_s
+    x, y = x - x.mean(), y - y.mean()
+    square = float(x @ x)
+    if square == 0.0:
+        return 0.0
+    slope = float(x @ y) / square
+    rest = y - slope * x
+    standard_error = math.sqrt(float(rest @ rest) / (len(steps) - 2) / square)
+    return min(slope, _MOST_EXCESS) if slope > _LEAST_STANDARD_ERRORS * standard_error else 0.0
 
 
 def _ratio(step: ObservedStep, cost: CostModel) -> float:
     return step.seconds / cost.step_time_s(StepLoad.of_slices(step.plan.slices))
-
-
-def _num_background_copies(plan: StepPlan) -> int:
-    blocking, copies = plan.copies.blocking, plan.copies
-    num_checkpoints = 0 if CopyDirections.CHECKPOINT in blocking else len(copies.checkpoint)
-    return num_checkpoints + (0 if CopyDirections.RESTORE in blocking else len(copies.restore))
