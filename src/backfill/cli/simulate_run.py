@@ -51,7 +51,7 @@ class RunOptions:
         tpot_slo: seconds between two tokens. Default: as `backfill serve` chooses it.
         rate: mean online requests per second, to which the trace's times are stretched. Default: its own.
         duration: seconds of the trace to run, after stretching. Default: all.
-        max_num_batched_tokens: tokens computed in one step.
+        max_num_batched_tokens: tokens computed in one step, prefill and decode together.
         kv_tokens: tokens of KV that fit on the device; needed with a cost profile. Default: the hardware
             profile's.
         kv_bytes_per_token: bytes of KV per token. Default: the hardware profile's; with a cost profile
