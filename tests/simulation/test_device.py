@@ -11,6 +11,7 @@ from backfill.costs.profile import FitError
 from backfill.costs.profiler import FULL
 from backfill.simulation.device import exact_behaviour, measured_profile, typical_behaviour
 from tests.builders import make_profile
+from tests.test_docs import ROOT
 
 A100 = load_hardware_profile("a100-40g-llama-2-7b")
 LINEAR = HardwareProfile("linear", make_profile(), 60_000, 1000, max_model_len=4000)
@@ -62,3 +63,14 @@ def test_typical_behaviour_has_the_held_out_error_as_noise_and_takes_host_time()
     assert behaviour.noise == StepNoise.of_error(A100.costs.error)
     assert 0 < behaviour.host_s < 0.002
     assert exact_behaviour(A100.costs).noise == StepNoise()
+
+
+def test_the_document_has_the_host_time_and_what_is_known_of_the_tiles() -> None:
+    text = (ROOT / "docs" / "simulation.md").read_text()
+    behaviour = typical_behaviour(A100.costs)
+    assert f"host time between steps | {behaviour.host_s * 1000:g} ms |" in text
+    assert "it finds 256, 512 and 1,024" in text
+    for seed in range(1, 6):
+        profile = measured_profile(A100, behaviour, seed)
+        assert profile.cost.efficient_step_sizes(0.8, 1024) == (256, 512, 1024)
+        assert profile.error.p95 == pytest.approx(0.11, abs=0.02)

@@ -67,6 +67,13 @@ def test_what_a_device_does_is_found_from_its_steps() -> None:
     assert found.copies == PROFILE.copies
 
 
+def test_a_device_three_times_slower_than_its_profile_is_observed_too() -> None:
+    slow = linear_cost(token_s=3e-4, step_s=15e-3, context_s=3e-6)
+    found, watched = observed(DeviceBehaviour(slow, PROFILE.copies))
+    assert typical_ratio(found.cost, slow, watched) == pytest.approx(1.0, abs=0.05)
+    assert np.interp(0.5, found.noise.probabilities, found.noise.ratios) == pytest.approx(1.0, abs=0.05)
+
+
 def test_steps_beside_copies_show_how_much_copies_slow_them() -> None:
     truth = DeviceBehaviour(TRUE_COST, CopySpeed(1e8, 1e8), copy_slowdown=0.4)
     found, watched = observed(truth)

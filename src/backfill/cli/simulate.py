@@ -62,6 +62,7 @@ class SimulateOptions:
         policies: policies to run, separated by commas; the paper's by default.
         online_trace: CSV of a conversation trace with arrival times (figure 5).
         offline_lengths: CSV of prompt and output lengths of the offline work.
+        exact: a device without noise and host time, and an engine that predicts it perfectly.
         plot: PNG to write; SCENARIO.png by default, if matplotlib is installed.
         json: end with one JSON object on a line.
     """
@@ -70,6 +71,7 @@ class SimulateOptions:
     policies: str | None = None
     online_trace: Path | None = None
     offline_lengths: Path | None = None
+    exact: bool = False
     plot: Path | None = None
     json: bool = False
 
@@ -92,16 +94,12 @@ def simulate(options: SimulateOptions, seeds: SeedOptions) -> None:
     """
     console = Console()
     path = plot_path(options.plot, f"{options.scenario}.png")
-    first = build_scenario(
-        options.scenario, Inputs(options.online_trace, options.offline_lengths, seeds.first_seed)
-    )
+    first = _build(options, seeds.first_seed)
     policies = policy_names(options.policies) or first.policies
     print_scenario(console, first, path)
     with interruptible():
         result = run_seeds(
-            lambda seed: build_scenario(
-                options.scenario, Inputs(options.online_trace, options.offline_lengths, seed)
-            ),
+            lambda seed: _build(options, seed),
             seeds.all(),
             policies,
             lambda seed, setting, policy, metrics: print_done(console, seed, setting, policy, metrics),
@@ -168,7 +166,7 @@ def print_result(console: Console, result: SeededResult, figures: str, plot: Pat
 app = command(
     simulate,
     {
-        "Experiment": "scenario policies online_trace offline_lengths",
+        "Experiment": "scenario policies online_trace offline_lengths exact",
         "Seeds": "seeds first_seed",
         "Output": "plot json",
     },
@@ -176,6 +174,12 @@ app = command(
     prefix="BACKFILL_SIMULATE_",
 )
 app.command("backfill.cli.simulate_run:app", name="run", help="Run your own traffic in simulated time.")
+
+
+def _build(options: SimulateOptions, seed: int) -> Scenario:
+    """Raises: ConfigError."""
+    scenario = build_scenario(options.scenario, Inputs(options.online_trace, options.offline_lengths, seed))
+    return scenario.exact() if options.exact else scenario
 
 
 def _title(setting: Mapping[str, float]) -> str:

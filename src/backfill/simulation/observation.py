@@ -14,7 +14,7 @@ from backfill.core.clock import Clock, VirtualClock
 from backfill.core.plan import Compute, CopyDirections, StepOutcome, StepPlan
 from backfill.costs.behaviour import DeviceBehaviour, StepNoise
 from backfill.costs.load import StepLoad
-from backfill.costs.model import CostModel
+from backfill.costs.model import CostModel, PiecewiseLinear
 from backfill.costs.profile import CopySpeed, CostProfile
 from backfill.costs.refine import ProfileRefiner
 from backfill.execution.executor import StoppableExecutor
@@ -23,6 +23,7 @@ from backfill.execution.executor import StoppableExecutor
 _LEAST_STANDARD_ERRORS = 2.0
 _MOST_EXCESS = 0.75
 _LEAST_STEPS = 20
+_OUTLIERS = 0.05
 _SEED = 0
 
 
@@ -117,10 +118,12 @@ def observed_behaviour(
     if len(steps) < 2 or not gaps_s:
         raise ValueError(f"needs two or more steps to observe, got {len(steps)}")
     bare = [replace(step, seconds=step.seconds - step.num_safepoints * safepoint_s) for step in steps]
-    excess = _excess_beside_copies(bare, profile.cost)
+    # A machine that is several times slower than when it was profiled is beyond what the refiner corrects.
+    typical = _scaled(profile.cost, statistics.median(_ratio(step, profile.cost) for step in bare))
+    excess = _excess_beside_copies(bare, typical)
     bare = [replace(step, seconds=step.seconds - excess * step.copying_s) for step in bare]
     bare = [step for step in bare if step.seconds > 0.0]
-    refiner = ProfileRefiner(profile, grid, VirtualClock())
+    refiner = ProfileRefiner(replace(profile, cost=typical), grid, VirtualClock())
     # It keeps the latest of each kind; so these are of all runs, not of the last.
     for step in random.Random(_SEED).sample(bare, len(bare)):
         refiner.observe(step.plan, step.seconds)
@@ -140,22 +143,39 @@ def _excess_beside_copies(steps: Sequence[ObservedStep], cost: CostModel) -> flo
     """The share of the time beside copies that is due to them; 0 where the steps do not show it.
 
     It is the slope of a line through the steps' times by their times beside copies, both over the predicted
-    time.
+    time. The slowest and the fastest steps are left out: other processes disturbed them.
     """
     if len(steps) < _LEAST_STEPS:
         return 0.0
     predicted_s = np.array([cost.step_time_s(StepLoad.of_slices(step.plan.slices)) for step in steps])
     x = np.array([step.copying_s for step in steps]) / predicted_s
     y = np.array([step.seconds for step in steps]) / predicted_s
-    x, y = x - x.mean(), y - y.mean()
+    is_usual = (y >= np.quantile(y, _OUTLIERS)) & (y <= np.quantile(y, 1.0 - _OUTLIERS))
+    x, y = x[is_usual] - x[is_usual].mean(), y[is_usual] - y[is_usual].mean()
     square = float(x @ x)
     if square == 0.0:
         return 0.0
     slope = float(x @ y) / square
     rest = y - slope * x
-    standard_error = math.sqrt(float(rest @ rest) / (len(steps) - 2) / square)
+    standard_error = math.sqrt(float(rest @ rest) / (len(x) - 2) / square)
     return min(slope, _MOST_EXCESS) if slope > _LEAST_STANDARD_ERRORS * standard_error else 0.0
 
 
 def _ratio(step: ObservedStep, cost: CostModel) -> float:
     return step.seconds / cost.step_time_s(StepLoad.of_slices(step.plan.slices))
+
+
+def _scaled(cost: CostModel, factor: float) -> CostModel:
+    """All terms times ``factor``."""
+
+    def curve(of: PiecewiseLinear) -> PiecewiseLinear:
+        return replace(of, y=tuple(factor * y for y in of.y))
+
+    return CostModel(
+        curve(cost.rows_s),
+        curve(cost.sampled_s),
+        request_s=factor * cost.request_s,
+        prefill_pair_s=factor * cost.prefill_pair_s,
+        prefill_context_s=factor * cost.prefill_context_s,
+        decode_context_s=factor * cost.decode_context_s,
+    )
