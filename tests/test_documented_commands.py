@@ -56,6 +56,8 @@ RUN = {
     ),
     f"{_BACKFILL} simulate conserve-fig5 --online-trace splitwise_conv.csv --offline-lengths "
     "arxiv_summarization_stats_llama2_tokenizer_filtered_v2.csv --json": "--policies online-only",
+    f"{_BACKFILL} simulate run --hardware a100-40g-llama-2-7b --online online.csv --offline offline.csv "
+    "--ttft-slo 1.5 --tpot-slo 0.11 --rate 2 --duration 300 --seeds 5": "--duration 5 --seeds 2",
 }
 # Parsed by the command line and not run, and why.
 PARSED = {
@@ -174,6 +176,8 @@ class Environment:
         (folder / "arxiv_summarization_stats_llama2_tokenizer_filtered_v2.csv").write_text(
             "num_prefill_tokens,num_decode_tokens,num_total_tokens,pd_ratio\n" + "2015,156,2171,12.9\n" * 50
         )
+        (folder / "online.csv").write_text((folder / "splitwise_conv.csv").read_text())
+        (folder / "offline.csv").write_text("num_prefill_tokens,num_decode_tokens\n" + "900,60\n" * 50)
 
     def start(self, line: str) -> subprocess.Popen[str]:
         return subprocess.Popen(

@@ -17,6 +17,7 @@ from backfill.core.config import SchedulerConfig
 from backfill.core.plan import Resume
 from backfill.core.request import ServiceClass
 from backfill.core.slo import SLO
+from backfill.costs.behaviour import DeviceBehaviour
 from backfill.costs.load import StepLoad
 from backfill.costs.model import PiecewiseLinear
 from backfill.costs.profile import CostProfile
@@ -44,7 +45,7 @@ class LearningEngine:
         self.saved: list[CostProfile] = []
         grid = (StepLoad.of(shape) for shape in FULL.shapes(CAPACITY))
         self.refiner = ProfileRefiner(profile, grid, self.clock, self.saved.append)
-        executor = SimulatedExecutor(info, TRUTH, self.clock)
+        executor = SimulatedExecutor(info, DeviceBehaviour(TRUTH), self.clock)
         self.engine = Engine(CONFIG, executor, self.clock, profile, self.refiner)
         self._rng = random.Random(5)
 

@@ -19,6 +19,7 @@ from backfill.core.config import EngineConfig, SchedulerConfig
 from backfill.core.errors import ConfigError
 from backfill.core.plan import Compute, ScheduledSlice, StepOutcome, StepPlan
 from backfill.core.request import RequestId, ServiceClass
+from backfill.costs.behaviour import DeviceBehaviour
 from backfill.costs.load import StepLoad
 from backfill.costs.profile import CostProfile, ProfileKey, Quality
 from backfill.engine.engine import Engine
@@ -265,7 +266,11 @@ def test_steps_go_on_while_a_disk_hangs_and_the_latest_profile_is_saved(
     refiner = create_refiner(config, executor.info, profile, clock)
     assert refiner is not None
     engine = Engine(
-        SchedulerConfig(policy="slo"), SimulatedExecutor(info, cost, clock), clock, profile, refiner
+        SchedulerConfig(policy="slo"),
+        SimulatedExecutor(info, DeviceBehaviour(cost), clock),
+        clock,
+        profile,
+        refiner,
     )
     engine.add(make_request(max_tokens=100, service_class=ServiceClass.OFFLINE))
     for _ in range(40):

@@ -10,7 +10,9 @@ from backfill.core.config import SchedulerConfig
 from backfill.core.plan import StepOutcome, StepPlan
 from backfill.core.request import ServiceClass
 from backfill.core.slo import SLO
+from backfill.costs.behaviour import DeviceBehaviour, StepNoise
 from backfill.costs.hardware import HardwareProfile
+from backfill.costs.profile import FitError
 from backfill.engine.engine import Engine
 from backfill.execution.simulated_executor import SimulatedExecutor
 from backfill.simulation.metrics import metrics_of
@@ -25,7 +27,7 @@ from backfill.simulation.replay import (
     unique_prompt,
 )
 from backfill.simulation.workloads import gamma_workload
-from tests.builders import make_info, make_profile
+from tests.builders import linear_cost, make_info, make_profile
 
 LOOSE = SLO(ttft_s=5.0, tpot_s=0.2)
 PROFILE = make_profile()
@@ -45,6 +47,8 @@ def run(
     kv_tokens: int = 8000,
     host_kv_tokens: int = 0,
     kv_bytes_per_token: int = 1000,
+    behaviour: DeviceBehaviour | None = None,
+    seed: int = 0,
     **settings: Any,
 ) -> ReplayResult:
     config = SchedulerConfig(
@@ -54,12 +58,48 @@ def run(
         **settings,
     )
     hardware = HardwareProfile("test", PROFILE, kv_tokens, kv_bytes_per_token, max_model_len=4000)
-    return simulate(config, load, hardware, host_kv_tokens)
+    return simulate(config, load, hardware, host_kv_tokens, behaviour=behaviour, seed=seed)
 
 
 def test_two_runs_are_equal_to_the_last_digit() -> None:
     first, second = (metrics_of(run("slo", workload()), LOOSE) for _ in range(2))
     assert replace(first, scheduling_time_share=0.0) == replace(second, scheduling_time_share=0.0)
+
+
+def same(first: ReplayResult, second: ReplayResult) -> bool:
+    """Whether every token came at the same instant."""
+    return [record.token_at_s for record in first.online] == [record.token_at_s for record in second.online]
+
+
+NOISY = DeviceBehaviour(PROFILE.cost, noise=StepNoise.of_error(FitError(0.05, 0.2, 100)), host_s=0.001)
+
+
+def test_noise_is_the_same_for_one_seed_and_differs_between_seeds() -> None:
+    first, again, other = (run("slo", workload(), behaviour=NOISY, seed=seed) for seed in (1, 1, 2))
+    assert same(first, again)
+    assert not same(first, other)
+
+
+@pytest.mark.parametrize("policy", ["slo", "priority"])
+def test_the_engine_does_not_know_the_noise(policy: str) -> None:
+    """It keeps its objectives all the same, and serves every request."""
+    result = run(policy, workload(), behaviour=NOISY)
+    assert all(len(record.token_at_s) == 20 for record in result.online)
+    assert not same(result, run(policy, workload()))
+
+
+def test_the_host_takes_its_time_between_steps() -> None:
+    alone = Workload((Arrival(1.0, Lengths(100, 3)),), 2.0, ())
+    (record,) = run("online-only", alone, behaviour=DeviceBehaviour(PROFILE.cost, host_s=0.25)).online
+    assert record.ttft_s == pytest.approx(0.25 + 5e-3 + 100 * 1e-4)
+    assert record.gaps_s() == [pytest.approx(0.25 + 5e-3 + 1e-4 + at * 1e-6) for at in (100, 101)]
+
+
+def test_what_a_device_does_counts_and_not_what_is_predicted() -> None:
+    alone = Workload((Arrival(1.0, Lengths(100, 3)),), 2.0, ())
+    twice = linear_cost(token_s=2e-4, step_s=1e-2, context_s=2e-6)
+    (record,) = run("online-only", alone, behaviour=DeviceBehaviour(twice)).online
+    assert record.ttft_s == pytest.approx(1e-2 + 100 * 2e-4)
 
 
 def test_every_online_token_is_recorded_and_the_timeline_adds_up() -> None:
@@ -73,6 +113,15 @@ def test_every_online_token_is_recorded_and_the_timeline_adds_up() -> None:
     )
 
 
+def test_offline_requests_completed_within_the_duration_are_counted() -> None:
+    one_kind = Workload((Arrival(0.5, Lengths(10, 2)),), 4.0, (Lengths(600, 40),))
+    few = run("slo", one_kind, kv_tokens=700)
+    computed = few.counters[ServiceClass.OFFLINE].num_computed_tokens
+    num_each = 600 + 40 - 1  # the last output token is not computed
+    assert few.num_offline_completed == computed // num_each > 5
+    assert run("online-only", one_kind).num_offline_completed == 0
+
+
 def test_a_lone_request_takes_its_own_time() -> None:
     alone = Workload((Arrival(1.0, Lengths(100, 3)),), 2.0, ())
     (record,) = run("online-only", alone).online
@@ -84,7 +133,7 @@ class Noting(SimulatedExecutor):
     """Keeps the prompts and the sampled tokens that it sees, by request."""
 
     def __init__(self, clock: VirtualClock) -> None:
-        super().__init__(make_info(num_blocks=4000, block_size=16), PROFILE.cost, clock)
+        super().__init__(make_info(num_blocks=4000, block_size=16), DeviceBehaviour(PROFILE.cost), clock)
         self.tokens: dict[str, list[int]] = {}
         self.prompts: dict[str, tuple[int, ...]] = {}
 

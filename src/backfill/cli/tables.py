@@ -21,11 +21,16 @@ _FIGURES = {
     "itl_p50_s": ("ITL P50 s", ".3f"),
     "itl_p99_s": ("ITL P99 s", ".3f"),
     "ttft_attainment": ("TTFT met", ".1%"),
+    "tpot_attainment": ("TPOT met", ".1%"),
     "itl_attainment": ("ITL met", ".1%"),
+    "attainment": ("both met", ".1%"),
+    "goodput_rps": ("goodput req/s", ".2f"),
+    "normalized_latency_s": ("latency/token s", ".3f"),
     "total_tok_s": ("total tok/s", ".0f"),
     "total_tok_s_over_fcfs": ("/ fcfs", ".2f"),
     "online_tok_s": ("online tok/s", ".0f"),
     "offline_tok_s": ("offline tok/s", ".0f"),
+    "offline_rps": ("offline req/s", ".2f"),
     "recomputed_token_share": ("recomputed", ".2%"),
     "restored_token_share": ("restored", ".1%"),
     "scheduling_time_share": ("scheduling", ".2%"),
@@ -42,12 +47,13 @@ def print_figures(
 
     Args:
         figures: keys of the figures to print, separated by spaces. A figure that no policy has is left out.
-        policies: figures of each policy by key; None or missing where it has none.
+        policies: figures of each policy by key; None or missing where it has none. A tuple is a median, the
+            least and the most value.
     """
     keys = figures.split()
     names = [_FIGURES[key][0] for key in keys]
     columns = {
-        policy: ["" if known.get(key) is None else format(known[key], _FIGURES[key][1]) for key in keys]
+        policy: [_cell(known.get(key), _FIGURES[key][1]) for key in keys]
         for policy, known in policies.items()
     }
     for part in _parts(console.width, names, columns):
@@ -60,6 +66,15 @@ def print_figures(
             if any(cells):
                 table.add_row(name, *cells)
         console.print(table)
+
+
+def _cell(value: object, form: str) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, tuple):
+        median, least, most = (format(each, form) for each in value)
+        return median if least == most else f"{median} ({least} to {most})"
+    return format(value, form)
 
 
 def _parts(width: int, names: Sequence[str], columns: Mapping[str, Sequence[str]]) -> Iterator[list[str]]:

@@ -13,6 +13,9 @@ from backfill.costs.model import CostModel, PiecewiseLinear
 from backfill.costs.nnls import nnls
 from backfill.costs.profile import FitError
 
+_SHORTEST_S = 1e-9
+_QUANTILES = np.linspace(0.0, 1.0, 41)
+
 
 @dataclass(frozen=True, slots=True)
 class TimedStep:
@@ -81,29 +84,37 @@ def fit_few_steps(
 
 
 def fit_error(model: CostModel, steps: Sequence[TimedStep]) -> FitError:
-    return _error_of([_relative_error(model, step) for step in steps])
+    """The error of the model on these steps, at least one."""
+    return _error_of([_measured_over_predicted(model, step) for step in steps])
 
 
 def cross_validated_error(
     steps: Sequence[TimedStep], row_knots: Sequence[int], sampled_knots: Sequence[int], num_folds: int = 5
 ) -> FitError:
     """The error on steps held out: each of ``num_folds`` parts is predicted by a model of the other parts."""
-    errors: list[float] = []
+    ratios: list[float] = []
     for fold in range(num_folds):
         held_out = steps[fold::num_folds]
         others = [step for index, step in enumerate(steps) if index % num_folds != fold] or steps
         if held_out:
             model = fit_few_steps(others, row_knots, sampled_knots)
-            errors += [_relative_error(model, step) for step in held_out]
-    return _error_of(errors)
+            ratios += [_measured_over_predicted(model, step) for step in held_out]
+    return _error_of(ratios)
 
 
-def _relative_error(model: CostModel, step: TimedStep) -> float:
-    return abs(model.step_time_s(step.load) - step.seconds) / step.seconds
+def _measured_over_predicted(model: CostModel, step: TimedStep) -> float:
+    return step.seconds / max(model.step_time_s(step.load), _SHORTEST_S)
 
 
-def _error_of(errors: Sequence[float]) -> FitError:
-    return FitError(float(np.median(errors)), float(np.percentile(errors, 95)), len(errors))
+def _error_of(ratios: Sequence[float]) -> FitError:
+    """Of measured over predicted times."""
+    errors = np.abs(1.0 / np.asarray(ratios) - 1.0)
+    return FitError(
+        float(np.median(errors)),
+        float(np.percentile(errors, 95)),
+        len(errors),
+        tuple(np.quantile(ratios, _QUANTILES).tolist()),
+    )
 
 
 def _terms(load: StepLoad, row_knots: Sequence[int], sampled_knots: Sequence[int]) -> list[float]:

@@ -44,11 +44,17 @@ class ProfileKey:
 
 @dataclass(frozen=True, slots=True)
 class FitError:
-    """|predicted - measured| / measured over a set of steps."""
+    """|predicted - measured| / measured over a set of steps.
+
+    Attributes:
+        ratio_quantiles: measured over predicted times at evenly spaced probabilities from 0 to 1; empty where
+            only the errors are known.
+    """
 
     median: NonNegative
     p95: NonNegative
     num_steps: Count
+    ratio_quantiles: tuple[NonNegative, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

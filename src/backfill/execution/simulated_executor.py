@@ -1,4 +1,4 @@
-"""An executor without a device: advances a virtual clock by the predicted time of each step."""
+"""An executor without a device: advances a virtual clock by what each step takes on a simulated one."""
 
 from __future__ import annotations
 
@@ -21,9 +21,8 @@ from backfill.core.plan import (
     WaitForCopies,
 )
 from backfill.core.request import RequestId
+from backfill.costs.behaviour import DeviceBehaviour, NoiseSource
 from backfill.costs.load import StepLoad
-from backfill.costs.model import CostModel
-from backfill.costs.profile import CopySpeed
 from backfill.execution.executor import ExecutorInfo
 
 
@@ -50,25 +49,29 @@ class StepEvents(Protocol):
 
 
 class SimulatedExecutor:
-    """See ``StoppableExecutor``. Runs a plan by advancing the clock by its predicted time.
+    """See ``StoppableExecutor``. Runs a plan by advancing the clock by the time it takes on the device.
 
-    A step's time is spread evenly over the layers. Events that fall into a step with safepoints are delivered
-    at their instants, and may call ``request_stop``; those of other steps wait for the step's end. Copies run
-    one after another, in both directions over one link, beside the steps.
-    Without ``copies`` there is no host pool. Sampled tokens are ``hashed_token``.
+    That time is not the predicted one: it is the device's own cost of the step, with noise, safepoints and
+    concurrent copies. It is spread evenly over the layers. Events that fall into a step with safepoints are
+    delivered at their instants, and may call ``request_stop``; those of other steps wait for the step's end.
+    Copies run one after another, in both directions over one link, beside the steps. Sampled tokens are
+    ``hashed_token``. Host time passes between steps, so it is not part of ``run``.
+
+    Args:
+        seed: of the device's noise.
     """
 
     def __init__(
-        self, info: ExecutorInfo, cost: CostModel, clock: VirtualClock, copies: CopySpeed | None = None
+        self, info: ExecutorInfo, device: DeviceBehaviour, clock: VirtualClock, *, seed: int = 0
     ) -> None:
         self.info = info
         self.events: StepEvents | None = None
-        self._cost = cost
+        self._device = device
         self._clock = clock
+        self._noise = NoiseSource(device.noise, seed)
         self._step_to_stop = -1
         self._num_tokens: dict[RequestId, int] = {}
         self._suspended_at = 0  # layers that the suspended step has passed
-        self._copy_speed = copies
         self._copying_until_s = 0.0
         self._copies: deque[tuple[float, BlockCopy]] = deque()  # in flight, with the instant of completion
 
@@ -91,7 +94,8 @@ class SimulatedExecutor:
                 first, last = 0, self.info.num_layers
             case Resume(num_layers=num_layers):
                 first, last = self._suspended_at, self._suspended_at + num_layers
-        stopped_at = self._pass_layers(plan, first, last)
+        ratio = self._noise.draw()
+        stopped_at = self._pass_layers(plan, first, last, ratio)
         if stopped_at is None:
             return StepOutcome(self._sample(plan.slices), completed_copies=self._take_completed_copies())
         stopped_at_s = self._clock.now_s()
@@ -100,7 +104,8 @@ class SimulatedExecutor:
             self._suspended_at = stopped_at
         stopped = tuple(scheduled.request_id for scheduled in plan.slices if scheduled.preemptible)
         online = tuple(scheduled for scheduled in plan.slices if not scheduled.preemptible)
-        self._wait(self._seconds(online) * (self.info.num_layers - stopped_at) / self.info.num_layers)
+        left = self.info.num_layers - stopped_at
+        self._compute(ratio * self._seconds(online) * left / self.info.num_layers)
         return StepOutcome(
             self._sample(online),
             suspended=stopped if suspends else (),
@@ -125,8 +130,8 @@ class SimulatedExecutor:
                 self._wait(self._copying_until_s - self._clock.now_s())
 
     def _copy_s(self, kind: CopyDirections) -> float:
-        assert self._copy_speed is not None, "there is no host pool to copy to and from"
-        speed = self._copy_speed
+        speed = self._device.copies
+        assert speed is not None, "there is no host pool to copy to and from"
         to_host = kind is CopyDirections.CHECKPOINT
         return self.info.block_bytes / (speed.to_host_bytes_per_s if to_host else speed.to_device_bytes_per_s)
 
@@ -136,30 +141,48 @@ class SimulatedExecutor:
             completed.append(self._copies.popleft()[1])
         return tuple(completed)
 
-    def _pass_layers(self, plan: StepPlan, first: int, last: int) -> int | None:
-        """Advance the clock through layers ``[first, last)``.
+    def _pass_layers(self, plan: StepPlan, first: int, last: int, ratio: float) -> int | None:
+        """Advance the clock through layers ``[first, last)`` of a step with this noise.
 
         Returns: the layer before which slices stopped; None if they passed all of the model's layers.
         """
         num_layers, points, events = self.info.num_layers, plan.safepoints, self.events
-        layer_s = self._seconds(plan.slices) / num_layers
+        layer_s = ratio * self._seconds(plan.slices) / num_layers
+        if points is not None:
+            layer_s += self._device.safepoint_s / points.layers_apart
         began_s = self._clock.now_s()
-        ends_at_s = began_s + (last - first) * layer_s
+        ends_at_s = self._computed_at_s(began_s, (last - first) * layer_s)
         while points is not None and events is not None and events.next_at_s() < ends_at_s:
             self._wait(events.next_at_s() - self._clock.now_s())
             events.deliver()
             if self._step_to_stop == plan.step:
-                passed = (self._clock.now_s() - began_s) / (layer_s * points.layers_apart)
+                passed = self._computed_s(began_s, self._clock.now_s()) / (layer_s * points.layers_apart)
                 stop_at = first + math.ceil(passed) * points.layers_apart
                 if first < stop_at < last:
-                    self._wait(began_s + (stop_at - first) * layer_s - self._clock.now_s())
+                    stops_at_s = self._computed_at_s(began_s, (stop_at - first) * layer_s)
+                    self._wait(stops_at_s - self._clock.now_s())
                     return stop_at
                 break
         self._wait(ends_at_s - self._clock.now_s())
         return last if last < num_layers else None
 
+    def _compute(self, seconds: float) -> None:
+        """Advance the clock by computing that takes so long without concurrent copies."""
+        self._wait(self._computed_at_s(self._clock.now_s(), seconds) - self._clock.now_s())
+
+    def _computed_at_s(self, began_s: float, seconds: float) -> float:
+        """When computing ends that begins at ``began_s`` and takes ``seconds`` without concurrent copies."""
+        slowness = 1.0 + self._device.copy_slowdown
+        beside_copies_s = min(slowness * seconds, max(0.0, self._copying_until_s - began_s))
+        return began_s + beside_copies_s + (seconds - beside_copies_s / slowness)
+
+    def _computed_s(self, began_s: float, now_s: float) -> float:
+        """The inverse: the seconds of computing done by now, as they are without concurrent copies."""
+        beside_copies_s = min(now_s - began_s, max(0.0, self._copying_until_s - began_s))
+        return beside_copies_s / (1.0 + self._device.copy_slowdown) + (now_s - began_s - beside_copies_s)
+
     def _seconds(self, slices: tuple[ScheduledSlice, ...]) -> float:
-        return self._cost.step_time_s(StepLoad.of_slices(slices))
+        return self._device.cost.step_time_s(StepLoad.of_slices(slices))
 
     def _sample(self, slices: tuple[ScheduledSlice, ...]) -> tuple[SampledToken, ...]:
         sampled = []

@@ -14,15 +14,16 @@ from backfill.core.config import SchedulerConfig
 from backfill.core.counters import ClassCounters
 from backfill.core.request import Request, RequestId, ServiceClass
 from backfill.core.sampling import SamplingParams
+from backfill.costs.behaviour import DeviceBehaviour
 from backfill.costs.hardware import HardwareProfile
+from backfill.costs.profile import CostProfile
 from backfill.engine.engine import Engine
 from backfill.engine.messages import TokenOutput
-from backfill.execution.executor import ExecutorInfo
 from backfill.execution.simulated_executor import SimulatedExecutor
+from backfill.simulation.device import exact_behaviour, executor_info
 
 _FILLER_TOKEN = 5  # every model has this id
 _QUEUE_DEPTH = 32
-_BLOCK_SIZE = 16
 BIN_S = 5.0
 
 
@@ -65,6 +66,17 @@ class OnlineRecord:
     def ttft_s(self) -> float:
         return self.token_at_s[0] - self.arrived_at_s
 
+    @property
+    def tpot_s(self) -> float:
+        """Mean gap between tokens; 0 for a single token."""
+        num_gaps = len(self.token_at_s) - 1
+        return (self.token_at_s[-1] - self.token_at_s[0]) / num_gaps if num_gaps else 0.0
+
+    @property
+    def normalized_latency_s(self) -> float:
+        """Seconds from arrival to the last token, for each token of the output."""
+        return (self.token_at_s[-1] - self.arrived_at_s) / len(self.token_at_s)
+
     def gaps_s(self) -> list[float]:
         return [b - a for a, b in zip(self.token_at_s, self.token_at_s[1:], strict=False)]
 
@@ -77,6 +89,7 @@ class ReplayResult:
         duration_s: duration of the workload. Tokens are counted up to it, online requests to their end.
         online: one record for each online request.
         counters: of each class at ``duration_s``.
+        num_offline_completed: offline requests that have ended by ``duration_s``.
         timeline: tokens computed in each ``BIN_S`` from the start, by class, without recomputed ones.
         scheduling_s: CPU time of planning and committing.
         num_prefix_hit_tokens: prompt tokens found in the prefix cache, of all classes and both tiers, up to
@@ -86,11 +99,19 @@ class ReplayResult:
     duration_s: float
     online: list[OnlineRecord]
     counters: dict[ServiceClass, ClassCounters]
+    num_offline_completed: int
     timeline: list[Counter[ServiceClass]]
     num_steps: int
     num_stopped_steps: int
     scheduling_s: float
     num_prefix_hit_tokens: int
+
+
+class _Totals(NamedTuple):
+    """What a replay has counted so far."""
+
+    counters: dict[ServiceClass, ClassCounters]
+    num_offline_completed: int
 
 
 class Replay:
@@ -102,17 +123,21 @@ class Replay:
 
     Args:
         clock: the engine's.
+        host_s: seconds that pass on a virtual clock after each step, before its tokens are delivered.
     """
 
-    def __init__(self, engine: Engine, clock: Clock, workload: Workload) -> None:
+    def __init__(self, engine: Engine, clock: Clock, workload: Workload, *, host_s: float = 0.0) -> None:
         self._engine = engine
         self._clock = clock
         self._online = workload.online
         self._offline = itertools.cycle(workload.offline) if workload.offline else None
         self._duration_s = workload.duration_s
         self._origin_s = clock.now_s()
+        self._host_s = host_s
+        self._numbers = itertools.count()  # of all requests, in both classes
         self._next_arrival = 0
         self._num_offline = 0
+        self._num_offline_completed = 0
         self._records: dict[RequestId, OnlineRecord] = {}
         self._num_unfinished = len(workload.online)
         self._num_steps = 0
@@ -138,28 +163,30 @@ class Replay:
 
     def run(self) -> ReplayResult:
         """Replay the whole workload."""
-        at_end: dict[ServiceClass, ClassCounters] | None = None
+        at_end: _Totals | None = None
         while self._num_unfinished:
             is_over = self._elapsed_s >= self._duration_s
             if is_over and at_end is None:
-                at_end = self._copy_counters()
-            self.deliver()
+                at_end = self._totals()
+            self._take_arrivals()
             if not is_over:
                 self._top_up()
             if self._engine.has_work:
                 self._step()
             else:
-                self._wait_until(self.next_at_s())
+                self._wait_for_arrival()
         while at_end is None and self._elapsed_s < self._duration_s:
             self._top_up()
             if not self._engine.has_work:
                 self._wait_until(self._origin_s + self._duration_s)
                 break
             self._step()
+        totals = at_end or self._totals()
         return ReplayResult(
             duration_s=self._duration_s,
             online=list(self._records.values()),
-            counters=at_end or self._copy_counters(),
+            counters=totals.counters,
+            num_offline_completed=totals.num_offline_completed,
             timeline=self._timeline,
             num_steps=self._num_steps,
             num_stopped_steps=self._engine.num_stopped_steps,
@@ -169,6 +196,14 @@ class Replay:
             ),
         )
 
+    def _take_arrivals(self) -> None:
+        """Called between two steps."""
+        self.deliver()
+
+    def _wait_for_arrival(self) -> None:
+        """Called when the engine has nothing to do."""
+        self._wait_until(self.next_at_s())
+
     @property
     def _elapsed_s(self) -> float:
         return self._clock.now_s() - self._origin_s
@@ -176,6 +211,8 @@ class Replay:
     def _step(self) -> None:
         outputs = self._engine.step()
         self._num_steps += 1
+        if isinstance(self._clock, VirtualClock):
+            self._clock.advance(self._host_s)
         now_s = self._clock.now_s()
         for output in outputs:
             self._record(output, now_s)
@@ -185,6 +222,7 @@ class Replay:
         record = self._records.get(output.request_id)
         assert output.message is None, f"{output.request_id}: {output.message}"
         if record is None:
+            self._num_offline_completed += output.finish_reason is not None
             return
         record.token_at_s.append(now_s)
         if output.finish_reason is not None:
@@ -212,11 +250,10 @@ class Replay:
             assert refusal is None, f"{request.request_id}: {refusal}"
 
     def _request(self, name: str, lengths: Lengths, service_class: ServiceClass) -> Request:
-        number = self._next_arrival + self._num_offline  # of all requests so far
         vocab_size = self._engine.executor.info.vocab_size
         return Request(
             request_id=RequestId(name),
-            prompt_token_ids=unique_prompt(number, lengths.input_len, vocab_size),
+            prompt_token_ids=unique_prompt(next(self._numbers), lengths.input_len, vocab_size),
             sampling=SamplingParams(max_tokens=lengths.output_len, temperature=0.0, ignore_eos=True),
             service_class=service_class,
         )
@@ -229,39 +266,37 @@ class Replay:
         else:
             time.sleep(seconds)
 
-    def _copy_counters(self) -> dict[ServiceClass, ClassCounters]:
-        return {each: counters.copy() for each, counters in self._engine.scheduler.counters.items()}
+    def _totals(self) -> _Totals:
+        counters = {each: counters.copy() for each, counters in self._engine.scheduler.counters.items()}
+        return _Totals(counters, self._num_offline_completed)
 
 
 def simulate(
-    config: SchedulerConfig, workload: Workload, hardware: HardwareProfile, host_kv_tokens: int
+    config: SchedulerConfig,
+    workload: Workload,
+    hardware: HardwareProfile,
+    host_kv_tokens: int,
+    *,
+    behaviour: DeviceBehaviour | None = None,
+    profile: CostProfile | None = None,
+    seed: int = 0,
 ) -> ReplayResult:
     """Replay a workload on a virtual clock.
 
     Args:
         config: its objectives are those of every online request.
         host_kv_tokens: size of the KV pool in host memory.
+        behaviour: what steps take; by default exactly the hardware profile's times.
+        profile: what the engine predicts with; by default the hardware profile.
+        seed: of the device's noise.
     """
     clock = VirtualClock()
-    profile = hardware.costs
-    info = ExecutorInfo(
-        num_blocks=hardware.kv_tokens // _BLOCK_SIZE,
-        block_size=_BLOCK_SIZE,
-        max_model_len=hardware.max_model_len,
-        vocab_size=32_000,
-        end_token_ids=(),
-        device=profile.key.device,
-        dtype=profile.key.dtype,
-        num_layers=profile.num_layers,
-        can_stop=True,
-        num_host_blocks=host_kv_tokens // _BLOCK_SIZE if profile.copies is not None else 0,
-        block_bytes=hardware.kv_bytes_per_token * _BLOCK_SIZE,
-    )
-    executor = SimulatedExecutor(info, profile.cost, clock, profile.copies)
-    engine = Engine(config, executor, clock, profile)
+    behaviour = behaviour or exact_behaviour(hardware.costs)
+    executor = SimulatedExecutor(executor_info(hardware, host_kv_tokens), behaviour, clock, seed=seed)
+    engine = Engine(config, executor, clock, profile or hardware.costs)
     if config.policy == "online-only":
         workload = replace(workload, offline=())
-    replay = Replay(engine, clock, workload)
+    replay = Replay(engine, clock, workload, host_s=behaviour.host_s)
     executor.events = replay
     return replay.run()
 

@@ -10,7 +10,10 @@ from typing import Any
 from backfill.core.config import SchedulerConfig
 from backfill.core.errors import ConfigError
 from backfill.core.slo import SLO
+from backfill.costs.behaviour import DeviceBehaviour
 from backfill.costs.hardware import HardwareProfile, load_hardware_profile
+from backfill.costs.profile import CostProfile
+from backfill.simulation.device import exact_behaviour, measured_profile, typical_behaviour
 from backfill.simulation.metrics import PolicyMetrics, metrics_of
 from backfill.simulation.replay import Lengths, ReplayResult, Workload, simulate
 from backfill.simulation.workloads import (
@@ -25,7 +28,6 @@ _HARDWARE = "a100-40g-llama-2-7b"
 _SLO = SLO(ttft_s=1.5, tpot_s=0.11)
 _REQUEST = Lengths(1024, 128)
 _NUM_OFFLINE = 4000
-_SEED = 0
 # The steps of vLLM 0.4.2 with chunked prefill, on which the paper builds, have about this size at 110 ms.
 _MAX_NUM_BATCHED_TOKENS = 1024
 _HOST_POOL_RATIO = 4
@@ -62,6 +64,9 @@ class Scenario:
     Attributes:
         policies: names of the ``VARIANTS`` to compare.
         paper: the paper's figures by policy, with names of ``PolicyMetrics`` where these exist.
+        behaviour: what the device does; None for ``typical_behaviour``.
+        profile: what the engine predicts with; None for what ``backfill profile`` finds on that device.
+        seed: of the device's noise, while it is profiled and while it serves.
     """
 
     name: str
@@ -71,6 +76,15 @@ class Scenario:
     hardware: HardwareProfile
     policies: tuple[str, ...] = ("online-only", "priority", "slo")
     slo: SLO = _SLO
+    max_num_batched_tokens: int = _MAX_NUM_BATCHED_TOKENS
+    behaviour: DeviceBehaviour | None = None
+    profile: CostProfile | None = None
+    seed: int = 0
+
+    def exact(self) -> Scenario:
+        """The same on a device without noise that the engine knows perfectly."""
+        costs = self.hardware.costs
+        return replace(self, behaviour=exact_behaviour(costs), profile=costs)
 
 
 @dataclass(slots=True)
@@ -100,10 +114,15 @@ class ScenarioResult:
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """Traces to use; without one, a workload is drawn with the published trace's means and variation."""
+    """Traces to use; without one, a workload is drawn with the published trace's means and variation.
+
+    Attributes:
+        seed: of the workload, and of the device's noise.
+    """
 
     conversations: Path | None = None
     summaries: Path | None = None
+    seed: int = 0
 
 
 def scenario_names() -> list[str]:
@@ -116,9 +135,9 @@ def build_scenario(name: str, inputs: Inputs) -> Scenario:
         raise ConfigError(f"There is no scenario {name!r}; there are {', '.join(scenario_names())}.")
     hardware = load_hardware_profile(_HARDWARE)
     offline = summarization_lengths(
-        inputs.summaries, count=_NUM_OFFLINE, max_len=hardware.max_model_len, seed=_SEED
+        inputs.summaries, count=_NUM_OFFLINE, max_len=hardware.max_model_len, seed=inputs.seed
     )
-    return _SCENARIOS[name](inputs, hardware, offline)
+    return replace(_SCENARIOS[name](inputs, hardware, offline), seed=inputs.seed)
 
 
 def run_scenario(
@@ -131,18 +150,28 @@ def run_scenario(
     The host's KV pool is four times the device's.
     """
     hardware, slo = scenario.hardware, scenario.slo
+    behaviour = scenario.behaviour or typical_behaviour(hardware.costs)
+    profile = scenario.profile or measured_profile(hardware, behaviour, scenario.seed)
     results = []
     for point in scenario.points:
         result = PointResult(point.setting)
         for policy in policies:
             config = replace(
                 VARIANTS[policy],
-                max_num_batched_tokens=_MAX_NUM_BATCHED_TOKENS,
-                max_prefill_chunk_tokens=_MAX_NUM_BATCHED_TOKENS,
+                max_num_batched_tokens=scenario.max_num_batched_tokens,
+                max_prefill_chunk_tokens=scenario.max_num_batched_tokens,
                 ttft_slo=slo.ttft_s,
                 tpot_slo=slo.tpot_s,
             )
-            replay = simulate(config, point.workload, hardware, _HOST_POOL_RATIO * hardware.kv_tokens)
+            replay = simulate(
+                config,
+                point.workload,
+                hardware,
+                _HOST_POOL_RATIO * hardware.kv_tokens,
+                behaviour=behaviour,
+                profile=profile,
+                seed=scenario.seed,
+            )
             num_hits = replay.num_prefix_hit_tokens
             assert num_hits == 0, f"{policy}: {num_hits} tokens of prompts that differ are prefix hits"
             result.replays[policy] = replay
@@ -165,7 +194,7 @@ def _fig5(inputs: Inputs, hardware: HardwareProfile, offline: tuple[Lengths, ...
         trace=inputs.conversations,
         offline=offline,
         max_len=hardware.max_model_len,
-        seed=_SEED,
+        seed=inputs.seed,
     )
     return Scenario(
         name="conserve-fig5",
@@ -183,7 +212,7 @@ def _fig5(inputs: Inputs, hardware: HardwareProfile, offline: tuple[Lengths, ...
 def _fig6(inputs: Inputs, hardware: HardwareProfile, offline: tuple[Lengths, ...]) -> Scenario:
     """Section 6.3.1: full load, no load, and full load again."""
     phases = [Phase(180, _FIG6_RATE_PER_S), Phase(180, 0.0), Phase(180, _FIG6_RATE_PER_S)]
-    workload = phased_workload(phases, _REQUEST, offline=offline, seed=_SEED)
+    workload = phased_workload(phases, _REQUEST, offline=offline, seed=inputs.seed)
     return Scenario(
         name="conserve-fig6",
         title="ConServe, figure 6: online load ON, OFF and ON again beside document summaries",
@@ -199,7 +228,7 @@ def _fig7(inputs: Inputs, hardware: HardwareProfile, offline: tuple[Lengths, ...
     points = tuple(
         Point(
             {"rate_per_s": rate, "cv": cv},
-            gamma_workload(rate, cv, _FIG7_DURATION_S, _REQUEST, offline=offline, seed=_SEED),
+            gamma_workload(rate, cv, _FIG7_DURATION_S, _REQUEST, offline=offline, seed=inputs.seed),
         )
         for rate, cv in settings
     )
@@ -217,7 +246,7 @@ def _fig7(inputs: Inputs, hardware: HardwareProfile, offline: tuple[Lengths, ...
 
 def _fig8(inputs: Inputs, hardware: HardwareProfile, offline: tuple[Lengths, ...]) -> Scenario:
     """Section 6.4.1: figure 7 at 2 requests/s and CV 1, one optimisation after another."""
-    workload = gamma_workload(2.0, 1.0, _FIG7_DURATION_S, _REQUEST, offline=offline, seed=_SEED)
+    workload = gamma_workload(2.0, 1.0, _FIG7_DURATION_S, _REQUEST, offline=offline, seed=inputs.seed)
     return Scenario(
         name="conserve-fig8",
         title="ConServe, figure 8: + preemptive SLO-aware scheduling, + checkpointing, + background prefetch",

@@ -97,6 +97,67 @@ def summarization_lengths(path: Path | None, *, count: int, max_len: int, seed: 
     return tuple(Lengths(int(i), int(o)) for i, o in zip(inputs, outputs, strict=True))
 
 
+def trace_workload(
+    path: Path,
+    *,
+    offline: tuple[Lengths, ...],
+    max_len: int,
+    rate_per_s: float | None,
+    duration_s: float | None,
+    seed: int,
+) -> tuple[Workload, int]:
+    """The online requests of a trace, in its order and with its lengths.
+
+    Args:
+        max_len: context of the model; longer requests are left out.
+        rate_per_s: mean rate, to which the trace's times are stretched; None for its own. A trace without
+            times gets Poisson arrivals at this rate, its requests in random order.
+        duration_s: the part of the trace to use, after stretching; None for all of it.
+
+    Returns: the workload, and how many requests of the trace are too long.
+    Raises: ConfigError for a trace without times or a rate, or one that is too short.
+    """
+    everything = read_trace(path)
+    trace = _within_context(everything, max_len)
+    if not len(trace):
+        raise ConfigError(f"{path}: no request fits a context of {max_len} tokens.")
+    if trace.arrivals_at_s is None:
+        if rate_per_s is None:
+            raise ConfigError(f"is needed: {path} has no arrival times.", field="rate")
+        rng = np.random.default_rng(seed)
+        count = len(trace) if duration_s is None else max(1, round(rate_per_s * duration_s))
+        trace = trace.select(rng.choice(len(trace), count, replace=count > len(trace)).tolist())
+        instants = gamma_arrivals(count, rate_per_s, 1.0, rng)
+        lasts_s = count / rate_per_s
+    else:
+        lasts_s = float(trace.arrivals_at_s[-1])
+        stretch = 1.0 if rate_per_s is None else len(trace) / lasts_s / rate_per_s if lasts_s else 1.0
+        instants, lasts_s = trace.arrivals_at_s * stretch, lasts_s * stretch
+        if duration_s is not None and duration_s > lasts_s:
+            raise ConfigError(f"must be at most {lasts_s:g}: {path} lasts no longer.", field="duration")
+    duration_s = duration_s or lasts_s
+    if not duration_s > 0:
+        raise ConfigError(f"{path}: all requests arrive at once; a trace must last longer than 0 s.")
+    online = tuple(
+        Arrival(float(at_s), Lengths(int(input_len), int(output_len)))
+        for at_s, input_len, output_len in zip(instants, trace.input_lens, trace.output_lens, strict=True)
+        if at_s <= duration_s
+    )
+    return Workload(online, duration_s, offline), len(everything) - len(_within_context(everything, max_len))
+
+
+def offline_lengths(path: Path, *, max_len: int, seed: int) -> tuple[Lengths, ...]:
+    """The lengths of a batch, in random order; requests longer than ``max_len`` are left out.
+
+    Raises: ConfigError if none is left.
+    """
+    trace = _within_context(read_trace(path), max_len)
+    if not len(trace):
+        raise ConfigError(f"{path}: no request fits a context of {max_len} tokens.")
+    trace = trace.select(np.random.default_rng(seed).permutation(len(trace)).tolist())
+    return tuple(Lengths(int(i), int(o)) for i, o in zip(trace.input_lens, trace.output_lens, strict=True))
+
+
 def _drawn_conversations(count: int, max_len: int, rng: np.random.Generator) -> Trace:
     outputs = np.minimum(_CONVERSATION_OUTPUT.sample(count, rng), max_len // 2)
     inputs = np.minimum(_CONVERSATION_INPUT.sample(count, rng), max_len - outputs)

@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from backfill.costs.behaviour import DeviceBehaviour, NoiseSource, StepNoise
+from backfill.costs.fit import TimedStep, fit_error
+from backfill.costs.load import StepLoad
+from backfill.costs.profile import CostProfile, FitError
+from tests.builders import flat_cost, linear_cost, make_profile
+
+
+def draws(noise: StepNoise, count: int, seed: int = 3) -> np.ndarray:
+    source = NoiseSource(noise, seed)
+    return np.array([source.draw() for _ in range(count)])
+
+
+def test_without_noise_every_ratio_is_exactly_one() -> None:
+    assert set(draws(StepNoise(), 100)) == {1.0}
+
+
+def test_a_seed_gives_one_sequence() -> None:
+    noise = StepNoise.of_error(FitError(0.05, 0.15, 100))
+    assert draws(noise, 50).tolist() == draws(noise, 50).tolist()
+    assert draws(noise, 50, seed=4).tolist() != draws(noise, 50).tolist()
+
+
+@pytest.mark.parametrize(("median", "p95"), [(0.012, 0.038), (0.1, 0.3), (0.2, 1.4)])
+def test_noise_of_an_error_has_its_median_and_its_p95(median: float, p95: float) -> None:
+    ratios = draws(StepNoise.of_error(FitError(median, p95, 100)), 40_000)
+    above = ratios[ratios > 1.0] - 1.0
+    assert np.median(ratios) == pytest.approx(1.0, abs=0.2 * median)
+    assert np.median(above) == pytest.approx(median, rel=0.1)
+    assert np.percentile(above, 95) == pytest.approx(p95, rel=0.1)
+    assert ratios.min() > 0.0 and ratios.max() <= 1.0 + 1.5 * p95
+
+
+def test_noise_of_measured_ratios_has_their_quantiles() -> None:
+    error = FitError(0.1, 0.5, 100, (0.8, 0.9, 1.0, 1.3, 2.0))
+    ratios = draws(StepNoise.of_error(error), 40_000)
+    found = np.quantile(ratios, [0.0, 0.25, 0.5, 0.75, 1.0])
+    assert found == pytest.approx([0.8, 0.9, 1.0, 1.3, 2.0], rel=0.02)
+
+
+@pytest.mark.parametrize("correlation", [0.0, 0.4, 0.8])
+def test_noise_of_what_a_noise_drew_is_that_noise(correlation: float) -> None:
+    truth = replace(StepNoise.of_error(FitError(0.05, 0.15, 100)), correlation=correlation)
+    found = StepNoise.of_ratios(draws(truth, 20_000).tolist())
+    assert found.correlation == pytest.approx(correlation, abs=0.03)
+    at = [0.05, 0.25, 0.5, 0.75, 0.95]
+    quantiles = [np.interp(at, each.probabilities, each.ratios) for each in (truth, found)]
+    assert quantiles[1] == pytest.approx(quantiles[0], abs=0.01)
+
+
+@given(st.lists(st.floats(0.01, 100.0), min_size=2, max_size=60), st.integers(0, 5))
+def test_no_draw_is_outside_of_what_was_measured(ratios: list[float], seed: int) -> None:
+    noise = StepNoise.of_ratios(ratios)
+    drawn = draws(noise, 20, seed)
+    assert min(ratios) * (1 - 1e-9) <= drawn.min() and drawn.max() <= max(ratios) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"probabilities": (0.0, 0.5)},
+        {"probabilities": (0.1, 1.0)},
+        {"ratios": (1.0,)},
+        {"ratios": (1.0, 0.9)},
+        {"ratios": (0.0, 1.0)},
+        {"ratios": (1.0, math.inf)},
+        {"correlation": 1.0},
+        {"correlation": -0.1},
+    ],
+)
+def test_what_is_no_distribution_is_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=r"must|needs"):
+        replace(StepNoise(), **wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("field", ["host_s", "safepoint_s", "copy_slowdown"])
+@pytest.mark.parametrize("value", [-1e-9, math.inf, math.nan])
+def test_a_behaviour_takes_no_time_below_zero(field: str, value: float) -> None:
+    with pytest.raises(ValueError, match=field):
+        DeviceBehaviour(linear_cost(), **{field: value})  # type: ignore[arg-type]
+
+
+def test_one_ratio_is_no_distribution() -> None:
+    with pytest.raises(ValueError, match="two or more"):
+        StepNoise.of_ratios([1.0])
+
+
+def test_a_fit_keeps_the_quantiles_of_measured_over_predicted() -> None:
+    steps = [TimedStep(StepLoad.of([(0, 10, True)]), 0.1 * ratio) for ratio in (0.5, 1.0, 1.5, 2.0, 4.0)]
+    quantiles = fit_error(flat_cost(0.1), steps).ratio_quantiles
+    assert list(quantiles) == sorted(quantiles)
+    middle = quantiles[len(quantiles) // 2]
+    assert (quantiles[0], middle, quantiles[-1]) == pytest.approx((0.5, 1.5, 4.0))
+
+
+def test_a_profile_keeps_its_quantiles_and_one_without_them_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    profile = replace(make_profile(), error=FitError(0.1, 0.2, 9, (0.9, 1.0, 1.2)))
+    profile.save(path)
+    assert CostProfile.load(path) == profile
+    older = path.read_text().replace('"ratio_quantiles"', '"unknown"')
+    path.write_text(older)
+    assert CostProfile.load(path).error.ratio_quantiles == ()
