@@ -75,6 +75,7 @@ class Engine:
         self._running_plan: StepPlan | None = None
         self._online_load = StepLoad()  # of the step after the running one, without those that arrive
         self._step_started_at_s = 0.0
+        self._busy_since_s: float | None = None  # the last commit; None if nothing was left to do then
         self._stop_request: tuple[int, float] | None = None  # which step to stop, and when that was asked
         self._last_step = _NO_STEP
 
@@ -171,10 +172,11 @@ class Engine:
         is_whole = isinstance(plan.work, Compute) and not outcome.stopped
         if plan.slices and is_whole and not plan.copies.stalls:
             if self.predictor is not None:
-                cycle_s = self._clock.now_s() - planned_at_s
+                cycle_s = now_s - (self._busy_since_s or planned_at_s)
                 self.predictor.observe(plan.predicted_s, now_s - started_at_s, cycle_s)
             if self._refiner is not None:
                 self._refiner.observe(plan, now_s - started_at_s)
+        self._busy_since_s = now_s if self.has_work else None
         self._last_step = StepStats(
             _kind(plan),
             plan.num_tokens,

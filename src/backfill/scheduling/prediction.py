@@ -43,7 +43,7 @@ class StepPredictor:
 
         Args:
             step_s: that the executor took.
-            cycle_s: from the planning of the step to the commit of its tokens; default ``step_s``.
+            cycle_s: from one commit of tokens to the next, which is what a reader waits; default ``step_s``.
         """
         if predicted_s <= 0.0 or step_s <= 0.0:
             return

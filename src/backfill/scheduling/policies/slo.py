@@ -15,6 +15,7 @@ from backfill.core.slo import SLO
 from backfill.costs.load import StepLoad
 from backfill.costs.model import CostModel
 from backfill.scheduling.fill import admit, serve, split
+from backfill.scheduling.objectives import decode_limit_s, least_tpot_slo
 from backfill.scheduling.policy import (
     MIN_PREFILL_CHUNK_TOKENS,
     Admission,
@@ -30,9 +31,6 @@ from backfill.scheduling.prediction import StepPredictor
 
 # Offline work is limited once online requests leave less than 1 / this of the pool free.
 _HEADROOM_FACTOR = 1.5
-# Part of a step that decodes leave to prompts: as many requests are admitted, and no tighter objective than
-# this allows bounds the steps.
-_PROMPT_SHARE = 1 / 3
 # Part of what the decodes have banked that one step may take.
 _BANK_SHARE = 0.5
 # Prompts that are weighed against each other; those behind them wait.
@@ -192,7 +190,7 @@ class SloPolicy(Policy):
             ),
             default=self.config.prompt_step_share * self.config.default_slo.ttft_s,
         )
-        return max(slack * self._usable, decodes_s / (1.0 - _PROMPT_SHARE))
+        return max(slack * self._usable, least_tpot_slo(decodes_s))
 
     def _in_time(
         self, prompts: Sequence[R], decodes: StepLoad, now_s: float, limit_s: float
@@ -244,8 +242,8 @@ class SloPolicy(Policy):
         return limit_s
 
     def _leaves_time(self, decodes: StepLoad) -> bool:
-        most_s = self.config.default_slo.tpot_s * self._usable
-        return self._predictor.cost.step_time_s(decodes) <= (1.0 - _PROMPT_SHARE) * most_s
+        most_s = decode_limit_s(self.config.default_slo.tpot_s * self._usable)
+        return self._predictor.cost.step_time_s(decodes) <= most_s
 
     def _serve_relegated(self, view: Snapshot[R], batch: BatchBuilder[R], limit_s: float) -> None:
         """Online requests that are too late: prompts by age, then decodes, as far as there is time."""
