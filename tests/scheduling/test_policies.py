@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backfill.core.config import SchedulerConfig
+from backfill.core.config import PolicyName, SchedulerConfig
 from backfill.core.errors import ConfigError
 from backfill.core.request import Request, RequestStatus, ServiceClass
 from backfill.scheduling.policies.baselines import (
@@ -19,7 +19,16 @@ from backfill.scheduling.policies.create import create_policy
 from backfill.scheduling.policy import Policy
 from backfill.scheduling.prediction import StepPredictor
 from tests.builders import make_request
-from tests.scheduling.bench import SLO_100_MS, Bench, offline, policy_workloads, sizes, slo_policy
+from tests.scheduling.bench import (
+    SLO_100_MS,
+    Bench,
+    bros_policy,
+    conserve_policy,
+    offline,
+    policy_workloads,
+    sizes,
+    slo_policy,
+)
 
 
 def test_online_only_leaves_offline_requests_waiting() -> None:
@@ -56,13 +65,16 @@ def test_round_robin_alternates_and_fills_in_when_one_class_has_nothing() -> Non
     assert served[6:] == [["chat"], ["chat"]]
 
 
-def test_the_slo_policy_needs_a_profile() -> None:
-    with pytest.raises(ConfigError, match="backfill profile"):
-        create_policy(SchedulerConfig(policy="slo"), None, default_slo=SLO_100_MS, can_stop=True)
+@pytest.mark.parametrize("name", ["slo", "conserve", "bros"])
+def test_policies_with_objectives_need_a_profile(name: PolicyName) -> None:
+    with pytest.raises(ConfigError, match=f"`policy` {name} needs a cost profile.*backfill profile"):
+        create_policy(SchedulerConfig(policy=name), None, default_slo=SLO_100_MS, can_stop=True)
 
 
 MAKERS: dict[str, Callable[[StepPredictor], Policy]] = {
     "slo": slo_policy,
+    "conserve": conserve_policy,
+    "bros": bros_policy,
     "fcfs": lambda _: FcfsPolicy(),
     "priority": lambda _: PriorityPolicy(),
     "round-robin": lambda _: RoundRobinPolicy(),

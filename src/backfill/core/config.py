@@ -18,7 +18,7 @@ CheckpointingName = Literal["adaptive", "eager", "swap", "none"]
 RestoreMode = Literal["background", "blocking"]
 VictimOrder = Literal["least-lost", "latest"]
 PrefixCacheScope = Literal["owner", "global"]
-PolicyName = Literal["slo", "online-only", "fcfs", "priority", "round-robin"]
+PolicyName = Literal["slo", "conserve", "bros", "online-only", "fcfs", "priority", "round-robin"]
 
 GIB = 1 << 30
 _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
@@ -36,7 +36,8 @@ class SchedulerConfig:
         max_prefill_chunk_tokens: tokens of one prompt computed in one step. Bounds how long a long prompt
             delays the decodes it shares a step with.
         policy: which requests are served when. slo keeps online requests' objectives and serves offline
-            requests in the slack; it needs a cost profile. The others are baselines.
+            requests in the slack; conserve and bros are the policies of these two papers. The three need a
+            cost profile. The others are baselines.
         ttft_slo: seconds to the first token of online requests that bring no objective of their own. Default:
             1, or 4 times what one request alone needs if that is more.
         tpot_slo: seconds that each gap between two tokens may take for online requests that bring no
@@ -48,7 +49,7 @@ class SchedulerConfig:
         max_stop_s: an arrival waits no longer for a running step to reach a safepoint, as predicted.
         checkpointing: when KV is copied to host memory. adaptive: as the KV pool fills; eager: as soon as a
             block is full; swap: at a preemption, which waits for it; none: preempted requests are computed
-            again. Default: adaptive with ``policy`` slo or with ``host_kv_gib``, else none.
+            again. Default: adaptive with ``policy`` slo, conserve or bros or with ``host_kv_gib``, else none.
         kv_restore: how the KV of preempted requests is restored. background: while other requests run;
             blocking: while all wait.
         victims: offline request to preempt first with ``policy`` slo: the one that loses the least work, or
@@ -77,7 +78,7 @@ class SchedulerConfig:
     @property
     def needs_cost_model(self) -> bool:
         """The policy predicts steps."""
-        return self.policy == "slo"
+        return self.policy in ("slo", "conserve", "bros")
 
     def validate(self) -> None:
         """Raises: ConfigError for the first field out of range."""
@@ -195,7 +196,7 @@ class EngineConfig:
     def for_offline_work(self) -> EngineConfig:
         """The same for an engine without online requests.
 
-        It has no objectives to keep, and the policy slo would need a cost profile. It checkpoints what it
+        It has no objectives to keep, and a policy that does would need a cost profile. It checkpoints what it
         preempts, unless it has no host pool.
         """
         asked = self.scheduler.checkpointing
