@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -102,3 +103,52 @@ def test_under_every_policy_all_requests_end_and_no_block_is_lost(
     assert bench.scheduler.kv.counts.referenced == 0
     for _, request in workload:
         assert request.status is RequestStatus.FINISHED
+
+
+def served_beside_chats(bench: Bench, jobs: Sequence[Request], end_s: float) -> Sequence[Request]:
+    """Run the jobs beside chats that take about a fifth of the time. Returns: the chats."""
+    chats: list[Request] = []
+    bench.add(*jobs)
+    while bench.clock.now_s() < end_s:
+        while len(chats) * 0.2 <= bench.clock.now_s():
+            chats.append(make_request(20, 20, request_id=f"chat{len(chats)}", arrived_at_s=len(chats) * 0.2))
+            bench.add(chats[-1])
+        if not bench.step().slices:
+            bench.clock.advance(0.01)
+    while bench.scheduler.has_unfinished:
+        bench.step()
+    return chats
+
+
+@pytest.mark.parametrize("name", ["slo", "conserve", "bros"])
+def test_no_request_waits_without_bound_while_the_load_is_under_the_capacity(name: str) -> None:
+    bench, ended_at_s = Bench(MAKERS[name]), {}
+    jobs = [offline(num_tokens, 20, request_id=f"job{num_tokens}") for num_tokens in (4, 40, 400, 900)]
+    chats = served_beside_chats(bench, jobs, 10.0)
+    for request in (*jobs, *chats):
+        assert request.last_token_at_s is not None
+        ended_at_s[request.request_id] = request.last_token_at_s
+    assert max(ended_at_s[job.request_id] for job in jobs) < 8.0, "all offline work takes 1.4 s alone"
+    for chat in chats:
+        assert ended_at_s[chat.request_id] <= chat.arrived_at_s + 1.0 + 19 * 0.1
+
+
+@settings(max_examples=30, deadline=None)
+@given(workload=policy_workloads(), name=st.sampled_from(("conserve", "bros")))
+def test_plans_follow_from_snapshots_and_earlier_steps_alone(
+    workload: Sequence[tuple[int, Request]], name: str
+) -> None:
+    benches = [Bench(MAKERS[name], num_blocks=12, max_num_seqs=4) for _ in range(2)]
+    loads = [copy.deepcopy(workload) for _ in benches]
+    for num_steps in range(60):
+        for bench, load in zip(benches, loads, strict=True):
+            bench.add(*(request for arrives_at, request in load if arrives_at == num_steps))
+        asked = benches[1].scheduler
+        view = asked._planner._snapshot(benches[1].clock.now_s())
+        for _ in range(3):  # questions change nothing
+            asked.policy.copy_s(view)
+            asked.policy.resume_s(view)
+            for request in asked.requests.by_id.values():
+                asked.policy.preemption_key(request, 3.0)
+        first, second = (bench.step() for bench in benches)
+        assert first == second
