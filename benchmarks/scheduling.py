@@ -1,10 +1,11 @@
-"""Times scheduling without a model: plan and commit of a step under the ``slo`` policy, and a preemption.
+"""Times scheduling without a model: plan and commit of a step, and a preemption.
 
-    python benchmarks/scheduling.py
+    python benchmarks/scheduling.py --policy bros
 
-Goals: plan and commit take at most 1 ms with 256 running and 10,000 queued offline requests, and grow no
-faster than the batch. A quarter of the running requests are online. With a host pool the device pool is full,
-so that every new block is checkpointed. No request finds a prefix in the cache: prompts are distinct.
+Without ``--policy``, under every policy that predicts steps. Goals: plan and commit take at most 1 ms with
+256 running and 10,000 queued offline requests, and grow no faster than the batch. The last column is their
+share of a step. A quarter of the running requests are online. With a host pool the device pool is full, so
+that every new block is checkpointed. No request finds a prefix in the cache: prompts are distinct.
 
 A preemption of a request with 1,000 checkpointed blocks is timed with the taking of all these blocks for
 another request: a grown table on the device, evictions of what has a host copy, and no copy.
