@@ -113,6 +113,16 @@ def test_requests_that_are_late_in_any_case_do_not_bound_the_step() -> None:
     assert batch_size(bench) > INITIAL_BATCH_SIZE
 
 
+def test_a_late_prompt_that_does_not_fit_keeps_nobody_else_out() -> None:
+    bench = Bench(bros_policy)
+    bench.add(make_request(4, 50, request_id="chat"))
+    bench.step()
+    bench.add(*(make_request(n, 2, request_id=f"late{n}", arrived_at_s=-9.0 + n / 100) for n in (10, 400)))
+    bench.add(offline(4, request_id="job"))
+    assert sizes(bench.step()) == {"late10": 10, "chat": 1, "job": 4}
+    assert batch_size(bench) > INITIAL_BATCH_SIZE
+
+
 def test_offline_requests_join_by_what_must_be_computed_again() -> None:
     bench = Bench(bros_policy, num_blocks=20)
     bench.add(offline(40, 8, request_id="victim"))

@@ -124,6 +124,10 @@ class Residuals:
         """Whether its next token can be in time if it is left out of a step predicted to take this long."""
         return self.start_by_s(request) >= self.now_s + self.predictor.time_scale * step_s
 
+    def must_start(self, request: RequestView, step_s: float) -> bool:
+        """Whether its next token can be in time, but not if it is left out of such a step."""
+        return self._can_be_in_time(request) and not self.can_wait(request, step_s)
+
     def bound_s(self, view: Snapshot[R], running: Sequence[R]) -> float:
         """The least residual time, as a bound of the step's predicted time; inf without any.
 
@@ -176,7 +180,10 @@ class _Step(Generic[R]):
     _online: list[R] = field(init=False, default_factory=list)  # in the batch, the most urgent first
 
     def add_online(self) -> bool:
-        """Lines 3 to 15. Returns: whether a request that cannot wait does not fit the least residual time.
+        """Lines 3 to 15. Returns: whether the least residual time is violated.
+
+        It is if a request does not fit that can be in time, but not if it waits, or if the most urgent one
+        alone takes longer.
 
         The waiting queue is in order already, so the next request is pulled from it or from the sorted
         running ones, whichever is the more urgent (figure 8). Once a waiting request does not fit, those
@@ -194,12 +201,14 @@ class _Step(Generic[R]):
                 num_added = batch.add_decodes(decodes, self._bound_s)
                 self._online += decodes[:num_added]
                 if num_added < len(decodes):
-                    return not self.residuals.can_wait(decodes[num_added], batch.predicted_s)
+                    return self.residuals.must_start(decodes[num_added], batch.predicted_s)
                 continue
             if not running or (waiting and urgency(waiting[0]) < urgency(running[0])):
                 request = waiting.popleft()
                 admission = batch.try_admit(request, limits, may_preempt=_OFFLINE)
                 is_added = admission is Admission.ADMITTED
+                if admission is Admission.DEFERRED:
+                    continue
                 if admission is Admission.REFUSED:
                     waiting.clear()
             else:
@@ -207,7 +216,7 @@ class _Step(Generic[R]):
                 is_added = batch.try_add(request, limits) > 0
             if is_added:
                 self._online.append(request)
-            elif self._lacks_time(request) and not self.residuals.can_wait(request, batch.predicted_s):
+            elif self._lacks_time(request) and self.residuals.must_start(request, batch.predicted_s):
                 return True
         return batch.predicted_s > self._bound_s
 
