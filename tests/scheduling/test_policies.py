@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backfill.core.config import PolicyName, SchedulerConfig
+from backfill.core.config import EngineConfig, PolicyName, SchedulerConfig
 from backfill.core.errors import ConfigError
 from backfill.core.request import Request, RequestStatus, ServiceClass
 from backfill.scheduling.policies.baselines import (
@@ -70,6 +70,12 @@ def test_round_robin_alternates_and_fills_in_when_one_class_has_nothing() -> Non
 def test_policies_with_objectives_need_a_profile(name: PolicyName) -> None:
     with pytest.raises(ConfigError, match=f"`policy` {name} needs a cost profile.*backfill profile"):
         create_policy(SchedulerConfig(policy=name), None, default_slo=SLO_100_MS, can_stop=True)
+
+
+@pytest.mark.parametrize("name", ["slo", "conserve", "bros"])
+def test_policies_with_objectives_checkpoint_by_default(name: PolicyName) -> None:
+    config = EngineConfig(scheduler=SchedulerConfig(policy=name)).with_checkpointing()
+    assert config.scheduler.checkpointing == "adaptive"
 
 
 MAKERS: dict[str, Callable[[StepPredictor], Policy]] = {
