@@ -1,10 +1,11 @@
-"""Times scheduling without a model: plan and commit of a step under the ``slo`` policy, and a preemption.
+"""Times scheduling without a model: plan and commit of a step, and a preemption.
 
-    python benchmarks/scheduling.py
+    python benchmarks/scheduling.py --policy bros
 
-Goals: plan and commit take at most 1 ms with 256 running and 10,000 queued offline requests, and grow no
-faster than the batch. A quarter of the running requests are online. With a host pool the device pool is full,
-so that every new block is checkpointed. No request finds a prefix in the cache: prompts are distinct.
+Without ``--policy``, under every policy that predicts steps. Goals: plan and commit take at most 1 ms with
+256 running and 10,000 queued offline requests, and grow no faster than the batch. The last column is their
+share of a step. A quarter of the running requests are online. With a host pool the device pool is full, so
+that every new block is checkpointed. No request finds a prefix in the cache: prompts are distinct.
 
 A preemption of a request with 1,000 checkpointed blocks is timed with the taking of all these blocks for
 another request: a grown table on the device, evictions of what has a host copy, and no copy.
@@ -16,11 +17,12 @@ import argparse
 import json
 import statistics
 import time
+from typing import get_args
 
 from in_process import check_no_prefix_hits
 
 from backfill.core.clock import VirtualClock
-from backfill.core.config import SchedulerConfig
+from backfill.core.config import PolicyName, SchedulerConfig
 from backfill.core.plan import SampledToken, StepOutcome
 from backfill.core.request import Request, RequestId, ServiceClass
 from backfill.core.sampling import SamplingParams
@@ -39,13 +41,18 @@ _STEPS = 200
 _WARM_UP = 600
 
 
-def time_decisions(num_running: int, num_queued: int, *, has_host_pool: bool) -> float:
-    """Median seconds to plan and commit a step while ``num_running`` requests decode."""
+def time_decisions(
+    policy: PolicyName, num_running: int, num_queued: int, *, has_host_pool: bool
+) -> tuple[float, float]:
+    """Median seconds to plan and commit a step while ``num_running`` requests decode, and of such a step.
+
+    A quarter of the requests are online. The steps are predicted ones of an A100.
+    """
     cost = load_hardware_profile("a100-80g-llama-3-8b").costs.cost
     config = SchedulerConfig(
         max_num_seqs=num_running,
         max_num_batched_tokens=8192,
-        policy="slo",
+        policy=policy,
         ttft_slo=1.5,
         tpot_slo=0.11,
         checkpointing="adaptive",
@@ -66,9 +73,11 @@ def time_decisions(num_running: int, num_queued: int, *, has_host_pool: bool) ->
     for _ in range(_WARM_UP):  # until every request that fits has its prompt computed
         _step(scheduler, clock)
     assert len(scheduler.requests.running) == num_running
-    median_s = statistics.median(_step(scheduler, clock) for _ in range(_STEPS))
+    decision_s, began_at_s = [], clock.now_s()
+    for _ in range(_STEPS):
+        decision_s.append(_step(scheduler, clock))
     check_no_prefix_hits(scheduler.counters.values())
-    return median_s
+    return statistics.median(decision_s), (clock.now_s() - began_at_s) / _STEPS
 
 
 def time_preemption(num_blocks: int) -> tuple[float, float]:
@@ -135,23 +144,28 @@ def _request(index: int, service_class: ServiceClass, num_tokens: int = _PROMPT_
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0]).parse_args()
-    figures = {}
-    print("running   queued   host pool   decision, ms (median)   us a running request")
-    for num_running, num_queued, has_host_pool in (
-        (32, 10_000, False),
-        (64, 10_000, False),
-        (128, 10_000, False),
-        (256, 10_000, False),
-        (256, 0, False),
-        (256, 10_000, True),
-    ):
-        seconds = time_decisions(num_running, num_queued, has_host_pool=has_host_pool)
-        figures[f"{num_running}_{num_queued}{'_host' if has_host_pool else ''}"] = seconds
-        print(
-            f"{num_running:7d} {num_queued:8d} {'yes' if has_host_pool else 'no':>11s} "
-            f"{seconds * 1e3:14.3f} {seconds / num_running * 1e6:21.2f}"
-        )
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
+    known = [name for name in get_args(PolicyName) if SchedulerConfig(policy=name).needs_cost_model]
+    parser.add_argument("--policy", choices=known, action="append", help="default: all of them")
+    policies: list[PolicyName] = parser.parse_args().policy or known
+    figures: dict[str, dict[str, float]] = {}
+    print("policy    running   queued   host pool   decision, ms (median)   us a running request   of a step")
+    for policy in policies:
+        figures[policy] = {}
+        for num_running, num_queued, has_host_pool in (
+            (32, 10_000, False),
+            (64, 10_000, False),
+            (128, 10_000, False),
+            (256, 10_000, False),
+            (256, 0, False),
+            (256, 10_000, True),
+        ):
+            seconds, step_s = time_decisions(policy, num_running, num_queued, has_host_pool=has_host_pool)
+            figures[policy][f"{num_running}_{num_queued}{'_host' if has_host_pool else ''}"] = seconds
+            print(
+                f"{policy:9s} {num_running:7d} {num_queued:8d} {'yes' if has_host_pool else 'no':>11s} "
+                f"{seconds * 1e3:14.3f} {seconds / num_running * 1e6:21.2f} {seconds / step_s:20.2%}"
+            )
     preemptions = {num_blocks: time_preemption(num_blocks) for num_blocks in (100, 1000)}
     for num_blocks, (preempt_s, take_s) in preemptions.items():
         print(f"{num_blocks} checkpointed blocks are preempted in {preempt_s * 1e6:.0f} us")

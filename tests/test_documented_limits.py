@@ -26,7 +26,7 @@ from backfill.kvcache import protection
 from backfill.preparation import client as preparation_client
 from backfill.preparation import process as preparation_process
 from backfill.protocol import body_shape, chat, generation_fields
-from backfill.scheduling import planner
+from backfill.scheduling import builder, planner
 from backfill.simulation.scenarios import VARIANTS
 from tests.test_docs import ROOT
 
@@ -98,9 +98,9 @@ PROSE = [
     ("operations.md", f"from 1 to {admission.MAX_RETRY_AFTER_S} s"),
     ("operations.md", f"at the latest {server._PREPARATION_WITHIN_S:g} s"),
     ("operations.md", f"a salt of 1 to {cache_salt.MAX_CACHE_SALT_CHARS} characters"),
-    ("kv-cache.md", f"at most {planner._MAX_PREFIX_WAITS} steps more than"),
-    ("kv-cache.md", f"at {planner._MAX_CANDIDATES:,} waiting requests more than it can hold"),
-    ("kv-cache.md", f"at most {planner._MAX_LOOKED_UP} of those that wait"),
+    ("kv-cache.md", f"at most {builder._MAX_PREFIX_WAITS} steps more than"),
+    ("kv-cache.md", f"at {planner._MAX_PASSED_OVER:,} waiting requests more than it can hold"),
+    ("kv-cache.md", f"at most {builder._MAX_LOOKED_UP} of those that wait"),
     ("kv-cache.md", f"({planner._MAX_UNTIMED_COPIES} copies without one)"),
     (
         "kv-cache.md",

@@ -12,6 +12,8 @@ from backfill.core.plan import StepPlan
 from backfill.core.request import Request, ServiceClass
 from backfill.core.slo import SLO
 from backfill.kvcache.manager import KVCacheManager
+from backfill.scheduling.policies.bros import BrosPolicy
+from backfill.scheduling.policies.conserve import ConServePolicy
 from backfill.scheduling.policies.slo import SloPolicy, SloPolicyConfig
 from backfill.scheduling.policy import Policy
 from backfill.scheduling.prediction import StepPredictor
@@ -82,6 +84,14 @@ def offline(prompt_tokens: int = 4, max_tokens: int = 500, **fields: object) -> 
 
 def slo_policy(predictor: StepPredictor) -> SloPolicy:
     return SloPolicy(SloPolicyConfig(default_slo=SLO_100_MS), predictor, max_step_tokens=1000, can_stop=True)
+
+
+def conserve_policy(predictor: StepPredictor) -> ConServePolicy:
+    return ConServePolicy(predictor, default_slo=SLO_100_MS)
+
+
+def bros_policy(predictor: StepPredictor) -> BrosPolicy:
+    return BrosPolicy(predictor, max_num_seqs=64, max_chunk_tokens=1000)
 
 
 @st.composite

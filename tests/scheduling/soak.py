@@ -43,8 +43,8 @@ class Soak:
 
     def __post_init__(self) -> None:
         self.rng = rng = random.Random(self.seed)
-        policy: PolicyName = rng.choice(("slo", "slo", "priority", "fcfs", "round-robin"))
-        can_stop = policy == "slo" and rng.random() < 0.7
+        policy: PolicyName = rng.choice(("slo", "slo", "conserve", "bros", "priority", "fcfs", "round-robin"))
+        can_stop = policy in ("slo", "conserve") and rng.random() < 0.7
         self.num_blocks = rng.choice((12, 16, 24))
         config = SchedulerConfig(
             max_num_seqs=rng.choice((2, 4, 8)),

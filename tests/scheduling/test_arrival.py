@@ -10,6 +10,7 @@ from backfill.core.config import SchedulerConfig
 from backfill.core.plan import ScheduledSlice
 from backfill.core.request import Request, RequestId, ServiceClass
 from backfill.core.slo import SLO
+from backfill.costs.behaviour import DeviceBehaviour
 from backfill.costs.load import StepLoad
 from backfill.engine.engine import Engine
 from backfill.execution.simulated_executor import SimulatedExecutor
@@ -144,7 +145,7 @@ def stops_an_engines_step(spare_s: float, *, safepoints: bool = True, bias: floa
     clock = VirtualClock()
     info = make_info(num_blocks=1000, num_layers=100, can_stop=True)
     cost = linear_cost(token_s=0.001, step_s=1e-9)
-    executor = SimulatedExecutor(info, cost, clock)
+    executor = SimulatedExecutor(info, DeviceBehaviour(cost), clock)
     engine = Engine(config, executor, clock, make_profile(cost))
     for _ in range(NUM_DECODES):
         engine.add(make_request(1, 50, ignore_eos=True))

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backfill.core.config import SchedulerConfig
+from backfill.core.config import EngineConfig, PolicyName, SchedulerConfig
 from backfill.core.errors import ConfigError
 from backfill.core.request import Request, RequestStatus, ServiceClass
 from backfill.core.slo import SLO
@@ -21,7 +22,16 @@ from backfill.scheduling.policies.slo import SloPolicyConfig
 from backfill.scheduling.policy import Policy
 from backfill.scheduling.prediction import StepPredictor
 from tests.builders import make_request
-from tests.scheduling.bench import SLO_100_MS, Bench, offline, policy_workloads, sizes, slo_policy
+from tests.scheduling.bench import (
+    SLO_100_MS,
+    Bench,
+    bros_policy,
+    conserve_policy,
+    offline,
+    policy_workloads,
+    sizes,
+    slo_policy,
+)
 
 
 def test_online_only_leaves_offline_requests_waiting() -> None:
@@ -68,13 +78,22 @@ def test_without_safepoints_steps_of_offline_work_alone_are_short(safepoints: bo
     assert (bench.step().predicted_s > limit_s) == safepoints
 
 
-def test_the_slo_policy_needs_a_profile() -> None:
-    with pytest.raises(ConfigError, match="backfill profile"):
-        create_policy(SchedulerConfig(policy="slo"), None, default_slo=SLO_100_MS, can_stop=True)
+@pytest.mark.parametrize("name", ["slo", "conserve", "bros"])
+def test_policies_with_objectives_need_a_profile(name: PolicyName) -> None:
+    with pytest.raises(ConfigError, match=f"`policy` {name} needs a cost profile.*backfill profile"):
+        create_policy(SchedulerConfig(policy=name), None, default_slo=SLO_100_MS, can_stop=True)
+
+
+@pytest.mark.parametrize("name", ["slo", "conserve", "bros"])
+def test_policies_with_objectives_checkpoint_by_default(name: PolicyName) -> None:
+    config = EngineConfig(scheduler=SchedulerConfig(policy=name)).with_checkpointing()
+    assert config.scheduler.checkpointing == "adaptive"
 
 
 MAKERS: dict[str, Callable[[StepPredictor], Policy]] = {
     "slo": slo_policy,
+    "conserve": conserve_policy,
+    "bros": bros_policy,
     "fcfs": lambda _: FcfsPolicy(),
     "priority": lambda _: PriorityPolicy(),
     "round-robin": lambda _: RoundRobinPolicy(),
@@ -102,3 +121,52 @@ def test_under_every_policy_all_requests_end_and_no_block_is_lost(
     assert bench.scheduler.kv.counts.referenced == 0
     for _, request in workload:
         assert request.status is RequestStatus.FINISHED
+
+
+def served_beside_chats(bench: Bench, jobs: Sequence[Request], end_s: float) -> Sequence[Request]:
+    """Run the jobs beside chats that take about a fifth of the time. Returns: the chats."""
+    chats: list[Request] = []
+    bench.add(*jobs)
+    while bench.clock.now_s() < end_s:
+        while len(chats) * 0.2 <= bench.clock.now_s():
+            chats.append(make_request(20, 20, request_id=f"chat{len(chats)}", arrived_at_s=len(chats) * 0.2))
+            bench.add(chats[-1])
+        if not bench.step().slices:
+            bench.clock.advance(0.01)
+    while bench.scheduler.has_unfinished:
+        bench.step()
+    return chats
+
+
+@pytest.mark.parametrize("name", ["slo", "conserve", "bros"])
+def test_no_request_waits_without_bound_while_the_load_is_under_the_capacity(name: str) -> None:
+    bench, ended_at_s = Bench(MAKERS[name]), {}
+    jobs = [offline(num_tokens, 20, request_id=f"job{num_tokens}") for num_tokens in (4, 40, 400, 900)]
+    chats = served_beside_chats(bench, jobs, 10.0)
+    for request in (*jobs, *chats):
+        assert request.last_token_at_s is not None
+        ended_at_s[request.request_id] = request.last_token_at_s
+    assert max(ended_at_s[job.request_id] for job in jobs) < 8.0, "all offline work takes 1.4 s alone"
+    for chat in chats:
+        assert ended_at_s[chat.request_id] <= chat.arrived_at_s + 1.0 + 19 * 0.1
+
+
+@settings(max_examples=30, deadline=None)
+@given(workload=policy_workloads(), name=st.sampled_from(("slo", "conserve", "bros")))
+def test_plans_follow_from_snapshots_and_earlier_steps_alone(
+    workload: Sequence[tuple[int, Request]], name: str
+) -> None:
+    benches = [Bench(MAKERS[name], num_blocks=12, max_num_seqs=4) for _ in range(2)]
+    loads = [copy.deepcopy(workload) for _ in benches]
+    for num_steps in range(60):
+        for bench, load in zip(benches, loads, strict=True):
+            bench.add(*(request for arrives_at, request in load if arrives_at == num_steps))
+        asked = benches[1].scheduler
+        view = asked._planner._snapshot(benches[1].clock.now_s())
+        for _ in range(3):  # questions change nothing
+            asked.policy.step_limit_s(view)
+            asked.policy.resume_s(view)
+            for request in asked.requests.by_id.values():
+                asked.policy.preemption_key(request, 3.0)
+        first, second = (bench.step() for bench in benches)
+        assert first == second

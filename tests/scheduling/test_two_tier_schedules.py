@@ -146,7 +146,7 @@ def assert_whole(kv: KVCacheManager) -> None:
 
 @st.composite
 def all_settings(draw: st.DrawFn) -> Setting:
-    policy = draw(st.sampled_from(("slo", "priority", "fcfs", "round-robin")))
+    policy = draw(st.sampled_from(("slo", "conserve", "bros", "priority", "fcfs", "round-robin")))
     return Setting(
         checkpointing=draw(st.sampled_from(get_args(CheckpointingName))),
         restore=draw(st.sampled_from(get_args(RestoreMode))),
@@ -155,7 +155,7 @@ def all_settings(draw: st.DrawFn) -> Setting:
         num_host_blocks=draw(st.sampled_from((0, 1, 3, 8, 20))),
         max_num_seqs=draw(st.integers(1, 5)),
         max_num_batched_tokens=draw(st.sampled_from((5, 12, 32))),
-        can_stop=policy == "slo" and draw(st.booleans()),
+        can_stop=policy in ("slo", "conserve") and draw(st.booleans()),
         block_copy_s=draw(st.sampled_from((None, 1.0, 0.02, 0.005))),
         completes=draw(st.sampled_from((0.05, 0.4, 1.0))),
         prefix_caching=draw(st.booleans()),

@@ -19,7 +19,7 @@ CheckpointingName = Literal["adaptive", "eager", "swap", "none"]
 RestoreMode = Literal["background", "blocking"]
 VictimOrder = Literal["least-lost", "latest"]
 PrefixCacheScope = Literal["owner", "global"]
-PolicyName = Literal["slo", "online-only", "fcfs", "priority", "round-robin"]
+PolicyName = Literal["slo", "conserve", "bros", "online-only", "fcfs", "priority", "round-robin"]
 
 GIB = 1 << 30
 _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
@@ -38,7 +38,8 @@ class SchedulerConfig:
         max_prefill_chunk_tokens: tokens of one prompt computed in one step. Bounds how long a long prompt
             delays the decodes it shares a step with.
         policy: which requests are served when. slo keeps online requests' objectives and serves offline
-            requests in the slack; it needs a cost profile. The others are baselines.
+            requests in the slack; conserve and bros are the policies of these two papers. The three need a
+            cost profile. The others are baselines.
         ttft_slo: seconds to the first token of online requests that bring no objective of their own. Default:
             1, 4 times what one request alone needs, or ``min_ttft_slo``, whichever is most.
         tpot_slo: seconds that each gap between two tokens may take for online requests that bring no
@@ -49,15 +50,15 @@ class SchedulerConfig:
         promote_before: seconds before the end of its completion window at which an offline request goes
             before other offline requests; 0 is never. Only with ``policy`` slo.
         safepoints: an online request that arrives may stop the offline part of a running step. Only with
-            ``policy`` slo.
+            ``policy`` slo or conserve.
         preemption: what becomes of offline work that an arrival stops inside a step. suspend: it resumes at
             its layer; discard: it is computed again. Only with ``safepoints``.
         max_stop_s: seconds, as predicted, that a running step takes at most to its next safepoint; a layer
             that takes longer has one before it. Only with ``safepoints``.
         checkpointing: when KV is copied to host memory. adaptive: as the KV pool fills; eager: as soon as a
             block is full; swap: at a preemption, which waits for it; none: preempted requests are computed
-            again; module:Class: a policy of your own. Default: adaptive with ``policy`` slo or with
-            ``host_kv_gib``, else none.
+            again; module:Class: a policy of your own. Default: adaptive with ``policy`` slo, conserve or
+            bros or with ``host_kv_gib``, else none.
         checkpoint_from: share of the KV pool in use from which ``checkpointing`` adaptive copies blocks.
         checkpoint_all_from: share of the KV pool in use from which ``checkpointing`` adaptive copies every
             block.
@@ -94,7 +95,7 @@ class SchedulerConfig:
     @property
     def needs_cost_model(self) -> bool:
         """The policy predicts steps."""
-        return self.policy == "slo"
+        return self.policy in ("slo", "conserve", "bros")
 
     def validate(self) -> None:
         """Raises: ConfigError for the first field out of range."""
@@ -139,10 +140,9 @@ class SchedulerConfig:
         """Options that are not at their defaults and have no effect, each with what makes it so."""
         found: dict[str, str] = {}
         if self.policy != "slo":
-            reason = f"`policy` {self.policy}"
-            found |= dict.fromkeys(
-                ("promote_before", "victims", "safepoints", "preemption", "max_stop_s"), reason
-            )
+            found |= dict.fromkeys(("promote_before", "victims"), f"`policy` {self.policy}")
+        if self.policy not in ("slo", "conserve"):
+            found |= dict.fromkeys(("safepoints", "preemption", "max_stop_s"), f"`policy` {self.policy}")
         elif not self.safepoints:
             found |= dict.fromkeys(("preemption", "max_stop_s"), "`safepoints` off")
         if self.checkpointing in (None, "none"):
@@ -262,7 +262,7 @@ class EngineConfig:
     def for_offline_work(self) -> EngineConfig:
         """The same for an engine without online requests.
 
-        It has no objectives to keep, and the policy slo would need a cost profile. It checkpoints what it
+        It has no objectives to keep, and a policy that does would need a cost profile. It checkpoints what it
         preempts, unless it has no host pool.
         """
         asked = self.scheduler.checkpointing

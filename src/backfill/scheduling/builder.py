@@ -89,6 +89,18 @@ class StepBuilder:
     def time_left_s(self, limit_s: float) -> float:
         return limit_s - self.predicted_s
 
+    def time_with_s(self, request: Request) -> float:
+        if self.cost is None:
+            return 0.0
+        num_tokens = self._most_tokens(request)
+        samples = num_tokens == request.num_pending_tokens
+        return self.cost.time_with_s(self.batch.load, request.num_computed_tokens, num_tokens, samples)
+
+    def num_absent_tokens(self, request: Request) -> int:
+        contents = self.kv.match(request).contents
+        num_on_device = sum(content.num_tokens for content in contents if content.device is not None)
+        return max(0, request.num_ever_computed_tokens - num_on_device)
+
     def add_decodes(self, requests: Sequence[Request], max_step_s: float = math.inf) -> int:
         num_fitting = self._num_fitting(requests, max_step_s)
         requests = requests[:num_fitting]
@@ -158,8 +170,9 @@ class StepBuilder:
         self.batch.remove(request)
 
     def preempt(self, request: Request) -> None:
-        self._owed = None
-        self.preemption.preempt(request, self.batch)
+        if request.status in (RequestStatus.RUNNING, RequestStatus.RESTORING):
+            self._owed = None
+            self.preemption.preempt(request, self.batch)
 
     def _num_fitting(self, decodes: Sequence[Request], max_step_s: float) -> int:
         """The most of these decodes, from the first, with which the step keeps to its limit of time.
@@ -261,14 +274,17 @@ class StepBuilder:
         """Blocks for the rest of its known tokens and one more, so that its next steps preempt nobody."""
         return 1 + self.kv.num_missing_blocks(request.request_id, request.num_tokens)
 
+    def _most_tokens(self, request: Request) -> int:
+        chunk_tokens = self.config.max_prefill_chunk_tokens
+        return min(request.num_pending_tokens, chunk_tokens, self.batch.num_tokens_left)
+
     def _chunk(self, request: Request, limits: ChunkLimits) -> int:
         """Pending tokens of a request, at most, for which the step has headroom and time; 0 for none."""
         batch = self.batch
         if not batch.has_headroom:
             return 0
-        pending = request.num_pending_tokens
-        most = min(pending, self.config.max_prefill_chunk_tokens, batch.num_tokens_left)
-        least = min(most, MIN_PREFILL_CHUNK_TOKENS)
+        pending, most = request.num_pending_tokens, self._most_tokens(request)
+        least = most if limits.is_whole else min(most, MIN_PREFILL_CHUNK_TOKENS)
         if limits.step_sizes:
             least_size = batch.load.num_tokens - batch.num_prefill_tokens + limits.step_sizes[0] // 2
             index = min(bisect_left(limits.step_sizes, least_size), len(limits.step_sizes) - 1)

@@ -54,6 +54,10 @@ class RequestView(Protocol):
         """Tokens to compute before the next token can be sampled; at least 1."""
 
     @property
+    def num_ever_computed_tokens(self) -> int:
+        """The most that ``num_computed_tokens`` has been while it ran; 0 before it first ran."""
+
+    @property
     def is_decoding(self) -> bool: ...
     @property
     def next_token_by_s(self) -> float:
@@ -107,11 +111,14 @@ class ChunkLimits:
             of the smallest size to prefills. Empty: up to the step's limit.
         guarantees_progress: the step's first prefill gets ``MIN_PREFILL_CHUNK_TOKENS`` even past
             ``max_step_s``.
+        is_whole: the chunk is not cut for time: it has all the tokens that the step's limits leave, or none.
+            The first slice of a step has them in any case.
     """
 
     max_step_s: float = math.inf
     step_sizes: Sequence[int] = ()
     guarantees_progress: bool = False
+    is_whole: bool = False
 
 
 NO_LIMITS = ChunkLimits()
@@ -154,6 +161,15 @@ class BatchBuilder(Protocol[R_contra]):
     def time_left_s(self, limit_s: float) -> float:
         """Seconds by which the step may still grow under a limit of its predicted time."""
 
+    def time_with_s(self, request: R_contra) -> float:
+        """Predicted seconds of the step with all the tokens of one more request that its limits leave."""
+
+    def num_absent_tokens(self, request: R_contra) -> int:
+        """Tokens of a waiting request that were computed and are not on the device any more.
+
+        They are restored from host memory or computed again before it continues.
+        """
+
     def add_decodes(self, requests: Sequence[R_contra], max_step_s: float = math.inf) -> int:
         """Add one token each of running requests that decode, the most urgent first.
 
@@ -182,7 +198,7 @@ class BatchBuilder(Protocol[R_contra]):
         """Take a request out of the step. It keeps its blocks."""
 
     def preempt(self, request: R_contra) -> None:
-        """Take a running or restoring request's blocks, and queue it again."""
+        """Take a running or restoring request's blocks, and queue it again; nothing if it has none."""
 
 
 class Policy(ABC):

@@ -26,6 +26,8 @@ _COLOURS = {
     "slo-checkpoint": "#5aae61",
     "slo": "#1b7837",
     "slo-eager": "#01665e",
+    "conserve": "#8c510a",
+    "bros": "#de77ae",
 }
 _WINDOW_S = 20.0
 

@@ -46,6 +46,9 @@ VARIANTS: Mapping[str, SchedulerConfig] = {
     "slo-checkpoint": SchedulerConfig(policy="slo", checkpointing="adaptive", kv_restore="blocking"),
     "slo": SchedulerConfig(policy="slo", checkpointing="adaptive"),
     "slo-eager": SchedulerConfig(policy="slo", checkpointing="eager"),
+    # The two papers' own policies.
+    "conserve": SchedulerConfig(policy="conserve", checkpointing="adaptive", preemption="discard"),
+    "bros": SchedulerConfig(policy="bros", checkpointing="adaptive"),
 }
 
 

@@ -11,6 +11,8 @@ from backfill.scheduling.policies.baselines import (
     PriorityPolicy,
     RoundRobinPolicy,
 )
+from backfill.scheduling.policies.bros import BrosPolicy
+from backfill.scheduling.policies.conserve import ConServePolicy
 from backfill.scheduling.policies.slo import SloPolicy, SloPolicyConfig
 from backfill.scheduling.policy import Policy
 from backfill.scheduling.prediction import StepPredictor
@@ -34,13 +36,20 @@ def create_policy(
         can_stop: the executor can stop offline slices at safepoints.
     Raises: ConfigError if the policy needs a cost profile and there is none.
     """
-    if config.policy == "slo":
-        if predictor is None:
-            raise ConfigError("`policy` slo needs a cost profile of the model: run `backfill profile`.")
-        return SloPolicy(
-            SloPolicyConfig(default_slo=default_slo, victims=config.victims),
-            predictor,
-            max_step_tokens=config.max_num_batched_tokens,
-            can_stop=can_stop and config.safepoints,
+    if not config.needs_cost_model:
+        return _BASELINES[config.policy]()
+    if predictor is None:
+        raise ConfigError(
+            f"`policy` {config.policy} needs a cost profile of the model: run `backfill profile`."
         )
-    return _BASELINES[config.policy]()
+    if config.policy == "conserve":
+        return ConServePolicy(predictor, default_slo=default_slo)
+    if config.policy == "bros":
+        chunk_tokens = min(config.max_num_batched_tokens, config.max_prefill_chunk_tokens)
+        return BrosPolicy(predictor, max_num_seqs=config.max_num_seqs, max_chunk_tokens=chunk_tokens)
+    return SloPolicy(
+        SloPolicyConfig(default_slo=default_slo, victims=config.victims),
+        predictor,
+        max_step_tokens=config.max_num_batched_tokens,
+        can_stop=can_stop and config.safepoints,
+    )

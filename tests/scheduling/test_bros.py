@@ -1,0 +1,199 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from hypothesis import given, settings
+
+from backfill.core.request import PriorityLevel, Request, RequestStatus, ServiceClass
+from backfill.core.slo import SLO
+from backfill.costs.load import StepLoad
+from backfill.scheduling.policies.bros import INITIAL_BATCH_SIZE, BrosPolicy
+from backfill.scheduling.prediction import StepPredictor
+from tests.builders import make_request
+from tests.scheduling.bench import Bench, bros_policy, offline, policy_workloads, sizes
+
+# A step takes 1 ms a token and a little more; objectives are 1 s and 0.1 s.
+
+
+def of_batch_size(most: int) -> Callable[[StepPredictor], BrosPolicy]:
+    return lambda predictor: BrosPolicy(predictor, max_num_seqs=most, max_chunk_tokens=1000)
+
+
+def batch_size(bench: Bench) -> int:
+    policy = bench.scheduler.policy
+    assert isinstance(policy, BrosPolicy)
+    return policy.batch_size
+
+
+def test_the_next_deadline_decides_across_prompts_and_decodes() -> None:
+    bench = Bench(of_batch_size(1))
+    bench.add(make_request(4, 500, request_id="decode"))
+    bench.step()  # its next token is due at 0.104
+    bench.add(
+        make_request(4, 1, request_id="prompt", arrived_at_s=-0.5),
+        make_request(4, 1, request_id="late prompt", arrived_at_s=-0.95),
+    )
+    served = [list(sizes(bench.step())) for _ in range(2)]
+    assert served == [["late prompt"], ["decode"]]
+    while "prompt" not in sizes(bench.step()):
+        assert bench.clock.now_s() < 0.5
+    assert 0.4 < bench.clock.now_s() <= 0.5, "not before it was more urgent than the decode"
+
+
+def test_requests_pulled_from_both_queues_alternate_by_urgency() -> None:
+    bench = Bench(bros_policy)
+    running = [make_request(1, 500, request_id=f"decode{i}", slo=SLO(1.0, 0.1 + 0.2 * i)) for i in range(3)]
+    bench.add(*running)
+    bench.step()
+    now_s = bench.clock.now_s()
+    slos = [SLO(0.2 + 0.2 * i, 1.0) for i in range(2)]
+    bench.add(*(make_request(2, 2, request_id=f"p{i}", arrived_at_s=now_s, slo=slos[i]) for i in range(2)))
+    assert list(sizes(bench.step())) == ["decode0", "p0", "decode1", "p1", "decode2"]
+
+
+def test_a_step_ends_where_it_would_pass_the_least_residual_time() -> None:
+    bench = Bench(bros_policy)
+    bench.add(*(make_request(1, 500, request_id=f"chat{i}") for i in range(30)))
+    bench.step()
+    bench.add(offline(4, request_id="job"))
+    bench.clock.advance(0.0795)  # of the 0.1 s that the next tokens may take
+    plan = bench.step()
+    assert len(plan.slices) == 20
+    assert "job" not in sizes(plan), "the algorithm returned early"
+    assert batch_size(bench) == INITIAL_BATCH_SIZE
+
+
+def test_decodes_that_do_not_fit_and_can_wait_end_the_online_part_alone() -> None:
+    bench = Bench(bros_policy)
+    tight, loose = SLO(1.0, 0.05), SLO(1.0, 0.5)
+    bench.add(*(make_request(1, 500, request_id=f"tight{i}", slo=tight) for i in range(20)))
+    bench.add(*(make_request(1, 500, request_id=f"loose{i}", slo=loose) for i in range(12)))
+    bench.step()
+    bench.clock.advance(0.0245)  # of the 0.05 s
+    assert len(bench.step().slices) == 25
+    assert batch_size(bench) == INITIAL_BATCH_SIZE + 2
+
+
+def test_the_batch_size_grows_by_one_a_step_up_to_the_limit() -> None:
+    bench = Bench(bros_policy)
+    bench.add(offline(4, 100, request_id="job"))
+    seen = []
+    for _ in range(40):
+        bench.step()
+        seen.append(batch_size(bench))
+    assert seen == [min(64, INITIAL_BATCH_SIZE + 1 + step) for step in range(40)]
+
+
+def test_a_prompt_that_does_not_fit_and_can_wait_is_passed_over_and_computed_whole_in_time() -> None:
+    bench = Bench(bros_policy)
+    bench.add(make_request(4, 1500, request_id="chat"), offline(4, 1500, request_id="job"))
+    bench.step()
+    prompt = make_request(400, 2, request_id="prompt", arrived_at_s=bench.clock.now_s())
+    bench.add(prompt)
+    assert sizes(bench.step()) == {"chat": 1, "job": 1}
+    while "prompt" not in (plan := sizes(bench.step())):
+        assert bench.clock.now_s() < 2.0
+    assert plan["prompt"] == 400
+    assert prompt.last_token_at_s is not None
+    assert prompt.last_token_at_s <= prompt.arrived_at_s + 1.0
+    assert batch_size(bench) == INITIAL_BATCH_SIZE, "it took longer than the decode could wait"
+
+
+def test_requests_that_are_late_in_any_case_do_not_bound_the_step() -> None:
+    bench = Bench(bros_policy)
+    bench.add(make_request(4, 50, request_id="late"))
+    bench.step()
+    bench.clock.advance(0.5)
+    bench.add(make_request(40, 2, request_id="prompt", arrived_at_s=bench.clock.now_s()), offline(8))
+    plan = bench.step()
+    assert len(plan.slices) == 3
+    assert next(iter(sizes(plan))) == "late"
+    assert batch_size(bench) > INITIAL_BATCH_SIZE
+
+
+def test_a_late_prompt_that_does_not_fit_keeps_nobody_else_out() -> None:
+    bench = Bench(bros_policy)
+    bench.add(make_request(4, 50, request_id="chat"))
+    bench.step()
+    bench.add(*(make_request(n, 2, request_id=f"late{n}", arrived_at_s=-9.0 + n / 100) for n in (10, 400)))
+    bench.add(offline(4, request_id="job"))
+    assert sizes(bench.step()) == {"late10": 10, "chat": 1, "job": 4}
+    assert batch_size(bench) > INITIAL_BATCH_SIZE
+
+
+def test_offline_requests_join_by_what_must_be_computed_again() -> None:
+    bench = Bench(bros_policy, num_blocks=20)
+    bench.add(offline(40, 8, request_id="victim"))
+    bench.step()
+    bench.add(make_request(60, 2, request_id="chat"))
+    assert sizes(bench.step()) == {"chat": 60}
+    bench.add(offline(8, 4, request_id="new", arrived_at_s=1.0))
+    bench.step()
+    assert list(sizes(bench.step())) == ["new", "victim"]
+
+
+def test_of_offline_requests_the_one_that_loses_least_is_preempted() -> None:
+    bench = Bench(bros_policy, num_blocks=20)
+    much, little = offline(36, 8, request_id="much"), offline(24, 8, request_id="little", arrived_at_s=-1.0)
+    bench.add(much, little)
+    bench.step()
+    bench.add(make_request(24, 4, request_id="chat"))
+    assert "chat" in sizes(bench.step())
+    assert (much.status, little.status) == (RequestStatus.RUNNING, RequestStatus.PREEMPTED)
+
+
+def test_an_offline_request_replaces_the_least_urgent_online_one_that_can_wait() -> None:
+    bench = Bench(of_batch_size(2))
+    relaxed = make_request(4, 50, request_id="relaxed", slo=SLO(1.0, 0.5))
+    bench.add(make_request(4, 2000, request_id="urgent"), relaxed)
+    bench.step()
+    bench.add(offline(4, 3000, request_id="job"))
+    assert sizes(bench.step()) == {"urgent": 1, "job": 4}
+    first_at_s = relaxed.last_token_at_s
+    assert first_at_s is not None
+    while "relaxed" not in sizes(bench.step()):
+        assert bench.clock.now_s() < 2.0
+    assert relaxed.last_token_at_s is not None
+    assert 0.4 < relaxed.last_token_at_s - first_at_s <= 0.5
+
+
+def test_an_online_request_that_cannot_wait_is_not_replaced() -> None:
+    bench = Bench(of_batch_size(2))
+    bench.add(*(make_request(4, 50, request_id=f"chat{i}") for i in range(2)))
+    bench.step()
+    bench.add(offline(4, request_id="job"))
+    bench.clock.advance(0.095)  # 5 ms are left: enough for one step
+    assert sizes(bench.step()) == {"chat0": 1, "chat1": 1}
+
+
+def test_an_offline_prompt_that_fits_no_step_beside_online_decodes_is_cut() -> None:
+    bench = Bench(bros_policy)
+    bench.add(make_request(4, 50, request_id="chat"))
+    bench.step()
+    bench.add(offline(400, request_id="long"))
+    assert sizes(bench.step()) == {"chat": 1, "long": 98}
+
+
+@settings(max_examples=60, deadline=None)
+@given(workload=policy_workloads())
+def test_only_the_most_urgent_request_may_take_a_step_past_a_deadline(
+    workload: Sequence[tuple[int, Request]],
+) -> None:
+    bench = Bench(bros_policy, num_blocks=48)
+    for num_steps in range(60):
+        bench.add(*(request for arrives_at, request in workload if arrives_at == num_steps))
+        now_s = bench.clock.now_s()
+        bound_s = math.inf
+        for each in bench.scheduler.requests.running.values():
+            pending = each.num_pending_tokens
+            alone = StepLoad.of([(each.num_computed_tokens, pending, True)])
+            residual_s = each.next_token_by_s - now_s
+            is_online = each.priority_level is PriorityLevel.ONLINE
+            if is_online and residual_s >= bench.cost.step_time_s(alone):
+                bound_s = min(bound_s, residual_s)
+        plan = bench.step()
+        assert len(plan.slices) < 2 or plan.predicted_s <= bound_s + 1e-9
+        if len(plan.slices) == 1 and plan.predicted_s > bound_s:
+            (owed,) = (r for _, r in workload if r.request_id == plan.slices[0].request_id)
+            assert owed.service_class is ServiceClass.ONLINE
