@@ -8,8 +8,8 @@ checkpointed and restored. The real run is in this process, without HTTP.
 
 What the simulated device does is observed on this machine, not in the run that is compared: another workload
 runs before it and after it, half as long each. The engine predicts with the saved profile in all runs.
-Two more columns tell where a difference comes from: ``own`` simulates the device as it was observed in the real
-run itself, so without a drift of the machine's speed; ``exact`` takes the profile for the truth.
+Two more columns tell where a difference comes from: ``own`` simulates the device as it was observed in the
+real run itself, so without a drift of the machine's speed; ``exact`` takes the profile for the truth.
 """
 
 from __future__ import annotations
