@@ -90,6 +90,13 @@ def test_a_behaviour_takes_no_time_below_zero(field: str, value: float) -> None:
         DeviceBehaviour(linear_cost(), **{field: value})  # type: ignore[arg-type]
 
 
+def test_the_mean_is_that_of_the_draws() -> None:
+    noise = StepNoise((0.0, 0.5, 0.9, 1.0), (0.8, 1.0, 1.2, 3.0))
+    assert StepNoise().mean == 1.0
+    assert noise.mean == pytest.approx(0.45 + 0.44 + 0.21)
+    assert draws(noise, 40_000).mean() == pytest.approx(noise.mean, rel=0.01)
+
+
 def test_one_ratio_is_no_distribution() -> None:
     with pytest.raises(ValueError, match="two or more"):
         StepNoise.of_ratios([1.0])

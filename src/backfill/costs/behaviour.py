@@ -48,6 +48,11 @@ class StepNoise:
         if not 0.0 <= self.correlation < 1.0:
             raise ValueError(f"correlation must be at least 0 and below 1, got {self.correlation}")
 
+    @property
+    def mean(self) -> float:
+        points = zip(self.probabilities, self.ratios, strict=True)
+        return sum((p1 - p0) * (r0 + r1) / 2 for (p0, r0), (p1, r1) in itertools.pairwise(points))
+
     @classmethod
     def of_ratios(cls, ratios: Sequence[float]) -> StepNoise:
         """Of the ratios of consecutive steps, in order.

@@ -24,6 +24,7 @@ _LEAST_STANDARD_ERRORS = 2.0
 _MOST_EXCESS = 0.75
 _LEAST_STEPS = 20
 _OUTLIERS = 0.05
+_LONGEST = 0.99
 _SEED = 0
 
 
@@ -107,7 +108,7 @@ def observed_behaviour(
     """The behaviour of the device on which these steps ran.
 
     Its typical step times are fitted to the steps as ``ProfileRefiner`` does. The noise is of the steps over
-    these. Copies are as fast as in the profile. The host takes the median gap between two steps.
+    these. Copies are as fast as in the profile. The host takes the mean gap between two steps.
 
     Args:
         profile: predicted the steps; kept where too few of a kind ran.
@@ -133,10 +134,15 @@ def observed_behaviour(
         cost,
         profile.copies,
         noise=StepNoise.of_ratios([_ratio(step, cost) for step in bare]),
-        host_s=statistics.median(gaps_s),
+        host_s=_host_s(gaps_s),
         safepoint_s=safepoint_s,
         copy_slowdown=excess / (1.0 - excess),
     )
+
+
+def _host_s(gaps_s: Sequence[float]) -> float:
+    """The mean gap. The longest hundredth may be waits for arrivals; these count as the P99."""
+    return float(np.minimum(gaps_s, np.quantile(gaps_s, _LONGEST)).mean())
 
 
 def _excess_beside_copies(steps: Sequence[ObservedStep], cost: CostModel) -> float:
