@@ -73,6 +73,15 @@ def test_every_online_token_is_recorded_and_the_timeline_adds_up() -> None:
     )
 
 
+def test_offline_requests_completed_within_the_duration_are_counted() -> None:
+    one_kind = Workload((Arrival(0.5, Lengths(10, 2)),), 4.0, (Lengths(600, 40),))
+    few = run("slo", one_kind, kv_tokens=700)
+    computed = few.counters[ServiceClass.OFFLINE].num_computed_tokens
+    num_each = 600 + 40 - 1  # the last output token is not computed
+    assert few.num_offline_completed == computed // num_each > 5
+    assert run("online-only", one_kind).num_offline_completed == 0
+
+
 def test_a_lone_request_takes_its_own_time() -> None:
     alone = Workload((Arrival(1.0, Lengths(100, 3)),), 2.0, ())
     (record,) = run("online-only", alone).online

@@ -65,6 +65,17 @@ class OnlineRecord:
     def ttft_s(self) -> float:
         return self.token_at_s[0] - self.arrived_at_s
 
+    @property
+    def tpot_s(self) -> float:
+        """Mean gap between tokens; 0 for a single token."""
+        num_gaps = len(self.token_at_s) - 1
+        return (self.token_at_s[-1] - self.token_at_s[0]) / num_gaps if num_gaps else 0.0
+
+    @property
+    def normalized_latency_s(self) -> float:
+        """Seconds from arrival to the last token, for each token of the output."""
+        return (self.token_at_s[-1] - self.arrived_at_s) / len(self.token_at_s)
+
     def gaps_s(self) -> list[float]:
         return [b - a for a, b in zip(self.token_at_s, self.token_at_s[1:], strict=False)]
 
@@ -77,6 +88,7 @@ class ReplayResult:
         duration_s: duration of the workload. Tokens are counted up to it, online requests to their end.
         online: one record for each online request.
         counters: of each class at ``duration_s``.
+        num_offline_completed: offline requests that have ended by ``duration_s``.
         timeline: tokens computed in each ``BIN_S`` from the start, by class, without recomputed ones.
         scheduling_s: CPU time of planning and committing.
         num_prefix_hit_tokens: prompt tokens found in the prefix cache, of all classes and both tiers, up to
@@ -86,11 +98,19 @@ class ReplayResult:
     duration_s: float
     online: list[OnlineRecord]
     counters: dict[ServiceClass, ClassCounters]
+    num_offline_completed: int
     timeline: list[Counter[ServiceClass]]
     num_steps: int
     num_stopped_steps: int
     scheduling_s: float
     num_prefix_hit_tokens: int
+
+
+class _Totals(NamedTuple):
+    """What a replay has counted so far."""
+
+    counters: dict[ServiceClass, ClassCounters]
+    num_offline_completed: int
 
 
 class Replay:
@@ -113,6 +133,7 @@ class Replay:
         self._origin_s = clock.now_s()
         self._next_arrival = 0
         self._num_offline = 0
+        self._num_offline_completed = 0
         self._records: dict[RequestId, OnlineRecord] = {}
         self._num_unfinished = len(workload.online)
         self._num_steps = 0
@@ -138,11 +159,11 @@ class Replay:
 
     def run(self) -> ReplayResult:
         """Replay the whole workload."""
-        at_end: dict[ServiceClass, ClassCounters] | None = None
+        at_end: _Totals | None = None
         while self._num_unfinished:
             is_over = self._elapsed_s >= self._duration_s
             if is_over and at_end is None:
-                at_end = self._copy_counters()
+                at_end = self._totals()
             self.deliver()
             if not is_over:
                 self._top_up()
@@ -156,10 +177,12 @@ class Replay:
                 self._wait_until(self._origin_s + self._duration_s)
                 break
             self._step()
+        totals = at_end or self._totals()
         return ReplayResult(
             duration_s=self._duration_s,
             online=list(self._records.values()),
-            counters=at_end or self._copy_counters(),
+            counters=totals.counters,
+            num_offline_completed=totals.num_offline_completed,
             timeline=self._timeline,
             num_steps=self._num_steps,
             num_stopped_steps=self._engine.num_stopped_steps,
@@ -185,6 +208,7 @@ class Replay:
         record = self._records.get(output.request_id)
         assert output.message is None, f"{output.request_id}: {output.message}"
         if record is None:
+            self._num_offline_completed += output.finish_reason is not None
             return
         record.token_at_s.append(now_s)
         if output.finish_reason is not None:
@@ -229,8 +253,9 @@ class Replay:
         else:
             time.sleep(seconds)
 
-    def _copy_counters(self) -> dict[ServiceClass, ClassCounters]:
-        return {each: counters.copy() for each, counters in self._engine.scheduler.counters.items()}
+    def _totals(self) -> _Totals:
+        counters = {each: counters.copy() for each, counters in self._engine.scheduler.counters.items()}
+        return _Totals(counters, self._num_offline_completed)
 
 
 def simulate(
