@@ -34,6 +34,8 @@ REFERENCE = "online-only"
 POLICIES = tuple(
     name for name in (REFERENCE, "fcfs", "round-robin", "priority", "bros", "slo") if name in VARIANTS
 )
+# Without offline requests these serve in order of arrival as ``online-only`` does.
+_SAME_ALONE = ("fcfs", "round-robin")
 FIGURES = (
     "goodput_rps",
     "attainment",
@@ -237,13 +239,7 @@ def _run_points(
     on_done: Callable[[Setting, str, Mapping[str, float]], None],
 ) -> list[GoodputPoint]:
     settings = sweep.settings()
-    # ``online-only`` takes no offline requests: its run without them is that with them too.
-    runs = [
-        (setting, policy)
-        for setting in settings
-        for policy in sweep.policies
-        if not (policy == REFERENCE and setting.panel.has_offline)
-    ]
+    runs = list(dict.fromkeys(_run_of(setting, policy) for setting in settings for policy in sweep.policies))
     work = [
         point_simulation(sweep, setting, policy, capacities[setting.panel.workload], seed)
         for setting, policy in runs
@@ -255,16 +251,22 @@ def _run_points(
         means = mean_figures(FIGURES, list(itertools.islice(results, sweep.num_seeds)))
         figures[setting, policy] = means
         on_done(setting, policy, means)
-        if policy == REFERENCE:
-            figures[setting._replace(panel=setting.panel._replace(has_offline=True)), policy] = means
     return [
         GoodputPoint(
             setting,
             setting.load * capacities[setting.panel.workload],
-            {policy: figures[setting, policy] for policy in sweep.policies},
+            {policy: figures[_run_of(setting, policy)] for policy in sweep.policies},
         )
         for setting in settings
     ]
+
+
+def _run_of(setting: Setting, policy: str) -> tuple[Setting, str]:
+    """The run that has a policy's figures at a setting, so that none is run twice."""
+    panel = setting.panel
+    if policy == REFERENCE or (policy in _SAME_ALONE and not panel.has_offline):
+        return setting._replace(panel=panel._replace(has_offline=False)), REFERENCE
+    return setting, policy
 
 
 def point_simulation(
