@@ -301,8 +301,8 @@ def capacity_per_s(simulation: Simulation) -> float:
     """Requests per second that the device completes while others wait.
 
     These are output tokens per second over the mean output, from the time when a tenth of the requests have
-    begun until the last begins. Requests over the whole duration would be up to a fifth fewer: at the end a
-    few long outputs run alone.
+    begun until the last begins. Requests over the whole duration would be fewer: at the end a few long
+    outputs run alone.
     """
     records = simulation.replay().online
     began = np.sort([record.token_at_s[0] for record in records])

@@ -45,10 +45,7 @@ class Simulation:
     max_step_tokens: int
 
     def replay(self) -> ReplayResult:
-        """The host's KV pool is four times the device's.
-
-        Prefix caching is off: no two prompts begin alike, so it would take time and change no figure.
-        """
+        """The host's KV pool is four times the device's."""
         hardware = load_hardware_profile(self.hardware)
         config = replace(
             VARIANTS[self.policy],
@@ -56,9 +53,11 @@ class Simulation:
             max_prefill_chunk_tokens=self.max_step_tokens,
             ttft_slo=self.slo.ttft_s,
             tpot_slo=self.slo.tpot_s,
-            prefix_caching=False,
         )
-        return simulate(config, self.workload, hardware, _HOST_POOL_RATIO * hardware.kv_tokens)
+        replay = simulate(config, self.workload, hardware, _HOST_POOL_RATIO * hardware.kv_tokens)
+        num_hits = replay.num_prefix_hit_tokens
+        assert num_hits == 0, f"{self.policy}: {num_hits} tokens of prompts that differ are prefix hits"
+        return replay
 
 
 def figures_of(simulation: Simulation) -> PolicyMetrics:

@@ -32,7 +32,9 @@ def save_goodput_plot(path: Path, result: GoodputResult) -> None:
             _draw_policies(row[1], points, "offline_tok_s")
         else:
             loads = [point.setting.load for point in points]
-            row[0].plot(loads, [point.rate_per_s for point in points], color="grey", linewidth=0.8)
+            row[0].plot(
+                loads, [point.rate_per_s for point in points], color="grey", linewidth=0.8, label="arrivals"
+            )
         row[0].set(ylabel=f"{panel.workload}, CV {panel.cv:g}\ngoodput (requests/s)")
         row[1].set(ylabel="offline tokens/s")
     for axis in axes.flat:
