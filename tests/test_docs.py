@@ -36,7 +36,7 @@ def commands() -> dict[str, App]:
         children = {
             name: child for name, child in command.resolved_commands().items() if not name.startswith("-")
         }
-        if not children:
+        if not children or command.default_command is not None:
             found[" ".join(words)] = command
         for name, child in children.items():
             collect((*words, name), child)

@@ -209,11 +209,10 @@ def test_simulate_goodput_prints_tables_and_ends_with_json(tmp_path: Path) -> No
         (["goodput", "--workloads", "sharegpt"], "no 'sharegpt'; there are conversation, code, document"),
         (["goodput", "--workloads", ","], "--workloads names none; there are conversation"),
         (["goodput", "--num-requests", "0"], "--num-requests must be above 0, got 0"),
-        (["goodput", "--seeds", "0"], "--seeds must be above 0, got 0"),
+        (["goodput", "--seeds", "0"], "--seeds must be at least 1, got 0"),
+        (["goodput", "--policies", "lifo"], "--policies: there is no 'lifo'; there are online-only"),
+        (["goodput", "--plot", "/no/such/folder/x.png"], "there is no folder /no/such/folder"),
         (["goodput", "--jobs", "0"], "--jobs must be 1 to 64, got 0"),
-        (["goodput", "--rates", "1"], "--rates is for bros-tradeoff."),
-        (["conserve-fig6", "--jobs", "2"], "--jobs is for goodput and bros-tradeoff."),
-        (["goodput", "--offline-lengths", "x.csv"], "--offline-lengths is for the scenarios of ConServe"),
     ],
 )
 def test_bad_input_is_one_line(arguments: list[str], message: str) -> None:

@@ -6,14 +6,12 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
 from backfill.cli.command import command
 from backfill.cli.interrupts import interruptible
 from backfill.cli.plots import NEEDS, can_plot, check_folder, check_plot
-from backfill.cli.sweeps import SWEEPS, SweepOptions
 from backfill.cli.tables import print_figures
 from backfill.core.errors import ConfigError
 from backfill.core.options import check_types
@@ -25,7 +23,6 @@ from backfill.simulation.scenarios import (
     ScenarioResult,
     build_scenario,
     run_scenario,
-    scenario_names,
 )
 
 _FIGURES = (
@@ -43,9 +40,8 @@ class SimulateOptions:
     """One experiment.
 
     Attributes:
-        scenario: one of conserve-fig5, conserve-fig6, conserve-fig7, conserve-fig8, goodput and
-            bros-tradeoff.
-        policies: policies to run, separated by commas; the scenario's by default.
+        scenario: one of conserve-fig5, conserve-fig6, conserve-fig7 and conserve-fig8.
+        policies: policies to run, separated by commas; the paper's by default.
         online_trace: CSV of a conversation trace with arrival times (figure 5).
         offline_lengths: CSV of prompt and output lengths of the offline work.
         plot: PNG to write; SCENARIO.png by default, if matplotlib is installed.
@@ -62,11 +58,6 @@ class SimulateOptions:
     def validate(self) -> None:
         """Raises: ConfigError."""
         check_types(self)
-        known = [*scenario_names(), *SWEEPS]
-        if self.scenario not in known:
-            raise ConfigError(f"There is no scenario {self.scenario!r}; there are {', '.join(known)}.")
-        if self.offline_lengths is not None and self.scenario in SWEEPS:
-            raise ConfigError("`offline_lengths` is for the scenarios of ConServe's figures.")
         if self.online_trace is not None and self.scenario != "conserve-fig5":
             raise ConfigError(
                 "`online_trace` is for conserve-fig5; the requests of the others have one length."
@@ -75,7 +66,7 @@ class SimulateOptions:
         _check_trace("offline_lengths", self.offline_lengths, _SUMMARIES)
 
     def policy_names(self) -> tuple[str, ...] | None:
-        """None for the scenario's policies. Raises: ConfigError."""
+        """None for the paper's policies. Raises: ConfigError."""
         if self.policies is None:
             return None
         names = tuple(name.strip() for name in self.policies.split(",") if name.strip())
@@ -97,63 +88,47 @@ class SimulateOptions:
         return path
 
 
-def simulate(options: SimulateOptions, sweep: SweepOptions) -> None:
-    """Run an experiment of ConServe's or BROS's evaluation, or a sweep of goodput against load.
+def simulate(options: SimulateOptions) -> None:
+    """Run an experiment of ConServe's evaluation and print its figures beside the paper's.
 
-    The papers' figures are printed beside these. Without traces the workloads are drawn with the published
-    traces' means and variation.
+    Without traces the workloads are drawn with the published traces' means and variation.
     """
     console = Console()
-    sweep.check_scenario(options.scenario)
     path = options.plot_path()
-    policies = options.policy_names()
-    if path is None:
-        console.print(f"No plot: it needs {NEEDS}.", highlight=False, markup=False)
-    with interruptible():
-        if options.scenario in SWEEPS:
-            content = SWEEPS[options.scenario].run(console, sweep, policies, path)
-        else:
-            content = _run_figure(console, options, policies, path)
-    if path is not None:
-        console.print(f"wrote {path}", markup=False, soft_wrap=True)
-    if options.json:
-        print(json.dumps(content))
-
-
-def _run_figure(
-    console: Console, options: SimulateOptions, policies: tuple[str, ...] | None, path: Path | None
-) -> Mapping[str, Any]:
-    """Run one of ConServe's figures; returns what ``--json`` prints. Raises: ConfigError."""
     scenario = build_scenario(options.scenario, Inputs(options.online_trace, options.offline_lengths))
+    policies = options.policy_names() or scenario.policies
     console.print(f"[bold]{scenario.title}[/bold]")
     console.print(
         f"{scenario.hardware.name}, {scenario.hardware.kv_tokens} tokens of KV, "
         f"objectives {scenario.slo.ttft_s:g} s and {scenario.slo.tpot_s * 1000:g} ms"
     )
+    if path is None:
+        console.print(f"No plot: it needs {NEEDS}.", highlight=False, markup=False)
 
     def on_done(setting: Mapping[str, float], policy: str, metrics: PolicyMetrics) -> None:
         console.print(f"{_title(setting)}: {policy} done, {metrics.num_steps} steps", style="dim")
 
-    result = run_scenario(scenario, policies or scenario.policies, on_done)
+    with interruptible():
+        result = run_scenario(scenario, policies, on_done)
     for point in result.points:
         _print_point(console, point, result)
     if path is not None:
         from backfill.simulation.plot import save_plot
 
         save_plot(path, result)
-    return result.as_json()
+        console.print(f"wrote {path}", markup=False, soft_wrap=True)
+    if options.json:
+        print(json.dumps(result.as_json()))
 
 
 app = command(
     simulate,
-    {
-        "Experiment": "scenario policies online_trace offline_lengths",
-        "Sweep": "workloads loads cvs num_requests models rates duration online_lengths seeds jobs",
-        "Output": "plot json",
-    },
+    {"Experiment": "scenario policies online_trace offline_lengths", "Output": "plot json"},
     positional="scenario",
     prefix="BACKFILL_SIMULATE_",
 )
+app.command("backfill.cli.simulate_goodput:app", name="goodput", help="Sweep goodput against load.")
+app.command("backfill.cli.simulate_bros:app", name="bros-tradeoff", help="Run BROS's figures 10 and 11.")
 
 
 def _title(setting: Mapping[str, float]) -> str:

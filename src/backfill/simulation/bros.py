@@ -44,6 +44,7 @@ SLO_OF_ALL = SLO(ttft_s=0.4, tpot_s=0.2)
 RATES_PER_S = (1.0, 3.0, 5.0, 8.0, 11.0, 15.0)
 ALL_RATES_PER_S = tuple(float(rate) for rate in range(1, 16))
 POLICIES = tuple(name for name in ("online-only", "fcfs", "round-robin", "bros", "slo") if name in VARIANTS)
+DURATION_S = 120.0
 BASELINES = ("fcfs", "round-robin")
 FIGURES = (
     "normalized_latency_s",
@@ -123,7 +124,7 @@ class BrosExperiment:
     rates_per_s: tuple[float, ...] = RATES_PER_S
     policies: tuple[str, ...] = POLICIES
     online_lengths: Path | None = None
-    duration_s: float = 120.0
+    duration_s: float = DURATION_S
     num_seeds: int = 1
 
     def validate(self) -> None:
