@@ -35,8 +35,8 @@ class BrosOptions:
     """The points of the experiment.
 
     Attributes:
-        models: names of opt-13b, opt-30b and llama-3-70b, separated by commas. All by default.
-        workloads: names of sharegpt and lmsys, separated by commas. Both by default.
+        models: models to serve, separated by commas: opt-13b, opt-30b, llama-3-70b. Default: all.
+        workloads: lengths of online requests, separated by commas: sharegpt, lmsys. Default: both.
         rates: online requests per second, separated by commas, or all for 1 to 15. Default: 1,3,5,8,11,15.
         duration: seconds of a trace. The paper's are 600.
         online_lengths: CSV of prompt and output lengths instead of those drawn for sharegpt.

@@ -31,7 +31,7 @@ class GoodputOptions:
     """The points of a sweep.
 
     Attributes:
-        workloads: names of conversation, code and document, separated by commas. All by default.
+        workloads: kinds of online requests, separated by commas: conversation, code, document. Default: all.
         loads: multiples of each workload's capacity, separated by commas. Default:
             0.3,0.5,0.7,0.8,0.9,1,1.1,1.25,1.5.
         cvs: variation of the gaps between online requests, separated by commas. Default: 1,4.
