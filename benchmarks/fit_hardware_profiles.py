@@ -1,9 +1,11 @@
 """Hardware profiles for the simulator, fitted to published A100 operator times.
 
 Reads the operator and all-reduce times that microsoft/vidur published (MIT), models what they leave out,
-builds timed steps from the sums and fits a cost model to them. Each profile's provenance and
-docs/hardware-profiles.md say what is measured and what is modelled. Prints the error on token counts that
-were held out, and a table of steps to compare with published figures.
+builds timed steps from the sums and fits a cost model to them. Operators of models that were not measured
+are derived from a measured model's by FLOPs and bytes. Each profile's provenance and
+docs/hardware-profiles.md say what is measured, derived and modelled. Prints the error on token counts that
+were held out, a table of steps to compare with published figures, and how well measured models are derived
+from one another.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
+from typing import NamedTuple
 
 import numpy as np
 
@@ -46,7 +49,7 @@ LAYER_OPERATORS = {
     "mlp_down_proj": 1,
     "add": 2,
 }
-LAYER_KERNELS = sum(LAYER_OPERATORS.values()) + 2  # and the KV write and attention
+MODELLED_KERNELS = 2  # of a layer: the KV write and attention
 
 # Products are computed in tiles of 64 or 128 rows, so time jumps just above their multiples, where the tables
 # have steps of 8.
@@ -56,8 +59,28 @@ ROW_KNOTS += (8192, 16384, 32768)
 SAMPLED_KNOTS = (1, 64, 104, 136, 256, 512)
 
 
+class Work(NamedTuple):
+    """What an operator computes and moves on one device."""
+
+    flops: float
+    num_bytes: float
+
+    @property
+    def roofline_s(self) -> float:
+        """Least seconds on the measured device."""
+        return max(self.num_bytes / MEASURED_DEVICE.bandwidth, self.flops / PEAK_FLOPS)
+
+
 @dataclass(frozen=True, slots=True)
 class ModelShape:
+    """A model's sizes.
+
+    Attributes:
+        table: file of the measured operator times of this model, or of ``derived_from``.
+        derived_from: measured model whose times are scaled to this one, which was not measured.
+        is_opt: a layer of OPT: an MLP without gate, learned positions and tied embeddings. Else Llama's.
+    """
+
     name: str
     table: str
     num_layers: int
@@ -67,6 +90,8 @@ class ModelShape:
     intermediate: int
     vocab: int
     max_model_len: int
+    derived_from: ModelShape | None = None
+    is_opt: bool = False
 
     @property
     def kv_width(self) -> int:
@@ -79,8 +104,22 @@ class ModelShape:
     @property
     def weight_bytes(self) -> int:
         attention = self.hidden * (2 * self.hidden + 2 * self.kv_width)
+        if self.is_opt:  # with biases, two values of a norm, and the two position rows that OPT reserves
+            layer = attention + 2 * self.hidden * self.intermediate + 9 * self.hidden + self.intermediate
+            embeddings = (self.vocab + self.max_model_len + 2) * self.hidden
+            return VALUE_BYTES * (self.num_layers * layer + embeddings + 2 * self.hidden)
         layer = attention + 3 * self.hidden * self.intermediate + 2 * self.hidden
         return VALUE_BYTES * (self.num_layers * layer + 2 * self.vocab * self.hidden + self.hidden)
+
+    @property
+    def layer_operators(self) -> dict[str, int]:
+        """How often each operator occurs in a layer."""
+        absent = "attn_rope" if self.is_opt else None
+        return {name: count for name, count in LAYER_OPERATORS.items() if name != absent}
+
+    @property
+    def layer_kernels(self) -> int:
+        return sum(self.layer_operators.values()) + MODELLED_KERNELS
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +162,22 @@ class Target:
 LLAMA_2_7B = ModelShape("llama-2-7b", "a100_llama-2-7b_mlp.csv", 32, 4096, 32, 32, 11008, 32000, 4096)
 LLAMA_3_8B = ModelShape("llama-3-8b", "a100_llama-3-8b_mlp.csv", 32, 4096, 32, 8, 14336, 128256, 8192)
 LLAMA_3_70B = ModelShape("llama-3-70b", "a100_llama-3-70b_mlp.csv", 80, 8192, 64, 8, 28672, 128256, 8192)
+
+
+def opt(name: str, num_layers: int, hidden: int, num_heads: int) -> ModelShape:
+    """An OPT model (Zhang et al., 2022, table 1).
+
+    A device's part of a layer, with two devices for 13B and four for 30B, has 3/4 of the weights of a whole
+    layer of Llama-2-7B: of all measured parts the nearest.
+    """
+    source = LLAMA_2_7B
+    return ModelShape(
+        name, source.table, num_layers, hidden, num_heads, num_heads, 4 * hidden, 50272, 2048, source, True
+    )
+
+
+OPT_13B = opt("opt-13b", 40, 5120, 40)
+OPT_30B = opt("opt-30b", 48, 7168, 56)
 A100_40G = Device("a100-40g", 39.4 * GIB, 1.555e12)
 A100_80G = Device("a100-80g", 79.2 * GIB, 2.039e12)
 MEASURED_DEVICE = A100_80G
@@ -134,7 +189,12 @@ TARGETS = (
     Target(LLAMA_3_8B, A100_80G, 1, PCIE_BYTES_PER_S),
     # In a DGX A100 two GPUs share a switch's x16 link to the host.
     Target(LLAMA_3_70B, A100_80G, 8, 4 * PCIE_BYTES_PER_S),
+    # In a server of four GPUs each has a link of its own. BROS's testbed (section 7.1).
+    Target(OPT_13B, A100_40G, 2, 2 * PCIE_BYTES_PER_S),
+    Target(OPT_30B, A100_40G, 4, 4 * PCIE_BYTES_PER_S),
 )
+# Measured models, and devices they are spread over, that are derived from Llama-2-7B to see the error.
+DERIVED_CHECKS = ((LLAMA_2_7B, 2), (LLAMA_3_8B, 1), (LLAMA_3_70B, 4), (LLAMA_3_70B, 8))
 
 
 def main() -> None:
@@ -142,16 +202,64 @@ def main() -> None:
     parser.add_argument("--profiles", type=Path, required=True, help="folder of the operator times")
     parser.add_argument("--out", type=Path, default=Path("src/backfill/costs/hardware_profiles"))
     args = parser.parse_args()
-    all_reduce = read_all_reduce(args.profiles / "a100_dgx_all_reduce.csv")
     print(HEADINGS)
     args.out.mkdir(parents=True, exist_ok=True)
     for target in TARGETS:
-        operators = read_operators(args.profiles / target.shape.table, target.num_devices)
+        all_reduce = read_all_reduce(args.profiles / "a100_dgx_all_reduce.csv", target.num_devices)
+        operators = operators_of(target.shape, target.num_devices, args.profiles)
         content = fit_target(target, operators, all_reduce)
         path = args.out / f"{target.name}.json"
         path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         profile = CostProfile.parse(content["costs"], str(path))
         print_row(target, profile, rows_error(profile.cost, target, operators, all_reduce))
+    print("\na layer's operators, derived from llama-2-7b's, against the measured ones: median, P95")
+    source = read_operators(args.profiles / LLAMA_2_7B.table, 1)
+    for shape, num_devices in DERIVED_CHECKS:
+        measured = read_operators(args.profiles / shape.table, num_devices)
+        error = derivation_error(shape, num_devices, source, measured)
+        print(f"{shape.name} on {num_devices}: {error.median:.1%}, {error.p95:.1%} ({error.num_steps})")
+
+
+def operators_of(shape: ModelShape, num_devices: int, folder: Path) -> dict[int, dict[str, float]]:
+    """Seconds of each operator by number of tokens, measured or derived."""
+    if shape.derived_from is None:
+        return read_operators(folder / shape.table, num_devices)
+    return derived_operators(shape.derived_from, shape, num_devices, read_operators(folder / shape.table, 1))
+
+
+def derived_operators(
+    source: ModelShape, shape: ModelShape, num_devices: int, measured: Mapping[int, Mapping[str, float]]
+) -> dict[int, dict[str, float]]:
+    """Times of one of the devices that share ``shape``, from those of ``source`` on one device.
+
+    An operator takes as many times its roofline as the measured one at the same number of tokens. The
+    roofline is the longer of its FLOPs at 312 TFLOP/s and its bytes at the device's nominal bandwidth.
+    """
+    derived = {}
+    for num_tokens, seconds in measured.items():
+        before, after = operator_work(source, num_tokens, 1), operator_work(shape, num_tokens, num_devices)
+        derived[num_tokens] = {
+            name: seconds[name] * after[name].roofline_s / before[name].roofline_s for name in after
+        }
+    return derived
+
+
+def derivation_error(
+    shape: ModelShape,
+    num_devices: int,
+    source: Mapping[int, Mapping[str, float]],
+    measured: Mapping[int, Mapping[str, float]],
+) -> FitError:
+    """Error of a layer's derived operators, summed, at the token counts of both tables."""
+    derived = derived_operators(LLAMA_2_7B, shape, num_devices, source)
+    errors = []
+    for num_tokens in derived.keys() & measured.keys():
+        times = [
+            sum(each[num_tokens][name] * count for name, count in shape.layer_operators.items())
+            for each in (derived, measured)
+        ]
+        errors.append(abs(times[0] - times[1]) / times[1])
+    return FitError(float(np.median(errors)), float(np.percentile(errors, 95)), len(errors))
 
 
 def read_operators(path: Path, num_devices: int) -> dict[int, dict[str, float]]:
@@ -169,19 +277,21 @@ def read_operators(path: Path, num_devices: int) -> dict[int, dict[str, float]]:
     }
 
 
-def read_all_reduce(path: Path) -> tuple[list[float], list[float]]:
-    """Sizes in bytes, ascending, and the seconds of an all-reduce among 8 devices of one machine.
+def read_all_reduce(path: Path, num_devices: int) -> tuple[list[float], list[float]]:
+    """Sizes in bytes, ascending, and the seconds of an all-reduce among devices of one machine.
 
     Medians of up to 300 kB are about 35 or about 60 us, also for neighbouring sizes, perhaps because the
     devices did not start together. So each is lowered to the least of any larger size, which makes them
-    ascend.
+    ascend. Both are empty for one device.
     """
     with path.open(newline="") as file:
         found = sorted(
             (float(row["size"]), float(row["time_stats.all_reduce.median"]) / 1000)
             for row in csv.DictReader(file)
-            if row["num_workers"] == "8" and row["devices_per_node"] == "8"
+            if row["num_workers"] == row["devices_per_node"] == str(num_devices)
         )
+    if not found:
+        return [], []
     lowest = np.minimum.accumulate([seconds for _, seconds in reversed(found)])[::-1]
     return [size for size, _ in found], lowest.tolist()
 
@@ -235,12 +345,12 @@ def rows_time_s(
 ) -> float:
     """Seconds of a step without attention and output. KV writes and gaps between kernels are modelled."""
     shape, tp = target.shape, target.num_devices
-    operator_bytes = bytes_moved(shape, num_tokens)
     seconds = {
-        name: on_device(target.device, operator_bytes[name], measured_s[name]) for name in operator_bytes
+        name: on_device(target.device, work.num_bytes, measured_s[name])
+        for name, work in operator_work(shape, num_tokens, tp).items()
     }
-    layer = sum(seconds[name] * count for name, count in LAYER_OPERATORS.items())
-    layer += LAYER_KERNELS * KERNEL_GAP_S
+    layer = sum(seconds[name] * count for name, count in shape.layer_operators.items())
+    layer += shape.layer_kernels * KERNEL_GAP_S
     kv_write_bytes = 2 * num_tokens * shape.kv_bytes_per_token / shape.num_layers / tp  # read, then written
     layer += kv_write_bytes / memory_rate(target.device)
     if tp > 1:
@@ -248,26 +358,35 @@ def rows_time_s(
     return seconds["emb"] + shape.num_layers * layer
 
 
-def bytes_moved(shape: ModelShape, num_tokens: int) -> dict[str, float]:
-    """Bytes each operator reads and writes on one device that holds the whole model."""
-    n, h, kv, ffn = num_tokens, shape.hidden, shape.kv_width, shape.intermediate
+def operator_work(shape: ModelShape, num_tokens: int, num_devices: int) -> dict[str, Work]:
+    """Work of each operator on one of the devices that share the model.
 
-    def product(inner: int, outer: int) -> int:
-        return inner * outer + n * (inner + outer)
+    Each device has its part of the heads and of the MLP, and the whole of the norms, additions and rows of
+    the embedding. Biases are left out.
+    """
+    n, h, kv = num_tokens, shape.hidden, shape.kv_width // num_devices
+    heads, ffn = shape.hidden // num_devices, shape.intermediate // num_devices
 
-    values = {
-        "emb": 2 * n * h,
-        "input_layernorm": 2 * n * h,
-        "attn_pre_proj": product(h, h + 2 * kv),
-        "attn_rope": 2 * n * (h + kv),
-        "attn_post_proj": product(h, h),
-        "post_attention_layernorm": 2 * n * h,
-        "mlp_up_proj": product(h, 2 * ffn),
-        "mlp_act": 3 * n * ffn,
+    def product(inner: int, outer: int) -> Work:
+        return Work(2 * n * inner * outer, VALUE_BYTES * (inner * outer + n * (inner + outer)))
+
+    def row_wise(values: int) -> Work:
+        return Work(0, VALUE_BYTES * n * values)
+
+    work = {
+        # OPT looks up a token and a position and adds them.
+        "emb": row_wise(7 * h if shape.is_opt else 2 * h),
+        "input_layernorm": row_wise(2 * h),
+        "attn_pre_proj": product(h, heads + 2 * kv),
+        "attn_rope": row_wise(2 * (heads + kv)),
+        "attn_post_proj": product(heads, h),
+        "post_attention_layernorm": row_wise(2 * h),
+        "mlp_up_proj": product(h, ffn if shape.is_opt else 2 * ffn),
+        "mlp_act": row_wise(2 * ffn if shape.is_opt else 3 * ffn),
         "mlp_down_proj": product(ffn, h),
-        "add": 3 * n * h,
+        "add": row_wise(3 * h),
     }
-    return {name: float(VALUE_BYTES * count) for name, count in values.items()}
+    return {name: each for name, each in work.items() if name == "emb" or name in shape.layer_operators}
 
 
 def on_device(device: Device, num_bytes: float, measured_s: float) -> float:
@@ -333,15 +452,26 @@ def modelled_time_s(target: Target, load: StepLoad) -> float:
 
 def provenance(target: Target) -> str:
     shape = target.shape
+    source = shape.derived_from or shape
     parts = [
-        f"Measured (microsoft/vidur profiling data, MIT; {shape.table}): median kernel times of the "
-        f"operators of a {shape.name} layer but attention, at {target.num_devices} device(s) a model, on an "
+        f"Measured (microsoft/vidur profiling data, MIT; {source.table}): median kernel times of the "
+        f"operators of a {source.name} layer but attention, at "
+        f"{1 if shape.derived_from else target.num_devices} device(s) a model, on an "
         "A100 that the data does not name further; its weight reads reach 1.6 TB/s, more than an A100-40G "
         "can, so the 80 GB SXM (2.039 TB/s) is assumed."
     ]
+    if shape.derived_from:
+        parts.append(
+            f"Derived: {shape.name} was not measured. Each operator on one of {target.num_devices} devices "
+            f"takes the time of {source.name}'s at the same number of tokens, times the ratio of their "
+            "rooflines (the longer of FLOPs at 312 TFLOP/s and bytes at 2.039 TB/s). Biases are left out. "
+            "Layers of measured models derived so differ from their measurement by as much as "
+            "docs/hardware-profiles.md says, which is not in this profile's error."
+        )
     if target.num_devices > 1:
         parts.append(
-            "Measured too (a100_dgx_all_reduce.csv): two all-reduces a layer among 8 devices of a DGX A100, "
+            "Measured too (a100_dgx_all_reduce.csv): two all-reduces a layer among "
+            f"{target.num_devices} devices of a DGX A100, "
             "each lowered to the least median of any larger size, extrapolated beyond 64 MiB."
         )
     if target.device is not MEASURED_DEVICE:

@@ -68,6 +68,13 @@ PARSED = {
     f"{_BACKFILL} run-batch -i questions.jsonl -o answers.jsonl --model smollm2-135m-instruct": "run above",
     f"{_BACKFILL} profile": "tests/api/servers.py runs it for every small server",
     f"{_BACKFILL} simulate conserve-fig5": "run above, with traces; without: tests/simulation",
+    f"{_BACKFILL} simulate goodput --jobs 2 --json": "half an hour; tests/simulation runs it short",
+    f"{_BACKFILL} simulate goodput --workloads code --loads 0.5,1 --cvs 1 --seeds 3": (
+        "a minute; tests/simulation runs it short"
+    ),
+    f"{_BACKFILL} simulate bros-tradeoff --jobs 2 --json": "minutes; tests/simulation runs it short",
+    f"{_BACKFILL} simulate bros-tradeoff --models opt-13b --rates all --duration 600 "
+    "--online-lengths sharegpt_lengths.csv": "minutes; tests/simulation runs it short",
     f"{_BACKFILL} bench serve --phases 10:4,20:0 --num-prompts 80 --input-len 128 --output-len 32": "80 s",
     f"{_BACKFILL} bench serve --backend openai-chat --max-concurrency 8 --num-prompts 64 --input-len 200 "
     "--json": "tests/bench sends such chats",

@@ -10,7 +10,7 @@ import pytest
 
 from backfill.core.errors import ConfigError
 from backfill.core.request import ServiceClass
-from backfill.simulation.plot import _COLOURS, save_plot
+from backfill.simulation.plot import COLOURS, save_plot
 from backfill.simulation.scenarios import (
     VARIANTS,
     Inputs,
@@ -155,7 +155,7 @@ def test_figures_are_printed_without_matplotlib_and_a_plot_asked_for_is_refused_
 
 
 def test_every_variant_has_a_colour() -> None:
-    assert set(_COLOURS) == set(VARIANTS)
+    assert set(COLOURS) == set(VARIANTS)
 
 
 @pytest.mark.parametrize("name", scenario_names())

@@ -14,7 +14,7 @@ from backfill.simulation.metrics import percentile
 from backfill.simulation.replay import BIN_S, ReplayResult
 from backfill.simulation.scenarios import PointResult, ScenarioResult
 
-_COLOURS = {
+COLOURS = {
     "online-only": "#2166ac",
     "fcfs": "#b2182b",
     "round-robin": "#762a83",
@@ -53,7 +53,7 @@ def save_plot(path: Path, result: ScenarioResult) -> None:
 def _plot_timeline(axes: Sequence[Axes], point: PointResult, result: ScenarioResult) -> None:
     slo = result.scenario.slo
     for policy, replay in point.replays.items():
-        colour = _COLOURS[policy]
+        colour = COLOURS[policy]
         starts = np.arange(0.0, replay.duration_s, _WINDOW_S)
         for axis, samples in ((axes[0], _ttfts(replay)), (axes[1], _gaps(replay))):
             worst = [percentile(_within(samples, start), 99) or np.nan for start in starts]
@@ -75,7 +75,7 @@ def _plot_sweep(axes: Sequence[Axes], result: ScenarioResult) -> None:
             width = 0.8 / len(result.points[0].metrics)
             at = np.arange(len(labels)) + index * width
             values = [getattr(point.metrics[policy], name) for point in result.points]
-            axis.bar(at, values, width, color=_COLOURS[policy], label=policy)
+            axis.bar(at, values, width, color=COLOURS[policy], label=policy)
         axis.set(ylabel=name)
         axis.set_xticks(np.arange(len(labels)) + 0.3, labels, fontsize=7)
     axes[0].set(yscale="log")
