@@ -21,9 +21,9 @@ and a TPOT of 0.15 s. Requests go straight to the engine: none is refused, whate
   and in promoted the first requests arrive over 8 s.
 
 Figures are defined in ``backfill/simulation/metrics.py``: a request meets both objectives if its TTFT and the
-mean of its gaps do. Tokens/s, in and out, are those of the whole server. /alone and /fcfs divide the figure
-before them by that of online-only, which serves no offline work, and by that of fcfs. With --seeds N each
-figure is the median of N. Ends with one JSON object on a line.
+mean of its gaps do. Tokens/s, in and out, are those of the whole server while the load lasts (the burst: for
+5 s). /alone and /fcfs divide the figure before them by that of online-only, which serves no offline work, and
+by that of fcfs. With --seeds N each figure is the median of N. Ends with one JSON object on a line.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ Table = Mapping[str, Mapping[str, KindFigures]]
 
 def burst(setup: Setup) -> dict[str, Load]:
     count = max(2, round(200 * setup.scale))
-    return {"": Load([Kind(f"{count} at once", [Arrival(0.0, Lengths(32, 32))] * count)], 1.0)}
+    return {"": Load([Kind(f"{count} at once", [Arrival(0.0, Lengths(32, 32))] * count)], 5.0)}
 
 
 def closed_loop(setup: Setup) -> dict[str, Load]:
