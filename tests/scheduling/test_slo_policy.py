@@ -25,13 +25,13 @@ def test_offline_fills_what_the_tpot_objective_leaves_beside_an_online_decode() 
     assert sizes(plan) == {"chat": 1, "long": 88}  # 90 ms at 1 ms a token, less for the blocks online holds
 
 
-def test_a_step_that_computes_an_online_prompt_has_no_offline_tokens() -> None:
+def test_offline_decodes_lengthen_a_step_with_an_online_prompt_by_a_fifth_at_most() -> None:
     bench = Bench()
-    bench.add(offline(8, request_id="job"))
+    bench.add(*(offline(8, request_id=f"job{i}") for i in range(10)))
     bench.step()
-    bench.add(make_request(30, 5, request_id="chat"))
-    assert sizes(bench.step()) == {"chat": 30}
-    assert sizes(bench.step()) == {"chat": 1, "job": 1}
+    bench.add(offline(40, request_id="next"), make_request(30, 5, request_id="chat"))
+    assert sizes(bench.step()) == {"chat": 30, **{f"job{i}": 1 for i in range(6)}}, "and no offline prompt"
+    assert len(sizes(bench.step())) == 12
 
 
 def test_offline_waits_while_an_online_request_is_late() -> None:
@@ -63,7 +63,7 @@ def test_an_online_request_preempts_the_offline_request_with_least_work_done() -
     bench.step()
     assert len(bench.scheduler.requests.running) == 2
     bench.add(make_request(24, 4, request_id="chat"))
-    assert sizes(bench.step()) == {"chat": 24}
+    assert sizes(bench.step()) == {"chat": 24, "much": 1}
     assert little.status is RequestStatus.PREEMPTED
     assert much.status is RequestStatus.RUNNING
 
@@ -236,7 +236,7 @@ def test_a_relegated_request_goes_after_one_that_can_be_in_time_and_before_offli
     bench.clock.advance(0.0)
     plan = bench.step()
     assert late.priority_level is PriorityLevel.RELEGATED
-    assert list(sizes(plan)) == ["late"]
+    assert list(sizes(plan)) == ["late"], "an offline prompt waits"
     bench.add(make_request(300, 3, request_id="chat", arrived_at_s=bench.clock.now_s()))
     assert next(iter(sizes(bench.step()))) == "chat"
 

@@ -196,7 +196,8 @@ def test_an_arrival_stops_an_offline_step_that_would_make_it_late() -> None:
     )
     assert 0 < discarded.num_stopped_steps <= suspended.num_stopped_steps <= len(suspended.online)
     lost, kept, unstopped = (metrics_of(each, tight) for each in (discarded, suspended, priority))
-    assert kept.ttft_attainment >= lost.ttft_attainment > unstopped.ttft_attainment
+    assert kept.ttft_attainment >= 0.95
+    assert lost.ttft_attainment >= 0.95 > unstopped.ttft_attainment
     assert lost.discarded_token_share > 0
     assert kept.discarded_token_share == 0
 

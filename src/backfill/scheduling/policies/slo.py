@@ -15,7 +15,7 @@ from backfill.core.slo import SLO
 from backfill.costs.load import StepLoad
 from backfill.costs.model import CostModel
 from backfill.scheduling.fill import admit, serve, split
-from backfill.scheduling.objectives import decode_limit_s, least_tpot_slo
+from backfill.scheduling.objectives import least_tpot_slo
 from backfill.scheduling.policy import (
     MIN_PREFILL_CHUNK_TOKENS,
     Admission,
@@ -33,6 +33,8 @@ from backfill.scheduling.prediction import StepPredictor
 _HEADROOM_FACTOR = 1.5
 # Part of what the decodes have banked that one step may take.
 _BANK_SHARE = 0.5
+# Time by which offline decodes may lengthen a step that computes an online prompt.
+_BESIDE_PROMPTS = 0.2
 # Prompts that are weighed against each other; those behind them wait.
 _MAX_WEIGHED = 512
 _ONLINE, _RELEGATED, _PROMOTED, _OFFLINE = (frozenset({level}) for level in PriorityLevel)
@@ -111,6 +113,8 @@ class SloPolicy(Policy):
         self._serve_relegated(view, batch, limit_s)
         if not batch.num_prefill_tokens:
             self._serve_offline(view, batch, online, reserved)
+        elif not view.suspended_s:
+            self._serve_offline_decodes(view, batch, online)
 
     def resume_s(self, view: Snapshot[RequestView]) -> float:
         """Slack of the online decodes less the time of their own step; 0 while there is an online prompt."""
@@ -175,22 +179,20 @@ class SloPolicy(Policy):
     def _limit_s(self, view: Snapshot[R], decodes_s: float, bank_share: float = 0.0) -> float:
         """Limit of the step's time, as predicted, for the gaps of the decodes that are in time.
 
-        Where they take most of it, the step grows so that a share is left to prompts: an objective that is
-        tighter than the load allows does not stop the others.
+        An objective that is tighter than the load allows does not stop the others: it counts as the least
+        one that leaves prompts their share of a step, but as no more than the server's own.
 
         Args:
             decodes_s: of a step of these decodes alone.
             bank_share: part of what each decode has banked that the step may take too.
         """
-        slack = min(
-            (
-                each.next_token_by_s - view.now_s + bank_share * max(0.0, each.banked_s)
-                for each in _holders(view, PriorityLevel.ONLINE)
-                if each.last_token_at_s is not None
-            ),
-            default=self.config.prompt_step_share * self.config.default_slo.ttft_s,
-        )
-        return max(slack * self._usable, least_tpot_slo(decodes_s))
+        decodes = [each for each in _holders(view, PriorityLevel.ONLINE) if each.last_token_at_s is not None]
+        if not decodes:
+            return self.config.prompt_step_share * self.config.default_slo.ttft_s * self._usable
+        slack = min(each.next_token_by_s + bank_share * max(0.0, each.banked_s) for each in decodes)
+        latest_s = min(each.last_token_at_s or 0.0 for each in decodes) + self.config.default_slo.tpot_s
+        own_s, default_s = ((at_s - view.now_s) * self._usable for at_s in (slack, latest_s))
+        return max(own_s, min(least_tpot_slo(decodes_s), default_s))
 
     def _in_time(
         self, prompts: Sequence[R], decodes: StepLoad, now_s: float, limit_s: float
@@ -218,7 +220,7 @@ class SloPolicy(Policy):
     ) -> float:
         """Add chunks of prompts in this order. Returns: the limit, lowered to the deadlines of those it ends.
 
-        A waiting prompt is admitted only while a step of all decodes would leave time for prompts.
+        A waiting prompt is admitted only while a step of all decodes, its own among them, keeps the gaps.
         """
         holders = list(_holders(view, PriorityLevel.ONLINE))
         holding = {each.request_id for each in holders}
@@ -226,12 +228,12 @@ class SloPolicy(Policy):
         for request in prompts:
             if not batch.has_headroom:
                 break
-            limits = ChunkLimits(max_step_s=limit_s)
+            limits = ChunkLimits(max_step_s=limit_s, guarantees_progress=True)
             if request.request_id in holding:
                 batch.try_add(request, limits)
             elif may_admit:
                 load.put(request.num_prompt_tokens, 1, True)
-                may_admit = self._leaves_time(load) or not holders
+                may_admit = self._keeps_gaps(load) or not holders
                 if may_admit:
                     admission = batch.try_admit(request, limits, may_preempt=_BELOW_ONLINE)
                     may_admit = admission is not Admission.REFUSED
@@ -241,9 +243,9 @@ class SloPolicy(Policy):
                     limit_s = min(limit_s, slack)
         return limit_s
 
-    def _leaves_time(self, decodes: StepLoad) -> bool:
-        most_s = decode_limit_s(self.config.default_slo.tpot_s * self._usable)
-        return self._predictor.cost.step_time_s(decodes) <= most_s
+    def _keeps_gaps(self, decodes: StepLoad) -> bool:
+        """Whether a step of these decodes keeps to the server's TPOT objective."""
+        return self._predictor.cost.step_time_s(decodes) <= self.config.default_slo.tpot_s * self._usable
 
     def _serve_relegated(self, view: Snapshot[R], batch: BatchBuilder[R], limit_s: float) -> None:
         """Online requests that are too late: prompts by age, then decodes, as far as there is time."""
@@ -270,6 +272,15 @@ class SloPolicy(Policy):
         serve(view, batch, _PROMOTED, promoted, may_preempt=_OFFLINE)
         limits = ChunkLimits(max_step_s=lowered_s, step_sizes=self._step_sizes)
         serve(view, batch, _OFFLINE, limits, reserved_blocks=reserved)
+
+    def _serve_offline_decodes(self, view: Snapshot[R], batch: BatchBuilder[R], online: Sequence[R]) -> None:
+        """Offline decodes beside an online prompt, as far as they hardly delay its first token."""
+        _, slack = _tpot(online, view.now_s)
+        slack = min(slack, _ttft_slack([*online, *view.waiting[PriorityLevel.ONLINE]], view.now_s))
+        limit_s = min(slack * self._usable, batch.predicted_s * (1.0 + _BESIDE_PROMPTS))
+        for level in (PriorityLevel.PROMOTED, PriorityLevel.OFFLINE):
+            decodes, _ = split(view.running[level])
+            batch.add_decodes(decodes, limit_s)
 
     def _build_offline_batch(self, view: Snapshot[R], batch: BatchBuilder[R], reserved: int) -> None:
         limits = ChunkLimits()
