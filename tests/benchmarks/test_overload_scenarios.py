@@ -65,7 +65,7 @@ def test_a_run_is_repeated_exactly_and_another_seed_is_another_run(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--policies", "fcfs,best"), "there is no 'best'; there are slo, online-only"),
+        (("--policies", "fcfs,best"), "there is no 'best'; there are slo, conserve"),
         (("--scenarios", "flood"), "there is no 'flood'; there are burst"),
         (("--noise", "2"), "must be from 0 to 1, got 2"),
         (("--scale", "0"), "must be from 0.01 to 100, got 0"),
