@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import os
 import signal
 import tempfile
@@ -128,6 +129,16 @@ def test_requests_of_a_killed_engine_are_told_how_many_were_lost() -> None:
             assert absent.value.num_lost == 0
 
     asyncio.run(run())
+
+
+def test_an_engine_that_its_client_kills_is_no_error_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    async def run() -> None:
+        async with started(load_slow) as client:
+            client.kill()
+            await client.wait_dead()
+
+    asyncio.run(run())
+    assert [record.message for record in caplog.records if record.levelno >= logging.ERROR] == []
 
 
 def test_a_request_whose_last_output_nobody_has_read_is_not_in_flight() -> None:

@@ -116,14 +116,15 @@ _SUMMARY_COLUMNS = {
 
 
 def _print_panel(console: Console, panel: Panel, points: list[GoodputPoint]) -> None:
-    table = Table(title=_title(panel))
-    headings = ["load", "req/s", "policy", *(heading for heading, _ in _PANEL_COLUMNS.values())]
+    table = Table(title=_title(panel), pad_edge=False, padding=(0, 0, 0, 1))
+    headings = ["load", "policy", *(heading for heading, _ in _PANEL_COLUMNS.values())]
     for heading in headings:
-        table.add_column(heading, justify="left" if heading == "policy" else "right")
+        is_name = heading == "policy"
+        table.add_column(heading, justify="left" if is_name else "right", no_wrap=is_name)
     for point in points:
         for policy, figures in point.policies.items():
             cells = [format(figures[name], kind) for name, (_, kind) in _PANEL_COLUMNS.items()]
-            table.add_row(f"{point.setting.load:g}", f"{point.rate_per_s:.2f}", policy, *cells)
+            table.add_row(f"{point.setting.load:g}", policy, *cells)
         table.add_section()
     console.print(table)
 

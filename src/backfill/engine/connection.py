@@ -40,6 +40,7 @@ class EngineConnection:
     def __init__(self, config: EngineConfig, log_level: str, load: EngineLoader) -> None:
         self._config, self._log_level, self._load = config, log_level, load
         self._end_reason: str | None = None  # None unless this client ended the process
+        self._was_killed = False  # by this client, which then says nothing of it
         self._folder: SocketFolder | None = None
         self._context: zmq.asyncio.Context | None = None
         self._commands: zmq.Socket[bytes] | None = None
@@ -142,7 +143,8 @@ class EngineConnection:
             ending.cancel()
             hanging.cancel()
             process.join(_POLL_S)
-            if process.exitcode:  # else it was stopped, or its client's event loop has ended
+            # Else it was stopped or killed by its client, or its client's event loop has ended.
+            if process.exitcode and not self._was_killed:
                 logger.error(self.how_it_ended())
 
     async def _kill_if_silent(self, process: PythonProcess, watchdog: Watchdog) -> None:
@@ -181,6 +183,7 @@ class EngineConnection:
     def kill(self) -> None:
         """End the process now, and wait up to a second for its end."""
         if self._process is not None and self.is_alive:
+            self._was_killed = True
             self._process.kill()
             self._process.join(_KILL_TIMEOUT_S)
 
