@@ -150,6 +150,7 @@ class Engine:
         if plan.safepoints is not None and not plan.safepoints.suspends:
             # Here, and not when a request arrives: that is in another thread.
             self._online_load = self._online_load_after(plan)
+        kind = self._kind_of(plan)
         self._running_plan = plan
         if self._arrived:  # while the plan was made; they are not in it
             self._maybe_stop_step()
@@ -159,6 +160,7 @@ class Engine:
         except Exception as error:
             logger.exception("step %d failed", plan.step)
             self.num_failed_steps_in_a_row += 1
+            self._busy_since_s = None
             return outputs + self._fail(plan, error)
         finally:
             self._running_plan = None
@@ -172,13 +174,13 @@ class Engine:
         is_whole = isinstance(plan.work, Compute) and not outcome.stopped
         if plan.slices and is_whole and not plan.copies.stalls:
             if self.predictor is not None:
-                cycle_s = now_s - (self._busy_since_s or planned_at_s)
-                self.predictor.observe(plan.predicted_s, now_s - started_at_s, cycle_s)
+                began_s = planned_at_s if self._busy_since_s is None else self._busy_since_s
+                self.predictor.observe(plan.predicted_s, now_s - started_at_s, now_s - began_s)
             if self._refiner is not None:
                 self._refiner.observe(plan, now_s - started_at_s)
         self._busy_since_s = now_s if self.has_work else None
         self._last_step = StepStats(
-            _kind(plan),
+            kind,
             plan.num_tokens,
             now_s - started_at_s,
             plan.predicted_s,
@@ -260,6 +262,15 @@ class Engine:
             suspends=points.suspends,
         )
 
+    def _kind_of(self, plan: StepPlan) -> StepKind:
+        by_id = self.scheduler.requests.by_id
+        classes = {by_id[scheduled.request_id].service_class for scheduled in plan.slices}
+        if not classes:
+            return "none"
+        if len(classes) > 1:
+            return "mixed"
+        return "online" if ServiceClass.ONLINE in classes else "offline"
+
     def _fail(self, plan: StepPlan, error: Exception) -> list[TokenOutput]:
         message = f"The step failed: {type(error).__name__}."
         request_ids = tuple(scheduled.request_id for scheduled in plan.slices)
@@ -274,15 +285,6 @@ class Engine:
             )
             for request in self.scheduler.fail(plan)
         ]
-
-
-def _kind(plan: StepPlan) -> StepKind:
-    if not plan.slices:
-        return "none"
-    offline = [scheduled.preemptible for scheduled in plan.slices]
-    if all(offline):
-        return "offline"
-    return "mixed" if any(offline) else "online"
 
 
 def _token_output(committed: CommittedToken) -> TokenOutput:

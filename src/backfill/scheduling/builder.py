@@ -15,7 +15,7 @@ from backfill.kvcache.content import BlockKey, Evictable, Match
 from backfill.kvcache.manager import KVCacheManager
 from backfill.scheduling.batch import Batch
 from backfill.scheduling.policy import MIN_PREFILL_CHUNK_TOKENS, NO_LIMITS, Admission, ChunkLimits
-from backfill.scheduling.preemption import Preemption
+from backfill.scheduling.preemption import Preemption, may_be_preempted
 from backfill.scheduling.queues import UnfinishedRequests
 
 # Waiting requests whose keys a step makes although another one in it computes their next block.
@@ -102,7 +102,7 @@ class StepBuilder:
         return max(0, request.num_ever_computed_tokens - num_on_device)
 
     def add_decodes(self, requests: Sequence[Request], max_step_s: float = math.inf) -> int:
-        num_fitting = self._num_fitting(requests, max_step_s)
+        num_fitting = min(self._num_fitting(requests, max_step_s), self.seqs_left, self.tokens_left)
         requests = requests[:num_fitting]
         batch, size = self.batch, self.kv.block_size
         has_headroom = batch.has_headroom_for(len(requests))
@@ -265,7 +265,7 @@ class StepBuilder:
         return needed <= self.kv.num_available(Evictable.ALL)
 
     def _sum_owed(self, may_preempt: Collection[PriorityLevel]) -> _Owed:
-        holders = [each for each in self.preemption.block_holders if each.priority_level not in may_preempt]
+        holders = [each for each in self.preemption.block_holders if not may_be_preempted(each, may_preempt)]
         is_full = len(holders) >= self.config.max_num_seqs
         num_blocks = 0 if is_full else sum(map(self._blocks_needed_next, holders))
         return _Owed(may_preempt, len(holders), num_blocks)

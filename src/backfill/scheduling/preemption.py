@@ -14,6 +14,17 @@ from backfill.scheduling.policy import Policy, PreemptionKey
 from backfill.scheduling.queues import UnfinishedRequests
 from backfill.scheduling.suspension import Suspension
 
+# Preemptions after which a relegated request keeps its blocks: prompts that can be in time would else take
+# them for ever, and a long one never came to its first token.
+_MAX_RELEGATED_PREEMPTIONS = 3
+
+
+def may_be_preempted(request: Request, levels: Collection[PriorityLevel]) -> bool:
+    """Whether a waiting request that may preempt these levels may preempt this request."""
+    level = request.priority_level
+    is_owed = level is PriorityLevel.RELEGATED and request.num_preemptions >= _MAX_RELEGATED_PREEMPTIONS
+    return level in levels and not is_owed
+
 
 @dataclass(slots=True, eq=False)
 class Preemption:
@@ -91,7 +102,7 @@ class Preemption:
         if kv.shortage(request, match, num_reserved, limit) <= 0:
             return match, limit
         lack = kv.shortage(request, match, num_reserved, last_limit)
-        victims = [each for each in self.block_holders if each.priority_level in preemptible]
+        victims = [each for each in self.block_holders if may_be_preempted(each, preemptible)]
         if victims and lack <= kv.num_freed((each.request_id for each in victims), match, last_limit):
             victims.sort(key=self.key)
             while victims:

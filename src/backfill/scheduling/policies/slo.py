@@ -113,20 +113,21 @@ class SloPolicy(Policy):
         self._serve_relegated(view, batch, limit_s)
         if not batch.num_prefill_tokens:
             self._serve_offline(view, batch, online, reserved)
-        elif not view.suspended_s:
+        else:
             self._serve_offline_decodes(view, batch, online)
 
     def resume_s(self, view: Snapshot[RequestView]) -> float:
-        """Slack of the online decodes less the time of their own step; 0 while there is an online prompt."""
-        online = _online(view)
-        if any(view.waiting[level] for level in _ONLINE | _RELEGATED):
-            return 0.0
-        if any(request.last_token_at_s is None for request in online):
+        """Slack of the online decodes less the time of their own step; 0 while there is an online prompt.
+
+        Relegated requests do not count: the blocks that they wait for may be those of the suspended slices.
+        """
+        online = _holders(view, PriorityLevel.ONLINE)
+        if view.waiting[PriorityLevel.ONLINE] or any(each.last_token_at_s is None for each in online):
             return 0.0
         if not online:
             return math.inf
-        _, slack = _tpot(online, view.now_s)
-        return max(0.0, slack * self._usable - self._predictor.cost.step_time_s(_decode_load(online)))
+        slack_s = self._slack_s(online, view.now_s)
+        return max(0.0, slack_s * self._usable - self._predictor.cost.step_time_s(_decode_load(online)))
 
     def preemption_key(self, request: RequestView, lost_tokens: float) -> PreemptionKey:
         """Offline requests first: by least lost work, then by least to restore. Then online, latest first."""
@@ -137,8 +138,7 @@ class SloPolicy(Policy):
 
     def step_limit_s(self, view: Snapshot[RequestView]) -> float:
         """The least slack of the online decodes."""
-        _, slack = _tpot(_online(view), view.now_s)
-        return slack * self._usable
+        return self._slack_s(_online(view), view.now_s) * self._usable
 
     @property
     def _usable(self) -> float:
@@ -171,6 +171,9 @@ class SloPolicy(Policy):
             if len(more) > len(in_time):
                 limit_s, in_time = banked_s, more
         chosen = [each for each in prompts if each.request_id in in_time]
+        chosen.sort(
+            key=lambda each: each.last_token_at_s is None
+        )  # those in the middle of their answers first
         late = [each for each in prompts if each.request_id not in in_time]
         limit_s = self._add_prompts(view, batch, chosen, limit_s)
         self._add_prompts(view, batch, late, limit_s)
@@ -201,19 +204,26 @@ class SloPolicy(Policy):
 
         They are computed one after another by deadline, beside the decodes, in steps of ``limit_s``. Whenever
         one would be late, the longest so far is left out; of several, the one with the earliest deadline.
+        That is done for each priority that clients gave, the more urgent ones first. Requests that compute
+        lost KV again are in the middle of their answers: they are always in.
         """
         cost, scale = self._predictor.cost, self._predictor.worst_scale
         chunk = max(MIN_PREFILL_CHUNK_TOKENS, cost.max_tokens(decodes, 0, self._max_step_tokens, limit_s))
         token_s = scale * cost.time_with_s(decodes, 0, chunk, False) / chunk
-        chosen: list[tuple[int, float, int]] = []  # a heap, the longest first
-        ends_at_s = now_s
-        for index, request in enumerate(prompts):
-            num_tokens, by_s = request.num_pending_tokens, request.next_token_by_s
-            heapq.heappush(chosen, (-num_tokens, by_s, index))
-            ends_at_s += num_tokens * token_s
-            if ends_at_s > by_s:
-                ends_at_s += heapq.heappop(chosen)[0] * token_s
-        return {prompts[index].request_id for _, _, index in chosen}
+        resumed = [each for each in prompts if each.last_token_at_s is not None]
+        in_time = {each.request_id for each in resumed}
+        ends_at_s = now_s + token_s * sum(each.num_pending_tokens for each in resumed)
+        new = (each for each in prompts if each.last_token_at_s is None)
+        for _, of_priority in itertools.groupby(new, lambda each: each.order_key[0]):
+            chosen: list[tuple[int, float, RequestId]] = []  # a heap, the longest first
+            for request in of_priority:
+                num_tokens, by_s = request.num_pending_tokens, request.next_token_by_s
+                heapq.heappush(chosen, (-num_tokens, by_s, request.request_id))
+                ends_at_s += num_tokens * token_s
+                if ends_at_s > by_s:
+                    ends_at_s += heapq.heappop(chosen)[0] * token_s
+            in_time.update(request_id for _, _, request_id in chosen)
+        return in_time
 
     def _add_prompts(
         self, view: Snapshot[R], batch: BatchBuilder[R], prompts: Iterable[R], limit_s: float
@@ -233,7 +243,7 @@ class SloPolicy(Policy):
                 batch.try_add(request, limits)
             elif may_admit:
                 load.put(request.num_prompt_tokens, 1, True)
-                may_admit = self._keeps_gaps(load) or not holders
+                may_admit = self._keeps_gaps(load) or load.num_requests == 1
                 if may_admit:
                     admission = batch.try_admit(request, limits, may_preempt=_BELOW_ONLINE)
                     may_admit = admission is not Admission.REFUSED
@@ -243,31 +253,59 @@ class SloPolicy(Policy):
                     limit_s = min(limit_s, slack)
         return limit_s
 
+    def _tpot_s(self, request: RequestView) -> float:
+        """The TPOT objective by which a request bounds offline work; a relegated one's is not tighter than
+        the server's."""
+        if request.slo is None:
+            return math.inf
+        tpot_s = request.slo.tpot_s
+        is_relegated = request.priority_level is PriorityLevel.RELEGATED
+        return max(tpot_s, self.config.default_slo.tpot_s) if is_relegated else tpot_s
+
+    def _slack_s(self, online: Sequence[RequestView], now_s: float) -> float:
+        """The least slack of the online decodes; inf without any."""
+        return min(
+            (
+                each.last_token_at_s + self._tpot_s(each) - now_s
+                for each in online
+                if each.last_token_at_s is not None
+            ),
+            default=math.inf,
+        )
+
     def _keeps_gaps(self, decodes: StepLoad) -> bool:
         """Whether a step of these decodes keeps to the server's TPOT objective."""
         return self._predictor.cost.step_time_s(decodes) <= self.config.default_slo.tpot_s * self._usable
 
     def _serve_relegated(self, view: Snapshot[R], batch: BatchBuilder[R], limit_s: float) -> None:
-        """Online requests that are too late: prompts by age, then decodes, as far as there is time."""
+        """Online requests that are too late, as far as there is time: prompts by deadline, then decodes.
+
+        Decodes that have waited for a TTFT objective go first: answers stand still no longer than that while
+        prompts come.
+        """
         decodes, prefills = split(view.running[PriorityLevel.RELEGATED])
+        long_ago_s = view.now_s - self.config.default_slo.ttft_s
+        batch.add_decodes([each for each in decodes if (each.last_token_at_s or 0.0) <= long_ago_s], limit_s)
         limits = ChunkLimits(max_step_s=limit_s)
         for request in prefills:
             batch.try_add(request, limits)
         admit(batch, view.waiting[PriorityLevel.RELEGATED], limits, may_preempt=_BELOW_RELEGATED)
-        batch.add_decodes(decodes, limit_s)
+        batch.add_decodes([each for each in decodes if not batch.tokens_of(each)], limit_s)
 
     def _serve_offline(
         self, view: Snapshot[R], batch: BatchBuilder[R], online: Sequence[R], reserved: int
     ) -> None:
         """Promoted requests, then the others, in the time that all online requests leave."""
-        tightest, slack = _tpot(online, view.now_s)
-        ttft_slack = _ttft_slack(online, view.now_s)
-        bound_s = 0.0 if view.suspended_s else min(tightest, slack, ttft_slack) * self._usable
+        ttft_slack_s = _ttft_slack(online, view.now_s)
+        bound_s = min(self._slack_s(online, view.now_s), ttft_slack_s) * self._usable
+        if view.suspended_s:
+            bound_s = 0.0  # the suspended slices resume first
+        tightest_s = min((self._tpot_s(each) for each in online if each.is_decoding), default=math.inf)
         # Offline work makes steps longer, so online requests hold their blocks longer. It gets less time as
         # they fill the pool. The shape was found by simulation (docs/coserving.md).
         free_share = 1.0 - view.online_blocks / view.num_blocks
         headroom = min(1.0, _HEADROOM_FACTOR * free_share) ** 2
-        lowered_s = 0.0 if view.suspended_s else min(tightest * headroom * self._usable, bound_s)
+        lowered_s = min(tightest_s * headroom * self._usable, bound_s)
         promoted = ChunkLimits(max_step_s=bound_s, step_sizes=self._step_sizes)
         serve(view, batch, _PROMOTED, promoted, may_preempt=_OFFLINE)
         limits = ChunkLimits(max_step_s=lowered_s, step_sizes=self._step_sizes)
@@ -275,9 +313,9 @@ class SloPolicy(Policy):
 
     def _serve_offline_decodes(self, view: Snapshot[R], batch: BatchBuilder[R], online: Sequence[R]) -> None:
         """Offline decodes beside an online prompt, as far as they hardly delay its first token."""
-        _, slack = _tpot(online, view.now_s)
-        slack = min(slack, _ttft_slack([*online, *view.waiting[PriorityLevel.ONLINE]], view.now_s))
-        limit_s = min(slack * self._usable, batch.predicted_s * (1.0 + _BESIDE_PROMPTS))
+        prompts = [*online, *view.waiting[PriorityLevel.ONLINE]]
+        slack_s = min(self._slack_s(online, view.now_s), _ttft_slack(prompts, view.now_s))
+        limit_s = min(slack_s * self._usable, batch.predicted_s * (1.0 + _BESIDE_PROMPTS))
         for level in (PriorityLevel.PROMOTED, PriorityLevel.OFFLINE):
             decodes, _ = split(view.running[level])
             batch.add_decodes(decodes, limit_s)
@@ -315,16 +353,6 @@ def _online(view: Snapshot[R]) -> Sequence[R]:
 
 def _decode_load(requests: Iterable[RequestView]) -> StepLoad:
     return StepLoad.of((max(1, each.num_computed_tokens), 1, True) for each in requests)
-
-
-def _tpot(online: Sequence[RequestView], now_s: float) -> tuple[float, float]:
-    """The tightest TPOT objective and the least slack of the online decodes; inf without any."""
-    tightest = slack = math.inf
-    for request in online:
-        if request.last_token_at_s is not None and request.slo is not None:
-            tightest = min(tightest, request.slo.tpot_s)
-            slack = min(slack, request.next_token_by_s - now_s)
-    return tightest, slack
 
 
 def _ttft_slack(online: Sequence[RequestView], now_s: float) -> float:
