@@ -36,7 +36,7 @@ LOADS = {
     "crowd": ("--num-prompts", "400", *_CROWD, "--max-concurrency", "64"),
 }
 
-_GOOD = ("--goodput", "ttft:1000 tpot:150")
+_GOOD = ("--goodput", "ttft:1000", "--goodput", "tpot:150")
 Figures = dict[str, float]
 
 

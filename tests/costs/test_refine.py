@@ -14,7 +14,7 @@ from backfill.core.plan import Compute, ScheduledSlice, StepPlan
 from backfill.core.request import RequestId
 from backfill.costs.fit import TimedStep
 from backfill.costs.load import StepLoad
-from backfill.costs.model import CostModel
+from backfill.costs.model import CostModel, PiecewiseLinear
 from backfill.costs.profile import CostProfile, FitError
 from backfill.costs.profiler import FULL, Capacity
 from backfill.costs.refine import ProfileRefiner, ServedStep, StepSample, stratum_of
@@ -116,6 +116,17 @@ def test_a_wrong_profile_becomes_right_where_it_is_used(rows: float, rest: float
     assert refined.error.num_steps > 30
     assert 512 <= refined.known_tokens <= 1000
     assert refined.known_chunk_tokens == refined.known_tokens, "no prompt was in two steps"
+
+
+def test_a_profile_that_predicts_nothing_for_the_smallest_steps_is_refined() -> None:
+    rows = PiecewiseLinear((1.0, 64.0, 2048.0), (0.0, 0.03, 0.8))
+    broken = CostModel(rows, PiecewiseLinear((0.0, 1.0, 64.0), (0.0, 0.05, 0.06)), 0.0, 0.0, 0.0, 0.0)
+    assert broken.step_time_s(StepLoad(num_tokens=1, num_requests=1, prefill_pairs=1)) == 0.0
+    service = Service(coarse_profile(broken))
+    for _ in range(4):
+        service.serve_chats(200)
+        service.refine()
+    assert statistics.median(errors(service.refiner.profile.cost, CHAT_SHAPES)) < 0.05
 
 
 def test_unserved_loads_follow_the_speed_of_served_ones() -> None:

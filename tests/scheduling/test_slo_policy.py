@@ -11,6 +11,7 @@ from backfill.core.slo import SLO
 from backfill.scheduling.policies.baselines import FcfsPolicy
 from backfill.scheduling.policy import Policy, Snapshot
 from backfill.scheduling.prediction import StepPredictor
+from backfill.scheduling.preemption import may_be_preempted
 from tests.builders import linear_cost, make_request
 from tests.scheduling.bench import MARGIN, SLO_100_MS, Bench, offline, policy_workloads, sizes, slo_policy
 
@@ -239,6 +240,62 @@ def test_a_relegated_request_goes_after_one_that_can_be_in_time_and_before_offli
     assert list(sizes(plan)) == ["late"], "an offline prompt waits"
     bench.add(make_request(300, 3, request_id="chat", arrived_at_s=bench.clock.now_s()))
     assert next(iter(sizes(bench.step()))) == "chat"
+
+
+def test_the_priority_that_clients_give_goes_before_the_number_of_prompts_in_time() -> None:
+    bench = Bench()
+    vip = make_request(600, 2, request_id="vip", priority=-10)
+    others = [make_request(300, 2, request_id=f"other{i}", priority=10) for i in range(3)]
+    bench.add(*others, vip)
+    while vip.first_token_at_s is None:
+        bench.step()
+    assert vip.priority_level is PriorityLevel.ONLINE
+    assert vip.first_token_at_s <= SLO_100_MS.ttft_s
+
+
+def test_a_burst_on_an_idle_server_is_admitted_only_as_far_as_gaps_allow() -> None:
+    slo = SLO(ttft_s=2.0, tpot_s=0.02)
+    bench = Bench(slo=slo)
+    bench.add(*(make_request(4, 30, request_id=f"chat{i}") for i in range(60)))
+    bench.step()
+    for _ in range(20):
+        assert bench.step().predicted_s <= slo.tpot_s
+
+
+def test_a_request_that_computes_lost_kv_again_goes_first_and_takes_no_time_from_prompts() -> None:
+    bench = Bench()
+    old = make_request(100, 50, request_id="old")
+    bench.add(old)
+    for _ in range(5):
+        bench.step()
+    bench.scheduler._preemption.preempt_without_kv(old)
+    old.cache_salt = "lost"  # what it computed is found no more
+    bench.clock.advance(5.0)
+    now_s = bench.clock.now_s()
+    bench.add(*(make_request(200, 2, request_id=f"new{i}", arrived_at_s=now_s) for i in range(3)))
+    plan = bench.step()
+    assert sizes(plan)["old"] == 105, "its known tokens, in one chunk"
+    assert plan.num_tokens > 300, "its deadline has passed and bounds nothing"
+
+
+def test_relegated_answers_stand_still_no_longer_than_a_first_token_may_take() -> None:
+    bench = Bench(num_blocks=8000)
+    bench.add(*(make_request(300, 20, request_id=f"late{i}", arrived_at_s=-10.0) for i in range(40)))
+    while bench.scheduler.has_unfinished:
+        bench.step()
+        now_s = bench.clock.now_s()
+        for request in bench.scheduler.requests.running.values():
+            if request.last_token_at_s is not None:
+                assert now_s - request.last_token_at_s <= SLO_100_MS.ttft_s + 1.0
+
+
+def test_a_relegated_request_is_preempted_for_others_three_times_at_most() -> None:
+    late = make_request(40, 3, request_id="late")
+    late.priority_level = PriorityLevel.RELEGATED
+    levels = frozenset(PriorityLevel)
+    assert [may_be_preempted(late, levels) for late.num_preemptions in range(5)] == [True] * 3 + [False] * 2
+    late.priority_level = PriorityLevel.OFFLINE
+    assert may_be_preempted(late, levels)
 
 
 def test_no_online_request_starves_below_capacity() -> None:

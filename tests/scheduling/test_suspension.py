@@ -5,12 +5,14 @@ import math
 from backfill.core.config import SchedulerConfig
 from backfill.core.plan import Compute, Resume, SampledToken, StepOutcome, StepPlan, WaitForCopies
 from backfill.core.request import FinishReason, PriorityLevel
+from backfill.core.slo import SLO
 from backfill.kvcache.create import create_kv_cache
 from backfill.scheduling.fill import serve
+from backfill.scheduling.policies.slo import SloPolicy, SloPolicyConfig
 from backfill.scheduling.policy import BatchBuilder, Policy, R, RequestView, Snapshot
 from backfill.scheduling.prediction import StepPredictor
 from backfill.scheduling.scheduler import Scheduler
-from tests.builders import linear_cost
+from tests.builders import linear_cost, make_request
 from tests.scheduling.bench import offline
 
 NUM_LAYERS = 10
@@ -70,3 +72,36 @@ def test_a_discarded_slice_is_not_kept_by_a_step_that_waits_for_copies() -> None
     scheduler, _, suspended = paused_scheduler()
     scheduler.finish(suspended.slices[0].request_id, FinishReason.ABORT)
     assert scheduler.plan_step(0.0).work == WaitForCopies(keeps_suspended=False)
+
+
+def test_a_suspended_relegated_request_and_one_that_waits_for_its_blocks_both_end() -> None:
+    slo, predictor = SLO(0.2, 0.1), StepPredictor(linear_cost())
+    policy = SloPolicy(SloPolicyConfig(default_slo=slo), predictor, max_step_tokens=1000, can_stop=True)
+    config = SchedulerConfig(max_num_batched_tokens=1000, max_prefill_chunk_tokens=1000)
+    scheduler = Scheduler(
+        config,
+        create_kv_cache(config, 150, 4, 0),
+        policy,
+        predictor=predictor,
+        default_slo=slo,
+        num_layers=NUM_LAYERS,
+    )
+    scheduler.add(make_request(360, 8, request_id="first"))
+    scheduler.add(make_request(400, 8, request_id="second"))
+    now_s, plan = 0.0, scheduler.plan_step(0.0)
+    assert [each.request_id for each in plan.slices] == ["first"]
+    outcome = StepOutcome((), suspended=("first",), layers_done=5)
+    scheduler.commit(plan, outcome, now_s)
+    scheduler.add(make_request(4, 2, request_id="chat", arrived_at_s=now_s))
+    for _ in range(100):
+        plan = scheduler.plan_step(now_s)
+        assert plan.slices or not scheduler.has_unfinished, "nothing runs, and nothing will"
+        now_s += plan.predicted_s
+        layers = plan.work.num_layers if isinstance(plan.work, Resume) else NUM_LAYERS
+        is_whole = not isinstance(plan.work, Resume) or layers == NUM_LAYERS - 5
+        sampled = [SampledToken(each.request_id, 7) for each in plan.slices if each.samples and is_whole]
+        suspended = () if is_whole else tuple(each.request_id for each in plan.slices)
+        scheduler.commit(
+            plan, StepOutcome(tuple(sampled), suspended=suspended, layers_done=5 + layers), now_s
+        )
+    assert not scheduler.has_unfinished

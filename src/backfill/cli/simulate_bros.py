@@ -114,10 +114,11 @@ _COLUMNS = {
 
 
 def _print_points(console: Console, title: str, points: list[BrosPoint]) -> None:
-    table = Table(title=title)
+    table = Table(title=title, pad_edge=False, padding=(0, 0, 0, 1))
     headings = ["req/s", "feasible", "policy", *(heading for heading, _ in _COLUMNS.values())]
     for heading in headings:
-        table.add_column(heading, justify="left" if heading == "policy" else "right")
+        is_name = heading == "policy"
+        table.add_column(heading, justify="left" if is_name else "right", no_wrap=is_name)
     for point in points:
         feasible = {None: "", True: "yes", False: "no"}[point.is_feasible]
         for policy, figures in point.policies.items():

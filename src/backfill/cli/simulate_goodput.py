@@ -130,8 +130,8 @@ def _print_panel(console: Console, panel: Panel, points: list[GoodputPoint]) -> 
 
 
 def _print_summary(console: Console, title: str, summaries: Mapping[str, PolicySummary]) -> None:
-    table = Table(title=title)
-    table.add_column("policy")
+    table = Table(title=title, pad_edge=False, padding=(0, 0, 0, 1))
+    table.add_column("policy", no_wrap=True)
     for heading in _SUMMARY_COLUMNS.values():
         table.add_column(heading, justify="right")
     for policy, summary in summaries.items():

@@ -35,6 +35,7 @@ _MOST_INTERVAL_S = 600.0
 _LEAST_GAIN = 0.05
 # Least change of the error's median or P95, and least relative change of the known tokens, for a new profile.
 _LEAST_MOVE, _LEAST_GROWTH = 0.02, 0.1
+_LEAST_S = 1e-6  # no step takes less
 _LOWEST_SCALE, _HIGHEST_SCALE = 0.5, 2.0
 # Weight of a stratum without served steps; one with them weighs 1. All strata share attention's terms.
 _UNSERVED_WEIGHT = 0.1
@@ -98,7 +99,7 @@ class StepSample:
         """By stratum with enough steps, the step with the median ratio of measured to predicted time."""
 
         def ratio(step: ServedStep) -> float:
-            return step.timed.seconds / cost.step_time_s(step.timed.load)
+            return step.timed.seconds / _predicted_s(cost, step.timed.load)
 
         return {
             key: sorted(stratum.fitted, key=ratio)[len(stratum.fitted) // 2]
@@ -197,10 +198,15 @@ class ProfileRefiner:
     def _fit(self, typical: dict[StratumKey, ServedStep]) -> CostModel:
         cost = self.profile.cost
         served = [step.timed for step in typical.values()]
-        ratio = statistics.median(step.seconds / cost.step_time_s(step.load) for step in served)
+        ratio = statistics.median(step.seconds / _predicted_s(cost, step.load) for step in served)
         scale = min(max(ratio, _LOWEST_SCALE), _HIGHEST_SCALE)
-        unserved = [load for load in self._grid if stratum_of(load) not in typical]
-        steps = [*served, *(TimedStep(load, scale * cost.step_time_s(load)) for load in unserved)]
+        # A coarse profile of few steps may predict nothing at all for the smallest loads: that says nothing.
+        unserved = [
+            load
+            for load in self._grid
+            if stratum_of(load) not in typical and cost.step_time_s(load) > _LEAST_S
+        ]
+        steps = [*served, *(TimedStep(load, scale * _predicted_s(cost, load)) for load in unserved)]
         most_tokens = max(step.load.num_tokens for step in steps)
         most_sampled = max(step.load.num_sampled for step in steps)
         return fit_few_steps(
@@ -240,6 +246,11 @@ def _is_unchanged(new: CostProfile, old: CostProfile) -> bool:
         and moved <= _LEAST_MOVE
         and all(abs(now - before) <= _LEAST_GROWTH * before for now, before in known)
     )
+
+
+def _predicted_s(cost: CostModel, load: StepLoad) -> float:
+    """Above 0, so that ratios to it exist."""
+    return max(cost.step_time_s(load), _LEAST_S)
 
 
 def _knots_within(knots: Sequence[int], largest: int) -> list[int]:
