@@ -9,7 +9,7 @@ from backfill.core.block import BlockCopy
 from backfill.core.clock import VirtualClock
 from backfill.core.config import SchedulerConfig
 from backfill.core.plan import BlockCopies, Compute, CopyDirections, StepPlan, TokenLogprobs
-from backfill.core.request import FinishReason, Request, RequestId, ServiceClass
+from backfill.core.request import FinishReason, PriorityLevel, Request, RequestId, ServiceClass
 from backfill.core.sampling import SamplingParams
 from backfill.core.slo import SLO
 from backfill.engine.engine import Engine
@@ -57,6 +57,16 @@ def test_every_request_gets_its_tokens_and_one_last_output() -> None:
         mine = [output for output in outputs if output.request_id == name]
         assert [output.token_id for output in mine] == sampled(name, 3)
         assert [output.finish_reason for output in mine] == [None, None, FinishReason.LENGTH]
+
+
+def test_the_steps_of_relegated_requests_are_online_ones() -> None:
+    config = SchedulerConfig(policy="slo")
+    engine = Engine(config, ScriptedExecutor(make_info()), VirtualClock(), make_profile())
+    late = make_request(8, 2, arrived_at_s=-100.0)
+    engine.add(late)
+    engine.step()
+    assert late.priority_level is PriorityLevel.RELEGATED
+    assert engine.stats().step.kind == "online"
 
 
 def test_a_request_that_can_never_be_served_is_refused_and_the_engine_continues() -> None:
