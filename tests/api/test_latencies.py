@@ -9,7 +9,7 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,12 +18,15 @@ from typing import Any
 import httpx
 import pytest
 
+from backfill.api.app import create_app
 from backfill.api.client_stalls import ClientStalls
 from backfill.api.streaming import EventStream
 from backfill.bench.client import BenchClient, Endpoint
 from backfill.bench.record import BenchRequest, Outcome, RequestRecord
 from backfill.core.clock import VirtualClock
-from backfill.core.request import FinishReason
+from backfill.core.request import FinishReason, Request
+from backfill.core.sampling import SamplingParams
+from backfill.engine.messages import TokenOutput
 from backfill.generation.generator import TextGenerator
 from backfill.protocol.service import CompletionService
 from tests.api.in_process import InProcessServer, in_process_server
@@ -275,6 +278,51 @@ def test_a_slow_write_is_part_of_the_wait() -> None:
     assert waits.gaps_s == pytest.approx([MISSED_S, MISSED_S])
     assert waits.num_tokens == 3
     assert len(waits.finished) == 1
+
+
+def test_each_choice_of_a_stream_ends_with_its_own_last_token() -> None:
+    clock, waits = VirtualClock(), Waits()
+
+    class UnequalTokens:
+        """The first choice has one token, the second has three, 1 s apart."""
+
+        async def generate(self, request: Request, **_: object) -> AsyncGenerator[TokenOutput, None]:
+            num_tokens = request.sampling.max_tokens
+            for number in range(1, num_tokens + 1):
+                if number > 1:
+                    while len(waits.ttfts_s) + len(waits.gaps_s) < number:
+                        await asyncio.sleep(0)
+                    clock.advance(1.0)
+                reason = FinishReason.LENGTH if number == num_tokens else None
+                yield TokenOutput(request.request_id, 5, finish_reason=reason)
+
+    tokens: Any = UnequalTokens()
+    service = CompletionService(make_tokenizer(), TextGenerator(tokens, make_tokenizer(), waits, clock))
+    generation = make_generation(num_choices=2)
+    generation.request.samplings[1] = SamplingParams(max_tokens=3)
+
+    async def run() -> None:
+        async with asyncio.timeout(TIMEOUT_S):
+            async for _ in service.run_stream(generation, 0.0):
+                pass
+
+    asyncio.run(run())
+    assert [(each.num_output_tokens, each.finished_at_s) for each in waits.finished] == [(1, 0.0), (3, 2.0)]
+    assert {each.finish_reason for each in waits.finished} == {FinishReason.LENGTH}
+
+
+def test_another_asgi_server_measures_from_the_middleware_on(default_model: Path) -> None:
+    async def stream(server: InProcessServer) -> httpx.Response:
+        transport = httpx.ASGITransport(create_app(server.state))
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+            return await client.post("/v1/completions", content=body_of(max_tokens=2), headers=JSON_TYPE)
+
+    with timed_server(default_model) as (server, _):
+        response = asyncio.run(stream(server))
+        assert response.status_code == 200
+        assert response.text.endswith("data: [DONE]\n\n")
+        assert (num_first_tokens(server), num_gaps(server)) == (1, 1)
+        assert sample(server, "client_stalled_seconds_total") == 0
 
 
 def test_stalls_add_up_and_one_that_goes_on_counts() -> None:

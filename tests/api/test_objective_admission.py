@@ -13,7 +13,7 @@ from backfill.api.online_load import OnlineLoad
 from backfill.core.slo import SLO
 from tests.api.in_process import InProcessServer, in_process_server
 from tests.api.servers import wait_until
-from tests.api.test_online_load import CONFIG
+from tests.api.test_online_load import CONFIG, add, predict
 from tests.api.test_overload import waiting
 from tests.builders import linear_cost
 
@@ -24,14 +24,14 @@ def loaded(*prompt_tokens: int) -> OnlineLoad:
     """10 ms for a row, so 10 ms for a decode; these prompts wait."""
     load = OnlineLoad(linear_cost(token_s=0.01), CONFIG)
     if prompt_tokens:
-        load.add(prompt_tokens, priority=0)
+        add(load, *prompt_tokens)
     return load
 
 
 def check(
     load: OnlineLoad, ttft_s: float = DEFAULT.ttft_s, tpot_s: float = DEFAULT.tpot_s, tokens: int = 10
 ) -> None:
-    predicted = load.predict([tokens], priority=0, waited_s=0.0)
+    predicted = predict(load, tokens)
     check_objectives(SLO(ttft_s, tpot_s), DEFAULT, load, predicted, [tokens], lambda num: 10 * num)
 
 

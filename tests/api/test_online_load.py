@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import pytest
 
-from backfill.api.online_load import OnlineLoad, Prediction, prefill_time_s
+from backfill.api.online_load import OnlineLoad, OpenRequest, Prediction, prefill_time_s
 from backfill.core.config import SchedulerConfig
 from backfill.core.counters import ClassCounters
 from backfill.costs.load import StepLoad
 from backfill.engine.messages import ClassStats, EngineStats, StepKind, StepReport, StepStats
 from tests.builders import linear_cost
 
-CONFIG = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=100, max_prefill_chunk_tokens=100)
+CONFIG = SchedulerConfig(
+    policy="slo", max_num_seqs=8, max_num_batched_tokens=100, max_prefill_chunk_tokens=100
+)
 # 0.1 s for a step of 100 tokens, and 0.05 s for every step.
 COST = linear_cost(token_s=0.001, step_s=0.05)
 
@@ -28,8 +33,28 @@ def step_report(
     return StepReport([], EngineStats(idle, idle, 0.0, 0, 0.0, 0, step))
 
 
-def predict(load: OnlineLoad, *prompt_tokens: int, priority: int = 0, waited_s: float = 0.0) -> Prediction:
-    return load.predict(prompt_tokens, priority=priority, waited_s=waited_s)
+def add(
+    load: OnlineLoad, *prompt_tokens: int, priority: int = 0, first_token_by_s: float = math.inf
+) -> OpenRequest:
+    return load.add(prompt_tokens, priority=priority, first_token_by_s=first_token_by_s)
+
+
+def predict(
+    load: OnlineLoad,
+    *prompt_tokens: int,
+    priority: int = 0,
+    waited_s: float = 0.0,
+    ttft_slo_s: float = math.inf,
+    now_s: float = 0.0,
+) -> Prediction:
+    arrived_at_s = now_s - waited_s
+    return load.predict(
+        prompt_tokens,
+        priority=priority,
+        arrived_at_s=arrived_at_s,
+        first_token_by_s=arrived_at_s + ttft_slo_s,
+        now_s=now_s,
+    )
 
 
 def test_prompts_are_computed_in_full_steps() -> None:
@@ -48,37 +73,75 @@ def test_prompts_are_computed_in_full_steps() -> None:
 
 def test_a_prompt_counts_until_its_first_token_and_a_choice_until_its_end() -> None:
     load = make_load()
-    request = load.add([100, 250, 1], priority=3)
-    assert (load.num_open, load.num_waiting_tokens) == (3, 351)
+    request = add(load, 100, 250, 1, priority=3)
+
+    def counted() -> tuple[int, float]:
+        """Open choices, and the predicted TTFT of a prompt of 100 tokens behind them."""
+        return load.num_open, round(predict(load, 100, priority=3).ttft_s, 9)
+
+    assert counted() == (3, 0.701)
     for _ in range(2):
         request.on_first_token(1)
-        assert (load.num_open, load.num_waiting_tokens) == (3, 101)
+        assert counted() == (3, 0.351)
     for _ in range(2):
         request.on_choice_end(0)
-        assert (load.num_open, load.num_waiting_tokens) == (2, 1)
+        assert counted() == (2, 0.201)
     for _ in range(2):
         request.release()
-        assert (load.num_open, load.num_waiting_tokens, load.num_context_tokens) == (0, 0, 0)
+        assert counted() == (0, 0.15)
+        assert load.num_context_tokens == 0
     request.on_first_token(2)
-    assert load.num_waiting_tokens == 0
+    assert counted() == (0, 0.15)
 
 
 def test_the_first_token_waits_for_the_prompts_of_its_priority_and_better() -> None:
     load = make_load()
     for _ in range(10):
-        load.add([100], priority=1)
+        add(load, 100, priority=1)
     assert predict(load, 100, waited_s=0.2).ttft_s == pytest.approx(0.2 + 0.15)
     behind = predict(load, 100, priority=1, waited_s=0.2)
     assert behind.ttft_s == pytest.approx(0.2 + 11 * 0.15)
     assert behind.ttft_alone_s == pytest.approx(0.2 + 0.15)
 
 
+def test_relegated_prompts_are_served_after_it() -> None:
+    load = make_load()
+    burst = [add(load, 100, first_token_by_s=1.0) for _ in range(200)]
+    add(load, 100, first_token_by_s=2.0)
+    # 0.15 s each, so the burst cannot be in time from 0.85 s on.
+    for now_s, num_ahead in ((0.0, 201), (0.849, 201), (0.851, 1), (1.849, 1), (1.851, 0)):
+        predicted = predict(load, 100, now_s=now_s, ttft_slo_s=1.0).ttft_s
+        assert predicted == pytest.approx((num_ahead + 1) * 0.15), now_s
+    add(load, 100, priority=1, first_token_by_s=9.0)
+    late = predict(load, 100, now_s=2.0, waited_s=0.9, ttft_slo_s=1.0)
+    assert late.ttft_s == pytest.approx(0.9 + 203 * 0.15), "relegated itself: behind all, of any priority"
+    for request in burst:
+        request.on_first_token(0)
+    late = predict(load, 100, now_s=2.0, waited_s=0.9, ttft_slo_s=1.0)
+    assert late.ttft_s == pytest.approx(0.9 + 3 * 0.15)
+
+
+def test_a_long_prompt_is_relegated_sooner() -> None:
+    load = make_load()
+    add(load, 400, 100, first_token_by_s=1.0)  # 0.6 s and 0.15 s alone
+    for now_s, num_ahead in ((0.39, 5), (0.41, 1), (0.86, 0)):
+        assert predict(load, 100, now_s=now_s).ttft_s == pytest.approx((num_ahead + 1) * 0.15), now_s
+
+
+def test_other_policies_relegate_nothing() -> None:
+    load = OnlineLoad(COST, replace(CONFIG, policy="conserve"))
+    request = add(load, 100, first_token_by_s=1.0)
+    assert predict(load, 100, now_s=9.0, ttft_slo_s=0.1).ttft_s == pytest.approx(0.3)
+    request.release()
+    assert predict(load, 100, now_s=9.0).ttft_s == pytest.approx(0.15)
+
+
 def test_every_open_choice_is_a_decode_of_the_predicted_step() -> None:
     load = make_load()
     alone = predict(load, 30).decode_s
     assert alone == pytest.approx(0.05 + 0.001)
-    first = load.add([30, 30], priority=0)
-    load.add([30], priority=5)
+    first = add(load, 30, 30)
+    add(load, 30, priority=5)
     assert predict(load, 30).decode_s == pytest.approx(0.05 + 4 * 0.001), "waiting ones too: they will decode"
     assert predict(load, 30, 30).decode_s == pytest.approx(0.05 + 5 * 0.001)
     assert predict(load, 30).decode_alone_s == alone
@@ -88,14 +151,14 @@ def test_every_open_choice_is_a_decode_of_the_predicted_step() -> None:
 
 def test_a_step_decodes_at_most_max_num_seqs() -> None:
     load = make_load(context_s=0.0001)
-    load.add([50] * 20, priority=0)
+    add(load, *[50] * 20)
     predicted = predict(load, 50)
     assert predicted.decode_s == pytest.approx(0.05 + 8 * 0.001 + 8 * 50 * 0.0001)
 
 
 def test_contexts_grow_by_a_token_in_each_step_with_online_work() -> None:
     load = make_load(context_s=0.0001)
-    early, late = load.add([10], priority=0), load.add([20], priority=0)
+    early, late = add(load, 10), add(load, 20)
     early.on_first_token(0)
     for kind in ("online", "mixed", "offline", "none"):
         load.on_report(step_report(0.1, 0.1, kind=kind))  # type: ignore[arg-type]
@@ -127,7 +190,7 @@ def test_steps_correct_the_predictions() -> None:
 
 def test_it_says_how_many_must_end() -> None:
     load = make_load()
-    load.add([10, 10, 10, 10], priority=0)
+    add(load, 10, 10, 10, 10)
     # A row costs 1 ms, and the request itself is one.
     for limit_s, num in ((0.0555, 0), (0.0545, 1), (0.0535, 2), (0.0515, 4), (0.01, 4)):
         assert load.num_too_many([10], limit_s) == num

@@ -10,10 +10,11 @@ import pytest
 
 from backfill.api.online_load import OnlineLoad, Prediction
 from backfill.api.shedding import SHED_FACTOR, RequestShed, check_hopeless, should_shed
+from backfill.core.clock import VirtualClock
 from tests.api.in_process import in_process_server
 from tests.api.servers import TIMEOUT_S, wait_until
 from tests.api.sockets import RawClient, request
-from tests.api.test_online_load import CONFIG
+from tests.api.test_online_load import CONFIG, predict
 from tests.api.test_overload import ONLINE, post, waiting
 from tests.builders import linear_cost
 
@@ -42,24 +43,29 @@ def test_the_prompt_of_a_stalled_reader_does_not_count(default_model: Path) -> N
         lazy.send(request("POST", "/v1/completions", body, {"Content-Type": "application/json"}))
         wait_until(lambda: bool(server.engine.prompts), "the request")
         wait_until(lambda: load.num_open == 0, "the end of both choices in the engine")
-        assert load.num_waiting_tokens == 0
+        predicted = predict(load, 1)
+        assert predicted.ttft_s == predicted.ttft_alone_s
         assert server.state.num_unanswered == 1
 
 
 def test_a_shed_request_is_429_and_counted(default_model: Path) -> None:
-    with in_process_server(default_model, is_open=False, shed_hopeless=True) as server:
-        server.state.online_load = load = OnlineLoad(linear_cost(token_s=1.0), CONFIG)
-        long = {**ONLINE, "prompt": [7] * 5}
+    clock = VirtualClock()
+    with in_process_server(default_model, is_open=False, shed_hopeless=True, clock=clock) as server:
+        server.state.online_load = load = OnlineLoad(linear_cost(token_s=0.7), CONFIG)
+        long = {**ONLINE, "n": 8}
         with waiting(server, long, 1):
-            wait_until(lambda: load.num_waiting_tokens == 5, "the prompt to be prepared")
+            wait_until(lambda: load.num_open == 8, "the prompts to be prepared")
             refused = post(server, ONLINE)
             assert refused.status_code == 429
             assert refused.json()["error"]["code"] == "slow_down"
-            assert int(refused.headers["Retry-After"]) == 5
+            assert int(refused.headers["Retry-After"]) == 6  # 9 * 0.7 s less the objective of 1 s
             flex = {**ONLINE, "service_tier": "flex"}
             with waiting(server, flex, 1):
-                wait_until(lambda: len(server.engine.requests) == 2, "the flex request in the engine")
-                assert load.num_waiting_tokens == 5
+                wait_until(lambda: len(server.engine.requests) == 9, "the flex request in the engine")
+                assert load.num_open == 8
+                clock.advance(0.5)
+                with waiting(server, ONLINE, 1):
+                    wait_until(lambda: load.num_open == 9, "a request that goes before the relegated ones")
         wait_until(lambda: load.num_open == 0, "the end of the request")
         assert post(server, {**long, "stream": True}).status_code == 200
         wait_until(lambda: load.num_open == 0, "the end of the request")

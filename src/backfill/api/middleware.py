@@ -14,6 +14,7 @@ from typing import ClassVar
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from backfill.api.client_stalls import ClientStalls
 from backfill.api.errors import InvalidApiKey, error_response, response_id_of
 from backfill.api.keys import ApiKeys
 from backfill.api.state import ServerState
@@ -48,7 +49,9 @@ class RequestIdMiddleware(HttpMiddleware):
     """Gives every response an ``x-request-id``: the client's own if it is printable, else a new one.
 
     ``scope["state"]`` gets ``response_id``, the header's value; ``request_id``, the client's own id or None;
-    ``arrived_at_s``, when the request's first byte was received.
+    ``arrived_at_s``, when the request's first byte was received; ``client_stalls``, the connection's
+    ``ClientStalls``. Where the ASGI server tells neither, the request arrives here, and its client never
+    stalls.
     """
 
     state: ServerState
@@ -61,6 +64,7 @@ class RequestIdMiddleware(HttpMiddleware):
         state = scope.setdefault("state", {})
         state.update(request_id=asked or None, response_id=response_id)
         state["arrived_at_s"] = state.get("received_at_s", self.state.clock.now_s())
+        state.setdefault("client_stalls", ClientStalls(self.state.clock))
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":

@@ -6,8 +6,11 @@ has not reported yet.
 
 from __future__ import annotations
 
+import bisect
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 from backfill.core.config import SchedulerConfig
 from backfill.costs.correction import BiasCorrection
@@ -38,29 +41,35 @@ class _OpenChoice:
     """A choice that has not ended."""
 
     prompt_tokens: int
+    priority: int
+    number: int  # of all choices
+    relegated_at_s: float
+    is_relegated: bool = False
     first_token_in_step: int | None = None  # None while its prompt waits
 
 
 class OpenRequest:
     """The choices of one request until they end; made by ``OnlineLoad.add``. Repeated calls do nothing."""
 
-    def __init__(self, load: OnlineLoad, priority: int, prompt_tokens: Sequence[int]) -> None:
+    def __init__(
+        self, load: OnlineLoad, priority: int, prompt_tokens: Sequence[int], first_token_by_s: float
+    ) -> None:
         self._load = load
-        self._priority = priority
-        self._choices = {choice: _OpenChoice(tokens) for choice, tokens in enumerate(prompt_tokens)}
-        for choice in self._choices.values():
-            load.open(choice, priority)
+        self._choices = {
+            choice: load.open(tokens, priority, first_token_by_s)
+            for choice, tokens in enumerate(prompt_tokens)
+        }
 
     def on_first_token(self, choice: int) -> None:
         """A choice's prompt is computed."""
         state = self._choices.get(choice)
         if state is not None:
-            self._load.begin_decoding(state, self._priority)
+            self._load.begin_decoding(state)
 
     def on_choice_end(self, choice: int) -> None:
         state = self._choices.pop(choice, None)
         if state is not None:
-            self._load.close(state, self._priority)
+            self._load.close(state)
 
     def release(self) -> None:
         """End every choice that has not ended."""
@@ -71,6 +80,10 @@ class OpenRequest:
 class OnlineLoad:
     """Counts the prompts that wait for their first token, and the requests that decode or soon will.
 
+    Prompts that the scheduler has relegated (``scheduling/levels.py``) are counted apart: they are served
+    after those that can still be in time. A prompt counts whole until its first token, so one that is partly
+    computed is taken for relegated too early.
+
     A decode gains a token in each step with online work, so its context is counted in steps: about right, and
     without a look at every token.
     """
@@ -79,8 +92,12 @@ class OnlineLoad:
         self._cost = cost
         self._max_num_seqs = config.max_num_seqs
         self._step_tokens = min(config.max_num_batched_tokens, config.max_prefill_chunk_tokens)
+        self._relegates = config.policy == "slo"
         self._correction = BiasCorrection()
-        self._waiting: dict[int, StepLoad] = {}  # by priority
+        self._in_time: dict[int, StepLoad] = {}  # waiting prompts by priority
+        self._relegated: dict[int, StepLoad] = {}  # the same of those that cannot be in time any more
+        self._relegations: list[tuple[float, int, _OpenChoice]] = []  # of prompts in time; sorted by instant
+        self._num_opened = 0  # choices, ever
         self._num_open = 0  # choices
         self._num_prompt_tokens = 0  # of open choices
         self._num_decoding = 0
@@ -98,11 +115,6 @@ class OnlineLoad:
         return self._num_open
 
     @property
-    def num_waiting_tokens(self) -> int:
-        """Of prompts without a first token."""
-        return sum(load.num_tokens for load in self._waiting.values())
-
-    @property
     def num_context_tokens(self) -> int:
         """About the tokens of all open choices, prompts included."""
         num_generated = self._num_decoding * self._num_steps - self._sum_first_steps
@@ -116,19 +128,33 @@ class OnlineLoad:
         if step.kind != "none" and not step.stopped:
             self._correction.observe(step.predicted_s, step.seconds)
 
-    def predict(self, prompt_tokens: Sequence[int], *, priority: int, waited_s: float) -> Prediction:
+    def predict(
+        self,
+        prompt_tokens: Sequence[int],
+        *,
+        priority: int,
+        arrived_at_s: float,
+        first_token_by_s: float,
+        now_s: float,
+    ) -> Prediction:
         """
         Args:
             prompt_tokens: of each choice's prompt.
-            waited_s: since the request arrived.
+            first_token_by_s: the instant of its TTFT objective.
         """
+        self._relegate(now_s)
         own = StepLoad()
         for tokens in prompt_tokens:
             self._put(own, tokens)
         ahead = own.copy()
-        for other, load in self._waiting.items():
-            if other <= priority:
+        is_late = self._relegated_at_s(max(prompt_tokens), first_token_by_s) <= now_s
+        for other, load in self._in_time.items():
+            if is_late or other <= priority:
                 _add(ahead, load)
+        for other, load in self._relegated.items():
+            if is_late and other <= priority:
+                _add(ahead, load)
+        waited_s = now_s - arrived_at_s
         return Prediction(
             ttft_s=waited_s + self._prefill_s(ahead),
             ttft_alone_s=waited_s + self._prefill_s(own),
@@ -148,39 +174,73 @@ class OnlineLoad:
                 low = middle + 1
         return low
 
-    def add(self, prompt_tokens: Sequence[int], *, priority: int) -> OpenRequest:
-        """Count a request until its choices end."""
-        return OpenRequest(self, priority, prompt_tokens)
+    def add(self, prompt_tokens: Sequence[int], *, priority: int, first_token_by_s: float) -> OpenRequest:
+        """Count a request until its choices end.
 
-    def open(self, choice: _OpenChoice, priority: int) -> None:
+        Args:
+            first_token_by_s: the instant of its TTFT objective.
+        """
+        return OpenRequest(self, priority, prompt_tokens, first_token_by_s)
+
+    def open(self, prompt_tokens: int, priority: int, first_token_by_s: float) -> _OpenChoice:
         """Count a choice, whose prompt waits. This and the next two are called by OpenRequest."""
+        relegated_at_s = self._relegated_at_s(prompt_tokens, first_token_by_s)
+        choice = _OpenChoice(prompt_tokens, priority, self._num_opened, relegated_at_s)
+        self._num_opened += 1
         self._num_open += 1
-        self._num_prompt_tokens += choice.prompt_tokens
-        self._put(self._waiting.setdefault(priority, StepLoad()), choice.prompt_tokens)
+        self._num_prompt_tokens += prompt_tokens
+        self._put(self._in_time.setdefault(priority, StepLoad()), prompt_tokens)
+        bisect.insort(self._relegations, (relegated_at_s, choice.number, choice))
+        return choice
 
-    def begin_decoding(self, choice: _OpenChoice, priority: int) -> None:
+    def begin_decoding(self, choice: _OpenChoice) -> None:
         if choice.first_token_in_step is not None:
             return
         choice.first_token_in_step = self._num_steps
         self._num_decoding += 1
         self._sum_first_steps += self._num_steps
-        load = self._waiting[priority]
-        for slice_ in _slices(choice.prompt_tokens, self._step_tokens):
-            load.take(*slice_)
-        if load.num_requests == 0:
-            del self._waiting[priority]
+        if choice.is_relegated:
+            self._take(self._relegated, choice)
+        else:
+            self._take(self._in_time, choice)
+            del self._relegations[
+                bisect.bisect_left(self._relegations, (choice.relegated_at_s, choice.number))
+            ]
 
-    def close(self, choice: _OpenChoice, priority: int) -> None:
-        self.begin_decoding(choice, priority)
+    def close(self, choice: _OpenChoice) -> None:
+        self.begin_decoding(choice)
         assert choice.first_token_in_step is not None
         self._num_decoding -= 1
         self._sum_first_steps -= choice.first_token_in_step
         self._num_open -= 1
         self._num_prompt_tokens -= choice.prompt_tokens
 
+    def _relegated_at_s(self, prompt_tokens: int, first_token_by_s: float) -> float:
+        """From when on a prompt cannot be in time any more, even alone; as ``LevelRule`` has it."""
+        if not self._relegates:
+            return math.inf
+        alone_s = self._cost.prefill_time_s(prompt_tokens, self._step_tokens)
+        return first_token_by_s - self._correction.mean * alone_s
+
+    def _relegate(self, now_s: float) -> None:
+        """Move the prompts that are due."""
+        num_due = bisect.bisect_right(self._relegations, now_s, key=itemgetter(0))
+        for _, _, choice in self._relegations[:num_due]:
+            self._take(self._in_time, choice)
+            self._put(self._relegated.setdefault(choice.priority, StepLoad()), choice.prompt_tokens)
+            choice.is_relegated = True
+        del self._relegations[:num_due]
+
     def _put(self, load: StepLoad, num_tokens: int) -> None:
         for slice_ in _slices(num_tokens, self._step_tokens):
             load.put(*slice_)
+
+    def _take(self, loads: dict[int, StepLoad], choice: _OpenChoice) -> None:
+        load = loads[choice.priority]
+        for slice_ in _slices(choice.prompt_tokens, self._step_tokens):
+            load.take(*slice_)
+        if load.num_requests == 0:
+            del loads[choice.priority]
 
     def _prefill_s(self, load: StepLoad) -> float:
         return self._correction.mean * prefill_time_s(self._cost, load, self._step_tokens)

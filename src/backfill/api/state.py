@@ -113,8 +113,14 @@ class ServerState:
         if load is None or request.slo is None:
             return None
         prompt_tokens = [len(request.prompt_of(choice)) for choice in range(request.num_choices)]
-        waited_s = self.clock.now_s() - arrived_at_s
-        predicted = load.predict(prompt_tokens, priority=request.priority, waited_s=waited_s)
+        first_token_by_s = arrived_at_s + request.slo.ttft_s
+        predicted = load.predict(
+            prompt_tokens,
+            priority=request.priority,
+            arrived_at_s=arrived_at_s,
+            first_token_by_s=first_token_by_s,
+            now_s=self.clock.now_s(),
+        )
         try:
             if self.server_config.shed_hopeless:
                 check_hopeless(predicted, request.slo.ttft_s)
@@ -127,7 +133,7 @@ class ServerState:
         except ObjectiveUnavailable:
             self._on_refused(request.service_class, "objective_unavailable")
             raise
-        return load.add(prompt_tokens, priority=request.priority)
+        return load.add(prompt_tokens, priority=request.priority, first_token_by_s=first_token_by_s)
 
     def ready_jobs(self) -> JobManager:
         """The manager of files and batches, which needs no engine. Raises: Unavailable."""

@@ -151,8 +151,12 @@ class Deliveries:
         self._count_stalls(stalled_s)
         return self._timelines[choice].arrive(stalled_s)
 
+    def finish(self, choice: int) -> None:
+        """A choice's last token was written."""
+        self._timelines.pop(choice).close()
+
     def close(self) -> None:
-        """Nothing more will be written: every choice has finished. Further calls do nothing."""
+        """Nothing more will be written: choices that have not finished end here. Further calls do nothing."""
         self._count_stalls(self._stalled_since_s())
         timelines, self._timelines = self._timelines, {}
         for timeline in timelines.values():

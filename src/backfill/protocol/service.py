@@ -68,6 +68,8 @@ class CompletionService:
                     response.count_wait(deliveries.wait(index))  # so far, for a chunk that reports it
                     yield response.chunks(index, delta)
                     response.count_wait(deliveries.written(index))
+                    if delta.finish_reason is not None:
+                        deliveries.finish(index)
         finally:
             deliveries.close()
         if generation.includes_usage:
