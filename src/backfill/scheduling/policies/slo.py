@@ -189,7 +189,7 @@ class SloPolicy(Policy):
             decodes_s: of a step of these decodes alone.
             bank_share: part of what each decode has banked that the step may take too.
         """
-        decodes = [each for each in _holders(view, PriorityLevel.ONLINE) if each.last_token_at_s is not None]
+        decodes = [each for each in _holders(view, PriorityLevel.ONLINE) if each.is_decoding]
         if not decodes:
             return self.config.prompt_step_share * self.config.default_slo.ttft_s * self._usable
         slack = min(each.next_token_by_s + bank_share * max(0.0, each.banked_s) for each in decodes)
