@@ -294,7 +294,7 @@ def test_a_client_that_leaves_during_its_body_logs_no_error(server: RunningServe
         (("--head-timeout", "0"), "--head-timeout must be above 0"),
         (("--max-inflight-body-bytes", "5"), "--max-inflight-body-bytes must be at least"),
         (("--log-level", "LOUD"), "--log-level"),
-        (("--policy", "best"), "slo, online-only, fcfs, priority or round-robin"),
+        (("--policy", "best"), "slo, conserve, bros, online-only, fcfs, priority or round-robin"),
         (("--ttft-slo", "0"), "--ttft-slo"),
         (("--ttft-slo", "nan"), "--ttft-slo"),
         (("--tpot-slo", "-0.1"), "--tpot-slo"),

@@ -9,6 +9,7 @@ from typing import Any, cast
 import pytest
 
 from backfill.api.config import ServerConfig
+from backfill.api.online_load import Prediction
 from backfill.api.server import Server
 from backfill.api.shedding import RequestShed
 from backfill.core.config import EngineConfig, SchedulerConfig
@@ -48,13 +49,17 @@ def test_the_online_load_is_predicted_under_a_policy_with_a_cost_model() -> None
         server = await ready_server(SchedulerConfig(policy="slo"))
         load = server.state.online_load
         assert load is not None
-        before = load.predict([900], priority=0, waited_s=0.0)
+
+        def predicted() -> Prediction:
+            return load.predict([900], priority=0, arrived_at_s=0.0, first_token_by_s=100.0, now_s=0.0)
+
+        before = predicted()
         for _ in range(100):
             server._on_report(step_report(0.1, 0.2))
-        slow = load.predict([900], priority=0, waited_s=0.0)
+        slow = predicted()
         assert slow.ttft_s == pytest.approx(2 * before.ttft_s, rel=0.01)
         server._on_profile(make_profile(linear_cost()))
-        assert load.predict([900], priority=0, waited_s=0.0) == before
+        assert predicted() == before
 
     asyncio.run(run())
 

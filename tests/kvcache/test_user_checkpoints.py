@@ -11,6 +11,7 @@ from backfill.core.clock import VirtualClock
 from backfill.core.config import SchedulerConfig
 from backfill.core.errors import ConfigError
 from backfill.core.request import ServiceClass
+from backfill.costs.behaviour import DeviceBehaviour
 from backfill.costs.profile import CopySpeed
 from backfill.engine.engine import Engine
 from backfill.execution.simulated_executor import SimulatedExecutor
@@ -62,7 +63,7 @@ def served(checkpointing: str) -> Engine:
     """An engine that has served an offline request with this checkpoint policy."""
     clock, cost = VirtualClock(), linear_cost()
     info = make_info(num_blocks=40, num_host_blocks=40)
-    executor = SimulatedExecutor(info, cost, clock, CopySpeed(1e9, 1e9))
+    executor = SimulatedExecutor(info, DeviceBehaviour(cost, CopySpeed(1e9, 1e9)), clock)
     engine = Engine(SchedulerConfig(checkpointing=checkpointing), executor, clock)
     request = make_request(40, 20, service_class=ServiceClass.OFFLINE, ignore_eos=True)
     engine.add(request)
