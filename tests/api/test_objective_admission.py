@@ -69,9 +69,9 @@ def test_more_than_the_default_is_never_named_as_the_least() -> None:
 
 
 def test_a_tpot_objective_that_an_idle_server_does_not_leave_is_not_to_be_retried() -> None:
-    refused = refusal(loaded(), tpot_s=0.0149)
+    refused = refusal(loaded(100), tpot_s=0.0149)
     assert str(refused) == (
-        "TPOT objective: asked 0.0149 s, this server leaves 0.015 s even without load. Please ask for that."
+        "TPOT objective: asked 0.0149 s, the present load leaves 0.03 s, and no load at all 0.015 s."
     )
     assert not refused.may_retry
 

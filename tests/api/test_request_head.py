@@ -34,6 +34,17 @@ def ask(server: InProcessServer, headers: dict[str, str], method: str = "POST") 
         return status, json.loads(body).get("error", {}).get("message", "")
 
 
+@pytest.mark.parametrize("name", ["x-slo-ttft", "X-SLO-Ttft-S"])
+def test_a_misspelt_objective_is_refused_with_the_names_that_exist(
+    server: InProcessServer, name: str
+) -> None:
+    status, message = ask(server, {name: "500"})
+    assert status == 400
+    assert message == (
+        f"There is no header {name.lower()}; objectives are x-slo-tpot-ms and x-slo-ttft-ms, in milliseconds."
+    )
+
+
 @pytest.mark.parametrize(
     "host",
     ["localhost", "LOCALHOST:8000", "127.0.0.1", "127.0.0.1:1", "[::1]", "[::1]:8000", "models.example"],

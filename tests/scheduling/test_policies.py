@@ -68,6 +68,13 @@ def test_round_robin_alternates_and_fills_in_when_one_class_has_nothing() -> Non
     assert served[6:] == [["chat"], ["chat"]]
 
 
+def test_a_step_with_nothing_in_it_is_no_turn_of_round_robin() -> None:
+    bench = Bench(RoundRobinPolicy())
+    assert not sizes(bench.step())
+    bench.add(make_request(4, 20, request_id="chat"), offline(4, 3, request_id="job"))
+    assert list(sizes(bench.step())) == ["chat"]
+
+
 @pytest.mark.parametrize("safepoints", [True, False])
 def test_without_safepoints_steps_of_offline_work_alone_are_short(safepoints: bool) -> None:
     config = SchedulerConfig(policy="slo", safepoints=safepoints)

@@ -89,7 +89,7 @@ HEADER = "arrived_at,num_prefill_tokens,num_decode_tokens\n"
         (HEADER + "0,many,5\n", "line 2: num_prefill_tokens must be a whole number.*'many'"),
         (HEADER + "0,5,-5\n", "line 2: num_decode_tokens must be a whole number.*'-5'"),
         (HEADER + "0,5.5,5\n", "line 2: num_prefill_tokens must be a whole number"),
-        (HEADER + "0,5\n", "line 2: num_decode_tokens must be a whole number.*None"),
+        (HEADER + "0,5\n", "line 2: num_decode_tokens must be a whole number.*nothing"),
         (HEADER, "no request with at least 1 token"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\nyesterday,5,5\n", "line 2: TIMESTAMP must be a date"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n2024-01-01 00:00:00.x,5,5\n", "must be a date"),

@@ -23,23 +23,32 @@ class ObjectiveUnavailable(Exception):
         param: the objective.
         retry_after_s: when the client may retry.
         may_retry: False if the server leaves no room for the objective even without load.
+
+    Args:
+        offered_s: what the present load leaves.
+        idle_s: what the server leaves without load, where that is not enough; None where it is.
     """
 
     code = "objective_unavailable"
 
     def __init__(
-        self, objective: str, asked_s: float, offered_s: float, retry_after_s: int, *, may_retry: bool = True
+        self,
+        objective: str,
+        asked_s: float,
+        offered_s: float,
+        retry_after_s: int,
+        *,
+        idle_s: float | None = None,
     ) -> None:
-        leaves = f"{math.ceil(round(1000 * offered_s, 6)) / 1000:g} s"  # up to milliseconds
-        offer = (
-            f"the present load leaves {leaves}. Please ask for that, or retry in {retry_after_s} s."
-            if may_retry
-            else f"this server leaves {leaves} even without load. Please ask for that."
-        )
+        offer = f"the present load leaves {_shown(offered_s)}"
+        if idle_s is None:
+            offer += f". Please ask for that, or retry in {retry_after_s} s."
+        else:
+            offer += f", and no load at all {_shown(idle_s)}."
         super().__init__(f"{objective.upper()} objective: asked {asked_s:g} s, {offer}")
         self.param = f"slo.{objective}"
         self.retry_after_s = retry_after_s
-        self.may_retry = may_retry
+        self.may_retry = idle_s is None
 
 
 def check_objectives(
@@ -82,8 +91,13 @@ def _check_tpot(
     limit_s = decode_limit_s(asked_s)
     if predicted.decode_s <= limit_s:
         return
+    offered_s = min(default_s, least_tpot_slo(predicted.decode_s))
     if predicted.decode_alone_s > limit_s:
-        offered_s = min(default_s, least_tpot_slo(predicted.decode_alone_s))
-        raise ObjectiveUnavailable("tpot", asked_s, offered_s, MAX_RETRY_AFTER_S, may_retry=False)
+        idle_s = min(default_s, least_tpot_slo(predicted.decode_alone_s))
+        raise ObjectiveUnavailable("tpot", asked_s, offered_s, MAX_RETRY_AFTER_S, idle_s=idle_s)
     wait_s = end_s(load.num_too_many(prompt_tokens, limit_s))
-    raise ObjectiveUnavailable("tpot", asked_s, min(default_s, least_tpot_slo(predicted.decode_s)), wait_s)
+    raise ObjectiveUnavailable("tpot", asked_s, offered_s, wait_s)
+
+
+def _shown(seconds: float) -> str:
+    return f"{math.ceil(round(1000 * seconds, 6)) / 1000:g} s"  # up to milliseconds

@@ -1,4 +1,4 @@
-"""Checks of a request's head: no repeated headers, an allowed Host, an allowed Origin.
+"""Checks of a request's head: no repeated or misspelt headers, an allowed Host, an allowed Origin.
 
 On loopback without an API key, local programs may use the server, but web pages may not. The Host header
 shows a page whose own name resolves to 127.0.0.1 (DNS rebinding). The Origin header shows a page that sends
@@ -21,6 +21,8 @@ from backfill.api.middleware import HttpMiddleware
 from backfill.core.errors import RequestError
 from backfill.protocol.objectives import SLO_HEADERS
 
+_SLO_NAMES = frozenset(SLO_HEADERS.values())
+_SLO_PREFIX = "x-slo-"
 _SINGLE_HEADERS = frozenset(
     {
         "authorization",
@@ -32,7 +34,7 @@ _SINGLE_HEADERS = frozenset(
         "transfer-encoding",
         "x-request-id",
         "x-vllm-priority",
-        *SLO_HEADERS.values(),
+        *_SLO_NAMES,
     }
 )
 _LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
@@ -40,9 +42,15 @@ _ANY = "*"
 _READING_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
-def check_headers_once(headers: Headers) -> None:
-    """Raise RequestError if a header that must be unique is repeated."""
+def check_headers(headers: Headers) -> None:
+    """Raise RequestError if a header that must be unique is repeated, or an objective's is misspelt."""
     for name, count in Counter(headers.keys()).items():
+        if name.startswith(_SLO_PREFIX) and name not in _SLO_NAMES:
+            raise RequestError(
+                f"There is no header {name[:80]}; objectives are {' and '.join(sorted(_SLO_NAMES))}, "
+                "in milliseconds.",
+                param=name[:80],
+            )
         if count > 1 and name in _SINGLE_HEADERS:
             raise RequestError(f"The header {name} must be sent once, got it {count} times.", param=name)
 
@@ -89,7 +97,7 @@ class RequestHeadMiddleware(HttpMiddleware):
     async def _handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
         try:
-            check_headers_once(headers)
+            check_headers(headers)
             if self._allowed_hosts is not None:
                 check_host(scope["method"], headers, self._allowed_hosts, self._allowed_origins)
         except (RequestError, Forbidden) as error:

@@ -135,6 +135,8 @@ class BrosExperiment:
         check_positive(duration=self.duration_s, seeds=self.num_seeds)
         if not self.rates_per_s:
             raise ConfigError("`rates` needs a number.")
+        if self.online_lengths is not None and "sharegpt" not in self.workloads:
+            raise ConfigError("`online_lengths` are those of the workload sharegpt, which is not asked for.")
         for rate_per_s in self.rates_per_s:
             check_positive(rates=rate_per_s)
 

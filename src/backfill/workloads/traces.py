@@ -306,5 +306,7 @@ def _open(path: Path) -> TextIO:
 
 
 def _short(value: Any) -> str:
+    if value is None:
+        return "nothing"
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."

@@ -42,11 +42,12 @@ class RoundRobinPolicy(Policy):
     """Steps of online requests alternate with steps of offline ones (BROS, section 2.2)."""
 
     def __init__(self) -> None:
-        self._offline_first = True
+        self._offline_first = False
 
     def build(self, view: Snapshot[R], batch: BatchBuilder[R]) -> None:
-        self._offline_first = not self._offline_first
         first, second = (_OFFLINE, _ONLINE) if self._offline_first else (_ONLINE, _OFFLINE)
         serve(view, batch, first)
         if batch.num_seqs == 0:
             serve(view, batch, second)
+        if batch.num_seqs:  # a batch that preemptions left empty is built again, and is no turn
+            self._offline_first = not self._offline_first
