@@ -90,3 +90,27 @@ def test_a_machine_that_becomes_noisy_is_followed_and_forgotten_again() -> None:
 @given(st.lists(st.floats(1e-6, 1e6), max_size=100))
 def test_any_ratios_leave_the_quantile_within_its_bounds(ratios: list[float]) -> None:
     assert 0.49 < quantile_after(ratios) < 2.02
+
+
+@pytest.mark.parametrize("spread", [0.03, 0.15])
+@pytest.mark.parametrize("used", [0.9, 1.0])
+def test_the_margin_follows_what_is_kept(spread: float, used: float) -> None:
+    rng = random.Random(5)
+    errors, num_kept = ErrorQuantile(0.99, initial=1.1), 0
+    for index in range(40_000):
+        ratio = rng.lognormvariate(0.0, spread)
+        kept = ratio * used <= errors.ratio  # the step was planned to take ``used`` of its time
+        num_kept += index >= 5000 and kept
+        errors.observe(ratio)
+        errors.adapt(float(kept), 0.99)
+    kept_share = num_kept / 35_000
+    assert kept_share > 0.985
+    if used == 1.0:
+        assert kept_share < 0.995, "time that the objectives do not need is given away"
+
+
+def test_nothing_that_is_kept_widens_the_margin_without_bound() -> None:
+    errors = ErrorQuantile(0.99, initial=1.1)
+    for _ in range(5000):
+        errors.adapt(0.0, 0.99)
+    assert errors.share < 1.0

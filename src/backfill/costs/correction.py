@@ -13,6 +13,8 @@ _BIN = math.log(1.01)  # ratios within a bin differ by at most 1 %
 _NUM_BINS = 140  # from 0.5 to 2
 _FIRST_BIN = -70
 _NUM_REMEMBERED = 1000  # steps after which an observation counts for 1 / e
+_SHARE_GAIN = 0.005
+_LEAST_SHARE, _MOST_SHARE = 0.9, 0.995
 
 
 class BiasCorrection:
@@ -47,7 +49,7 @@ class ErrorQuantile:
     planned. Ratios are counted in bins of 1 % from 0.5 to 2, and forgotten within some thousand steps.
 
     Args:
-        share: of the steps that are to be in time.
+        share: of the steps that are to be in time; ``adapt`` changes it.
         initial: what is assumed until steps have been observed; it counts as much as two of them.
     """
 
@@ -75,6 +77,19 @@ class ErrorQuantile:
             self._weights = [weight / self._gain for weight in self._weights]
             self._total /= self._gain
             self._gain = 1.0
+        self._is_stale = True
+
+    def adapt(self, kept: float, wanted: float) -> None:
+        """Move ``share`` so that what it is meant for is kept as often as is wanted.
+
+        Adaptive conformal inference (arXiv 2106.00170, equation 2): in the long run the mean of ``kept`` is
+        ``wanted``, whatever the errors do, as far as the bounds of ``share`` allow.
+
+        Args:
+            kept: share of the latest step's deadlines that were kept.
+        """
+        moved = self.share + _SHARE_GAIN * (wanted - kept)
+        self.share = min(max(moved, _LEAST_SHARE), _MOST_SHARE)
         self._is_stale = True
 
     def _quantile(self) -> float:

@@ -149,6 +149,8 @@ class Scheduler:
         self._commit_computed(plan, set(outcome.stopped))
         committed = []
         by_id, end_token_ids = self.requests.by_id, self._end_token_ids
+        if self.predictor is not None:
+            self._observe_gaps(self.predictor, outcome, now_s)
         for sampled in outcome.sampled:
             request, token_id, stop_token_id = by_id[sampled.request_id], sampled.token_id, None
             request.append(token_id)
@@ -228,6 +230,18 @@ class Scheduler:
                 counters.num_recomputed_tokens += min(known, end) - start
             if end > known:
                 request.num_ever_computed_tokens = end
+
+    def _observe_gaps(self, predictor: StepPredictor, outcome: StepOutcome, now_s: float) -> None:
+        """Tell the predictor how many online requests that are in time have kept their gap."""
+        by_id, online = self.requests.by_id, PriorityLevel.ONLINE
+        num_gaps = num_kept = 0
+        for sampled in outcome.sampled:
+            request = by_id[sampled.request_id]
+            slo, last_at_s = request.slo, request.last_token_at_s
+            if slo is not None and last_at_s is not None and request.priority_level is online:
+                num_gaps += 1
+                num_kept += predictor.keeps(now_s - last_at_s, slo.tpot_s)
+        predictor.observe_gaps(num_kept, num_gaps)
 
     def _count_discarded(self, request_id: RequestId, num_tokens: float) -> None:
         self.counters[self.requests.by_id[request_id].service_class].num_discarded_tokens += num_tokens

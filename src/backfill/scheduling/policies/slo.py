@@ -47,8 +47,6 @@ class SloPolicyConfig:
     """
     Attributes:
         default_slo: of online requests that bring none.
-        delivery_share: part of an objective kept for what the engine does not see: the way of a token from
-            its step to the client's socket.
         step_efficiency: beside online requests, the steps of offline prompts are no larger than needed to
             bring the cost a token down to its minimum divided by this. Larger steps make arrivals wait and
             gain little.
@@ -62,7 +60,6 @@ class SloPolicyConfig:
     """
 
     default_slo: SLO
-    delivery_share: float = 0.02
     step_efficiency: float = 0.8
     prompt_step_share: float = 0.5
     unsafe_ttft_share: float = 0.25
@@ -127,7 +124,10 @@ class SloPolicy(Policy):
         if not online:
             return math.inf
         slack_s = self._slack_s(online, view.now_s)
-        return max(0.0, slack_s * self._usable - self._predictor.cost.step_time_s(_decode_load(online)))
+        return max(
+            0.0,
+            slack_s * self._predictor.usable_share - self._predictor.cost.step_time_s(_decode_load(online)),
+        )
 
     def preemption_key(self, request: RequestView, lost_tokens: float) -> PreemptionKey:
         """Offline requests first: by least lost work, then by least to restore. Then online, latest first."""
@@ -138,12 +138,7 @@ class SloPolicy(Policy):
 
     def step_limit_s(self, view: Snapshot[RequestView]) -> float:
         """The least slack of the online decodes."""
-        return self._slack_s(_online(view), view.now_s) * self._usable
-
-    @property
-    def _usable(self) -> float:
-        """The part of a time that the prediction of a step may take for the step to keep to it."""
-        return (1.0 - self.config.delivery_share) / self._predictor.worst_scale
+        return self._slack_s(_online(view), view.now_s) * self._predictor.usable_share
 
     @property
     def _step_sizes(self) -> Sequence[int]:
@@ -191,10 +186,12 @@ class SloPolicy(Policy):
         """
         decodes = [each for each in _holders(view, PriorityLevel.ONLINE) if each.is_decoding]
         if not decodes:
-            return self.config.prompt_step_share * self.config.default_slo.ttft_s * self._usable
+            return (
+                self.config.prompt_step_share * self.config.default_slo.ttft_s * self._predictor.usable_share
+            )
         slack = min(each.next_token_by_s + bank_share * max(0.0, each.banked_s) for each in decodes)
         latest_s = min(each.last_token_at_s or 0.0 for each in decodes) + self.config.default_slo.tpot_s
-        own_s, default_s = ((at_s - view.now_s) * self._usable for at_s in (slack, latest_s))
+        own_s, default_s = ((at_s - view.now_s) * self._predictor.usable_share for at_s in (slack, latest_s))
         return max(own_s, min(least_tpot_slo(decodes_s), default_s))
 
     def _in_time(
@@ -248,7 +245,7 @@ class SloPolicy(Policy):
                     admission = batch.try_admit(request, limits, may_preempt=_BELOW_ONLINE)
                     may_admit = admission is not Admission.REFUSED
             if batch.tokens_of(request) == request.num_pending_tokens:
-                slack = (request.next_token_by_s - view.now_s) * self._usable
+                slack = (request.next_token_by_s - view.now_s) * self._predictor.usable_share
                 if slack >= batch.predicted_s:
                     limit_s = min(limit_s, slack)
         return limit_s
@@ -275,7 +272,10 @@ class SloPolicy(Policy):
 
     def _keeps_gaps(self, decodes: StepLoad) -> bool:
         """Whether a step of these decodes keeps to the server's TPOT objective."""
-        return self._predictor.cost.step_time_s(decodes) <= self.config.default_slo.tpot_s * self._usable
+        return (
+            self._predictor.cost.step_time_s(decodes)
+            <= self.config.default_slo.tpot_s * self._predictor.usable_share
+        )
 
     def _serve_relegated(self, view: Snapshot[R], batch: BatchBuilder[R], limit_s: float) -> None:
         """Online requests that are too late, as far as there is time: prompts by deadline, then decodes.
@@ -297,7 +297,7 @@ class SloPolicy(Policy):
     ) -> None:
         """Promoted requests, then the others, in the time that all online requests leave."""
         ttft_slack_s = _ttft_slack(online, view.now_s)
-        bound_s = min(self._slack_s(online, view.now_s), ttft_slack_s) * self._usable
+        bound_s = min(self._slack_s(online, view.now_s), ttft_slack_s) * self._predictor.usable_share
         if view.suspended_s:
             bound_s = 0.0  # the suspended slices resume first
         tightest_s = min((self._tpot_s(each) for each in online if each.is_decoding), default=math.inf)
@@ -305,7 +305,7 @@ class SloPolicy(Policy):
         # they fill the pool. The shape was found by simulation (docs/coserving.md).
         free_share = 1.0 - view.online_blocks / view.num_blocks
         headroom = min(1.0, _HEADROOM_FACTOR * free_share) ** 2
-        lowered_s = min(tightest_s * headroom * self._usable, bound_s)
+        lowered_s = min(tightest_s * headroom * self._predictor.usable_share, bound_s)
         promoted = ChunkLimits(max_step_s=bound_s, step_sizes=self._step_sizes)
         serve(view, batch, _PROMOTED, promoted, may_preempt=_OFFLINE)
         limits = ChunkLimits(max_step_s=lowered_s, step_sizes=self._step_sizes)
@@ -315,7 +315,7 @@ class SloPolicy(Policy):
         """Offline decodes beside an online prompt, as far as they hardly delay its first token."""
         prompts = [*online, *view.waiting[PriorityLevel.ONLINE]]
         slack_s = min(self._slack_s(online, view.now_s), _ttft_slack(prompts, view.now_s))
-        limit_s = min(slack_s * self._usable, batch.predicted_s * (1.0 + _BESIDE_PROMPTS))
+        limit_s = min(slack_s * self._predictor.usable_share, batch.predicted_s * (1.0 + _BESIDE_PROMPTS))
         for level in (PriorityLevel.PROMOTED, PriorityLevel.OFFLINE):
             decodes, _ = split(view.running[level])
             batch.add_decodes(decodes, limit_s)
@@ -324,7 +324,9 @@ class SloPolicy(Policy):
         limits = ChunkLimits()
         if not self._can_stop:
             ttft_s = self.config.default_slo.ttft_s
-            limits = ChunkLimits(max_step_s=ttft_s * self.config.unsafe_ttft_share * self._usable)
+            limits = ChunkLimits(
+                max_step_s=ttft_s * self.config.unsafe_ttft_share * self._predictor.usable_share
+            )
         serve(view, batch, _PROMOTED, limits, may_preempt=_OFFLINE)
         serve(view, batch, _OFFLINE, limits, reserved_blocks=reserved)
 
