@@ -149,7 +149,7 @@ class Scheduler:
         self._commit_computed(plan, set(outcome.stopped))
         committed = []
         by_id, end_token_ids = self.requests.by_id, self._end_token_ids
-        if self.predictor is not None:
+        if self.predictor is not None and self.requests.num_online:
             self._observe_gaps(self.predictor, outcome, now_s)
         for sampled in outcome.sampled:
             request, token_id, stop_token_id = by_id[sampled.request_id], sampled.token_id, None
