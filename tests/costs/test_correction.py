@@ -114,3 +114,13 @@ def test_nothing_that_is_kept_widens_the_margin_without_bound() -> None:
     for _ in range(5000):
         errors.adapt(0.0, 0.99)
     assert errors.share < 1.0
+
+
+def test_a_disturbance_is_forgotten_within_half_a_minute_of_steps() -> None:
+    errors = ErrorQuantile(0.99, initial=1.1)
+    for ratio, num_steps in ((1.0, 1000), (2.0, 100), (1.0, 400)):
+        for _ in range(num_steps):
+            kept = ratio <= errors.ratio
+            errors.observe(ratio)
+            errors.adapt(float(kept), 0.99)
+    assert errors.ratio < 1.05

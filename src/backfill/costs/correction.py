@@ -12,9 +12,11 @@ _MOST_FROM_ONE_STEP = 2.0
 _BIN = math.log(1.01)  # ratios within a bin differ by at most 1 %
 _NUM_BINS = 140  # from 0.5 to 2
 _FIRST_BIN = -70
-_NUM_REMEMBERED = 1000  # steps after which an observation counts for 1 / e
-_SHARE_GAIN = 0.005
-_LEAST_SHARE, _MOST_SHARE = 0.9, 0.995
+# Steps after which an observation counts for 1 / e. A machine that was disturbed for some seconds is itself
+# again within half a minute.
+_NUM_REMEMBERED = 300
+_SHARE_GAIN = 0.02
+_LEAST_SHARE, _MOST_SHARE = 0.9, 0.998
 
 
 class BiasCorrection:
@@ -46,7 +48,7 @@ class ErrorQuantile:
     """The ratio of observed to predicted times that a share of the recent steps does not exceed.
 
     A deadline is met with that probability if a step predicted to take ``1 / ratio`` of the time left is
-    planned. Ratios are counted in bins of 1 % from 0.5 to 2, and forgotten within some thousand steps.
+    planned. Ratios are counted in bins of 1 % from 0.5 to 2, and forgotten within some hundred steps.
 
     Args:
         share: of the steps that are to be in time; ``adapt`` changes it.
