@@ -1,0 +1,293 @@
+"""A pool of offline requests, handed out in an order that uses compute and memory evenly."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Collection, Sequence
+from typing import get_args
+
+from backfill.blending.deadlines import BatchWork, Deadlines
+from backfill.blending.entry import Entry, State
+from backfill.blending.estimates import OutputHistory, choose_samples
+from backfill.blending.requests import OrderName, PlannedRequest, PoolRequest
+from backfill.blending.resources import OnlineUse, ResourceModel, Work, target_density
+from backfill.blending.returned import Returned
+from backfill.blending.run import Run, Scope
+from backfill.blending.scanner import Blend
+from backfill.blending.tree import Progress
+from backfill.core.errors import ConfigError, RequestError
+
+MERGE_FACTOR = 2
+"""Added requests are planned together with a run of at most so many times their number."""
+
+LONG_RUN_WEIGHT = 0.01
+"""Weight of each new value of ``OfflinePool.online`` in its long-run mean."""
+
+
+class OfflinePool:
+    """Offline requests that wait, and the order in which they run.
+
+    Requests are kept in runs, which are planned apart: one is merged into the next as sorted files are in
+    an LSM tree, so a small addition to a large pool does not plan the whole pool again.
+
+    Args:
+        kv_tokens: tokens that the KV cache of the device holds. No request can have more.
+        sample_share: share of the requests of unknown output length that runs first, for its lengths.
+        seed: of the random order and of the choice of samples.
+
+    Raises: ConfigError for a value out of range.
+    """
+
+    def __init__(
+        self,
+        order: OrderName,
+        resources: ResourceModel,
+        *,
+        kv_tokens: int,
+        sample_share: float = 0.01,
+        seed: int = 0,
+    ) -> None:
+        if order not in get_args(OrderName):
+            raise ConfigError(
+                f"must be one of {', '.join(get_args(OrderName))}, got {order!r}", field="order"
+            )
+        if kv_tokens < 1:
+            raise ConfigError(f"must be at least 1, got {kv_tokens}", field="kv_tokens")
+        if not 0 <= sample_share <= 1:
+            raise ConfigError(f"must be from 0 to 1, got {sample_share}", field="sample_share")
+        self._order = order
+        self.resources = resources
+        self._sample_share = sample_share if order == "blend" else 0.0
+        self._random = random.Random(seed)
+        self._sample_phase = self._random.random()
+        self._num_added = self._num_runs = 0
+        self._entries: dict[int, Entry] = {}  # all that have not ended
+        self._runs: list[Run] = []  # each of more waiting requests than the next when it was made
+        self._returned = Returned()
+        self._samples: dict[str, deque[Entry]] = {}  # by group; those that no longer wait are passed over
+        self._history = OutputHistory()
+        self._kv_tokens = kv_tokens
+        self._blend = Blend()
+        self._left = Work()
+        self._deadlines = Deadlines()
+        self._online: OnlineUse | None = None
+        self._online_long_run = OnlineUse()
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(run.waiting.count for run in self._runs) + len(self._returned)
+
+    @property
+    def density(self) -> float:
+        """Expected compute over memory time of what has not ended; 0 for an empty pool."""
+        return self._left.density if self._entries else 0.0
+
+    @property
+    def optimal_sharing(self) -> float:
+        """Share of prompt tokens that a perfect cache saves of what waited when it was last planned."""
+        num_tokens = sum(float(run.tree.num_tokens[run.costs.is_waiting].sum()) for run in self._runs)
+        num_unique = sum(run.costs.num_unique_tokens for run in self._runs)
+        return 1 - num_unique / num_tokens if num_tokens else 0.0
+
+    @property
+    def online(self) -> OnlineUse:
+        """What online traffic uses of the device at present. To be set at regular intervals."""
+        return self._online or OnlineUse()
+
+    @online.setter
+    def online(self, use: OnlineUse) -> None:
+        weight = 1.0 if self._online is None else LONG_RUN_WEIGHT
+        self._online = use
+        self._online_long_run = self._online_long_run.moved_towards(use, weight)
+
+    def add(
+        self,
+        requests: Sequence[PoolRequest],
+        progress: Progress | None = None,
+        *,
+        merges_all: bool = False,
+    ) -> None:
+        """Add requests and plan them.
+
+        Args:
+            merges_all: plan all that waits together, however much that is.
+            progress: called with the requests indexed so far and their number. The pool is not to be used
+                in it.
+
+        Raises: RequestError for a request that is malformed or whose id is in use. Nothing was added then.
+        """
+        added = self._new_entries(requests)
+        if not added:
+            return
+        self._num_added += len(added)
+        self._entries.update((entry.request_id, entry) for entry in added)
+        self._queue_samples(added)
+        num_waiting, merged, replaced = len(added), list(added), []
+        while self._runs and (merges_all or self._runs[-1].waiting.count <= MERGE_FACTOR * num_waiting):
+            replaced.append(self._runs.pop())
+            num_waiting += replaced[-1].waiting.count
+            merged += replaced[-1].kept_entries()
+        self._num_runs += 1
+        run = Run(merged, self._num_runs, self._kv_tokens, progress)
+        self._plan(run, replaced)
+        self._runs.append(run)
+
+    def cancel(self, request_ids: Collection[int]) -> None:
+        """Drop requests, waiting or in flight. Unknown ids are ignored."""
+        for request_id in request_ids:
+            entry = self._entries.pop(request_id, None)
+            if entry is None:
+                continue
+            if entry.state is State.WAITING:
+                self._remove_waiting(entry)
+            elif entry.state is State.RETURNED:
+                self._returned.remove(entry)
+            else:
+                self._blend.remove(entry.expected)
+            self._end(entry)
+
+    def take(self, group: str | None = None, *, now_s: float = 0.0) -> PlannedRequest | None:
+        """The request to run next, of a group or of all; None where none waits.
+
+        Requests that were put back go first, then batches that would miss their deadline, then samples,
+        then the order. In the blend a request that was put back goes first of its kind, compute-bound or
+        memory-bound: where one does not fit the memory, the other kind can still run.
+
+        Args:
+            now_s: on the clock of deadlines.
+        """
+        target = target_density(self._left, self.online, self._online_long_run)
+        is_blend = self._order == "blend"
+        from_left = not is_blend or self._blend.needs_compute(target)
+        entry = (
+            self._returned.first(group, is_dense=from_left if is_blend else None)
+            or self._urgent(group, now_s, from_left)
+            or self._sample(group)
+            or self._planned(group, from_left)
+            or self._returned.first(group)
+        )
+        if entry is None:
+            return None
+        if entry.state is State.RETURNED:
+            self._returned.remove(entry)
+        else:
+            self._remove_waiting(entry)
+            entry.is_dense = entry.expected.compute_s >= target * entry.expected.memory_s
+        entry.state = State.IN_FLIGHT
+        self._blend.add(entry.expected)
+        return PlannedRequest(
+            entry.request_id, self._reused_tokens(entry.prompt), entry.expected.output_tokens
+        )
+
+    def put_back(self, request_id: int) -> None:
+        """A taken request did not run: it is taken again before others. An id no longer known is ignored."""
+        entry = self._in_flight(request_id)
+        if entry is None:
+            return
+        entry.state = State.RETURNED
+        self._blend.remove(entry.expected)
+        self._returned.add(entry)
+
+    def finish(self, request_id: int, num_output_tokens: int) -> None:
+        """A taken request ended after so many output tokens. An id no longer known is ignored.
+
+        Its length corrects the estimates of requests like it. They are planned again when the number of
+        lengths observed has doubled.
+        """
+        entry = self._in_flight(request_id)
+        if entry is None:
+            return
+        del self._entries[request_id]
+        self._blend.remove(entry.expected)
+        self._end(entry)
+        if entry.known_output_tokens is not None or num_output_tokens < 1:
+            return
+        entry.num_output_tokens = num_output_tokens
+        self._history.add(num_output_tokens)
+        assert entry.run is not None
+        if entry.run.observe(entry):
+            self._plan(entry.run, [entry.run])
+
+    def _new_entries(self, requests: Sequence[PoolRequest]) -> list[Entry]:
+        added: list[Entry] = []
+        ids: set[int] = set()
+        for sequence, request in enumerate(requests, self._num_added):
+            if request.request_id in self._entries or request.request_id in ids:
+                raise RequestError(f"request id {request.request_id} is in use", param="request_id")
+            ids.add(request.request_id)
+            added.append(Entry(request, sequence, self._random.random()))
+        return added
+
+    def _queue_samples(self, added: Sequence[Entry]) -> None:
+        by_prompt = sorted(added, key=lambda entry: entry.prompt)
+        is_unknown = [entry.known_output_tokens is None for entry in by_prompt]
+        chosen, self._sample_phase = choose_samples(is_unknown, self._sample_share, self._sample_phase)
+        self._random.shuffle(chosen)
+        for index in chosen:
+            entry = by_prompt[index]
+            self._samples.setdefault(entry.batch.group, deque()).append(entry)
+
+    def _plan(self, run: Run, replaced: Sequence[Run]) -> None:
+        """Plan a run, whose expected work takes the place of that of others or of its own."""
+        for old in replaced:
+            for some in old.work_left():
+                self._left.remove(some.compute_s, some.memory_s)
+                self._deadlines.remove(some)
+        run.plan(self._order, self.resources, self._history)
+        for some in run.work_left():
+            self._left.add(some.compute_s, some.memory_s)
+            self._deadlines.add(some)
+
+    def _in_flight(self, request_id: int) -> Entry | None:
+        entry = self._entries.get(request_id)
+        if entry is not None and entry.state is not State.IN_FLIGHT:
+            raise RequestError(f"request {request_id} is not in flight", param="request_id")
+        return entry
+
+    def _remove_waiting(self, entry: Entry) -> None:
+        """Take an entry out of its run, and fix what it is expected to cost."""
+        run = entry.run
+        assert run is not None
+        entry.expected = run.expected(entry.index)
+        run.waiting.remove(entry.index)
+        if run.waiting.count == 0:
+            self._runs.remove(run)
+
+    def _end(self, entry: Entry) -> None:
+        entry.state = State.ENDED
+        self._left.remove(entry.expected.compute_s, entry.expected.memory_s)
+        self._deadlines.remove(BatchWork(entry.batch, 1, entry.expected.compute_s, entry.expected.memory_s))
+
+    def _urgent(self, group: str | None, now_s: float, from_left: bool) -> Entry | None:
+        for batch in self._deadlines.urgent(now_s):
+            if group is None or batch.group == group:
+                entry = self._planned(batch, from_left)
+                if entry is not None:
+                    return entry
+        return None
+
+    def _sample(self, group: str | None) -> Entry | None:
+        for name in list(self._samples) if group is None else [group]:
+            samples = self._samples.get(name, deque())
+            while samples:
+                entry = samples.popleft()
+                if entry.state is State.WAITING:
+                    return entry
+            self._samples.pop(name, None)
+        return None
+
+    def _planned(self, scope: Scope, from_left: bool) -> Entry | None:
+        """The first waiting request of a scope in the order of all runs, or the last."""
+        best: tuple[float, int] | None = None
+        best_run: Run | None = None
+        for run in self._runs:
+            cursor = run.cursor(scope)
+            end = cursor.first() if from_left else cursor.last()
+            if end is not None and (best is None or (end < best if from_left else end > best)):
+                best, best_run = end, run
+        return best_run.entries[best[1]] if best is not None and best_run is not None else None
+
+    def _reused_tokens(self, prompt: bytes) -> int:
+        of_runs = max((run.waiting.longest_shared(prompt) for run in self._runs), default=0)
+        return max(of_runs, self._returned.longest_shared(prompt))

@@ -1,0 +1,42 @@
+"""Requests that were put back, in the order in which they came back."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+
+from backfill.blending.entry import Entry
+from backfill.blending.tree import shared_prefix_tokens
+
+
+class Returned:
+    def __init__(self) -> None:
+        self._entries: dict[int, Entry] = {}
+        self._prompts: list[bytes] = []  # sorted
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(self._entries.values())
+
+    def add(self, entry: Entry) -> None:
+        self._entries[entry.request_id] = entry
+        insort(self._prompts, entry.prompt)
+
+    def remove(self, entry: Entry) -> None:
+        del self._entries[entry.request_id]
+        del self._prompts[bisect_left(self._prompts, entry.prompt)]
+
+    def first(self, group: str | None, is_dense: bool | None = None) -> Entry | None:
+        """The one that came back first, of a group or of all, and of one kind or of both."""
+        for entry in self:
+            if group in {None, entry.batch.group} and is_dense in {None, entry.is_dense}:
+                return entry
+        return None
+
+    def longest_shared(self, prompt: bytes) -> int:
+        """Leading tokens of the prompt that any of these prompts begins with too."""
+        place = bisect_left(self._prompts, prompt)
+        neighbours = self._prompts[max(place - 1, 0) : place + 1]
+        return max((shared_prefix_tokens(prompt, other) for other in neighbours), default=0)

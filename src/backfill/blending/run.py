@@ -1,0 +1,163 @@
+"""Requests that are planned together: one prefix tree, and the order of those of them that wait."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from backfill.blending.deadlines import BatchWork
+from backfill.blending.entry import Entry, Expected, State
+from backfill.blending.estimates import OutputHistory, output_moments
+from backfill.blending.order import Forecast, batchllm_order, blend_order, forecast
+from backfill.blending.requests import Batch, OrderName
+from backfill.blending.resources import Floats, Ints, ResourceModel
+from backfill.blending.scanner import Cursor
+from backfill.blending.tree import PrefixTree, Progress
+from backfill.blending.waiting import Waiting
+
+FIRST_CORRECTION = 16
+"""Observed output lengths after which a run is planned again; then after twice as many, and so on."""
+
+KEY_PROMPTS = 32
+"""Neighbours in the order over which a density is averaged, to compare the ends of two runs."""
+
+Scope = str | Batch | None
+"""Whose requests: a group's, a batch's, or everyone's."""
+
+
+class Run:
+    """A set of requests that does not grow, its plan, and what is left of it.
+
+    Attributes:
+        costs: what those that waited when last planned were expected to cost.
+        sequence: their indices in order.
+
+    Args:
+        entries: waiting, in flight or ended; the last for their output lengths. They become this run's.
+        number: runs made later have larger ones.
+        kv_tokens: most tokens of a prompt and its output together; None for any number.
+    """
+
+    def __init__(
+        self,
+        entries: Sequence[Entry],
+        number: int,
+        kv_tokens: int | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        self.entries = sorted(entries, key=lambda entry: entry.prompt)
+        self.number = number
+        num = len(self.entries)
+        prompts = [entry.prompt for entry in self.entries]
+        for index, entry in enumerate(self.entries):
+            entry.run, entry.index = self, index
+        self.tree = PrefixTree.build(prompts, progress)
+        is_waiting = (entry.state is State.WAITING for entry in self.entries)
+        self.waiting = Waiting(prompts, np.fromiter(is_waiting, np.bool_, num))
+        self._limit = np.fromiter((entry.max_output_tokens for entry in self.entries), np.int64, num)
+        if kv_tokens is not None:
+            self._limit = np.clip(kv_tokens - self.tree.num_tokens, 1, self._limit)
+        self._known = np.fromiter((entry.known_output_tokens or 0 for entry in self.entries), np.int64, num)
+        self._observed = np.fromiter((entry.num_output_tokens for entry in self.entries), np.int64, num)
+        self._num_observed = int((self._observed > 0).sum())
+        self._corrected_at = max(2 * self._num_observed, FIRST_CORRECTION)
+        codes: dict[Batch, int] = {}
+        self._batch_codes = np.fromiter(
+            (codes.setdefault(entry.batch, len(codes)) for entry in self.entries), np.int64, num
+        )
+        self._batches = list(codes)
+
+    def plan(self, order: OrderName, resources: ResourceModel, history: OutputHistory) -> None:
+        """Estimate and order what waits."""
+        is_waiting = self.waiting.mask
+        outputs = output_moments(self.tree, self._observed, self._known, self._limit, history)
+        self.costs = forecast(self.tree, resources, is_waiting, outputs)
+        self.sequence, self._keys = self._ordered(order)
+        self._cursors: dict[Scope, Cursor] = {}
+
+    def observe(self, entry: Entry) -> bool:
+        """Note a finished request's output length. Returns whether the run should be planned again."""
+        self._observed[entry.index] = entry.num_output_tokens
+        self._num_observed += 1
+        if self._num_observed < self._corrected_at or self.waiting.count == 0:
+            return False
+        self._corrected_at = 2 * self._num_observed
+        return True
+
+    def cursor(self, scope: Scope) -> Cursor:
+        """The waiting requests of a scope in order."""
+        cursor = self._cursors.get(scope)
+        if cursor is None:
+            chosen = (
+                slice(None)
+                if scope is None
+                else np.isin(self._batch_codes[self.sequence], self._codes(scope))
+            )
+            cursor = Cursor(self.sequence[chosen], self._keys[chosen], self.waiting)
+            self._cursors[scope] = cursor
+        return cursor
+
+    def expected(self, index: int) -> Expected:
+        costs = self.costs
+        return Expected(
+            float(costs.outputs.mean[index]),
+            float(costs.compute_s[index]),
+            float(costs.memory_s[index]),
+        )
+
+    def work_left(self) -> Iterator[BatchWork]:
+        """What waits, by batch."""
+        waiting = np.flatnonzero(self.waiting.mask)
+        codes, num = self._batch_codes[waiting], len(self._batches)
+        count = np.bincount(codes, minlength=num)
+        compute_s = np.bincount(codes, self.costs.compute_s[waiting], num)
+        memory_s = np.bincount(codes, self.costs.memory_s[waiting], num)
+        for code in np.flatnonzero(count):
+            yield BatchWork(
+                self._batches[code], int(count[code]), float(compute_s[code]), float(memory_s[code])
+            )
+
+    def kept_entries(self) -> list[Entry]:
+        """Those that a run which replaces this one needs.
+
+        Of the finished ones as many as wait, evenly spread over the tree: they have told what they can.
+        """
+        kept = [entry for entry in self.entries if entry.state is not State.ENDED]
+        observed = np.flatnonzero(self._observed)
+        step = max(len(observed) / max(self.waiting.count, 1), 1.0)
+        chosen = observed[np.arange(0, len(observed), step).astype(np.int64)]
+        return kept + [self.entries[index] for index in chosen]
+
+    def _codes(self, scope: str | Batch) -> list[int]:
+        if isinstance(scope, Batch):
+            return [code for code, batch in enumerate(self._batches) if batch == scope]
+        return [code for code, batch in enumerate(self._batches) if batch.group == scope]
+
+    def _ordered(self, order: OrderName) -> tuple[Ints, Floats]:
+        """The waiting prompts in order, and keys that ascend along it by which runs are compared."""
+        waiting = np.flatnonzero(self.costs.is_waiting)
+        if order == "blend":
+            sequence = blend_order(self.tree, self.costs)
+            return sequence, _density_keys(sequence, self.costs)
+        if order == "batchllm":
+            return batchllm_order(self.tree, self.costs)
+        if order == "dfs":  # one tree after the other
+            return waiting, np.full(len(waiting), float(self.number))
+        entries = [self.entries[index] for index in waiting]
+        if order == "fcfs":
+            keys = np.array([entry.sequence for entry in entries], np.float64)
+        else:
+            keys = np.array([entry.random_key for entry in entries], np.float64)
+        by_key = np.argsort(keys, kind="stable")
+        return waiting[by_key], keys[by_key]
+
+
+def _density_keys(sequence: Ints, costs: Forecast) -> Floats:
+    """Minus the density of each prompt's neighbourhood: large where memory-bound."""
+    if len(sequence) == 0:
+        return np.zeros(0)
+    starts = np.arange(0, len(sequence), KEY_PROMPTS)
+    compute_s = np.add.reduceat(costs.compute_s[sequence], starts)
+    memory_s = np.add.reduceat(costs.memory_s[sequence], starts)
+    return np.repeat(-compute_s / memory_s, KEY_PROMPTS)[: len(sequence)]

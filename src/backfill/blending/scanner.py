@@ -1,0 +1,71 @@
+"""The dual scanner: which end of the order the next request comes from.
+
+Source: BlendServe (section 3.4). docs/blending.md derives that the rule here meets its two equations.
+"""
+
+from __future__ import annotations
+
+from backfill.blending.entry import Expected
+from backfill.blending.resources import Floats, Ints, Work
+from backfill.blending.waiting import Waiting
+
+
+class Blend:
+    """What the requests in flight use of each resource in a step, by expectation.
+
+    A request that generates d tokens runs for d steps. Over these it uses Comp / d and Mem / d a step in
+    the mean, and Mem / d is its mean KV footprint times the time to read a token.
+    """
+
+    def __init__(self) -> None:
+        self._per_step = Work()
+        self._num_requests = 0
+
+    def add(self, expected: Expected) -> None:
+        self._num_requests += 1
+        self._per_step.add(*_per_step(expected))
+
+    def remove(self, expected: Expected) -> None:
+        self._num_requests -= 1
+        self._per_step.remove(*_per_step(expected))
+        if self._num_requests == 0:
+            self._per_step = Work()  # no rounding errors pile up
+
+    def needs_compute(self, target_density: float) -> bool:
+        """Whether the next request should be a compute-bound one, to come nearer to the density."""
+        return self._per_step.compute_s <= target_density * self._per_step.memory_s
+
+
+def _per_step(expected: Expected) -> tuple[float, float]:
+    return expected.compute_s / expected.output_tokens, expected.memory_s / expected.output_tokens
+
+
+class Cursor:
+    """Prompts in an order, consumed from both ends. Those that no longer wait are passed over."""
+
+    __slots__ = ("_keys", "_left", "_right", "_sequence", "_waiting")
+
+    def __init__(self, sequence: Ints, keys: Floats, waiting: Waiting) -> None:
+        self._sequence = sequence.tolist()
+        self._keys = keys.tolist()
+        self._waiting = waiting
+        self._left = 0
+        self._right = len(self._sequence) - 1
+
+    def first(self) -> tuple[float, int] | None:
+        """Key and index of the leftmost waiting prompt."""
+        while self._left <= self._right:
+            index = self._sequence[self._left]
+            if index in self._waiting:
+                return self._keys[self._left], index
+            self._left += 1
+        return None
+
+    def last(self) -> tuple[float, int] | None:
+        """Key and index of the rightmost waiting prompt."""
+        while self._left <= self._right:
+            index = self._sequence[self._right]
+            if index in self._waiting:
+                return self._keys[self._right], index
+            self._right -= 1
+        return None

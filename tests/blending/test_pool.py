@@ -1,0 +1,352 @@
+"""The pool: each request exactly once, whatever is added, cancelled, put back and corrected meanwhile."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import get_args
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from backfill.blending.pool import OfflinePool
+from backfill.blending.requests import OrderName, PlannedRequest, PoolRequest
+from backfill.blending.resources import OnlineUse
+from backfill.core.errors import ConfigError, RequestError
+from tests.blending.builders import (
+    KV_TOKENS,
+    LLAMA_8B_ON_A100,
+    as_bytes,
+    known,
+    make_request,
+    num_shared,
+    prompts,
+)
+
+ORDERS: tuple[OrderName, ...] = get_args(OrderName)
+GROUPS = ["", "a", "b"]
+
+
+def make_pool(order: OrderName = "blend", *, sample_share: float = 0.0, seed: int = 0) -> OfflinePool:
+    return OfflinePool(order, LLAMA_8B_ON_A100, kv_tokens=KV_TOKENS, sample_share=sample_share, seed=seed)
+
+
+def take_all(pool: OfflinePool, group: str | None = None) -> list[int]:
+    taken = []
+    while (request := pool.take(group)) is not None:
+        taken.append(request.request_id)
+    return taken
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """A pool beside sets of the requests that wait, are in flight, or were put back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requests: dict[int, PoolRequest] = {}
+        self.waiting: set[int] = set()
+        self.in_flight: set[int] = set()
+        self.returned: list[int] = []
+        self.now_s = 0.0
+
+    @initialize(order=st.sampled_from(ORDERS), share=st.sampled_from([0.0, 0.3]))
+    def create(self, order: OrderName, share: float) -> None:
+        self.order = order
+        self.pool = make_pool(order, sample_share=share)
+
+    @rule(
+        new=st.lists(
+            st.tuples(
+                prompts,
+                st.sampled_from([1, 50, 5000]),
+                st.booleans(),
+                st.sampled_from(GROUPS),
+                st.sampled_from([None, None, 1.0, 100.0]),
+            ),
+            max_size=30,
+        )
+    )
+    def add(self, new: list[tuple[list[int], int, bool, str, float | None]]) -> None:
+        added = [
+            make_request(len(self.requests) + i, prompt, most, most if is_known else None, group, deadline)
+            for i, (prompt, most, is_known, group, deadline) in enumerate(new)
+        ]
+        self.pool.add(added)
+        self.requests.update((request.request_id, request) for request in added)
+        self.waiting.update(request.request_id for request in added)
+
+    @rule(group=st.sampled_from([None, *GROUPS]), num=st.integers(1, 12), later_s=st.floats(0, 5))
+    def take(self, group: str | None, num: int, later_s: float) -> None:
+        self.now_s += later_s
+        for _ in range(num):
+            self.check_taken(group, self.pool.take(group, now_s=self.now_s))
+
+    def check_taken(self, group: str | None, taken: PlannedRequest | None) -> None:
+        candidates = {
+            request_id
+            for request_id in (*self.waiting, *self.returned)
+            if group is None or self.requests[request_id].group == group
+        }
+        if taken is None:
+            assert not candidates
+            return
+        returned = [request_id for request_id in self.returned if request_id in candidates]
+        assert taken.request_id in candidates
+        if taken.request_id in returned:
+            # In the blend those of the other kind may have to wait.
+            assert self.order == "blend" or taken.request_id == returned[0]
+            self.returned.remove(taken.request_id)
+        else:
+            assert self.order == "blend" or not returned
+            self.waiting.remove(taken.request_id)
+        self.in_flight.add(taken.request_id)
+        request = self.requests[taken.request_id]
+        assert 1 <= taken.expected_output_tokens <= request.max_output_tokens
+        prompt = as_bytes(request.prompt_token_ids)
+        others = (as_bytes(self.requests[i].prompt_token_ids) for i in (*self.waiting, *self.returned))
+        assert taken.reused_tokens == max((num_shared(prompt, other) for other in others), default=0)
+
+    @rule(data=st.data(), num=st.integers(1, 12))
+    def finish(self, data: st.DataObject, num: int) -> None:
+        for _ in range(min(num, len(self.in_flight))):
+            request_id = data.draw(st.sampled_from(sorted(self.in_flight)))
+            self.pool.finish(
+                request_id, data.draw(st.integers(0, self.requests[request_id].max_output_tokens))
+            )
+            self.in_flight.remove(request_id)
+
+    @rule(data=st.data())
+    def put_back(self, data: st.DataObject) -> None:
+        if self.in_flight:
+            request_id = data.draw(st.sampled_from(sorted(self.in_flight)))
+            self.pool.put_back(request_id)
+            self.in_flight.remove(request_id)
+            self.returned.append(request_id)
+
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        if not self.requests:
+            return
+        ids = data.draw(st.lists(st.sampled_from(sorted(self.requests)), max_size=4))
+        self.pool.cancel(ids)
+        self.waiting.difference_update(ids)
+        self.in_flight.difference_update(ids)
+        self.returned = [request_id for request_id in self.returned if request_id not in ids]
+
+    @rule(compute=st.floats(0, 1), memory=st.floats(0, 1))
+    def use_online(self, compute: float, memory: float) -> None:
+        self.pool.online = OnlineUse(compute, memory)
+        assert self.pool.online == OnlineUse(compute, memory)
+
+    @invariant()
+    def counts_agree(self) -> None:
+        if not hasattr(self, "pool"):
+            return
+        assert self.pool.num_waiting == len(self.waiting) + len(self.returned)
+        assert (self.pool.density > 0) == (self.pool.num_waiting + len(self.in_flight) > 0)
+        assert 0 <= self.pool.optimal_sharing < 1
+
+    def teardown(self) -> None:
+        if hasattr(self, "pool"):
+            self.take(None, self.pool.num_waiting + 1, 0.0)
+            assert not self.waiting
+            assert not self.returned
+
+
+TestPool = PoolMachine.TestCase
+TestPool.settings = settings(max_examples=80, stateful_step_count=25, deadline=None)
+
+
+def test_an_empty_pool_has_nothing() -> None:
+    pool = make_pool()
+    pool.add([])
+    assert pool.take() is None
+    assert (pool.num_waiting, pool.density, pool.optimal_sharing) == (0, 0.0, 0.0)
+    pool.cancel([1, 2])
+    pool.put_back(1)
+    pool.finish(1, 10)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_one_request_and_equal_prompts(order: OrderName) -> None:
+    pool = make_pool(order)
+    pool.add([make_request(1)])
+    assert pool.take() == PlannedRequest(1, 0, 100.0)
+    pool.add([make_request(i, [4, 5, 6]) for i in range(2, 6)])
+    assert pool.optimal_sharing == pytest.approx(0.75)
+    taken = [pool.take() for _ in range(4)]
+    assert [request.reused_tokens for request in taken if request is not None] == [3, 3, 3, 0]
+
+
+def test_fcfs_is_the_order_of_arrival_over_any_additions() -> None:
+    pool = make_pool("fcfs")
+    for start in range(0, 60, 7):
+        pool.add([make_request(i, [70 - i]) for i in range(start, start + 7)])
+    assert take_all(pool) == list(range(63))
+
+
+def test_the_random_order_depends_on_the_seed_alone() -> None:
+    requests = [make_request(i, [i % 5, i]) for i in range(50)]
+    at_once, in_parts, other = make_pool("random"), make_pool("random"), make_pool("random", seed=1)
+    at_once.add(requests)
+    other.add(requests)
+    for start in range(0, 50, 10):
+        in_parts.add(requests[start : start + 10])
+    order = take_all(at_once)
+    assert take_all(in_parts) == order
+    assert take_all(other) != order != list(range(50))
+
+
+def test_a_request_that_does_not_fit_keeps_only_its_own_kind_waiting() -> None:
+    pool = make_pool()
+    pool.add([known(i, 1000, 1) for i in range(20)] + [known(i, 10, 4000) for i in range(20, 40)])
+    in_flight = [taken.request_id for _ in range(20) if (taken := pool.take()) is not None]
+    sparse = next(request_id for request_id in in_flight if request_id >= 20)
+    pool.put_back(sparse)
+    rest = take_all(pool)
+    assert sparse in rest
+    assert next(request_id for request_id in rest if request_id >= 20) == sparse
+
+
+def test_an_output_is_not_expected_to_be_larger_than_the_kv_cache() -> None:
+    pool = OfflinePool("fcfs", LLAMA_8B_ON_A100, kv_tokens=110)
+    pool.add([make_request(1, range(100), 5000)])
+    assert pool.take() == PlannedRequest(1, 0, 10.0)
+
+
+def test_dfs_serves_prefixes_together() -> None:
+    pool = make_pool("dfs")
+    requests = [make_request(i, [i % 5, i // 5]) for i in range(50)]
+    random.Random(0).shuffle(requests)
+    pool.add(requests)
+    first_tokens = [request_id % 5 for request_id in take_all(pool)]
+    assert len([1 for a, b in itertools.pairwise(first_tokens) if a != b]) == 4
+
+
+def test_samples_run_first_and_correct_the_order() -> None:
+    """Requests that begin with 1 turn out long: the density falls, and with it their place in the order."""
+    pool = make_pool(sample_share=0.1)
+    pool.add([make_request(i, [i % 2, i, *range(50)], 20_000) for i in range(400)])
+    before = pool.density
+    sampled = [pool.take() for _ in range(40)]
+    assert {request.request_id % 2 for request in sampled if request is not None} == {0, 1}
+    for request in sampled:
+        assert request is not None
+        pool.finish(request.request_id, 10_000 if request.request_id % 2 else 10)
+    assert pool.density < before / 10
+    first, second = pool.take(), pool.take()
+    assert first is not None and second is not None
+    assert first.request_id % 2 == 0
+    assert first.expected_output_tokens == 10
+    assert second.request_id % 2 == 1
+    assert second.expected_output_tokens == 10_000
+
+
+def test_a_group_is_served_alone() -> None:
+    pool = make_pool()
+    pool.add([make_request(i, [i % 3, i], group=GROUPS[i % 3]) for i in range(30)])
+    assert sorted(take_all(pool, "a")) == list(range(1, 30, 3))
+    assert pool.take("nobody") is None
+    assert pool.num_waiting == 20
+
+
+def test_a_small_addition_does_not_plan_a_large_pool_again() -> None:
+    calls: list[int] = []
+    pool = make_pool()
+    pool.add([make_request(i, [i]) for i in range(10_000)], lambda done, of: calls.append(of))
+    pool.add([make_request(20_000, [1])], lambda done, of: calls.append(of))
+    assert set(calls) == {10_000}
+
+
+def test_a_deadline_comes_before_the_plan_and_before_a_later_one() -> None:
+    pool = make_pool("fcfs")
+    pool.add([known(i, 100, 100) for i in range(10)])
+    pool.add([known(i, 100, 100, group="late", complete_by_s=1000.0) for i in range(10, 20)])
+    pool.add([known(i, 100, 100, group="soon", complete_by_s=500.0) for i in range(20, 30)])
+    assert pool.take(now_s=0.0) == PlannedRequest(0, 0, 100.0)
+    assert [pool.take(now_s=450.0) for _ in range(2)] == [PlannedRequest(i, 0, 100.0) for i in (20, 21)]
+    late = pool.take("late", now_s=950.0)
+    assert late is not None
+    assert late.request_id == 10
+    # Nothing can be done for `soon` any more: the order is that of the plan.
+    assert pool.take(now_s=2000.0) == PlannedRequest(1, 0, 100.0)
+
+
+deadline_batches = st.lists(
+    st.tuples(st.integers(1, 15), st.integers(1, 2000), st.integers(1, 2000), st.floats(0, 100)),
+    min_size=1,
+    max_size=5,
+)
+
+
+@settings(max_examples=50, deadline=None)
+@given(deadline_batches, st.integers(0, 40), st.sampled_from(ORDERS))
+def test_deadlines_are_met_where_they_can_be(
+    batches: list[tuple[int, int, int, float]], num_others: int, order: OrderName
+) -> None:
+    """A device that overlaps perfectly, and deadlines that leave the margin over all work due before."""
+    pool = make_pool(order)
+    requests = [known(i, 3000, 3000) for i in range(num_others)]
+    deadlines: list[float] = []
+    compute_s = memory_s = at_s = 0.0
+    model = LLAMA_8B_ON_A100
+    for group, (num, prompt, output, slack_s) in enumerate(batches):
+        compute_s += num * model.compute_s(prompt, output)
+        memory_s += num * model.memory_s(prompt, output)
+        at_s = max(at_s, 61.0 + 1.25 * max(compute_s, memory_s) + slack_s)
+        deadlines.append(at_s)
+        start = len(requests)
+        requests += [
+            known(i, prompt, output, group=str(group), complete_by_s=at_s) for i in range(start, start + num)
+        ]
+    pool.add(requests)
+    done_compute_s = done_memory_s = now_s = 0.0
+    while (taken := pool.take(now_s=now_s)) is not None:
+        request = requests[taken.request_id]
+        num_prompt = len(request.prompt_token_ids)
+        done_compute_s += model.compute_s(num_prompt, request.max_output_tokens)
+        done_memory_s += model.memory_s(num_prompt, request.max_output_tokens)
+        now_s = max(done_compute_s, done_memory_s)
+        pool.finish(taken.request_id, request.max_output_tokens)
+        assert request.complete_by_s is None or now_s <= request.complete_by_s
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"max_output_tokens": 0}, "at least 1 output token"),
+        ({"known_output_tokens": 101}, "from 1 to 100"),
+        ({"complete_by_s": float("inf")}, "finite"),
+        ({"prompt": []}, "empty"),
+    ],
+)
+def test_malformed_requests_are_refused_and_nothing_is_added(fields: dict[str, object], message: str) -> None:
+    pool = make_pool()
+    with pytest.raises(RequestError, match=message):
+        pool.add([make_request(1), make_request(2, **fields)])  # type: ignore[arg-type]
+    assert pool.num_waiting == 0
+    pool.add([make_request(1)])
+    with pytest.raises(RequestError, match="request id 1 is in use"):
+        pool.add([make_request(3), make_request(1)])
+    with pytest.raises(RequestError, match="not in flight"):
+        pool.finish(1, 10)
+    assert pool.num_waiting == 1
+
+
+def test_token_ids_must_be_uint32() -> None:
+    pool = make_pool()
+    with pytest.raises(RequestError, match="uint32"):
+        pool.add([PoolRequest(1, b"12345", 10)])
+    pool.add([PoolRequest(1, b"12345678", 10), PoolRequest(2, bytearray(b"1234"), 10)])
+    assert pool.optimal_sharing == pytest.approx(1 / 3)
+
+
+def test_options_out_of_range_are_refused() -> None:
+    with pytest.raises(ConfigError, match="order"):
+        make_pool("best")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="sample_share"):
+        make_pool(sample_share=1.5)
+    with pytest.raises(ConfigError, match="kv_tokens"):
+        OfflinePool("blend", LLAMA_8B_ON_A100, kv_tokens=0)

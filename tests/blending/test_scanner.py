@@ -1,0 +1,119 @@
+"""The blend that the dual scanner keeps, against the two equations of section 3.4."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from backfill.blending.pool import OfflinePool
+from backfill.blending.requests import PoolRequest
+from backfill.blending.scanner import Cursor
+from backfill.blending.waiting import Waiting
+from tests.blending.builders import KV_TOKENS, LLAMA_8B_ON_A100, as_bytes, known
+
+MODEL = LLAMA_8B_ON_A100
+
+
+def density_of(num_prompt_tokens: int, num_output_tokens: int) -> float:
+    compute_s = MODEL.compute_s(num_prompt_tokens, num_output_tokens)
+    return compute_s / MODEL.memory_s(num_prompt_tokens, num_output_tokens)
+
+
+def footprint(request: PoolRequest) -> float:
+    """Mean KV tokens over the decode steps."""
+    assert request.known_output_tokens is not None
+    return len(request.prompt_token_ids) + request.known_output_tokens / 2
+
+
+def in_flight_tokens(
+    requests: list[PoolRequest], num_tokens: float, is_left: Callable[[PoolRequest], bool]
+) -> tuple[float, float]:
+    """KV tokens of either kind once the pool has filled a device of so many."""
+    pool = OfflinePool("blend", MODEL, kv_tokens=KV_TOKENS)
+    pool.add(requests)
+    by_id = {request.request_id: request for request in requests}
+    left = right = 0.0
+    while left + right < num_tokens:
+        taken = pool.take()
+        assert taken is not None
+        request = by_id[taken.request_id]
+        if is_left(request):
+            left += footprint(request)
+        else:
+            right += footprint(request)
+    return left, right
+
+
+def test_memory_is_partitioned_as_in_figure_5() -> None:
+    """(512, 256) and (256, 16384), of 60 GB for KV at 128 KiB a token: 19.3 and 40.7 GB at density 1.27."""
+    target, dense, sparse = 1.27, density_of(512, 256), density_of(256, 16384)
+    memory = MODEL.memory_s(512, 256), MODEL.memory_s(256, 16384)
+    num_sparse = 300
+    num_dense = round(num_sparse * memory[1] * (target - sparse) / (memory[0] * (dense - target)))
+    requests = [known(i, 512, 256) for i in range(num_dense)]
+    requests += [known(num_dense + i, 256, 16384) for i in range(num_sparse)]
+    num_tokens = 60e9 / (128 * 1024)
+    left, right = in_flight_tokens(requests, num_tokens, lambda request: request.known_output_tokens == 256)
+    total = left + right
+    assert left * dense + right * sparse == pytest.approx(total * target, rel=0.03)
+    assert left / total * 60 == pytest.approx(19.3, abs=0.7)
+    assert right / total * 60 == pytest.approx(40.7, abs=0.7)
+
+
+lengths = st.tuples(st.integers(10, 2000), st.integers(1, 3000))
+
+
+@settings(max_examples=30)
+@given(lengths, lengths, st.integers(5, 50), st.integers(5, 50))
+def test_each_request_brings_those_in_flight_nearer_to_the_density(
+    dense: tuple[int, int], sparse: tuple[int, int], num_dense: int, num_sparse: int
+) -> None:
+    if density_of(*dense) < density_of(*sparse):
+        dense, sparse = sparse, dense
+    assume(density_of(*dense) > 1.01 * density_of(*sparse))
+    requests = [known(i, *dense) for i in range(num_dense)]
+    requests += [known(num_dense + i, *sparse) for i in range(num_sparse)]
+    pool = OfflinePool("blend", MODEL, kv_tokens=KV_TOKENS)
+    pool.add(requests)
+    left = {True: num_dense, False: num_sparse}
+    compute = memory = 0.0
+    while all(left.values()):
+        missing = pool.density * memory - compute
+        taken = pool.take()
+        assert taken is not None
+        is_dense = taken.request_id < num_dense
+        assert is_dense == (missing >= 0) or abs(missing) < 1e-9 * compute
+        left[is_dense] -= 1
+        kind = dense if is_dense else sparse
+        compute += MODEL.compute_s(*kind) / kind[1]
+        memory += MODEL.memory_s(*kind) / kind[1]
+
+
+def test_a_pool_of_one_kind_is_served_from_either_end() -> None:
+    """Both pointers are in one unit, and densities are equal: there is no partition, and all is served."""
+    pool = OfflinePool("blend", MODEL, kv_tokens=KV_TOKENS)
+    pool.add([known(i, 100, 100) for i in range(10)])
+    taken = [pool.take() for _ in range(11)]
+    assert taken[-1] is None
+    assert {request.request_id for request in taken if request is not None} == set(range(10))
+
+
+def test_both_ends_meet() -> None:
+    cursor_prompts = [as_bytes([i]) for i in range(5)]
+    waiting = Waiting(cursor_prompts, np.ones(5, np.bool_))
+    cursor = Cursor(np.array([4, 2, 0, 1, 3]), np.arange(5.0), waiting)
+    assert cursor.first() == (0.0, 4)
+    assert cursor.last() == (4.0, 3)
+    for index in (4, 3, 0):
+        waiting.remove(index)
+    assert cursor.first() == (1.0, 2)
+    assert cursor.last() == (3.0, 1)
+    waiting.remove(2)
+    assert cursor.first() == cursor.last() == (3.0, 1)
+    waiting.remove(1)
+    assert cursor.first() is None
+    assert cursor.last() is None
