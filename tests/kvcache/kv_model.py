@@ -192,6 +192,8 @@ class CacheModel:
                 service_class=rng.choice(list(ServiceClass)),
             )
             request.owner, request.cache_salt = rng.choice(("a", "b")), rng.choice(("", "", "s"))
+            if rng.random() < 0.5:
+                request.num_reused_tokens = rng.randint(0, len(prompt))
         request.enqueue(self.num_named)
         namespace = {"": 0, "a": 1, "b": 2, "s": 3}
         root = hash((namespace[request.owner], namespace[request.cache_salt]))

@@ -88,6 +88,8 @@ class Request:
     owner: str = field(default="", repr=False)  # whose prefix cache it uses; empty without API keys
     # Requests share cached prefixes only with requests of the same salt.
     cache_salt: str = field(default="", repr=False)
+    # Leading prompt tokens whose KV requests that are not submitted yet will need; None: not known.
+    num_reused_tokens: int | None = None
     output_token_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
     status: RequestStatus = RequestStatus.WAITING

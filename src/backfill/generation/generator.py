@@ -32,6 +32,7 @@ class GenerationRequest:
         slo: None for the engine's default, and for offline requests.
         complete_by_s: end of an offline request's completion window, on the monotonic clock.
         owner, cache_salt: who shares cached prefixes with it (``core.request.Request``). Never logged.
+        num_reused_tokens: leading tokens of its prompt that waiting requests need too; None if not known.
     """
 
     prompts: list[list[int]]
@@ -45,6 +46,7 @@ class GenerationRequest:
     complete_by_s: float | None = None
     owner: str = field(default="", repr=False)
     cache_salt: str = field(default="", repr=False)
+    num_reused_tokens: int | None = None
 
     @property
     def num_choices(self) -> int:
@@ -134,6 +136,7 @@ class TextGenerator:
                         priority=request.priority,
                         owner=request.owner,
                         cache_salt=request.cache_salt,
+                        num_reused_tokens=request.num_reused_tokens,
                         arrived_at_s=arrived_at_s,
                     ),
                     group,

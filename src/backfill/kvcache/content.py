@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -16,20 +17,21 @@ BlockKey = NewType("BlockKey", bytes)
 class BlockState(IntEnum):
     """How a block of a pool is used. The smaller the state, the sooner the block is taken for other KV.
 
-    A block of the states from ``UNWANTED`` to ``WANTED_ONLINE`` holds content that no block table names.
+    A block of the states from ``UNNEEDED`` to ``WANTED_ONLINE`` holds content that no block table names.
     """
 
     EMPTY = 0
-    UNWANTED = 1  # cached: nobody is known to come back for it
-    SECURED = 2  # wanted, and with a copy in the other tier, complete or in flight: taking it loses no KV
-    WANTED = 3  # of preempted offline requests
-    PROTECTED = 4  # used by an online request a short time ago
-    WANTED_ONLINE = 5  # of preempted online requests
-    COPYING = 6  # holds nothing, and is empty when the copies on it complete
-    REFERENCED = 7  # in block tables of offline requests only
-    REFERENCED_COPIED = 8  # so, and with a host copy, complete or in flight
-    ONLINE = 9  # in the block table of an online request
-    ONLINE_COPIED = 10  # so, and with a host copy
+    UNNEEDED = 1  # cached: no waiting request of the offline pool needs it, and no other one has used it
+    UNWANTED = 2  # cached: nobody is known to come back for it
+    SECURED = 3  # wanted, and with a copy in the other tier, complete or in flight: taking it loses no KV
+    WANTED = 4  # of preempted offline requests
+    PROTECTED = 5  # used by an online request a short time ago
+    WANTED_ONLINE = 6  # of preempted online requests
+    COPYING = 7  # holds nothing, and is empty when the copies on it complete
+    REFERENCED = 8  # in block tables of offline requests only
+    REFERENCED_COPIED = 9  # so, and with a host copy, complete or in flight
+    ONLINE = 10  # in the block table of an online request
+    ONLINE_COPIED = 11  # so, and with a host copy
 
 
 @dataclass(slots=True, eq=False)
@@ -70,6 +72,9 @@ class Content:
         num_wanted: preempted requests that will come back for it.
         released_at_s: when the last request that used it let it go.
         is_protected: an online request let it go a short time ago.
+        has_unplanned_users: a request that used it did not know what others need of its prompt.
+        planned_at_s: arrival of the last request among its users that did know.
+        is_unneeded: that one knew that no other needs this, and all users were planned.
     """
 
     key: BlockKey | None
@@ -80,6 +85,9 @@ class Content:
     num_wanted: int = 0
     released_at_s: float = 0.0
     is_protected: bool = False
+    has_unplanned_users: bool = False
+    planned_at_s: float = -math.inf
+    is_unneeded: bool = False
 
     @property
     def is_writable(self) -> bool:

@@ -114,8 +114,8 @@ class KVCacheManager:
         if not self.num_host_blocks:
             return 0.0
         counts = self._store.host.counts
-        num_cached = counts[BlockState.UNWANTED] + counts[BlockState.PROTECTED]
-        return 1.0 - (counts[BlockState.EMPTY] + num_cached) / self.num_host_blocks
+        not_used = (BlockState.EMPTY, BlockState.UNNEEDED, BlockState.UNWANTED, BlockState.PROTECTED)
+        return 1.0 - sum(counts[state] for state in not_used) / self.num_host_blocks
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold ``num_tokens`` tokens of one request."""
@@ -153,7 +153,7 @@ class KVCacheManager:
     def num_becoming_available(self) -> int:
         """Blocks that an allocation can have, losing no KV, once the copies on them complete."""
         pinned = self._device.num_pinned
-        return pinned[BlockState.UNWANTED] + pinned[BlockState.SECURED] + pinned[BlockState.COPYING]
+        return sum(pinned[: BlockState.SECURED + 1]) + pinned[BlockState.COPYING]
 
     # Admission.
 
@@ -298,7 +298,10 @@ class KVCacheManager:
         self._checkpointer.swap_out(wanted)
 
     def free(self, request: Request) -> None:
-        """Drop all that the request references and wants. With prefix caching its content stays."""
+        """Drop all that the request references and wants. With prefix caching its content stays.
+
+        Content beyond the request's ``num_reused_tokens`` is taken before all other content.
+        """
         table = self._tables.pop(request.request_id, None)
         if table is None:
             return
@@ -306,6 +309,10 @@ class KVCacheManager:
         self._drop_tail(table)
         if self._prefix_caching:
             self._enter(request, table, 0, table.num_entered)  # what was computed twice, if the other is gone
+            held = [block.content for block in table.blocks[: table.num_entered]] or table.wanted
+            num_reused = request.num_reused_tokens
+            num_needed = None if num_reused is None else num_reused // self.block_size
+            self._store.end_use(held, num_needed, request.arrived_at_s)
         self._release(request, table)
         self._forget_wanted(table)
         if not self._prefix_caching:

@@ -15,6 +15,7 @@ from backfill.kvcache.content import Block, BlockState, Content
 # As constants, because looking up a member of an Enum is slow, and this is done for every block of a request.
 (
     _EMPTY,
+    _UNNEEDED,
     _UNWANTED,
     _SECURED,
     _WANTED,
@@ -91,7 +92,7 @@ class BlockPool:
             empty=counts[_EMPTY],
             cached_with_copy=counts[_SECURED],
             protected=counts[_PROTECTED],
-            cached=counts[_UNWANTED] + counts[_WANTED] + counts[_WANTED_ONLINE],
+            cached=counts[_UNNEEDED] + counts[_UNWANTED] + counts[_WANTED] + counts[_WANTED_ONLINE],
             referenced=sum(counts[_COPYING:]),
         )
 
@@ -177,7 +178,9 @@ class BlockPool:
             return _SECURED
         if is_wanted:
             return _WANTED_ONLINE if content.service_class is ServiceClass.ONLINE else _WANTED
-        return _PROTECTED if content.is_protected else _UNWANTED
+        if content.is_protected:
+            return _PROTECTED
+        return _UNNEEDED if content.is_unneeded else _UNWANTED
 
     def _evict(self, block: Block) -> None:
         content, state = block.content, block.state
@@ -206,6 +209,6 @@ class BlockPool:
                 assert residency is block, f"{self.tier}: {block.index} is not where its content is"
         assert counts == self.counts, f"{self.tier}: {counts} blocks, {self.counts} counted"
         assert pinned == self.num_pinned, f"{self.tier}: {pinned} pinned, {self.num_pinned} counted"
-        queues = {_EMPTY: self._empty, **{state: self._cached[state] for state in range(_UNWANTED, _COPYING)}}
+        queues = {_EMPTY: self._empty, **{state: self._cached[state] for state in range(_UNNEEDED, _COPYING)}}
         for state, blocks in queues.items():
             assert len(blocks) == counts[state] and all(block.state == state for block in blocks)

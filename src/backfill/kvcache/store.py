@@ -103,6 +103,25 @@ class ContentStore:
                 content.released_at_s = self._now_s
             self.place(content)
 
+    def end_use(
+        self, contents: Iterable[Content | None], num_needed: int | None, arrived_at_s: float
+    ) -> None:
+        """A request that holds or wants these is about to let them go for good.
+
+        Args:
+            contents: of its leading blocks; None for a block that another one has computed too.
+            num_needed: leading ones that waiting requests of its pool need; None if that is not known.
+            arrived_at_s: when it was taken from the pool. Who was taken later knows better.
+        """
+        for index, content in enumerate(contents):
+            if content is None:
+                continue
+            if num_needed is None:
+                content.has_unplanned_users, content.is_unneeded = True, False
+            elif arrived_at_s >= content.planned_at_s:
+                content.planned_at_s = arrived_at_s
+                content.is_unneeded = index >= num_needed and not content.has_unplanned_users
+
     def want(self, contents: Iterable[Content], change: int) -> None:
         """One request more or less, by ``change``, will come back for these."""
         for content in contents:
