@@ -20,10 +20,13 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from backfill.blending.resources import ResourceModel
 from backfill.cli.run_batch import _LiveProgress, _run, describe
+from backfill.core.counters import ClassCounters
 from backfill.core.errors import ConfigError
+from backfill.engine.messages import ClassStats, EngineStats, StepReport, StepStats
 from backfill.jobs.local_run import _check_tail, _locked
-from backfill.jobs.progress import TimeLeft, TokenRates
+from backfill.jobs.progress import TimeLeft, TokenRates, WorkShares
 from backfill.jobs.records import RequestCounts
 from backfill.jobs.results import ForeignResults
 from tests.api.batch_inputs import as_jsonl, chat_line, completion_line, parse_jsonl
@@ -157,6 +160,10 @@ def test_an_output_that_is_no_result_of_this_input_is_left_alone(folder: Folder,
         (("--error-file", "/no/such/folder/e.jsonl"), "--error-file /no/such/folder/e.jsonl: No such file"),
         (("-i", "/no/such/file"), "-i /no/such/file: No such file or directory."),
         (("--kv-gib", "-1"), "--kv-gib"),
+        (("--order", "best"), "--order must be fcfs, dfs, random, batchllm or blend, got 'best'"),
+        (("--shards", "0"), "--shards must be at least 1"),
+        (("--shards", "2", "--shard", "2"), "--shard must be from 0 to 1, one less than --shards, got 2."),
+        (("--shard", "-1"), "--shard must be"),
         (("--model", "no-such-model"), "no-such-model"),
         (("--served-model-name", "gpt-4o"), "--served-model-name"),
         (("-i", "-"), "-i - is no file"),
@@ -203,6 +210,32 @@ def test_killed_at_any_moment_it_goes_on_where_it_was(folder: Folder) -> None:
     assert sorted(line["custom_id"] for line in lines) == sorted(custom_ids)
 
 
+def test_shards_share_the_lines_and_go_on_where_they_were(folder: Folder) -> None:
+    custom_ids = [f"line-{number}" for number in range(20)]
+    folder.input.write_bytes(
+        as_jsonl(
+            completion_line(custom_id, prompt=f"{number % 4} " * 9, max_tokens=1 + number % 5)
+            for number, custom_id in enumerate(custom_ids)
+        )
+    )
+    outputs = []
+    for shard in range(2):
+        folder.output = folder.input.with_name(f"out-{shard}.jsonl")
+        result = folder.run("--json", "--shards", "2", "--shard", str(shard), "--order", "blend")
+        assert result.returncode == 0, result.stderr
+        outputs.append([line["custom_id"] for line in parse_jsonl(folder.output.read_bytes())])
+        assert summary(result)["total"] == len(outputs[-1]) > 4
+    assert sorted(outputs[0] + outputs[1]) == sorted(custom_ids)
+    kept = folder.output.read_bytes().splitlines(keepends=True)
+    folder.output.write_bytes(b"".join(kept[:3]))
+    again = folder.run("--json", "--shards", "2", "--shard", "1")
+    assert (summary(again)["total"], summary(again)["resumed"]) == (len(kept), 3)
+    assert sorted(folder.output.read_bytes().splitlines()[0:3]) == sorted(line.strip() for line in kept[:3])
+    refused = folder.run_here("--shards", "3", "--shard", "1")
+    assert refused.returncode == 1
+    assert "another -o, or delete it" in refused.stderr
+
+
 def parse_head(path: Path) -> bytes:
     """The beginning of a result line."""
     return path.read_bytes()[:60]
@@ -238,7 +271,7 @@ def test_a_signal_keeps_what_is_done_and_a_killed_engine_is_started_again(folder
 class SignalledRun:
     """A run that a signal stops, or two end."""
 
-    rates, time_left, is_stopping, phase = None, None, False, "loading"
+    rates, work, time_left, is_stopping, phase, order = None, None, None, False, "loading", "fcfs"
 
     def __init__(self, numbers: Sequence[signal.Signals]) -> None:
         self.counts = RequestCounts(1)
@@ -309,7 +342,9 @@ def running(phase: str = "checking the input", **fields: Any) -> Any:
         "counts": RequestCounts(),
         "num_resumed": 0,
         "rates": None,
+        "work": None,
         "time_left": None,
+        "order": "blend",
         "is_stopping": False,
     }
     return SimpleNamespace(phase=phase, **{**state, **fields})
@@ -339,12 +374,33 @@ def test_a_run_that_ends_before_anything_is_drawn_says_why(tmp_path: Path) -> No
 
 def test_what_a_run_does_is_told_in_words() -> None:
     assert describe(running("loading the model"), 0.0) == "loading the model"
-    assert describe(paced(199, num_failed=3), 399.0) == "tok/s: 1,200 in, 345 out; 0:26:41 left; 3 failed"
+    pace = "tok/s: 1,200 in, 345 out; 0:26:41 left; 3 failed"
+    assert describe(paced(199, num_failed=3), 399.0) == f"{pace}; order blend"
+    assert describe(paced(199, num_failed=3), 399.0, len(pace)) == pace
     begun = running(rates=TokenRates(0.0), time_left=TimeLeft(10, 8, 0.0))
     begun.rates.prompts.add(30_000, 0.1)
     assert describe(begun, 0.2) == "running"
     begun.is_stopping = True
     assert describe(begun, 0.3) == "stopping"
+
+
+def report_of(
+    num_tokens: int = 0, kv_usage_frac: float = 0.0, num_queried: int = 0, num_hit: int = 0
+) -> StepReport:
+    totals = ClassCounters(num_prefix_queried_tokens=num_queried, num_prefix_hit_tokens=num_hit)
+    none = ClassStats(0, 0, ClassCounters())
+    step = StepStats("offline", num_tokens, 0.0, 0.0)
+    return StepReport([], EngineStats(none, ClassStats(0, 0, totals), kv_usage_frac, 0, 0.0, 0, step))
+
+
+def test_a_run_tells_its_prefix_hits_and_what_its_work_is_bound_by() -> None:
+    run = paced(199)
+    run.work = WorkShares(ResourceModel(token_s=0.01, prompt_pair_s=0.0, cached_token_s=0.001), 1000, 0.0)
+    for second in range(400):  # 100 tokens computed, and 500 cached tokens read, in a second
+        run.work.on_report(report_of(num_tokens=100, kv_usage_frac=0.5), second)
+    run.rates.on_report(report_of(num_queried=200, num_hit=60), 399.0)
+    text = describe(run, 399.0)
+    assert text.endswith("0:26:41 left; 30% prefix hits; 67% compute, 33% memory; order blend")
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])

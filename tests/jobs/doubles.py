@@ -10,15 +10,14 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from backfill.jobs.config import JobsConfig
+from backfill.jobs.feed import LineSource
 from backfill.jobs.lines import LineResult, completed
 from backfill.jobs.manager import JobManager
 from backfill.jobs.records import BatchRecord, BatchStatus, FileRecord
 from backfill.preparation.line_file import LineFile, Prepare
 from backfill.preparation.lines import BatchLine
-from backfill.preparation.messages import InputLimits, InputReport, LineSelection, Position
+from backfill.preparation.messages import START, InputLimits, InputReport, LineSelection
 from backfill.preparation.validation import InputCheck
 from backfill.protocol.body_check import BodyCheck
 from backfill.protocol.generation import Generation
@@ -67,6 +66,10 @@ class InThreadReader:
         self.selections.append(selection)
         return InThreadLines(selection, self._prepare)
 
+    def open_names(self, selection: LineSelection) -> InThreadNames:
+        self.selections.append(selection)
+        return InThreadNames(selection)
+
     def _check(self, path: Path, limits: InputLimits) -> InputReport:
         with closing(InputCheck(path, limits, BodyCheck())) as check:
             while not check.advance():
@@ -75,16 +78,33 @@ class InThreadReader:
 
 
 class InThreadLines:
-    def __init__(self, selection: LineSelection, prepare: Prepare | None) -> None:
-        if prepare is None:
-            selection = msgspec.structs.replace(selection, names_only=True)
-        self._file = LineFile(selection, Position(), prepare or no_preparation)
+    """In the order of the file."""
 
-    async def read(self, max_lines: int) -> list[BatchLine]:
-        return await asyncio.to_thread(self._file.read, max_lines)
+    def __init__(self, selection: LineSelection, prepare: Prepare | None) -> None:
+        self.ended: dict[int, int | None] = {}  # by number: output tokens
+        file = LineFile(selection, prepare or no_preparation)
+        self._read = file.read_names if prepare is None else file.read
+        self._position = START
+
+    async def read(self, max_lines: int) -> list[tuple[LineSource, BatchLine]]:
+        found = await asyncio.to_thread(self._read, self._position, max_lines)
+        self._position = found.position
+        return [(self, line) for line in found.lines]
+
+    def end(self, number: int, num_output_tokens: int | None) -> None:
+        assert number not in self.ended, "each line ends once"
+        self.ended[number] = num_output_tokens
 
     def close(self) -> None:
         pass
+
+
+class InThreadNames:
+    def __init__(self, selection: LineSelection) -> None:
+        self._lines = InThreadLines(selection, None)
+
+    async def read(self, max_lines: int) -> list[BatchLine]:
+        return [line for _, line in await self._lines.read(max_lines)]
 
 
 def no_preparation(*_: object) -> Generation:

@@ -9,7 +9,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from backfill.core.errors import EngineDead, StepFailed
 from backfill.engine.tasks import TaskWatch
-from backfill.jobs.feed import Feed
+from backfill.jobs.feed import Feed, LineSource
 from backfill.jobs.feeder import Feeder
 from backfill.jobs.lines import LineResult, completed
 from backfill.jobs.threads import ThreadPool
@@ -27,15 +27,20 @@ def line_of(number: int, num_bytes: int = 2) -> BatchLine:
 
 
 class Source:
-    """Lines of an iterator, in groups."""
+    """Lines of an iterator, in groups. ``ended``: output tokens of lines that have ended."""
 
     def __init__(self, lines: Iterator[BatchLine], group: int = 5) -> None:
         self._lines = lines
         self._group = group
+        self.ended: dict[int, int | None] = {}
 
-    async def read(self, max_lines: int) -> list[BatchLine]:
+    async def read(self, max_lines: int) -> list[tuple[LineSource, BatchLine]]:
         await asyncio.sleep(0)
-        return list(itertools.islice(self._lines, min(max_lines, self._group)))
+        return [(self, line) for line in itertools.islice(self._lines, min(max_lines, self._group))]
+
+    def end(self, number: int, num_output_tokens: int | None) -> None:
+        assert number not in self.ended, "each line ends once"
+        self.ended[number] = num_output_tokens
 
 
 class NoThreads(ThreadPool):

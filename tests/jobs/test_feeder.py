@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 import errno
 import itertools
+import random
+from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 
 from backfill.core.errors import BackfillError, EngineDead
 from backfill.jobs import feeder as feeder_module
-from backfill.jobs.feed import Feed, InputChanged
-from backfill.jobs.lines import LineResult
+from backfill.jobs.feed import Feed, InputChanged, LineSource
+from backfill.jobs.lines import LineResult, unanswered
+from backfill.jobs.records import TokenUsage
 from backfill.jobs.suspects import Suspects
 from backfill.jobs.threads import ThreadPool
 from backfill.preparation.lines import BatchLine
@@ -21,6 +25,7 @@ from tests.jobs.feeder_doubles import (
     CAPACITY,
     Engine,
     Sink,
+    Source,
     feed_of,
     line_of,
     lines_up_to,
@@ -148,11 +153,14 @@ async def test_a_batch_removed_during_a_read_and_a_write_blocks_no_other() -> No
 
         is_read_again = False
 
-        async def read(self, max_lines: int) -> list[BatchLine]:
+        async def read(self, max_lines: int) -> list[tuple[LineSource, BatchLine]]:
             if self.is_read_again:
                 await asyncio.Event().wait()
             self.is_read_again = True
-            return [line_of(0), line_of(1)]
+            return [(self, line_of(0)), (self, line_of(1))]
+
+        def end(self, number: int, num_output_tokens: int | None) -> None:
+            pass
 
     class Refusing(Sink):
         def append(self, results: Sequence[LineResult]) -> None:
@@ -251,3 +259,110 @@ async def test_lines_cancelled_before_they_began_leave_their_places() -> None:
     engine.feeder.add(second)
     engine.holds = False
     await asyncio.wait_for(second.finished, TIMEOUT_S)
+
+
+class Pool:
+    """Lines of several batches of one owner, in an order of its own."""
+
+    def __init__(self, order: Sequence[tuple[int, int]]) -> None:
+        self._order = deque(order)  # batch and number of a line
+        self.sources = [PoolSource(self) for _ in range(1 + max(batch for batch, _ in order))]
+
+    def next(self, max_lines: int) -> list[tuple[LineSource, BatchLine]]:
+        num_lines = min(max_lines, 4, len(self._order))
+        taken = [self._order.popleft() for _ in range(num_lines)]
+        return [(self.sources[batch], line_of(number)) for batch, number in taken]
+
+
+class PoolSource:
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self.ended: list[int] = []
+
+    async def read(self, max_lines: int) -> list[tuple[LineSource, BatchLine]]:
+        await asyncio.sleep(0)
+        return self._pool.next(max_lines)
+
+    def end(self, number: int, num_output_tokens: int | None) -> None:
+        self.ended.append(number)
+
+
+def pooled(order: Sequence[tuple[int, int]], sinks: Sequence[Sink]) -> list[Feed]:
+    """Feeds of one owner, the last one with the earliest deadline."""
+    pool = Pool(order)
+    return [
+        Feed(
+            f"b{batch}",
+            source,
+            sum(other == batch for other, _ in order),
+            sinks[batch],
+            lambda results: None,
+            owner="a",
+            deadline_at_s=-batch,
+        )
+        for batch, source in enumerate(pool.sources)
+    ]
+
+
+async def test_lines_of_an_owner_run_in_the_order_of_the_pool_whichever_batch_they_are_of() -> None:
+    order = [(number % 3, number) for number in range(30)]
+    random.Random(1).shuffle(order)
+    engine, sinks = Engine(holds=True), [Sink() for _ in range(3)]
+    feeds = pooled(order, sinks)
+    for feed in feeds:
+        engine.feeder.add(feed)
+    engine.feeder.set_capacity(1)
+    started: list[int] = []
+    async with asyncio.timeout(TIMEOUT_S):
+        while len(started) < 30:
+            for number, end in engine.in_flight.items():
+                if not end.done():
+                    started.append(number)
+                    end.set_result(None)
+            await asyncio.sleep(0.001)
+    assert started == [number for _, number in order]
+    await asyncio.wait_for(asyncio.gather(*(feed.finished for feed in feeds)), TIMEOUT_S)
+    for batch, sink in enumerate(sinks):
+        assert {result.line.number % 3 for result in sink.results} == {batch}
+
+
+async def test_a_batch_that_leaves_takes_its_lines_along_and_no_others() -> None:
+    order = [(number % 2, number) for number in range(100)]
+    engine, sinks = Engine(holds=True), [Sink(), Sink()]
+    leaving, staying = pooled(order, sinks)
+    engine.start()
+    engine.feeder.add(leaving)
+    engine.feeder.add(staying)
+    await until(lambda: len(leaving.running) > 3 and len(staying.running) > 3)
+    await engine.feeder.remove(leaving)
+    engine.holds = False
+    await asyncio.wait_for(staying.finished, TIMEOUT_S)
+    assert sorted(result.line.number for result in sinks[1].results) == list(range(1, 100, 2))
+
+
+async def test_the_source_learns_what_has_ended_and_how_long_it_was() -> None:
+    class Answers(Engine):
+        async def run(self, line: BatchLine) -> LineResult:
+            result = await super().run(line)
+            if line.number == 3:
+                return unanswered(line, "internal_error")
+            return replace(result, usage=TokenUsage(output_tokens=line.number))
+
+    engine = Answers(fatal={4}, survives=True)
+    source = Source(lines_up_to(6))
+    feed = Feed("b", source, 6, Sink(), lambda results: None)
+    engine.feeder.add(feed)
+    engine.start()
+    await asyncio.wait_for(feed.finished, TIMEOUT_S)
+    assert source.ended == {0: 0, 1: 1, 2: 2, 3: None, 4: None, 5: 5}, "those that were lost ended once"
+
+
+async def test_lines_beyond_those_that_were_checked_are_dropped() -> None:
+    engine, sink = Engine(), Sink()
+    source = Source(lines_up_to(8), group=8)
+    feed = Feed("b", source, 5, sink, lambda results: None)
+    engine.feeder.add(feed)
+    engine.start()
+    await asyncio.wait_for(feed.finished, TIMEOUT_S)
+    assert sorted(result.line.number for result in sink.results) == list(range(5))
+    assert {number for number, length in source.ended.items() if length is None} == {5, 6, 7}

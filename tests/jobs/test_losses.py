@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -25,6 +24,7 @@ from tests.jobs.feeder_doubles import (
     lines_up_to,
     until,
 )
+from tests.protocol.builders import make_generation
 
 pytestmark = pytest.mark.anyio
 
@@ -145,7 +145,7 @@ async def test_a_line_of_several_choices_is_to_blame_where_they_are_alone(
             asyncio.get_running_loop().call_soon(feeder.set_capacity, CAPACITY)
             raise EngineDead("killed", num_lost=1 + num_others, num_others=num_others)
 
-    generation: Any = type("Choices", (), {"samplings": [None] * 4})
+    generation = make_generation(num_choices=4)
     feeder, sink = Feeder(Choices(), NoThreads("results", 1)), Sink()
     feed = feed_of(iter([BatchLine(number=0, custom_id="r0", generation=generation)]), 1, sink)
     feeder.add(feed)

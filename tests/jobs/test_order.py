@@ -44,6 +44,18 @@ def test_the_earliest_deadline_of_an_owner_goes_first_and_the_oldest_of_equals()
     assert [take(order) for _ in range(6)] == [early, early, early_too, late, late, None]
 
 
+def test_of_one_owner_the_least_turn_goes_before_the_earliest_deadline() -> None:
+    early, late, other = Batch("a", 1, 9), Batch("a", 2, 9), Batch("b", 3, 9)
+    turns = {early: 5.0, late: 4.0, other: 0.0}
+    order = FairOrder[Batch](lambda batch: turns[batch])
+    for batch in turns:
+        order.add(batch, batch.owner, batch.deadline_at_s)
+    assert [take(order), take(order)] == [late, other]
+    turns[late] = 5.0
+    assert take(order) is early, "of equals by deadline"
+    assert order.next(lambda batch: batch is late) is late
+
+
 def test_the_owner_with_the_fewest_lines_goes_first_whatever_the_deadlines() -> None:
     urgent, other = Batch("a", 1, 9), Batch("b", 100, 9)
     order = order_of([urgent, other])

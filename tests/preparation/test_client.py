@@ -13,13 +13,10 @@ from typing import Any, ClassVar
 import msgspec
 import pytest
 
-from backfill.core.config import SchedulerConfig
 from backfill.core.errors import BackfillError, NotReady, RequestError
 from backfill.core.request import ServiceClass
-from backfill.core.slo import SLO
-from backfill.execution.executor import ExecutorInfo
-from backfill.preparation.client import PreparationClient, PreparationDied, PreparedLines
-from backfill.preparation.line_file import LineFile
+from backfill.preparation.client import PreparationClient
+from backfill.preparation.line_file import is_marked
 from backfill.preparation.lines import BadLine, BatchLine
 from backfill.preparation.messages import (
     InputLimits,
@@ -27,26 +24,22 @@ from backfill.preparation.messages import (
     JobBegun,
     JobDone,
     LineSelection,
-    LinesRead,
     Loaded,
-    Position,
     PreparationSetup,
     PrepareBody,
+    SplitLines,
     ToPreparation,
 )
+from backfill.preparation.readers import PreparationDied, PreparedLines
 from backfill.protocol.generation import Generation
-from backfill.protocol.preparer import EngineFacts, RequestContext, ServedModel
+from backfill.protocol.preparer import RequestContext, ServedModel
+from tests.api.servers import TIMEOUT_S
 from tests.jobs.doubles import URL, input_line, input_of
+from tests.preparation.facts import FACTS
 from tests.preparation.test_line_file import generation_of
 
 pytestmark = pytest.mark.anyio
 
-FACTS = EngineFacts(
-    info=ExecutorInfo(64, 16, 512, 49152, (2,), "cpu", "float32"),
-    default_slo=SLO(1.0, 0.15),
-    profile=None,
-    scheduler=SchedulerConfig(),
-)
 CONTEXT = RequestContext(request_id="r")
 
 
@@ -67,6 +60,11 @@ async def client(default_model: Path) -> AsyncIterator[PreparationClient]:
 
 def limits(max_lines: int = 10**6) -> InputLimits:
     return InputLimits(endpoint=URL, model_names=("m",), max_lines=max_lines, max_line_bytes=10_000)
+
+
+async def read_some(lines: PreparedLines) -> list[BatchLine]:
+    """At most three lines."""
+    return [line for _, line in await lines.read(3)]
 
 
 def kill(client: PreparationClient) -> None:
@@ -96,12 +94,15 @@ async def test_bodies_texts_lines_and_checks(client: PreparationClient, tmp_path
     report = await client.check_input(str(path), limits())
     assert (report.total, [error.line for error in report.errors]) == (7, [6, 7]), "the engine's limits count"
     lines = client.open_lines(LineSelection(path=str(path), max_line_bytes=10_000))
-    group = await lines.read(10)
-    assert [line.custom_id for line in group] == [f"r{index}" for index in range(5)]
-    assert all(line.generation is not None for line in group)
+    found = [line for _ in range(2) for line in await read_some(lines)]
+    assert [line.custom_id for line in found] == [f"r{index}" for index in range(5)]
+    assert all(line.generation is not None for line in found)
     with pytest.raises(BadLine):
         await lines.read(10)
     lines.close()
+    names = client.open_names(LineSelection(path=str(path), max_line_bytes=10_000, done=b"\x02"))
+    assert [line.custom_id for line in await names.read(3)] == ["r1", "r2", "r3"]
+    assert [line.custom_id for line in await names.read(3)] == ["r4"]
     with pytest.raises(FileNotFoundError):
         await client.check_input(str(tmp_path / "none"), limits())
 
@@ -110,63 +111,57 @@ async def test_a_death_loses_no_job_and_no_line(client: PreparationClient, tmp_p
     path = tmp_path / "in"
     path.write_bytes(input_of(40))
     lines = client.open_lines(LineSelection(path=str(path), max_line_bytes=10_000))
-    read: list[BatchLine] = list(await lines.read(8))
+    read: list[BatchLine] = await read_some(lines)
     body = asyncio.create_task(client.prepare("/v1/completions", b'{"prompt": "x"}', CONTEXT))
     check = asyncio.create_task(client.check_input(str(path), limits()))
     await asyncio.sleep(0)  # both jobs are submitted
     kill(client)
-    while group := await lines.read(8):
+    while group := await read_some(lines):
         read += group
-    assert [line.number for line in read] == list(range(1, 41))
+    assert sorted(line.number for line in read) == list(range(1, 41))
     assert all(line.generation is not None for line in read)
     assert (await body).request.prompts
     assert (await check).total == 40
 
 
-class DyingClient:
-    """Reads lines as the process does, but dies on line 3."""
-
-    def __init__(self) -> None:
-        self.file: LineFile
-        self.num_deaths = 0
-
-    async def read_lines(self, reader_id: int, max_lines: int) -> LinesRead:
-        before = self.file.position
-        lines = self.file.read(max_lines)
-        if any(line.number == 3 for line in lines):
-            self.file.position = before
-            self.num_deaths += 1
-            raise PreparationDied("on line 3")
-        return LinesRead(lines, self.file.position)
-
-    def move(self, reader_id: int, lines: PreparedLines) -> None:
-        self.file.position = lines.position
-
-    def open_lines(self, selection: LineSelection, position: Position) -> PreparedLines:
-        names: Any = DyingClient()
-        names.file = LineFile(selection, position, lambda *_: generation_of(CONTEXT))
-        names.read_lines = lambda reader_id, max_lines: _read(names.file, max_lines)
-        names.close_lines = lambda reader_id: None
-        return PreparedLines(names, 1, selection, position)
-
-
-async def _read(file: LineFile, max_lines: int) -> LinesRead:
-    return LinesRead(file.read(max_lines), file.position)
-
-
-async def test_a_line_that_ends_the_process_costs_no_other(tmp_path: Path) -> None:
+async def test_lines_of_a_read_that_was_cancelled_are_read_by_others(
+    client: PreparationClient, tmp_path: Path
+) -> None:
     path = tmp_path / "in"
     path.write_bytes(input_of(40))
-    selection = LineSelection(path=str(path), max_line_bytes=10_000)
-    client: Any = DyingClient()
-    client.file = LineFile(selection, Position(), lambda endpoint, body, context: generation_of(context))
-    lines = PreparedLines(client, 0, selection)
-    read: list[BatchLine] = []
-    while group := await lines.read(10):
-        read += group
-    assert [line.number for line in read] == list(range(1, 41))
-    assert [line.custom_id for line in read if line.generation is None] == ["r2"]
-    assert client.num_deaths == 2
+    lines = client.open_lines(LineSelection(path=str(path), max_line_bytes=10_000))
+    numbers: list[int] = []
+    async with asyncio.timeout(TIMEOUT_S):
+        while len(numbers) < 40:
+            abandoned = asyncio.create_task(lines.read(3))
+            await asyncio.sleep(0.001)
+            abandoned.cancel()
+            await asyncio.wait([abandoned])
+            if not abandoned.cancelled():
+                numbers += [line.number for _, line in abandoned.result()]
+            numbers += [line.number for _, line in await lines.read(2)]
+    assert sorted(numbers) == list(range(1, 41))
+    lines.close()
+
+
+async def test_shards_cover_a_file_and_are_the_same_in_each_run(
+    client: PreparationClient, tmp_path: Path
+) -> None:
+    path = tmp_path / "in"
+    path.write_bytes(
+        b"".join(input_line(n, body={"prompt": f"{n % 3} is", "max_tokens": 1 + n}) for n in range(30))
+    )
+    found = []
+    for shard in (0, 1, 0, 1):
+        others = await client.split_lines(SplitLines(str(path), 10_000, 2, shard))
+        found.append({number for number in range(40) if is_marked(others, number)})
+    assert found[:2] == found[2:]
+    assert found[0] | found[1] == set(range(1, 31))
+    assert not found[0] & found[1]
+    assert min(map(len, found)) > 3
+    path.write_bytes(input_of(2) + b"{\n")
+    with pytest.raises(BadLine):
+        await client.split_lines(SplitLines(str(path), 10_000, 2, 0))
 
 
 class Child:

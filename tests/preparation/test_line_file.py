@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from backfill.core.errors import RequestError
 from backfill.core.request import ServiceClass
 from backfill.preparation import line_file
-from backfill.preparation.line_file import LineFile
+from backfill.preparation.line_file import LineFile, is_marked, mark, union
 from backfill.preparation.lines import BadLine, BatchLine
-from backfill.preparation.messages import LineSelection, Position
+from backfill.preparation.messages import START, LineSelection, Position
 from backfill.protocol.generation import Generation, GenerationEndpoint
 from backfill.protocol.preparer import RequestContext
 from tests.jobs.doubles import URL, input_line, input_of
@@ -42,22 +42,33 @@ def prepare(endpoint: GenerationEndpoint, body: bytes, context: RequestContext) 
     return generation_of(context)
 
 
-def opened(path: Path, content: bytes, position: Position | None = None, **selection: Any) -> LineFile:
+def opened(path: Path, content: bytes, **selection: Any) -> LineFile:
     path.write_bytes(content)
-    chosen = LineSelection(path=str(path), max_line_bytes=1000, **selection)
-    return LineFile(chosen, position or Position(), prepare)
+    return LineFile(LineSelection(path=str(path), max_line_bytes=1000, **selection), prepare)
 
 
-def rest(file: LineFile, group: int = 3) -> list[BatchLine]:
+def rest(file: LineFile, group: int = 3, position: Position = START) -> list[BatchLine]:
     lines: list[BatchLine] = []
-    while more := file.read(group):
-        lines += more
+    while (found := file.read(position, group)).lines:
+        lines += found.lines
+        position = found.position
     return lines
+
+
+def bits_of(numbers: set[int]) -> bytes:
+    bits = bytearray()
+    for number in numbers:
+        mark(bits, number)
+    return bytes(bits)
 
 
 def test_lines_come_in_groups_ready_to_run(tmp_path: Path) -> None:
     file = opened(tmp_path / "in", input_of(5) + b"\n" + input_line(9), complete_by_s=7.5, owner="alice")
-    groups = [file.read(4), file.read(4), file.read(4)]
+    groups, position = [], START
+    for _ in range(3):
+        found = file.read(position, 4)
+        position = found.position
+        groups.append(found.lines)
     assert [[line.number for line in group] for group in groups] == [[1, 2, 3, 4], [5, 7], []]
     for line in groups[0]:
         assert line.generation is not None
@@ -67,23 +78,33 @@ def test_lines_come_in_groups_ready_to_run(tmp_path: Path) -> None:
         assert line.num_bytes == len(input_line(0))
 
 
-@given(done=st.sets(st.integers(1, 30)), group=st.integers(1, 7), cut=st.integers(0, 30))
+@given(
+    done=st.sets(st.integers(1, 30)),
+    done_later=st.sets(st.integers(1, 30)),
+    group=st.integers(1, 7),
+    cut=st.integers(0, 30),
+)
 def test_each_line_that_is_not_done_is_read_once_from_any_position(
-    done: set[int], group: int, cut: int, tmp_path_factory: pytest.TempPathFactory
+    done: set[int], done_later: set[int], group: int, cut: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     path = tmp_path_factory.mktemp("lines") / "in"
-    bits = bytearray(4)
-    for number in done:
-        bits[number // 8] |= 1 << number % 8
-    file = opened(path, input_of(30), done=bytes(bits))
-    first: list[BatchLine] = []
-    while len(first) < cut and (more := file.read(group)):
-        first += more
-    again = LineFile(
-        LineSelection(path=str(path), max_line_bytes=1000, done=bytes(bits)), file.position, prepare
-    )
-    numbers = [line.number for line in first + rest(again, group)]
-    assert numbers == [number for number in range(1, 31) if number not in done]
+    file = opened(path, input_of(30), done=bits_of(done))
+    first, position = list[BatchLine](), START
+    while len(first) < cut and (found := file.read(position, group)).lines:
+        first += found.lines
+        position = found.position
+    file.mark_done(done_later)
+    numbers = [line.number for line in rest(file, group, position)]
+    read = {line.number for line in first}
+    assert sorted(read) == [line.number for line in first]
+    expected = [each for each in range(1, 31) if each not in done | done_later | read]
+    assert numbers == expected
+
+
+@given(some=st.sets(st.integers(0, 40)), others=st.sets(st.integers(0, 40)))
+def test_bits_of_lines(some: set[int], others: set[int]) -> None:
+    united = union(bits_of(some), bits_of(others))
+    assert {number for number in range(50) if is_marked(united, number)} == some | others
 
 
 def test_a_refused_body_and_one_that_cannot_be_prepared_are_lines_too(tmp_path: Path) -> None:
@@ -95,33 +116,45 @@ def test_a_refused_body_and_one_that_cannot_be_prepared_are_lines_too(tmp_path: 
     assert failed.refusal is None
 
 
+def test_a_line_that_is_to_be_left_unprepared_is_a_line_too(tmp_path: Path) -> None:
+    first, left_out = rest(opened(tmp_path / "in", input_of(2), unprepared=frozenset({2})))
+    assert first.generation is not None
+    assert (left_out.custom_id, left_out.generation, left_out.refusal) == ("r1", None, None)
+
+
 def test_a_line_that_is_not_a_request_is_raised_in_its_turn_each_time(tmp_path: Path) -> None:
     file = opened(tmp_path / "in", input_of(2) + b"{\n" + input_line(3))
-    assert [line.number for line in file.read(10)] == [1, 2]
+    found = file.read(START, 10)
+    assert [line.number for line in found.lines] == [1, 2]
     for _ in range(2):
         with pytest.raises(BadLine) as raised:
-            file.read(10)
+            file.read(found.position, 10)
         assert raised.value.error.line == 3
 
 
-def test_with_names_only_bodies_are_not_prepared(tmp_path: Path) -> None:
+def test_names_are_read_without_bodies(tmp_path: Path) -> None:
     content = input_line(0, body={"prompt": "bug"}) + input_line(1, body={"prompt": "refused"})
-    lines = rest(opened(tmp_path / "in", content, names_only=True))
+    lines = opened(tmp_path / "in", content).read_names(START, 5).lines
     assert [(line.custom_id, line.num_bytes, line.refusal) for line in lines] == [
         ("r0", 0, None),
         ("r1", 0, None),
     ]
 
 
-def test_a_group_ends_at_its_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(line_file, "_GROUP_BYTES", 2 * len(input_line(0)))
+def test_a_group_ends_at_its_bytes_and_where_something_else_is_urgent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = opened(tmp_path / "in", input_of(5))
-    assert [len(file.read(10)), len(file.read(10))] == [3, 2]
+    file.should_end = lambda: True
+    assert len(file.read(START, 10).lines) == 1
+    monkeypatch.setattr(line_file, "_GROUP_BYTES", 2 * len(input_line(0)))
+    file.should_end = lambda: False
+    assert len(file.read(START, 10).lines) == 3
 
 
 def test_a_file_that_is_gone_is_an_os_error(tmp_path: Path) -> None:
     file = opened(tmp_path / "in", input_of(5))
-    file.read(2)
+    position = file.read(START, 2).position
     (tmp_path / "in").unlink()
     with pytest.raises(FileNotFoundError):
-        file.read(2)
+        file.read(position, 2)

@@ -11,31 +11,37 @@ from typing import Any
 import pytest
 
 from backfill.preparation import process
+from backfill.preparation.line_file import is_marked
 from backfill.preparation.messages import (
+    START,
     Bug,
     CancelCheck,
     CheckInput,
     CloseLines,
+    EndLine,
+    IndexLines,
     InputLimits,
     InputReport,
     Job,
     JobBegun,
     JobDone,
     LineSelection,
-    LinesRead,
+    LinesIndexed,
+    LinesTaken,
     OpenLines,
-    Position,
     PrepareBody,
-    ReadLines,
+    SplitLines,
+    TakeLines,
 )
 from backfill.preparation.process import Preparation
 from backfill.protocol.body_check import BodyCheck
-from backfill.protocol.generation import Generation
-from backfill.protocol.preparer import RequestContext
-from tests.jobs.doubles import URL, input_of
+from backfill.protocol.generation import Generation, GenerationBody, parse_generation
+from backfill.protocol.preparer import RequestContext, ServedModel
+from tests.jobs.doubles import URL, input_line, input_of
+from tests.preparation.facts import FACTS
 from tests.preparation.test_line_file import generation_of
 
-BODY = Job(1, PrepareBody("/v1/completions", b"{}", RequestContext()))
+BODY: Any = Job(1, PrepareBody("/v1/completions", b"{}", RequestContext()))
 
 
 class Channel:
@@ -72,13 +78,18 @@ class Preparer:
     facts = None
     line_check = BodyCheck()
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path) -> None:
+        self.model = ServedModel(names=("m",), root="m", folder=folder, created=0)
+        self.engine = FACTS
         self.may_end = threading.Event()
         self.may_end.set()
 
     def prepare(self, endpoint: str, body: bytes, context: RequestContext) -> object:
-        assert self.may_end.wait(60)
+        assert body != BODY.work.body or self.may_end.wait(60)
         return generation_of(context)
+
+    def first_prompt(self, endpoint: str, body: bytes) -> tuple[list[int], GenerationBody]:
+        return [1, 2, 3], parse_generation("/v1/completions", body)
 
 
 @pytest.fixture
@@ -87,8 +98,8 @@ def channel() -> Channel:
 
 
 @pytest.fixture
-def preparer(channel: Channel) -> Any:
-    double: Any = Preparer()
+def preparer(channel: Channel, small_model: Path) -> Any:
+    double: Any = Preparer(small_model)
     as_channel: Any = channel
     running = threading.Thread(target=Preparation(as_channel, double).run)
     running.start()
@@ -121,19 +132,54 @@ def test_an_answer_that_cannot_be_sent_is_a_failed_job(channel: Channel, prepare
     assert isinstance(failed.result, Bug)
 
 
-def test_lines_of_a_reader_that_was_closed_are_none(
+def test_lines_are_indexed_and_taken_until_their_reader_is_closed(
     channel: Channel, preparer: Preparer, tmp_path: Path
 ) -> None:
     path = tmp_path / "in"
-    path.write_bytes(input_of(3))
-    selection = LineSelection(path=str(path), max_line_bytes=1000, names_only=True)
-    channel.commands.put(OpenLines(7, selection, Position()))
-    channel.commands.put(Job(1, ReadLines(7, 2)))
-    read = channel.next_report()
-    assert [line.number for line in read.result.lines] == [1, 2]
+    path.write_bytes(input_of(5))
+    channel.commands.put(OpenLines(7, LineSelection(path=str(path), max_line_bytes=1000)))
+    channel.commands.put(Job(1, IndexLines(7, START, 3)))
+    indexed = channel.next_report().result
+    assert (indexed.num_lines, indexed.position.number, indexed.is_end) == (3, 3, False)
+    channel.commands.put(Job(2, TakeLines("", 2)))
+    taken = channel.next_report().result
+    assert [(each.reader_id, each.line.number) for each in taken.lines] == [(7, 1), (7, 2)]
+    channel.commands.put(EndLine(7, 1, 5))
+    channel.commands.put(EndLine(7, 99, 5))
     channel.commands.put(CloseLines(7))
-    channel.commands.put(Job(2, ReadLines(7, 2)))
-    assert channel.next_report() == JobDone(2, LinesRead([], Position()))
+    channel.commands.put(Job(3, TakeLines("", 2)))
+    assert channel.next_report() == JobDone(3, LinesTaken([]))
+    channel.commands.put(Job(4, IndexLines(7, START, 3)))
+    assert channel.next_report() == JobDone(4, LinesIndexed(0, START, is_end=True))
+
+
+def test_indexing_makes_way_for_a_body(channel: Channel, preparer: Preparer, tmp_path: Path) -> None:
+    path = tmp_path / "in"
+    path.write_bytes(input_of(5))
+    channel.commands.put(OpenLines(7, LineSelection(path=str(path), max_line_bytes=1000)))
+    preparer.may_end.clear()
+    channel.commands.put(BODY)
+    channel.commands.put(Job(2, IndexLines(7, START, 5)))
+    assert channel.next_report().result.num_lines == 1
+    preparer.may_end.set()
+    assert isinstance(channel.next_report().result, Generation)
+    channel.commands.put(Job(3, IndexLines(7, START, 5)))
+    assert channel.next_report().result.num_lines == 4
+
+
+def test_a_split_says_which_lines_others_have(channel: Channel, preparer: Preparer, tmp_path: Path) -> None:
+    path = tmp_path / "in"
+    path.write_bytes(input_of(9) + b"\n" + input_line(9))
+    found = []
+    for shard in range(3):
+        channel.commands.put(Job(shard, SplitLines(str(path), 1000, 3, shard)))
+        bits = channel.next_report().result
+        found.append({number for number in range(20) if is_marked(bits, number)})
+    everything = {*range(1, 10), 11}
+    own = [everything - others for others in found]
+    assert set.union(*own) == everything
+    assert sum(map(len, own)) == 10
+    assert min(map(len, own)) >= 2
 
 
 def test_a_cancelled_check_stops_reading(channel: Channel, preparer: Preparer, tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from backfill.api.metrics.loop_lag import LoopLag
 from backfill.api.metrics.registry import Metrics
 from backfill.api.metrics.requests import ObjectiveCounts
 from backfill.api.online_load import OnlineLoad
+from backfill.api.online_traffic import OnlineTrafficMeter
 from backfill.api.state import Phase, ServerState
 from backfill.api.stats_log import StatsLog
 from backfill.core.clock import Clock
@@ -41,7 +42,7 @@ from backfill.engine.client import EngineClient
 from backfill.engine.messages import Ready, StepReport
 from backfill.engine.tasks import TaskWatch
 from backfill.ipc.child import abandon_children
-from backfill.jobs.config import JobsConfig
+from backfill.jobs.config import JobsConfig, OrderOptions
 from backfill.jobs.manager import JobManager
 from backfill.preparation.messages import PreparationSetup
 from backfill.preparation.serving import ServingProcesses
@@ -97,6 +98,7 @@ class Server:
             max_response_tokens=server_config.max_response_tokens,
             is_strict=server_config.strict,
             log_level=server_config.log_level.upper(),
+            order=(jobs_config or OrderOptions()).order,
         )
         self._processes = ServingProcesses(client, setup, self._tasks)
         self.state = ServerState(
@@ -105,6 +107,7 @@ class Server:
         self._key_file_watch: KeyFileWatch | None = None
         if api_keys is not None and server_config.api_key_file is not None:
             self._key_file_watch = KeyFileWatch(api_keys)
+        self._traffic: OnlineTrafficMeter | None = None
         self._job_metrics: JobMetrics | None = None
         if jobs_config is not None:
             self._job_metrics = JobMetrics(model.names[0])
@@ -199,6 +202,8 @@ class Server:
             scheduler = self.state.engine_config.scheduler
             if scheduler.needs_cost_model and ready.profile is not None:
                 self.state.online_load = OnlineLoad(ready.profile.cost, scheduler)
+                if self._processes.preparation.setup.order == "blend":
+                    self._traffic = OnlineTrafficMeter(self.state.online_load)
             freeze_heap()
             # Not earlier: without streams a late loop delays nobody.
             self._lag_task = self._tasks.start(self._loop_lag.run(), "loop-lag")
@@ -261,6 +266,10 @@ class Server:
             self.state.metrics.engine.on_report(report)
         if self.state.online_load is not None:
             self.state.online_load.on_report(report)
+        if self._traffic is not None:
+            traffic = self._traffic.on_report(report, time.monotonic())
+            if traffic is not None:
+                self._processes.preparation.note_online(traffic)
 
     def _objective_counts(self) -> Mapping[str, ObjectiveCounts]:
         return {} if self.state.metrics is None else self.state.metrics.requests.objective_counts()

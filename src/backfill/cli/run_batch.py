@@ -21,9 +21,12 @@ from backfill.cli.command import LIMITS_SECTION, MODEL_SECTION, VARIABLES, comma
 from backfill.cli.interrupts import LOADING, SIGNALS, interruptible, take_from_loop
 from backfill.cli.live import alongside
 from backfill.cli.startup import configure_logging, find_folder, run_in_loop, served_model
-from backfill.core.config import EngineConfig
+from backfill.core.config import EngineConfig, at_least
+from backfill.core.errors import ConfigError
+from backfill.core.options import check_types
 from backfill.engine.options import ModelOptions
 from backfill.generation.chat_template import read_template
+from backfill.jobs.config import OrderOptions
 from backfill.protocol.options import RequestOptions
 
 if TYPE_CHECKING:
@@ -31,25 +34,41 @@ if TYPE_CHECKING:
 
 _DRAW_INTERVAL_S = 0.5
 _LINE_INTERVAL_S = 30.0
+_BAR_COLUMNS = 34  # without the description, where there is a bar and counts have six digits
 _BAR_WIDTH = 80  # of a terminal that has room for a bar beside the figures
 _EXIT_FAILED_LINES = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunBatchOptions:
-    """Files of one run.
+class RunBatchOptions(OrderOptions):
+    """Files of one run, and which of their lines it runs.
 
     Attributes:
         input_file: JSONL of requests, one per line, as in the Batch API.
         output_file: where results go. An output file of an earlier run is continued.
         error_file: where failed lines go. Default: into the output file.
         json: print the summary as one JSON object, the last line of output.
+        shards: split the lines into so many parts of equal work. Each part is a run of its own with its own
+            output file, on another machine or device.
+        shard: which part this run has, from 0 on.
     """
 
     input_file: Path
     output_file: Path
     error_file: Path | None = None
     json: bool = False
+    shards: int = 1
+    shard: int = 0
+
+    def validate(self) -> None:
+        """Raises: ConfigError for the first field out of range."""
+        check_types(self)
+        at_least("shards", self.shards, 1)
+        if not 0 <= self.shard < self.shards:
+            raise ConfigError(
+                f"must be from 0 to {self.shards - 1}, one less than `shards`, got {self.shard}.",
+                field="shard",
+            )
 
 
 def run_batch(
@@ -83,7 +102,10 @@ def run_batch(
             uses_generation_config=requests.uses_generation_config,
             is_strict=requests.strict,
             log_level=requests.log_level.upper(),
+            order=files.order,
         ),
+        num_shards=files.shards,
+        shard=files.shard,
         engine_config=dataclasses.replace(engine, model_dir=str(folder)),
     )
     stopped_by = run_in_loop(_run(run, console))
@@ -97,10 +119,10 @@ def run_batch(
 app = command(
     run_batch,
     {
-        "Files": "input_file output_file error_file json",
+        "Files": "input_file output_file error_file json shards shard",
         "Model": MODEL_SECTION,
         "Engine": "device threads gpu_memory_utilization engine_hang_timeout",
-        "Scheduling": LIMITS_SECTION,
+        "Scheduling": f"order {LIMITS_SECTION}",
         "KV memory": "kv_gib block_size host_kv_gib prefix_caching",
         "Requests": "strict log_level",
     },
@@ -208,7 +230,7 @@ class _LiveProgress:
             self._task,
             total=counts.total,
             completed=counts.completed + counts.failed,
-            description=describe(self._run, now_s),
+            description=describe(self._run, now_s, self._console.width - _BAR_COLUMNS),
         )
         self._progress.refresh()
 
@@ -219,8 +241,12 @@ class _LiveProgress:
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
-def describe(run: LocalRun, now_s: float) -> str:
-    """What the run does. While lines run: tokens per second in the last half minute, and the time left."""
+def describe(run: LocalRun, now_s: float, num_columns: int | None = None) -> str:
+    """What the run does. While lines run: tokens per second in the last half minute, and the time left.
+
+    Then, as far as there are columns for it: prompt tokens found in the prefix cache, what the device's work
+    in the last half minute was bound by, and the order of lines.
+    """
     if run.is_stopping:
         return "stopping"
     if run.rates is None or run.time_left is None:
@@ -233,6 +259,15 @@ def describe(run: LocalRun, now_s: float) -> str:
         parts.append(f"{_clock(left_s)} left")
     if run.counts.failed:
         parts.append(f"{run.counts.failed} failed")
+    extras = []
+    if (hit_share := run.rates.hit_share) is not None:
+        extras.append(f"{hit_share:.0%} prefix hits")
+    if run.work is not None and (compute_share := run.work.compute_share(now_s)) is not None:
+        extras.append(f"{compute_share:.0%} compute, {1 - compute_share:.0%} memory")
+    extras.append(f"order {run.order}")
+    for extra in extras if parts else ():
+        if num_columns is None or len("; ".join((*parts, extra))) <= num_columns:
+            parts.append(extra)
     return "; ".join(parts) or "running"
 
 

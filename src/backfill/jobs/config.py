@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+from backfill.blending.requests import OrderName
 from backfill.core.config import GIB
 from backfill.core.errors import ConfigError
 from backfill.core.options import check_types, internal, secret
@@ -14,7 +15,21 @@ HOUR_S = 3600
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JobsConfig:
+class OrderOptions:
+    """How the lines of batches are ordered.
+
+    Attributes:
+        order: in which lines of one owner's batches run. fcfs: in that of their files; dfs: lines whose
+            prompts begin alike together; batchllm: so, groups that are long in output first; blend: so, and
+            lines with long prompts beside lines with long outputs, to use compute and memory evenly; random:
+            at random.
+    """
+
+    order: OrderName = "fcfs"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobsConfig(OrderOptions):
     """Defaults are OpenAI's limits. Below the limit of free disk space results are still stored.
 
     Attributes:

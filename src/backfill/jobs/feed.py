@@ -21,8 +21,15 @@ class InputChanged(BackfillError):
 
 
 class LineSource(Protocol):
-    async def read(self, max_lines: int) -> Sequence[BatchLine]:
-        """The next lines, at least one unless there are no more. Any error ends their batch."""
+    async def read(self, max_lines: int) -> Sequence[tuple[LineSource, BatchLine]]:
+        """The next lines of the batch's owner, each with the source of its own batch.
+
+        At least one unless no open batch of the owner has more. Any error ends this batch.
+        """
+        ...
+
+    def end(self, number: int, num_output_tokens: int | None) -> None:
+        """A line has ended, with so many tokens of a choice; None where it has no answer."""
         ...
 
 
@@ -52,7 +59,8 @@ class Feed:
         default_factory=lambda: asyncio.get_running_loop().create_future(), init=False
     )
     _to_retry: list[BatchLine] = field(default_factory=list, init=False)  # sorted by losses, most last
-    _buffered: deque[BatchLine] = field(default_factory=deque, init=False)  # read, not taken yet
+    # Read, not taken yet, each with its turn.
+    _buffered: deque[tuple[int, BatchLine]] = field(default_factory=deque, init=False)
     reading: asyncio.Task[None] | None = None
     running: dict[int, RunningLine] = field(default_factory=dict, init=False)
     results: list[LineResult] = field(default_factory=list, init=False)  # ended, not yet durable
@@ -77,35 +85,52 @@ class Feed:
             return 0
         return self.suspects.of(self._to_retry[-1].number).num
 
+    @property
+    def turn(self) -> float:
+        """Of the line that ``take`` returns next, among those of its owner; the least goes first."""
+        if self._to_retry:
+            return -math.inf
+        return self._buffered[0][0] if self._buffered else math.inf
+
     def take(self) -> BatchLine | None:
         """The next line; None where one must be read first."""
         if self._to_retry:
             line = self._to_retry.pop()
         elif self._buffered:
-            line = self._buffered.popleft()
+            _, line = self._buffered.popleft()
         else:
             return None
         self.num_in_flight += 1
         return line
 
-    async def read(self, max_lines: int) -> None:
-        """Read lines for ``take``. The feed fails where they cannot be read."""
+    async def read(self, max_lines: int) -> Sequence[tuple[LineSource, BatchLine]]:
+        """Read lines of the owner, for ``add``. The feed fails where they cannot be read."""
         try:
-            lines = await self.source.read(min(max_lines, self.num_unread))
+            lines = await self.source.read(max_lines)
         except Exception as error:
             # It ends this batch alone, not the feeder's task that reads.
             self.fail(error)
-            return
+            return []
         if not lines:
             self.fail(InputChanged("The input file has fewer lines than when it was checked."))
+        return lines
+
+    def add(self, line: BatchLine, turn: int) -> None:
+        """A line was read. Lines beyond those that were checked are dropped."""
+        if self.num_unread == 0:
+            self.source.end(line.number, None)
             return
-        self.num_unread -= len(lines)
-        for line in lines:
-            if self.suspects.of(line.number).num:
-                self._put(line)
-            else:
-                self._buffered.append(line)
-        self.num_buffered_bytes += sum(line.num_bytes for line in lines)
+        self.num_unread -= 1
+        self.num_buffered_bytes += line.num_bytes
+        if self.suspects.of(line.number).num:
+            self._put(line)
+        else:
+            self._buffered.append((turn, line))
+
+    def note_ended(self, result: LineResult) -> None:
+        """A line has ended; its result is to be made durable."""
+        self.results.append(result)
+        self.source.end(result.line.number, result.num_output_tokens)
 
     def put_back(self, line: BatchLine) -> None:
         self.num_in_flight -= 1

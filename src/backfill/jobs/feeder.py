@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 from typing import Protocol
 
@@ -38,7 +39,8 @@ class LineRunner(Protocol):
 class Feeder:
     """Runs lines of all feeds, at most ``capacity`` at once. A line counts until its result is durable.
 
-    ``FairOrder`` chooses the next line. One event loop owns the feeder.
+    ``FairOrder`` chooses the owner of the next line. Lines of one owner run in the order in which they are
+    read, whichever feed they are of: that order is the source's. One event loop owns the feeder.
 
     When the engine dies or a step fails, all its lines are lost, and at most one is to blame. Lost lines run
     again before others. Each loss divides the lines in flight by eight, until a line runs alone. Only losses
@@ -49,8 +51,9 @@ class Feeder:
         self._runner = runner
         self._threads = threads
         self._tasks = tasks or TaskWatch()
-        self._order = FairOrder[Feed]()
+        self._order = FairOrder[Feed](lambda feed: feed.turn)
         self._feeds: list[Feed] = []
+        self._turns = itertools.count()
         self._capacity = 0
         self._num_running = 0
         self._num_lost = 0  # lines since the engine died; 0 while it lives
@@ -179,11 +182,17 @@ class Feeder:
 
     async def _read(self, feed: Feed) -> None:
         try:
-            await feed.read(_GROUP_LINES)
+            lines = await feed.read(_GROUP_LINES)
         finally:
             feed.reading = None
-        self._order.set_waiting(feed, feed.has_lines)
-        self._may_have_suspects |= feed.num_losses_next > 0
+        feeds = {id(each.source): each for each in self._feeds}
+        self._order.set_waiting(feed, feed.has_lines)  # it may have failed
+        for source, line in lines:
+            of_line = feeds.get(id(source))
+            if of_line is not None:  # else it was removed meanwhile
+                of_line.add(line, next(self._turns))
+                self._order.set_waiting(of_line, of_line.has_lines)
+                self._may_have_suspects |= of_line.num_losses_next > 0
         self._fill()
 
     def _max_in_flight_with(self, num_losses: int) -> int:
@@ -212,7 +221,7 @@ class Feeder:
             if goes_on:
                 self._fill()
             return
-        feed.results.append(result)
+        feed.note_ended(result)
         if feed.committer is None:
             feed.committer = self._tasks.start(self._commit(feed), "feeder-commit")
 

@@ -32,7 +32,7 @@ from backfill.jobs.retry import append_with_retries, retry_delays_s
 from backfill.jobs.storage import JobStorage
 from backfill.jobs.store import counts_changes
 from backfill.jobs.suspects import Suspects
-from backfill.preparation.lines import BadLine, LineError
+from backfill.preparation.lines import BadLine, BatchLine, LineError
 from backfill.preparation.messages import InputLimits, InputReport, LineSelection
 
 logger = logging.getLogger(__name__)
@@ -46,9 +46,15 @@ _UNANSWERED_CODES = {LineOutcome.CANCELLED: "batch_cancelled", LineOutcome.EXPIR
 
 
 class LineReader(LineSource, Protocol):
-    """The lines of one file, in order. ``read`` raises: BadLine, OSError."""
+    """The lines of one file. ``read`` raises: BadLine, OSError."""
 
     def close(self) -> None: ...
+
+
+class NameReader(Protocol):
+    async def read(self, max_lines: int) -> Sequence[BatchLine]:
+        """The next lines in the order of their file, without bodies. Raises: BadLine, OSError."""
+        ...
 
 
 class InputReader(Protocol):
@@ -59,6 +65,8 @@ class InputReader(Protocol):
         ...
 
     def open_lines(self, selection: LineSelection) -> LineReader: ...
+
+    def open_names(self, selection: LineSelection) -> NameReader: ...
 
 
 class OpenBatch:
@@ -237,7 +245,7 @@ class BatchDriver:
             return
         suspects = self._suspects_of(job.batch)
         await self.storage.threads.results.run(suspects.load)
-        with contextlib.closing(self._unfinished_lines(job)) as lines:
+        with contextlib.closing(self.reader.open_lines(self._unfinished_lines(job))) as lines:
             feed = Feed(
                 job.batch.id,
                 lines,
@@ -277,14 +285,14 @@ class BatchDriver:
 
     async def _end_unfinished(self, job: OpenBatch, outcome: LineOutcome) -> None:
         """Write a result that says why for each line without one."""
-        with contextlib.closing(self._unfinished_lines(job, names_only=True)) as lines:
-            try:
-                while group := await lines.read(_UNANSWERED_GROUP):
-                    results = [unanswered(line, _UNANSWERED_CODES[outcome], outcome) for line in group]
-                    await append_with_retries(self.storage.threads.results, job.log, results, job.batch.id)
-                    self.on_lines(results)
-            except FileNotFoundError:
-                raise _InputMissing from None
+        lines = self.reader.open_names(self._unfinished_lines(job))
+        try:
+            while group := await lines.read(_UNANSWERED_GROUP):
+                results = [unanswered(line, _UNANSWERED_CODES[outcome], outcome) for line in group]
+                await append_with_retries(self.storage.threads.results, job.log, results, job.batch.id)
+                self.on_lines(results)
+        except FileNotFoundError:
+            raise _InputMissing from None
 
     async def _fail(self, job: OpenBatch, reason: LineError) -> None:
         """End as failed, with the results there are."""
@@ -336,16 +344,14 @@ class BatchDriver:
     def _suspects_of(self, batch: BatchRecord) -> Suspects:
         return Suspects(self.storage.config.data_dir / SUSPECTS_FOLDER / batch.id, batch.id)
 
-    def _unfinished_lines(self, job: OpenBatch, *, names_only: bool = False) -> LineReader:
-        return self.reader.open_lines(
-            LineSelection(
-                path=str(self.storage.blobs.path(job.batch.input_file_id)),
-                max_line_bytes=self.storage.config.max_line_bytes,
-                done=job.log.done,
-                names_only=names_only,
-                complete_by_s=job.deadline_s,
-                owner=job.batch.owner,
-            )
+    def _unfinished_lines(self, job: OpenBatch) -> LineSelection:
+        return LineSelection(
+            path=str(self.storage.blobs.path(job.batch.input_file_id)),
+            max_line_bytes=self.storage.config.max_line_bytes,
+            done=job.log.done,
+            complete_by_s=job.deadline_s,
+            owner=job.batch.owner,
+            spool_folder=str(self.storage.config.data_dir),
         )
 
     def _timestamp(self, job: OpenBatch) -> int:

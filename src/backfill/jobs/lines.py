@@ -32,6 +32,14 @@ class LineResult:
     error: dict[str, Any] | None
     usage: TokenUsage = field(default_factory=TokenUsage)
 
+    @property
+    def num_output_tokens(self) -> int | None:
+        """Mean of the choices; None without an answer."""
+        if self.outcome is not LineOutcome.COMPLETED:
+            return None
+        generation = self.line.generation
+        return self.usage.output_tokens // (1 if generation is None else generation.request.num_choices)
+
     def encode(self, line_id: str) -> bytes:
         record = {
             "id": line_id,

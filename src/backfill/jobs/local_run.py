@@ -23,13 +23,16 @@ from backfill.ipc.child import abandon_children
 from backfill.jobs.feed import Feed
 from backfill.jobs.feeder import Feeder
 from backfill.jobs.lines import ServiceRunner
-from backfill.jobs.progress import TimeLeft, TokenRates
+from backfill.jobs.progress import TimeLeft, TokenRates, WorkShares
 from backfill.jobs.records import RequestCounts, TokenUsage
 from backfill.jobs.results import ForeignResults, ResultLog
 from backfill.jobs.suspects import Suspects
 from backfill.jobs.threads import ThreadPool
+from backfill.models.config import ModelConfig
+from backfill.preparation.line_file import union
 from backfill.preparation.lines import BadLine, LineError
-from backfill.preparation.messages import InputLimits, LineSelection, PreparationSetup
+from backfill.preparation.messages import InputLimits, LineSelection, PreparationSetup, SplitLines
+from backfill.preparation.resources import resources_of
 from backfill.preparation.serving import ServingProcesses
 from backfill.preparation.validation import InputCheck
 from backfill.protocol.preparer import EngineFacts
@@ -60,12 +63,13 @@ class LocalRun:
         phase: what it does before lines run, as a text for users.
         num_resumed: lines that had a result before this run.
         num_dropped: lines in flight when the run was stopped; the next run runs them again.
-        rates, time_left: None before lines run.
+        rates, work, time_left: None before lines run.
         duration_s: of the run, once it has ended.
 
     Args:
         error_path: where failed lines go; None puts them into the output file too.
         setup: with ``is_strict``, a line with a field that has no effect is refused.
+        num_shards, shard: run one of so many parts of the file; from 0 on.
     """
 
     def __init__(
@@ -76,17 +80,22 @@ class LocalRun:
         *,
         setup: PreparationSetup,
         engine_config: EngineConfig,
+        num_shards: int = 1,
+        shard: int = 0,
     ) -> None:
         self.phase = "checking the input"
         self.num_resumed = 0
         self.num_dropped = 0
         self.rates: TokenRates | None = None
+        self.work: WorkShares | None = None
         self.time_left: TimeLeft | None = None
         self.duration_s = 0.0
         self._input_path = input_path
         self._result_paths = (output_path, error_path or output_path)
         self._setup = setup
         self._engine_config = engine_config
+        self._num_shards = num_shards
+        self._shard = shard
         client = EngineClient(engine_config, log_level=setup.log_level, on_report=self._on_report)
         self._processes = ServingProcesses(client, setup)
         self._stop_asked = asyncio.Event()
@@ -104,6 +113,10 @@ class LocalRun:
     @property
     def usage(self) -> TokenUsage:
         return TokenUsage() if self._log is None else self._log.usage
+
+    @property
+    def order(self) -> str:
+        return self._setup.order
 
     @property
     def is_stopping(self) -> bool:
@@ -179,7 +192,8 @@ class LocalRun:
         if check.report.warning is not None:
             logger.warning("%s: %s", self._input_path, check.report.warning)
         self._total = check.report.total
-        return await self._threads.run(_digest, self._input_path)
+        name = await self._threads.run(_digest, self._input_path)
+        return name if self._num_shards == 1 else f"{name}-{self._shard}-of-{self._num_shards}"
 
     def _open_results(self, name: str, stack: contextlib.ExitStack) -> None:
         for path in dict.fromkeys(self._result_paths):
@@ -208,8 +222,19 @@ class LocalRun:
     async def _feed(self, engine: asyncio.Task[None], stopping: asyncio.Task[bool]) -> None:
         """Run lines until all have results, a stop is asked for, or the engine cannot go on."""
         assert self._log is not None
+        done = self._log.done
+        if self._num_shards > 1:
+            of_others = await self._split(engine, stopping)
+            if of_others is None:
+                return
+            done = union(done, of_others)
         lines = self._processes.preparation.open_lines(
-            LineSelection(path=str(self._input_path), max_line_bytes=_MAX_LINE_BYTES, done=self._log.done)
+            LineSelection(
+                path=str(self._input_path),
+                max_line_bytes=_MAX_LINE_BYTES,
+                done=done,
+                spool_folder=str(self._result_paths[0].parent),
+            )
         )
         feed = Feed(
             self._input_path.name,
@@ -229,13 +254,43 @@ class LocalRun:
             self.num_dropped = feed.num_in_flight
             lines.close()
         if feed.finished.done():
-            try:
+            with self._input_unchanged():
                 feed.finished.result()
-            except BadLine as bad:
-                message = f"{self._input_path} was changed while it ran: line {bad.error.line}: {bad}"
-                raise ConfigError(message) from None
         elif engine.done():
             engine.result()
+
+    async def _split(self, engine: asyncio.Task[None], stopping: asyncio.Task[bool]) -> bytes | None:
+        """The bits of other shards' lines; None if the run ends before they are known."""
+        self.phase = "splitting the input"
+        split = asyncio.ensure_future(
+            self._processes.preparation.split_lines(
+                SplitLines(str(self._input_path), _MAX_LINE_BYTES, self._num_shards, self._shard)
+            )
+        )
+        try:
+            ends: set[asyncio.Future[Any]] = {split, engine, stopping}
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if not split.done():
+                if engine.done():
+                    engine.result()
+                return None
+            with self._input_unchanged():
+                of_others = split.result()
+        finally:
+            split.cancel()
+            await asyncio.gather(split, return_exceptions=True)
+        self._total -= int.from_bytes(of_others, "little").bit_count()
+        self.phase = "loading the model"
+        self._estimate()
+        return of_others
+
+    @contextlib.contextmanager
+    def _input_unchanged(self) -> Iterator[None]:
+        try:
+            yield
+        except BadLine as bad:
+            message = f"{self._input_path} was changed while it ran: line {bad.error.line}: {bad}"
+            raise ConfigError(message) from None
 
     async def _on_engine_ready(self, ready: Ready) -> None:
         preparer = await self._processes.loaded()
@@ -243,16 +298,26 @@ class LocalRun:
         self._processes.configure(preparer, EngineFacts.of(ready, self._engine_config.scheduler))
         # Tokens are counted by step: a generator's observer learns of a prompt when its request ends.
         self._service = self._processes.create_service(preparer, Observer())
-        num_at_once = self._engine_config.scheduler.max_num_seqs
         if self.rates is None:
-            now_s = time.monotonic()
+            now_s, facts = time.monotonic(), preparer.engine
+            resources = resources_of(facts, ModelConfig.from_folder(self._setup.model.folder))
             self.rates = TokenRates(now_s)
-            self.time_left = TimeLeft(self.counts.unfinished, num_at_once, now_s)
-        self._feeder.set_capacity(2 * num_at_once)
+            self.work = WorkShares(resources, facts.info.num_blocks * facts.info.block_size, now_s)
+            self._estimate()
+        self._feeder.set_capacity(2 * self._engine_config.scheduler.max_num_seqs)
+
+    def _estimate(self) -> None:
+        """Estimate the time left, once the engine is ready and the number of lines is known."""
+        if self.rates is not None:
+            num_at_once = self._engine_config.scheduler.max_num_seqs
+            self.time_left = TimeLeft(self.counts.unfinished, num_at_once, time.monotonic())
 
     def _on_report(self, report: StepReport) -> None:
+        now_s = time.monotonic()
         if self.rates is not None:
-            self.rates.on_report(report, time.monotonic())
+            self.rates.on_report(report, now_s)
+        if self.work is not None:
+            self.work.on_report(report, now_s)
 
     def _on_engine_lost(self) -> None:
         self._service = None

@@ -1,4 +1,4 @@
-"""Chooses the batch whose line runs next: fair between owners, by deadline within an owner."""
+"""Chooses the batch whose line runs next: fair between owners, in the order of the pool within an owner."""
 
 from __future__ import annotations
 
@@ -42,12 +42,16 @@ class FairOrder(Generic[Item]):
     """Items with waiting lines, and the number of lines in flight of each owner.
 
     The next owner has the fewest lines in flight; a tie goes to the owner served longest ago. The owner's
-    next item has the earliest deadline; a tie goes to the item added first.
+    next item has the least turn, then the earliest deadline; a tie goes to the item added first.
 
     Only owners with waiting lines are searched: the cost hardly depends on the number of owners.
+
+    Args:
+        turn: of an item's next line; by default all are equal.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, turn: Callable[[Item], float] = lambda item: 0.0) -> None:
+        self._turn = turn
         self._owners: dict[str, _Owner[Item]] = {}
         self._entries: dict[Item, _Entry[Item]] = {}
         self._in_turn: list[_Owner[Item]] = []  # owners with waiting lines, sorted by turn
@@ -94,9 +98,9 @@ class FairOrder(Generic[Item]):
     def next(self, accepts: Callable[[Item], bool] | None = None) -> Item | None:
         """The accepted item whose line is next; None where there is none. Changes nothing."""
         for of_owner in self._in_turn:
-            for entry in of_owner.waiting:
-                if accepts is None or accepts(entry.item):
-                    return entry.item
+            items = [entry.item for entry in of_owner.waiting if accepts is None or accepts(entry.item)]
+            if items:
+                return min(items, key=self._turn)  # the first of equals: by deadline
         return None
 
     def note_taken(self, item: Item) -> None:

@@ -6,6 +6,7 @@ import math
 from collections import deque
 from dataclasses import dataclass, field
 
+from backfill.blending.resources import ResourceModel
 from backfill.engine.messages import StepReport
 
 _LEAST_SPAN_S = 3.0
@@ -103,11 +104,19 @@ class TokenRates:
         self.prompts = SlidingRate(started_at_s)
         self.outputs = SlidingRate(started_at_s)
         self._num_computed = 0  # by the engine that runs now
+        self._num_queried = self._num_hits = 0  # prompt tokens, and those found in the prefix cache
+
+    @property
+    def hit_share(self) -> float | None:
+        """Prompt tokens that the engine found in its prefix cache, of all; None before there are any."""
+        return self._num_hits / self._num_queried if self._num_queried else None
 
     def on_report(self, report: StepReport, now_s: float) -> None:
         """Count a step. Tokens computed again after a preemption are not counted again."""
         stats = report.stats
         totals = (stats.online.totals, stats.offline.totals)
+        self._num_queried = sum(each.num_prefix_queried_tokens for each in totals)
+        self._num_hits = sum(each.num_all_prefix_hit_tokens for each in totals)
         num_computed = sum(each.num_computed_tokens - each.num_recomputed_tokens for each in totals)
         if num_computed < self._num_computed:  # a new engine counts from 0
             self._num_computed = 0
@@ -116,3 +125,31 @@ class TokenRates:
         self.outputs.add(num_outputs, now_s)
         # A decode computes one token and outputs one. A prompt's last slice outputs one too: ignored.
         self.prompts.add(max(0, num_new - num_outputs), now_s)
+
+
+class WorkShares:
+    """What the work of the engine's steps is bound by, estimated from their reports.
+
+    Compute is in proportion to the tokens computed. Memory traffic is in proportion to the KV in use, which
+    each step reads.
+
+    Args:
+        kv_tokens: that the KV pool holds.
+    """
+
+    def __init__(self, resources: ResourceModel, kv_tokens: int, started_at_s: float) -> None:
+        self._resources = resources
+        self._kv_tokens = kv_tokens
+        self._compute = SlidingRate(started_at_s)
+        self._memory = SlidingRate(started_at_s)
+
+    def on_report(self, report: StepReport, now_s: float) -> None:
+        if report.stats.step.kind != "none":
+            num_read = report.stats.kv_usage_frac * self._kv_tokens
+            self._compute.add(self._resources.token_s * report.stats.step.num_tokens, now_s)
+            self._memory.add(self._resources.cached_token_s * num_read, now_s)
+
+    def compute_share(self, now_s: float) -> float | None:
+        """Of compute and memory traffic together; None in the first seconds, and without work."""
+        compute, memory = self._compute.per_s(now_s), self._memory.per_s(now_s)
+        return None if not compute or memory is None else compute / (compute + memory)

@@ -6,9 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import msgspec
 
@@ -16,13 +14,10 @@ from backfill.core.errors import BackfillError, NotReady
 from backfill.core.request import ServiceClass
 from backfill.engine.tasks import TaskWatch
 from backfill.ipc.child import ChildProcess
-from backfill.preparation.lines import BatchLine
 from backfill.preparation.messages import (
-    START,
     AnswerBody,
     CancelCheck,
     CheckInput,
-    CloseLines,
     Configure,
     Failure,
     FromPreparation,
@@ -30,20 +25,21 @@ from backfill.preparation.messages import (
     InputReport,
     Job,
     JobBegun,
+    JobDone,
     LineSelection,
-    LinesRead,
+    LinesTaken,
     Loaded,
-    OpenLines,
-    Position,
+    OnlineTraffic,
     PreparationSetup,
     PrepareBody,
-    ReadLines,
     Result,
+    SplitLines,
     ToPreparation,
     Work,
     exception_of,
 )
 from backfill.preparation.process import run_preparation_process
+from backfill.preparation.readers import LineNames, LineReaders, PreparationDied, PreparedLines, Wanted
 from backfill.protocol.generation import Generation, GenerationEndpoint
 from backfill.protocol.preparer import EngineFacts, RequestContext, TextEndpoint
 
@@ -60,12 +56,6 @@ _NOT_READY = "The server cannot prepare requests at the moment. Please retry."
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[FromPreparation] = msgspec.msgpack.Decoder(FromPreparation)
-
-Wanted = TypeVar("Wanted", bound=Result)
-
-
-class PreparationDied(BackfillError):
-    """The process ended twice while it worked on a job, the second time on this job alone."""
 
 
 @dataclass(slots=True)
@@ -97,7 +87,8 @@ class PreparationClient:
         self._reader: asyncio.Task[None] | None = None
         self._ids = itertools.count()
         self._jobs: dict[int, _PendingJob] = {}
-        self._lines: dict[int, PreparedLines] = {}
+        self._readers = LineReaders(self._ask, self._send)
+        self._indexing: asyncio.Task[None] | None = None
         self._facts: EngineFacts | None = None
         self._bodies = {
             ServiceClass.ONLINE: asyncio.Semaphore(_MAX_ONLINE_BODIES),
@@ -128,12 +119,14 @@ class PreparationClient:
         """Launch the process after ``within_s`` seconds, or at the first job."""
         self._launched = asyncio.get_running_loop().create_future()
         self._reader = self._tasks.start(self._run(within_s), "preparation")
+        self._indexing = self._tasks.start(self._readers.run(), "preparation-indexing")
 
     async def stop(self) -> None:
         """End the process and cancel the jobs that have no result."""
-        if self._reader is not None:
-            self._reader.cancel()
-            await asyncio.gather(self._reader, return_exceptions=True)
+        tasks = [task for task in (self._reader, self._indexing) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         for pending in self._jobs.values():
             pending.done.cancel()
         self._jobs.clear()
@@ -145,6 +138,11 @@ class PreparationClient:
         """Send the engine's limits. Called before the first body or line is prepared."""
         self._facts = facts
         self._send(Configure(facts))
+        self._readers.allow()
+
+    def note_online(self, traffic: OnlineTraffic) -> None:
+        """Tell the process what online requests take of the engine; nothing where there is no process."""
+        self._send(traffic)
 
     async def prepare(
         self,
@@ -169,25 +167,20 @@ class PreparationClient:
         """Check an input file. Cancelling stops the reading. Raises: OSError, PreparationDied."""
         return await self._ask(CheckInput(path, limits), InputReport)
 
-    def open_lines(self, selection: LineSelection, position: Position = START) -> PreparedLines:
-        """The lines of a file from a position on, prepared. Close it after use."""
-        reader_id = next(self._ids)
-        lines = self._lines[reader_id] = PreparedLines(self, reader_id, selection, position)
-        self.move(reader_id, lines)
-        return lines
+    async def split_lines(self, wanted: SplitLines) -> bytes:
+        """The bits of the lines that are not a shard's. Cancelling stops the reading.
 
-    async def read_lines(self, reader_id: int, max_lines: int) -> LinesRead:
-        """For PreparedLines. Raises: BadLine, OSError, PreparationDied."""
-        return await self._ask(ReadLines(reader_id, max_lines), LinesRead)
+        Raises: BadLine, OSError, PreparationDied; RequestError for a file with too many lines.
+        """
+        return await self._ask(wanted, bytes)
 
-    def move(self, reader_id: int, lines: PreparedLines) -> None:
-        """For PreparedLines: continue at its position."""
-        self._send(OpenLines(reader_id, lines.selection, lines.position))
+    def open_lines(self, selection: LineSelection) -> PreparedLines:
+        """The lines of a file, prepared, in the order of ``setup``. Close it after use."""
+        return self._readers.open(selection)
 
-    def close_lines(self, reader_id: int) -> None:
-        """For PreparedLines."""
-        del self._lines[reader_id]
-        self._send(CloseLines(reader_id))
+    def open_names(self, selection: LineSelection) -> LineNames:
+        """The lines of a file without their bodies, in its order."""
+        return LineNames(self._ask, selection)
 
     async def _ask(self, work: Work, kind: type[Wanted]) -> Wanted:
         if self._num_failed_launches >= _MAX_FAILED_LAUNCHES:
@@ -200,8 +193,10 @@ class PreparationClient:
         try:
             result = await pending.done
         except asyncio.CancelledError:
-            if isinstance(work, CheckInput):
+            if isinstance(work, CheckInput | SplitLines):
                 self._send(CancelCheck(job.job_id))
+            if pending.done.done() and not pending.done.cancelled():
+                self._drop(pending.done.result())
             raise
         finally:
             self._jobs.pop(job.job_id, None)
@@ -210,6 +205,11 @@ class PreparationClient:
             raise exception_of(result)
         assert isinstance(result, kind)
         return result
+
+    def _drop(self, result: Result | Failure) -> None:
+        """A result came for a caller that was cancelled."""
+        if isinstance(result, LinesTaken):
+            self._readers.put_back(result)
 
     def _send_jobs(self) -> None:
         """Send the process all jobs, or one suspect at a time."""
@@ -244,8 +244,7 @@ class PreparationClient:
         self._child = child
         if self._facts is not None:
             self._send(Configure(self._facts))
-        for reader_id, lines in self._lines.items():
-            self.move(reader_id, lines)
+        self._readers.restart()
         for pending in self._jobs.values():
             pending.is_sent = pending.has_begun = False
         self._send_jobs()
@@ -273,6 +272,8 @@ class PreparationClient:
         assert not isinstance(message, Loaded)
         pending = self._jobs.get(message.job_id)
         if pending is None or pending.done.done():  # its caller was cancelled
+            if isinstance(message, JobDone):
+                self._drop(message.result)
             return
         if isinstance(message, JobBegun):
             pending.has_begun = True
@@ -319,48 +320,3 @@ class PreparationClient:
             for pending in self._jobs.values():
                 if not pending.done.done():
                     pending.done.set_exception(NotReady(_NOT_READY))
-
-
-@dataclass(slots=True, eq=False)
-class PreparedLines:
-    """The lines of a file, in order, read on demand. One reader at a time.
-
-    A line that ends the process is returned as one that cannot be prepared.
-    """
-
-    client: PreparationClient
-    reader_id: int
-    selection: LineSelection
-    position: Position = START
-    _num_single: int = 0  # lines to read one by one, as one of them ended the process
-
-    async def read(self, max_lines: int) -> Sequence[BatchLine]:
-        """The next lines, at least one unless the file has no more. Raises: BadLine, OSError."""
-        if self._num_single > 0:
-            max_lines = 1
-        try:
-            group = await self.client.read_lines(self.reader_id, max_lines)
-            lines, self.position = group.lines, group.position
-        except PreparationDied:
-            if max_lines > 1:
-                self._num_single = max_lines
-                return await self.read(1)
-            lines = await self._read_name()
-        self._num_single = max(0, self._num_single - 1)
-        return lines
-
-    def close(self) -> None:
-        self.client.close_lines(self.reader_id)
-
-    async def _read_name(self) -> list[BatchLine]:
-        """The next line, without its body."""
-        names = self.client.open_lines(
-            msgspec.structs.replace(self.selection, names_only=True), self.position
-        )
-        try:
-            lines = list(await names.read(1))
-        finally:
-            names.close()
-        self.position = names.position
-        self.client.move(self.reader_id, self)
-        return lines

@@ -1,18 +1,18 @@
-"""Reads an input file in groups of lines, at the engine's pace."""
+"""Reads an input file in groups of lines."""
 
 from __future__ import annotations
 
 import logging
 import time
 import uuid
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
 
 from backfill.core.errors import RequestError
 from backfill.preparation.lines import BatchLine, InputLine, Refusal, parse_line, read_lines
-from backfill.preparation.messages import LineSelection, Position
+from backfill.preparation.messages import LinesAt, LineSelection, Position
 from backfill.protocol.generation import Generation, GenerationEndpoint
 from backfill.protocol.preparer import RequestContext
 from backfill.protocol.responses import error_of
@@ -28,42 +28,65 @@ Prepare = Callable[[GenerationEndpoint, bytes, RequestContext], Generation]
 
 @dataclass(slots=True, eq=False)
 class LineFile:
-    """The selected lines of one file, from ``position`` on. The file is closed between calls."""
+    """The selected lines of one file. The file is closed between calls.
+
+    Args:
+        prepare: turns a body into a generation; raises RequestError.
+        should_end: asked after each line; ends a group early.
+    """
 
     selection: LineSelection
-    position: Position
-    prepare: Prepare  # turns a body into a generation; raises RequestError
+    prepare: Prepare
+    should_end: Callable[[], bool] = lambda: False
+    _done: bytearray = field(init=False)
 
-    def read(self, max_lines: int) -> list[BatchLine]:
-        """The next lines, at least one unless the file has no more.
+    def __post_init__(self) -> None:
+        self._done = bytearray(self.selection.done)
 
-        Raises: BadLine, OSError; the next call reads from the same place.
+    def mark_done(self, numbers: Collection[int]) -> None:
+        """Leave out these lines from now on."""
+        for number in numbers:
+            mark(self._done, number)
+
+    def read(self, position: Position, max_lines: int) -> LinesAt:
+        """The next lines after a position, prepared; at least one unless the file has no more.
+
+        Raises: BadLine for a line that is no request, with none before it; OSError.
         """
+        return self._read(position, max_lines, self._prepared)
+
+    def read_names(self, position: Position, max_lines: int) -> LinesAt:
+        """The same without their bodies."""
+        return self._read(position, max_lines, _named)
+
+    def _read(
+        self, position: Position, max_lines: int, convert: Callable[[InputLine, int], BatchLine]
+    ) -> LinesAt:
         selection, group = self.selection, list[BatchLine]()
         num_bytes, started_at_s = 0, time.monotonic()
         with Path(selection.path).open("rb") as file:
-            file.seek(self.position.offset)
-            for number, data in read_lines(file, selection.max_line_bytes, after=self.position.number):
-                if not self._is_done(number):
+            file.seek(position.offset)
+            for number, data in read_lines(file, selection.max_line_bytes, after=position.number):
+                if not is_marked(self._done, number):
                     try:
                         line = parse_line(number, data, selection.max_line_bytes)
                     except Exception:
                         if group:  # the next call raises it again
-                            return group
+                            break
                         raise
-                    group.append(self._prepared(line, len(data)))
+                    group.append(convert(line, len(data)))
                     num_bytes += len(data)
-                self.position = Position(number, file.tell())
-                is_late = time.monotonic() - started_at_s > _GROUP_S
+                position = Position(number, file.tell())
+                is_late = time.monotonic() - started_at_s > _GROUP_S or self.should_end()
                 if len(group) >= max_lines or (group and (is_late or num_bytes > _GROUP_BYTES)):
                     break
-        return group
+        return LinesAt(group, position)
 
     def _prepared(self, line: InputLine, num_bytes: int) -> BatchLine:
-        read = BatchLine(number=line.number, custom_id=line.custom_id, request_id=f"req_{uuid.uuid4().hex}")
-        if self.selection.names_only:
-            return read
+        read = _named(line, num_bytes)
         read.num_bytes = num_bytes
+        if line.number in self.selection.unprepared:
+            return read
         context = RequestContext(
             request_id=read.request_id,
             is_batch_line=True,
@@ -79,7 +102,27 @@ class LineFile:
             logger.exception("line %d could not be prepared", line.number)
         return read
 
-    def _is_done(self, number: int) -> bool:
-        byte, bit = divmod(number, 8)
-        done = self.selection.done
-        return byte < len(done) and bool(done[byte] >> bit & 1)
+
+def _named(line: InputLine, num_bytes: int) -> BatchLine:
+    return BatchLine(number=line.number, custom_id=line.custom_id, request_id=f"req_{uuid.uuid4().hex}")
+
+
+def is_marked(bits: bytes | bytearray, number: int) -> bool:
+    """The bit of a line: that of line i is bit i % 8 of byte i // 8."""
+    byte, bit = divmod(number, 8)
+    return byte < len(bits) and bool(bits[byte] >> bit & 1)
+
+
+def mark(bits: bytearray, number: int) -> None:
+    """Set the bit of a line."""
+    byte, bit = divmod(number, 8)
+    if byte >= len(bits):
+        bits.extend(bytes(byte + 1 - len(bits)))
+    bits[byte] |= 1 << bit
+
+
+def union(some: bytes, others: bytes) -> bytes:
+    """The bits of lines in either."""
+    num_bytes = max(len(some), len(others))
+    united = int.from_bytes(some, "little") | int.from_bytes(others, "little")
+    return united.to_bytes(num_bytes, "little")

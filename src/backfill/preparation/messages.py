@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 
+from backfill.blending.requests import OrderName
 from backfill.core.errors import BackfillError, RequestError
 from backfill.generation.tokenizer import Tokenizer
 from backfill.models.generation_config import GenerationDefaults
@@ -19,7 +20,7 @@ from backfill.protocol.response_size import MAX_RESPONSE_TOKENS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparationSetup:
-    """What the process needs to start."""
+    """What the process needs to start. ``order``: in which lines of batches run."""
 
     model: ServedModel
     chat_template: str | None = None
@@ -27,6 +28,7 @@ class PreparationSetup:
     max_response_tokens: int = MAX_RESPONSE_TOKENS
     is_strict: bool = False
     log_level: str = "INFO"
+    order: OrderName = "fcfs"
 
     def load_tokenizer(self) -> Tokenizer:
         """Raises: ModelError."""
@@ -85,17 +87,19 @@ class LineSelection(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         done: a bit for each line to skip: line i is bit i % 8 of byte i // 8.
-        names_only: do not prepare the bodies.
+        unprepared: lines whose bodies are not read, because one of them ended the process.
         complete_by_s: end of the lines' completion window, on the monotonic clock.
         owner: of their batch.
+        spool_folder: on the disk that holds prepared lines; empty for the system's temporary files.
     """
 
     path: str
     max_line_bytes: int
     done: bytes = b""
-    names_only: bool = False
+    unprepared: frozenset[int] = frozenset()
     complete_by_s: float | None = None
     owner: str = ""
+    spool_folder: str = ""
 
 
 class Position(msgspec.Struct, frozen=True):
@@ -130,14 +134,39 @@ class CheckInput(msgspec.Struct, tag=True, frozen=True):
     limits: InputLimits
 
 
-class ReadLines(msgspec.Struct, tag=True, frozen=True):
-    """Its result is LinesRead, with at least one line unless the file has no more."""
+class IndexLines(msgspec.Struct, tag=True, frozen=True):
+    """Prepare the reader's next lines after a position. Its result is LinesIndexed."""
 
     reader_id: int
+    position: Position
     max_lines: int
 
 
-Work = PrepareBody | AnswerBody | CheckInput | ReadLines
+class TakeLines(msgspec.Struct, tag=True, frozen=True):
+    """Its result is LinesTaken: the lines of an owner that are to run next, of all its readers."""
+
+    owner: str
+    max_lines: int
+
+
+class ReadNames(msgspec.Struct, tag=True, frozen=True):
+    """Its result is LinesAt: the selected lines after a position, without their bodies."""
+
+    selection: LineSelection
+    position: Position
+    max_lines: int
+
+
+class SplitLines(msgspec.Struct, tag=True, frozen=True):
+    """Its result is the bits of the lines of all shards but this one. A CancelCheck ends it early."""
+
+    path: str
+    max_line_bytes: int
+    num_shards: int
+    shard: int
+
+
+Work = PrepareBody | AnswerBody | CheckInput | IndexLines | TakeLines | ReadNames | SplitLines
 
 
 class Job(msgspec.Struct, tag=True, frozen=True):
@@ -158,21 +187,76 @@ class CancelCheck(msgspec.Struct, tag=True, frozen=True):
 
 
 class OpenLines(msgspec.Struct, tag=True, frozen=True):
+    """Replaces a reader of this id."""
+
     reader_id: int
     selection: LineSelection
-    position: Position
 
 
 class CloseLines(msgspec.Struct, tag=True, frozen=True):
     reader_id: int
 
 
-ToPreparation = Job | Configure | CancelCheck | OpenLines | CloseLines
+class EndLine(msgspec.Struct, tag=True, frozen=True):
+    """A line that was taken has ended. ``num_output_tokens`` of a choice; None where it has no answer."""
+
+    reader_id: int
+    number: int
+    num_output_tokens: int | None
 
 
-class LinesRead(msgspec.Struct, tag=True, frozen=True):
+class PutBackLine(msgspec.Struct, tag=True, frozen=True):
+    """A line that was taken did not run: it is taken again before others."""
+
+    reader_id: int
+    number: int
+
+
+class OnlineTraffic(msgspec.Struct, tag=True, frozen=True):
+    """What online requests take of the engine at present, per second.
+
+    Attributes:
+        tokens_per_s: tokens computed.
+        reads_per_s: cached tokens that their decodes read.
+    """
+
+    tokens_per_s: float
+    reads_per_s: float
+
+
+ToPreparation = Job | Configure | CancelCheck | OpenLines | CloseLines | EndLine | PutBackLine | OnlineTraffic
+
+
+class LinesAt(msgspec.Struct, tag=True, frozen=True):
+    """Lines in the order of their file, and where reading continues."""
+
     lines: list[BatchLine]
     position: Position
+
+
+class LinesIndexed(msgspec.Struct, tag=True, frozen=True):
+    """What a job has indexed.
+
+    Attributes:
+        num_lines: 0 also while the process holds as many lines as it may.
+        position: where indexing continues.
+        is_end: the file has no more lines.
+    """
+
+    num_lines: int
+    position: Position
+    is_end: bool
+
+
+class TakenLine(msgspec.Struct, frozen=True):
+    reader_id: int
+    line: BatchLine
+
+
+class LinesTaken(msgspec.Struct, tag=True, frozen=True):
+    """No lines only if no line of the owner is indexed and waits."""
+
+    lines: list[TakenLine]
 
 
 class RequestFailure(msgspec.Struct, tag=True, frozen=True):
@@ -196,7 +280,7 @@ class Bug(msgspec.Struct, tag=True, frozen=True):
 
 
 Failure = RequestFailure | LineFailure | FileFailure | Bug
-Result = Generation | bytes | InputReport | LinesRead
+Result = Generation | bytes | InputReport | LinesAt | LinesIndexed | LinesTaken
 
 
 class Loaded(msgspec.Struct, tag=True, frozen=True):

@@ -10,6 +10,7 @@ import faulthandler
 import logging
 import math
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -19,33 +20,43 @@ from functools import partial
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
+from backfill.blending.requests import OrderName
 from backfill.core.errors import BackfillError
 from backfill.core.heap import freeze_heap
 from backfill.ipc.channel import Channel, open_channel
+from backfill.models.config import ModelConfig
 from backfill.preparation.line_file import LineFile
+from backfill.preparation.line_pool import LinePool
 from backfill.preparation.messages import (
-    START,
     AnswerBody,
     Bug,
     CancelCheck,
     CheckInput,
     CloseLines,
     Configure,
+    EndLine,
     FromPreparation,
+    IndexLines,
     InputReport,
     Job,
     JobBegun,
     JobDone,
-    LinesRead,
+    LineSelection,
     Loaded,
+    OnlineTraffic,
     OpenLines,
     PreparationSetup,
     PrepareBody,
-    ReadLines,
+    PutBackLine,
+    ReadNames,
     Result,
+    SplitLines,
+    TakeLines,
     ToPreparation,
     failure_of,
 )
+from backfill.preparation.resources import create_pool, typical_resources
+from backfill.preparation.sharding import FileSplit
 from backfill.preparation.validation import InputCheck
 from backfill.protocol.preparer import RequestPreparer
 
@@ -55,6 +66,9 @@ logger = logging.getLogger(__name__)
 _NUM_BODY_THREADS = 2
 # A body or line takes seconds at most. One that takes longer hangs, and only ending the process stops it.
 _MAX_WORK_S = 60.0
+# Seconds for which a thread may keep the interpreter's lock while others wait for it: a body meets a plan of
+# thousands of lines several times.
+_SWITCH_INTERVAL_S = 0.0005
 
 Args = ParamSpec("Args")
 Prepared = TypeVar("Prepared")
@@ -65,6 +79,7 @@ def run_preparation_process(setup: PreparationSetup, commands_url: str, reports_
     logging.basicConfig(level=setup.log_level, format="%(asctime)s %(levelname)s preparation: %(message)s")
     # Encode a text in one thread: a pool of threads would compete with the engine's.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
     with open_channel("backfill-prep", ToPreparation, commands_url, reports_url) as channel:
         try:
             preparer = setup.create_preparer(setup.load_tokenizer())
@@ -77,20 +92,26 @@ def run_preparation_process(setup: PreparationSetup, commands_url: str, reports_
             return
         freeze_heap()
         channel.send(Loaded())
-        Preparation(channel, preparer).run()
+        Preparation(channel, preparer, setup.order).run()
 
 
 class Preparation:
     """Receives jobs and sends their results, in the order in which they end."""
 
-    def __init__(self, channel: Channel[ToPreparation, FromPreparation], preparer: RequestPreparer) -> None:
+    def __init__(
+        self,
+        channel: Channel[ToPreparation, FromPreparation],
+        preparer: RequestPreparer,
+        order: OrderName = "fcfs",
+    ) -> None:
         self._channel = channel
         self._preparer = preparer
         self._prepare = self._in_time(preparer.prepare)
         self._bodies = ThreadPoolExecutor(_NUM_BODY_THREADS, "bodies")
         self._lines = ThreadPoolExecutor(1, "lines")
         self._checks = ThreadPoolExecutor(1, "checks")
-        self._files: dict[int, LineFile] = {}
+        self._pool = LinePool(lambda: create_pool(order, preparer.engine, preparer.model.folder))
+        self._unprepared_bodies: set[int] = set()  # jobs
         self._wanted_checks: set[int] = set()
         self._working: dict[int, float] = {}  # by thread: when it began the current body or line
 
@@ -100,22 +121,54 @@ class Preparation:
             match message:
                 case Configure(facts):
                     self._preparer.facts = facts
-                case OpenLines(reader_id, selection, position):
-                    self._files[reader_id] = LineFile(selection, position, self._prepare)
-                case CloseLines(reader_id):
-                    self._files.pop(reader_id, None)
+                    self._pool.scope = facts.scheduler.prefix_cache_scope
                 case CancelCheck(job_id):
                     self._wanted_checks.discard(job_id)
-                case Job(_, PrepareBody(endpoint, body, context)):
-                    self._begin(self._bodies, message, partial(self._prepare, endpoint, body, context))
-                case Job(_, AnswerBody(endpoint, body)):
-                    answer = self._in_time(self._preparer.answer)
-                    self._begin(self._bodies, message, partial(answer, endpoint, body))
-                case Job(_, ReadLines() as wanted):
-                    self._begin(self._lines, message, partial(self._read, wanted))
-                case Job(job_id, CheckInput() as wanted):
-                    self._wanted_checks.add(job_id)
-                    self._begin(self._checks, message, partial(self._check, job_id, wanted))
+                case Job():
+                    self._begin_job(message)
+                case _:
+                    self._lines.submit(self._change_lines, message)
+
+    def _begin_job(self, job: Job) -> None:
+        match job.work:
+            case PrepareBody(endpoint, body, context):
+                self._unprepared_bodies.add(job.job_id)
+                self._begin(self._bodies, job, partial(self._prepare, endpoint, body, context))
+            case AnswerBody(endpoint, body):
+                answer = self._in_time(self._preparer.answer)
+                self._begin(self._bodies, job, partial(answer, endpoint, body))
+            case IndexLines(reader_id, position, max_lines):
+                self._begin(self._lines, job, partial(self._pool.index, reader_id, position, max_lines))
+            case TakeLines(owner, max_lines):
+                self._begin(self._lines, job, partial(self._pool.take, owner, max_lines))
+            case ReadNames(selection, position, max_lines):
+                self._begin(self._lines, job, partial(self._file(selection).read_names, position, max_lines))
+            case CheckInput() as wanted:
+                self._wanted_checks.add(job.job_id)
+                self._begin(self._checks, job, partial(self._check, job.job_id, wanted))
+            case SplitLines() as wanted:
+                self._wanted_checks.add(job.job_id)
+                self._begin(self._checks, job, partial(self._split, job.job_id, wanted))
+
+    def _change_lines(self, message: OpenLines | CloseLines | EndLine | PutBackLine | OnlineTraffic) -> None:
+        """Runs in the thread of lines, which owns the pool."""
+        try:
+            match message:
+                case OpenLines(reader_id, selection):
+                    self._pool.open(reader_id, selection, self._file(selection))
+                case CloseLines(reader_id):
+                    self._pool.close(reader_id)
+                case EndLine(reader_id, number, num_output_tokens):
+                    self._pool.end(reader_id, number, num_output_tokens)
+                case PutBackLine(reader_id, number):
+                    self._pool.put_back(reader_id, number)
+                case OnlineTraffic(tokens_per_s, reads_per_s):
+                    self._pool.note_online(tokens_per_s, reads_per_s)
+        except Exception:
+            logger.exception("a %s failed", type(message).__name__)
+
+    def _file(self, selection: LineSelection) -> LineFile:
+        return LineFile(selection, self._prepare, lambda: bool(self._unprepared_bodies))
 
     def _begin(self, pool: ThreadPoolExecutor, job: Job, work: Callable[[], Result]) -> None:
         def run() -> None:
@@ -127,6 +180,8 @@ class Preparation:
                 if isinstance(failure, Bug):
                     logger.exception("a %s failed", type(job.work).__name__)
                 self._channel.send(JobDone(job.job_id, failure))
+            finally:
+                self._unprepared_bodies.discard(job.job_id)
 
         pool.submit(run)
 
@@ -150,12 +205,6 @@ class Preparation:
             faulthandler.dump_traceback()
             os._exit(1)
 
-    def _read(self, wanted: ReadLines) -> LinesRead:
-        file = self._files.get(wanted.reader_id)
-        if file is None:  # closed meanwhile: nobody waits for the lines
-            return LinesRead([], START)
-        return LinesRead(file.read(wanted.max_lines), file.position)
-
     def _check(self, job_id: int, wanted: CheckInput) -> InputReport:
         try:
             with closing(InputCheck(Path(wanted.path), wanted.limits, self._preparer.line_check)) as check:
@@ -164,3 +213,14 @@ class Preparation:
         finally:
             self._wanted_checks.discard(job_id)
         return check.report
+
+    def _split(self, job_id: int, wanted: SplitLines) -> bytes:
+        resources = typical_resources(ModelConfig.from_folder(self._preparer.model.folder))
+        try:
+            with closing(FileSplit(wanted, self._in_time(self._preparer.first_prompt), resources)) as split:
+                while not split.advance():
+                    if job_id not in self._wanted_checks:
+                        return b""  # nobody waits for it
+                return split.others()
+        finally:
+            self._wanted_checks.discard(job_id)

@@ -124,7 +124,9 @@ class RequestPreparer:
         body.check()
         if self.is_strict:
             refuse_unknown_fields(body)
-        prompts = self._tokenized(body)
+        # A prompt that is known to be too long is not tokenized to its end.
+        is_cut = body.truncate_prompt_tokens is not None
+        prompts = self._tokenized(body, most_tokens=None if is_cut else self.engine.info.max_model_len)
         samplings = self._samplings(body, prompts)
         objectives = body.objectives
         self._check_achievable(objectives, max(map(len, prompts)))
@@ -160,6 +162,14 @@ class RequestPreparer:
             warning=None if context.is_batch_line else warning_of(body),
         )
 
+    def first_prompt(self, endpoint: GenerationEndpoint, raw: bytes) -> tuple[list[int], GenerationBody]:
+        """The first prompt of a body, tokenized, and the body parsed. No engine is needed.
+
+        Raises: RequestError where it cannot be tokenized.
+        """
+        body = parse_generation(endpoint, raw)
+        return self._tokenized(body, most_tokens=None)[0], body
+
     def answer(self, endpoint: TextEndpoint, raw: bytes) -> bytes:
         """The JSON answer of ``/tokenize`` or ``/detokenize``. Raises: RequestError."""
         if endpoint == "/tokenize":
@@ -175,10 +185,9 @@ class RequestPreparer:
                 code="model_not_found",
             )
 
-    def _tokenized(self, body: GenerationBody) -> list[list[int]]:
+    def _tokenized(self, body: GenerationBody, most_tokens: int | None) -> list[list[int]]:
         """The body's prompts as token ids, truncated to ``truncate_prompt_tokens``."""
         last_tokens = body.truncate_prompt_tokens
-        most_tokens = self.engine.info.max_model_len if last_tokens is None else None
         if isinstance(body, ChatCompletionRequest):
             prompts = [
                 self._encode_chat(body, body.messages, most_tokens=most_tokens, last_tokens=last_tokens)

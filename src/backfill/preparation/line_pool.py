@@ -1,0 +1,326 @@
+"""The prepared lines of all open batches, in the order in which they are to run."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+import time
+from array import array
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from backfill.blending.pool import OfflinePool
+from backfill.blending.requests import PoolRequest
+from backfill.core.config import PrefixCacheScope
+from backfill.preparation.line_file import LineFile
+from backfill.preparation.lines import BatchLine
+from backfill.preparation.messages import LineSelection, LinesIndexed, LinesTaken, Position, TakenLine
+from backfill.preparation.spool import Span, Spool
+from backfill.protocol.generation import Generation
+
+logger = logging.getLogger(__name__)
+
+# What the pool holds at most, all batches together: lines, and tokens of their prompts (4 bytes each).
+MAX_LINES = 400_000
+MAX_TOKENS = 1 << 28
+# A batch beyond these limits, or whose lines the disk refuses, is held this many lines ahead.
+WINDOW_LINES = 64
+
+# Lines are planned in groups of this share of those that wait. The pool then plans all of them together, and
+# yet each only a few times.
+_GROUP_SHARE = 0.5
+_LEAST_GROUP_LINES = 32
+_TAKE_BYTES = 1 << 20
+_FIRST_NAMESPACE = 1 << 31  # above all token ids
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[BatchLine] = msgspec.msgpack.Decoder(BatchLine)
+
+
+@dataclass(slots=True, eq=False)
+class _Line:
+    """A line from its indexing to its end."""
+
+    reader_id: int
+    number: int
+    request_id: int  # of the pool
+    num_prompt_tokens: int = 0  # 0: it is not in the pool, as there is nothing to compute
+    stored: Span | bytes = b""
+    num_reused_tokens: int = 0  # of its prompt, by lines that wait when it is taken
+    has_namespace: bool = False
+    is_taken: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Reader:
+    selection: LineSelection
+    file: LineFile
+    spool: Spool
+    is_spooling: bool = True
+    num_indexed: int = 0
+    num_waiting: int = 0
+    lines: dict[int, _Line] = field(default_factory=dict)  # by number
+
+
+class LinePool:
+    """Lines of readers: indexed in the order of their files, taken in the order of the pool.
+
+    To index a line is to prepare it, once, and to give its prompt to the pool. Its prepared form waits in the
+    reader's spool. One thread owns the pool.
+
+    Attributes:
+        scope: who shares cached prefixes.
+
+    Args:
+        create: the pool; called when the first line is indexed.
+    """
+
+    def __init__(self, create: Callable[[], OfflinePool]) -> None:
+        self.scope: PrefixCacheScope = "owner"
+        self._create = create
+        self._pool: OfflinePool | None = None
+        self._readers: dict[int, _Reader] = {}
+        self._by_id: dict[int, _Line] = {}
+        self._ids = itertools.count()
+        self._namespaces: dict[tuple[str, str], int] = {}
+        self._to_plan: dict[int, PoolRequest] = {}  # by id
+        self._unpooled: dict[str, deque[_Line]] = {}  # by owner: lines with nothing to compute
+        self._num_waiting = 0
+        self._num_waiting_tokens = 0
+
+    def open(self, reader_id: int, selection: LineSelection, file: LineFile) -> None:
+        """Begin a reader, or begin it again."""
+        self.close(reader_id)
+        self._readers[reader_id] = _Reader(selection, file, Spool(selection.spool_folder))
+
+    def close(self, reader_id: int) -> None:
+        """Drop a reader and its lines. An unknown one is ignored."""
+        reader = self._readers.pop(reader_id, None)
+        if reader is None:
+            return
+        for line in reader.lines.values():
+            self._forget(line)
+        owner = reader.selection.owner
+        unpooled = [line for line in self._unpooled.pop(owner, ()) if line.reader_id != reader_id]
+        if unpooled:
+            self._unpooled[owner] = deque(unpooled)
+        if self._pool is not None:
+            self._pool.cancel([line.request_id for line in reader.lines.values()])
+        reader.spool.close()
+
+    def index(self, reader_id: int, position: Position, max_lines: int) -> LinesIndexed:
+        """Prepare a reader's next lines after a position, and add them to the pool.
+
+        Raises: BadLine, OSError, as ``LineFile.read``.
+        """
+        reader = self._readers.get(reader_id)
+        if reader is None:
+            return LinesIndexed(0, position, is_end=True)
+        max_lines = min(max_lines, self._room(reader))
+        if max_lines <= 0:
+            return LinesIndexed(0, position, is_end=False)
+        found = reader.file.read(position, max_lines)
+        self._add(reader_id, reader, found.lines)
+        reader.num_indexed += len(found.lines)
+        if not found.lines:
+            # A large file's lines are planned as one; a small file does not plan the others' again.
+            self._plan(merges_all=reader.num_indexed > _GROUP_SHARE * self._num_waiting)
+        return LinesIndexed(len(found.lines), found.position, is_end=not found.lines)
+
+    def take(self, owner: str, max_lines: int) -> LinesTaken:
+        """The next lines of an owner.
+
+        Raises: OSError where a line cannot be read back; it waits again.
+        """
+        taken, num_bytes = list[TakenLine](), 0
+        while len(taken) < max_lines and num_bytes < _TAKE_BYTES:
+            line = self._next(owner)
+            if line is None:
+                break
+            try:
+                read = self._read_back(line)
+            except OSError:
+                self._put_back(line)
+                if not taken:
+                    raise
+                break
+            taken.append(TakenLine(line.reader_id, read))
+            num_bytes += read.num_bytes
+        return LinesTaken(taken)
+
+    def end(self, reader_id: int, number: int, num_output_tokens: int | None) -> None:
+        """A taken line has ended; ``num_output_tokens`` is None where it has no answer.
+
+        A line that is unknown is ignored: a new process knows nothing of lines that its predecessor gave.
+        """
+        line = self._taken(reader_id, number)
+        if line is None:
+            return
+        del self._readers[reader_id].lines[number]
+        self._by_id.pop(line.request_id, None)
+        if self._pool is None or not line.num_prompt_tokens:
+            return
+        if num_output_tokens is None:
+            self._pool.cancel([line.request_id])
+        else:
+            self._pool.finish(line.request_id, num_output_tokens)
+
+    def put_back(self, reader_id: int, number: int) -> None:
+        """A taken line did not run. An unknown one is ignored."""
+        line = self._taken(reader_id, number)
+        if line is not None:
+            self._put_back(line)
+
+    def note_online(self, tokens_per_s: float, reads_per_s: float) -> None:
+        """What online traffic takes at present. Lines are chosen that use what it leaves."""
+        if self._pool is not None:
+            self._pool.online = self._pool.resources.use_of(tokens_per_s, reads_per_s)
+
+    # ---- Adding ----
+
+    def _room(self, reader: _Reader) -> int:
+        """Lines of the reader that may be added."""
+        if not reader.is_spooling or self._num_waiting_tokens >= MAX_TOKENS:
+            return WINDOW_LINES - reader.num_waiting
+        return max(MAX_LINES - self._num_waiting, WINDOW_LINES - reader.num_waiting)
+
+    def _add(self, reader_id: int, reader: _Reader, lines: Sequence[BatchLine]) -> None:
+        stored = self._store(reader, [_encoder.encode(line) for line in lines])
+        for read, where in zip(lines, stored, strict=True):
+            line = _Line(reader_id, read.number, next(self._ids), stored=where)
+            reader.lines[line.number] = self._by_id[line.request_id] = line
+            if read.generation is None:
+                self._unpooled.setdefault(reader.selection.owner, deque()).append(line)
+            else:
+                request = self._request_of(line, reader.selection, read.generation)
+                self._to_plan[line.request_id] = request
+            self._count_waiting(line, 1)
+        reader.file.mark_done([line.number for line in lines])
+        num_planned = self._num_waiting - len(self._to_plan)
+        if len(self._to_plan) >= max(_LEAST_GROUP_LINES, _GROUP_SHARE * num_planned):
+            self._plan()
+
+    def _store(self, reader: _Reader, records: list[bytes]) -> Sequence[Span | bytes]:
+        """On the disk, or in memory once the disk has refused."""
+        if not reader.is_spooling:
+            return records
+        try:
+            return reader.spool.append(records)
+        except OSError as error:
+            logger.warning(
+                "%s: its lines run in the order of the file, because prepared lines cannot be stored: %s",
+                reader.selection.path,
+                error.strerror or error,
+            )
+            reader.is_spooling = False
+            return records
+
+    def _request_of(self, line: _Line, selection: LineSelection, generation: Generation) -> PoolRequest:
+        """Of several prompts or choices, the first one stands for all."""
+        request = generation.request
+        sampling = request.samplings[0]
+        token_ids = array("I")
+        owner = request.owner if self.scope == "owner" else ""
+        if owner or request.cache_salt:  # requests of two namespaces share no KV
+            namespace = self._namespaces.setdefault((owner, request.cache_salt), len(self._namespaces))
+            token_ids.append(_FIRST_NAMESPACE + namespace)
+            line.has_namespace = True
+        token_ids.extend(request.prompts[0])
+        line.num_prompt_tokens = len(request.prompts[0])
+        runs_on = sampling.ignore_eos and not request.stop and not sampling.stop_token_ids
+        is_known = runs_on or sampling.min_tokens == sampling.max_tokens
+        return PoolRequest(
+            request_id=line.request_id,
+            prompt_token_ids=token_ids,
+            max_output_tokens=sampling.max_tokens,
+            known_output_tokens=sampling.max_tokens if is_known else None,
+            group=selection.owner,
+            complete_by_s=selection.complete_by_s,
+        )
+
+    def _plan(self, *, merges_all: bool = False) -> None:
+        """Give the pool the lines that it does not have."""
+        if self._to_plan:
+            if self._pool is None:
+                self._pool = self._create()
+            requests, self._to_plan = list(self._to_plan.values()), {}
+            self._pool.add(requests, merges_all=merges_all)
+
+    # ---- Taking ----
+
+    def _next(self, owner: str) -> _Line | None:
+        """Take an owner's next line. What needs nothing of the engine goes first."""
+        unpooled = self._unpooled.get(owner)
+        if unpooled:
+            line = unpooled.popleft()
+            if not unpooled:
+                del self._unpooled[owner]
+            self._mark_taken(line)
+            return line
+        planned = self._pool.take(owner, now_s=time.monotonic()) if self._pool is not None else None
+        if planned is None and any(request.group == owner for request in self._to_plan.values()):
+            self._plan()
+            assert self._pool is not None
+            planned = self._pool.take(owner, now_s=time.monotonic())
+        if planned is None:
+            return None
+        line = self._by_id[planned.request_id]
+        line.num_reused_tokens = max(0, planned.reused_tokens - line.has_namespace)
+        self._mark_taken(line)
+        return line
+
+    def _mark_taken(self, line: _Line) -> None:
+        line.is_taken = True
+        self._count_waiting(line, -1)
+
+    def _put_back(self, line: _Line) -> None:
+        line.is_taken = False
+        self._count_waiting(line, 1)
+        if line.num_prompt_tokens and self._pool is not None:
+            self._pool.put_back(line.request_id)
+        else:
+            owner = self._readers[line.reader_id].selection.owner
+            self._unpooled.setdefault(owner, deque()).appendleft(line)
+
+    def _read_back(self, line: _Line) -> BatchLine:
+        """Raises: OSError."""
+        stored = line.stored
+        if isinstance(stored, Span):
+            stored = self._readers[line.reader_id].spool.read(stored)
+        read = _decoder.decode(stored)
+        if read.generation is not None:
+            read.generation = _planned(read.generation, line.num_reused_tokens)
+        return read
+
+    # ---- Counting ----
+
+    def _taken(self, reader_id: int, number: int) -> _Line | None:
+        reader = self._readers.get(reader_id)
+        line = None if reader is None else reader.lines.get(number)
+        return line if line is not None and line.is_taken else None
+
+    def _count_waiting(self, line: _Line, change: int) -> None:
+        self._num_waiting += change
+        self._num_waiting_tokens += change * line.num_prompt_tokens
+        reader = self._readers.get(line.reader_id)
+        if reader is not None:
+            reader.num_waiting += change
+
+    def _forget(self, line: _Line) -> None:
+        """A line of a reader that is closed."""
+        del self._by_id[line.request_id]
+        self._to_plan.pop(line.request_id, None)
+        if not line.is_taken:
+            self._count_waiting(line, -1)
+
+
+def _planned(generation: Generation, num_reused_tokens: int) -> Generation:
+    """The generation as it runs now. The choices of one prompt share it, whatever others need."""
+    request = generation.request
+    if request.num_choices == 1:
+        request = dataclasses.replace(request, num_reused_tokens=num_reused_tokens)
+    return msgspec.structs.replace(generation, request=request, created=int(time.time()))

@@ -1,0 +1,269 @@
+"""The server's side of input files whose lines the preparation process prepares."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
+
+import msgspec
+
+from backfill.core.errors import BackfillError
+from backfill.preparation.line_file import mark
+from backfill.preparation.lines import BatchLine
+from backfill.preparation.messages import (
+    START,
+    CloseLines,
+    EndLine,
+    IndexLines,
+    LinesAt,
+    LineSelection,
+    LinesIndexed,
+    LinesTaken,
+    OpenLines,
+    Position,
+    PutBackLine,
+    ReadNames,
+    Result,
+    TakeLines,
+    ToPreparation,
+    Work,
+)
+
+# Lines of a job. A job also ends after a time; the lines to run next wait for it.
+_INDEX_LINES = 256
+_FEW_LINES = 64
+
+Wanted = TypeVar("Wanted", bound=Result)
+
+
+class PreparationDied(BackfillError):
+    """The process ended twice while it worked on a job, the second time on this job alone."""
+
+
+class Ask(Protocol):
+    """Gives the process a job."""
+
+    async def __call__(self, work: Work, kind: type[Wanted]) -> Wanted: ...
+
+
+class LineReaders:
+    """Open input files. One task indexes them ahead; what waits to run is taken in the order of the pool.
+
+    A process that is started again knows nothing of its predecessor's lines: each file is indexed again,
+    without the lines that were taken. A line that ends the process is handed out as one that cannot be
+    prepared.
+    """
+
+    def __init__(self, ask: Ask, send: Callable[[ToPreparation], None]) -> None:
+        self._ask = ask
+        self._send = send
+        self._ids = itertools.count()
+        self._open: dict[int, PreparedLines] = {}
+        self._can_index = False
+        self._num_restarts = 0
+        self._num_put_back = 0  # groups of lines
+        self._changed = asyncio.Event()  # there may be something to index
+        self._progress = asyncio.Event()  # more lines may be taken; replaced each time
+
+    def open(self, selection: LineSelection) -> PreparedLines:
+        lines = PreparedLines(self, next(self._ids), selection)
+        self._open[lines.reader_id] = lines
+        self._send(OpenLines(lines.reader_id, selection))
+        self._changed.set()
+        return lines
+
+    def close(self, lines: PreparedLines) -> None:
+        del self._open[lines.reader_id]
+        self._send(CloseLines(lines.reader_id))
+        self._note_room()
+
+    def allow(self) -> None:
+        """The process knows the engine's limits, which it needs to index."""
+        self._can_index = True
+        self._changed.set()
+
+    def restart(self) -> None:
+        """There is a new process."""
+        self._num_restarts += 1
+        for lines in self._open.values():
+            self._restart(lines)
+
+    async def run(self) -> None:
+        """Index until cancelled."""
+        while True:
+            lines = self._next_to_index()
+            if lines is None:
+                self._changed.clear()
+                await self._changed.wait()
+            else:
+                await self._index(lines)
+                self._note_progress()
+
+    async def take(self, lines: PreparedLines, max_lines: int) -> Sequence[tuple[PreparedLines, BatchLine]]:
+        """See ``PreparedLines.read``."""
+        owner = lines.selection.owner
+        while True:
+            progress, num_put_back = self._progress, self._num_put_back
+            taken = await self._ask(TakeLines(owner, max_lines), LinesTaken)
+            if found := self._note_taken(taken):
+                return found
+            if lines.error is not None:
+                error, lines.error = lines.error, None
+                self._changed.set()  # it is tried again
+                raise error
+            if num_put_back != self._num_put_back:
+                continue  # the last lines may have been with a caller that is gone
+            if not any(each.is_to_index for each in self._open.values() if each.selection.owner == owner):
+                return []
+            await progress.wait()
+
+    def put_back(self, taken: LinesTaken) -> None:
+        """Nobody waits for these lines. To be called before a later job's result is given to anyone."""
+        self._num_put_back += bool(taken.lines)
+        self._note_progress()
+        for each in taken.lines:
+            self._send(PutBackLine(each.reader_id, each.line.number))
+
+    def end(self, lines: PreparedLines, number: int, num_output_tokens: int | None) -> None:
+        """See ``PreparedLines.end``."""
+        self._send(EndLine(lines.reader_id, number, num_output_tokens))
+
+    def _note_taken(self, taken: LinesTaken) -> list[tuple[PreparedLines, BatchLine]]:
+        found = []
+        for each in taken.lines:
+            lines = self._open.get(each.reader_id)
+            if lines is not None:  # else it was closed meanwhile
+                lines.note_taken(each.line.number)
+                found.append((lines, each.line))
+        if found:
+            self._note_room()
+        return found
+
+    def _note_progress(self) -> None:
+        self._progress.set()
+        self._progress = asyncio.Event()
+
+    def _note_room(self) -> None:
+        for lines in self._open.values():
+            lines.is_held_up = False
+        self._changed.set()
+
+    def _restart(self, lines: PreparedLines) -> None:
+        lines.position, lines.num_ahead = START, 0
+        lines.is_indexed, lines.is_held_up, lines.error = False, False, None
+        self._send(OpenLines(lines.reader_id, lines.selection_left()))
+        self._changed.set()
+
+    def _next_to_index(self) -> PreparedLines | None:
+        """The file opened first; before it, those with few lines ahead, so that each begins at once."""
+        if not self._can_index:
+            return None
+        waiting = [each for each in self._open.values() if each.is_to_index and not each.is_held_up]
+        return min(waiting, key=lambda lines: min(lines.num_ahead, _FEW_LINES), default=None)
+
+    async def _index(self, lines: PreparedLines) -> None:
+        num_restarts, position = self._num_restarts, lines.position
+        try:
+            work = IndexLines(lines.reader_id, position, 1 if lines.is_single else _INDEX_LINES)
+            found = await self._ask(work, LinesIndexed)
+        except PreparationDied:
+            if lines.is_single:
+                await self._leave_out_next(lines, position)
+            lines.is_single = not lines.is_single
+        except Exception as error:  # whoever reads the lines gets it
+            lines.error = error
+        else:
+            lines.num_ahead += found.num_lines
+            # Else the job was the new process's, and it begins at the file's start again.
+            if num_restarts == self._num_restarts:
+                lines.position = found.position
+                lines.is_indexed = found.is_end
+                lines.is_held_up = not (found.num_lines or found.is_end)
+
+    async def _leave_out_next(self, lines: PreparedLines, position: Position) -> None:
+        """The line after a position is not prepared any more."""
+        try:
+            names = await self._ask(ReadNames(lines.selection_left(), position, 1), LinesAt)
+        except Exception as error:
+            lines.error = error
+            return
+        lines.unprepared |= {line.number for line in names.lines}
+        if lines.reader_id in self._open:
+            self._restart(lines)
+
+
+@dataclass(slots=True, eq=False)
+class PreparedLines:
+    """The lines of one file. Close it after use.
+
+    Attributes:
+        position: where indexing continues.
+        num_ahead: lines indexed and not taken.
+        is_indexed: to the end.
+        is_held_up: the process holds as many lines as it may.
+        is_single: lines are indexed one by one, because one of them ended the process.
+        error: why indexing stopped; the next read without a line raises it.
+    """
+
+    readers: LineReaders
+    reader_id: int
+    selection: LineSelection
+    position: Position = START
+    num_ahead: int = 0
+    is_indexed: bool = False
+    is_held_up: bool = False
+    is_single: bool = False
+    error: Exception | None = None
+    unprepared: frozenset[int] = frozenset()
+    _done: bytearray = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._done = bytearray(self.selection.done)
+
+    @property
+    def is_to_index(self) -> bool:
+        return not self.is_indexed and self.error is None
+
+    async def read(self, max_lines: int) -> Sequence[tuple[PreparedLines, BatchLine]]:
+        """The next lines of this file's owner, each with the open file that it is from.
+
+        At least one, unless no open file of the owner has more. If this one could not be read to its end,
+        the error is raised once no line of the owner is left.
+
+        Raises: BadLine, OSError, NotReady, PreparationDied.
+        """
+        return await self.readers.take(self, max_lines)
+
+    def end(self, number: int, num_output_tokens: int | None) -> None:
+        """A line has ended, with so many tokens of a choice; None where it has no answer."""
+        self.readers.end(self, number, num_output_tokens)
+
+    def close(self) -> None:
+        """Lines that were read are forgotten, too."""
+        self.readers.close(self)
+
+    def note_taken(self, number: int) -> None:
+        mark(self._done, number)
+        self.num_ahead -= 1
+
+    def selection_left(self) -> LineSelection:
+        """The lines that were not taken."""
+        return msgspec.structs.replace(self.selection, done=bytes(self._done), unprepared=self.unprepared)
+
+
+@dataclass(slots=True, eq=False)
+class LineNames:
+    """The lines of one file without their bodies, in the order of the file."""
+
+    ask: Ask
+    selection: LineSelection
+    position: Position = START
+
+    async def read(self, max_lines: int) -> Sequence[BatchLine]:
+        """At least one line unless the file has no more. Raises: BadLine, OSError, PreparationDied."""
+        found = await self.ask(ReadNames(self.selection, self.position, max_lines), LinesAt)
+        self.position = found.position
+        return found.lines

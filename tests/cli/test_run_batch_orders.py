@@ -1,0 +1,46 @@
+"""``backfill run-batch`` with the default model: the order of lines and the cache change no answer."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import get_args
+
+from backfill.blending.requests import OrderName
+from tests.api.batch_inputs import as_jsonl, completion_line, parse_jsonl
+from tests.api.servers import MODEL, TIMEOUT_S
+
+_RULES = "Answer in one word. The answer must be the name of a colour, a city or an animal. "
+_OPTIONS = ("--dtype", "float32", "--kv-gib", "0.02", "--max-num-seqs", "4", "--threads", "1")
+
+
+def answers(model: Path, folder: Path, name: str, *options: str) -> dict[str, str]:
+    """The text of each line. The pool is smaller than what the lines need, so that content is evicted."""
+    output = folder / f"{name}.jsonl"
+    files = ("-i", str(folder / "in.jsonl"), "-o", str(output))
+    names = ("--model", str(model), "--served-model-name", MODEL)
+    command = [sys.executable, "-m", "backfill", "run-batch", *files, *names, *_OPTIONS, *options]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    assert run.returncode == 0, run.stderr
+    lines = parse_jsonl(output.read_bytes())
+    return {line["custom_id"]: line["response"]["body"]["choices"][0]["text"] for line in lines}
+
+
+def test_answers_are_the_same_in_every_order_and_without_the_cache(
+    default_model: Path, tmp_path: Path
+) -> None:
+    lines = [
+        completion_line(
+            f"line-{number}",
+            prompt=_RULES * (1 + number % 3) + f"Question {number // 3}: what is it?",
+            max_tokens=4 if number % 2 else 12,
+            ignore_eos=number % 4 == 0,
+        )
+        for number in range(24)
+    ]
+    (tmp_path / "in.jsonl").write_bytes(as_jsonl(lines))
+    expected = answers(default_model, tmp_path, "no-cache", "--no-enable-prefix-caching")
+    assert len(expected) == 24
+    for order in get_args(OrderName):
+        assert answers(default_model, tmp_path, order, "--order", order) == expected, order

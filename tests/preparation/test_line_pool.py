@@ -1,0 +1,396 @@
+"""Which line is next: what the pool is told of lines, and what becomes of them."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import random
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from backfill.blending.pool import OfflinePool
+from backfill.blending.requests import OrderName, PlannedRequest, PoolRequest
+from backfill.preparation import line_pool
+from backfill.preparation.line_pool import WINDOW_LINES, LinePool
+from backfill.preparation.lines import BadLine, BatchLine
+from backfill.preparation.messages import START, Position
+from backfill.preparation.spool import Spool
+from tests.preparation.pool_doubles import RESOURCES, lines_of, make_pool, open_file, prompts
+
+
+def index_all(pool: LinePool, reader_id: int = 0, group: int = 7) -> int:
+    """Index to the end, or until the pool holds as many lines as it may; returns how many lines."""
+    position, num_lines = START, 0
+    while (indexed := pool.index(reader_id, position, group)).num_lines:
+        position = indexed.position
+        num_lines += indexed.num_lines
+    return num_lines
+
+
+def take_all(pool: LinePool, owner: str = "", group: int = 3) -> list[tuple[int, BatchLine]]:
+    found = []
+    while taken := pool.take(owner, group).lines:
+        found += [(each.reader_id, each.line) for each in taken]
+    return found
+
+
+def numbers(found: Sequence[tuple[int, BatchLine]]) -> list[int]:
+    return [line.number for _, line in found]
+
+
+def reused(found: Sequence[tuple[int, BatchLine]]) -> list[int | None]:
+    return [line.generation.request.num_reused_tokens for _, line in found if line.generation is not None]
+
+
+def test_lines_come_back_as_they_were_prepared_with_what_others_need_of_them(tmp_path: Path) -> None:
+    pool = make_pool()
+    shared = [1, 2, 3, 4, 5]
+    open_file(pool, tmp_path / "in", prompts([*shared, 6], [*shared[:2], 7], [*shared, 8], [9]), owner="a")
+    assert index_all(pool) == 4
+    found = take_all(pool, "a")
+    assert numbers(found) == [1, 2, 3, 4]
+    assert reused(found) == [5, 2, 0, 0]
+    (_, first), *_ = found
+    assert first.generation is not None
+    assert first.generation.request.prompts == [[1, 2, 3, 4, 5, 6]]
+    assert (first.custom_id, first.generation.request.owner) == ("r0", "a")
+    assert first.generation.created > 0, "when it was taken"
+
+
+@pytest.mark.parametrize(("order", "is_grouped"), [("fcfs", False), ("dfs", True)])
+def test_the_order_is_that_of_the_pool(tmp_path: Path, order: OrderName, is_grouped: bool) -> None:
+    pool = make_pool(order)
+    bodies = [{"prompt": [n % 4] * 50 + [n], "max_tokens": 2, "ignore_eos": True} for n in range(40)]
+    open_file(pool, tmp_path / "in", lines_of(*bodies))
+    index_all(pool)
+    groups = [number % 4 for number in numbers(take_all(pool))]
+    num_changes = sum(one != other for one, other in itertools.pairwise(groups))
+    assert num_changes == 3 if is_grouped else num_changes == 39
+
+
+def test_lines_are_taken_before_the_file_is_indexed_and_of_the_asked_owner_only(tmp_path: Path) -> None:
+    pool = make_pool()
+    open_file(pool, tmp_path / "a", prompts(*[[n] for n in range(100)]), 1, owner="a")
+    open_file(pool, tmp_path / "b", prompts([1], [2]), 2, owner="b")
+    assert not pool.take("a", 5).lines
+    pool.index(1, START, 3)
+    assert not pool.take("b", 5).lines
+    assert numbers([(each.reader_id, each.line) for each in pool.take("a", 2).lines]) == [1, 2]
+    index_all(pool, 2)
+    assert [each.reader_id for each in pool.take("b", 5).lines] == [2, 2]
+
+
+def test_requests_of_another_salt_or_owner_share_nothing(tmp_path: Path) -> None:
+    for scope, salts, expected in (
+        ("owner", ("", "s", "t", ""), [4, 0, 0, 0]),
+        ("owner", ("s", "", "s", "t"), [4, 0, 0, 0]),
+        ("global", ("", "", "", ""), [4, 4, 4, 0]),
+    ):
+        pool = make_pool()
+        pool.scope = scope  # type: ignore[assignment]
+        bodies = [{"prompt": [1, 2, 3, 4, 5 + index], "salt": salt} for index, salt in enumerate(salts)]
+        open_file(pool, tmp_path / "in", lines_of(*bodies), owner="alice")
+        index_all(pool)
+        assert reused(take_all(pool, "alice")) == expected
+
+
+def test_the_reuse_of_a_prompt_with_several_choices_is_not_told(tmp_path: Path) -> None:
+    pool = make_pool()
+    open_file(pool, tmp_path / "in", lines_of({"prompt": [1, 2], "n": 3}, {"prompt": [1, 2]}))
+    index_all(pool)
+    assert reused(take_all(pool)) == [None, 0]
+
+
+class Recorder:
+    """A pool in the order of arrival that remembers what it was told."""
+
+    def __init__(self) -> None:
+        self.requests: list[PoolRequest] = []
+        self.told: list[tuple[str, Any]] = []
+        self._waiting: list[PoolRequest] = []
+
+    def add(self, requests: Sequence[PoolRequest], *, merges_all: bool) -> None:
+        self.requests += requests
+        self._waiting += requests
+
+    def take(self, group: str | None = None, *, now_s: float = 0.0) -> PlannedRequest | None:
+        found = next((each for each in self._waiting if each.group == group), None)
+        if found is not None:
+            self._waiting.remove(found)
+            return PlannedRequest(found.request_id, 1, 1.0)
+        return None
+
+    def finish(self, request_id: int, num_output_tokens: int) -> None:
+        self.told.append(("finish", (request_id, num_output_tokens)))
+
+    def cancel(self, request_ids: Sequence[int]) -> None:
+        self.told.append(("cancel", sorted(request_ids)))
+        self._waiting = [each for each in self._waiting if each.request_id not in request_ids]
+
+    def put_back(self, request_id: int) -> None:
+        self.told.append(("put_back", request_id))
+
+
+@pytest.fixture
+def recorder() -> Recorder:
+    return Recorder()
+
+
+@pytest.fixture
+def recorded(recorder: Recorder) -> LinePool:
+    as_pool: Any = recorder
+    return LinePool(lambda: as_pool)
+
+
+def test_the_pool_is_told_limits_known_lengths_owners_and_deadlines(
+    recorder: Recorder, recorded: LinePool, tmp_path: Path
+) -> None:
+    bodies: list[tuple[dict[str, Any], int | None]] = [
+        ({"max_tokens": 9}, None),
+        ({"max_tokens": 9, "ignore_eos": True}, 9),
+        ({"max_tokens": 9, "ignore_eos": True, "stop": ["x"]}, None),
+        ({"max_tokens": 9, "ignore_eos": True, "stop_token_ids": [3]}, None),
+        ({"max_tokens": 9, "min_tokens": 9}, 9),
+        ({"max_tokens": 9, "min_tokens": 8}, None),
+    ]
+    content = lines_of(*({"prompt": [1, 2], **body} for body, _ in bodies))
+    open_file(recorded, tmp_path / "in", content, owner="a", complete_by_s=5.0)
+    index_all(recorded)
+    found = [(each.max_output_tokens, each.known_output_tokens) for each in recorder.requests]
+    assert found == [(9, known) for _, known in bodies]
+    assert {(each.group, each.complete_by_s) for each in recorder.requests} == {("a", 5.0)}
+
+
+def test_the_pool_is_told_what_becomes_of_lines(
+    recorder: Recorder, recorded: LinePool, tmp_path: Path
+) -> None:
+    open_file(recorded, tmp_path / "in", prompts([1], [2], [3], [4], [5]), 7)
+    index_all(recorded, 7)
+    recorded.take("", 4)
+    recorded.end(7, 1, 20)
+    recorded.end(7, 1, 20)
+    recorded.end(7, 2, None)
+    recorded.put_back(7, 3)
+    recorded.end(7, 3, 5)
+    recorded.end(7, 5, 5)  # not taken
+    recorded.end(8, 1, 5)  # unknown
+    recorded.close(7)
+    recorded.close(7)
+    ids = [each.request_id for each in recorder.requests]
+    assert recorder.told == [
+        ("finish", (ids[0], 20)),
+        ("cancel", [ids[1]]),
+        ("put_back", ids[2]),
+        ("cancel", ids[2:]),
+    ]
+
+
+def test_lines_with_nothing_to_compute_go_first_and_are_not_in_the_pool(
+    recorder: Recorder, recorded: LinePool, tmp_path: Path
+) -> None:
+    content = lines_of({"prompt": [1]}, {"prompt": "refused"}, {"prompt": [2]}, {"prompt": "refused"})
+    open_file(recorded, tmp_path / "in", content, 1)
+    open_file(recorded, tmp_path / "too", content, 2)
+    index_all(recorded, 1)
+    index_all(recorded, 2)
+    recorded.close(2)
+    assert len(recorder.requests) in (2, 4)
+    first = recorded.take("", 1).lines[0]
+    assert (first.reader_id, first.line.number) == (1, 2)
+    assert first.line.refusal is not None
+    recorded.put_back(1, 2)
+    assert numbers(take_all(recorded))[:2] == [2, 4]
+    recorded.end(1, 2, None)
+    assert not [told for told in recorder.told if told[0] == "put_back"]
+
+
+def test_a_full_disk_makes_a_batch_run_in_the_order_of_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    append, is_full = Spool.append, False
+
+    def refuse(self: Spool, records: Sequence[bytes]) -> Any:
+        if is_full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return append(self, records)
+
+    monkeypatch.setattr(Spool, "append", refuse)
+    pool = make_pool()
+    open_file(pool, tmp_path / "in", prompts(*[[n] for n in range(300)]))
+    position = pool.index(0, START, 10).position
+    is_full = True
+    found: list[tuple[int, BatchLine]] = []
+    for _ in range(100):
+        while (indexed := pool.index(0, position, 50)).num_lines:
+            position = indexed.position
+        assert pool._num_waiting < 10 + 50 + WINDOW_LINES
+        found += [(each.reader_id, each.line) for each in pool.take("", 20).lines]
+    assert numbers(found) == list(range(1, 301))
+    assert all(line.generation is not None for _, line in found)
+    assert caplog.text.count("No space left on device") == 1
+
+
+def test_the_lines_ahead_are_bounded_and_no_batch_waits_for_another_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(line_pool, "MAX_LINES", 200)
+    pool = make_pool()
+    open_file(pool, tmp_path / "a", prompts(*[[n] for n in range(300)]), 1, owner="a")
+    open_file(pool, tmp_path / "b", prompts(*[[n] for n in range(300)]), 2, owner="b")
+    assert index_all(pool, 1) == 200
+    assert index_all(pool, 2) == WINDOW_LINES
+    assert len(take_all(pool, "a")) == 200
+    monkeypatch.setattr(line_pool, "MAX_TOKENS", 100)
+    open_file(pool, tmp_path / "c", prompts(*[[n, n] for n in range(300)]), 3, owner="c")
+    assert index_all(pool, 3, group=1) == WINDOW_LINES
+    pool.close(2)
+    pool.close(3)
+    assert pool._num_waiting == pool._num_waiting_tokens == 0
+
+
+def test_a_line_that_cannot_be_read_back_waits_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = make_pool()
+    open_file(pool, tmp_path / "in", prompts([1], [2], [3]))
+    index_all(pool)
+    with monkeypatch.context() as patched:
+
+        def refuse(*_: object) -> bytes:
+            raise OSError(errno.EIO, "bad sector")
+
+        patched.setattr(Spool, "read", refuse)
+        with pytest.raises(OSError, match="bad sector"):
+            pool.take("", 2)
+    assert numbers(take_all(pool)) == [1, 2, 3]
+
+
+def test_a_bad_line_is_raised_after_those_before_it(tmp_path: Path) -> None:
+    pool = make_pool()
+    open_file(pool, tmp_path / "in", prompts([1], [2]) + b"{\n" + prompts([3]))
+    position = pool.index(0, START, 10).position
+    for _ in range(2):
+        with pytest.raises(BadLine):
+            pool.index(0, position, 10)
+    assert numbers(take_all(pool)) == [1, 2]
+
+
+ORDERS: tuple[OrderName, ...] = ("fcfs", "dfs", "random", "batchllm", "blend")
+
+
+class Driver:
+    """Uses a pool at random, and knows what must come of it."""
+
+    def __init__(self, folder: Path, order: OrderName, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.pool = make_pool(order)
+        self.folder = folder
+        self.left: dict[int, set[int]] = {}  # of open readers: lines that were not taken, or were put back
+        self.running: dict[int, set[int]] = {}
+        self.owners: dict[int, str] = {}
+        self.positions: dict[int, Position] = {}
+        self.due: Counter[tuple[int, int]] = Counter()  # times that a line must have been taken in the end
+        self.seen: Counter[tuple[int, int]] = Counter()
+
+    def open(self) -> None:
+        rng, reader_id = self.rng, len(self.owners)
+        self.owners[reader_id] = rng.choice("ab")
+        prompt = [rng.randrange(3) for _ in range(rng.randint(1, 5))]
+        content = [{"prompt": rng.choice([prompt, prompt[:1], "refused"])} for _ in range(rng.randint(1, 50))]
+        path = self.folder / str(reader_id)
+        open_file(self.pool, path, lines_of(*content), reader_id, owner=self.owners[reader_id])
+        self.left[reader_id] = set(range(1, len(content) + 1))
+        self.running[reader_id], self.positions[reader_id] = set(), START
+
+    def index(self, reader_id: int, max_lines: int) -> int:
+        indexed = self.pool.index(reader_id, self.positions[reader_id], max_lines)
+        self.positions[reader_id] = indexed.position
+        return indexed.num_lines
+
+    def take(self, owner: str, max_lines: int) -> int:
+        taken = self.pool.take(owner, max_lines).lines
+        for each in taken:
+            assert self.owners[each.reader_id] == owner
+            self.left[each.reader_id].remove(each.line.number)
+            self.running[each.reader_id].add(each.line.number)
+            self.seen[each.reader_id, each.line.number] += 1
+        return len(taken)
+
+    def close(self, reader_id: int) -> None:
+        self.pool.close(reader_id)
+        del self.left[reader_id], self.running[reader_id]
+
+    def end_one(self, reader_id: int) -> None:
+        if self.running[reader_id]:
+            number = self.rng.choice(sorted(self.running[reader_id]))
+            self.running[reader_id].remove(number)
+            if self.rng.random() < 0.3:
+                self.pool.put_back(reader_id, number)
+                self.due[reader_id, number] += 1
+                self.left[reader_id].add(number)
+            else:
+                self.pool.end(reader_id, number, self.rng.choice((None, 0, 3)))
+
+    def step(self) -> None:
+        rng = self.rng
+        if not self.left or rng.random() < 0.1:
+            self.open()
+            return
+        reader_id, kind = rng.choice(sorted(self.left)), rng.random()
+        if kind < 0.4:
+            self.index(reader_id, rng.randint(1, 40))
+        elif kind < 0.7:
+            self.take(self.owners[reader_id], rng.randint(1, 9))
+        elif kind < 0.95:
+            self.end_one(reader_id)
+        else:
+            self.close(reader_id)
+
+    def drain(self) -> None:
+        for reader_id in self.left:
+            while self.index(reader_id, 30):
+                pass
+        for owner in "ab":
+            while self.take(owner, 4):
+                pass
+
+
+@settings(max_examples=40)
+@given(order=st.sampled_from(ORDERS), seed=st.integers(0, 2**32), num_steps=st.integers(1, 80))
+def test_each_line_is_taken_once_whatever_happens(
+    order: OrderName, seed: int, num_steps: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    driver = Driver(tmp_path_factory.mktemp("pool"), order, seed)
+    for _ in range(num_steps):
+        driver.step()
+    driver.drain()
+    assert not any(driver.left.values())
+    for (reader_id, number), count in driver.seen.items():
+        least = 1 + driver.due[reader_id, number] if reader_id in driver.left else 1
+        assert least <= count <= 1 + driver.due[reader_id, number]
+    pool = driver.pool
+    for reader_id in list(driver.left):
+        driver.close(reader_id)
+    assert pool._num_waiting == pool._num_waiting_tokens == 0
+    assert not (pool._by_id or pool._unpooled or pool._to_plan)
+
+
+def test_the_pool_knows_what_online_traffic_uses(tmp_path: Path) -> None:
+    created = []
+
+    def create() -> OfflinePool:
+        created.append(OfflinePool("blend", RESOURCES, kv_tokens=10_000))
+        return created[-1]
+
+    pool = LinePool(create)
+    pool.note_online(100.0, 1e6)  # no line waits, so it is of no use
+    open_file(pool, tmp_path / "in", prompts([1, 2, 3]))
+    index_all(pool)
+    pool.note_online(1000.0, 2e6)
+    (planner,) = created
+    assert planner.online.compute_frac == pytest.approx(1000.0 * RESOURCES.token_s)
+    assert planner.online.memory_frac == pytest.approx(2e6 * RESOURCES.cached_token_s)

@@ -1,0 +1,284 @@
+"""The server's side of input files, against a process that is only a pool of lines, and that may end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from backfill.preparation import line_pool
+from backfill.preparation.line_file import LineFile
+from backfill.preparation.lines import BadLine, BatchLine
+from backfill.preparation.messages import (
+    CloseLines,
+    EndLine,
+    IndexLines,
+    LinesTaken,
+    OpenLines,
+    PutBackLine,
+    ReadNames,
+    TakeLines,
+    ToPreparation,
+    Work,
+)
+from backfill.preparation.readers import LineReaders, PreparationDied, PreparedLines
+from backfill.protocol.generation import Generation, GenerationEndpoint
+from backfill.protocol.preparer import RequestContext
+from tests.api.servers import TIMEOUT_S
+from tests.preparation.pool_doubles import make_pool, prepare, prompts, selection_of
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+class Ended(BaseException):
+    """The process ended in the midst of a job."""
+
+
+class Process:
+    """Does jobs as the preparation process and its client do. A prompt that begins with 66666 ends it."""
+
+    def __init__(self) -> None:
+        self.pool = make_pool("dfs")
+        self.readers = LineReaders(self.ask, self.send)
+        self.num_deaths = 0
+        self.num_prepared: Counter[str] = Counter()
+        self.before_job: Callable[[Work], None] = lambda work: None
+
+    async def ask(self, work: Work, kind: Any) -> Any:
+        await asyncio.sleep(0)
+        self.before_job(work)
+        try:
+            result = self._do(work)
+        except Ended:
+            self.die()  # the client gives the job to the next process
+            self.die()
+            raise PreparationDied("twice") from None
+        return result  # at once: no process ends between a result and its use
+
+    def _do(self, work: Work) -> object:
+        match work:
+            case IndexLines(reader_id, position, max_lines):
+                return self.pool.index(reader_id, position, max_lines)
+            case TakeLines(owner, max_lines):
+                return self.pool.take(owner, max_lines)
+            case ReadNames(selection, position, max_lines):
+                return LineFile(selection, self._prepare).read_names(position, max_lines)
+        raise AssertionError(work)
+
+    def send(self, message: ToPreparation) -> None:
+        match message:
+            case OpenLines(reader_id, selection):
+                self.pool.open(reader_id, selection, LineFile(selection, self._prepare))
+            case CloseLines(reader_id):
+                self.pool.close(reader_id)
+            case EndLine(reader_id, number, num_output_tokens):
+                self.pool.end(reader_id, number, num_output_tokens)
+            case PutBackLine(reader_id, number):
+                self.pool.put_back(reader_id, number)
+            case _:
+                raise AssertionError(message)
+
+    def die(self) -> None:
+        self.num_deaths += 1
+        self.pool = make_pool("dfs")
+        self.readers.restart()
+
+    def _prepare(self, endpoint: GenerationEndpoint, body: bytes, context: RequestContext) -> Generation:
+        prompt = json.loads(body)["prompt"]
+        if prompt[0] == 66666:
+            raise Ended
+        self.num_prepared[str(prompt)] += 1
+        return prepare(endpoint, body, context)
+
+    @asynccontextmanager
+    async def running(self, *, allowed: bool = True) -> AsyncIterator[LineReaders]:
+        indexing = asyncio.create_task(self.readers.run())
+        if allowed:
+            self.readers.allow()
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                yield self.readers
+        finally:
+            indexing.cancel()
+            await asyncio.gather(indexing, return_exceptions=True)
+
+
+async def rest(lines: PreparedLines, group: int = 3) -> list[tuple[PreparedLines, BatchLine]]:
+    found: list[tuple[PreparedLines, BatchLine]] = []
+    while more := await lines.read(group):
+        found += more
+    return found
+
+
+def numbers(found: list[tuple[PreparedLines, BatchLine]]) -> list[int]:
+    return sorted(line.number for _, line in found)
+
+
+def write(path: Path, *content: list[int]) -> Path:
+    path.write_bytes(prompts(*content))
+    return path
+
+
+async def test_each_line_is_prepared_once_and_read_once(tmp_path: Path) -> None:
+    process = Process()
+    path = write(tmp_path / "in", *[[n] for n in range(1000)])
+    async with process.running() as readers:
+        lines = readers.open(selection_of(path))
+        assert numbers(await rest(lines, 32)) == list(range(1, 1001))
+        assert await lines.read(1) == []
+    assert len(process.num_prepared) == process.num_prepared.total() == 1000
+
+
+async def test_the_first_lines_are_read_before_the_file_is_indexed(tmp_path: Path) -> None:
+    process = Process()
+    path = write(tmp_path / "in", *[[n] for n in range(10_000)])
+    async with process.running() as readers:
+        lines = readers.open(selection_of(path))
+        assert await lines.read(3)
+        assert process.num_prepared.total() < 5000
+
+
+async def test_nothing_is_prepared_before_the_engine_is_known(tmp_path: Path) -> None:
+    process = Process()
+    path = write(tmp_path / "in", [1], [2])
+    async with process.running(allowed=False) as readers:
+        reading = asyncio.create_task(rest(readers.open(selection_of(path))))
+        await asyncio.wait([reading], timeout=0.02)
+        assert not process.num_prepared
+        readers.allow()
+        assert numbers(await reading) == [1, 2]
+
+
+async def test_a_read_returns_lines_of_all_files_of_the_owner_and_no_other(tmp_path: Path) -> None:
+    process = Process()
+    path = write(tmp_path / "in", *[[n] for n in range(30)])
+    async with process.running() as readers:
+        first, second = (readers.open(selection_of(path, owner="a")) for _ in range(2))
+        other = readers.open(selection_of(path, owner="b"))
+        found = await rest(first)
+        assert {lines for lines, _ in found} == {first, second}
+        assert len(found) == 60
+        assert await second.read(3) == []
+        assert {lines for lines, _ in await rest(other)} == {other}
+
+
+async def test_a_line_that_ends_the_process_costs_no_other(tmp_path: Path) -> None:
+    process = Process()
+    content = [[n] for n in range(400)]
+    content[2] = content[299] = [66666]
+    path = write(tmp_path / "in", *content)
+    async with process.running() as readers:
+        lines, other = (
+            readers.open(selection_of(path)),
+            readers.open(selection_of(write(tmp_path / "o", [1]))),
+        )
+        found = await rest(lines)
+        assert numbers([each for each in found if each[0] is lines]) == list(range(1, 401))
+        assert numbers([each for each in found if each[0] is other]) == [1]
+        unprepared = [line.number for _, line in found if line.generation is None]
+        assert sorted(unprepared) == [3, 300]
+    assert process.num_deaths == 8
+
+
+async def test_a_bad_line_is_raised_once_all_others_of_the_owner_were_read(tmp_path: Path) -> None:
+    process = Process()
+    path = tmp_path / "in"
+    path.write_bytes(prompts([1], [2]) + b"{\n" + prompts([3]))
+    good = write(tmp_path / "good", [4], [5])
+    async with process.running() as readers:
+        lines, other = readers.open(selection_of(path)), readers.open(selection_of(good))
+        found = [each for _ in range(4) for each in await lines.read(1)]
+        assert numbers(found) == [1, 1, 2, 2]
+        with pytest.raises(BadLine):
+            await lines.read(1)
+        assert await other.read(1) == []
+        lines.close()
+        gone = readers.open(selection_of(tmp_path / "none"))
+        with pytest.raises(FileNotFoundError):
+            await gone.read(1)
+        assert await other.read(1) == []
+
+
+async def test_lines_of_a_file_that_is_closed_are_not_returned(tmp_path: Path) -> None:
+    process = Process()
+    path = write(tmp_path / "in", *[[n] for n in range(20)])
+    async with process.running() as readers:
+        first, second = (readers.open(selection_of(path)) for _ in range(2))
+        await first.read(4)
+        reading = asyncio.create_task(rest(second))
+        await asyncio.sleep(0)
+        first.close()
+        found = await reading
+        assert {lines for lines, _ in found} == {second}
+
+
+async def test_indexing_goes_on_when_lines_were_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(line_pool, "MAX_LINES", 100)
+    process = Process()
+    path = write(tmp_path / "in", *[[n] for n in range(500)])
+    async with process.running() as readers:
+        lines = readers.open(selection_of(path))
+        for _ in range(200):
+            await asyncio.sleep(0)
+        assert process.num_prepared.total() == 100
+        assert numbers(await rest(lines)) == list(range(1, 501))
+
+
+@settings(max_examples=40)
+@given(
+    seed=st.integers(0, 2**32),
+    files=st.lists(st.integers(0, 60), min_size=1, max_size=4),
+    deaths=st.lists(st.integers(1, 10), max_size=4),
+)
+def test_each_line_is_read_once_however_processes_end_and_readers_are_cancelled(
+    seed: int, files: list[int], deaths: list[int], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    asyncio.run(read_all(tmp_path_factory.mktemp("readers"), random.Random(seed), files, deaths))
+
+
+async def read_all(folder: Path, rng: random.Random, files: list[int], deaths: list[int]) -> None:
+    """Read files in turn. ``deaths``: jobs until the process ends, each time."""
+    process, num_jobs = Process(), 0
+
+    def die_now_and_then(work: Work) -> None:
+        nonlocal num_jobs
+        num_jobs += 1
+        if deaths and num_jobs >= deaths[0]:
+            del deaths[0]
+            num_jobs = 0
+            process.die()
+
+    process.before_job = die_now_and_then
+    seen: Counter[tuple[int, int]] = Counter()
+    async with process.running() as readers:
+        opened = []
+        for index, num_lines in enumerate(files):
+            path = write(folder / str(index), *[[index, n] for n in range(num_lines)])
+            opened.append(readers.open(selection_of(path, owner="ab"[index % 2])))
+        for lines in opened:
+            while True:
+                reading = asyncio.ensure_future(lines.read(rng.randint(1, 9)))
+                if rng.random() < 0.2:  # for a caller that is cancelled, as the client does then
+                    readers.put_back(await process.ask(TakeLines(lines.selection.owner, 2), LinesTaken))
+                found = await reading
+                for source, line in found:
+                    seen[source.reader_id, line.number] += 1
+                    if rng.random() < 0.5:
+                        source.end(line.number, 3)
+                if not found:
+                    break
+    assert seen == {(reader, n): 1 for reader, count in enumerate(files) for n in range(1, count + 1)}
