@@ -15,7 +15,13 @@ from tests.installed import ROOT, names_of, project
 
 # Distribution and the only folder that imports it.
 ELSEWHERE = {"triton": "kernels/triton_ops/"}  # comes with torch's CUDA build, and is of use with that only
-PLOTS = ("bench/plot.py", "bench/coserve_plot.py", "simulation/plot.py", "simulation/sweep_plot.py")
+PLOTS = (
+    "bench/plot.py",
+    "bench/coserve_plot.py",
+    "simulation/blend_plot.py",
+    "simulation/plot.py",
+    "simulation/sweep_plot.py",
+)
 
 
 def imported_modules(path: Path) -> Iterator[str]:

@@ -21,6 +21,7 @@ from backfill.kvcache.create import create_kv_cache
 from backfill.scheduling.arrival import ArrivedPrompt, RunningStep, online_load, should_stop
 from backfill.scheduling.objectives import server_slo
 from backfill.scheduling.policies.create import create_policy
+from backfill.scheduling.policy import Policy
 from backfill.scheduling.prediction import StepPredictor
 from backfill.scheduling.scheduler import CommittedToken, Scheduler
 
@@ -38,6 +39,7 @@ class Engine:
     Args:
         profile: predicts steps; needed by policies that bound their time.
         refiner: refines the profile; None leaves it as it is.
+        policy: instead of that of the configuration.
     """
 
     def __init__(
@@ -47,6 +49,8 @@ class Engine:
         clock: Clock,
         profile: CostProfile | None = None,
         refiner: ProfileRefiner | None = None,
+        *,
+        policy: Policy | None = None,
     ) -> None:
         info = executor.info
         cost = profile.cost if profile is not None else None
@@ -57,7 +61,8 @@ class Engine:
         self.scheduler = Scheduler(
             config,
             create_kv_cache(config, info.num_blocks, info.block_size, info.num_host_blocks),
-            create_policy(config, self.predictor, default_slo=self.default_slo, can_stop=info.can_stop),
+            policy
+            or create_policy(config, self.predictor, default_slo=self.default_slo, can_stop=info.can_stop),
             predictor=self.predictor,
             default_slo=self.default_slo,
             block_copy_s=None if profile is None else profile.block_copy_s(info.block_bytes),

@@ -57,6 +57,9 @@ class SimulatedExecutor:
     Copies run one after another, in both directions over one link, beside the steps. Sampled tokens are
     ``hashed_token``. Host time passes between steps, so it is not part of ``run``.
 
+    Attributes:
+        load: of the step that was computed last.
+
     Args:
         seed: of the device's noise.
     """
@@ -66,6 +69,7 @@ class SimulatedExecutor:
     ) -> None:
         self.info = info
         self.events: StepEvents | None = None
+        self.load = StepLoad()
         self._device = device
         self._clock = clock
         self._noise = NoiseSource(device.noise, seed)
@@ -182,7 +186,8 @@ class SimulatedExecutor:
         return beside_copies_s / (1.0 + self._device.copy_slowdown) + (now_s - began_s - beside_copies_s)
 
     def _seconds(self, slices: tuple[ScheduledSlice, ...]) -> float:
-        return self._device.cost.step_time_s(StepLoad.of_slices(slices))
+        self.load = StepLoad.of_slices(slices)
+        return self._device.cost.step_time_s(self.load)
 
     def _sample(self, slices: tuple[ScheduledSlice, ...]) -> tuple[SampledToken, ...]:
         sampled = []

@@ -1,0 +1,325 @@
+"""Runs a pool of offline requests to its end on a simulated device, in the order that a pool gives them."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from backfill.blending.pool import OfflinePool
+from backfill.blending.requests import OrderName, PlannedRequest, PoolRequest
+from backfill.blending.resources import ResourceModel
+from backfill.core.clock import VirtualClock
+from backfill.core.config import SchedulerConfig
+from backfill.core.counters import ClassCounters
+from backfill.core.request import PriorityLevel, Request, RequestId, ServiceClass
+from backfill.core.sampling import SamplingParams
+from backfill.costs.behaviour import DeviceBehaviour
+from backfill.costs.hardware import HardwareProfile, load_hardware_profile
+from backfill.costs.model import CostModel
+from backfill.costs.overlap import INTERFERENCE, OverlappedCostModel
+from backfill.engine.engine import Engine
+from backfill.execution.simulated_executor import SimulatedExecutor
+from backfill.scheduling.fill import serve
+from backfill.scheduling.policies.baselines import FcfsPolicy
+from backfill.scheduling.policy import BatchBuilder, ChunkLimits, R, Snapshot
+from backfill.simulation.blend_forecast import MemoryForecast
+from backfill.simulation.blend_mix import Mix, MixSpec, draw_mix
+from backfill.simulation.blend_sources import TraceFigures
+from backfill.simulation.device import BLOCK_SIZE, executor_info
+
+HARDWARE = "a100-80g-llama-3-8b"
+_CONTEXT_TOKENS = 131_072  # of Llama 3.1; the profile is of Llama 3, whose shapes are the same
+# A step size in tokens is considered whose cost per token is within this of the cheapest one's.
+_STEP_EFFICIENCY = 0.95
+_MAX_STEP_TOKENS = 2048
+_MAX_SEQS = 1024
+_TILE_TOKENS = 128  # of the sizes of BlendServe's batches (section 4)
+# Requests that wait in the engine, so that a step never lacks prompts; more would let its queue decide.
+_QUEUE_DEPTH = 32
+_NUM_BINS = 400
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class PoolRun:
+    """One order on one pool. Small enough to be sent to another process."""
+
+    mix: MixSpec
+    order: OrderName
+    interference: str
+
+
+@dataclass(frozen=True, slots=True)
+class PoolResult:
+    """What a run measured.
+
+    Attributes:
+        drawn: sharing and density of the pool.
+        num_requests: of each source.
+        seconds: until the last output ended.
+        optimal_s: least time of the same work, see ``achievable_optimum_s``.
+        num_tokens: of all prompts and outputs.
+        num_hit_tokens: prompt tokens found in the prefix cache when a request was first admitted.
+        num_sharable_tokens: those that a perfect cache finds.
+        counters: of the engine.
+        compute_s, memory_s: seconds of either resource per step, alone on the device, averaged over runs of
+            equally many steps.
+    """
+
+    drawn: TraceFigures
+    num_requests: Mapping[str, int]
+    seconds: float
+    optimal_s: float
+    num_tokens: int
+    num_prompt_tokens: int
+    num_hit_tokens: int
+    num_sharable_tokens: int
+    num_steps: int
+    counters: ClassCounters
+    compute_s: Floats
+    memory_s: Floats
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Prompt and output tokens over all the time, as the paper counts them (section 5.2)."""
+        return self.num_tokens / self.seconds
+
+    @property
+    def sharing(self) -> float:
+        """Share of prompt tokens that were found in the cache."""
+        return self.num_hit_tokens / self.num_prompt_tokens
+
+    @property
+    def of_optimal_sharing(self) -> float:
+        return self.num_hit_tokens / self.num_sharable_tokens if self.num_sharable_tokens else 1.0
+
+    @property
+    def recomputed_share(self) -> float:
+        """Of the tokens computed, those that had been computed before a preemption."""
+        return self.counters.num_recomputed_tokens / self.counters.num_computed_tokens
+
+    @property
+    def of_optimum(self) -> float:
+        """Throughput over that of the achievable optimum."""
+        return self.optimal_s / self.seconds
+
+
+def run_pool(run: PoolRun) -> PoolResult:
+    """Draw the pool, and run it. The same for the same run. Raises: ConfigError."""
+    mix, requests, outputs = _drawn(run.mix)
+    hardware = replace(load_hardware_profile(HARDWARE), max_model_len=_CONTEXT_TOKENS)
+    cost = OverlappedCostModel.of(hardware.costs.cost, INTERFERENCE[run.interference])
+    loop = PoolLoop(
+        requests,
+        outputs,
+        run.order,
+        hardware,
+        cost,
+        max_step_tokens=step_tokens(cost, run.mix.density, hardware.kv_tokens),
+        seed=run.mix.seed,
+    )
+    loop.run()
+    counters = loop.engine.scheduler.counters[ServiceClass.OFFLINE]
+    num_prompt_tokens = sum(len(each.prompt_token_ids) for each in requests)
+    return PoolResult(
+        drawn=mix.figures,
+        num_requests={name: len(part) for name, part in mix.parts.items()},
+        seconds=loop.clock.now_s(),
+        optimal_s=achievable_optimum_s(mix, cost),
+        num_tokens=num_prompt_tokens + sum(outputs),
+        num_prompt_tokens=num_prompt_tokens,
+        num_hit_tokens=counters.num_prefix_hit_tokens,
+        num_sharable_tokens=sum(int(part.shared_tokens.sum()) for part in mix.parts.values()),
+        num_steps=len(loop.compute_s),
+        counters=counters,
+        compute_s=_binned(loop.compute_s),
+        memory_s=_binned(loop.memory_s),
+    )
+
+
+@lru_cache(maxsize=1)
+def _drawn(spec: MixSpec) -> tuple[Mix, list[PoolRequest], list[int]]:
+    """Kept for the next order on the same pool."""
+    mix = draw_mix(spec)
+    return mix, *mix.requests()
+
+
+def resource_model(cost: CostModel) -> ResourceModel:
+    """What the device takes, as the pool's planner knows it: a token at the cheapest step size."""
+    return ResourceModel(_row_s(cost) + _sampled_row_s(cost), cost.prefill_pair_s, cost.decode_context_s)
+
+
+def step_tokens(cost: CostModel, density: float, kv_tokens: int) -> int:
+    """Most tokens of a step, in every order: an efficient size with the compute that the density needs.
+
+    Beside a full KV cache that is ``density`` times the time of reading it. Larger steps would do a prompt's
+    compute in few of them, with nothing left to overlap the others.
+    """
+    needed = density * kv_tokens * cost.decode_context_s / _row_s(cost)
+    sizes = cost.efficient_step_sizes(_STEP_EFFICIENCY, _MAX_STEP_TOKENS)
+    return next((size for size in sizes if size >= needed), sizes[-1])
+
+
+def blend_step_sizes(cost: CostModel, max_step_tokens: int) -> list[int]:
+    """Sizes of the blend's steps: multiples of 128 below the first efficient size, and the efficient ones."""
+    efficient = cost.efficient_step_sizes(_STEP_EFFICIENCY, max_step_tokens)
+    return [*range(_TILE_TOKENS, efficient[0], _TILE_TOKENS), *efficient]
+
+
+def achievable_optimum_s(mix: Mix, cost: OverlappedCostModel) -> float:
+    """T_o of section 2.4 with interference (section 5.2): all compute beside all memory traffic.
+
+    Prefixes are computed once, each row at the cost of the cheapest step size, and no step waits for another.
+    """
+    row_s, sampled_row_s = _row_s(cost), _sampled_row_s(cost)
+    compute_s = memory_s = 0.0
+    for part in mix.parts.values():
+        prompts, outputs, shared = part.prompt_tokens, part.output_tokens, part.shared_tokens
+        own, decodes = prompts - shared, outputs - 1  # the prompt's last row yields the first output token
+        compute_s += row_s * float((own + decodes).sum()) + sampled_row_s * float(outputs.sum())
+        compute_s += cost.prefill_pair_s * float((own * shared + own * (own + 1) // 2).sum())
+        compute_s += cost.prefill_context_s * float(shared.sum())
+        memory_s += cost.decode_context_s * float((decodes * prompts + decodes * (decodes - 1) // 2).sum())
+    return cost.overlap.seconds(compute_s, memory_s)
+
+
+def _row_s(cost: CostModel) -> float:
+    """Seconds of a token's row-wise work at the cheapest step size."""
+    return min(cost.rows_s(size) / size for size in cost.efficient_step_sizes(1.0, _MAX_STEP_TOKENS))
+
+
+def _sampled_row_s(cost: CostModel) -> float:
+    """Seconds that one more sampled row adds to a large step."""
+    x, y = cost.sampled_s.x, cost.sampled_s.y
+    return (y[-1] - y[-2]) / (x[-1] - x[-2])
+
+
+class SizedSteps(FcfsPolicy):
+    """``fcfs`` with steps of a wanted size.
+
+    Attributes:
+        step_tokens: prompts fill the step up to this. It may be set before each step.
+    """
+
+    def __init__(self, step_tokens: int) -> None:
+        self.step_tokens = step_tokens
+
+    def build(self, view: Snapshot[R], batch: BatchBuilder[R]) -> None:
+        serve(view, batch, frozenset(PriorityLevel), ChunkLimits(step_sizes=(self.step_tokens,)))
+
+
+class PoolLoop:
+    """Keeps an engine supplied from a pool until both are empty.
+
+    The engine's own queue holds a few requests only, so the order is the pool's. A request joins it when the
+    KV that all are expected to need fits the device (``MemoryForecast``). One that does not fit is put back.
+
+    Args:
+        requests: whose ids are the indices of ``outputs``.
+        outputs: true output lengths.
+        cost: of the device; the pool plans with it.
+
+    Attributes:
+        compute_s, memory_s: seconds of either resource in each step.
+    """
+
+    def __init__(
+        self,
+        requests: Sequence[PoolRequest],
+        outputs: Sequence[int],
+        order: OrderName,
+        hardware: HardwareProfile,
+        cost: OverlappedCostModel,
+        *,
+        max_step_tokens: int,
+        seed: int,
+    ) -> None:
+        self._requests = requests
+        self._outputs = outputs
+        self._pool = OfflinePool(order, resource_model(cost), kv_tokens=hardware.kv_tokens, seed=seed)
+        self._pool.add(requests)
+        self._cost = cost
+        self.clock = VirtualClock()
+        info = executor_info(hardware, 0)
+        self._executor = SimulatedExecutor(info, DeviceBehaviour(cost), self.clock)
+        config = SchedulerConfig(
+            policy="fcfs",
+            max_num_seqs=min(_MAX_SEQS, max_step_tokens),
+            max_num_batched_tokens=max_step_tokens,
+            max_prefill_chunk_tokens=max_step_tokens,
+        )
+        self._policy = SizedSteps(max_step_tokens)
+        self.engine = Engine(config, self._executor, self.clock, policy=self._policy)
+        self._is_blend = order == "blend"
+        self._token_s = _row_s(cost) + _sampled_row_s(cost)
+        self._step_sizes = blend_step_sizes(cost, max_step_tokens)
+        self._waiting = self.engine.scheduler.requests.waiting[PriorityLevel.OFFLINE]
+        self._forecast = MemoryForecast(info.num_blocks * BLOCK_SIZE, 2 * BLOCK_SIZE)
+        self.compute_s = array("d")
+        self.memory_s = array("d")
+
+    def run(self) -> None:
+        self._feed()
+        while self.engine.has_work:
+            began_s = self.clock.now_s()
+            outputs = self.engine.step()
+            if self.clock.now_s() > began_s:
+                compute_s, memory_s = self._cost.resources_s(self._executor.load)
+                self.compute_s.append(compute_s)
+                self.memory_s.append(memory_s)
+                if self._is_blend:
+                    self._set_step_size(memory_s)
+            for output in outputs:
+                assert output.message is None, f"{output.request_id}: {output.message}"
+                if output.finish_reason is not None:
+                    self._finish(output.request_id)
+            self._feed()
+        assert not self._pool.num_waiting, "the engine is idle and requests wait"
+
+    def _set_step_size(self, memory_s: float) -> None:
+        """As many tokens beside this memory traffic as what has not ended has, or a little more.
+
+        Compute that comes too early only overlaps better later; what is left in the end overlaps nothing.
+        """
+        wanted = self._pool.density * memory_s / self._token_s
+        sizes = self._step_sizes
+        self._policy.step_tokens = next((size for size in sizes if size >= wanted), sizes[-1])
+
+    def _finish(self, request_id: RequestId) -> None:
+        self._forecast.remove(request_id)
+        number = int(request_id)
+        self._pool.finish(number, self._outputs[number])
+
+    def _feed(self) -> None:
+        """Fill the engine's queue as far as memory allows."""
+        while len(self._waiting) < _QUEUE_DEPTH:
+            planned = self._pool.take()
+            if planned is None:
+                return
+            if not self._forecast.fits(len(self._requests[planned.request_id].prompt_token_ids), planned):
+                self._pool.put_back(planned.request_id)
+                return
+            self._join(planned)
+
+    def _join(self, planned: PlannedRequest) -> None:
+        number = planned.request_id
+        request = Request(
+            request_id=RequestId(str(number)),
+            prompt_token_ids=self._requests[number].prompt_token_ids,
+            sampling=SamplingParams(max_tokens=self._outputs[number], temperature=0.0, ignore_eos=True),
+            service_class=ServiceClass.OFFLINE,
+        )
+        self._forecast.add(request, planned)
+        refusal = self.engine.add(request)
+        assert refusal is None, f"{number}: {refusal}"
+
+
+def _binned(values: array[float]) -> Floats:
+    """Means over at most ``_NUM_BINS`` runs of consecutive steps."""
+    return np.array([part.mean() for part in np.array_split(np.array(values), _NUM_BINS) if len(part)])

@@ -1,0 +1,156 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from backfill.core.counters import ClassCounters
+from backfill.core.errors import ConfigError
+from backfill.simulation import blendserve
+from backfill.simulation.blend_mix import draw_mix
+from backfill.simulation.blend_plot import save_grid_plot, save_usage_plot
+from backfill.simulation.blend_run import PoolResult, PoolRun
+from backfill.simulation.blendserve import (
+    GRID_DENSITIES,
+    GRID_SHARINGS,
+    ORDERS,
+    TRACES,
+    BlendExperiment,
+    BlendResult,
+    Target,
+    run_blend,
+)
+from tests.cli.running import run_cli_here
+
+SMALL = BlendExperiment(
+    targets=(Target(0.8, 0.4), Target(0.9, 0.4)),
+    orders=("dfs", "blend"),
+    num_requests=2000,
+)
+
+
+def invented(run: PoolRun) -> PoolResult:
+    """Of a run that did not take place: ``blend`` takes 1 / 1.25 of the others' time, and 0.9 is optimal."""
+    mix = draw_mix(run.mix)
+    seconds = 1000.0 / (1.25 if run.order == "blend" else 1.0)
+    num_prompt_tokens = sum(int(part.prompt_tokens.sum()) for part in mix.parts.values())
+    return PoolResult(
+        drawn=mix.figures,
+        num_requests={name: len(part) for name, part in mix.parts.items()},
+        seconds=seconds,
+        optimal_s=0.9 * 800.0,
+        num_tokens=2 * num_prompt_tokens,
+        num_prompt_tokens=num_prompt_tokens,
+        num_hit_tokens=300,
+        num_sharable_tokens=400,
+        num_steps=500,
+        counters=ClassCounters(num_computed_tokens=1000, num_recomputed_tokens=10),
+        compute_s=np.linspace(0.0, 0.1, 50),
+        memory_s=np.linspace(0.1, 0.0, 50),
+    )
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _invented_runs() -> Iterator[None]:
+    """Runs themselves are tested in test_blend_run."""
+    with mock.patch.object(blendserve, "run_pool", invented):
+        yield
+
+
+@pytest.fixture(scope="module")
+def result(_invented_runs: None) -> BlendResult:
+    return run_blend("small", SMALL)
+
+
+def test_every_order_runs_on_every_pool(result: BlendResult) -> None:
+    assert [point.target for point in result.points] == list(SMALL.targets)
+    for point in result.points:
+        assert tuple(point.orders) == tuple(point.usage) == SMALL.orders
+        assert point.drawn.density == pytest.approx(point.target.density, rel=0.02)
+        figures = point.orders["blend"]
+        assert point.speedup() == pytest.approx(figures.tokens_per_s / point.orders["dfs"].tokens_per_s)
+        assert point.speedup() == pytest.approx(1.25)
+        assert point.speedup("random") is None
+        assert figures.of_optimum == pytest.approx(0.9)
+        assert figures.of_optimal_sharing == pytest.approx(0.75)
+        assert figures.recomputed_share == pytest.approx(0.01)
+    assert result.speedups() == [point.speedup() for point in result.points]
+    assert result.speedups("fcfs") == []
+
+
+def test_plots_are_images(result: BlendResult, tmp_path: Path) -> None:
+    save_grid_plot(tmp_path / "grid.png", result)
+    save_usage_plot(tmp_path / "usage.png", result.points[0])
+    for name in ("grid.png", "usage.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ConfigError, match="cannot be written"):
+        save_grid_plot(tmp_path, result)
+
+
+def test_the_papers_pools_are_those_of_its_tables() -> None:
+    assert len(GRID_DENSITIES) * len(GRID_SHARINGS) == 65
+    assert (GRID_DENSITIES[0], GRID_DENSITIES[-1]) == (0.8, 1.4)
+    assert [tuple(target) for target in TRACES.values()] == [
+        (1.4, 0.35),
+        (0.9, 0.35),
+        (1.4, 0.05),
+        (0.9, 0.05),
+    ]
+    assert set(BlendExperiment(targets=tuple(TRACES.values())).orders) == set(ORDERS)
+
+
+def test_the_grid_command_prints_a_table_and_ends_with_json(tmp_path: Path) -> None:
+    plot = tmp_path / "grid.png"
+    done = run_cli_here(
+        "simulate", "blendserve-grid", "--requests", "4000", "--densities", "0.8,0.9",
+        "--sharings", "0.4", "--seeds", "2", "--json", "--plot", str(plot),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    content = json.loads(done.stdout.splitlines()[-1])
+    assert [each["target"]["density"] for each in content["points"]] == [0.8, 0.9]
+    assert set(content["points"][0]["orders"]) == {"dfs", "blend"}
+    assert "mean 1.250, 1.250 to 1.250 (paper: 1.225, 1.14 to 1.34)" in done.stdout
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_other_commands_print_their_pools(tmp_path: Path) -> None:
+    common = ("--requests", "4000", "--orders", "dfs,blend")
+    done = run_cli_here("simulate", "blendserve-table2", *common)
+    assert done.returncode == 0, done.stderr
+    for text in ("trace 4: density", "Sources", "blend, all pools", "0.866", "1.250"):
+        assert text in done.stdout
+    plot = tmp_path / "usage.png"
+    done = run_cli_here("simulate", "blendserve-usage", *common, "--trace", "1", "--plot", str(plot))
+    assert done.returncode == 0, done.stderr
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["blendserve-table2", "--source", "mmlu"],
+            "--source: there is no 'mmlu'; there are burstgpt, azure",
+        ),
+        (["blendserve-table2", "--orders", "lifo"], "--orders: there is no 'lifo'; there are fcfs, dfs"),
+        (["blendserve-table2", "--interference", "none"], "--interference: there is no 'none'; there are"),
+        (["blendserve-table2", "--requests", "0"], "--requests must be above 0, got 0"),
+        (["blendserve-table2", "--requests", "20"], "20 requests of burstgpt need no video"),
+        (["blendserve-table2", "--source-lengths", "/no/file.csv"], "/no/file.csv cannot be read"),
+        (["blendserve-table2", "--seeds", "0"], "--seeds must be at least 1, got 0"),
+        (["blendserve-grid", "--densities", "x"], "--densities must be numbers separated by commas, got 'x'"),
+        (["blendserve-grid", "--sharings", "1.5"], "--sharings must be"),
+        (["blendserve-grid", "--densities", "-1"], "--densities must be above 0, got -1"),
+        (["blendserve-grid", "--plot", "/no/such/folder/x.png"], "there is no folder /no/such/folder"),
+        (["blendserve-usage", "--trace", "5"], "--trace must be 1 to 4, got 5"),
+    ],
+)
+def test_bad_input_is_one_line(arguments: list[str], message: str) -> None:
+    done = run_cli_here("simulate", *arguments)
+    assert done.returncode == 1
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
