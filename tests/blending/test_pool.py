@@ -261,7 +261,7 @@ def test_a_small_addition_does_not_plan_a_large_pool_again() -> None:
 
 
 def test_a_deadline_comes_before_the_plan_and_before_a_later_one() -> None:
-    pool = make_pool("fcfs")
+    pool = make_pool("dfs")
     pool.add([known(i, 100, 100) for i in range(10)])
     pool.add([known(i, 100, 100, group="late", complete_by_s=1000.0) for i in range(10, 20)])
     pool.add([known(i, 100, 100, group="soon", complete_by_s=500.0) for i in range(20, 30)])
@@ -272,6 +272,23 @@ def test_a_deadline_comes_before_the_plan_and_before_a_later_one() -> None:
     assert late.request_id == 10
     # Nothing can be done for `soon` any more: the order is that of the plan.
     assert pool.take(now_s=2000.0) == PlannedRequest(1, 0, 100.0)
+
+
+def test_in_order_of_arrival_the_earliest_deadline_goes_first() -> None:
+    pool = make_pool("fcfs")
+    pool.add([known(i, 100, 100, group="a", complete_by_s=90_000.0) for i in range(3)])
+    pool.add([known(i, 100, 100, group="a", complete_by_s=5_000.0) for i in range(3, 6)])
+    taken = [pool.take("a", now_s=0.0) for _ in range(6)]
+    assert [each and each.request_id for each in taken] == [3, 4, 5, 0, 1, 2]
+
+
+def test_a_cancelled_batch_leaves_no_samples() -> None:
+    pool = make_pool("blend", sample_share=0.5)
+    pool.add([make_request(i, [i]) for i in range(100)])
+    pool.add([make_request(i, [i], group="other") for i in range(100, 200)])
+    pool.cancel(range(100))
+    assert sum(each.request_id < 100 for samples in pool._samples.values() for each in samples) == 0
+    assert {pool.take(now_s=0.0).request_id for _ in range(100)} == set(range(100, 200))
 
 
 deadline_batches = st.lists(

@@ -366,3 +366,57 @@ async def test_lines_beyond_those_that_were_checked_are_dropped() -> None:
     await asyncio.wait_for(feed.finished, TIMEOUT_S)
     assert sorted(result.line.number for result in sink.results) == list(range(5))
     assert {number for number, length in source.ended.items() if length is None} == {5, 6, 7}
+
+
+class SharedSource:
+    """A source of one of several batches of an owner: a read returns lines of any of them."""
+
+    def __init__(self, waiting: deque[tuple[LineSource, BatchLine]], may_read: asyncio.Event) -> None:
+        self.waiting = waiting
+        self.may_read = may_read
+        self.num_reads = 0
+
+    async def read(self, max_lines: int) -> Sequence[tuple[LineSource, BatchLine]]:
+        self.num_reads += 1
+        await self.may_read.wait()
+        return [self.waiting.popleft() for _ in range(min(max_lines, len(self.waiting)))]
+
+    def end(self, number: int, num_output_tokens: int | None) -> None: ...
+
+
+async def test_one_read_at_a_time_is_enough_for_all_batches_of_an_owner() -> None:
+    engine, sinks = Engine(), [Sink(), Sink()]
+    waiting: deque[tuple[LineSource, BatchLine]] = deque()
+    may_read = asyncio.Event()
+    sources = [SharedSource(waiting, may_read) for _ in range(2)]
+    waiting.extend((sources[number % 2], line_of(number)) for number in range(10))
+    feeds = [
+        Feed(
+            f"batch {index}",
+            source,
+            5,
+            sink,
+            lambda results: None,
+            deadline_at_s=100.0 - index,
+        )
+        for index, (source, sink) in enumerate(zip(sources, sinks, strict=True))
+    ]
+    engine.start()
+    for feed in feeds:  # the second is more urgent, and its lines are the first one's read's too
+        engine.feeder.add(feed)
+        await asyncio.sleep(0)
+    await until(lambda: sources[0].num_reads == 1)
+    assert sources[1].num_reads == 0
+    may_read.set()
+    for feed in feeds:
+        await asyncio.wait_for(feed.finished, TIMEOUT_S)
+    assert [len(sink.results) for sink in sinks] == [5, 5]
+
+
+async def test_a_read_that_finds_its_lines_with_another_read_ends_no_batch() -> None:
+    may_read = asyncio.Event()
+    may_read.set()
+    feed = Feed("batch", SharedSource(deque(), may_read), 1, Sink(), lambda results: None)
+    feed.add(line_of(0), 0)  # it came with another batch's read
+    assert await feed.read(10) == []
+    assert not feed.finished.done()

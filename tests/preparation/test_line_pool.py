@@ -394,3 +394,16 @@ def test_the_pool_knows_what_online_traffic_uses(tmp_path: Path) -> None:
     (planner,) = created
     assert planner.online.compute_frac == pytest.approx(1000.0 * RESOURCES.token_s)
     assert planner.online.memory_frac == pytest.approx(2e6 * RESOURCES.cached_token_s)
+
+
+def test_namespaces_of_closed_files_are_forgotten(tmp_path: Path) -> None:
+    pool = make_pool()
+    salted = lines_of(*({"prompt": [1, 2], "salt": f"s{number}"} for number in range(20)))
+    kept = lines_of({"prompt": [1, 2], "salt": "s3"})
+    open_file(pool, tmp_path / "in", salted)
+    open_file(pool, tmp_path / "other", kept, reader_id=1)
+    index_all(pool)
+    index_all(pool, 1)
+    assert len(pool._namespaces) == 20
+    pool.close(0)
+    assert [salt for _, salt in pool._namespaces] == ["s3"]

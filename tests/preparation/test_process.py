@@ -12,6 +12,7 @@ import pytest
 
 from backfill.preparation import process
 from backfill.preparation.line_file import is_marked
+from backfill.preparation.line_pool import LinePool
 from backfill.preparation.messages import (
     START,
     Bug,
@@ -130,6 +131,21 @@ def test_an_answer_that_cannot_be_sent_is_a_failed_job(channel: Channel, prepare
     failed = channel.next_report()
     assert isinstance(failed, JobDone)
     assert isinstance(failed.result, Bug)
+
+
+@pytest.mark.parametrize("job", [IndexLines(7, START, 10), TakeLines("", 10)])
+def test_an_error_of_which_lines_may_be_lost_ends_the_process(
+    channel: Channel, preparer: Preparer, monkeypatch: pytest.MonkeyPatch, job: IndexLines | TakeLines
+) -> None:
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    ended = threading.Event()
+    monkeypatch.setattr(process.os, "_exit", lambda status: ended.set())
+    monkeypatch.setattr(LinePool, "index", fail)
+    monkeypatch.setattr(LinePool, "take", fail)
+    channel.commands.put(Job(3, job))
+    assert ended.wait(60)
 
 
 def test_lines_are_indexed_and_taken_until_their_reader_is_closed(

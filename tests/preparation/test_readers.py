@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backfill.preparation import line_pool
+from backfill.preparation import line_pool, readers
 from backfill.preparation.line_file import LineFile
 from backfill.preparation.lines import BadLine, BatchLine
 from backfill.preparation.messages import (
@@ -211,6 +211,27 @@ async def test_a_bad_line_is_raised_once_all_others_of_the_owner_were_read(tmp_p
         with pytest.raises(FileNotFoundError):
             await gone.read(1)
         assert await other.read(1) == []
+
+
+async def test_a_file_that_could_not_be_read_for_a_moment_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(readers, "_RETRY_S", 0.01)
+    process = Process()
+    errors = [OSError("too many open files")]
+
+    def before_job(work: Work) -> None:
+        if isinstance(work, IndexLines) and errors:
+            raise errors.pop()
+
+    process.before_job = before_job
+    path = tmp_path / "in"
+    path.write_bytes(prompts([1], [2], [3]))
+    async with process.running() as opened, asyncio.timeout(TIMEOUT_S):
+        lines = opened.open(selection_of(path))
+        while not lines.is_indexed:
+            await asyncio.sleep(0.001)
+        assert len(await lines.read(10)) == 3
 
 
 async def test_lines_of_a_file_that_is_closed_are_not_returned(tmp_path: Path) -> None:

@@ -46,6 +46,8 @@ def test_a_write_that_fails_adds_nothing(monkeypatch: pytest.MonkeyPatch, tmp_pa
     with pytest.raises(OSError, match="No space"):
         spool.append([b"second", b"third"])
     monkeypatch.undo()
+    assert spool._file is not None
+    assert os.fstat(spool._file.fileno()).st_size == 5, "what was written of it is given back to the disk"
     (fourth,) = spool.append([b"fourth"])
     assert (spool.read(first), spool.read(fourth)) == (b"first", b"fourth")
     with pytest.raises(OSError, match="cut"):
@@ -56,3 +58,11 @@ def test_a_write_that_fails_adds_nothing(monkeypatch: pytest.MonkeyPatch, tmp_pa
 def test_a_folder_that_is_gone_is_an_os_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         Spool(str(tmp_path / "none")).append([b"record"])
+
+
+def test_a_disk_that_is_nearly_full_is_left_to_others(tmp_path: Path) -> None:
+    disk = os.statvfs(tmp_path)
+    spool = Spool(str(tmp_path), min_free_bytes=disk.f_blocks * disk.f_frsize + 1)
+    with pytest.raises(OSError, match="free space"):
+        spool.append([b"record"])
+    spool.close()

@@ -61,6 +61,10 @@ class Deadlines:
             del self._left[batch]
             del self._ordered[bisect_left(self._ordered, (batch.complete_by_s, batch.group))]
 
+    def in_order(self) -> list[Batch]:
+        """The batches with a deadline, the earliest first."""
+        return [Batch(group, complete_by_s) for complete_by_s, group in self._ordered]
+
     def urgent(self, now_s: float) -> list[Batch]:
         """The batches to serve before others, earliest deadline first.
 

@@ -135,6 +135,10 @@ class OfflinePool:
 
     def cancel(self, request_ids: Collection[int]) -> None:
         """Drop requests, waiting or in flight. Unknown ids are ignored."""
+        if len(request_ids) > 1:  # a batch; its samples would keep all its prompts in memory
+            cancelled = frozenset(request_ids)
+            for group, samples in list(self._samples.items()):
+                self._samples[group] = deque(each for each in samples if each.request_id not in cancelled)
         for request_id in request_ids:
             entry = self._entries.pop(request_id, None)
             if entry is None:
@@ -260,7 +264,9 @@ class OfflinePool:
         self._deadlines.remove(BatchWork(entry.batch, 1, entry.expected.compute_s, entry.expected.memory_s))
 
     def _urgent(self, group: str | None, now_s: float, from_left: bool) -> Entry | None:
-        for batch in self._deadlines.urgent(now_s):
+        """Of a batch that would miss its deadline. Under ``fcfs`` the earliest deadline always goes first."""
+        is_fcfs = self._order == "fcfs"
+        for batch in self._deadlines.in_order() if is_fcfs else self._deadlines.urgent(now_s):
             if group is None or batch.group == group:
                 entry = self._planned(batch, from_left)
                 if entry is not None:

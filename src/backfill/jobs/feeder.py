@@ -136,8 +136,9 @@ class Feeder:
                     return
             line = feed.take()
             if line is None:
-                # The next line is this feed's. The others wait for it too: a read is short.
-                if feed.reading is None:
+                # The next line is this feed's. The others wait for it too: a read is short. It is of all the
+                # owner's lines, so one at a time is enough.
+                if not any(other.reading for other in self._feeds if other.owner == feed.owner):
                     feed.reading = self._tasks.start(self._read(feed), "feeder-read")
                 return
             self._start(feed, line)

@@ -352,6 +352,7 @@ class BatchDriver:
             complete_by_s=job.deadline_s,
             owner=job.batch.owner,
             spool_folder=str(self.storage.config.data_dir),
+            min_free_bytes=self.storage.config.min_free_bytes,
         )
 
     def _timestamp(self, job: OpenBatch) -> int:

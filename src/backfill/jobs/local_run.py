@@ -42,6 +42,7 @@ logger = logging.getLogger(__name__)
 
 _MAX_LINE_BYTES = 32 << 20
 _SLICE_BYTES = 1 << 20
+_MIN_FREE_BYTES = 1 << 30  # of the disk of the results
 
 
 class BadInput(BackfillError):
@@ -234,6 +235,7 @@ class LocalRun:
                 max_line_bytes=_MAX_LINE_BYTES,
                 done=done,
                 spool_folder=str(self._result_paths[0].parent),
+                min_free_bytes=_MIN_FREE_BYTES,
             )
         )
         feed = Feed(

@@ -64,6 +64,7 @@ class _Reader:
     num_indexed: int = 0
     num_waiting: int = 0
     lines: dict[int, _Line] = field(default_factory=dict)  # by number
+    namespaces: set[tuple[str, str]] = field(default_factory=set)  # of its lines
 
 
 class LinePool:
@@ -86,7 +87,8 @@ class LinePool:
         self._readers: dict[int, _Reader] = {}
         self._by_id: dict[int, _Line] = {}
         self._ids = itertools.count()
-        self._namespaces: dict[tuple[str, str], int] = {}
+        self._namespaces: dict[tuple[str, str], int] = {}  # of open readers
+        self._namespace_numbers = itertools.count()
         self._to_plan: dict[int, PoolRequest] = {}  # by id
         self._unpooled: dict[str, deque[_Line]] = {}  # by owner: lines with nothing to compute
         self._num_waiting = 0
@@ -95,7 +97,9 @@ class LinePool:
     def open(self, reader_id: int, selection: LineSelection, file: LineFile) -> None:
         """Begin a reader, or begin it again."""
         self.close(reader_id)
-        self._readers[reader_id] = _Reader(selection, file, Spool(selection.spool_folder))
+        self._readers[reader_id] = _Reader(
+            selection, file, Spool(selection.spool_folder, selection.min_free_bytes)
+        )
 
     def close(self, reader_id: int) -> None:
         """Drop a reader and its lines. An unknown one is ignored."""
@@ -111,6 +115,8 @@ class LinePool:
         if self._pool is not None:
             self._pool.cancel([line.request_id for line in reader.lines.values()])
         reader.spool.close()
+        for namespace in reader.namespaces.difference(*(each.namespaces for each in self._readers.values())):
+            del self._namespaces[namespace]
 
     def index(self, reader_id: int, position: Position, max_lines: int) -> LinesIndexed:
         """Prepare a reader's next lines after a position, and add them to the pool.
@@ -226,8 +232,11 @@ class LinePool:
         token_ids = array("I")
         owner = request.owner if self.scope == "owner" else ""
         if owner or request.cache_salt:  # requests of two namespaces share no KV
-            namespace = self._namespaces.setdefault((owner, request.cache_salt), len(self._namespaces))
-            token_ids.append(_FIRST_NAMESPACE + namespace)
+            namespace = owner, request.cache_salt
+            if namespace not in self._namespaces:
+                self._namespaces[namespace] = next(self._namespace_numbers) % _FIRST_NAMESPACE
+            self._readers[line.reader_id].namespaces.add(namespace)
+            token_ids.append(_FIRST_NAMESPACE + self._namespaces[namespace])
             line.has_namespace = True
         token_ids.extend(request.prompts[0])
         line.num_prompt_tokens = len(request.prompts[0])

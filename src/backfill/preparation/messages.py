@@ -91,6 +91,7 @@ class LineSelection(msgspec.Struct, frozen=True, kw_only=True):
         complete_by_s: end of the lines' completion window, on the monotonic clock.
         owner: of their batch.
         spool_folder: on the disk that holds prepared lines; empty for the system's temporary files.
+        min_free_bytes: of that disk, left for results.
     """
 
     path: str
@@ -100,6 +101,7 @@ class LineSelection(msgspec.Struct, frozen=True, kw_only=True):
     complete_by_s: float | None = None
     owner: str = ""
     spool_folder: str = ""
+    min_free_bytes: int = 0
 
 
 class Position(msgspec.Struct, frozen=True):

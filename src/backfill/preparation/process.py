@@ -166,6 +166,12 @@ class Preparation:
                     self._pool.note_online(tokens_per_s, reads_per_s)
         except Exception:
             logger.exception("a %s failed", type(message).__name__)
+            self._abandon_lines()
+
+    def _abandon_lines(self) -> None:
+        """End the process: what it knows of lines may be wrong. The next one indexes the files again."""
+        logger.error("the state of batch lines may be wrong, so the process ends")
+        os._exit(1)
 
     def _file(self, selection: LineSelection) -> LineFile:
         return LineFile(selection, self._prepare, lambda: bool(self._unprepared_bodies))
@@ -179,6 +185,8 @@ class Preparation:
                 failure = failure_of(error)
                 if isinstance(failure, Bug):
                     logger.exception("a %s failed", type(job.work).__name__)
+                    if isinstance(job.work, IndexLines | TakeLines):
+                        self._abandon_lines()
                 self._channel.send(JobDone(job.job_id, failure))
             finally:
                 self._unprepared_bodies.discard(job.job_id)

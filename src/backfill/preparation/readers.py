@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
@@ -35,6 +36,8 @@ from backfill.preparation.messages import (
 # Lines of a job. A job also ends after a time; the lines to run next wait for it.
 _INDEX_LINES = 256
 _FEW_LINES = 64
+# Until a file that could not be read is tried again.
+_RETRY_S = 5.0
 
 Wanted = TypeVar("Wanted", bound=Result)
 
@@ -158,11 +161,13 @@ class LineReaders:
         self._changed.set()
 
     def _next_to_index(self) -> PreparedLines | None:
-        """The file opened first; before it, those with few lines ahead, so that each begins at once."""
+        """The file with the earliest deadline; before it, those with few lines ahead, so that each begins at
+        once.
+        """
         if not self._can_index:
             return None
         waiting = [each for each in self._open.values() if each.is_to_index and not each.is_held_up]
-        return min(waiting, key=lambda lines: min(lines.num_ahead, _FEW_LINES), default=None)
+        return min(waiting, key=lambda lines: lines.turn, default=None)
 
     async def _index(self, lines: PreparedLines) -> None:
         num_restarts, position = self._num_restarts, lines.position
@@ -174,7 +179,7 @@ class LineReaders:
                 await self._leave_out_next(lines, position)
             lines.is_single = not lines.is_single
         except Exception as error:  # whoever reads the lines gets it
-            lines.error = error
+            self._note_error(lines, error)
         else:
             lines.num_ahead += found.num_lines
             # Else the job was the new process's, and it begins at the file's start again.
@@ -183,12 +188,22 @@ class LineReaders:
                 lines.is_indexed = found.is_end
                 lines.is_held_up = not (found.num_lines or found.is_end)
 
+    def _note_error(self, lines: PreparedLines, error: Exception) -> None:
+        """Indexing stops for a while. Its reader may not ask for long: other lines of the owner go first."""
+        lines.error = error
+        asyncio.get_running_loop().call_later(_RETRY_S, self._retry, lines, error)
+
+    def _retry(self, lines: PreparedLines, error: Exception) -> None:
+        if lines.error is error and self._open.get(lines.reader_id) is lines:
+            lines.error = None
+            self._changed.set()
+
     async def _leave_out_next(self, lines: PreparedLines, position: Position) -> None:
         """The line after a position is not prepared any more."""
         try:
             names = await self._ask(ReadNames(lines.selection_left(), position, 1), LinesAt)
         except Exception as error:
-            lines.error = error
+            self._note_error(lines, error)
             return
         lines.unprepared |= {line.number for line in names.lines}
         if lines.reader_id in self._open:
@@ -222,6 +237,12 @@ class PreparedLines:
 
     def __post_init__(self) -> None:
         self._done = bytearray(self.selection.done)
+
+    @property
+    def turn(self) -> tuple[int, float]:
+        """The file with the least is indexed next."""
+        complete_by_s = self.selection.complete_by_s
+        return min(self.num_ahead, _FEW_LINES), math.inf if complete_by_s is None else complete_by_s
 
     @property
     def is_to_index(self) -> bool:
