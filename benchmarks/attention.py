@@ -74,6 +74,16 @@ def measure_memory(args: argparse.Namespace, size: int = 1 << 30) -> dict[str, f
 
 def measure_decode(args: argparse.Namespace, kernels: CpuKernels) -> dict[str, float]:
     """One step over all layers, divided by their number."""
+    layer_s = median_s(decode_work(args, kernels), args.runs) / args.layers
+    token_bytes = 2 * args.kv_heads * args.head_dim * getattr(torch, args.dtype).itemsize
+    return {
+        "decode_ms_per_layer": layer_s * 1e3,
+        "decode_gb_per_s": args.seqs * args.context * token_bytes / layer_s / 1e9,
+    }
+
+
+def decode_work(args: argparse.Namespace, kernels: CpuKernels) -> Callable[[], None]:
+    """The decode attention of one step over all layers, whose blocks lie in random order."""
     blocks_per_seq = -(-args.context // args.block_size)
     num_blocks = args.seqs * blocks_per_seq
     pool = make_pool(args, num_blocks)
@@ -85,12 +95,7 @@ def measure_decode(args: argparse.Namespace, kernels: CpuKernels) -> dict[str, f
         for layer in range(args.layers):
             kernels.attention(qkv, pool, layer, batch, args.heads, args.head_dim**-0.5)
 
-    layer_s = median_s(step, args.runs) / args.layers
-    token_bytes = 2 * args.kv_heads * args.head_dim * pool.element_size()
-    return {
-        "decode_ms_per_layer": layer_s * 1e3,
-        "decode_gb_per_s": args.seqs * args.context * token_bytes / layer_s / 1e9,
-    }
+    return step
 
 
 def measure_prefill(args: argparse.Namespace, kernels: CpuKernels) -> dict[str, float]:

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 
 import torch
-from attention import make_batch, make_pool
+from attention import decode_work
 
 from backfill.kernels.cpu import CpuKernels, available_isas
 
@@ -45,7 +45,7 @@ def main() -> None:
     if args.threads < 2:
         parser.error("--threads must be at least 2")
     isa = available_isas()[-1]
-    attention = attention_work(args, CpuKernels(isa))
+    attention = decode_work(args, CpuKernels(isa))
     table = [measure(args, attention, products_work(args, CpuKernels(isa), rows), rows) for rows in args.rows]
     print(f"{isa}, {args.dtype}, {args.threads} threads, {args.seqs} sequences of {args.context} tokens")
     columns = "attention", "products", "in_turn", "beside"
@@ -54,22 +54,6 @@ def main() -> None:
         times = (f"{row[f'{name}_ms']:11.2f}" for name in columns)
         print(f"{row['rows']:6.0f}", *times, f"{row['gain']:7.2f} {row['ideal_gain']:7.2f}")
     print(json.dumps({"arguments": vars(args), "isa": isa, "overlap": table}))
-
-
-def attention_work(args: argparse.Namespace, kernels: CpuKernels) -> Work:
-    """Decode attention of all layers."""
-    blocks_per_seq = -(-args.context // args.block_size)
-    num_blocks = args.seqs * blocks_per_seq
-    pool = make_pool(args, num_blocks)
-    order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(0))
-    batch = make_batch(args, [1] * args.seqs, [args.context] * args.seqs, order)
-    qkv = torch.randn(args.seqs, (args.heads + 2 * args.kv_heads) * args.head_dim).to(pool.dtype)
-
-    def run() -> None:
-        for layer in range(args.layers):
-            kernels.attention(qkv, pool, layer, batch, args.heads, args.head_dim**-0.5)
-
-    return run
 
 
 def products_work(args: argparse.Namespace, kernels: CpuKernels, rows: int) -> Work:

@@ -42,7 +42,8 @@ TRACES: Mapping[str, Target] = {
 # Section 5.4: 65 pools.
 GRID_DENSITIES = tuple(round(0.8 + 0.05 * step, 2) for step in range(13))
 GRID_SHARINGS = (0.05, 0.15, 0.25, 0.35, 0.45)
-# What the paper prints: mean throughput over a DFS order, and its least and greatest.
+# What the paper prints: mean throughput over a DFS order, and its least and greatest; where it gives none for
+# a source, those of the three sources of its appendix together.
 PAPER_GRID: Mapping[str, tuple[float | None, float, float]] = {
     "burstgpt": (1.2253, 1.14, 1.34),
     "azure": (None, 1.08, 1.31),
