@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from typing import get_args
 
@@ -77,11 +78,16 @@ class PoolMachine(RuleBasedStateMachine):
         self.requests.update((request.request_id, request) for request in added)
         self.waiting.update(request.request_id for request in added)
 
-    @rule(group=st.sampled_from([None, *GROUPS]), num=st.integers(1, 12), later_s=st.floats(0, 5))
-    def take(self, group: str | None, num: int, later_s: float) -> None:
+    @rule(
+        group=st.sampled_from([None, *GROUPS]),
+        num=st.integers(1, 12),
+        later_s=st.floats(0, 5),
+        most=st.sampled_from([math.inf, 0.0, 60.0]),
+    )
+    def take(self, group: str | None, num: int, later_s: float, most: float) -> None:
         self.now_s += later_s
         for _ in range(num):
-            self.check_taken(group, self.pool.take(group, now_s=self.now_s))
+            self.check_taken(group, self.pool.take(group, now_s=self.now_s, most_output_tokens=most))
 
     def check_taken(self, group: str | None, taken: PlannedRequest | None) -> None:
         candidates = {
@@ -118,6 +124,13 @@ class PoolMachine(RuleBasedStateMachine):
             self.in_flight.remove(request_id)
 
     @rule(data=st.data())
+    def note_progress(self, data: st.DataObject) -> None:
+        if self.in_flight:
+            request_id = data.draw(st.sampled_from(sorted(self.in_flight)))
+            most = self.requests[request_id].max_output_tokens
+            self.pool.note_progress(request_id, data.draw(st.integers(1, most)))
+
+    @rule(data=st.data())
     def put_back(self, data: st.DataObject) -> None:
         if self.in_flight:
             request_id = data.draw(st.sampled_from(sorted(self.in_flight)))
@@ -150,7 +163,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         if hasattr(self, "pool"):
-            self.take(None, self.pool.num_waiting + 1, 0.0)
+            self.take(None, self.pool.num_waiting + 1, 0.0, math.inf)
             assert not self.waiting
             assert not self.returned
 
@@ -208,6 +221,53 @@ def test_a_request_that_does_not_fit_keeps_only_its_own_kind_waiting() -> None:
     rest = take_all(pool)
     assert sparse in rest
     assert next(request_id for request_id in rest if request_id >= 20) == sparse
+
+
+def test_memory_bound_requests_that_are_too_long_are_passed_over() -> None:
+    pool = make_pool()
+    lengths = [3000, 5000, 4000]
+    pool.add(
+        [known(i, 1000, 1) for i in range(3)] + [known(3 + i, 10, length) for i, length in enumerate(lengths)]
+    )
+    dense = pool.take(most_output_tokens=3999)
+    assert dense is not None
+    assert dense.request_id < 3
+    shortest = pool.take(most_output_tokens=3999)
+    assert shortest is not None
+    assert shortest.request_id == 3
+    pool.finish(shortest.request_id, 3000)
+    other = pool.take(most_output_tokens=3999)  # no memory-bound one fits
+    assert other is not None
+    assert other.request_id < 3
+
+
+def test_the_part_of_the_cache_for_compute_bound_requests() -> None:
+    """That of their reads in all reads, while they wait."""
+    pool = make_pool()
+    pool.add([known(i, 1000, 20) for i in range(10)] + [known(10, 10, 4000)])
+    dense_s, sparse_s = 10 * LLAMA_8B_ON_A100.memory_s(1000, 20), LLAMA_8B_ON_A100.memory_s(10, 4000)
+    assert pool.compute_bound_memory_frac == pytest.approx(dense_s / (dense_s + sparse_s))
+    for request_id in range(5):
+        pool.cancel([request_id])
+    assert pool.compute_bound_memory_frac == pytest.approx(dense_s / 2 / (dense_s / 2 + sparse_s))
+    take_all(pool)
+    assert pool.compute_bound_memory_frac == pytest.approx(0.0, abs=1e-9)
+
+
+def test_progress_moves_what_is_left() -> None:
+    """Of (100, 4000) after 1,000 tokens: 3,000 tokens, and reads of 100 + 1000 to 100 + 4000 each step."""
+    pool = make_pool()
+    pool.add([known(0, 100, 4000), known(1, 100, 4000)])
+    before = pool.density
+    assert sorted(take_all(pool)) == [0, 1]
+    for request_id in (0, 1):
+        pool.note_progress(request_id, 1000)
+    compute_s = LLAMA_8B_ON_A100.token_s * 3000
+    memory_s = LLAMA_8B_ON_A100.memory_s(1100, 3000)
+    assert pool.density == pytest.approx(compute_s / memory_s) != pytest.approx(before)
+    pool.put_back(0)
+    pool.put_back(1)
+    assert pool.density == pytest.approx(before)
 
 
 def test_an_output_is_not_expected_to_be_larger_than_the_kv_cache() -> None:

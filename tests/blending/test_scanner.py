@@ -105,7 +105,7 @@ def test_a_pool_of_one_kind_is_served_from_either_end() -> None:
 def test_both_ends_meet() -> None:
     cursor_prompts = [as_bytes([i]) for i in range(5)]
     waiting = Waiting(cursor_prompts, np.ones(5, np.bool_))
-    cursor = Cursor(np.array([4, 2, 0, 1, 3]), np.arange(5.0), waiting)
+    cursor = Cursor(np.array([4, 2, 0, 1, 3]), np.arange(5.0), np.ones(5), waiting)
     assert cursor.first() == (0.0, 4)
     assert cursor.last() == (4.0, 3)
     for index in (4, 3, 0):
@@ -117,3 +117,15 @@ def test_both_ends_meet() -> None:
     waiting.remove(1)
     assert cursor.first() is None
     assert cursor.last() is None
+
+
+def test_the_last_one_of_few_output_tokens() -> None:
+    waiting = Waiting([as_bytes([i]) for i in range(4)], np.ones(4, np.bool_))
+    cursor = Cursor(np.arange(4), np.arange(4.0), np.array([2.0, 50.0, 5.0, 100.0]), waiting)
+    assert cursor.last(100.0) == (3.0, 3)
+    assert cursor.last(99.0) == (2.0, 2)
+    waiting.remove(2)
+    assert cursor.last(49.0) == (0.0, 0)
+    assert cursor.last(1.0) is None
+    assert cursor.last() == (3.0, 3)
+    assert cursor.first() == (0.0, 0)

@@ -120,25 +120,34 @@ def test_a_forecast_adds_up_what_is_held_before_each_end() -> None:
     """10 + 90 tokens beside 10 + 40: both hold 50 after 40 steps, and the longer one 100 in the end."""
     forecast = MemoryForecast(100, 0)
     forecast.add(request(0, 10), PlannedRequest(0, 0, 90.0))
-    assert forecast.fits(10, PlannedRequest(1, 0, 40.0))
-    assert not forecast.fits(11, PlannedRequest(1, 0, 40.0))
-    assert forecast.fits(11, PlannedRequest(1, 1, 40.0))  # a token of it is shared
+    assert forecast.room().most_output_tokens(10) == 40.0
+    assert forecast.room().most_output_tokens(11) == 39.5
+    assert forecast.room().most_output_tokens(90) == 0.0
     forecast.remove(RequestId("0"))
-    assert forecast.fits(1000, PlannedRequest(1, 0, 40.0))  # alone, it is for the engine to refuse
+    assert forecast.room().most_output_tokens(10) == 90.0
+
+
+def test_a_forecast_looks_past_the_ends_of_others() -> None:
+    """After 20 steps the first one ends, and what it held is free."""
+    forecast = MemoryForecast(100, 0)
+    forecast.add(request(0, 20), PlannedRequest(0, 0, 20.0))
+    assert forecast.room().most_output_tokens(40) == 60.0
+    assert forecast.room().most_output_tokens(42) == 19.0
 
 
 def test_a_forecast_takes_short_requests_to_be_followed_by_others() -> None:
     forecast = MemoryForecast(1000, 0)
-    for number in range(5):
+    forecast.add(request(100, 100), PlannedRequest(100, 0, 400.0))
+    assert forecast.room().most_output_tokens(0) == 1000.0
+    for number in range(4):
         forecast.add(request(number, 98), PlannedRequest(number, 0, 4.0))
-    assert forecast.fits(100, PlannedRequest(9, 0, 400.0))
-    assert not forecast.fits(101, PlannedRequest(9, 0, 400.0))
+    assert forecast.room().most_output_tokens(0) == 250.0  # (1000 - 4 * 100 - 100) / 2
 
 
 @given(st.lists(st.tuples(st.integers(1, 60), st.integers(50, 100)), min_size=1, max_size=12))
 @settings(max_examples=60)
 def test_requests_that_are_admitted_never_hold_more_than_there_is(lengths: list[tuple[int, int]]) -> None:
-    """Whatever is added as they decode, one token a step."""
+    """Whatever is added as they decode, one token a step. What fits is not refused for ever."""
     capacity = 400
     forecast = MemoryForecast(capacity, 0)
     running: list[tuple[Request, int]] = []
@@ -146,13 +155,13 @@ def test_requests_that_are_admitted_never_hold_more_than_there_is(lengths: list[
     while running or waiting:
         while waiting:
             number, (prompt, output) = waiting[0]
-            planned = PlannedRequest(number, 0, float(output))
-            if not forecast.fits(prompt, planned):
+            if forecast.room().most_output_tokens(prompt) < output:
                 break
             waiting.pop(0)
             added = request(number, prompt)
-            forecast.add(added, planned)
+            forecast.add(added, PlannedRequest(number, 0, float(output)))
             running.append((added, prompt + output))
+        assert running, "none runs and none fits"
         for each, _ in running:
             each.append(1)
         assert sum(each.num_tokens for each, _ in running) <= capacity

@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import Enum, auto
 from typing import TYPE_CHECKING, NamedTuple
 
-from backfill.blending.requests import Batch, PoolRequest, prompt_bytes
+from backfill.blending.requests import TOKEN_BYTES, Batch, PoolRequest, prompt_bytes
 
 if TYPE_CHECKING:
     from backfill.blending.run import Run
@@ -29,6 +29,13 @@ class Expected(NamedTuple):
 NOTHING = Expected(1.0, 0.0, 0.0)
 
 
+class Left(NamedTuple):
+    """Expected seconds of what a request has yet to do."""
+
+    compute_s: float
+    memory_s: float
+
+
 class Entry:
     """A request and where it is.
 
@@ -38,6 +45,7 @@ class Entry:
         num_output_tokens: what it generated, once it has finished; 0 before.
         run, index: the run that it belongs to and its place there.
         expected: valid from when it is taken.
+        left: of this, what it has yet to do; valid from when it is taken.
         is_dense: whether it counts as compute-bound, from when it is taken.
     """
 
@@ -47,6 +55,7 @@ class Entry:
         "index",
         "is_dense",
         "known_output_tokens",
+        "left",
         "max_output_tokens",
         "num_output_tokens",
         "prompt",
@@ -70,4 +79,9 @@ class Entry:
         self.run: Run | None = None
         self.index = -1
         self.expected = NOTHING
+        self.left = Left(0.0, 0.0)
         self.is_dense = True
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt) // TOKEN_BYTES

@@ -46,6 +46,11 @@ class Forecast:
     def density(self) -> float:
         return float(self.compute_s.sum() / self.memory_s.sum())
 
+    @property
+    def is_compute_bound(self) -> NDArray[np.bool_]:
+        """The waiting prompts that are denser than all of them together."""
+        return self.is_waiting & (self.compute_s >= self.density * self.memory_s)
+
 
 def forecast(
     tree: PrefixTree, resources: ResourceModel, is_waiting: NDArray[np.bool_], outputs: Moments

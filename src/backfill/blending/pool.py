@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import deque
 from collections.abc import Collection, Sequence
 from typing import get_args
 
 from backfill.blending.deadlines import BatchWork, Deadlines
-from backfill.blending.entry import Entry, State
+from backfill.blending.entry import Entry, Left, State
 from backfill.blending.estimates import OutputHistory, choose_samples
 from backfill.blending.requests import OrderName, PlannedRequest, PoolRequest
 from backfill.blending.resources import OnlineUse, ResourceModel, Work, target_density
@@ -84,6 +85,16 @@ class OfflinePool:
         return self._left.density if self._entries else 0.0
 
     @property
+    def compute_bound_memory_frac(self) -> float:
+        """Of the memory time of what has not ended, the part of waiting requests that are compute-bound.
+
+        Memory time is KV in use, summed over steps. So this is also the part of the KV cache that they will
+        need in the mean: M_L over M of section 3.4.
+        """
+        dense_s = sum(run.compute_bound_memory_s for run in self._runs)
+        return dense_s / self._left.memory_s if dense_s else 0.0
+
+    @property
     def optimal_sharing(self) -> float:
         """Share of prompt tokens that a perfect cache saves of what waited when it was last planned."""
         num_tokens = sum(float(run.tree.num_tokens[run.costs.is_waiting].sum()) for run in self._runs)
@@ -151,7 +162,9 @@ class OfflinePool:
                 self._blend.remove(entry.expected)
             self._end(entry)
 
-    def take(self, group: str | None = None, *, now_s: float = 0.0) -> PlannedRequest | None:
+    def take(
+        self, group: str | None = None, *, now_s: float = 0.0, most_output_tokens: float = math.inf
+    ) -> PlannedRequest | None:
         """The request to run next, of a group or of all; None where none waits.
 
         Requests that were put back go first, then batches that would miss their deadline, then samples,
@@ -160,16 +173,19 @@ class OfflinePool:
 
         Args:
             now_s: on the clock of deadlines.
+            most_output_tokens: what the device's KV cache has room for. In the blend, memory-bound requests
+                that are expected to generate more are passed over.
         """
         target = target_density(self._left, self.online, self._online_long_run)
         is_blend = self._order == "blend"
         from_left = not is_blend or self._blend.needs_compute(target)
         entry = (
-            self._returned.first(group, is_dense=from_left if is_blend else None)
+            self._returned.first(group, most_output_tokens, is_dense=from_left if is_blend else None)
             or self._urgent(group, now_s, from_left)
             or self._sample(group)
-            or self._planned(group, from_left)
+            or self._planned(group, from_left, most_output_tokens)
             or self._returned.first(group)
+            or self._planned(group, True)
         )
         if entry is None:
             return None
@@ -191,7 +207,19 @@ class OfflinePool:
             return
         entry.state = State.RETURNED
         self._blend.remove(entry.expected)
+        self._set_left(entry, Left(entry.expected.compute_s, entry.expected.memory_s))
         self._returned.add(entry)
+
+    def note_progress(self, request_id: int, num_output_tokens: int) -> None:
+        """A taken request has generated so many tokens and runs on. An id no longer known is ignored."""
+        entry = self._in_flight(request_id)
+        if entry is None:
+            return
+        resources, expected = self.resources, entry.expected
+        done_s = resources.memory_s(entry.num_prompt_tokens, num_output_tokens)
+        least_s = resources.cached_token_s * (entry.num_prompt_tokens + num_output_tokens)
+        left_tokens = max(expected.output_tokens - num_output_tokens, 1.0)  # it has not ended
+        self._set_left(entry, Left(resources.token_s * left_tokens, max(expected.memory_s - done_s, least_s)))
 
     def finish(self, request_id: int, num_output_tokens: int) -> None:
         """A taken request ended after so many output tokens. An id no longer known is ignored.
@@ -253,15 +281,22 @@ class OfflinePool:
         """Take an entry out of its run, and fix what it is expected to cost."""
         run = entry.run
         assert run is not None
-        entry.expected = run.expected(entry.index)
-        run.waiting.remove(entry.index)
+        entry.expected = run.remove(entry.index)
+        entry.left = Left(entry.expected.compute_s, entry.expected.memory_s)
         if run.waiting.count == 0:
             self._runs.remove(run)
 
     def _end(self, entry: Entry) -> None:
         entry.state = State.ENDED
-        self._left.remove(entry.expected.compute_s, entry.expected.memory_s)
-        self._deadlines.remove(BatchWork(entry.batch, 1, entry.expected.compute_s, entry.expected.memory_s))
+        self._left.remove(*entry.left)
+        self._deadlines.remove(BatchWork(entry.batch, 1, *entry.left))
+
+    def _set_left(self, entry: Entry, left: Left) -> None:
+        self._left.add(*left)
+        self._left.remove(*entry.left)
+        self._deadlines.add(BatchWork(entry.batch, 1, *left))
+        self._deadlines.remove(BatchWork(entry.batch, 1, *entry.left))
+        entry.left = left
 
     def _urgent(self, group: str | None, now_s: float, from_left: bool) -> Entry | None:
         """Of a batch that would miss its deadline. Under ``fcfs`` the earliest deadline always goes first."""
@@ -283,13 +318,13 @@ class OfflinePool:
             self._samples.pop(name, None)
         return None
 
-    def _planned(self, scope: Scope, from_left: bool) -> Entry | None:
-        """The first waiting request of a scope in the order of all runs, or the last."""
+    def _planned(self, scope: Scope, from_left: bool, most_output_tokens: float = math.inf) -> Entry | None:
+        """The first waiting request of a scope in the order of all runs, or the last of so few tokens."""
         best: tuple[float, int] | None = None
         best_run: Run | None = None
         for run in self._runs:
             cursor = run.cursor(scope)
-            end = cursor.first() if from_left else cursor.last()
+            end = cursor.first() if from_left else cursor.last(most_output_tokens)
             if end is not None and (best is None or (end < best if from_left else end > best)):
                 best, best_run = end, run
         return best_run.entries[best[1]] if best is not None and best_run is not None else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 
@@ -28,10 +29,20 @@ class Returned:
         del self._entries[entry.request_id]
         del self._prompts[bisect_left(self._prompts, entry.prompt)]
 
-    def first(self, group: str | None, is_dense: bool | None = None) -> Entry | None:
-        """The one that came back first, of a group or of all, and of one kind or of both."""
+    def first(
+        self,
+        group: str | None,
+        most_output_tokens: float = math.inf,
+        *,
+        is_dense: bool | None = None,
+    ) -> Entry | None:
+        """The one that came back first, of a group or of all, and of one kind or of both.
+
+        Memory-bound ones that are expected to generate more tokens are passed over.
+        """
         for entry in self:
-            if group in {None, entry.batch.group} and is_dense in {None, entry.is_dense}:
+            fits = entry.is_dense or entry.expected.output_tokens <= most_output_tokens
+            if fits and group in {None, entry.batch.group} and is_dense in {None, entry.is_dense}:
                 return entry
         return None
 

@@ -32,6 +32,7 @@ class Run:
     Attributes:
         costs: what those that waited when last planned were expected to cost.
         sequence: their indices in order.
+        compute_bound_memory_s: expected memory time of those that wait and are denser than all that waited.
 
     Args:
         entries: waiting, in flight or ended; the last for their output lengths. They become this run's.
@@ -73,6 +74,8 @@ class Run:
         is_waiting = self.waiting.mask
         outputs = output_moments(self.tree, self._observed, self._known, self._limit, history)
         self.costs = forecast(self.tree, resources, is_waiting, outputs)
+        self._is_compute_bound = self.costs.is_compute_bound
+        self.compute_bound_memory_s = float(self.costs.memory_s[self._is_compute_bound].sum())
         self.sequence, self._keys = self._ordered(order)
         self._cursors: dict[Scope, Cursor] = {}
 
@@ -94,12 +97,16 @@ class Run:
                 if scope is None
                 else np.isin(self._batch_codes[self.sequence], self._codes(scope))
             )
-            cursor = Cursor(self.sequence[chosen], self._keys[chosen], self.waiting)
+            cursor = Cursor(self.sequence[chosen], self._keys[chosen], self.costs.outputs.mean, self.waiting)
             self._cursors[scope] = cursor
         return cursor
 
-    def expected(self, index: int) -> Expected:
+    def remove(self, index: int) -> Expected:
+        """Take a waiting request out. Returns what it is expected to cost."""
+        self.waiting.remove(index)
         costs = self.costs
+        if self._is_compute_bound[index]:
+            self.compute_bound_memory_s -= float(costs.memory_s[index])
         return Expected(
             float(costs.outputs.mean[index]),
             float(costs.compute_s[index]),

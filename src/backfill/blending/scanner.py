@@ -5,6 +5,8 @@ Source: BlendServe (section 3.4). docs/blending.md derives that the rule here me
 
 from __future__ import annotations
 
+import math
+
 from backfill.blending.entry import Expected
 from backfill.blending.resources import Floats, Ints, Work
 from backfill.blending.waiting import Waiting
@@ -40,14 +42,23 @@ def _per_step(expected: Expected) -> tuple[float, float]:
     return expected.compute_s / expected.output_tokens, expected.memory_s / expected.output_tokens
 
 
+MOST_PASSED = 1024
+"""Prompts that a search for one of few output tokens passes over."""
+
+
 class Cursor:
-    """Prompts in an order, consumed from both ends. Those that no longer wait are passed over."""
+    """Prompts in an order, consumed from both ends. Those that no longer wait are passed over.
 
-    __slots__ = ("_keys", "_left", "_right", "_sequence", "_waiting")
+    Args:
+        output_tokens: expected, of every prompt.
+    """
 
-    def __init__(self, sequence: Ints, keys: Floats, waiting: Waiting) -> None:
+    __slots__ = ("_keys", "_left", "_output_tokens", "_right", "_sequence", "_waiting")
+
+    def __init__(self, sequence: Ints, keys: Floats, output_tokens: Floats, waiting: Waiting) -> None:
         self._sequence = sequence.tolist()
         self._keys = keys.tolist()
+        self._output_tokens = output_tokens
         self._waiting = waiting
         self._left = 0
         self._right = len(self._sequence) - 1
@@ -61,11 +72,15 @@ class Cursor:
             self._left += 1
         return None
 
-    def last(self) -> tuple[float, int] | None:
-        """Key and index of the rightmost waiting prompt."""
-        while self._left <= self._right:
-            index = self._sequence[self._right]
-            if index in self._waiting:
-                return self._keys[self._right], index
+    def last(self, most_output_tokens: float = math.inf) -> tuple[float, int] | None:
+        """Key and index of the rightmost waiting prompt, of those expected to generate no more.
+
+        None also where the last ``MOST_PASSED`` are expected to generate more.
+        """
+        while self._left <= self._right and self._sequence[self._right] not in self._waiting:
             self._right -= 1
+        for place in range(self._right, max(self._left, self._right - MOST_PASSED) - 1, -1):
+            index = self._sequence[place]
+            if index in self._waiting and self._output_tokens[index] <= most_output_tokens:
+                return self._keys[place], index
         return None

@@ -41,6 +41,9 @@ _MAX_SEQS = 1024
 _TILE_TOKENS = 128  # of the sizes of BlendServe's batches (section 4)
 # Requests that wait in the engine, so that a step never lacks prompts; more would let its queue decide.
 _QUEUE_DEPTH = 32
+# The KV kept for compute-bound requests beside memory-bound ones, over what they need in the mean.
+_RESERVE_FACTOR = 1.5
+_PROGRESS_STEPS = 32  # after which the pool learns how far requests are
 _NUM_BINS = 400
 
 Floats = NDArray[np.float64]
@@ -219,6 +222,7 @@ class PoolLoop:
 
     The engine's own queue holds a few requests only, so the order is the pool's. A request joins it when the
     KV that all are expected to need fits the device (``MemoryForecast``). One that does not fit is put back.
+    Under ``blend`` the pool is told what fits, and memory-bound requests leave the others' part of the KV.
 
     Args:
         requests: whose ids are the indices of ``outputs``.
@@ -261,6 +265,9 @@ class PoolLoop:
         self._step_sizes = blend_step_sizes(cost, max_step_tokens)
         self._waiting = self.engine.scheduler.requests.waiting[PriorityLevel.OFFLINE]
         self._forecast = MemoryForecast(info.num_blocks * BLOCK_SIZE, 2 * BLOCK_SIZE)
+        self._reserved_tokens = 0
+        if self._is_blend:
+            self._set_reserve()
         self.compute_s = array("d")
         self.memory_s = array("d")
 
@@ -274,6 +281,9 @@ class PoolLoop:
                 self.compute_s.append(compute_s)
                 self.memory_s.append(memory_s)
                 if self._is_blend:
+                    if len(self.compute_s) % _PROGRESS_STEPS == 0:
+                        self._note_progress()
+                        self._set_reserve()
                     self._set_step_size(memory_s)
             for output in outputs:
                 assert output.message is None, f"{output.request_id}: {output.message}"
@@ -281,6 +291,15 @@ class PoolLoop:
                     self._finish(output.request_id)
             self._feed()
         assert not self._pool.num_waiting, "the engine is idle and requests wait"
+
+    def _note_progress(self) -> None:
+        for request in self._forecast.requests():
+            if request.output_token_ids:
+                self._pool.note_progress(int(request.request_id), len(request.output_token_ids))
+
+    def _set_reserve(self) -> None:
+        frac = min(_RESERVE_FACTOR * self._pool.compute_bound_memory_frac, 1.0)
+        self._reserved_tokens = int(frac * self._forecast.kv_tokens)
 
     def _set_step_size(self, memory_s: float) -> None:
         """As many tokens beside this memory traffic as what has not ended has, or a little more.
@@ -298,14 +317,20 @@ class PoolLoop:
 
     def _feed(self) -> None:
         """Fill the engine's queue as far as memory allows."""
+        if len(self._waiting) >= _QUEUE_DEPTH:
+            return
+        room = self._forecast.room()
         while len(self._waiting) < _QUEUE_DEPTH:
-            planned = self._pool.take()
+            planned = self._pool.take(most_output_tokens=room.most_output_tokens(self._reserved_tokens))
             if planned is None:
                 return
-            if not self._forecast.fits(len(self._requests[planned.request_id].prompt_token_ids), planned):
+            num_own_tokens = len(self._requests[planned.request_id].prompt_token_ids) - planned.reused_tokens
+            most_output_tokens = room.most_output_tokens(num_own_tokens)
+            if planned.expected_output_tokens > most_output_tokens and self.engine.has_work:
                 self._pool.put_back(planned.request_id)
                 return
             self._join(planned)
+            room = self._forecast.room()
 
     def _join(self, planned: PlannedRequest) -> None:
         number = planned.request_id
