@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -37,23 +38,31 @@ MakeExecutor = Callable[[int, SchedulerConfig], TorchExecutor]
 
 
 @pytest.fixture(scope="module")
-def make_executor(tmp_path_factory: pytest.TempPathFactory) -> MakeExecutor:
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder: Path = tmp_path_factory.mktemp("model")
     save_tiny_model("llama", folder)
+    return folder
 
-    def make(num_blocks: int, scheduler: SchedulerConfig) -> TorchExecutor:
-        config = EngineConfig(
-            model_dir=str(folder),
-            device="cpu",
-            dtype="float32",
-            block_size=8,
-            kv_gib=num_blocks * BLOCK_BYTES / GIB,
-            host_kv_gib=HOST * BLOCK_BYTES / GIB,
-            scheduler=scheduler,
-        )
-        return create_torch_executor(config)
 
-    return make
+def create_executor(
+    model_dir: Path, num_micro_batches: int, num_blocks: int, scheduler: SchedulerConfig
+) -> TorchExecutor:
+    config = EngineConfig(
+        model_dir=str(model_dir),
+        device="cpu",
+        dtype="float32",
+        block_size=8,
+        kv_gib=num_blocks * BLOCK_BYTES / GIB,
+        host_kv_gib=HOST * BLOCK_BYTES / GIB,
+        num_micro_batches=num_micro_batches,
+        scheduler=scheduler,
+    )
+    return create_torch_executor(config)
+
+
+@pytest.fixture(params=[1, 2], ids=["1-micro-batch", "2-micro-batches"])
+def make_executor(request: pytest.FixtureRequest, model_dir: Path) -> MakeExecutor:
+    return partial(create_executor, model_dir, request.param)
 
 
 def requests(service_class: ServiceClass, shapes: list[tuple[int, int]]) -> list[Request]:
@@ -111,9 +120,9 @@ def serve_on(engine: Engine, executor: StoppableExecutor, stops_every: int = 0) 
 
 
 @pytest.fixture(scope="module")
-def undisturbed(make_executor: MakeExecutor) -> list[list[int]]:
+def undisturbed(model_dir: Path) -> list[list[int]]:
     config = SchedulerConfig(prefix_caching=False)
-    engine, tokens, _ = serve(make_executor(ENOUGH, config), config)
+    engine, tokens, _ = serve(create_executor(model_dir, 1, ENOUGH, config), config)
     assert engine.scheduler.counters[ServiceClass.OFFLINE].num_preemptions == 0
     assert num_hit_tokens(engine) == 0
     return tokens

@@ -32,18 +32,27 @@ PROFILE = make_profile(linear_cost(token_s=0.002, step_s=0.02))
 
 
 class Interruptions:
-    """Wraps the model, with a callback before each layer and before the logits."""
+    """Wraps the model, with a callback before each layer and before the logits.
+
+    Attributes:
+        num_split_steps: steps that began with two micro-batches.
+    """
 
     def __init__(self, model: Any) -> None:
         self._model = model
         self.num_layers: int = model.num_layers
         self.before_layer: Callable[[int], None] = lambda layer: None
+        self.num_split_steps = 0
+        self._has_embedded = False
 
     def embed(self, *arguments: Any) -> Any:
+        self.num_split_steps += self._has_embedded
+        self._has_embedded = True
         return self._model.embed(*arguments)
 
     def run_layer(self, index: int, *arguments: Any) -> Any:
         self.before_layer(index)
+        self._has_embedded = False
         return self._model.run_layer(index, *arguments)
 
     def logits(self, *arguments: Any) -> Any:
@@ -52,15 +61,28 @@ class Interruptions:
 
 
 @pytest.fixture(scope="module")
-def executor(tmp_path_factory: pytest.TempPathFactory) -> TorchExecutor:
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder: Path = tmp_path_factory.mktemp("model")
     save_tiny_model("llama", folder, num_hidden_layers=NUM_LAYERS)
-    layers = EngineConfig(
-        model_dir=str(folder), dtype="float32", block_size=8, kv_gib=NUM_BLOCKS * _BLOCK_BYTES / GIB
+    return folder
+
+
+def create_executor(model_dir: Path, num_micro_batches: int) -> TorchExecutor:
+    config = EngineConfig(
+        model_dir=str(model_dir),
+        dtype="float32",
+        block_size=8,
+        kv_gib=NUM_BLOCKS * _BLOCK_BYTES / GIB,
+        num_micro_batches=num_micro_batches,
     )
-    executor = create_torch_executor(layers)
+    executor = create_torch_executor(config)
     executor._model = Interruptions(executor._model)  # type: ignore[assignment]
     return executor
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["1-micro-batch", "2-micro-batches"])
+def executor(request: pytest.FixtureRequest, model_dir: Path) -> TorchExecutor:
+    return create_executor(model_dir, request.param)
 
 
 def model_of(executor: TorchExecutor) -> Interruptions:
@@ -175,9 +197,9 @@ def run_disturbed(
 
 
 @pytest.fixture(scope="module")
-def expected(executor: TorchExecutor) -> dict[str, list[int]]:
+def expected(model_dir: Path) -> dict[str, list[int]]:
     return undisturbed(
-        executor,
+        create_executor(model_dir, num_micro_batches=1),
         requests(ServiceClass.OFFLINE, OFFLINE_SHAPES) + requests(ServiceClass.ONLINE, ONLINE_SHAPES),
     )
 
@@ -193,7 +215,9 @@ def test_an_arrival_at_any_point_of_a_step_changes_no_token(
     prefix_caching: bool,
 ) -> None:
     arrivals = {(step, layer): step - 1 for step in (1, 2, 3)}
+    num_split_steps = model_of(executor).num_split_steps
     engine, done = run_disturbed(executor, arrivals, preemption, prefix_caching=prefix_caching)
+    assert (model_of(executor).num_split_steps > num_split_steps) == (executor._num_micro_batches == 2)
     assert {request.request_id: request.output_token_ids for request in done} == expected
     assert engine.num_stopped_steps <= len(ONLINE_SHAPES)
     if preemption == "suspend" and layer < NUM_LAYERS // 2:
@@ -241,6 +265,7 @@ def stop_the_second_step(executor: TorchExecutor, engine: Engine) -> Request:
 
     def before_layer(layer: int) -> None:
         if engine._running_plan is not None and engine._running_plan.step == 1 and layer == 1:
+            model_of(executor).before_layer = lambda layer: None  # this layer may run for two micro-batches
             engine.arrive(online)
 
     for request in requests(ServiceClass.OFFLINE, OFFLINE_SHAPES):

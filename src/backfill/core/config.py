@@ -177,6 +177,8 @@ class EngineConfig:
             none. Default: as large as the KV pool, at most a quarter of the memory available.
         gpu_memory_utilization: share of the GPU's memory to use.
         threads: threads of the CPU kernels. Default: the processors available.
+        num_micro_batches: 1 or 2. With 2, the prefills and the decodes of a step are computed beside each
+            other, on two CUDA streams. On CPU they take turns, which gains nothing.
         profile: cost profile that predicts step times. Default: the one saved for this model and device.
         engine_hang_timeout: seconds without a report after which a loaded engine is killed and started again;
             0 is never. Default: 20 times the longest step, at least 30; 300 without a cost profile.
@@ -193,6 +195,7 @@ class EngineConfig:
     host_kv_gib: float | None = None
     gpu_memory_utilization: float = 0.9
     threads: int | None = None
+    num_micro_batches: int = 1
     profile: str | Path | None = None
     engine_hang_timeout: float | None = None
     scheduler: SchedulerConfig = _DEFAULT_SCHEDULER
@@ -238,6 +241,7 @@ class EngineConfig:
             at_least("max_model_len", self.max_model_tokens, 1)
         if self.threads is not None:
             at_least("threads", self.threads, 1)
+        _check("num_micro_batches", self.num_micro_batches, self.num_micro_batches in (1, 2), "1 or 2")
         if (seconds := self.engine_hang_timeout) is not None:
             _check("engine_hang_timeout", seconds, 0.0 <= seconds < math.inf, "a number of at least 0")
         asked = self.scheduler.checkpointing

@@ -66,7 +66,8 @@ class Compute:
     """One forward pass over a batch of slices; without slices nothing is computed.
 
     Attributes:
-        slices: at most one for each request.
+        slices: at most one for each request. No slice writes KV that another one reads, so they may be
+            computed in any order and at the same time.
         predicted_s: the cost model's prediction for the step; 0 without one.
         safepoints: None if the step cannot be stopped.
         keeps_suspended: the executor keeps the suspended slices; otherwise it may drop them.

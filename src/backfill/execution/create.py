@@ -79,7 +79,7 @@ def create_torch_executor(config: EngineConfig) -> TorchExecutor:
     )
     kv_pool = _allocate_pool(layout, num_blocks, dtype, device)
     copier = _create_copier(kv_pool, layout, num_host_blocks) if num_host_blocks else None
-    executor = TorchExecutor(model, kv_pool, info, copier=copier)
+    executor = TorchExecutor(model, kv_pool, info, copier, config.num_micro_batches)
     _warm_up(executor)
     return executor
 

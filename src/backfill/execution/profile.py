@@ -35,7 +35,10 @@ _LOCK_TIMEOUT_S = 10.0  # a save takes milliseconds; a start may wait for it
 
 
 def profile_key(config: EngineConfig, executor: TorchExecutor) -> ProfileKey:
-    """Key of this executor's profile: the model's shape, the device and its kernels, the dtype."""
+    """Key of this executor's profile: the model's shape, the device and its kernels, the dtype.
+
+    Micro-batches are part of how the device is used.
+    """
     model = ModelConfig.from_folder(config.model_dir)
     info = executor.info
     if info.device.startswith("cuda"):
@@ -43,6 +46,8 @@ def profile_key(config: EngineConfig, executor: TorchExecutor) -> ProfileKey:
     else:
         processor = proc_value("cpuinfo", "model name") or platform.processor() or platform.machine()
         device = f"{processor or os.name}, {CpuKernels().isa}, {torch.get_num_threads()} threads"
+    if config.num_micro_batches > 1:
+        device += f", {config.num_micro_batches} micro-batches"
     return ProfileKey(model.shape_key, device, info.dtype)
 
 

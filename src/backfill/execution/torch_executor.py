@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from backfill.core.request import RequestId
 from backfill.execution.batch import FlatBatch, build_batch
 from backfill.execution.copies import BlockCopier
 from backfill.execution.executor import ExecutorInfo
+from backfill.execution.micro_batches import MicroBatchStreams, split_step
 from backfill.execution.request_state import RequestState
 from backfill.execution.sampler import Sampler
 from backfill.models.decoder import DecoderModel, HiddenState
@@ -32,13 +33,28 @@ _MAX_WAIT_S = 0.05
 
 
 @dataclass(slots=True)
-class _Pass:
-    """The state of a forward pass between two layers."""
+class _MicroBatch:
+    """Slices that are computed together, at least one, and their state between two layers.
+
+    Its tensors are allocated, used and freed on its stream, see ``MicroBatchStreams``.
+    """
 
     slices: tuple[ScheduledSlice, ...]
     batch: FlatBatch
     state: HiddenState
+    stream: int
+
+
+@dataclass(slots=True)
+class _Pass:
+    """A forward pass between two layers; all its micro-batches have passed the same layers."""
+
+    micro_batches: list[_MicroBatch]
     layers_done: int
+
+    @property
+    def slices(self) -> list[ScheduledSlice]:
+        return [scheduled for each in self.micro_batches for scheduled in each.slices]
 
 
 class TorchExecutor:
@@ -47,6 +63,7 @@ class TorchExecutor:
     Args:
         kv_pool: ``[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]``; may be uninitialised.
         copier: to and from the host pool; None without one.
+        num_micro_batches: 2 computes the prefills and the decodes of a step beside each other.
     """
 
     def __init__(
@@ -55,12 +72,15 @@ class TorchExecutor:
         kv_pool: Tensor,
         info: ExecutorInfo,
         copier: BlockCopier | None = None,
+        num_micro_batches: int = 1,
     ) -> None:
         self.info = info
         self._clock = WallClock()
         self._model = model
         self._kv_pool = kv_pool
         self._copier = copier
+        self._num_micro_batches = num_micro_batches
+        self._streams = MicroBatchStreams(kv_pool.device, num_micro_batches)
         self._sampler = Sampler(info.end_token_ids)
         self._states: dict[RequestId, RequestState] = {}
         self._suspended: _Pass | None = None
@@ -94,18 +114,16 @@ class TorchExecutor:
                 return StepOutcome(sampled=(), completed_copies=self._take_completed_copies())
             case Compute(slices=()):
                 return StepOutcome(sampled=(), completed_copies=self._take_completed_copies())
-            case Compute(slices=slices):
-                running, last = self._embedded(slices), self._model.num_layers
-            case Resume(slices=slices, num_layers=num_layers):
-                running = self._resumed(slices)
-                last = running.layers_done + num_layers
-        stopped, stopped_at_s = self._run_layers(running, plan, last)
-        sampled = self._sample(running)
+        with self._streams.forked():
+            running, last = self._begun(work)
+            stopped, stopped_at_s = self._run_layers(running, plan, last)
+        sampled = self._sample(running, plan)
         # Last: if the step failed after this, completed copies would not be reported.
         completed = self._take_completed_copies()
         if stopped is None:
             return StepOutcome(sampled, completed_copies=completed)
-        ids = tuple(scheduled.request_id for scheduled in stopped.slices)
+        stopped_ids = {scheduled.request_id for scheduled in stopped.slices}
+        ids = tuple(each.request_id for each in plan.slices if each.request_id in stopped_ids)
         is_suspended = stopped is self._suspended
         return StepOutcome(
             sampled,
@@ -124,54 +142,47 @@ class TorchExecutor:
 
         Returns: the slices that were stopped, as a pass, and when.
         """
-        model, points = self._model, plan.safepoints
+        model, points, streams = self._model, plan.safepoints, self._streams
         first = running.layers_done
         stopped: _Pass | None = None
         stopped_at_s: float | None = None
-        queued: torch.cuda.Event | None = None
-        while running.slices and running.layers_done < model.num_layers:
+        while running.micro_batches and running.layers_done < model.num_layers:
             layer = running.layers_done
             if points is not None and stopped is None and layer > first:
                 at_safepoint = (layer - first) % points.layers_apart == 0
                 if at_safepoint:
-                    queued = self._wait_for_device(queued)
+                    streams.wait_for_previous_group()
                 if layer == last or (at_safepoint and self._step_to_stop == plan.step):
                     stopped_at_s = self._clock.now_s()
                     stopped = self._take_out(running, suspends=points.suspends)
                     continue
-            running.state = model.run_layer(layer, running.state, self._kv_pool, running.batch.attention)
+            for each in running.micro_batches:
+                with streams.of(each.stream):
+                    each.state = model.run_layer(layer, each.state, self._kv_pool, each.batch.attention)
             running.layers_done += 1
         return stopped, stopped_at_s
 
-    def _wait_for_device(self, queued: torch.cuda.Event | None) -> torch.cuda.Event | None:
-        """Keep at most one group of layers queued: layers queued on a GPU cannot be stopped.
-
-        ``queued`` is the result of the call at the previous safepoint.
-        """
-        if not self._kv_pool.is_cuda:
-            return None
-        if queued is not None:
-            queued.synchronize()
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record()
-        return event
-
     def _take_out(self, running: _Pass, *, suspends: bool) -> _Pass:
         """Split the preemptible slices off the pass and return them; keep them if the step suspends them."""
-        preemptible = [scheduled.preemptible for scheduled in running.slices]
-        if all(preemptible):
-            taken, running.slices = replace(running), ()
-        else:
-            taken = self._split(running, preemptible)
-            kept = self._split(running, [not each for each in preemptible])
-            running.slices, running.batch, running.state = kept.slices, kept.batch, kept.state
+        preemptible = {each.request_id for each in running.slices if each.preemptible}
+        others = {each.request_id for each in running.slices if not each.preemptible}
+        taken = _Pass(self._with_only(preemptible, running.micro_batches), running.layers_done)
+        running.micro_batches = self._with_only(others, running.micro_batches)
         self._suspended = taken if suspends else None
         return taken
 
-    def _embedded(self, slices: tuple[ScheduledSlice, ...]) -> _Pass:
-        """A pass of the slices before its first layer."""
-        batch = self._batch_of(slices)
-        return _Pass(slices, batch, self._model.embed(batch.token_ids, batch.attention), layers_done=0)
+    def _begun(self, work: Compute | Resume) -> tuple[_Pass, int]:
+        """A pass before its first layer, or the suspended pass, and the layer before which it ends."""
+        if isinstance(work, Resume):
+            running = self._resumed(work.slices)
+            return running, running.layers_done + work.num_layers
+        micro_batches = []
+        for stream, slices in enumerate(split_step(work.slices, self._num_micro_batches)):
+            with self._streams.of(stream):
+                batch = self._batch_of(slices)
+                state = self._model.embed(batch.token_ids, batch.attention)
+                micro_batches.append(_MicroBatch(slices, batch, state, stream))
+        return _Pass(micro_batches, layers_done=0), self._model.num_layers
 
     def _resumed(self, slices: tuple[ScheduledSlice, ...]) -> _Pass:
         """The suspended pass with the resumed slices only."""
@@ -179,35 +190,48 @@ class TorchExecutor:
         assert suspended is not None, "nothing is suspended"
         resumed = {scheduled.request_id for scheduled in slices}
         assert resumed <= {scheduled.request_id for scheduled in suspended.slices}
-        if len(resumed) == len(suspended.slices):
-            return suspended
-        return self._split(suspended, [scheduled.request_id in resumed for scheduled in suspended.slices])
+        return _Pass(self._with_only(resumed, suspended.micro_batches), suspended.layers_done)
 
-    def _split(self, running: _Pass, keep: Sequence[bool]) -> _Pass:
-        """A pass of the kept slices only, with a copy of their rows."""
-        slices = tuple(scheduled for scheduled, kept in zip(running.slices, keep, strict=True) if kept)
-        counts = torch.tensor([scheduled.num_tokens for scheduled in running.slices])
+    def _with_only(self, kept: Set[RequestId], micro_batches: Sequence[_MicroBatch]) -> list[_MicroBatch]:
+        """The micro-batches with the slices of these requests only, without empty ones.
+
+        A micro-batch with all its slices is itself, one with some of them has a copy of their rows.
+        """
+        found: list[_MicroBatch] = []
+        for each in micro_batches:
+            keep = [scheduled.request_id in kept for scheduled in each.slices]
+            if all(keep):
+                found.append(each)
+            elif any(keep):
+                with self._streams.of(each.stream):
+                    found.append(self._split(each, keep))
+        return found
+
+    def _split(self, whole: _MicroBatch, keep: Sequence[bool]) -> _MicroBatch:
+        """A micro-batch of the kept slices only, with a copy of their rows."""
+        slices = tuple(scheduled for scheduled, kept in zip(whole.slices, keep, strict=True) if kept)
+        counts = torch.tensor([scheduled.num_tokens for scheduled in whole.slices])
         rows = torch.repeat_interleave(torch.tensor(keep), counts).nonzero().squeeze(1)
-        rows = rows.to(running.state.residual.device)
-        residual, delta = running.state
+        rows = rows.to(whole.state.residual.device)
+        residual, delta = whole.state
         state = HiddenState(residual[rows], None if delta is None else delta[rows])
-        return _Pass(slices, self._batch_of(slices), state, running.layers_done)
+        return _MicroBatch(slices, self._batch_of(slices), state, whole.stream)
 
-    def _sample(self, running: _Pass) -> tuple[SampledToken, ...]:
+    def _sample(self, running: _Pass, plan: StepPlan) -> tuple[SampledToken, ...]:
         sampling = [scheduled.request_id for scheduled in running.slices if scheduled.samples]
         if not sampling:
-            if self._kv_pool.is_cuda:  # nothing was read from the device, so it may still compute
-                torch.cuda.current_stream(self._kv_pool.device).synchronize()
+            self._streams.synchronize()  # nothing was read from the device, so it may still compute
             return ()
-        logits = self._model.logits(running.state, running.batch.sampled_rows)
+        logits = self._model.logits(*_sampled_rows(running.micro_batches))
         states = [self._states[request_id] for request_id in sampling]
         sampled = self._sampler.sample(logits, states)
         for state, (token_id, _) in zip(states, sampled, strict=True):
             state.append(token_id)
-        return tuple(
-            SampledToken(request_id, token_id, logprobs)
+        tokens = {
+            request_id: SampledToken(request_id, token_id, logprobs)
             for request_id, (token_id, logprobs) in zip(sampling, sampled, strict=True)
-        )
+        }
+        return tuple(tokens[each.request_id] for each in plan.slices if each.request_id in tokens)
 
     def _batch_of(self, slices: Sequence[ScheduledSlice]) -> FlatBatch:
         tokens = [
@@ -215,3 +239,22 @@ class TorchExecutor:
             for scheduled in slices
         ]
         return build_batch(slices, tokens, self.info.block_size, self._kv_pool.device)
+
+
+def _sampled_rows(micro_batches: Sequence[_MicroBatch]) -> tuple[HiddenState, Tensor]:
+    """Hidden states, and the indices of their rows that are sampled, one micro-batch after another.
+
+    At least one is: the output projection reads its weights once for all.
+    """
+    sampling = [each for each in micro_batches if any(scheduled.samples for scheduled in each.slices)]
+    if len(sampling) == 1:
+        return sampling[0].state, sampling[0].batch.sampled_rows
+    rows = [each.batch.sampled_rows for each in sampling]
+    residual = torch.cat([each.state.residual[index] for each, index in zip(sampling, rows, strict=True)])
+    deltas = [
+        each.state.delta[index]
+        for each, index in zip(sampling, rows, strict=True)
+        if each.state.delta is not None
+    ]
+    state = HiddenState(residual, torch.cat(deltas) if deltas else None)
+    return state, torch.arange(len(residual), device=residual.device)
