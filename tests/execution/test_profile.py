@@ -75,7 +75,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[CostProfile]:
     return profiles
 
 
-def test_the_key_says_model_processor_threads_and_dtype(
+def test_the_key_says_model_processor_threads_micro_batches_and_dtype(
     running: Loaded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     key = profile_key(*running)
@@ -86,6 +86,9 @@ def test_the_key_says_model_processor_threads_and_dtype(
     other = profile_key(*running)
     assert other.device.endswith(", 3 threads")
     assert (other.model, other.dtype) == (key.model, key.dtype)
+    config, executor = running
+    split = profile_key(replace(config, num_micro_batches=2), executor)
+    assert split == replace(other, device=f"{other.device}, 2 micro-batches")
 
 
 def test_the_key_is_of_the_model_and_not_of_its_folder(running: Loaded, tmp_path: Path) -> None:
