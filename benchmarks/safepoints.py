@@ -32,10 +32,12 @@ _NUM_DECODES, _CONTEXT, _CHUNK = 64, 256, 256
 _MAX_STOP_S = 0.005
 
 
-def make_plan(executor: TorchExecutor, num_decodes: int = _NUM_DECODES) -> StepPlan:
+def make_plan(
+    executor: TorchExecutor, num_decodes: int = _NUM_DECODES, context: int = _CONTEXT, chunk: int = _CHUNK
+) -> StepPlan:
     """Offline decodes and a chunk of a prompt. None samples, so the plan can run any number of times."""
-    blocks_each = -(-(_CONTEXT + 1) // executor.info.block_size)
-    shapes = [(_CONTEXT, 1)] * num_decodes + [(0, _CHUNK)]
+    blocks_each = -(-max(context + 1, chunk) // executor.info.block_size)
+    shapes = [(context, 1)] * num_decodes + [(0, chunk)]
     slices = tuple(
         ScheduledSlice(
             RequestId(f"r{index}"),
