@@ -36,10 +36,10 @@ ORDERS = "fcfs", "random", "dfs", "batchllm", "blend"
 UNCACHED = "fcfs without prefix caching"
 # Of one token each after a space.
 _WORDS = """
-    time year people way day man thing woman life child world school state family student group country problem
-    hand part place case week company system program question work government number night point home water
-    room mother area money story fact month lot right study book eye job word business issue side kind head
-    house service friend father power hour game line end member law car city
+    time year people way day man thing woman life child world school state family student group country
+    problem hand part place case week company system program question work government number night point
+    home water room mother area money story fact month lot right study book eye job word business issue
+    side kind head house service friend father power hour game line end member law car city
 """
 WORDS = tuple(_WORDS.split())
 
