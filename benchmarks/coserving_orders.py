@@ -1,7 +1,7 @@
 """Orders of a batch beside online chats: lines finished a second, and what the chats see.
 
-A server for each order runs a batch of mixed density whose lines share prefixes (the pool ``shared`` of
-offline_pools.py, in random order) beside chats that arrive at random times. Lines are counted while chats
+A server for each order runs a batch of mixed density whose lines share prefixes (the pool ``documents``
+of offline_pools.py, in random order) beside chats that arrive at random times. Lines are counted while chats
 arrive, after a lead in which the batch is validated and the device fills.
 
 Usage: coserving_orders.py [--orders fcfs,dfs,blend] [--rate 0.5] [--duration 120] [--rounds 3].
@@ -21,7 +21,7 @@ from typing import Any
 
 import httpx
 from machine_limits import processor_name
-from offline_pools import MODEL, body_of, shared
+from offline_pools import MODEL, body_of, documents
 from served import served
 
 FIGURES = ("lines_per_s", "p50_ttft_ms", "p99_ttft_ms", "p99_itl_ms", "good_share")
@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def batch_file(num_lines: int) -> bytes:
-    lines = shared(num_lines, random.Random(1))
+    lines = documents(num_lines, random.Random(1))
     random.Random(1).shuffle(lines)
     return "".join(json.dumps(body_of(*each)) + "\n" for each in enumerate(lines)).encode()
 

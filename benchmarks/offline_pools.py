@@ -2,8 +2,8 @@
 
 ``few-shot`` is an evaluation: 40 prefixes of five examples, a short question and two tokens of answer, so a
 perfect cache saves 0.85 of all tokens. ``shared`` shares 0.35: system prompts before short chats, beside
-stories with long outputs. ``none`` shares nothing and has the same lengths of output. All lines are of known
-length. Each run is a process of its own; its time is that of the summary, which includes loading the model.
+stories with long outputs. ``none`` shares nothing and has the same lengths of output. ``documents`` has eight
+questions about each of many documents, beside stories. All lines are of known length. Each run is a process of its own; its time is that of the summary, which includes loading the model.
 
 The limit is what FLOPs and bytes alone take on this machine: every token through the layers at the rate of
 large bf16 products, sampled tokens through the embedding, and the KV that decode steps read at the rate of
@@ -66,6 +66,17 @@ def shared(count: int, rng: random.Random) -> list[Line]:
     return chats + [Line("", text(20, rng), length) for length in long_outputs(count - len(chats), rng)]
 
 
+def documents(count: int, rng: random.Random) -> list[Line]:
+    """Eight questions about each document, and stories with long outputs; far more than a KV cache holds."""
+    num_questions = count * 3 // 4
+    texts = [text(300, rng) for _ in range(-(-num_questions // 8))]
+    questions = [
+        Line(texts[number // 8], text(rng.randint(20, 60), rng), rng.randint(4, 20))
+        for number in range(num_questions)
+    ]
+    return questions + [Line("", text(20, rng), each) for each in long_outputs(count - num_questions, rng)]
+
+
 def none(count: int, rng: random.Random) -> list[Line]:
     chats = [Line("", text(rng.randint(40, 160), rng), rng.randint(4, 20)) for _ in range(count * 3 // 4)]
     return chats + [Line("", text(20, rng), length) for length in long_outputs(count - len(chats), rng)]
@@ -83,6 +94,7 @@ POOLS: dict[str, Callable[[int, random.Random], list[Line]]] = {
     "few-shot": few_shot,
     "shared": shared,
     "none": none,
+    "documents": documents,
 }
 
 
@@ -90,7 +102,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--lines", type=int, default=2000)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--pools", default=",".join(POOLS))
+    parser.add_argument("--pools", default="few-shot,shared,none", help=f"some of {', '.join(POOLS)}")
     parser.add_argument("--orders", default=",".join(ORDERS))
     parser.add_argument(
         "--no-uncached", action="store_true", help="leave out few-shot without prefix caching"
