@@ -3,7 +3,8 @@
 ``few-shot`` is an evaluation: 40 prefixes of five examples, a short question and two tokens of answer, so a
 perfect cache saves 0.85 of all tokens. ``shared`` shares 0.35: system prompts before short chats, beside
 stories with long outputs. ``none`` shares nothing and has the same lengths of output. ``documents`` has eight
-questions about each of many documents, beside stories. All lines are of known length. Each run is a process of its own; its time is that of the summary, which includes loading the model.
+questions about each of many documents, beside stories. All lines are of known length. Each run is a process
+of its own; its time is that of the summary, which includes loading the model.
 
 The limit is what FLOPs and bytes alone take on this machine: every token through the layers at the rate of
 large bf16 products, sampled tokens through the embedding, and the KV that decode steps read at the rate of
