@@ -19,8 +19,8 @@ from backfill.blending.requests import OrderName, PlannedRequest, PoolRequest
 from backfill.preparation import line_pool
 from backfill.preparation.line_pool import WINDOW_LINES, LinePool
 from backfill.preparation.lines import BadLine, BatchLine
-from backfill.preparation.messages import START, Position
-from backfill.preparation.spool import Spool
+from backfill.preparation.messages import START, LinesTaken, Position
+from backfill.preparation.spool import Span, Spool
 from tests.preparation.pool_doubles import RESOURCES, lines_of, make_pool, open_file, prompts
 
 
@@ -254,19 +254,47 @@ def test_the_lines_ahead_are_bounded_and_no_batch_waits_for_another_one(
     assert pool._num_waiting == pool._num_waiting_tokens == 0
 
 
-def test_a_line_that_cannot_be_read_back_waits_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_whose_lines_cannot_be_read_back_is_closed_and_the_owners_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     pool = make_pool()
-    open_file(pool, tmp_path / "in", prompts([1], [2], [3]))
-    index_all(pool)
-    with monkeypatch.context() as patched:
+    open_file(pool, tmp_path / "good", prompts([1], [2]), 1)
+    open_file(pool, tmp_path / "bad", prompts([3], [4], [5]), 2)
+    for reader_id in (1, 2):
+        index_all(pool, reader_id)
+    read, bad = Spool.read, pool._readers[2].spool
 
-        def refuse(*_: object) -> bytes:
+    def refuse(self: Spool, span: Span) -> bytes:
+        if self is bad:
             raise OSError(errno.EIO, "bad sector")
+        return read(self, span)
 
-        patched.setattr(Spool, "read", refuse)
-        with pytest.raises(OSError, match="bad sector"):
-            pool.take("", 2)
+    monkeypatch.setattr(Spool, "read", refuse)
+    taken = pool.take("", 5)
+    assert [(each.reader_id, each.line.number) for each in taken.lines] == [(1, 1), (1, 2)]
+    assert taken.unreadable == 2
+    assert "bad: its lines are prepared again" in caplog.text and "bad sector" in caplog.text
+    assert pool.take("", 5) == LinesTaken([])
+    open_file(pool, tmp_path / "bad", prompts([3], [4], [5]), 2, is_spooled=False)
+    index_all(pool, 2)
     assert numbers(take_all(pool)) == [1, 2, 3]
+
+
+class Unscanned(dict[int, PoolRequest]):
+    def values(self) -> Any:
+        raise AssertionError("the requests of all owners were looked at")
+
+
+def test_a_take_does_not_look_at_the_lines_of_other_owners(tmp_path: Path) -> None:
+    pool = make_pool()
+    open_file(pool, tmp_path / "a", prompts(*[[n] for n in range(9)]), 1, owner="a")
+    pool.index(1, START, 9)
+    assert len(pool._to_plan) == 9
+    with_values, pool._to_plan = pool._to_plan, Unscanned(pool._to_plan)
+    assert not pool.take("b", 1).lines
+    pool._to_plan = with_values
+    assert len(take_all(pool, "a")) == 9
+    assert not pool._owners_to_plan["a"]
 
 
 def test_a_bad_line_is_raised_after_those_before_it(tmp_path: Path) -> None:
@@ -376,7 +404,7 @@ def test_each_line_is_taken_once_whatever_happens(
     for reader_id in list(driver.left):
         driver.close(reader_id)
     assert pool._num_waiting == pool._num_waiting_tokens == 0
-    assert not (pool._by_id or pool._unpooled or pool._to_plan)
+    assert not (pool._by_id or pool._unpooled or pool._to_plan or pool._owners_to_plan.total())
 
 
 def test_the_pool_knows_what_online_traffic_uses(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import random
 from collections import Counter
@@ -31,6 +32,7 @@ from backfill.preparation.messages import (
     Work,
 )
 from backfill.preparation.readers import LineReaders, PreparationDied, PreparedLines
+from backfill.preparation.spool import Span, Spool
 from backfill.protocol.generation import Generation, GenerationEndpoint
 from backfill.protocol.preparer import RequestContext
 from tests.api.servers import TIMEOUT_S
@@ -232,6 +234,57 @@ async def test_a_file_that_could_not_be_read_for_a_moment_is_tried_again(
         while not lines.is_indexed:
             await asyncio.sleep(0.001)
         assert len(await lines.read(10)) == 3
+
+
+async def test_a_file_whose_prepared_lines_cannot_be_read_back_costs_no_other_of_the_owner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process, read = Process(), Spool.read
+    good, bad = (write(tmp_path / str(index), *[[index, n] for n in range(500)]) for index in range(2))
+
+    def refuse(self: Spool, span: Span) -> bytes:
+        if self._folder == str(tmp_path):
+            raise OSError(errno.EIO, "bad sector")
+        return read(self, span)
+
+    monkeypatch.setattr(Spool, "read", refuse)
+    async with process.running() as readers:
+        reader = readers.open(selection_of(good))
+        other = readers.open(selection_of(bad, spool_folder=str(tmp_path)))
+        while not (reader.is_indexed and other.is_indexed):
+            await asyncio.sleep(0)
+        found = await rest(reader, 32)  # no error
+        for lines in (reader, other):
+            assert numbers([each for each in found if each[0] is lines]) == list(range(1, 501))
+    assert not other.is_spooled
+    assert reader.is_spooled
+    assert process.num_deaths == 0
+
+
+async def test_files_that_wait_for_room_are_tried_now_and_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(line_pool, "MAX_LINES", 1000)
+    process, num_jobs = Process(), 0
+
+    def count(work: Work) -> None:
+        nonlocal num_jobs
+        num_jobs += isinstance(work, IndexLines)
+
+    process.before_job = count
+    path = write(tmp_path / "in", *[[n] for n in range(3000)])
+    async with process.running() as readers:
+        opened = [readers.open(selection_of(path, owner=str(index))) for index in range(20)]
+        while not all(lines.is_held_up for lines in opened):
+            await asyncio.sleep(0)
+        num_jobs = 0
+        for _ in range(32):
+            assert len(await opened[0].read(8)) == 8
+        while not all(lines.is_held_up for lines in opened):
+            await asyncio.sleep(0)
+        assert num_jobs < 3 * 32, "each read lets its own file be tried, not all of them"
+        for lines in opened:
+            assert len(numbers(await rest(lines, 256))) == 3000 - 256 * (lines is opened[0])
 
 
 async def test_lines_of_a_file_that_is_closed_are_not_returned(tmp_path: Path) -> None:

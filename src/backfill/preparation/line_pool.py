@@ -7,7 +7,7 @@ import itertools
 import logging
 import time
 from array import array
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -60,7 +60,7 @@ class _Reader:
     selection: LineSelection
     file: LineFile
     spool: Spool
-    is_spooling: bool = True
+    is_spooling: bool
     num_indexed: int = 0
     num_waiting: int = 0
     lines: dict[int, _Line] = field(default_factory=dict)  # by number
@@ -90,6 +90,7 @@ class LinePool:
         self._namespaces: dict[tuple[str, str], int] = {}  # of open readers
         self._namespace_numbers = itertools.count()
         self._to_plan: dict[int, PoolRequest] = {}  # by id
+        self._owners_to_plan: Counter[str] = Counter()  # of these requests
         self._unpooled: dict[str, deque[_Line]] = {}  # by owner: lines with nothing to compute
         self._num_waiting = 0
         self._num_waiting_tokens = 0
@@ -97,9 +98,8 @@ class LinePool:
     def open(self, reader_id: int, selection: LineSelection, file: LineFile) -> None:
         """Begin a reader, or begin it again."""
         self.close(reader_id)
-        self._readers[reader_id] = _Reader(
-            selection, file, Spool(selection.spool_folder, selection.min_free_bytes)
-        )
+        spool = Spool(selection.spool_folder, selection.min_free_bytes)
+        self._readers[reader_id] = _Reader(selection, file, spool, selection.is_spooled)
 
     def close(self, reader_id: int) -> None:
         """Drop a reader and its lines. An unknown one is ignored."""
@@ -140,7 +140,7 @@ class LinePool:
     def take(self, owner: str, max_lines: int) -> LinesTaken:
         """The next lines of an owner.
 
-        Raises: OSError where a line cannot be read back; it waits again.
+        A reader whose line cannot be read back is closed: its lines must be indexed again.
         """
         taken, num_bytes = list[TakenLine](), 0
         while len(taken) < max_lines and num_bytes < _TAKE_BYTES:
@@ -149,11 +149,14 @@ class LinePool:
                 break
             try:
                 read = self._read_back(line)
-            except OSError:
-                self._put_back(line)
-                if not taken:
-                    raise
-                break
+            except OSError as error:
+                logger.warning(
+                    "%s: its lines are prepared again, because prepared lines cannot be read back: %s",
+                    self._readers[line.reader_id].selection.path,
+                    error.strerror or error,
+                )
+                self.close(line.reader_id)
+                return LinesTaken(taken, unreadable=line.reader_id)
             taken.append(TakenLine(line.reader_id, read))
             num_bytes += read.num_bytes
         return LinesTaken(taken)
@@ -204,6 +207,7 @@ class LinePool:
             else:
                 request = self._request_of(line, reader.selection, read.generation)
                 self._to_plan[line.request_id] = request
+                self._owners_to_plan[request.group] += 1
             self._count_waiting(line, 1)
         reader.file.mark_done([line.number for line in lines])
         num_planned = self._num_waiting - len(self._to_plan)
@@ -257,6 +261,7 @@ class LinePool:
             if self._pool is None:
                 self._pool = self._create()
             requests, self._to_plan = list(self._to_plan.values()), {}
+            self._owners_to_plan.clear()
             self._pool.add(requests, merges_all=merges_all)
 
     # ---- Taking ----
@@ -271,7 +276,7 @@ class LinePool:
             self._mark_taken(line)
             return line
         planned = self._pool.take(owner, now_s=time.monotonic()) if self._pool is not None else None
-        if planned is None and any(request.group == owner for request in self._to_plan.values()):
+        if planned is None and self._owners_to_plan[owner]:
             self._plan()
             assert self._pool is not None
             planned = self._pool.take(owner, now_s=time.monotonic())
@@ -322,7 +327,9 @@ class LinePool:
     def _forget(self, line: _Line) -> None:
         """A line of a reader that is closed."""
         del self._by_id[line.request_id]
-        self._to_plan.pop(line.request_id, None)
+        request = self._to_plan.pop(line.request_id, None)
+        if request is not None:
+            self._owners_to_plan[request.group] -= 1
         if not line.is_taken:
             self._count_waiting(line, -1)
 

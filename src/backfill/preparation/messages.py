@@ -92,6 +92,7 @@ class LineSelection(msgspec.Struct, frozen=True, kw_only=True):
         owner: of their batch.
         spool_folder: on the disk that holds prepared lines; empty for the system's temporary files.
         min_free_bytes: of that disk, left for results.
+        is_spooled: False holds prepared lines in memory, a few ahead.
     """
 
     path: str
@@ -102,6 +103,7 @@ class LineSelection(msgspec.Struct, frozen=True, kw_only=True):
     owner: str = ""
     spool_folder: str = ""
     min_free_bytes: int = 0
+    is_spooled: bool = True
 
 
 class Position(msgspec.Struct, frozen=True):
@@ -256,9 +258,14 @@ class TakenLine(msgspec.Struct, frozen=True):
 
 
 class LinesTaken(msgspec.Struct, tag=True, frozen=True):
-    """No lines only if no line of the owner is indexed and waits."""
+    """No lines only if no line of the owner is indexed and waits, or ``unreadable`` is set.
+
+    Attributes:
+        unreadable: a reader whose next line could not be read back. It was closed.
+    """
 
     lines: list[TakenLine]
+    unreadable: int | None = None
 
 
 class RequestFailure(msgspec.Struct, tag=True, frozen=True):

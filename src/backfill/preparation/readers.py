@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
@@ -57,7 +57,9 @@ class LineReaders:
 
     A process that is started again knows nothing of its predecessor's lines: each file is indexed again,
     without the lines that were taken. A line that ends the process is handed out as one that cannot be
-    prepared.
+    prepared, after four ends: two over a group of lines, and two over this line alone.
+
+    A file whose prepared lines cannot be read back is indexed again too. Its lines are then held in memory.
     """
 
     def __init__(self, ask: Ask, send: Callable[[ToPreparation], None]) -> None:
@@ -66,7 +68,7 @@ class LineReaders:
         self._ids = itertools.count()
         self._open: dict[int, PreparedLines] = {}
         self._can_index = False
-        self._num_restarts = 0
+        self._num_taken = 0  # lines since files that are held up were last tried
         self._num_put_back = 0  # groups of lines
         self._changed = asyncio.Event()  # there may be something to index
         self._progress = asyncio.Event()  # more lines may be taken; replaced each time
@@ -81,7 +83,7 @@ class LineReaders:
     def close(self, lines: PreparedLines) -> None:
         del self._open[lines.reader_id]
         self._send(CloseLines(lines.reader_id))
-        self._note_room()
+        self._try_held_up(self._open.values())
 
     def allow(self) -> None:
         """The process knows the engine's limits, which it needs to index."""
@@ -90,7 +92,6 @@ class LineReaders:
 
     def restart(self) -> None:
         """There is a new process."""
-        self._num_restarts += 1
         for lines in self._open.values():
             self._restart(lines)
 
@@ -129,6 +130,7 @@ class LineReaders:
         self._note_progress()
         for each in taken.lines:
             self._send(PutBackLine(each.reader_id, each.line.number))
+        self._note_unreadable(taken)
 
     def end(self, lines: PreparedLines, number: int, num_output_tokens: int | None) -> None:
         """See ``PreparedLines.end``."""
@@ -141,20 +143,34 @@ class LineReaders:
             if lines is not None:  # else it was closed meanwhile
                 lines.note_taken(each.line.number)
                 found.append((lines, each.line))
-        if found:
-            self._note_room()
+        self._num_taken += len(found)
+        if self._num_taken >= _INDEX_LINES:
+            self._num_taken = 0
+            self._try_held_up(self._open.values())
+        elif found:
+            self._try_held_up(lines for lines, _ in found)
+        self._note_unreadable(taken)
         return found
+
+    def _note_unreadable(self, taken: LinesTaken) -> None:
+        """Index a file again whose prepared lines cannot be read back."""
+        lines = None if taken.unreadable is None else self._open.get(taken.unreadable)
+        if lines is not None:
+            lines.is_spooled = False
+            self._restart(lines)
 
     def _note_progress(self) -> None:
         self._progress.set()
         self._progress = asyncio.Event()
 
-    def _note_room(self) -> None:
-        for lines in self._open.values():
+    def _try_held_up(self, some: Iterable[PreparedLines]) -> None:
+        """The process may have room for lines of these files."""
+        for lines in some:
             lines.is_held_up = False
         self._changed.set()
 
     def _restart(self, lines: PreparedLines) -> None:
+        lines.num_restarts += 1
         lines.position, lines.num_ahead = START, 0
         lines.is_indexed, lines.is_held_up, lines.error = False, False, None
         self._send(OpenLines(lines.reader_id, lines.selection_left()))
@@ -170,7 +186,7 @@ class LineReaders:
         return min(waiting, key=lambda lines: lines.turn, default=None)
 
     async def _index(self, lines: PreparedLines) -> None:
-        num_restarts, position = self._num_restarts, lines.position
+        num_restarts, position = lines.num_restarts, lines.position
         try:
             work = IndexLines(lines.reader_id, position, 1 if lines.is_single else _INDEX_LINES)
             found = await self._ask(work, LinesIndexed)
@@ -182,8 +198,8 @@ class LineReaders:
             self._note_error(lines, error)
         else:
             lines.num_ahead += found.num_lines
-            # Else the job was the new process's, and it begins at the file's start again.
-            if num_restarts == self._num_restarts:
+            # Else the file is indexed from its start again.
+            if num_restarts == lines.num_restarts:
                 lines.position = found.position
                 lines.is_indexed = found.is_end
                 lines.is_held_up = not (found.num_lines or found.is_end)
@@ -220,6 +236,7 @@ class PreparedLines:
         is_indexed: to the end.
         is_held_up: the process holds as many lines as it may.
         is_single: lines are indexed one by one, because one of them ended the process.
+        is_spooled: prepared lines wait on a disk.
         error: why indexing stopped; the next read without a line raises it.
     """
 
@@ -228,9 +245,12 @@ class PreparedLines:
     selection: LineSelection
     position: Position = START
     num_ahead: int = 0
+    num_taken: int = 0
+    num_restarts: int = 0
     is_indexed: bool = False
     is_held_up: bool = False
     is_single: bool = False
+    is_spooled: bool = True
     error: Exception | None = None
     unprepared: frozenset[int] = frozenset()
     _done: bytearray = field(init=False)
@@ -247,6 +267,11 @@ class PreparedLines:
     @property
     def is_to_index(self) -> bool:
         return not self.is_indexed and self.error is None
+
+    @property
+    def num_indexed(self) -> int:
+        """Lines, those that were taken included."""
+        return self.num_taken + self.num_ahead
 
     async def read(self, max_lines: int) -> Sequence[tuple[PreparedLines, BatchLine]]:
         """The next lines of this file's owner, each with the open file that it is from.
@@ -269,10 +294,16 @@ class PreparedLines:
     def note_taken(self, number: int) -> None:
         mark(self._done, number)
         self.num_ahead -= 1
+        self.num_taken += 1
 
     def selection_left(self) -> LineSelection:
         """The lines that were not taken."""
-        return msgspec.structs.replace(self.selection, done=bytes(self._done), unprepared=self.unprepared)
+        return msgspec.structs.replace(
+            self.selection,
+            done=bytes(self._done),
+            unprepared=self.unprepared,
+            is_spooled=self.is_spooled,
+        )
 
 
 @dataclass(slots=True, eq=False)
