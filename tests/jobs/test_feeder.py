@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from backfill.core.errors import BackfillError, EngineDead
@@ -31,6 +32,7 @@ from tests.jobs.feeder_doubles import (
     lines_up_to,
     until,
 )
+from tests.protocol.builders import make_generation
 
 pytestmark = pytest.mark.anyio
 
@@ -411,6 +413,67 @@ async def test_one_read_at_a_time_is_enough_for_all_batches_of_an_owner() -> Non
     for feed in feeds:
         await asyncio.wait_for(feed.finished, TIMEOUT_S)
     assert [len(sink.results) for sink in sinks] == [5, 5]
+
+
+async def test_lines_of_others_start_while_those_of_one_owner_are_read() -> None:
+    engine, sinks = Engine(holds=True), [Sink() for _ in range(3)]
+    waiting: deque[tuple[LineSource, BatchLine]] = deque()
+    may_read = asyncio.Event()
+    source = SharedSource(waiting, may_read)
+    waiting.extend((source, line_of(1000 + number)) for number in range(200))
+    slow = Feed("slow", source, 200, sinks[0], lambda results: None, owner="slow", deadline_at_s=1.0)
+    quick = [
+        feed_of((line_of(n) for n in range(at, at + 100)), 100, sink, owner=f"quick {at}", deadline_at_s=2.0)
+        for at, sink in ((0, sinks[1]), (100, sinks[2]))
+    ]
+    engine.feeder.set_capacity(60)
+    for feed in (slow, *quick):
+        engine.feeder.add(feed)
+    await until(lambda: len(engine.in_flight) >= 40)
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert [len(feed.running) for feed in quick] == [20, 20], "and leave the slow one its share"
+    for _ in range(3):  # their lines end and others take their places
+        for end in engine.in_flight.values():
+            if not end.done():
+                end.set_result(None)
+        ended = [len(sink.results) for sink in sinks]
+        await until(
+            lambda ended=ended: [len(sink.results) for sink in sinks[1:]] == [n + 20 for n in ended[1:]]
+        )
+        await until(lambda: len(engine.in_flight) == 40)
+    assert source.num_reads == 1
+    may_read.set()
+    await until(lambda: len(engine.in_flight) == 60)
+    assert [len(feed.running) for feed in (slow, *quick)] == [20, 20, 20]
+    engine.holds = False
+    await asyncio.wait_for(asyncio.gather(slow.finished, *(feed.finished for feed in quick)), TIMEOUT_S)
+    assert [len(sink.results) for sink in sinks] == [200, 100, 100]
+
+
+async def test_a_lost_line_runs_again_without_what_waiting_lines_needed_of_it() -> None:
+    class Told(Engine):
+        """Remembers what it was told of prompts that waiting lines share."""
+
+        def __init__(self) -> None:
+            super().__init__(fatal={0}, survives=True)
+            self.told: list[int | None] = []
+
+        async def run(self, line: BatchLine) -> LineResult:
+            assert line.generation is not None
+            self.told.append(line.generation.request.num_reused_tokens)
+            return await super().run(line)
+
+    generation = make_generation()
+    request = replace(generation.request, num_reused_tokens=3)
+    line = line_of(0)
+    line.generation = msgspec.structs.replace(generation, request=request)
+    engine = Told()
+    feed = feed_of(iter([line]), 1)
+    engine.feeder.add(feed)
+    engine.start()
+    await asyncio.wait_for(feed.finished, TIMEOUT_S)
+    assert engine.told == [3, None, None]
 
 
 async def test_a_read_that_finds_its_lines_with_another_read_ends_no_batch() -> None:

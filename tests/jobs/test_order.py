@@ -102,6 +102,18 @@ def test_only_those_that_are_accepted_are_next() -> None:
     assert order.next(lambda batch: False) is None
 
 
+def test_an_even_share_is_of_owners_with_waiting_lines() -> None:
+    order = FairOrder[str]()
+    assert (order.even_share, order.num_in_flight_of("a")) == (1, 0)
+    for owner in "aabc":
+        order.add(f"{owner}{len(order._entries)}", owner, 1.0)
+    assert order.even_share == 1 / 3
+    order.note_taken("a0")
+    order.note_taken("a1")
+    order.set_waiting("c3", False)
+    assert (order.even_share, order.num_in_flight_of("a")) == (1 / 2, 2)
+
+
 def test_owners_without_lines_are_not_searched_for_the_next() -> None:
     small = [Batch(f"small {number}", 1, 1) for number in range(1000)]
     large = Batch("large", 1, 10**6)

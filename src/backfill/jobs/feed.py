@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
+
+import msgspec
 
 from backfill.core.errors import BackfillError
 from backfill.jobs.lines import LineResult
@@ -133,7 +136,11 @@ class Feed:
         self.source.end(result.line.number, result.num_output_tokens)
 
     def put_back(self, line: BatchLine) -> None:
+        """A line was lost. It runs again when others than before wait: what they need of it is unknown."""
         self.num_in_flight -= 1
+        if line.generation is not None:
+            request = dataclasses.replace(line.generation.request, num_reused_tokens=None)
+            line.generation = msgspec.structs.replace(line.generation, request=request)
         self._put(line)
 
     def note_durable(self, results: Sequence[LineResult]) -> None:

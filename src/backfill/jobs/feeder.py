@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import math
 from typing import Protocol
 
 from backfill.core.errors import EngineDead, RequestLost, StepFailed
@@ -24,6 +25,7 @@ MAX_BUFFERED_BYTES = 64 << 20
 
 # Lines per read: enough to spread its cost, few enough that other batches get their turn.
 _GROUP_LINES = 32
+_READ_BYTES = 1 << 20  # of a read's lines, if they are more than one
 # Lines started in one turn of the event loop. Streams wait for it.
 _TURN_LINES = 32
 # Each loss of a line divides the lines in flight beside it by this.
@@ -40,7 +42,8 @@ class Feeder:
     """Runs lines of all feeds, at most ``capacity`` at once. A line counts until its result is durable.
 
     ``FairOrder`` chooses the owner of the next line. Lines of one owner run in the order in which they are
-    read, whichever feed they are of: that order is the source's. One event loop owns the feeder.
+    read, whichever feed they are of: that order is the source's. While lines of one owner are read, those of
+    others start, up to an even share of the capacity each. One event loop owns the feeder.
 
     When the engine dies or a step fails, all its lines are lost, and at most one is to blame. Lost lines run
     again before others. Each loss divides the lines in flight by eight, until a line runs alone. Only losses
@@ -53,6 +56,7 @@ class Feeder:
         self._tasks = tasks or TaskWatch()
         self._order = FairOrder[Feed](lambda feed: feed.turn)
         self._feeds: list[Feed] = []
+        self._reads: dict[str, Feed] = {}  # by owner: the feed that reads
         self._turns = itertools.count()
         self._capacity = 0
         self._num_running = 0
@@ -101,6 +105,7 @@ class Feeder:
         running = [run.task for run in feed.running.values()]
         if feed.reading is not None:
             running.append(feed.reading)
+            self._end_read(feed)
         for task in running:
             task.cancel()
         self._fill()  # other feeds take its places; they may have waited for its read
@@ -136,11 +141,10 @@ class Feeder:
                     return
             line = feed.take()
             if line is None:
-                # The next line is this feed's. The others wait for it too: a read is short. It is of all the
-                # owner's lines, so one at a time is enough.
-                if not any(other.reading for other in self._feeds if other.owner == feed.owner):
-                    feed.reading = self._tasks.start(self._read(feed), "feeder-read")
-                return
+                # It is of all the owner's lines, so one at a time is enough.
+                self._reads[feed.owner] = feed
+                feed.reading = self._tasks.start(self._read(feed), "feeder-read")
+                continue
             self._start(feed, line)
             num_started += 1
 
@@ -161,13 +165,28 @@ class Feeder:
             if feed is not None and feed.num_losses_next > 0:
                 return feed
         feed = self._order.next()
-        if feed is None or feed.has_read_lines or feed.reading is not None:
+        if feed is not None and feed.owner in self._reads and not feed.has_read_lines:
+            feed = self._next_beside_reads()
+        if feed is None or feed.has_read_lines:
             return feed
-        if sum(other.num_buffered_bytes for other in self._feeds) < MAX_BUFFERED_BYTES:
+        num_bytes = sum(other.num_buffered_bytes for other in self._feeds)
+        if num_bytes + _READ_BYTES * len(self._reads) < MAX_BUFFERED_BYTES:
             return feed
         ready = self._order.next(lambda feed: feed.has_read_lines)
-        # With no line in flight nothing would free memory.
-        return feed if ready is None and self._order.num_in_flight == 0 else ready
+        # With no line in flight or on its way nothing would free memory.
+        is_stuck = ready is None and self._order.num_in_flight == 0 and not self._reads
+        return feed if is_stuck else ready
+
+    def _next_beside_reads(self) -> Feed | None:
+        """The feed whose line is next of owners that need not wait for a read of theirs.
+
+        An owner whose lines are read keeps its share: others would have it for as long as their lines run.
+        """
+        feed = self._order.next(lambda feed: feed.has_read_lines or feed.owner not in self._reads)
+        if feed is None:
+            return None
+        share = math.ceil(self._capacity * self._order.even_share)
+        return feed if self._order.num_in_flight_of(feed.owner) < share else None
 
     def _start(self, feed: Feed, line: BatchLine) -> None:
         ran_with_others = self._num_running > 0
@@ -185,7 +204,7 @@ class Feeder:
         try:
             lines = await feed.read(_GROUP_LINES)
         finally:
-            feed.reading = None
+            self._end_read(feed)
         feeds = {id(each.source): each for each in self._feeds}
         self._order.set_waiting(feed, feed.has_lines)  # it may have failed
         for source, line in lines:
@@ -195,6 +214,11 @@ class Feeder:
                 self._order.set_waiting(of_line, of_line.has_lines)
                 self._may_have_suspects |= of_line.num_losses_next > 0
         self._fill()
+
+    def _end_read(self, feed: Feed) -> None:
+        feed.reading = None
+        if self._reads.get(feed.owner) is feed:
+            del self._reads[feed.owner]
 
     def _max_in_flight_with(self, num_losses: int) -> int:
         """Lines that may be in flight, one with ``num_losses`` among them."""

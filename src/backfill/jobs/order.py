@@ -103,6 +103,16 @@ class FairOrder(Generic[Item]):
                 return min(items, key=self._turn)  # the first of equals: by deadline
         return None
 
+    @property
+    def even_share(self) -> float:
+        """Of an owner, of all lines: one over the number of owners with waiting lines."""
+        return 1 / max(1, len(self._in_turn))
+
+    def num_in_flight_of(self, owner: str) -> int:
+        """Lines of an owner in flight."""
+        of_owner = self._owners.get(owner)
+        return 0 if of_owner is None else of_owner.num_in_flight
+
     def note_taken(self, item: Item) -> None:
         """A line of the item is in flight."""
         self._num_taken += 1
