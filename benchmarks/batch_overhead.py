@@ -76,13 +76,13 @@ async def measure(folder: Path, num_lines: int, upload_mib: int) -> dict[str, fl
     batch_id = await submit(manager, await upload(manager, content, "batch"))
     while (await manager.get_batch("", batch_id)).status is BatchStatus.VALIDATING:
         await asyncio.sleep(0.05)
-    cpu_validated, prepare_before_s = time.process_time(), cpu_of(preparation.pid)
+    cpu_validated, prepare_before_s = time.process_time(), cpu_of(preparation.files.pid)
     service: Any = None
     manager.engine_ready(service, max_num_seqs=256)
     while not (batch := await manager.get_batch("", batch_id)).status.is_final:
         await asyncio.sleep(0.05)
     cpu_after = time.process_time()
-    rss_after, prepare_s = peak_kib(), cpu_of(preparation.pid) - prepare_before_s
+    rss_after, prepare_s = peak_kib(), cpu_of(preparation.files.pid) - prepare_before_s
     # Last: its memory would hide the lines' peak.
     started_at_s = time.perf_counter()
     await upload(manager, bytes(upload_mib << 20), "user_data")

@@ -23,8 +23,8 @@ from backfill.generation import tokenizer
 from backfill.jobs import feeder, lines, manager, suspects
 from backfill.jobs.config import JobsConfig
 from backfill.kvcache import protection
-from backfill.preparation import client as preparation_client
 from backfill.preparation import process as preparation_process
+from backfill.preparation import supervisor as preparation_supervisor
 from backfill.protocol import body_shape, chat, generation_fields
 from backfill.scheduling import builder, planner
 from backfill.simulation.scenarios import VARIANTS
@@ -79,8 +79,8 @@ OPERATIONS = [
         f"{supervisor._MAX_QUICK_DEATHS} times in a row",
         f"lived for {supervisor._TRUSTED_AFTER_S:g} s",
     ),
-    ("the preparation process dies", f"after {preparation_process._MAX_WORK_S:g} s"),
-    ("the preparation process cannot", f"{preparation_client._MAX_FAILED_LAUNCHES} times"),
+    ("a preparation process dies", f"after {preparation_process._MAX_WORK_S:g} s"),
+    ("a preparation process cannot", f"{preparation_supervisor._MAX_FAILED_LAUNCHES} times"),
     ("`SIGTERM`", f"({SERVER.shutdown_timeout:g} s)"),
 ]
 BATCH = [
@@ -96,7 +96,7 @@ BATCH = [
 ]
 PROSE = [
     ("operations.md", f"from 1 to {admission.MAX_RETRY_AFTER_S} s"),
-    ("operations.md", f"at the latest {server._PREPARATION_WITHIN_S:g} s"),
+    ("operations.md", f"at the latest {server._BODIES_WITHIN_S:g} s"),
     ("operations.md", f"a salt of 1 to {cache_salt.MAX_CACHE_SALT_CHARS} characters"),
     ("kv-cache.md", f"at most {builder._MAX_PREFIX_WAITS} steps more than"),
     ("kv-cache.md", f"at {planner._MAX_PASSED_OVER:,} waiting requests more than it can hold"),

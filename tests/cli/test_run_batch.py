@@ -25,10 +25,11 @@ from backfill.cli.run_batch import _LiveProgress, _run, describe
 from backfill.core.counters import ClassCounters
 from backfill.core.errors import ConfigError
 from backfill.engine.messages import ClassStats, EngineStats, StepReport, StepStats
-from backfill.jobs.local_run import _check_tail, _locked
+from backfill.jobs.local_files import check_tail, locked
 from backfill.jobs.progress import TimeLeft, TokenRates, WorkShares
 from backfill.jobs.records import RequestCounts
 from backfill.jobs.results import ForeignResults
+from backfill.preparation.serving import ServingProcesses
 from tests.api.batch_inputs import as_jsonl, chat_line, completion_line, parse_jsonl
 from tests.api.servers import MODEL, SMALL_MODEL, TIMEOUT_S, wait_until
 from tests.cli.running import run_cli_here, signal_handlers_kept
@@ -103,6 +104,22 @@ def test_every_line_is_answered_and_a_second_run_has_nothing_to_do(folder: Folde
     assert folder.output.read_bytes() == before
     assert summary(again)["resumed"] == 3
     assert "3 completed, 0 failed (3 of them in an earlier run);" in again.stderr
+
+
+def test_a_finished_shard_does_not_start_an_engine_again(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("an engine is started")
+
+    folder.input.write_bytes(as_jsonl([completion_line(f"r{number}", max_tokens=2) for number in range(6)]))
+    options = ("--shards", "2", "--shard", "1", "--json")
+    first = folder.run(*options)
+    assert first.returncode == 0, first.stderr
+    monkeypatch.setattr(ServingProcesses, "start", refuse)
+    again = folder.run_here(*options)
+    assert again.returncode == 0, again.stderr
+    assert summary(again)["total"] == summary(again)["resumed"] == summary(first)["completed"] == 3
 
 
 def test_failed_lines_go_into_their_own_file_where_one_is_named(folder: Folder) -> None:
@@ -272,6 +289,7 @@ class SignalledRun:
     """A run that a signal stops, or two end."""
 
     rates, work, time_left, is_stopping, phase, order = None, None, None, False, "loading", "fcfs"
+    planned = None
 
     def __init__(self, numbers: Sequence[signal.Signals]) -> None:
         self.counts = RequestCounts(1)
@@ -316,7 +334,7 @@ def engine_pid(pid: int) -> int:
 def test_a_torn_result_may_be_cut_off(tmp_path: Path, whole: bytes, tail: bytes) -> None:
     path = tmp_path / "out.jsonl"
     path.write_bytes(whole + tail)
-    _check_tail(path, b'{"id":"batch_req_x_')
+    check_tail(path, b'{"id":"batch_req_x_')
     assert path.read_bytes() == whole + tail
 
 
@@ -325,14 +343,14 @@ def test_anything_else_may_not(tmp_path: Path, tail: bytes) -> None:
     path = tmp_path / "out.jsonl"
     path.write_bytes(b"line\n" + tail)
     with pytest.raises(ForeignResults):
-        _check_tail(path, b'{"id":"batch_req_x_')
+        check_tail(path, b'{"id":"batch_req_x_')
 
 
 def test_a_locked_file_is_refused_until_it_is_released(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
-    with _locked(path), pytest.raises(ConfigError, match="another run-batch"), _locked(path):
+    with locked(path), pytest.raises(ConfigError, match="another run-batch"), locked(path):
         pass
-    with _locked(path):
+    with locked(path):
         pass
 
 
@@ -345,6 +363,7 @@ def running(phase: str = "checking the input", **fields: Any) -> Any:
         "work": None,
         "time_left": None,
         "order": "blend",
+        "planned": None,
         "is_stopping": False,
     }
     return SimpleNamespace(phase=phase, **{**state, **fields})
@@ -401,6 +420,38 @@ def test_a_run_tells_its_prefix_hits_and_what_its_work_is_bound_by() -> None:
     run.rates.on_report(report_of(num_queried=200, num_hit=60), 399.0)
     text = describe(run, 399.0)
     assert text.endswith("0:26:41 left; 30% prefix hits; 67% compute, 33% memory; order blend")
+
+
+@pytest.mark.parametrize("width", [60, 120])
+def test_a_second_bar_shows_the_plan_until_it_is_made(width: int) -> None:
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=width, color_system=None)
+    run = running(counts=RequestCounts(400_000), rates=TokenRates(0.0), time_left=TimeLeft(9, 8, 0.0))
+    progress = _LiveProgress(run, console)
+
+    def shown() -> list[str]:
+        progress.show(0.0)
+        screen.seek(0)
+        screen.truncate()
+        console.print(progress._progress.get_renderable())
+        return screen.getvalue().splitlines()
+
+    assert len(shown()) == 1
+    run.planned = 12_288, 390_000
+    plan, lines = shown()
+    assert plan.startswith("plan") and "12288/390000 reading and planning lines" in plan
+    assert lines.startswith("lines") and "0/400000 running" in lines
+    run.planned = None
+    assert len(shown()) == 1
+
+
+def test_where_there_is_no_bar_the_plan_is_told_in_words() -> None:
+    screen = io.StringIO()
+    run = running(counts=RequestCounts(400_000), rates=TokenRates(0.0), time_left=TimeLeft(9, 8, 0.0))
+    run.planned = 12_288, 390_000
+    _LiveProgress(run, Console(file=screen))._print_line(0.0)
+    expected = "0 of 400000 lines; running; reading and planning lines: 12288 of 390000"
+    assert screen.getvalue().strip() == expected
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])

@@ -31,6 +31,7 @@ from backfill.preparation.messages import (
     ToPreparation,
 )
 from backfill.preparation.readers import PreparationDied, PreparedLines
+from backfill.preparation.supervisor import PreparationSupervisor
 from backfill.protocol.generation import Generation
 from backfill.protocol.preparer import RequestContext, ServedModel
 from tests.api.servers import TIMEOUT_S
@@ -67,9 +68,9 @@ async def read_some(lines: PreparedLines) -> list[BatchLine]:
     return [line for _, line in await lines.read(3)]
 
 
-def kill(client: PreparationClient) -> None:
-    assert client.pid is not None
-    os.kill(client.pid, signal.SIGKILL)
+def kill(process: PreparationSupervisor) -> None:
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGKILL)
 
 
 async def test_bodies_texts_lines_and_checks(client: PreparationClient, tmp_path: Path) -> None:
@@ -112,10 +113,12 @@ async def test_a_death_loses_no_job_and_no_line(client: PreparationClient, tmp_p
     path.write_bytes(input_of(40))
     lines = client.open_lines(LineSelection(path=str(path), max_line_bytes=10_000))
     read: list[BatchLine] = await read_some(lines)
+    await client.bodies.wait_ready()
     body = asyncio.create_task(client.prepare("/v1/completions", b'{"prompt": "x"}', CONTEXT))
     check = asyncio.create_task(client.check_input(str(path), limits()))
     await asyncio.sleep(0)  # both jobs are submitted
-    kill(client)
+    kill(client.files)
+    kill(client.bodies)
     while group := await read_some(lines):
         read += group
     assert sorted(line.number for line in read) == list(range(1, 41))
@@ -214,7 +217,7 @@ class Child:
 
 @pytest.fixture
 def children(monkeypatch: pytest.MonkeyPatch) -> type[Child]:
-    monkeypatch.setattr("backfill.preparation.client.ChildProcess", Child)
+    monkeypatch.setattr("backfill.preparation.supervisor.ChildProcess", Child)
     monkeypatch.setattr(Child, "lives", [])
     return Child
 
@@ -270,7 +273,7 @@ async def test_jobs_are_refused_while_no_process_can_be_started(
     client = lone_client()
     client.start()
     with pytest.raises(BackfillError, match="Cannot allocate memory"):
-        await client.wait_ready()
+        await client.bodies.wait_ready()
     with pytest.raises(NotReady):  # after more failed launches
         await client.prepare("/v1/completions", b"x", CONTEXT)
     monkeypatch.setattr(Child, "start", start)
@@ -284,7 +287,7 @@ async def test_a_process_that_cannot_be_started_is_tried_again(default_model: Pa
     model = ServedModel(names=("m",), root="m", folder=tmp_path, created=0)
     client = PreparationClient(PreparationSetup(model=model))
     client.configure(FACTS)
-    client.start(within_s=3600)  # the first job launches it earlier
+    client.start(bodies_within_s=3600)  # the first job launches it earlier
     job = asyncio.create_task(client.prepare("/v1/completions", b'{"prompt": "x"}', CONTEXT))
     await asyncio.wait([job], timeout=0.5)
     assert not job.done()

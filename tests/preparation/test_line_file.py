@@ -141,14 +141,9 @@ def test_names_are_read_without_bodies(tmp_path: Path) -> None:
     ]
 
 
-def test_a_group_ends_at_its_bytes_and_where_something_else_is_urgent(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_group_ends_at_its_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = opened(tmp_path / "in", input_of(5))
-    file.should_end = lambda: True
-    assert len(file.read(START, 10).lines) == 1
     monkeypatch.setattr(line_file, "_GROUP_BYTES", 2 * len(input_line(0)))
-    file.should_end = lambda: False
     assert len(file.read(START, 10).lines) == 3
 
 

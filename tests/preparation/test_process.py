@@ -169,20 +169,6 @@ def test_lines_are_indexed_and_taken_until_their_reader_is_closed(
     assert channel.next_report() == JobDone(4, LinesIndexed(0, START, is_end=True))
 
 
-def test_indexing_makes_way_for_a_body(channel: Channel, preparer: Preparer, tmp_path: Path) -> None:
-    path = tmp_path / "in"
-    path.write_bytes(input_of(5))
-    channel.commands.put(OpenLines(7, LineSelection(path=str(path), max_line_bytes=1000)))
-    preparer.may_end.clear()
-    channel.commands.put(BODY)
-    channel.commands.put(Job(2, IndexLines(7, START, 5)))
-    assert channel.next_report().result.num_lines == 1
-    preparer.may_end.set()
-    assert isinstance(channel.next_report().result, Generation)
-    channel.commands.put(Job(3, IndexLines(7, START, 5)))
-    assert channel.next_report().result.num_lines == 4
-
-
 def test_a_split_says_which_lines_others_have(channel: Channel, preparer: Preparer, tmp_path: Path) -> None:
     path = tmp_path / "in"
     path.write_bytes(input_of(9) + b"\n" + input_line(9))

@@ -52,8 +52,8 @@ from backfill.scheduling.objectives import check_server_slo
 logger = logging.getLogger(__name__)
 
 _DRAIN_POLL_S = 0.05
-# The preparation process uses 1.5 s of CPU to start. The engine and the first responses come first.
-_PREPARATION_WITHIN_S = 6.0
+# A preparation process uses 1.5 s of CPU to start. The engine and the first responses come first.
+_BODIES_WITHIN_S = 6.0
 _CLOSE_CONNECTIONS_S = 2
 _WHOLE_BODY_FACTOR = 10  # of the time that a body may pause
 
@@ -146,8 +146,8 @@ class Server:
             on_ready=self._on_engine_ready,
             on_lost=self._on_engine_lost,
             on_offline_suspended=self.state.suspend_offline,
-            preparation_within_s=_PREPARATION_WITHIN_S,
         )
+        self._processes.preparation.start(bodies_within_s=_BODIES_WITHIN_S)
         if self._key_file_watch is not None:
             self._key_file_watch.start()
         stop_task = asyncio.create_task(self._stop_asked.wait())

@@ -37,6 +37,7 @@ _LINE_INTERVAL_S = 30.0
 _BAR_COLUMNS = 34  # without the description, where there is a bar and counts have six digits
 _BAR_WIDTH = 80  # of a terminal that has room for a bar beside the figures
 _EXIT_FAILED_LINES = 3
+_PLANNING = "reading and planning lines"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,9 +193,11 @@ class _LiveProgress:
         self._console = console
         self._line_interval_s = line_interval_s
         bar = (BarColumn(bar_width=12),) if console.width >= _BAR_WIDTH else ()
-        columns = TextColumn("lines"), *bar, MofNCompleteColumn(), TextColumn("{task.description}")
+        title = TextColumn("{task.fields[title]}")
+        columns = title, *bar, MofNCompleteColumn(), TextColumn("{task.description}")
         self._progress = Progress(*columns, console=console, auto_refresh=False)
-        self._task = self._progress.add_task("", total=None)
+        self._plan = self._progress.add_task(_PLANNING, title="plan ", visible=False)
+        self._task = self._progress.add_task("", total=None, title="lines")
 
     @asynccontextmanager
     async def drawn(self) -> AsyncIterator[None]:
@@ -224,8 +227,12 @@ class _LiveProgress:
             await asyncio.sleep(_DRAW_INTERVAL_S)
 
     def show(self, now_s: float) -> None:
-        """Draw the bar."""
-        counts = self._run.counts
+        """Draw the bar, and above it that of the plan while lines are read."""
+        counts, planned = self._run.counts, self._run.planned
+        if planned is not None:
+            num_planned, num_to_run = planned
+            self._progress.update(self._plan, completed=num_planned, total=num_to_run)
+        self._progress.update(self._plan, visible=planned is not None)
         self._progress.update(
             self._task,
             total=counts.total,
@@ -238,6 +245,9 @@ class _LiveProgress:
         counts = self._run.counts
         num_ended = counts.completed + counts.failed
         text = f"{num_ended} of {counts.total} lines; {describe(self._run, now_s)}"
+        if self._run.planned is not None:
+            num_planned, num_to_run = self._run.planned
+            text += f"; {_PLANNING}: {num_planned} of {num_to_run}"
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 

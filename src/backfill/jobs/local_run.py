@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
-import hashlib
 import logging
-import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -23,6 +20,7 @@ from backfill.ipc.child import abandon_children
 from backfill.jobs.feed import Feed
 from backfill.jobs.feeder import Feeder
 from backfill.jobs.lines import ServiceRunner
+from backfill.jobs.local_files import check_tail, digest_of, locked
 from backfill.jobs.progress import TimeLeft, TokenRates, WorkShares
 from backfill.jobs.records import RequestCounts, TokenUsage
 from backfill.jobs.results import ForeignResults, ResultLog
@@ -32,6 +30,7 @@ from backfill.models.config import ModelConfig
 from backfill.preparation.line_file import union
 from backfill.preparation.lines import BadLine, LineError
 from backfill.preparation.messages import InputLimits, LineSelection, PreparationSetup, SplitLines
+from backfill.preparation.readers import PreparedLines
 from backfill.preparation.resources import resources_of
 from backfill.preparation.serving import ServingProcesses
 from backfill.preparation.validation import InputCheck
@@ -41,7 +40,6 @@ from backfill.protocol.service import CompletionService
 logger = logging.getLogger(__name__)
 
 _MAX_LINE_BYTES = 32 << 20
-_SLICE_BYTES = 1 << 20
 _MIN_FREE_BYTES = 1 << 30  # of the disk of the results
 
 
@@ -100,7 +98,8 @@ class LocalRun:
         client = EngineClient(engine_config, log_level=setup.log_level, on_report=self._on_report)
         self._processes = ServingProcesses(client, setup)
         self._stop_asked = asyncio.Event()
-        self._total = 0
+        self._total = self._num_to_run = 0
+        self._lines: PreparedLines | None = None
         self._log: ResultLog | None = None
         self._suspects = Suspects()
         self._service: CompletionService | None = None
@@ -114,6 +113,13 @@ class LocalRun:
     @property
     def usage(self) -> TokenUsage:
         return TokenUsage() if self._log is None else self._log.usage
+
+    @property
+    def planned(self) -> tuple[int, int] | None:
+        """Lines read and planned so far, of how many; None before the engine is ready, and once all are."""
+        if self.rates is None or self._lines is None or self._lines.is_indexed:
+            return None
+        return self._lines.num_indexed, self._num_to_run
 
     @property
     def order(self) -> str:
@@ -149,8 +155,7 @@ class LocalRun:
                     self.phase = "reading results"
                     await self._threads.run(self._open_results, name, stack)
                     if self.counts.unfinished > 0:
-                        self.phase = "loading the model"
-                        await self._run_lines()
+                        await self._prepare_and_run()
                     if self.counts.unfinished == 0:
                         await self._threads.run(self._suspects.delete)
         except OSError as error:
@@ -193,15 +198,15 @@ class LocalRun:
         if check.report.warning is not None:
             logger.warning("%s: %s", self._input_path, check.report.warning)
         self._total = check.report.total
-        name = await self._threads.run(_digest, self._input_path)
+        name = await self._threads.run(digest_of, self._input_path)
         return name if self._num_shards == 1 else f"{name}-{self._shard}-of-{self._num_shards}"
 
     def _open_results(self, name: str, stack: contextlib.ExitStack) -> None:
         for path in dict.fromkeys(self._result_paths):
             if path.exists() and path.samefile(self._input_path):
                 raise ConfigError(f"{path} is the input file.")
-            stack.enter_context(_locked(path))
-            _check_tail(path, f'{{"id":"batch_req_{name}_'.encode())
+            stack.enter_context(locked(path))
+            check_tail(path, f'{{"id":"batch_req_{name}_'.encode())
         log = ResultLog(name, *self._result_paths)
         log.open()
         self._log = log
@@ -210,30 +215,43 @@ class LocalRun:
         self._suspects.load()
         self.num_resumed = log.num_completed + log.num_failed
 
-    async def _run_lines(self) -> None:
-        engine = self._processes.start(on_ready=self._on_engine_ready, on_lost=self._on_engine_lost)
+    async def _prepare_and_run(self) -> None:
         stopping = asyncio.create_task(self._stop_asked.wait())
+        self._processes.preparation.start()
         try:
-            await self._feed(engine, stopping)
+            if self._num_shards > 1 and self.num_resumed:
+                # All may be done: whether the engine is needed is known once the input is split.
+                of_others = await self._split(stopping)
+                if of_others is not None and self.counts.unfinished > 0:
+                    await self._run_lines(stopping, of_others)
+            else:
+                await self._run_lines(stopping)
         finally:
             stopping.cancel()
-            await self._processes.stop_engine()
             await self._processes.preparation.stop()
 
-    async def _feed(self, engine: asyncio.Task[None], stopping: asyncio.Task[bool]) -> None:
+    async def _run_lines(self, stopping: asyncio.Task[bool], of_others: bytes | None = None) -> None:
+        """``of_others``: the bits of other shards' lines; None where the input is not split yet."""
+        self.phase = "loading the model"
+        engine = self._processes.start(on_ready=self._on_engine_ready, on_lost=self._on_engine_lost)
+        try:
+            if self._num_shards > 1 and of_others is None:
+                of_others = await self._split(stopping, engine)
+                if of_others is None:
+                    return
+            await self._feed(engine, stopping, of_others or b"")
+        finally:
+            await self._processes.stop_engine()
+
+    async def _feed(self, engine: asyncio.Task[None], stopping: asyncio.Task[bool], of_others: bytes) -> None:
         """Run lines until all have results, a stop is asked for, or the engine cannot go on."""
         assert self._log is not None
-        done = self._log.done
-        if self._num_shards > 1:
-            of_others = await self._split(engine, stopping)
-            if of_others is None:
-                return
-            done = union(done, of_others)
-        lines = self._processes.preparation.open_lines(
+        self._num_to_run = self.counts.unfinished
+        self._lines = lines = self._processes.preparation.open_lines(
             LineSelection(
                 path=str(self._input_path),
                 max_line_bytes=_MAX_LINE_BYTES,
-                done=done,
+                done=union(self._log.done, of_others),
                 spool_folder=str(self._result_paths[0].parent),
                 min_free_bytes=_MIN_FREE_BYTES,
             )
@@ -241,7 +259,7 @@ class LocalRun:
         feed = Feed(
             self._input_path.name,
             lines,
-            self.counts.unfinished,
+            self._num_to_run,
             self._log,
             lambda results: None,  # counts are read from the result log
             suspects=self._suspects,
@@ -255,13 +273,16 @@ class LocalRun:
             await self._feeder.remove(feed, keep_results=False)
             self.num_dropped = feed.num_in_flight
             lines.close()
+            self._lines = None
         if feed.finished.done():
             with self._input_unchanged():
                 feed.finished.result()
         elif engine.done():
             engine.result()
 
-    async def _split(self, engine: asyncio.Task[None], stopping: asyncio.Task[bool]) -> bytes | None:
+    async def _split(
+        self, stopping: asyncio.Task[bool], engine: asyncio.Task[None] | None = None
+    ) -> bytes | None:
         """The bits of other shards' lines; None if the run ends before they are known."""
         self.phase = "splitting the input"
         split = asyncio.ensure_future(
@@ -270,10 +291,10 @@ class LocalRun:
             )
         )
         try:
-            ends: set[asyncio.Future[Any]] = {split, engine, stopping}
-            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            ends: set[asyncio.Future[Any]] = {split, stopping}
+            await asyncio.wait(ends | ({engine} if engine else set()), return_when=asyncio.FIRST_COMPLETED)
             if not split.done():
-                if engine.done():
+                if engine is not None and engine.done():
                     engine.result()
                 return None
             with self._input_unchanged():
@@ -296,7 +317,7 @@ class LocalRun:
 
     async def _on_engine_ready(self, ready: Ready) -> None:
         preparer = await self._processes.loaded()
-        await self._processes.preparation.wait_ready()
+        await self._processes.preparation.files.wait_ready()
         self._processes.configure(preparer, EngineFacts.of(ready, self._engine_config.scheduler))
         # Tokens are counted by step: a generator's observer learns of a prompt when its request ends.
         self._service = self._processes.create_service(preparer, Observer())
@@ -324,55 +345,3 @@ class LocalRun:
     def _on_engine_lost(self) -> None:
         self._service = None
         self._feeder.set_capacity(0)
-
-
-def _digest(path: Path) -> str:
-    """A digest of the contents up to the last line that is not blank."""
-    digest = hashlib.sha256()
-    blank = b""
-    with path.open("rb") as file:
-        while block := file.read(_SLICE_BYTES):
-            content = block.rstrip()
-            if content:
-                digest.update(blank)
-                digest.update(content)
-                blank = b""
-            blank += block[len(content) :]
-    return digest.hexdigest()[:32]
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Lock a file for this process. Raises: ConfigError when another process has the lock.
-
-    The lock is on the result file itself; filelock's would be on a second file beside it.
-    """
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(f"{path} is being written by another run-batch.") from None
-        yield
-    finally:
-        os.close(file)
-
-
-def _check_tail(path: Path, head: bytes) -> None:
-    """Raise ForeignResults where the last line is neither whole nor a torn result: it would be cut off."""
-    with path.open("rb") as file:
-        end = file.seek(0, os.SEEK_END)
-        start = end
-        while start > 0:
-            block_start = max(0, start - _SLICE_BYTES)
-            file.seek(block_start)
-            newline = file.read(start - block_start).rfind(b"\n")
-            if newline >= 0:
-                start = block_start + newline + 1
-                break
-            start = block_start
-        file.seek(start)
-        tail = file.read(len(head))
-    # A power loss may leave zeros in place of data.
-    if not (head.startswith(tail) or not tail.strip(b"\0")):
-        raise ForeignResults(f"{path.name} holds a line that is no result of a batch.")

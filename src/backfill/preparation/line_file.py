@@ -32,12 +32,10 @@ class LineFile:
 
     Args:
         prepare: turns a body into a generation; raises RequestError.
-        should_end: asked after each line; ends a group early.
     """
 
     selection: LineSelection
     prepare: Prepare
-    should_end: Callable[[], bool] = lambda: False
     _done: bytearray = field(init=False)
 
     def __post_init__(self) -> None:
@@ -77,7 +75,7 @@ class LineFile:
                     group.append(convert(line, len(data)))
                     num_bytes += len(data)
                 position = Position(number, file.tell())
-                is_late = time.monotonic() - started_at_s > _GROUP_S or self.should_end()
+                is_late = time.monotonic() - started_at_s > _GROUP_S
                 if len(group) >= max_lines or (group and (is_late or num_bytes > _GROUP_BYTES)):
                     break
         return LinesAt(group, position)

@@ -1,7 +1,7 @@
-"""The preparation process: work that would block the server's event loop for too long.
+"""A preparation process: work that would block the server's event loop for too long.
 
-Bodies of online requests, lines of batches and checks of input files have threads of their own, so that no
-kind waits for another. A disk that hangs blocks the last two only.
+The server runs this program twice: for bodies of requests, and for input files of batches, whose lines are
+planned here too. Lines and checks of files have threads of their own, so that neither waits for the other.
 """
 
 from __future__ import annotations
@@ -66,21 +66,26 @@ logger = logging.getLogger(__name__)
 _NUM_BODY_THREADS = 2
 # A body or line takes seconds at most. One that takes longer hangs, and only ending the process stops it.
 _MAX_WORK_S = 60.0
-# Seconds for which a thread may keep the interpreter's lock while others wait for it: a body meets a plan of
-# thousands of lines several times.
+# Seconds for which a thread may keep the interpreter's lock while others wait for it, such as a check of a
+# file while lines are planned, or the thread that receives jobs.
 _SWITCH_INTERVAL_S = 0.0005
 
 Args = ParamSpec("Args")
 Prepared = TypeVar("Prepared")
 
 
-def run_preparation_process(setup: PreparationSetup, commands_url: str, reports_url: str) -> None:
-    """Entry point of the child process. It ends when its parent ends or kills it."""
-    logging.basicConfig(level=setup.log_level, format="%(asctime)s %(levelname)s preparation: %(message)s")
+def run_preparation_process(setup: PreparationSetup, kind: str, commands_url: str, reports_url: str) -> None:
+    """Entry point of a child process. It ends when its parent ends or kills it.
+
+    Args:
+        kind: what it prepares, in its name and in log lines.
+    """
+    log_format = f"%(asctime)s %(levelname)s preparation of {kind}: %(message)s"
+    logging.basicConfig(level=setup.log_level, format=log_format)
     # Encode a text in one thread: a pool of threads would compete with the engine's.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
-    with open_channel("backfill-prep", ToPreparation, commands_url, reports_url) as channel:
+    with open_channel(f"backfill-{kind}", ToPreparation, commands_url, reports_url) as channel:
         try:
             preparer = setup.create_preparer(setup.load_tokenizer())
         except BackfillError as error:
@@ -111,7 +116,6 @@ class Preparation:
         self._lines = ThreadPoolExecutor(1, "lines")
         self._checks = ThreadPoolExecutor(1, "checks")
         self._pool = LinePool(lambda: create_pool(order, preparer.engine, preparer.model.folder))
-        self._unprepared_bodies: set[int] = set()  # jobs
         self._wanted_checks: set[int] = set()
         self._working: dict[int, float] = {}  # by thread: when it began the current body or line
 
@@ -132,7 +136,6 @@ class Preparation:
     def _begin_job(self, job: Job) -> None:
         match job.work:
             case PrepareBody(endpoint, body, context):
-                self._unprepared_bodies.add(job.job_id)
                 self._begin(self._bodies, job, partial(self._prepare, endpoint, body, context))
             case AnswerBody(endpoint, body):
                 answer = self._in_time(self._preparer.answer)
@@ -174,7 +177,7 @@ class Preparation:
         os._exit(1)
 
     def _file(self, selection: LineSelection) -> LineFile:
-        return LineFile(selection, self._prepare, lambda: bool(self._unprepared_bodies))
+        return LineFile(selection, self._prepare)
 
     def _begin(self, pool: ThreadPoolExecutor, job: Job, work: Callable[[], Result]) -> None:
         def run() -> None:
@@ -188,8 +191,6 @@ class Preparation:
                     if isinstance(job.work, IndexLines | TakeLines):
                         self._abandon_lines()
                 self._channel.send(JobDone(job.job_id, failure))
-            finally:
-                self._unprepared_bodies.discard(job.job_id)
 
         pool.submit(run)
 

@@ -1,4 +1,4 @@
-"""The processes behind the OpenAI API: an engine, started again when it dies, and the preparation process."""
+"""The processes behind the OpenAI API: an engine, and those that prepare requests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ from backfill.protocol.service import CompletionService
 
 
 class ServingProcesses:
-    """Owns both processes and loads the tokenizer while they start. One event loop owns it.
+    """Owns an engine, started again when it dies, and preparation. One event loop owns it.
+
+    The tokenizer is loaded while they start.
 
     ``client`` is the engine's, which may have been launched.
     """
@@ -37,26 +39,23 @@ class ServingProcesses:
         on_ready: Callable[[Ready], Awaitable[None]],
         on_lost: Callable[[], None],
         on_offline_suspended: Callable[[bool], None] | None = None,
-        preparation_within_s: float = 0.0,
     ) -> asyncio.Task[None]:
-        """Start both processes.
+        """Start the engine. ``preparation`` is started by the caller.
 
         Args:
             on_ready, on_lost, on_offline_suspended: as for ``EngineSupervisor``.
-            preparation_within_s: the preparation process is launched this much later, or when first needed.
 
         Returns: the task of ``EngineSupervisor.run``.
         """
         self.supervisor = EngineSupervisor(
             self.client, on_ready=on_ready, on_lost=on_lost, on_offline_suspended=on_offline_suspended
         )
-        self.preparation.start(within_s=preparation_within_s)
         self._loading = asyncio.create_task(asyncio.to_thread(self._load))
         self._supervising = asyncio.create_task(self.supervisor.run())
         return self._supervising
 
     async def stop_engine(self) -> None:
-        """End the engine. The preparation process still answers."""
+        """End the engine. The preparation processes still answer."""
         self._supervising.cancel()
         self._loading.cancel()
         await asyncio.gather(self._supervising, self._loading, return_exceptions=True)
@@ -67,7 +66,7 @@ class ServingProcesses:
         return await self._loading
 
     def configure(self, preparer: RequestPreparer, facts: EngineFacts) -> None:
-        """Prepare requests for this engine, here and in the preparation process."""
+        """Prepare requests for this engine, here and in the preparation processes."""
         preparer.facts = facts
         self.preparation.configure(facts)
 

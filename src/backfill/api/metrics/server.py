@@ -1,4 +1,4 @@
-"""Metrics of the server process: HTTP requests, long-lived tasks, the preparation process."""
+"""Metrics of the server process: HTTP requests, long-lived tasks, the preparation processes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class HttpMetrics:
 
 
 class ProcessMetrics(Collector):
-    """The process that prepares large request bodies and batch lines, and the server's long-lived tasks.
+    """The processes that prepare large request bodies and batch lines, and the server's long-lived tasks.
 
     Args:
         preparation: its state is read when scraped.
@@ -49,7 +49,7 @@ class ProcessMetrics(Collector):
         families, preparation = Families(), self._preparation
         if preparation is not None:
             yield families.gauge(
-                "preparation_up", "1 while the preparation process is ready", preparation.is_up
+                "preparation_up", "1 while the preparation processes are ready", preparation.is_up
             )
             yield families.counter(
                 "preparation_deaths", "Preparation processes that ended unexpectedly", preparation.num_deaths
