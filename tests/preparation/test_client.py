@@ -127,6 +127,31 @@ async def test_a_death_loses_no_job_and_no_line(client: PreparationClient, tmp_p
     assert (await check).total == 40
 
 
+async def test_files_have_a_process_of_their_own_once_there_is_one(
+    client: PreparationClient, tmp_path: Path
+) -> None:
+    body = b'{"prompt": "x"}'
+    await client.prepare("/v1/completions", body, CONTEXT)
+    assert client.is_up
+    assert client.files.pid is None
+    path = tmp_path / "in"
+    path.write_bytes(input_of(3))
+    assert (await client.check_input(str(path), limits())).total == 3
+    bodies_pid, files_pid = client.bodies.pid, client.files.pid
+    assert bodies_pid != files_pid
+    kill(client.files)
+    async with asyncio.timeout(TIMEOUT_S):
+        while client.num_deaths == 0:
+            await asyncio.sleep(0.01)
+        assert not client.is_up
+        await client.prepare("/v1/completions", body, CONTEXT)
+        assert client.bodies.pid == bodies_pid
+        while not client.is_up:
+            await asyncio.sleep(0.01)
+    assert client.files.pid != files_pid
+    assert (client.bodies.num_deaths, client.files.num_deaths) == (0, 1)
+
+
 async def test_lines_of_a_read_that_was_cancelled_are_read_by_others(
     client: PreparationClient, tmp_path: Path
 ) -> None:
