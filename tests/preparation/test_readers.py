@@ -141,6 +141,7 @@ async def test_each_line_is_prepared_once_and_read_once(tmp_path: Path) -> None:
     async with process.running() as readers:
         lines = readers.open(selection_of(path))
         assert numbers(await rest(lines, 32)) == list(range(1, 1001))
+        assert lines.num_indexed == 1000
         assert await lines.read(1) == []
     assert len(process.num_prepared) == process.num_prepared.total() == 1000
 
@@ -193,6 +194,7 @@ async def test_a_line_that_ends_the_process_costs_no_other(tmp_path: Path) -> No
         assert numbers([each for each in found if each[0] is other]) == [1]
         unprepared = [line.number for _, line in found if line.generation is None]
         assert sorted(unprepared) == [3, 300]
+        assert (lines.num_indexed, other.num_indexed) == (400, 1)
     assert process.num_deaths == 8
 
 
