@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from backfill.blending.estimates import (
     PRIOR_OUTPUT_TOKENS,
+    Lengths,
     Moments,
     OutputHistory,
     choose_samples,
@@ -25,14 +26,15 @@ def estimate(
     known: list[int] | None = None,
     limit: list[int] | None = None,
     history: OutputHistory | None = None,
+    so_far: list[int] | None = None,
 ) -> Moments:
-    return output_moments(
-        make_tree(QUESTIONS),
-        np.array(observed),
-        np.array(known or [0] * 6),
-        np.array(limit or [10_000] * 6),
-        history or OutputHistory(),
+    lengths = Lengths(
+        finished=np.array(observed),
+        so_far=np.array(so_far or [0] * 6),
+        known=np.array(known or [0] * 6),
+        limit=np.array(limit or [10_000] * 6),
     )
+    return output_moments(make_tree(QUESTIONS), lengths, history or OutputHistory())
 
 
 def test_a_subtree_has_the_average_of_its_own() -> None:
@@ -64,6 +66,29 @@ def test_a_known_length_is_exact_and_says_nothing_about_others() -> None:
     assert outputs.mean[1] == 8
 
 
+def test_requests_in_flight_count_with_what_they_have_generated() -> None:
+    """One ended after 10 tokens and two run on after 100: 210 tokens for each that ends."""
+    outputs = estimate([0, 0, 10, 0, 0, 0], so_far=[0, 0, 0, 100, 100, 0])
+    assert outputs.mean[[0, 2, 5]].tolist() == [210] * 3
+    assert outputs.mean[[3, 4]].tolist() == [310, 310]
+    assert outputs.square[3] > 310**2
+
+
+def test_exponential_lengths_are_estimated_from_the_first_that_end() -> None:
+    """Ten thousand of mean 500 are watched for 100 tokens; those that end by then have a mean of 48."""
+    rng = np.random.default_rng(1)
+    drawn = np.maximum(rng.exponential(500, 10_000).astype(np.int64), 1)
+    tree = make_tree([[1, i] for i in range(len(drawn))])
+    ended, zeros = drawn <= 100, np.zeros(len(drawn), np.int64)
+    lengths = Lengths(np.where(ended, drawn, 0), np.where(ended, 0, 100), zeros, np.full(len(drawn), 100_000))
+    outputs = output_moments(tree, lengths, OutputHistory())
+    some = int(np.flatnonzero(ended)[0])
+    assert drawn[ended].mean() < 50
+    assert outputs.mean[some] == pytest.approx(500, rel=0.05)
+    assert outputs.square[some] == pytest.approx(2 * 500**2, rel=0.1)
+    assert outputs.mean[int(np.flatnonzero(~ended)[0])] == pytest.approx(600, rel=0.05)
+
+
 def test_an_estimate_keeps_to_the_most_output_tokens() -> None:
     outputs = estimate([1000, 0, 0, 0, 0, 0], limit=[1000, 10, 1, 10, 10, 10])
     assert outputs.mean.tolist() == [1000, 10, 1, 10, 10, 10]
@@ -73,9 +98,13 @@ def test_an_estimate_keeps_to_the_most_output_tokens() -> None:
 @given(
     st.lists(st.integers(0, 5000), min_size=6, max_size=6),
     st.lists(st.integers(1, 5000), min_size=6, max_size=6),
+    st.lists(st.integers(0, 5000), min_size=6, max_size=6),
 )
-def test_moments_are_those_of_a_length_within_the_limit(observed: list[int], limit: list[int]) -> None:
-    mean, square = estimate(observed, limit=limit)
+def test_moments_are_those_of_a_length_within_the_limit(
+    observed: list[int], limit: list[int], so_far: list[int]
+) -> None:
+    running = [0 if ended else tokens for ended, tokens in zip(observed, so_far, strict=True)]
+    mean, square = estimate(observed, limit=limit, so_far=running)
     most = np.array(limit)
     assert (mean >= 1).all() and (mean <= most).all()
     assert (square >= mean**2 * (1 - 1e-12)).all() and (square <= mean * most * (1 + 1e-12)).all()

@@ -270,6 +270,21 @@ def test_progress_moves_what_is_left() -> None:
     assert pool.density == pytest.approx(before)
 
 
+def test_progress_corrects_estimates_of_requests_in_flight() -> None:
+    """Sixteen end after 10 tokens while four go on for 1,000: these are expected to go on."""
+    pool = make_pool(sample_share=0.0)
+    pool.add([make_request(i, [1, i], 5000) for i in range(40)])
+    taken = [request.request_id for _ in range(20) if (request := pool.take()) is not None]
+    long, short = taken[:4], taken[4:]
+    for request_id in long:
+        pool.note_progress(request_id, 1000)
+    for request_id in short:
+        pool.finish(request_id, 10)
+    planned = pool.take()
+    assert planned is not None
+    assert planned.expected_output_tokens == pytest.approx((16 * 10 + 4 * 1000) / 16)
+
+
 def test_an_output_is_not_expected_to_be_larger_than_the_kv_cache() -> None:
     pool = OfflinePool("fcfs", LLAMA_8B_ON_A100, kv_tokens=110)
     pool.add([make_request(1, range(100), 5000)])

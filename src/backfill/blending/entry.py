@@ -43,6 +43,7 @@ class Entry:
         sequence: its place in the order of arrival.
         random_key: uniform in [0, 1), its place in the random order.
         num_output_tokens: what it generated, once it has finished; 0 before.
+        num_so_far: what it has generated in flight, as far as the pool was told; else 0.
         run, index: the run that it belongs to and its place there.
         expected: valid from when it is taken.
         left: of this, what it has yet to do; valid from when it is taken.
@@ -58,6 +59,7 @@ class Entry:
         "left",
         "max_output_tokens",
         "num_output_tokens",
+        "num_so_far",
         "prompt",
         "random_key",
         "request_id",
@@ -75,6 +77,7 @@ class Entry:
         self.sequence = sequence
         self.random_key = random_key
         self.num_output_tokens = 0
+        self.num_so_far = 0
         self.state = State.WAITING
         self.run: Run | None = None
         self.index = -1

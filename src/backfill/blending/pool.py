@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 from typing import get_args
 
 from backfill.blending.deadlines import BatchWork, Deadlines
-from backfill.blending.entry import Entry, Left, State
+from backfill.blending.entry import Entry, Expected, Left, State
 from backfill.blending.estimates import OutputHistory, choose_samples
 from backfill.blending.requests import OrderName, PlannedRequest, PoolRequest
 from backfill.blending.resources import OnlineUse, ResourceModel, Work, target_density
@@ -160,6 +160,7 @@ class OfflinePool:
                 self._returned.remove(entry)
             else:
                 self._blend.remove(entry.expected)
+                self._set_so_far(entry, 0)
             self._end(entry)
 
     def take(
@@ -207,19 +208,16 @@ class OfflinePool:
             return
         entry.state = State.RETURNED
         self._blend.remove(entry.expected)
+        self._set_so_far(entry, 0)
         self._set_left(entry, Left(entry.expected.compute_s, entry.expected.memory_s))
         self._returned.add(entry)
 
     def note_progress(self, request_id: int, num_output_tokens: int) -> None:
         """A taken request has generated so many tokens and runs on. An id no longer known is ignored."""
         entry = self._in_flight(request_id)
-        if entry is None:
-            return
-        resources, expected = self.resources, entry.expected
-        done_s = resources.memory_s(entry.num_prompt_tokens, num_output_tokens)
-        least_s = resources.cached_token_s * (entry.num_prompt_tokens + num_output_tokens)
-        left_tokens = max(expected.output_tokens - num_output_tokens, 1.0)  # it has not ended
-        self._set_left(entry, Left(resources.token_s * left_tokens, max(expected.memory_s - done_s, least_s)))
+        if entry is not None:
+            self._set_so_far(entry, num_output_tokens)
+            self._set_left(entry, self._left_of(entry))
 
     def finish(self, request_id: int, num_output_tokens: int) -> None:
         """A taken request ended after so many output tokens. An id no longer known is ignored.
@@ -232,6 +230,7 @@ class OfflinePool:
             return
         del self._entries[request_id]
         self._blend.remove(entry.expected)
+        self._set_so_far(entry, 0)
         self._end(entry)
         if entry.known_output_tokens is not None or num_output_tokens < 1:
             return
@@ -270,6 +269,18 @@ class OfflinePool:
         for some in run.work_left():
             self._left.add(some.compute_s, some.memory_s)
             self._deadlines.add(some)
+        for entry, mean, mean_square in run.estimated_in_flight():
+            self._expect(entry, mean, mean_square)
+
+    def _expect(self, entry: Entry, mean: float, mean_square: float) -> None:
+        """Correct what a request in flight is expected to generate in all."""
+        old = entry.expected
+        compute_s = old.compute_s + self.resources.token_s * (mean - old.output_tokens)
+        memory_s = self.resources.expected_memory_s(float(entry.num_prompt_tokens), mean, mean_square)
+        self._blend.remove(old)
+        entry.expected = Expected(mean, compute_s, memory_s)
+        self._blend.add(entry.expected)
+        self._set_left(entry, self._left_of(entry))
 
     def _in_flight(self, request_id: int) -> Entry | None:
         entry = self._entries.get(request_id)
@@ -290,6 +301,21 @@ class OfflinePool:
         entry.state = State.ENDED
         self._left.remove(*entry.left)
         self._deadlines.remove(BatchWork(entry.batch, 1, *entry.left))
+
+    def _left_of(self, entry: Entry) -> Left:
+        """What a request in flight is expected to do after what it has generated: a token at least."""
+        resources, so_far = self.resources, entry.num_so_far
+        done_s = resources.memory_s(entry.num_prompt_tokens, so_far)
+        least_s = resources.cached_token_s * (entry.num_prompt_tokens + so_far)
+        return Left(
+            resources.token_s * max(entry.expected.output_tokens - so_far, 1.0),
+            max(entry.expected.memory_s - done_s, least_s),
+        )
+
+    def _set_so_far(self, entry: Entry, num_output_tokens: int) -> None:
+        entry.num_so_far = num_output_tokens
+        assert entry.run is not None
+        entry.run.note_so_far(entry)
 
     def _set_left(self, entry: Entry, left: Left) -> None:
         self._left.add(*left)

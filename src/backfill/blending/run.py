@@ -8,7 +8,7 @@ import numpy as np
 
 from backfill.blending.deadlines import BatchWork
 from backfill.blending.entry import Entry, Expected, State
-from backfill.blending.estimates import OutputHistory, output_moments
+from backfill.blending.estimates import Lengths, OutputHistory, output_moments
 from backfill.blending.order import Forecast, batchllm_order, blend_order, forecast
 from backfill.blending.requests import Batch, OrderName
 from backfill.blending.resources import Floats, Ints, ResourceModel
@@ -56,13 +56,19 @@ class Run:
         self.tree = PrefixTree.build(prompts, progress)
         is_waiting = (entry.state is State.WAITING for entry in self.entries)
         self.waiting = Waiting(prompts, np.fromiter(is_waiting, np.bool_, num))
-        self._limit = np.fromiter((entry.max_output_tokens for entry in self.entries), np.int64, num)
+        limit = np.fromiter((entry.max_output_tokens for entry in self.entries), np.int64, num)
         if kv_tokens is not None:
-            self._limit = np.clip(kv_tokens - self.tree.num_tokens, 1, self._limit)
-        self._known = np.fromiter((entry.known_output_tokens or 0 for entry in self.entries), np.int64, num)
-        self._observed = np.fromiter((entry.num_output_tokens for entry in self.entries), np.int64, num)
-        self._num_observed = int((self._observed > 0).sum())
-        self._corrected_at = max(2 * self._num_observed, FIRST_CORRECTION)
+            limit = np.clip(kv_tokens - self.tree.num_tokens, 1, limit)
+        self._lengths = Lengths(
+            finished=np.fromiter((entry.num_output_tokens for entry in self.entries), np.int64, num),
+            so_far=np.zeros(num, np.int64),
+            known=np.fromiter((entry.known_output_tokens or 0 for entry in self.entries), np.int64, num),
+            limit=limit,
+        )
+        for entry in self.entries:
+            self.note_so_far(entry)
+        self._num_finished = int((self._lengths.finished > 0).sum())
+        self._corrected_at = max(2 * self._num_finished, FIRST_CORRECTION)
         codes: dict[Batch, int] = {}
         self._batch_codes = np.fromiter(
             (codes.setdefault(entry.batch, len(codes)) for entry in self.entries), np.int64, num
@@ -72,7 +78,7 @@ class Run:
     def plan(self, order: OrderName, resources: ResourceModel, history: OutputHistory) -> None:
         """Estimate and order what waits."""
         is_waiting = self.waiting.mask
-        outputs = output_moments(self.tree, self._observed, self._known, self._limit, history)
+        outputs = output_moments(self.tree, self._lengths, history)
         self.costs = forecast(self.tree, resources, is_waiting, outputs)
         self._is_compute_bound = self.costs.is_compute_bound
         self.compute_bound_memory_s = float(self.costs.memory_s[self._is_compute_bound].sum())
@@ -81,12 +87,23 @@ class Run:
 
     def observe(self, entry: Entry) -> bool:
         """Note a finished request's output length. Returns whether the run should be planned again."""
-        self._observed[entry.index] = entry.num_output_tokens
-        self._num_observed += 1
-        if self._num_observed < self._corrected_at or self.waiting.count == 0:
+        self._lengths.finished[entry.index] = entry.num_output_tokens
+        self._num_finished += 1
+        if self._num_finished < self._corrected_at or self.waiting.count == 0:
             return False
-        self._corrected_at = 2 * self._num_observed
+        self._corrected_at = 2 * self._num_finished
         return True
+
+    def note_so_far(self, entry: Entry) -> None:
+        """Note what a request in flight has generated; 0 once it runs no more. Known lengths are ignored."""
+        if entry.known_output_tokens is None:
+            self._lengths.so_far[entry.index] = entry.num_so_far
+
+    def estimated_in_flight(self) -> Iterator[tuple[Entry, float, float]]:
+        """Requests of unknown length that have generated some, and the moments of all their tokens."""
+        outputs = self.costs.outputs
+        for index in np.flatnonzero(self._lengths.so_far):
+            yield self.entries[index], float(outputs.mean[index]), float(outputs.square[index])
 
     def cursor(self, scope: Scope) -> Cursor:
         """The waiting requests of a scope in order."""
@@ -131,7 +148,7 @@ class Run:
         Of the finished ones as many as wait, evenly spread over the tree: they have told what they can.
         """
         kept = [entry for entry in self.entries if entry.state is not State.ENDED]
-        observed = np.flatnonzero(self._observed)
+        observed = np.flatnonzero(self._lengths.finished)
         step = max(len(observed) / max(self.waiting.count, 1), 1.0)
         chosen = observed[np.arange(0, len(observed), step).astype(np.int64)]
         return kept + [self.entries[index] for index in chosen]
