@@ -6,7 +6,7 @@ Source: BlendServe (section 3.2), with second moments, as Mem grows with the squ
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -101,6 +101,10 @@ def _bounded(mean: Floats, square: Floats, limit: Floats) -> Moments:
     """Moments that a length in [1, limit] can have, the nearest to the given ones."""
     mean = np.clip(mean, 1.0, limit)
     return Moments(mean, np.clip(square, mean * mean, mean * limit))
+
+
+OutputEstimator = Callable[[PrefixTree, Lengths, OutputHistory], Moments]
+"""A function like ``output_moments``."""
 
 
 def choose_samples(is_unknown: Sequence[bool], share: float, phase: float) -> tuple[list[int], float]:

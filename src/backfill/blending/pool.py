@@ -10,7 +10,7 @@ from typing import get_args
 
 from backfill.blending.deadlines import BatchWork, Deadlines
 from backfill.blending.entry import Entry, Expected, Left, State
-from backfill.blending.estimates import OutputHistory, choose_samples
+from backfill.blending.estimates import OutputEstimator, OutputHistory, choose_samples, output_moments
 from backfill.blending.requests import OrderName, PlannedRequest, PoolRequest
 from backfill.blending.resources import OnlineUse, ResourceModel, Work, target_density
 from backfill.blending.returned import Returned
@@ -36,6 +36,7 @@ class OfflinePool:
         kv_tokens: tokens that the KV cache of the device holds. No request can have more.
         sample_share: share of the requests of unknown output length that runs first, for its lengths.
         seed: of the random order and of the choice of samples.
+        estimate: of output lengths that are not known.
 
     Raises: ConfigError for a value out of range.
     """
@@ -48,6 +49,7 @@ class OfflinePool:
         kv_tokens: int,
         sample_share: float = 0.01,
         seed: int = 0,
+        estimate: OutputEstimator = output_moments,
     ) -> None:
         if order not in get_args(OrderName):
             raise ConfigError(
@@ -59,6 +61,7 @@ class OfflinePool:
             raise ConfigError(f"must be from 0 to 1, got {sample_share}", field="sample_share")
         self._order = order
         self.resources = resources
+        self._estimate = estimate
         self._sample_share = sample_share if order == "blend" else 0.0
         self._random = random.Random(seed)
         self._sample_phase = self._random.random()
@@ -140,7 +143,7 @@ class OfflinePool:
             num_waiting += replaced[-1].waiting.count
             merged += replaced[-1].kept_entries()
         self._num_runs += 1
-        run = Run(merged, self._num_runs, self._kv_tokens, progress)
+        run = Run(merged, self._num_runs, self._kv_tokens, progress, self._estimate)
         self._plan(run, replaced)
         self._runs.append(run)
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from backfill.blending.deadlines import BatchWork
 from backfill.blending.entry import Entry, Expected, State
-from backfill.blending.estimates import Lengths, OutputHistory, output_moments
+from backfill.blending.estimates import Lengths, OutputEstimator, OutputHistory, output_moments
 from backfill.blending.order import Forecast, batchllm_order, blend_order, forecast
 from backfill.blending.requests import Batch, OrderName
 from backfill.blending.resources import Floats, Ints, ResourceModel
@@ -38,6 +38,7 @@ class Run:
         entries: waiting, in flight or ended; the last for their output lengths. They become this run's.
         number: runs made later have larger ones.
         kv_tokens: most tokens of a prompt and its output together; None for any number.
+        estimate: of output lengths.
     """
 
     def __init__(
@@ -46,9 +47,11 @@ class Run:
         number: int,
         kv_tokens: int | None = None,
         progress: Progress | None = None,
+        estimate: OutputEstimator = output_moments,
     ) -> None:
         self.entries = sorted(entries, key=lambda entry: entry.prompt)
         self.number = number
+        self._estimate = estimate
         num = len(self.entries)
         prompts = [entry.prompt for entry in self.entries]
         for index, entry in enumerate(self.entries):
@@ -78,7 +81,7 @@ class Run:
     def plan(self, order: OrderName, resources: ResourceModel, history: OutputHistory) -> None:
         """Estimate and order what waits."""
         is_waiting = self.waiting.mask
-        outputs = output_moments(self.tree, self._lengths, history)
+        outputs = self._estimate(self.tree, self._lengths, history)
         self.costs = forecast(self.tree, resources, is_waiting, outputs)
         self._is_compute_bound = self.costs.is_compute_bound
         self.compute_bound_memory_s = float(self.costs.memory_s[self._is_compute_bound].sum())

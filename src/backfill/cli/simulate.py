@@ -182,6 +182,11 @@ for _name, _help in (
     ("usage", "Plot BlendServe's figure 8."),
 ):
     app.command(f"backfill.cli.simulate_blend:{_name}_app", name=f"blendserve-{_name}", help=_help)
+for _name, _help in (
+    ("coserving", "Run orders beside online traffic."),
+    ("lengths", "Run estimates of output lengths."),
+):
+    app.command(f"backfill.cli.simulate_blend_{_name}:app", name=f"blendserve-{_name}", help=_help)
 
 
 def _build(options: SimulateOptions, seed: int) -> Scenario:

@@ -221,9 +221,9 @@ def _print_sources(console: Console, experiment: BlendExperiment) -> None:
     for name in (experiment.source, "mmlu", "openvid"):
         lengths = experiment.lengths if name == experiment.source else None
         drawn, paper = source_figures(name, lengths), SOURCES[name].paper
-        table.add_row(
-            name, f"{drawn.sharing:.2f} ({paper.sharing:.2f})", f"{drawn.density:.2f} ({paper.density:.2f})"
-        )
+        if paper is not None:
+            sharing, density = f"{paper.sharing:.2f}", f"{paper.density:.2f}"
+            table.add_row(name, f"{drawn.sharing:.2f} ({sharing})", f"{drawn.density:.2f} ({density})")
     console.print(table)
 
 

@@ -42,6 +42,7 @@ class MixSpec(NamedTuple):
         density: of the whole pool, with a perfect prefix cache.
         sharing: share of all tokens, prompts and outputs, that a perfect prefix cache saves.
         lengths: file of the source's lengths; None draws them.
+        long: source of the memory-bound requests, the videos unless it says otherwise.
     """
 
     source: str
@@ -50,6 +51,7 @@ class MixSpec(NamedTuple):
     num_requests: int
     seed: int
     lengths: Path | None = None
+    long: str = _VIDEO
 
 
 class Usage(NamedTuple):
@@ -143,7 +145,7 @@ def draw_mix(spec: MixSpec) -> Mix:
     rng = np.random.default_rng([spec.seed, 0])
     source, count = SOURCES[spec.source], 2 * spec.num_requests
     own = source.draw(count, rng) if spec.lengths is None else source.draw_from(spec.lengths, count, rng)
-    videos, shared = SOURCES[_VIDEO].draw(count, rng), SOURCES[_SHARED].draw(count, rng)
+    videos, shared = SOURCES[spec.long].draw(count, rng), SOURCES[_SHARED].draw(count, rng)
     means = [np.array(Usage.of(each)) / count for each in (own, videos, shared)]
     num_videos = round(_three_counts(spec, *means)[1])
     if num_videos < 1:
@@ -161,7 +163,7 @@ def draw_mix(spec: MixSpec) -> Mix:
     parts = {
         spec.source: own.first(round(num_own)),
         _SHARED: shared.first(round(num_shared)),
-        _VIDEO: videos,
+        spec.long: videos,
     }
     present = {name: part for name, part in parts.items() if len(part)}
     if spec.source not in present:

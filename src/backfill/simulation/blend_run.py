@@ -10,6 +10,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from backfill.blending.estimates import OutputEstimator, output_moments
 from backfill.blending.pool import OfflinePool
 from backfill.blending.requests import OrderName, PlannedRequest, PoolRequest
 from backfill.blending.resources import ResourceModel
@@ -228,6 +229,7 @@ class PoolLoop:
         requests: whose ids are the indices of ``outputs``.
         outputs: true output lengths.
         cost: of the device; the pool plans with it.
+        estimate: of output lengths that are not known.
 
     Attributes:
         compute_s, memory_s: seconds of either resource in each step.
@@ -243,10 +245,13 @@ class PoolLoop:
         *,
         max_step_tokens: int,
         seed: int,
+        estimate: OutputEstimator = output_moments,
     ) -> None:
         self._requests = requests
         self._outputs = outputs
-        self._pool = OfflinePool(order, resource_model(cost), kv_tokens=hardware.kv_tokens, seed=seed)
+        self._pool = OfflinePool(
+            order, resource_model(cost), kv_tokens=hardware.kv_tokens, seed=seed, estimate=estimate
+        )
         self._pool.add(requests)
         self._cost = cost
         self.clock = VirtualClock()

@@ -81,13 +81,13 @@ class Source:
             nothing less is shared.
         num_prefixes: different prefixes.
         knows_outputs: the output's length is known before it runs.
-        paper: what the paper's table 3 has.
+        paper: what the paper's table 3 has; None where the source is not the paper's.
     """
 
     inputs: LengthDistribution
     outputs: LengthDistribution
     prefix_tokens: int
-    paper: TraceFigures
+    paper: TraceFigures | None = None
     num_prefixes: int = 1
     knows_outputs: bool = False
 
@@ -136,6 +136,8 @@ SOURCES: Mapping[str, Source] = {
     "openvid": Source(
         _lognormal(100, 0.3), _lognormal(17_200, 1.1), 16, TraceFigures(0.0, 0.05), knows_outputs=True
     ),
+    # Chosen: answers with long reasoning. They last a minute or two, where a video lasts ten.
+    "reasoning": Source(_lognormal(150, 0.5), _lognormal(2500, 0.6), 64, knows_outputs=True),
 }
 COMPUTE_SOURCES = ("burstgpt", "azure", "sharegpt", "wildchat")
 """Sources that are mixed with videos and MMLU, one at a time."""

@@ -107,7 +107,7 @@ class ReplayResult:
     num_prefix_hit_tokens: int
 
 
-class _Totals(NamedTuple):
+class Totals(NamedTuple):
     """What a replay has counted so far."""
 
     counters: dict[ServiceClass, ClassCounters]
@@ -163,7 +163,7 @@ class Replay:
 
     def run(self) -> ReplayResult:
         """Replay the whole workload."""
-        at_end: _Totals | None = None
+        at_end: Totals | None = None
         while self._num_unfinished:
             is_over = self._elapsed_s >= self._duration_s
             if is_over and at_end is None:
@@ -266,9 +266,9 @@ class Replay:
         else:
             time.sleep(seconds)
 
-    def _totals(self) -> _Totals:
+    def _totals(self) -> Totals:
         counters = {each: counters.copy() for each, counters in self._engine.scheduler.counters.items()}
-        return _Totals(counters, self._num_offline_completed)
+        return Totals(counters, self._num_offline_completed)
 
 
 def simulate(

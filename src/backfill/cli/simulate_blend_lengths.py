@@ -1,0 +1,123 @@
+"""``backfill simulate blendserve-lengths``: the order ``blend`` under estimates of output lengths."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+from rich.console import Console
+from rich.table import Table
+
+from backfill.cli.command import command
+from backfill.cli.interrupts import interruptible
+from backfill.cli.sweeps import SweepOptions, names_of
+from backfill.core.options import check_types
+from backfill.simulation.blend_lengths import (
+    CHECKPOINTS,
+    ESTIMATES,
+    REFERENCE,
+    EstimateName,
+    LengthsExperiment,
+    LengthsFigures,
+    LengthsResult,
+    LengthsRun,
+    compare_lengths,
+)
+from backfill.simulation.length_groups import LENGTHS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LengthsOptions:
+    """The pools and the estimates.
+
+    Attributes:
+        lengths: lengths of the requests, separated by commas: sharegpt, lmsys. Default: both, a pool of each.
+        source_lengths: CSV of prompt and output lengths, instead of those drawn for sharegpt.
+        estimates: estimates of output lengths, separated by commas: exact, moments, point, pool-mean.
+            Default: all.
+        density: compute density of each pool.
+        requests: requests of a pool.
+        interference: how compute and memory traffic of a step disturb each other: blendserve, nanoflow,
+            ideal (not at all) or sequential (they do not overlap).
+    """
+
+    lengths: str | None = None
+    source_lengths: Path | None = None
+    estimates: str | None = None
+    density: float = 1.0
+    requests: int = 10_000
+    interference: str = "blendserve"
+
+    def validate(self) -> None:
+        """Raises: ConfigError."""
+        check_types(self)
+
+    def experiment(self, options: SweepOptions) -> LengthsExperiment:
+        """Raises: ConfigError."""
+        experiment = LengthsExperiment(
+            lengths=names_of(self.lengths, tuple(LENGTHS)),
+            source_lengths=self.source_lengths,
+            estimates=cast("tuple[EstimateName, ...]", names_of(self.estimates, ESTIMATES)),
+            density=self.density,
+            num_requests=self.requests,
+            interference=self.interference,
+            num_seeds=options.seeds,
+        )
+        experiment.validate()
+        return experiment
+
+
+def blendserve_lengths(pools: LengthsOptions, options: SweepOptions) -> None:
+    """Run pools in the order `blend` while output lengths are known, estimated, or taken for one mean.
+
+    Prints throughput over the achievable optimum, and by how much the predicted density of what is left is
+    off as the pool empties.
+    """
+    console = Console()
+    experiment = pools.experiment(options)
+
+    def on_done(run: LengthsRun, result: LengthsResult) -> None:
+        console.print(
+            f"{run.pool.lengths}, seed {run.pool.seed}: {run.estimate} done, {result.num_steps} steps, "
+            f"{result.seconds:.0f} s",
+            style="dim",
+        )
+
+    console.print("[bold]Output lengths and the order blend[/bold]")
+    with interruptible():
+        comparison = compare_lengths(experiment, options.jobs, on_done)
+    for name, estimates in comparison.pools.items():
+        _print_pool(console, f"{name}, density {experiment.density:g}", estimates)
+    options.end(console, None, comparison.as_json())
+
+
+app = command(
+    blendserve_lengths,
+    {
+        "Pools": "lengths source_lengths density requests interference",
+        "Runs": "estimates seeds jobs",
+        "Output": "json",
+    },
+    prefix="BACKFILL_SIMULATE_BLENDSERVE_LENGTHS_",
+)
+
+
+def _print_pool(console: Console, title: str, estimates: dict[EstimateName, LengthsFigures]) -> None:
+    table = Table(title=title, pad_edge=False, padding=(0, 0, 0, 1))
+    table.add_column("estimate", no_wrap=True)
+    errors = [f"off at {share:.0%}" for share in CHECKPOINTS]
+    for heading in ("tokens/s", "/ optimum", f"/ {REFERENCE}", "preempted", *errors):
+        table.add_column(heading, justify="right")
+    reference = estimates.get(REFERENCE)
+    for estimate, figures in estimates.items():
+        ratio = "" if reference is None else f"{figures.tokens_per_s / reference.tokens_per_s:.3f}"
+        table.add_row(
+            estimate,
+            f"{figures.tokens_per_s:.0f}",
+            f"{figures.of_optimum:.3f}",
+            ratio,
+            f"{figures.num_preemptions:.0f}",
+            *(f"{error:.1%}" for error in figures.errors),
+        )
+    console.print(table)

@@ -1,0 +1,281 @@
+"""What estimates of output lengths are worth to the order ``blend``: a pool in which only means are known."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import lru_cache
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Literal, NamedTuple, get_args
+
+import numpy as np
+
+from backfill.blending.estimates import Lengths, Moments, OutputEstimator, OutputHistory, output_moments
+from backfill.blending.tree import PrefixTree
+from backfill.core.errors import ConfigError
+from backfill.core.request import RequestId, ServiceClass
+from backfill.costs.hardware import HardwareProfile, load_hardware_profile
+from backfill.costs.overlap import INTERFERENCE, OverlappedCostModel
+from backfill.simulation.blend_run import HARDWARE, PoolLoop, resource_model, step_tokens
+from backfill.simulation.length_groups import LENGTHS, GroupedPool, GroupSpec, draw_groups
+from backfill.simulation.optimal_work import PoolWork, WorkModel
+from backfill.simulation.sweep import check_names, check_positive, processes
+
+EstimateName = Literal["exact", "moments", "point", "pool-mean"]
+ESTIMATES: tuple[EstimateName, ...] = get_args(EstimateName)
+REFERENCE: EstimateName = "moments"
+CHECKPOINTS = (0.0, 0.02, 0.1, 0.3, 0.6)
+"""Shares of the pool's requests that have ended when predictions are compared with the truth."""
+_CONTEXT_TOKENS = 131_072  # of Llama 3.1, see ``blend_run``
+
+
+def point_estimate(tree: PrefixTree, lengths: Lengths, history: OutputHistory) -> Moments:
+    """The paper's estimate (section 3.2): the mean of what has ended in the subtree, for all others."""
+    ended = lengths._replace(so_far=np.zeros_like(lengths.so_far))
+    mean = output_moments(tree, ended, history).mean
+    return Moments(mean, mean * mean)
+
+
+def pool_mean(tree: PrefixTree, lengths: Lengths, history: OutputHistory) -> Moments:
+    """The mean of all outputs that have ended, whatever the prompt, as if every output had that length."""
+    return point_estimate(tree, lengths._replace(finished=np.zeros_like(lengths.finished)), history)
+
+
+_ESTIMATORS: Mapping[EstimateName, OutputEstimator] = {
+    "exact": output_moments,
+    "moments": output_moments,
+    "point": point_estimate,
+    "pool-mean": pool_mean,
+}
+
+
+class LengthsRun(NamedTuple):
+    """One estimate on one pool. Small enough to be sent to another process."""
+
+    pool: GroupSpec
+    estimate: EstimateName
+    interference: str
+
+
+class LengthsResult(NamedTuple):
+    """What a run measured.
+
+    Attributes:
+        of_optimum: throughput over the achievable optimum (section 5.2).
+        tokens_per_s: prompt and output tokens.
+        density: of the pool, by true lengths and the device's rates.
+        errors: at each of ``CHECKPOINTS``, predicted over true density of what has not ended, less 1.
+    """
+
+    seconds: float
+    of_optimum: float
+    tokens_per_s: float
+    density: float
+    errors: tuple[float, ...]
+    num_steps: int
+    num_preemptions: int
+    recomputed_share: float
+
+
+class _ComparedLoop(PoolLoop):
+    """See ``PoolLoop``; compares the pool's density with the true one at each of ``CHECKPOINTS``."""
+
+    def __init__(
+        self,
+        pool: GroupedPool,
+        estimate: EstimateName,
+        hardware: HardwareProfile,
+        cost: OverlappedCostModel,
+        *,
+        density: float,
+        seed: int,
+    ) -> None:
+        requests = pool.requests
+        if estimate == "exact":
+            requests = [
+                replace(each, known_output_tokens=output)
+                for each, output in zip(pool.requests, pool.outputs, strict=True)
+            ]
+        super().__init__(
+            requests,
+            pool.outputs,
+            "blend",
+            hardware,
+            cost,
+            max_step_tokens=step_tokens(cost, density, hardware.kv_tokens),
+            seed=seed,
+            estimate=_ESTIMATORS[estimate],
+        )
+        self._costs = pool
+        self._left = np.array([pool.compute_s.sum(), pool.memory_s.sum()])
+        self._num_ended = 0
+        self.errors: list[float] = []
+        self._compare()
+
+    def _finish(self, request_id: RequestId) -> None:
+        super()._finish(request_id)
+        number = int(request_id)
+        self._left -= (self._costs.compute_s[number], self._costs.memory_s[number])
+        self._num_ended += 1
+        self._compare()
+
+    def _compare(self) -> None:
+        share = self._num_ended / len(self._costs.outputs)
+        if len(self.errors) < len(CHECKPOINTS) and share >= CHECKPOINTS[len(self.errors)]:
+            self.errors.append(float(self._pool.density * self._left[1] / self._left[0] - 1.0))
+
+
+def run_lengths(run: LengthsRun) -> LengthsResult:
+    """Draw the pool, and run it in the order ``blend``. The same for the same run. Raises: ConfigError."""
+    hardware = replace(load_hardware_profile(HARDWARE), max_model_len=_CONTEXT_TOKENS)
+    cost = OverlappedCostModel.of(hardware.costs.cost, INTERFERENCE[run.interference])
+    pool = _drawn(run.pool, cost)
+    density = float(pool.compute_s.sum() / pool.memory_s.sum())
+    loop = _ComparedLoop(pool, run.estimate, hardware, cost, density=density, seed=run.pool.seed)
+    loop.run()
+    model = WorkModel.of(cost)
+    num_tokens = sum(pool.outputs) + sum(len(each.prompt_token_ids) for each in pool.requests)
+    counters = loop.engine.scheduler.counters[ServiceClass.OFFLINE]
+    seconds = loop.clock.now_s()
+    return LengthsResult(
+        seconds=seconds,
+        of_optimum=model.least_s(PoolWork(pool.parts, model).total) / seconds,
+        tokens_per_s=num_tokens / seconds,
+        density=density,
+        errors=tuple(loop.errors),
+        num_steps=len(loop.compute_s),
+        num_preemptions=counters.num_preemptions,
+        recomputed_share=counters.num_recomputed_tokens / counters.num_computed_tokens,
+    )
+
+
+@lru_cache(maxsize=1)
+def _drawn(spec: GroupSpec, cost: OverlappedCostModel) -> GroupedPool:
+    """Kept for the next estimate on the same pool."""
+    return draw_groups(spec, resource_model(cost))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LengthsExperiment:
+    """What to run.
+
+    Attributes:
+        lengths: of prompts and outputs, names of ``LENGTHS``; a pool of each.
+        source_lengths: file of the lengths of ``sharegpt`` instead.
+        density: of each pool.
+        num_seeds: figures are means over the seeds 1 to this.
+    """
+
+    lengths: tuple[str, ...] = tuple(LENGTHS)
+    source_lengths: Path | None = None
+    estimates: tuple[EstimateName, ...] = ESTIMATES
+    density: float = 1.0
+    num_requests: int = 10_000
+    interference: str = "blendserve"
+    num_seeds: int = 1
+
+    def validate(self) -> None:
+        """Raises: ConfigError."""
+        check_names("lengths", self.lengths, LENGTHS)
+        check_names("estimates", self.estimates, ESTIMATES)
+        check_names("interference", (self.interference,), INTERFERENCE)
+        check_positive(density=self.density, requests=self.num_requests, seeds=self.num_seeds)
+        if self.source_lengths is not None and "sharegpt" not in self.lengths:
+            raise ConfigError("`source_lengths` are those of sharegpt, which `lengths` does not name.")
+
+    def runs(self) -> list[LengthsRun]:
+        """Estimates of one pool after another, so that a process draws few pools twice."""
+        return [
+            LengthsRun(
+                GroupSpec(
+                    name,
+                    self.density,
+                    self.num_requests,
+                    seed,
+                    self.source_lengths if name == "sharegpt" else None,
+                ),
+                estimate,
+                self.interference,
+            )
+            for name, seed in itertools.product(self.lengths, range(1, self.num_seeds + 1))
+            for estimate in self.estimates
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class LengthsFigures:
+    """One estimate, means over the seeds; see ``LengthsResult``.
+
+    Attributes:
+        errors: means of the absolute errors.
+    """
+
+    seconds: float
+    of_optimum: float
+    tokens_per_s: float
+    errors: tuple[float, ...]
+    num_preemptions: float
+    recomputed_share: float
+
+    @classmethod
+    def mean(cls, results: Sequence[LengthsResult]) -> LengthsFigures:
+        return cls(
+            fmean(each.seconds for each in results),
+            fmean(each.of_optimum for each in results),
+            fmean(each.tokens_per_s for each in results),
+            tuple(
+                fmean(map(abs, of_seeds)) for of_seeds in zip(*(each.errors for each in results), strict=True)
+            ),
+            fmean(each.num_preemptions for each in results),
+            fmean(each.recomputed_share for each in results),
+        )
+
+
+@dataclass(slots=True)
+class LengthsComparison:
+    """Figures by pool and estimate."""
+
+    experiment: LengthsExperiment
+    pools: dict[str, dict[EstimateName, LengthsFigures]] = field(default_factory=dict)
+
+    def as_json(self) -> dict[str, Any]:
+        experiment = self.experiment
+        return {
+            "scenario": "blendserve-lengths",
+            "hardware": HARDWARE,
+            "density": experiment.density,
+            "num_requests": experiment.num_requests,
+            "interference": experiment.interference,
+            "num_seeds": experiment.num_seeds,
+            "checkpoints": CHECKPOINTS,
+            "pools": {
+                name: {estimate: asdict(figures) for estimate, figures in estimates.items()}
+                for name, estimates in self.pools.items()
+            },
+        }
+
+
+def compare_lengths(
+    experiment: LengthsExperiment,
+    num_processes: int = 1,
+    on_done: Callable[[LengthsRun, LengthsResult], None] = lambda *_: None,
+) -> LengthsComparison:
+    """Run every estimate on every pool. ``on_done`` is called after each, in order.
+
+    Results do not depend on ``num_processes``. Raises: ConfigError.
+    """
+    experiment.validate()
+    runs = experiment.runs()
+    found: dict[str, dict[EstimateName, list[LengthsResult]]] = {}
+    with processes(num_processes) as pool:
+        for run, result in zip(runs, pool.map(run_lengths, runs), strict=True):
+            found.setdefault(run.pool.lengths, {}).setdefault(run.estimate, []).append(result)
+            on_done(run, result)
+    comparison = LengthsComparison(experiment)
+    for name, estimates in found.items():
+        comparison.pools[name] = {
+            estimate: LengthsFigures.mean(results) for estimate, results in estimates.items()
+        }
+    return comparison

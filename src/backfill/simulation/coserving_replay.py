@@ -1,0 +1,247 @@
+"""Replays online traffic beside a pool of offline requests, which are taken in the pool's order."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from backfill.blending.pool import OfflinePool
+from backfill.blending.requests import PlannedRequest, PoolRequest
+from backfill.core.clock import VirtualClock
+from backfill.core.request import PriorityLevel, Request, RequestId, ServiceClass
+from backfill.core.sampling import SamplingParams
+from backfill.costs.overlap import OverlappedCostModel
+from backfill.engine.engine import Engine
+from backfill.engine.messages import TokenOutput
+from backfill.execution.simulated_executor import SimulatedExecutor
+from backfill.simulation.blend_forecast import MemoryForecast
+from backfill.simulation.device import BLOCK_SIZE
+from backfill.simulation.optimal_work import PoolWork, Work
+from backfill.simulation.replay import Replay, Totals, Workload
+
+BIN_S = 10.0
+# Offline requests that wait in the engine, so that a step never lacks prompts.
+_QUEUE_DEPTH = 4
+# How often the pool is told what online requests use, as a server does.
+_PERIOD_S = 1.0
+# Memory is kept for as many online tokens as there were lately: the time constant of the policy's reserve.
+_RESERVE_DECAY_S = 60.0
+
+Floats = NDArray[np.float64]
+
+
+class Done(NamedTuple):
+    """Offline work that has been done by some instant, the parts of unfinished requests included."""
+
+    at_s: float
+    work: Work
+    num_tokens: int
+    num_finished: int
+
+
+class _Step(NamedTuple):
+    """A step: seconds of either resource alone on the device, in all and by online requests."""
+
+    at_s: float
+    seconds: float
+    compute_s: float
+    memory_s: float
+    online_compute_s: float
+    online_memory_s: float
+
+
+@dataclass(slots=True)
+class StepUsage:
+    """What each step used."""
+
+    _values: array[float] = field(default_factory=lambda: array("d"))
+
+    def add(self, step: _Step) -> None:
+        self._values.extend(step)
+
+    def between(self, began_s: float, ended_s: float) -> Floats:
+        """The steps that ended after one instant and by another: a row each, with the fields of ``_Step``."""
+        rows = np.array(self._values).reshape(-1, len(_Step._fields))
+        return rows[(rows[:, 0] > began_s) & (rows[:, 0] <= ended_s)]
+
+    def binned(self, bin_s: float) -> Floats:
+        """Seconds a second of compute, memory, online compute and online memory, in each bin."""
+        rows = self.between(0.0, math.inf)
+        bins = (rows[:, 0] // bin_s).astype(np.int64)
+        return np.array([np.bincount(bins, rows[:, column]) / bin_s for column in range(2, 6)])
+
+
+class OnlineMeter:
+    """Tokens that online requests computed and cached ones that they read, as a server counts them."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._scheduler = engine.scheduler
+        self._num_computed = 0
+        self._num_tokens = self._num_reads = 0
+        self._began_s = 0.0
+
+    @property
+    def num_held_tokens(self) -> int:
+        """Of online requests that run."""
+        running = self._scheduler.requests.running.values()
+        return sum(each.num_tokens for each in running if each.service_class is ServiceClass.ONLINE)
+
+    def on_step(self) -> tuple[int, int]:
+        """Count the step that has just ended. Returns: its online tokens and reads."""
+        num_computed = self._scheduler.counters[ServiceClass.ONLINE].num_computed_tokens
+        num_new, self._num_computed = num_computed - self._num_computed, num_computed
+        num_reads = self.num_held_tokens if num_new else 0
+        self._num_tokens += num_new
+        self._num_reads += num_reads
+        return num_new, num_reads
+
+    def on_time(self, now_s: float) -> tuple[float, float] | None:
+        """Tokens and reads a second of a period that has ended; None within one."""
+        elapsed_s = now_s - self._began_s
+        if elapsed_s < _PERIOD_S:
+            return None
+        rates = self._num_tokens / elapsed_s, self._num_reads / elapsed_s
+        self._began_s, self._num_tokens, self._num_reads = now_s, 0, 0
+        return rates
+
+
+class PoolReplay(Replay):
+    """See ``Replay``; its offline requests come from a pool.
+
+    The engine's own queue holds few of them, so the order is the pool's. One joins it when the KV that all
+    are expected to need fits beside that of online requests (``MemoryForecast``), else it is put back.
+
+    Attributes:
+        usage: of each step.
+        done: offline work at the end of the warm-up and at the end of the workload.
+
+    Args:
+        requests: whose ids are the indices of ``outputs``.
+        outputs: true output lengths.
+        knows_online: the pool is told what online requests use.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        executor: SimulatedExecutor,
+        clock: VirtualClock,
+        workload: Workload,
+        pool: OfflinePool,
+        requests: Sequence[PoolRequest],
+        outputs: Sequence[int],
+        *,
+        cost: OverlappedCostModel,
+        work: PoolWork,
+        warmup_s: float,
+        knows_online: bool,
+    ) -> None:
+        super().__init__(engine, clock, workload)
+        self.usage = StepUsage()
+        self.done: list[Done] = []
+        self._executor = executor
+        self._pool, self._requests, self._outputs = pool, requests, outputs
+        self._cost, self._work = cost, work
+        self._warmup_s, self._knows_online = warmup_s, knows_online
+        info = executor.info
+        self._kv_tokens = info.num_blocks * BLOCK_SIZE
+        self._forecast = MemoryForecast(self._kv_tokens, 2 * BLOCK_SIZE, until_own_end=True)
+        self._meter = OnlineMeter(engine)
+        self._online_peak = 0.0
+        self._waiting = engine.scheduler.requests.waiting[PriorityLevel.OFFLINE]
+        self._in_flight: dict[RequestId, Request] = {}
+        self._finished = Done(0.0, Work(), 0, 0)
+
+    def _step(self) -> None:
+        began_s = self._elapsed_s
+        super()._step()
+        seconds = self._elapsed_s - began_s
+        if seconds > 0.0:
+            self._note_step(seconds)
+
+    def _note_step(self, seconds: float) -> None:
+        load = self._executor.load
+        compute_s, memory_s = self._cost.resources_s(load)
+        # A step that was stopped or resumed has computed a part of this load.
+        part = min(1.0, seconds / self._cost.step_time_s(load)) if load.num_tokens else 0.0
+        num_tokens, num_reads = self._meter.on_step()
+        online = self._pool.resources.use_of(num_tokens, num_reads)
+        self.usage.add(
+            _Step(
+                self._elapsed_s,
+                seconds,
+                part * compute_s,
+                part * memory_s,
+                online.compute_frac,
+                online.memory_frac,
+            )
+        )
+        decayed = self._online_peak * math.exp(-seconds / _RESERVE_DECAY_S)
+        self._online_peak = max(decayed, float(self._meter.num_held_tokens))
+        rates = self._meter.on_time(self._elapsed_s)
+        if rates is not None and self._knows_online:
+            self._pool.online = self._pool.resources.use_of(*rates)
+
+    def _record(self, output: TokenOutput, now_s: float) -> None:
+        super()._record(output, now_s)
+        request = self._in_flight.get(output.request_id)
+        if request is None or output.finish_reason is None:
+            return
+        number = int(request.request_id)
+        del self._in_flight[request.request_id]
+        self._forecast.remove(request.request_id)
+        self._pool.finish(number, self._outputs[number])
+        self._finished = self._plus(self._finished, request)._replace(
+            num_finished=self._finished.num_finished + 1
+        )
+
+    def _top_up(self) -> None:
+        if not self.done and self._elapsed_s >= self._warmup_s:
+            self.done.append(self._done_now())
+        self._forecast.kv_tokens = self._kv_tokens - int(self._online_peak)
+        while len(self._waiting) < _QUEUE_DEPTH:
+            planned = self._pool.take()
+            if planned is None:
+                return
+            if not self._forecast.fits(len(self._requests[planned.request_id].prompt_token_ids), planned):
+                self._pool.put_back(planned.request_id)
+                return
+            self._join(planned)
+
+    def _join(self, planned: PlannedRequest) -> None:
+        number = planned.request_id
+        request = Request(
+            request_id=RequestId(str(number)),
+            prompt_token_ids=self._requests[number].prompt_token_ids,
+            sampling=SamplingParams(max_tokens=self._outputs[number], temperature=0.0, ignore_eos=True),
+            service_class=ServiceClass.OFFLINE,
+            arrived_at_s=self._clock.now_s(),
+            num_reused_tokens=planned.reused_tokens,
+        )
+        self._forecast.add(request, planned)
+        self._in_flight[request.request_id] = request
+        refusal = self._engine.add(request)
+        assert refusal is None, f"{number}: {refusal}"
+
+    def _totals(self) -> Totals:
+        self.done.append(self._done_now())
+        return super()._totals()
+
+    def _done_now(self) -> Done:
+        done = self._finished
+        for request in self._in_flight.values():
+            done = self._plus(done, request)
+        return done._replace(at_s=self._elapsed_s)
+
+    def _plus(self, done: Done, request: Request) -> Done:
+        number, num_outputs = int(request.request_id), len(request.output_token_ids)
+        return done._replace(
+            work=done.work.plus(self._work.of(number, num_outputs)),
+            num_tokens=done.num_tokens + self._work.num_tokens(number, num_outputs),
+        )
