@@ -45,7 +45,7 @@ class Done(NamedTuple):
     num_finished: int
 
 
-class _Step(NamedTuple):
+class Step(NamedTuple):
     """A step: seconds of either resource alone on the device, in all and by online requests."""
 
     at_s: float
@@ -62,12 +62,12 @@ class StepUsage:
 
     _values: array[float] = field(default_factory=lambda: array("d"))
 
-    def add(self, step: _Step) -> None:
+    def add(self, step: Step) -> None:
         self._values.extend(step)
 
     def between(self, began_s: float, ended_s: float) -> Floats:
-        """The steps that ended after one instant and by another: a row each, with the fields of ``_Step``."""
-        rows = np.array(self._values).reshape(-1, len(_Step._fields))
+        """The steps that ended after one instant and by another: a row each, with the fields of ``Step``."""
+        rows = np.array(self._values).reshape(-1, len(Step._fields))
         return rows[(rows[:, 0] > began_s) & (rows[:, 0] <= ended_s)]
 
     def binned(self, bin_s: float) -> Floats:
@@ -173,7 +173,7 @@ class PoolReplay(Replay):
         num_tokens, num_reads = self._meter.on_step()
         online = self._pool.resources.use_of(num_tokens, num_reads)
         self.usage.add(
-            _Step(
+            Step(
                 self._elapsed_s,
                 seconds,
                 part * compute_s,

@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from backfill.core.errors import ConfigError
+from backfill.simulation import blend_coserving
+from backfill.simulation.blend_coserving import VARIANTS, CoserveExperiment, compare_coserving
+from backfill.simulation.blend_coserving_run import CoserveResult, CoserveRun, run_coserving
+from backfill.simulation.blend_sources import SOURCES
+from backfill.simulation.coserving_replay import Step, StepUsage
+from backfill.simulation.coserving_traffic import KINDS
+from backfill.simulation.optimal_work import Work
+from backfill.simulation.request_lengths import DrawnLengths
+from backfill.workloads.lengths import LengthDistribution
+from tests.cli.running import run_cli_here
+
+TINY = CoserveExperiment(
+    traffics=("alternating",), density=2.5, num_requests=400, phase_s=4.0, warmup_s=2.0, duration_s=16.0
+)
+
+
+@pytest.fixture
+def _short_answers() -> Iterator[None]:
+    answers = DrawnLengths(LengthDistribution(200), LengthDistribution(60))
+    long = replace(SOURCES["reasoning"], outputs=LengthDistribution(800, 0.3, "lognormal"))
+    with mock.patch.dict(KINDS, answers=answers), mock.patch.dict(SOURCES, reasoning=long):  # type: ignore[arg-type]
+        yield
+
+
+@pytest.mark.usefixtures("_short_answers")
+def test_orders_run_beside_online_requests_that_meet_their_objectives() -> None:
+    results = {name: run_coserving(run) for name, run in TINY.runs() if name != "dfs"}
+    for result in results.values():
+        assert result.ttft_attainment > 0.95 and result.tpot_attainment > 0.95
+        assert result.num_left > 0
+        assert 0.0 < result.of_optimum <= 1.0
+        assert 0.0 <= result.imbalance < 1.0
+        assert result.offline_tok_s > 0.0 and result.offline_rps > 0.0
+        assert result.num_online == results["fcfs"].num_online
+        compute, memory, online_compute, online_memory = result.usage
+        assert np.all(online_compute[:1] > 0.0) and np.all(compute >= 0.0) and np.all(memory >= 0.0)
+        assert np.all(online_memory <= memory + 1e-9)
+    assert results["blend"].usage.tolist() != results["blend-online"].usage.tolist()
+    again = dict(TINY.runs())["blend-online"]
+    assert run_coserving(again).offline == results["blend-online"].offline
+
+
+def test_usage_is_summed_by_bins_and_selected_by_time() -> None:
+    usage = StepUsage()
+    for at_s in (1.0, 9.0, 11.0):
+        usage.add(Step(at_s, 0.5, 2.0, 3.0, 1.0, 0.5))
+    assert usage.between(1.0, 9.0)[:, 0].tolist() == [9.0]
+    assert usage.binned(10.0).tolist() == [[0.4, 0.2], [0.6, 0.3], [0.2, 0.1], [0.1, 0.05]]
+
+
+def invented(run: CoserveRun) -> CoserveResult:
+    """Of a run that did not take place."""
+    gain = 1.0 + 0.1 * run.knows_online + 0.2 * (run.order == "blend")
+    return CoserveResult(
+        offline_tok_s=1000.0 * gain,
+        offline_rps=run.traffic.seed * gain,
+        optimal_s_per_s=0.4 * gain,
+        of_optimum=0.5 * gain,
+        offline=Work(0.2, 0.3),
+        online=Work(0.3, 0.1),
+        imbalance=0.1,
+        ttft_attainment=0.99,
+        tpot_attainment=1.0,
+        ttft_p99_s=1.0,
+        num_online=100,
+        num_left=0 if run.mix.num_requests < 100 else 10,
+        num_preemptions=2,
+        recomputed_share=0.01,
+        usage=np.zeros((4, 3)),
+    )
+
+
+@pytest.fixture
+def _invented_runs() -> Iterator[None]:
+    with mock.patch.object(blend_coserving, "run_coserving", invented):
+        yield
+
+
+@pytest.mark.usefixtures("_invented_runs")
+def test_figures_are_means_over_seeds() -> None:
+    comparison = compare_coserving(replace(TINY, num_seeds=3))
+    assert tuple(comparison.figures) == ("alternating",)
+    assert tuple(comparison.figures["alternating"]) == tuple(VARIANTS)
+    assert comparison.figures["alternating"]["blend-online"].offline_rps == pytest.approx(2.0 * 1.3)
+
+
+@pytest.mark.usefixtures("_invented_runs")
+def test_a_pool_that_ran_dry_is_refused() -> None:
+    with pytest.raises(ConfigError, match="99 offline requests are too few"):
+        compare_coserving(replace(TINY, num_requests=99))
+
+
+@pytest.mark.usefixtures("_invented_runs")
+def test_the_command_prints_a_table_of_each_traffic_and_ends_with_json() -> None:
+    done = run_cli_here("simulate", "blendserve-coserving", "--requests", "500", "--json")
+    assert done.returncode == 0, done.stderr
+    content = json.loads(done.stdout.splitlines()[-1])
+    assert content["traffics"]["steady"]["blend"]["of_optimum"] == pytest.approx(0.6)
+    for text in ("alternating traffic, load 0.4", "steady traffic", "blend-online"):
+        assert text in done.stdout
+
+
+def test_bad_experiments_are_refused() -> None:
+    for arguments, message in (
+        (("--traffics", "bursts"), "there is no 'bursts'"),
+        (("--variants", "best"), "there is no 'best'"),
+        (("--load", "1"), "must be below 1"),
+        (("--duration", "120"), "must be above the 120 s"),
+        (("--phase", "0"), "must be above 0"),
+    ):
+        done = run_cli_here("simulate", "blendserve-coserving", *arguments)
+        assert done.returncode == 1
+        assert message in done.stderr

@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from backfill.blending.estimates import OutputHistory, output_moments
+from backfill.blending.tree import PrefixTree
+from backfill.core.errors import ConfigError
+from backfill.simulation import blend_lengths
+from backfill.simulation.blend_lengths import (
+    CHECKPOINTS,
+    ESTIMATES,
+    LengthsExperiment,
+    LengthsResult,
+    LengthsRun,
+    compare_lengths,
+    point_estimate,
+    pool_mean,
+    run_lengths,
+)
+from backfill.simulation.blend_mix import A100_LLAMA_3_8B
+from backfill.simulation.length_groups import MAX_OUTPUT, GroupSpec, draw_groups
+from tests.cli.running import run_cli_here
+
+SPEC = GroupSpec("sharegpt", 1.0, 500, 1)
+
+
+def test_a_pool_has_the_density_and_groups_that_differ_in_their_outputs() -> None:
+    pool = draw_groups(SPEC._replace(num_requests=4000), A100_LLAMA_3_8B)
+    assert pool.compute_s.sum() / pool.memory_s.sum() == pytest.approx(1.0, rel=0.1)
+    assert sum(map(len, pool.parts)) == len(pool.requests) == len(pool.outputs) == 4000
+    for part in pool.parts:
+        first, last = (part.output_tokens[part.prefixes == group].mean() for group in (0, 19))
+        assert last > 6 * first
+    by_prefix: dict[bytes, int] = {}
+    for request, output in zip(pool.requests, pool.outputs, strict=True):
+        by_prefix.setdefault(bytes(request.prompt_token_ids)[: 4 * 128], output)
+        assert request.known_output_tokens is None
+        assert 1 <= output <= request.max_output_tokens == MAX_OUTPUT
+    assert len(by_prefix) == 40
+
+
+def test_costs_are_those_of_the_requests() -> None:
+    pool = draw_groups(SPEC, A100_LLAMA_3_8B)
+    for number in (0, 499):
+        prompt, output = len(pool.requests[number].prompt_token_ids), pool.outputs[number]
+        assert pool.memory_s[number] == pytest.approx(A100_LLAMA_3_8B.memory_s(prompt, output))
+        alone_s = A100_LLAMA_3_8B.compute_s(prompt, output)
+        assert 0.0 < pool.compute_s[number] <= alone_s
+    groups = sum(len(set(part.prefixes.tolist())) for part in pool.parts)
+    num_tokens = sum(len(each.prompt_token_ids) for each in pool.requests) + sum(pool.outputs)
+    num_unique = num_tokens - 128 * (500 - groups)
+    assert pool.compute_s.sum() >= A100_LLAMA_3_8B.token_s * num_unique
+
+
+def test_impossible_pools_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="No mix of these lengths has a density of 100"):
+        draw_groups(SPEC._replace(density=100.0), A100_LLAMA_3_8B)
+    path = tmp_path / "lengths.csv"
+    path.write_text("ContextTokens,GeneratedTokens\n100,200\n")
+    pool = draw_groups(SPEC._replace(path=path), A100_LLAMA_3_8B)
+    assert {len(each.prompt_token_ids) for each in pool.requests} == {228}
+
+
+def test_estimates_differ_in_what_they_know() -> None:
+    """Two groups of two; the first has generated 10 and 30 tokens, of the second nothing is known."""
+    prompts = sorted(np.array(ids, np.uint32).tobytes() for ids in ([1, 5], [1, 6], [1, 7], [2, 5], [2, 6]))
+    tree = PrefixTree.build(prompts)
+    observed, nothing = np.array([10, 30, 0, 0, 0]), np.zeros(5, np.int64)
+    limit = np.full(5, 1000)
+    history = OutputHistory(4, 400.0, 80_000.0)
+    arguments = tree, observed, nothing, limit, history
+    assert output_moments(*arguments).mean[2] == point_estimate(*arguments).mean[2] == 20
+    assert output_moments(*arguments).square[2] == 500
+    assert point_estimate(*arguments).square[2] == 400
+    assert pool_mean(*arguments).mean.tolist() == [100] * 5
+    known = np.array([0, 0, 7, 0, 0])
+    assert point_estimate(tree, observed, known, limit, history).mean[2] == 7
+    assert pool_mean(tree, observed, known, limit, history).square[2] == 49
+
+
+def test_known_lengths_are_predicted_exactly() -> None:
+    """The pool is small: it tests the bookkeeping, and says nothing of estimates."""
+    spec = SPEC._replace(density=2.5, num_requests=200)
+    with mock.patch.object(blend_lengths, "draw_groups", side_effect=_short_outputs):
+        blend_lengths._drawn.cache_clear()
+        exact = run_lengths(LengthsRun(spec, "exact", "blendserve"))
+        guessed = run_lengths(LengthsRun(spec, "pool-mean", "blendserve"))
+    blend_lengths._drawn.cache_clear()
+    assert exact.errors == pytest.approx([0.0] * len(CHECKPOINTS), abs=0.02)
+    assert len(guessed.errors) == len(CHECKPOINTS) and max(map(abs, guessed.errors)) > 0.1
+    assert 0.0 < exact.of_optimum <= 1.0
+    assert exact.tokens_per_s * exact.seconds == pytest.approx(guessed.tokens_per_s * guessed.seconds)
+
+
+def _short_outputs(spec: GroupSpec, resources: object) -> object:
+    with mock.patch("backfill.simulation.length_groups.MAX_OUTPUT", 1000):
+        return draw_groups(spec, resources)  # type: ignore[arg-type]
+
+
+def invented(run: LengthsRun) -> LengthsResult:
+    """Of a run that did not take place."""
+    seconds = 100.0 + 10.0 * ESTIMATES.index(run.estimate)
+    errors = tuple(0.1 * (-1) ** run.pool.seed for _ in CHECKPOINTS)
+    return LengthsResult(seconds, 80.0 / seconds, 1e6 / seconds, 1.0, errors, 5000, 3, 0.01)
+
+
+@pytest.fixture
+def _invented_runs() -> Iterator[None]:
+    with mock.patch.object(blend_lengths, "run_lengths", invented):
+        yield
+
+
+@pytest.mark.usefixtures("_invented_runs")
+def test_figures_are_means_and_errors_do_not_cancel_out() -> None:
+    comparison = compare_lengths(LengthsExperiment(lengths=("lmsys",), num_seeds=2))
+    assert tuple(comparison.pools) == ("lmsys",) and tuple(comparison.pools["lmsys"]) == ESTIMATES
+    figures = comparison.pools["lmsys"]["exact"]
+    assert figures.of_optimum == pytest.approx(0.8)
+    assert figures.errors == pytest.approx([0.1] * len(CHECKPOINTS))
+
+
+@pytest.mark.usefixtures("_invented_runs")
+def test_the_command_prints_a_table_and_ends_with_json() -> None:
+    done = run_cli_here("simulate", "blendserve-lengths", "--requests", "100", "--json")
+    assert done.returncode == 0, done.stderr
+    content = json.loads(done.stdout.splitlines()[-1])
+    assert set(content["pools"]) == {"sharegpt", "lmsys"}
+    assert content["pools"]["lmsys"]["moments"]["of_optimum"] == pytest.approx(80 / 110)
+    for text in ("pool-mean", "1.100"):
+        assert text in done.stdout
+
+
+def test_bad_experiments_are_refused(tmp_path: Path) -> None:
+    for arguments, message in (
+        (("--estimates", "best"), "estimates: there is no 'best'"),
+        (("--lengths", "azure"), "lengths: there is no 'azure'"),
+        (("--density", "0"), "density must be above 0"),
+        (("--lengths", "lmsys", "--source-lengths", str(tmp_path)), "does not name"),
+    ):
+        done = run_cli_here("simulate", "blendserve-lengths", *arguments)
+        assert done.returncode == 1
+        assert message in done.stderr
