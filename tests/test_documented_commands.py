@@ -84,6 +84,13 @@ PARSED = {
     f"{_BACKFILL} simulate blendserve-usage --trace 2 --plot usage.png": (
         "minutes; tests/simulation runs it short"
     ),
+    f"{_BACKFILL} simulate blendserve-coserving --json": "minutes; tests/simulation runs it short",
+    f"{_BACKFILL} simulate blendserve-coserving --traffics alternating --variants fcfs,blend,blend-online": (
+        "minutes; tests/simulation runs it short"
+    ),
+    f"{_BACKFILL} simulate blendserve-lengths --json": "minutes; tests/simulation runs it short",
+    f"{_BACKFILL} simulate blendserve-lengths --lengths sharegpt --source-lengths sharegpt_lengths.csv "
+    "--requests 4000": "minutes; tests/simulation runs it short",
     f"{_BACKFILL} bench serve --phases 10:4,20:0 --num-prompts 80 --input-len 128 --output-len 32": "80 s",
     f"{_BACKFILL} bench serve --backend openai-chat --max-concurrency 8 --num-prompts 64 --input-len 200 "
     "--json": "tests/bench sends such chats",
