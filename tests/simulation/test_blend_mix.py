@@ -18,9 +18,10 @@ def spec(
     return MixSpec(source, density, sharing, num, seed)
 
 
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("source", [name for name, each in SOURCES.items() if each.paper is not None])
 def test_sources_are_near_table_3(source: str) -> None:
     drawn, paper = source_figures(source), SOURCES[source].paper
+    assert paper is not None
     assert drawn.sharing == pytest.approx(paper.sharing, abs=0.016)
     assert drawn.density == pytest.approx(paper.density, rel=0.25)
 
