@@ -116,6 +116,7 @@ def run_coserving(run: CoserveRun) -> CoserveResult:
         cost=cost,
         work=work,
         warmup_s=run.warmup_s,
+        is_blend=run.order == "blend",
         knows_online=run.knows_online,
     )
     executor.events = replay

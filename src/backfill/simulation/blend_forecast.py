@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -70,9 +69,6 @@ class MemoryForecast:
 
     def remove(self, request_id: RequestId) -> None:
         del self._all[request_id]
-
-    def requests(self) -> Iterator[Request]:
-        return (each.request for each in self._all.values())
 
     def room(self) -> Room:
         least = _MUCH_SHORTER * max((each.output_tokens for each in self._all.values()), default=0.0)

@@ -12,13 +12,12 @@ from numpy.typing import NDArray
 
 from backfill.blending.estimates import OutputEstimator, output_moments
 from backfill.blending.pool import OfflinePool
-from backfill.blending.requests import OrderName, PlannedRequest, PoolRequest
+from backfill.blending.requests import OrderName, PoolRequest
 from backfill.blending.resources import ResourceModel
 from backfill.core.clock import VirtualClock
 from backfill.core.config import SchedulerConfig
 from backfill.core.counters import ClassCounters
-from backfill.core.request import PriorityLevel, Request, RequestId, ServiceClass
-from backfill.core.sampling import SamplingParams
+from backfill.core.request import PriorityLevel, RequestId, ServiceClass
 from backfill.costs.behaviour import DeviceBehaviour
 from backfill.costs.hardware import HardwareProfile, load_hardware_profile
 from backfill.costs.model import CostModel
@@ -28,10 +27,10 @@ from backfill.execution.simulated_executor import SimulatedExecutor
 from backfill.scheduling.fill import serve
 from backfill.scheduling.policies.baselines import FcfsPolicy
 from backfill.scheduling.policy import BatchBuilder, ChunkLimits, R, Snapshot
-from backfill.simulation.blend_forecast import MemoryForecast
 from backfill.simulation.blend_mix import Mix, MixSpec, draw_mix
 from backfill.simulation.blend_sources import TraceFigures
-from backfill.simulation.device import BLOCK_SIZE, executor_info
+from backfill.simulation.device import executor_info
+from backfill.simulation.pool_feed import PoolFeed
 
 HARDWARE = "a100-80g-llama-3-8b"
 _CONTEXT_TOKENS = 131_072  # of Llama 3.1; the profile is of Llama 3, whose shapes are the same
@@ -42,9 +41,6 @@ _MAX_SEQS = 1024
 _TILE_TOKENS = 128  # of the sizes of BlendServe's batches (section 4)
 # Requests that wait in the engine, so that a step never lacks prompts; more would let its queue decide.
 _QUEUE_DEPTH = 32
-# The KV kept for compute-bound requests beside memory-bound ones, over what they need in the mean.
-_RESERVE_FACTOR = 1.5
-_PROGRESS_STEPS = 32  # after which the pool learns how far requests are
 _NUM_BINS = 400
 
 Floats = NDArray[np.float64]
@@ -219,11 +215,7 @@ class SizedSteps(FcfsPolicy):
 
 
 class PoolLoop:
-    """Keeps an engine supplied from a pool until both are empty.
-
-    The engine's own queue holds a few requests only, so the order is the pool's. A request joins it when the
-    KV that all are expected to need fits the device (``MemoryForecast``). One that does not fit is put back.
-    Under ``blend`` the pool is told what fits, and memory-bound requests leave the others' part of the KV.
+    """Keeps an engine supplied from a pool until both are empty; see ``PoolFeed``.
 
     Args:
         requests: whose ids are the indices of ``outputs``.
@@ -247,8 +239,6 @@ class PoolLoop:
         seed: int,
         estimate: OutputEstimator = output_moments,
     ) -> None:
-        self._requests = requests
-        self._outputs = outputs
         self._pool = OfflinePool(
             order, resource_model(cost), kv_tokens=hardware.kv_tokens, seed=seed, estimate=estimate
         )
@@ -268,16 +258,20 @@ class PoolLoop:
         self._is_blend = order == "blend"
         self._token_s = _row_s(cost) + _sampled_row_s(cost)
         self._step_sizes = blend_step_sizes(cost, max_step_tokens)
-        self._waiting = self.engine.scheduler.requests.waiting[PriorityLevel.OFFLINE]
-        self._forecast = MemoryForecast(info.num_blocks * BLOCK_SIZE, 2 * BLOCK_SIZE)
-        self._reserved_tokens = 0
-        if self._is_blend:
-            self._set_reserve()
+        self._feed = PoolFeed(
+            self.engine,
+            self.clock,
+            self._pool,
+            requests,
+            outputs,
+            is_blend=self._is_blend,
+            queue_depth=_QUEUE_DEPTH,
+        )
         self.compute_s = array("d")
         self.memory_s = array("d")
 
     def run(self) -> None:
-        self._feed()
+        self._feed.top_up()
         while self.engine.has_work:
             began_s = self.clock.now_s()
             outputs = self.engine.step()
@@ -285,26 +279,15 @@ class PoolLoop:
                 compute_s, memory_s = self._cost.resources_s(self._executor.load)
                 self.compute_s.append(compute_s)
                 self.memory_s.append(memory_s)
+                self._feed.on_step()
                 if self._is_blend:
-                    if len(self.compute_s) % _PROGRESS_STEPS == 0:
-                        self._note_progress()
-                        self._set_reserve()
                     self._set_step_size(memory_s)
             for output in outputs:
                 assert output.message is None, f"{output.request_id}: {output.message}"
                 if output.finish_reason is not None:
                     self._finish(output.request_id)
-            self._feed()
+            self._feed.top_up()
         assert not self._pool.num_waiting, "the engine is idle and requests wait"
-
-    def _note_progress(self) -> None:
-        for request in self._forecast.requests():
-            if request.output_token_ids:
-                self._pool.note_progress(int(request.request_id), len(request.output_token_ids))
-
-    def _set_reserve(self) -> None:
-        frac = min(_RESERVE_FACTOR * self._pool.compute_bound_memory_frac, 1.0)
-        self._reserved_tokens = int(frac * self._forecast.kv_tokens)
 
     def _set_step_size(self, memory_s: float) -> None:
         """As many tokens beside this memory traffic as what has not ended has, or a little more.
@@ -316,38 +299,7 @@ class PoolLoop:
         self._policy.step_tokens = next((size for size in sizes if size >= wanted), sizes[-1])
 
     def _finish(self, request_id: RequestId) -> None:
-        self._forecast.remove(request_id)
-        number = int(request_id)
-        self._pool.finish(number, self._outputs[number])
-
-    def _feed(self) -> None:
-        """Fill the engine's queue as far as memory allows."""
-        if len(self._waiting) >= _QUEUE_DEPTH:
-            return
-        room = self._forecast.room()
-        while len(self._waiting) < _QUEUE_DEPTH:
-            planned = self._pool.take(most_output_tokens=room.most_output_tokens(self._reserved_tokens))
-            if planned is None:
-                return
-            num_own_tokens = len(self._requests[planned.request_id].prompt_token_ids) - planned.reused_tokens
-            most_output_tokens = room.most_output_tokens(num_own_tokens)
-            if planned.expected_output_tokens > most_output_tokens and self.engine.has_work:
-                self._pool.put_back(planned.request_id)
-                return
-            self._join(planned)
-            room = self._forecast.room()
-
-    def _join(self, planned: PlannedRequest) -> None:
-        number = planned.request_id
-        request = Request(
-            request_id=RequestId(str(number)),
-            prompt_token_ids=self._requests[number].prompt_token_ids,
-            sampling=SamplingParams(max_tokens=self._outputs[number], temperature=0.0, ignore_eos=True),
-            service_class=ServiceClass.OFFLINE,
-        )
-        self._forecast.add(request, planned)
-        refusal = self.engine.add(request)
-        assert refusal is None, f"{number}: {refusal}"
+        self._feed.finish(request_id)
 
 
 def _binned(values: array[float]) -> Floats:

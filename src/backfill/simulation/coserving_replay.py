@@ -12,17 +12,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from backfill.blending.pool import OfflinePool
-from backfill.blending.requests import PlannedRequest, PoolRequest
+from backfill.blending.requests import PoolRequest
 from backfill.core.clock import VirtualClock
-from backfill.core.request import PriorityLevel, Request, RequestId, ServiceClass
-from backfill.core.sampling import SamplingParams
+from backfill.core.request import Request, ServiceClass
 from backfill.costs.overlap import OverlappedCostModel
 from backfill.engine.engine import Engine
 from backfill.engine.messages import TokenOutput
 from backfill.execution.simulated_executor import SimulatedExecutor
-from backfill.simulation.blend_forecast import MemoryForecast
-from backfill.simulation.device import BLOCK_SIZE
 from backfill.simulation.optimal_work import PoolWork, Work
+from backfill.simulation.pool_feed import PoolFeed
 from backfill.simulation.replay import Replay, Totals, Workload
 
 BIN_S = 10.0
@@ -114,8 +112,8 @@ class OnlineMeter:
 class PoolReplay(Replay):
     """See ``Replay``; its offline requests come from a pool.
 
-    The engine's own queue holds few of them, so the order is the pool's. One joins it when the KV that all
-    are expected to need fits beside that of online requests (``MemoryForecast``), else it is put back.
+    They join as far as there is room beside the KV that online requests hold, or have held lately (see
+    ``PoolFeed``).
 
     Attributes:
         usage: of each step.
@@ -124,6 +122,7 @@ class PoolReplay(Replay):
     Args:
         requests: whose ids are the indices of ``outputs``.
         outputs: true output lengths.
+        is_blend: the pool's order is ``blend``.
         knows_online: the pool is told what online requests use.
     """
 
@@ -140,22 +139,27 @@ class PoolReplay(Replay):
         cost: OverlappedCostModel,
         work: PoolWork,
         warmup_s: float,
+        is_blend: bool,
         knows_online: bool,
     ) -> None:
         super().__init__(engine, clock, workload)
         self.usage = StepUsage()
         self.done: list[Done] = []
         self._executor = executor
-        self._pool, self._requests, self._outputs = pool, requests, outputs
-        self._cost, self._work = cost, work
+        self._pool, self._cost, self._work = pool, cost, work
         self._warmup_s, self._knows_online = warmup_s, knows_online
-        info = executor.info
-        self._kv_tokens = info.num_blocks * BLOCK_SIZE
-        self._forecast = MemoryForecast(self._kv_tokens, 2 * BLOCK_SIZE, until_own_end=True)
+        self._feed = PoolFeed(
+            engine,
+            clock,
+            pool,
+            requests,
+            outputs,
+            is_blend=is_blend,
+            queue_depth=_QUEUE_DEPTH,
+            tells_reuse=True,
+        )
         self._meter = OnlineMeter(engine)
         self._online_peak = 0.0
-        self._waiting = engine.scheduler.requests.waiting[PriorityLevel.OFFLINE]
-        self._in_flight: dict[RequestId, Request] = {}
         self._finished = Done(0.0, Work(), 0, 0)
 
     def _step(self) -> None:
@@ -164,6 +168,7 @@ class PoolReplay(Replay):
         seconds = self._elapsed_s - began_s
         if seconds > 0.0:
             self._note_step(seconds)
+            self._feed.on_step()
 
     def _note_step(self, seconds: float) -> None:
         load = self._executor.load
@@ -190,13 +195,9 @@ class PoolReplay(Replay):
 
     def _record(self, output: TokenOutput, now_s: float) -> None:
         super()._record(output, now_s)
-        request = self._in_flight.get(output.request_id)
-        if request is None or output.finish_reason is None:
+        if output.finish_reason is None or output.request_id not in self._feed.in_flight:
             return
-        number = int(request.request_id)
-        del self._in_flight[request.request_id]
-        self._forecast.remove(request.request_id)
-        self._pool.finish(number, self._outputs[number])
+        request = self._feed.finish(output.request_id)
         self._finished = self._plus(self._finished, request)._replace(
             num_finished=self._finished.num_finished + 1
         )
@@ -204,30 +205,7 @@ class PoolReplay(Replay):
     def _top_up(self) -> None:
         if not self.done and self._elapsed_s >= self._warmup_s:
             self.done.append(self._done_now())
-        self._forecast.kv_tokens = self._kv_tokens - int(self._online_peak)
-        while len(self._waiting) < _QUEUE_DEPTH:
-            planned = self._pool.take()
-            if planned is None:
-                return
-            if not self._forecast.fits(len(self._requests[planned.request_id].prompt_token_ids), planned):
-                self._pool.put_back(planned.request_id)
-                return
-            self._join(planned)
-
-    def _join(self, planned: PlannedRequest) -> None:
-        number = planned.request_id
-        request = Request(
-            request_id=RequestId(str(number)),
-            prompt_token_ids=self._requests[number].prompt_token_ids,
-            sampling=SamplingParams(max_tokens=self._outputs[number], temperature=0.0, ignore_eos=True),
-            service_class=ServiceClass.OFFLINE,
-            arrived_at_s=self._clock.now_s(),
-            num_reused_tokens=planned.reused_tokens,
-        )
-        self._forecast.add(request, planned)
-        self._in_flight[request.request_id] = request
-        refusal = self._engine.add(request)
-        assert refusal is None, f"{number}: {refusal}"
+        self._feed.top_up(int(self._online_peak))
 
     def _totals(self) -> Totals:
         self.done.append(self._done_now())
@@ -235,7 +213,7 @@ class PoolReplay(Replay):
 
     def _done_now(self) -> Done:
         done = self._finished
-        for request in self._in_flight.values():
+        for request in self._feed.in_flight.values():
             done = self._plus(done, request)
         return done._replace(at_s=self._elapsed_s)
 
