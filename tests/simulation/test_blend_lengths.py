@@ -8,7 +8,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from backfill.blending.estimates import OutputHistory, output_moments
+from backfill.blending.estimates import Lengths, OutputHistory, output_moments
 from backfill.blending.tree import PrefixTree
 from backfill.core.errors import ConfigError
 from backfill.simulation import blend_lengths
@@ -68,20 +68,20 @@ def test_impossible_pools_are_refused(tmp_path: Path) -> None:
 
 
 def test_estimates_differ_in_what_they_know() -> None:
-    """Two groups of two; the first has generated 10 and 30 tokens, of the second nothing is known."""
+    """In the first group two requests ended after 10 and 30 tokens, in the second one has 50 so far."""
     prompts = sorted(np.array(ids, np.uint32).tobytes() for ids in ([1, 5], [1, 6], [1, 7], [2, 5], [2, 6]))
     tree = PrefixTree.build(prompts)
-    observed, nothing = np.array([10, 30, 0, 0, 0]), np.zeros(5, np.int64)
-    limit = np.full(5, 1000)
-    history = OutputHistory(4, 400.0, 80_000.0)
-    arguments = tree, observed, nothing, limit, history
+    nothing = np.zeros(5, np.int64)
+    lengths = Lengths(np.array([10, 30, 0, 0, 0]), np.array([0, 0, 0, 50, 0]), nothing, np.full(5, 1000))
+    arguments = tree, lengths, OutputHistory(4, 400.0, 80_000.0)
     assert output_moments(*arguments).mean[2] == point_estimate(*arguments).mean[2] == 20
     assert output_moments(*arguments).square[2] == 500
     assert point_estimate(*arguments).square[2] == 400
+    assert output_moments(*arguments).mean[4] != point_estimate(*arguments).mean[4] == 20
     assert pool_mean(*arguments).mean.tolist() == [100] * 5
-    known = np.array([0, 0, 7, 0, 0])
-    assert point_estimate(tree, observed, known, limit, history).mean[2] == 7
-    assert pool_mean(tree, observed, known, limit, history).square[2] == 49
+    known = tree, lengths._replace(known=np.array([0, 0, 7, 0, 0])), arguments[2]
+    assert point_estimate(*known).mean[2] == 7
+    assert pool_mean(*known).square[2] == 49
 
 
 def test_known_lengths_are_predicted_exactly() -> None:
