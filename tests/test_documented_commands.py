@@ -84,7 +84,9 @@ PARSED = {
     f"{_BACKFILL} simulate blendserve-usage --trace 2 --plot usage.png": (
         "minutes; tests/simulation runs it short"
     ),
-    f"{_BACKFILL} simulate blendserve-coserving --traffics alternating --seeds 2 --json": "minutes; tests/simulation runs it short",
+    f"{_BACKFILL} simulate blendserve-coserving --traffics alternating --seeds 2 --json": (
+        "minutes; tests/simulation runs it short"
+    ),
     f"{_BACKFILL} simulate blendserve-coserving --interference sequential --variants blend,blend-online": (
         "minutes; tests/simulation runs it short"
     ),
