@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import numpy as np
 
 from backfill.blending.estimates import Lengths, Moments, OutputEstimator, OutputHistory, output_moments
+from backfill.blending.resources import Floats
 from backfill.blending.tree import PrefixTree
 from backfill.core.errors import ConfigError
 from backfill.core.request import RequestId, ServiceClass
@@ -124,7 +125,20 @@ class _ComparedLoop(PoolLoop):
     def _compare(self) -> None:
         share = self._num_ended / len(self._costs.outputs)
         if len(self.errors) < len(CHECKPOINTS) and share >= CHECKPOINTS[len(self.errors)]:
-            self.errors.append(float(self._pool.density * self._left[1] / self._left[0] - 1.0))
+            self._feed.note_progress()
+            compute_s, memory_s = self._left - self._done_in_flight()
+            self.errors.append(float(self._pool.density * memory_s / compute_s - 1.0))
+
+    def _done_in_flight(self) -> Floats:
+        """Seconds of compute and of memory that requests in flight have done."""
+        resources, done = self._pool.resources, np.zeros(2)
+        for request in self._feed.in_flight.values():
+            number, num_output_tokens = int(request.request_id), len(request.output_token_ids)
+            if num_output_tokens:
+                left_s = resources.token_s * (self._costs.outputs[number] - num_output_tokens)
+                memory_s = resources.memory_s(request.num_prompt_tokens, num_output_tokens)
+                done += (self._costs.compute_s[number] - left_s, memory_s)
+        return done
 
 
 def run_lengths(run: LengthsRun) -> LengthsResult:

@@ -88,10 +88,14 @@ class PoolFeed:
         """A step has been computed."""
         self._num_steps += 1
         if self._num_steps % _PROGRESS_STEPS == 0 and self._is_blend:
-            for request in self.in_flight.values():
-                if request.output_token_ids:
-                    self._pool.note_progress(int(request.request_id), len(request.output_token_ids))
+            self.note_progress()
             self._set_reserve()
+
+    def note_progress(self) -> None:
+        """Tell the pool how far requests are."""
+        for request in self.in_flight.values():
+            if request.output_token_ids:
+                self._pool.note_progress(int(request.request_id), len(request.output_token_ids))
 
     def finish(self, request_id: RequestId) -> Request:
         """A request ended. Returns: the request."""
