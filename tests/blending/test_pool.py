@@ -101,7 +101,7 @@ class PoolMachine(RuleBasedStateMachine):
         returned = [request_id for request_id in self.returned if request_id in candidates]
         assert taken.request_id in candidates
         if taken.request_id in returned:
-            # In the blend those of the other kind may have to wait.
+            # In the blend those of the other kind, or too long ones, may have to wait.
             assert self.order == "blend" or taken.request_id == returned[0]
             self.returned.remove(taken.request_id)
         else:
@@ -239,6 +239,16 @@ def test_memory_bound_requests_that_are_too_long_are_passed_over() -> None:
     other = pool.take(most_output_tokens=3999)  # no memory-bound one fits
     assert other is not None
     assert other.request_id < 3
+
+
+def test_a_request_that_does_not_fit_keeps_its_place_in_other_orders() -> None:
+    pool = make_pool("fcfs")
+    pool.add([known(0, 10, 4000), known(1, 10, 4000), known(2, 1000, 1)])
+    for _ in range(2):
+        taken = pool.take(most_output_tokens=10)
+        assert taken is not None
+        assert taken.request_id == 0
+        pool.put_back(0)
 
 
 def test_the_part_of_the_cache_for_compute_bound_requests() -> None:

@@ -183,6 +183,8 @@ class OfflinePool:
         target = target_density(self._left, self.online, self._online_long_run)
         is_blend = self._order == "blend"
         from_left = not is_blend or self._blend.needs_compute(target)
+        if not is_blend:
+            most_output_tokens = math.inf
         entry = (
             self._returned.first(group, most_output_tokens, is_dense=from_left if is_blend else None)
             or self._urgent(group, now_s, from_left)
