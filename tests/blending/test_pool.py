@@ -295,6 +295,20 @@ def test_progress_corrects_estimates_of_requests_in_flight() -> None:
     assert planned.expected_output_tokens == pytest.approx((16 * 10 + 4 * 1000) / 16)
 
 
+def test_runs_that_are_merged_keep_the_weight_of_finished_requests() -> None:
+    pool = make_pool("fcfs")
+    pool.add([make_request(i, [1, i], 5000) for i in range(120)])
+    taken = [request.request_id for _ in range(110) if (request := pool.take()) is not None]
+    for request_id in taken[:100]:
+        pool.finish(request_id, 100)
+    for request_id in taken[100:]:
+        pool.note_progress(request_id, 50)
+    pool.add([make_request(1000, [1, 1000], 5000)], merges_all=True)
+    planned = pool.take()
+    assert planned is not None
+    assert planned.expected_output_tokens == pytest.approx((100 * 100 + 10 * 50) / 100)
+
+
 def test_an_output_is_not_expected_to_be_larger_than_the_kv_cache() -> None:
     pool = OfflinePool("fcfs", LLAMA_8B_ON_A100, kv_tokens=110)
     pool.add([make_request(1, range(100), 5000)])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from backfill.blending.pool import OfflinePool
 from backfill.blending.requests import PoolRequest
-from backfill.blending.scanner import Cursor
+from backfill.blending.scanner import MOST_PASSED, Cursor
 from backfill.blending.waiting import Waiting
 from tests.blending.builders import KV_TOKENS, LLAMA_8B_ON_A100, as_bytes, known
 
@@ -129,3 +129,17 @@ def test_the_last_one_of_few_output_tokens() -> None:
     assert cursor.last(1.0) is None
     assert cursor.last() == (3.0, 3)
     assert cursor.first() == (0.0, 0)
+
+
+def test_many_that_left_behind_a_long_one_do_not_hide_those_that_wait() -> None:
+    num = 3 * MOST_PASSED
+    waiting = Waiting([as_bytes([i]) for i in range(num)], np.ones(num, np.bool_))
+    output_tokens = np.full(num, 10.0)
+    output_tokens[-1] = 1000.0
+    cursor = Cursor(np.arange(num), np.arange(float(num)), output_tokens, waiting)
+    for expected in range(num - 2, -1, -1):
+        assert cursor.last(10.0) == (float(expected), expected)
+        assert cursor.first() == (0.0, 0)
+        waiting.remove(expected)
+    assert cursor.last(10.0) is None
+    assert cursor.last() == cursor.first() == (num - 1.0, num - 1)

@@ -15,7 +15,7 @@ import pytest
 from sqlalchemy.exc import OperationalError
 
 from backfill.core.config import GIB
-from backfill.core.errors import ConfigError
+from backfill.core.errors import ConfigError, NotReady
 from backfill.jobs.database import open_database
 from backfill.jobs.errors import TooLarge
 from backfill.jobs.lifecycle import BatchDriver
@@ -112,7 +112,12 @@ async def test_results_that_vanish_once_every_line_has_one_fail_their_batch(
     await manager.stop()
 
 
-async def test_a_temporary_error_only_delays_a_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "error", [OSError(errno.EMFILE, "Too many open files"), NotReady("No process can be started.")]
+)
+async def test_a_temporary_error_only_delays_a_batch(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     manager = await started(tmp_path)
     real_open, num_failures = ResultLog.open, 0
 
@@ -120,7 +125,7 @@ async def test_a_temporary_error_only_delays_a_batch(tmp_path: Path, monkeypatch
         nonlocal num_failures
         if num_failures < 8:
             num_failures += 1
-            raise OSError(errno.EMFILE, "Too many open files")
+            raise error
         real_open(log)
 
     monkeypatch.setattr(ResultLog, "open", refuse)

@@ -15,6 +15,7 @@ import pytest
 
 from backfill.core.errors import BackfillError, NotReady, RequestError
 from backfill.core.request import ServiceClass
+from backfill.engine.tasks import TaskWatch
 from backfill.preparation.client import PreparationClient
 from backfill.preparation.line_file import is_marked
 from backfill.preparation.lines import BadLine, BatchLine
@@ -24,10 +25,12 @@ from backfill.preparation.messages import (
     JobBegun,
     JobDone,
     LineSelection,
+    LinesTaken,
     Loaded,
     PreparationSetup,
     PrepareBody,
     SplitLines,
+    TakeLines,
     ToPreparation,
 )
 from backfill.preparation.readers import PreparationDied, PreparedLines
@@ -321,3 +324,16 @@ async def test_a_process_that_cannot_be_started_is_tried_again(default_model: Pa
             (tmp_path / file.name).write_bytes(file.read_bytes())
     assert (await job).request.prompts
     await client.stop()
+
+
+async def test_a_caller_that_is_cancelled_as_its_job_fails_is_cancelled(default_model: Path) -> None:
+    setup = PreparationSetup(model=ServedModel(names=("m",), root="m", folder=default_model, created=0))
+    process = PreparationSupervisor("files", setup, TaskWatch(), on_launch=lambda: None)
+    asking = asyncio.create_task(process.ask(TakeLines("o", 1), LinesTaken))
+    await asyncio.sleep(0)
+    for pending in process._jobs.values():
+        pending.done.set_exception(PreparationDied("The process ended."))
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    await process.stop()

@@ -198,6 +198,29 @@ async def test_a_line_that_ends_the_process_costs_no_other(tmp_path: Path) -> No
     assert process.num_deaths == 8
 
 
+async def test_lines_are_indexed_in_groups_again_after_a_death_without_a_poison_line(tmp_path: Path) -> None:
+    process = Process()
+    sizes: list[int] = []
+
+    def kill_once(work: Work) -> None:
+        if isinstance(work, IndexLines):
+            sizes.append(work.max_lines)
+            if len(sizes) == 2:
+                raise_died()
+
+    def raise_died() -> None:
+        process.die()
+        process.die()
+        raise PreparationDied("twice")
+
+    process.before_job = kill_once
+    async with process.running() as readers:
+        lines = readers.open(selection_of(write(tmp_path / "in", *([n] for n in range(2000)))))
+        assert numbers(await rest(lines, 100)) == list(range(1, 2001))
+    assert sizes.count(1) <= 2 * 256
+    assert sizes[-1] > 1
+
+
 async def test_a_bad_line_is_raised_once_all_others_of_the_owner_were_read(tmp_path: Path) -> None:
     process = Process()
     path = tmp_path / "in"

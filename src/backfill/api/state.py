@@ -85,7 +85,7 @@ class ServerState:
     ) -> Generation:
         """Check and tokenize a body.
 
-        A large body is prepared in the preparation process, until its client disconnects. The two service
+        A large body is prepared in a preparation process, until its client disconnects. The two service
         classes do not wait for each other there.
 
         Raises: BackfillError, Unavailable, ClientDisconnect.

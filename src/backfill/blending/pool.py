@@ -178,7 +178,8 @@ class OfflinePool:
         Args:
             now_s: on the clock of deadlines.
             most_output_tokens: what the device's KV cache has room for. In the blend, memory-bound requests
-                that are expected to generate more are passed over.
+                that are expected to generate more are passed over: those put back, and those of the plan if
+                another one waits.
         """
         target = target_density(self._left, self.online, self._online_long_run)
         is_blend = self._order == "blend"
@@ -218,7 +219,10 @@ class OfflinePool:
         self._returned.add(entry)
 
     def note_progress(self, request_id: int, num_output_tokens: int) -> None:
-        """A taken request has generated so many tokens and runs on. An id no longer known is ignored."""
+        """A taken request has generated so many tokens and runs on. An id no longer known is ignored.
+
+        So far only the simulator reports progress.
+        """
         entry = self._in_flight(request_id)
         if entry is not None:
             self._set_so_far(entry, num_output_tokens)

@@ -148,11 +148,13 @@ class Run:
     def kept_entries(self) -> list[Entry]:
         """Those that a run which replaces this one needs.
 
-        Of the finished ones as many as wait, evenly spread over the tree: they have told what they can.
+        Of the finished ones as many as wait, evenly spread over the tree: they have told what they can. All
+        where requests in flight have told how far they are, as their number is weighed against these.
         """
         kept = [entry for entry in self.entries if entry.state is not State.ENDED]
         observed = np.flatnonzero(self._lengths.finished)
-        step = max(len(observed) / max(self.waiting.count, 1), 1.0)
+        is_censored = bool(self._lengths.so_far.any())
+        step = 1.0 if is_censored else max(len(observed) / max(self.waiting.count, 1), 1.0)
         chosen = observed[np.arange(0, len(observed), step).astype(np.int64)]
         return kept + [self.entries[index] for index in chosen]
 

@@ -43,7 +43,7 @@ def _per_step(expected: Expected) -> tuple[float, float]:
 
 
 MOST_PASSED = 1024
-"""Prompts that a search for one of few output tokens passes over."""
+"""Waiting prompts that a search for one of few output tokens passes over."""
 
 
 class Cursor:
@@ -75,12 +75,32 @@ class Cursor:
     def last(self, most_output_tokens: float = math.inf) -> tuple[float, int] | None:
         """Key and index of the rightmost waiting prompt, of those expected to generate no more.
 
-        None also where the last ``MOST_PASSED`` are expected to generate more.
+        None also where the last ``MOST_PASSED`` waiting ones are expected to generate more.
         """
         while self._left <= self._right and self._sequence[self._right] not in self._waiting:
             self._right -= 1
-        for place in range(self._right, max(self._left, self._right - MOST_PASSED) - 1, -1):
+        num_passed = num_gone = 0
+        for place in range(self._right, self._left - 1, -1):
             index = self._sequence[place]
-            if index in self._waiting and self._output_tokens[index] <= most_output_tokens:
-                return self._keys[place], index
-        return None
+            if index not in self._waiting:
+                num_gone += 1
+            elif self._output_tokens[index] <= most_output_tokens:
+                found = self._keys[place], index
+                break
+            elif (num_passed := num_passed + 1) == MOST_PASSED:
+                found = None
+                break
+        else:
+            found = None
+        if num_gone > MOST_PASSED:
+            self._leave_out_gone()
+        return found
+
+    def _leave_out_gone(self) -> None:
+        """Those that left behind one that stays would be passed in every search."""
+        places = [
+            place for place in range(self._left, self._right + 1) if self._sequence[place] in self._waiting
+        ]
+        self._sequence = [self._sequence[place] for place in places]
+        self._keys = [self._keys[place] for place in places]
+        self._left, self._right = 0, len(places) - 1

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
+from backfill.core.errors import NotReady
 from backfill.jobs.feed import Feed, InputChanged, LineSource
 from backfill.jobs.feeder import Feeder
 from backfill.jobs.lines import LineResult, unanswered
@@ -140,8 +141,8 @@ class BatchDriver:
                 return
             except Exception as error:
                 found = _final_error(error, job.batch)
-                if isinstance(error, OSError):  # such as too many open files, which may be temporary
-                    reason = error.strerror or error
+                if isinstance(error, OSError | NotReady):  # such as too many open files: it may be temporary
+                    reason = getattr(error, "strerror", None) or error
                     logger.error("%s: cannot go on (%s); trying again in %g s", name, reason, delay_s)
                 elif found is None:
                     logger.exception("%s: cannot go on; trying again in %g s", name, delay_s)

@@ -1,4 +1,4 @@
-"""Messages between the server and the preparation process."""
+"""Messages between the server and a preparation process."""
 
 from __future__ import annotations
 

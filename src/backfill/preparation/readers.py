@@ -1,4 +1,4 @@
-"""The server's side of input files whose lines the preparation process prepares."""
+"""The server's side of input files, whose lines a preparation process prepares."""
 
 from __future__ import annotations
 
@@ -186,18 +186,21 @@ class LineReaders:
         return min(waiting, key=lambda lines: lines.turn, default=None)
 
     async def _index(self, lines: PreparedLines) -> None:
-        num_restarts, position = lines.num_restarts, lines.position
+        num_restarts, position, num_ahead = lines.num_restarts, lines.position, lines.num_ahead
         try:
-            work = IndexLines(lines.reader_id, position, 1 if lines.is_single else _INDEX_LINES)
+            work = IndexLines(lines.reader_id, position, 1 if lines.num_single > 0 else _INDEX_LINES)
             found = await self._ask(work, LinesIndexed)
         except PreparationDied:
-            if lines.is_single:
+            if lines.num_single > 0:
+                lines.num_single = 0
                 await self._leave_out_next(lines, position)
-            lines.is_single = not lines.is_single
+            else:
+                lines.num_single = num_ahead + _INDEX_LINES  # from the start again, up to the group's end
         except Exception as error:  # whoever reads the lines gets it
             self._note_error(lines, error)
         else:
             lines.num_ahead += found.num_lines
+            lines.num_single = max(lines.num_single - found.num_lines, 0)
             # Else the file is indexed from its start again.
             if num_restarts == lines.num_restarts:
                 lines.position = found.position
@@ -235,7 +238,7 @@ class PreparedLines:
         num_ahead: lines indexed and not taken.
         is_indexed: to the end.
         is_held_up: the process holds as many lines as it may.
-        is_single: lines are indexed one by one, because one of them ended the process.
+        num_single: next lines to be indexed one by one, because the process ended over a group of them.
         is_spooled: prepared lines wait on a disk.
         error: why indexing stopped; the next read without a line raises it.
     """
@@ -249,7 +252,7 @@ class PreparedLines:
     num_restarts: int = 0
     is_indexed: bool = False
     is_held_up: bool = False
-    is_single: bool = False
+    num_single: int = 0
     is_spooled: bool = True
     error: Exception | None = None
     unprepared: frozenset[int] = frozenset()

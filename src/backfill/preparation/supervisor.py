@@ -130,6 +130,8 @@ class PreparationSupervisor:
         if self._running is not None:
             self._running.cancel()
             await asyncio.gather(self._running, return_exceptions=True)
+        if self._launched is not None:
+            self._launched.cancel()
         for pending in self._jobs.values():
             pending.done.cancel()
         self._jobs.clear()
@@ -156,8 +158,9 @@ class PreparationSupervisor:
         except asyncio.CancelledError:
             if isinstance(work, CheckInput | SplitLines):
                 self.send(CancelCheck(job.job_id))
-            if pending.done.done() and not pending.done.cancelled():
-                self._on_unclaimed(pending.done.result())
+            done = pending.done
+            if done.done() and not done.cancelled() and done.exception() is None:
+                self._on_unclaimed(done.result())
             raise
         finally:
             self._jobs.pop(job.job_id, None)
