@@ -11,6 +11,7 @@ Prints medians of the rounds and ratios to the first order. The last line of out
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import random
 import statistics
@@ -19,10 +20,10 @@ import sys
 import time
 from typing import Any
 
-import httpx
+import aiohttp
 from machine_limits import processor_name
 from offline_pools import MODEL, body_of, documents
-from served import served
+from served import get, served
 
 FIGURES = ("lines_per_s", "p50_ttft_ms", "p99_ttft_ms", "p99_itl_ms", "good_share")
 _GOOD = ("--goodput", "ttft:1000", "--goodput", "tpot:150")
@@ -64,15 +65,13 @@ def batch_file(num_lines: int) -> bytes:
 
 
 def measure(order: str, content: bytes, args: argparse.Namespace, seed: int) -> Figures:
-    with (
-        served(MODEL, "--order", order) as port,
-        httpx.Client(base_url=f"http://127.0.0.1:{port}/v1") as client,
-    ):
-        batch_id = submit(client, content)
+    with served(MODEL, "--order", order) as port:
+        url = f"http://127.0.0.1:{port}/v1"
+        batch_id = asyncio.run(submit(url, content))
         time.sleep(args.lead)
-        num_before, began_at_s = num_ended(client, batch_id), time.monotonic()
+        num_before, began_at_s = num_ended(port, batch_id), time.monotonic()
         chats = bench_serve(port, args, seed)
-        num_after, ended_at_s = num_ended(client, batch_id), time.monotonic()
+        num_after, ended_at_s = num_ended(port, batch_id), time.monotonic()
         if num_after >= args.lines:
             raise SystemExit(f"all {args.lines} lines ended before the chats: --lines must be more")
     return {
@@ -82,21 +81,25 @@ def measure(order: str, content: bytes, args: argparse.Namespace, seed: int) -> 
     }
 
 
-def submit(client: httpx.Client, content: bytes) -> str:
-    file = client.post("/files", data={"purpose": "batch"}, files={"file": ("in.jsonl", content)}, timeout=60)
-    file.raise_for_status()
-    body = {
-        "input_file_id": file.json()["id"],
-        "endpoint": "/v1/completions",
-        "completion_window": "24h",
-    }
-    batch = client.post("/batches", json=body, timeout=60).raise_for_status()
-    batch_id: str = batch.json()["id"]
+async def submit(url: str, content: bytes) -> str:
+    """Upload a batch's lines and create it. Returns: its id."""
+    form = aiohttp.FormData({"purpose": "batch"})
+    form.add_field("file", content, filename="in.jsonl")
+    async with aiohttp.ClientSession(raise_for_status=True) as session:
+        async with session.post(f"{url}/files", data=form) as response:
+            file = await response.json()
+        body = {
+            "input_file_id": file["id"],
+            "endpoint": "/v1/completions",
+            "completion_window": "24h",
+        }
+        async with session.post(f"{url}/batches", json=body) as response:
+            batch_id: str = (await response.json())["id"]
     return batch_id
 
 
-def num_ended(client: httpx.Client, batch_id: str) -> int:
-    batch: dict[str, Any] = client.get(f"/batches/{batch_id}", timeout=60).raise_for_status().json()
+def num_ended(port: int, batch_id: str) -> int:
+    batch: dict[str, Any] = json.loads(get(port, f"/v1/batches/{batch_id}"))
     if batch["status"] not in {"validating", "in_progress"}:
         raise SystemExit(f"the batch is {batch['status']}")
     return int(batch["request_counts"]["completed"]) + int(batch["request_counts"]["failed"])
