@@ -104,9 +104,10 @@ app = command(
 
 
 def _print_pool(console: Console, title: str, estimates: dict[EstimateName, LengthsFigures]) -> None:
-    table = Table(title=title, pad_edge=False, padding=(0, 0, 0, 1))
+    caption = "percentages: relative error of the predicted density when so many requests have ended"
+    table = Table(title=title, caption=caption, pad_edge=False, padding=(0, 0, 0, 1))
     table.add_column("estimate", no_wrap=True)
-    errors = [f"off at {share:.0%}" for share in CHECKPOINTS]
+    errors = [f"{share:.0%}" for share in CHECKPOINTS]
     for heading in ("tokens/s", "/ optimum", f"/ {REFERENCE}", "preempted", *errors):
         table.add_column(heading, justify="right")
     reference = estimates.get(REFERENCE)
@@ -118,6 +119,6 @@ def _print_pool(console: Console, title: str, estimates: dict[EstimateName, Leng
             f"{figures.of_optimum:.3f}",
             ratio,
             f"{figures.num_preemptions:.0f}",
-            *(f"{error:.1%}" for error in figures.errors),
+            *(f"{error:.2f}" for error in figures.errors),
         )
     console.print(table)
