@@ -1,10 +1,10 @@
 """Orders of a batch beside online chats: lines finished a second, and what the chats see.
 
 A server for each order runs a batch of mixed density whose lines share prefixes (the pool ``documents``
-of offline_pools.py, in random order) beside chats that arrive at random times. Lines are counted while chats
-arrive, after a lead in which the batch is validated and the device fills.
+of offline_pools.py, in random order) to its end, while chats arrive at random times. The whole batch counts,
+since orders finish lines of different lengths first.
 
-Usage: coserving_orders.py [--orders fcfs,dfs,blend] [--rate 0.5] [--duration 120] [--rounds 3].
+Usage: coserving_orders.py [--orders fcfs,dfs,blend] [--rate 0.5] [--lines 2000] [--rounds 3].
 Prints medians of the rounds and ratios to the first order. The last line of output is a JSON object.
 """
 
@@ -12,12 +12,15 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import random
+import signal
 import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import aiohttp
@@ -25,7 +28,9 @@ from machine_limits import processor_name
 from offline_pools import MODEL, body_of, documents
 from served import get, served
 
-FIGURES = ("lines_per_s", "p50_ttft_ms", "p99_ttft_ms", "p99_itl_ms", "good_share")
+FIGURES = "lines_per_s", "cached_share", "p50_ttft_ms", "p99_ttft_ms", "p99_itl_ms", "good_share", "num_chats"
+_MAX_S = 3600.0  # of a batch
+_CHATS_END_S = 30.0
 _GOOD = ("--goodput", "ttft:1000", "--goodput", "tpot:150")
 Figures = dict[str, float]
 
@@ -34,9 +39,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--orders", default="fcfs,dfs,blend")
     parser.add_argument("--rate", type=float, default=0.5, help="chats a second")
-    parser.add_argument("--duration", type=float, default=120.0, help="seconds in which chats arrive")
-    parser.add_argument("--lead", type=float, default=20.0, help="seconds of the batch before the first chat")
-    parser.add_argument("--lines", type=int, default=12_000, help="of the batch; it must outlast the chats")
+    parser.add_argument("--lines", type=int, default=2000, help="of the batch")
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     orders = args.orders.split(",")
@@ -66,18 +69,26 @@ def batch_file(num_lines: int) -> bytes:
 
 def measure(order: str, content: bytes, args: argparse.Namespace, seed: int) -> Figures:
     with served(MODEL, "--order", order) as port:
-        url = f"http://127.0.0.1:{port}/v1"
-        batch_id = asyncio.run(submit(url, content))
-        time.sleep(args.lead)
-        num_before, began_at_s = num_ended(port, batch_id), time.monotonic()
-        chats = bench_serve(port, args, seed)
-        num_after, ended_at_s = num_ended(port, batch_id), time.monotonic()
-        if num_after >= args.lines:
-            raise SystemExit(f"all {args.lines} lines ended before the chats: --lines must be more")
+        batch_id = asyncio.run(submit(f"http://127.0.0.1:{port}/v1", content))
+        while batch_of(port, batch_id)["status"] == "validating":
+            time.sleep(0.1)
+        began_at_s = time.monotonic()
+        with chatting(port, args.rate, seed) as chats:
+            while (batch := batch_of(port, batch_id))["status"] == "in_progress":
+                time.sleep(0.2)
+            seconds = time.monotonic() - began_at_s
+            chats.send_signal(signal.SIGINT)  # those that have not ended are left out
+            printed, _ = chats.communicate(timeout=_CHATS_END_S)
+    counts, usage = batch["request_counts"], batch["usage"]
+    if counts["completed"] != args.lines:
+        raise SystemExit(f"the batch is {batch['status']}: {counts}")
+    figures = json.loads(printed.splitlines()[-1])
     return {
-        "lines_per_s": (num_after - num_before) / (ended_at_s - began_at_s),
-        "good_share": chats["request_goodput"] / chats["request_throughput"],
-        **{name: chats[name] for name in FIGURES if name in chats},
+        "lines_per_s": args.lines / seconds,
+        "cached_share": usage["input_tokens_details"]["cached_tokens"] / usage["input_tokens"],
+        "good_share": figures["request_goodput"] / figures["request_throughput"],
+        "num_chats": figures["completed"],
+        **{name: figures[name] for name in FIGURES if name in figures},
     }
 
 
@@ -98,28 +109,30 @@ async def submit(url: str, content: bytes) -> str:
     return batch_id
 
 
-def num_ended(port: int, batch_id: str) -> int:
+def batch_of(port: int, batch_id: str) -> dict[str, Any]:
     batch: dict[str, Any] = json.loads(get(port, f"/v1/batches/{batch_id}"))
-    if batch["status"] not in {"validating", "in_progress"}:
-        raise SystemExit(f"the batch is {batch['status']}")
-    return int(batch["request_counts"]["completed"]) + int(batch["request_counts"]["failed"])
+    return batch
 
 
-def bench_serve(port: int, args: argparse.Namespace, seed: int) -> dict[str, float]:
+@contextlib.contextmanager
+def chatting(port: int, rate: float, seed: int) -> Iterator[subprocess.Popen[str]]:
+    """A ``bench serve`` that sends chats until it is interrupted, and prints their figures then."""
     command = [sys.executable, "-m", "backfill", "bench", "serve", "--base-url", f"http://127.0.0.1:{port}"]
     options = {
-        "--request-rate": args.rate,
-        "--num-prompts": round(args.rate * args.duration),
+        "--request-rate": rate,
+        "--num-prompts": round(rate * _MAX_S),
         "--random-input-len": 128,
         "--random-output-len": 64,
         "--seed": seed,
     }
     flat = [str(each) for pair in options.items() for each in pair]
-    done = subprocess.run(
-        [*command, *flat, *_GOOD, "--json", "--disable-tqdm"], check=True, stdout=subprocess.PIPE, text=True
-    )
-    figures: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return figures
+    command += [*flat, *_GOOD, "--json", "--disable-tqdm"]
+    chats = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        yield chats
+    finally:
+        chats.kill()
+        chats.wait()
 
 
 if __name__ == "__main__":

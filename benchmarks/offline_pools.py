@@ -59,9 +59,9 @@ def few_shot(count: int, rng: random.Random) -> list[Line]:
 
 
 def shared(count: int, rng: random.Random) -> list[Line]:
-    system_prompts = [text(100, rng) for _ in range(25)]
+    system_prompts = [text(81, rng) for _ in range(25)]
     chats = [
-        Line(rng.choice(system_prompts), text(rng.randint(30, 90), rng), rng.randint(4, 20))
+        Line(rng.choice(system_prompts), text(rng.randint(40, 110), rng), rng.randint(4, 20))
         for _ in range(count * 3 // 4)
     ]
     return chats + [Line("", text(20, rng), length) for length in long_outputs(count - len(chats), rng)]

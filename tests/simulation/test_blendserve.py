@@ -43,6 +43,7 @@ def invented(run: PoolRun) -> PoolResult:
         num_requests={name: len(part) for name, part in mix.parts.items()},
         seconds=seconds,
         optimal_s=0.9 * 800.0,
+        optimal_with_longest_s=0.95 * 800.0,
         num_tokens=2 * num_prompt_tokens,
         num_prompt_tokens=num_prompt_tokens,
         num_hit_tokens=300,
@@ -76,6 +77,7 @@ def test_every_order_runs_on_every_pool(result: BlendResult) -> None:
         assert point.speedup() == pytest.approx(1.25)
         assert point.speedup("random") is None
         assert figures.of_optimum == pytest.approx(0.9)
+        assert figures.of_optimum_with_longest == pytest.approx(0.95)
         assert figures.of_optimal_sharing == pytest.approx(0.75)
         assert figures.recomputed_share == pytest.approx(0.01)
     assert result.speedups() == [point.speedup() for point in result.points]

@@ -8,9 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from backfill.costs.hardware import load_hardware_profile
+from backfill.costs.load import StepLoad
 from backfill.costs.overlap import INTERFERENCE, OverlappedCostModel
-from backfill.simulation.blend_mix import MixSpec, draw_mix
-from backfill.simulation.blend_run import HARDWARE, achievable_optimum_s
+from backfill.simulation.blend_mix import Mix, MixSpec, draw_mix
+from backfill.simulation.blend_run import HARDWARE
 from backfill.simulation.optimal_work import PoolWork, Work, WorkModel
 from backfill.simulation.replay import Lengths
 from tests.simulation.small_sources import small_sources
@@ -24,10 +25,41 @@ def test_the_parts_of_all_requests_are_the_achievable_optimum() -> None:
     with small_sources():
         mix = draw_mix(MixSpec("burstgpt", 0.9, 0.35, 300, 1))
     work = PoolWork(list(mix.parts.values()), MODEL)
-    assert MODEL.least_s(work.total) == pytest.approx(achievable_optimum_s(mix, COST))
+    assert work.total == pytest.approx(whole_pool(mix))
     outputs = np.concatenate([part.output_tokens for part in mix.parts.values()]).tolist()
     parts = [MODEL.optimal_s(work.of(number, output), work.total) for number, output in enumerate(outputs)]
     assert sum(parts) == pytest.approx(MODEL.least_s(work.total))
+
+
+def whole_pool(mix: Mix) -> Work:
+    """The sums of section 2.4 over all requests at once: every prefix once."""
+    compute_s = memory_s = 0.0
+    for part in mix.parts.values():
+        prompts, outputs, shared = part.prompt_tokens, part.output_tokens, part.shared_tokens
+        own, decodes = prompts - shared, outputs - 1
+        compute_s += MODEL.row_s * float((own + decodes).sum()) + MODEL.sampled_row_s * float(outputs.sum())
+        compute_s += COST.prefill_pair_s * float((own * shared + own * (own + 1) // 2).sum())
+        compute_s += COST.prefill_context_s * float(shared.sum())
+        memory_s += COST.decode_context_s * float((decodes * prompts + decodes * (decodes - 1) // 2).sum())
+    return Work(compute_s, memory_s)
+
+
+def test_a_long_output_bounds_the_time_only_where_its_steps_are_small() -> None:
+    num_rows = 1_000_000
+    work = Work(MODEL.row_s * num_rows + 3.0, 5.0)
+    free = MODEL.least_of_steps_s(work, num_rows, 100)
+    assert free == pytest.approx(MODEL.least_s(work))
+    assert MODEL.least_of_steps_s(work, num_rows, 50_000) > 1.5 * free
+    alone = MODEL.least_of_steps_s(Work(MODEL.row_s * 1000, 0.0), 1000, 1000)
+    assert alone == pytest.approx(1000 * COST.overlap.seconds(*COST.resources_s(StepLoad(num_tokens=1))))
+
+
+@given(st.lists(st.integers(1, 2048), min_size=1, max_size=40))
+def test_no_steps_are_faster_than_the_least_time_of_their_number(sizes: list[int]) -> None:
+    """Steps with nothing but rows, each as fast as the device computes it."""
+    seconds = sum(COST.overlap.seconds(*COST.resources_s(StepLoad(num_tokens=size))) for size in sizes)
+    work = Work(MODEL.row_s * sum(sizes), 0.0)
+    assert MODEL.least_of_steps_s(work, sum(sizes), len(sizes)) <= seconds * (1 + 1e-9)
 
 
 def test_a_request_has_done_nothing_before_its_first_token() -> None:

@@ -30,6 +30,7 @@ from backfill.scheduling.policy import BatchBuilder, ChunkLimits, R, Snapshot
 from backfill.simulation.blend_mix import Mix, MixSpec, draw_mix
 from backfill.simulation.blend_sources import TraceFigures
 from backfill.simulation.device import executor_info
+from backfill.simulation.optimal_work import PoolWork, WorkModel
 from backfill.simulation.pool_feed import PoolFeed
 
 HARDWARE = "a100-80g-llama-3-8b"
@@ -63,7 +64,8 @@ class PoolResult:
         drawn: sharing and density of the pool.
         num_requests: of each source.
         seconds: until the last output ended.
-        optimal_s: least time of the same work, see ``achievable_optimum_s``.
+        optimal_s: least time of the same work (sections 2.4 and 5.2): all compute beside all memory traffic.
+        optimal_with_longest_s: in no fewer steps than the longest output has tokens.
         num_tokens: of all prompts and outputs.
         num_hit_tokens: prompt tokens found in the prefix cache when a request was first admitted.
         num_sharable_tokens: those that a perfect cache finds.
@@ -76,6 +78,7 @@ class PoolResult:
     num_requests: Mapping[str, int]
     seconds: float
     optimal_s: float
+    optimal_with_longest_s: float
     num_tokens: int
     num_prompt_tokens: int
     num_hit_tokens: int
@@ -109,6 +112,11 @@ class PoolResult:
         """Throughput over that of the achievable optimum."""
         return self.optimal_s / self.seconds
 
+    @property
+    def of_optimum_with_longest(self) -> float:
+        """The same, where the optimum cannot have fewer steps than the longest output has tokens."""
+        return self.optimal_with_longest_s / self.seconds
+
 
 def run_pool(run: PoolRun) -> PoolResult:
     """Draw the pool, and run it. The same for the same run. Raises: ConfigError."""
@@ -127,11 +135,14 @@ def run_pool(run: PoolRun) -> PoolResult:
     loop.run()
     counters = loop.engine.scheduler.counters[ServiceClass.OFFLINE]
     num_prompt_tokens = sum(len(each.prompt_token_ids) for each in requests)
+    model = WorkModel.of(cost)
+    work = PoolWork(list(mix.parts.values()), model)
     return PoolResult(
         drawn=mix.figures,
         num_requests={name: len(part) for name, part in mix.parts.items()},
         seconds=loop.clock.now_s(),
-        optimal_s=achievable_optimum_s(mix, cost),
+        optimal_s=model.least_s(work.total),
+        optimal_with_longest_s=model.least_of_steps_s(work.total, work.num_rows, max(outputs)),
         num_tokens=num_prompt_tokens + sum(outputs),
         num_prompt_tokens=num_prompt_tokens,
         num_hit_tokens=counters.num_prefix_hit_tokens,
@@ -150,18 +161,19 @@ def _drawn(spec: MixSpec) -> tuple[Mix, list[PoolRequest], list[int]]:
     return mix, *mix.requests()
 
 
-def resource_model(cost: CostModel) -> ResourceModel:
+def resource_model(cost: OverlappedCostModel) -> ResourceModel:
     """What the device takes, as the pool's planner knows it: a token at the cheapest step size."""
-    return ResourceModel(_row_s(cost) + _sampled_row_s(cost), cost.prefill_pair_s, cost.decode_context_s)
+    work = WorkModel.of(cost)
+    return ResourceModel(work.row_s + work.sampled_row_s, cost.prefill_pair_s, cost.decode_context_s)
 
 
-def step_tokens(cost: CostModel, density: float, kv_tokens: int) -> int:
+def step_tokens(cost: OverlappedCostModel, density: float, kv_tokens: int) -> int:
     """Most tokens of a step, in every order: an efficient size with the compute that the density needs.
 
     Beside a full KV cache that is ``density`` times the time of reading it. Larger steps would do a prompt's
     compute in few of them, with nothing left to overlap the others.
     """
-    needed = density * kv_tokens * cost.decode_context_s / _row_s(cost)
+    needed = density * kv_tokens * cost.decode_context_s / WorkModel.of(cost).row_s
     sizes = cost.efficient_step_sizes(_STEP_EFFICIENCY, _MAX_STEP_TOKENS)
     return next((size for size in sizes if size >= needed), sizes[-1])
 
@@ -170,34 +182,6 @@ def blend_step_sizes(cost: CostModel, max_step_tokens: int) -> list[int]:
     """Sizes of the blend's steps: multiples of 128 below the first efficient size, and the efficient ones."""
     efficient = cost.efficient_step_sizes(_STEP_EFFICIENCY, max_step_tokens)
     return [*range(_TILE_TOKENS, efficient[0], _TILE_TOKENS), *efficient]
-
-
-def achievable_optimum_s(mix: Mix, cost: OverlappedCostModel) -> float:
-    """T_o of section 2.4 with interference (section 5.2): all compute beside all memory traffic.
-
-    Prefixes are computed once, each row at the cost of the cheapest step size, and no step waits for another.
-    """
-    row_s, sampled_row_s = _row_s(cost), _sampled_row_s(cost)
-    compute_s = memory_s = 0.0
-    for part in mix.parts.values():
-        prompts, outputs, shared = part.prompt_tokens, part.output_tokens, part.shared_tokens
-        own, decodes = prompts - shared, outputs - 1  # the prompt's last row yields the first output token
-        compute_s += row_s * float((own + decodes).sum()) + sampled_row_s * float(outputs.sum())
-        compute_s += cost.prefill_pair_s * float((own * shared + own * (own + 1) // 2).sum())
-        compute_s += cost.prefill_context_s * float(shared.sum())
-        memory_s += cost.decode_context_s * float((decodes * prompts + decodes * (decodes - 1) // 2).sum())
-    return cost.overlap.seconds(compute_s, memory_s)
-
-
-def _row_s(cost: CostModel) -> float:
-    """Seconds of a token's row-wise work at the cheapest step size."""
-    return min(cost.rows_s(size) / size for size in cost.efficient_step_sizes(1.0, _MAX_STEP_TOKENS))
-
-
-def _sampled_row_s(cost: CostModel) -> float:
-    """Seconds that one more sampled row adds to a large step."""
-    x, y = cost.sampled_s.x, cost.sampled_s.y
-    return (y[-1] - y[-2]) / (x[-1] - x[-2])
 
 
 class SizedSteps(FcfsPolicy):
@@ -256,7 +240,7 @@ class PoolLoop:
         self._policy = SizedSteps(max_step_tokens)
         self.engine = Engine(config, self._executor, self.clock, policy=self._policy)
         self._is_blend = order == "blend"
-        self._token_s = _row_s(cost) + _sampled_row_s(cost)
+        self._token_s = resource_model(cost).token_s
         self._step_sizes = blend_step_sizes(cost, max_step_tokens)
         self._feed = PoolFeed(
             self.engine,

@@ -115,6 +115,7 @@ class OrderFigures:
         sharing: share of prompt tokens found in the prefix cache.
         of_optimal_sharing: these over those that a perfect cache finds.
         of_optimum: throughput over the achievable optimum (section 5.2).
+        of_optimum_with_longest: where that has no fewer steps than the longest output has tokens.
         num_preemptions: requests that were preempted for lack of KV memory, and ran on later.
     """
 
@@ -122,6 +123,7 @@ class OrderFigures:
     sharing: float
     of_optimal_sharing: float
     of_optimum: float
+    of_optimum_with_longest: float
     num_steps: float
     num_preemptions: float
     recomputed_share: float
@@ -133,6 +135,7 @@ class OrderFigures:
             fmean(each.sharing for each in results),
             fmean(each.of_optimal_sharing for each in results),
             fmean(each.of_optimum for each in results),
+            fmean(each.of_optimum_with_longest for each in results),
             fmean(each.num_steps for each in results),
             fmean(each.counters.num_preemptions for each in results),
             fmean(each.recomputed_share for each in results),

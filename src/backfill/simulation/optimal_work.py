@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from backfill.costs.load import StepLoad
 from backfill.costs.overlap import OverlappedCostModel
 from backfill.simulation.blend_sources import SourceRequests
 from backfill.simulation.replay import Lengths
@@ -70,6 +71,41 @@ class WorkModel:
             times.append(needed / left if left > 0.0 else float("inf"))
         return max(times)
 
+    def least_of_steps_s(self, work: Work, num_rows: int, num_steps: int) -> float:
+        """As ``least_s``, in no fewer than ``num_steps`` steps: a request yields one token a step.
+
+        Every step reads the weights. So where there are fewer rows than so many steps of the cheapest size
+        have, steps are smaller and their rows cost more. It is a lower bound: what a step takes of both
+        resources, weighted, is at least the convex hull of that over step sizes, and its mean over the
+        steps is at least the hull at their mean size.
+
+        Args:
+            work: with its rows at ``row_s``.
+            num_rows: tokens computed.
+        """
+        times = []
+        for compute, memory in self.cost.overlap.weights:
+            rows_s = self._least_rows_s(num_rows, num_steps, compute, memory)
+            rest_s = compute * (work.compute_s - self.row_s * num_rows) + memory * work.memory_s
+            times.append(rows_s + rest_s)
+        return max(times)
+
+    def _least_rows_s(self, num_rows: int, num_steps: int, compute: float, memory: float) -> float:
+        """Least weighted seconds of all rows in at least so many steps, each of at least a row."""
+        knots = [size for size in self.cost.rows_s.x if 1 < size < _MAX_STEP_TOKENS]
+        sizes = np.array([1.0, *knots, float(_MAX_STEP_TOKENS)])
+        loads = [self.cost.resources_s(StepLoad(num_tokens=int(size))) for size in sizes]
+        weighted = np.array([compute * compute_s + memory * memory_s for compute_s, memory_s in loads])
+        least = float((weighted / sizes).min())
+        mean_size = num_rows / num_steps
+        if mean_size >= sizes[int(np.argmin(weighted / sizes))]:
+            return num_rows * least
+        # The hull at the mean size is the least of the chords across it.
+        x0, y0 = sizes[sizes <= mean_size][:, None], weighted[sizes <= mean_size][:, None]
+        x1, y1 = sizes[sizes > mean_size][None, :], weighted[sizes > mean_size][None, :]
+        chords = y0 + (mean_size - x0) * (y1 - y0) / (x1 - x0)
+        return num_steps * float(chords.min())
+
     def optimal_s(self, work: Work, total: Work) -> float:
         """The part that some work has of ``least_s`` of the total. Parts add up to the whole."""
         weights = max(
@@ -110,6 +146,9 @@ class PoolWork:
     """What the requests of a pool take, by their number.
 
     A prefix is computed once. That is charged in equal parts to the requests that have it.
+
+    Attributes:
+        num_rows: tokens computed.
     """
 
     def __init__(self, parts: Sequence[SourceRequests], model: WorkModel) -> None:
@@ -125,6 +164,9 @@ class PoolWork:
             extra = np.bincount(part.prefixes[is_first], (with_prefix - after_prefix)[is_first])
             prefill.append(after_prefix + extra[part.prefixes] / np.bincount(part.prefixes)[part.prefixes])
         self._prefill_s = np.concatenate(prefill).tolist()
+        self.num_rows = sum(
+            int((part.prompt_tokens - part.shared_tokens + part.output_tokens - 1).sum()) for part in parts
+        )
 
     def of(self, number: int, num_output_tokens: int) -> Work:
         """Of a request that has generated so many tokens; nothing before the first."""
