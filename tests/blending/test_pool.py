@@ -241,6 +241,59 @@ def test_memory_bound_requests_that_are_too_long_are_passed_over() -> None:
     assert other.request_id < 3
 
 
+def test_a_device_that_queues_gets_the_same_mix_whatever_fits() -> None:
+    """Memory-bound requests that fit go before longer ones; where none does, compute-bound ones do not."""
+    free, full = make_pool(), make_pool()
+    requests = [known(i, 1000, 1) for i in range(20)] + [known(i, 10, 4000 + i) for i in range(20, 40)]
+    for pool in (free, full):
+        pool.add(requests)
+    in_order = [taken.request_id for _ in range(30) if (taken := free.take()) is not None]
+    queued = [full.take(most_output_tokens=3000, may_queue=True) for _ in range(30)]
+    assert [taken.request_id for taken in queued if taken is not None] == in_order
+    assert 5 < sum(request_id >= 20 for request_id in in_order) < 25
+
+
+def test_a_returned_request_goes_first_of_its_kind_to_a_device_that_queues() -> None:
+    pool = make_pool()
+    pool.add([known(i, 1000, 1) for i in range(3)] + [known(3 + i, 10, 4000) for i in range(3)])
+    in_flight = [taken.request_id for _ in range(4) if (taken := pool.take()) is not None]
+    sparse = next(request_id for request_id in in_flight if request_id >= 3)
+    pool.put_back(sparse)
+    rest: list[int] = []
+    while (taken := pool.take(most_output_tokens=10, may_queue=True)) is not None:
+        rest.append(taken.request_id)
+    assert next(request_id for request_id in rest if request_id >= 3) == sparse
+
+
+@pytest.mark.parametrize(
+    "long", [make_request(0, max_output_tokens=4000), known(0, 10, 4000, complete_by_s=30.0)]
+)
+def test_samples_and_batches_in_danger_go_whatever_there_is_room_for(long: PoolRequest) -> None:
+    pool = OfflinePool("blend", LLAMA_8B_ON_A100, kv_tokens=KV_TOKENS, sample_share=1.0)
+    pool.add([long, *(known(1 + i, 1000, 1) for i in range(3)), *(known(4 + i, 10, 900) for i in range(3))])
+    taken = pool.take(most_output_tokens=1.0)
+    assert taken is not None
+    assert taken.request_id == 0
+    assert taken.expected_output_tokens > 1
+
+
+def test_what_is_expected_of_a_request_in_flight_is_corrected() -> None:
+    """The others end after 8 tokens; those in flight have generated 100."""
+    pool = OfflinePool("blend", LLAMA_8B_ON_A100, kv_tokens=KV_TOKENS, sample_share=0.0)
+    pool.add([make_request(number, (1, number), max_output_tokens=4000) for number in range(60)])
+    taken = [planned for _ in range(40) if (planned := pool.take()) is not None]
+    kept = taken[0]
+    assert pool.expected_output_tokens(kept.request_id) == kept.expected_output_tokens
+    pool.note_progress(kept.request_id, 100)
+    for planned in taken[1:33]:
+        pool.finish(planned.request_id, 8)
+    corrected = pool.expected_output_tokens(kept.request_id)
+    assert corrected is not None
+    assert 100 < corrected < kept.expected_output_tokens
+    pool.finish(kept.request_id, 200)
+    assert pool.expected_output_tokens(kept.request_id) is None
+
+
 def test_a_request_that_does_not_fit_keeps_its_place_in_other_orders() -> None:
     pool = make_pool("fcfs")
     pool.add([known(0, 10, 4000), known(1, 10, 4000), known(2, 1000, 1)])

@@ -167,7 +167,12 @@ class OfflinePool:
             self._end(entry)
 
     def take(
-        self, group: str | None = None, *, now_s: float = 0.0, most_output_tokens: float = math.inf
+        self,
+        group: str | None = None,
+        *,
+        now_s: float = 0.0,
+        most_output_tokens: float = math.inf,
+        may_queue: bool = False,
     ) -> PlannedRequest | None:
         """The request to run next, of a group or of all; None where none waits.
 
@@ -179,7 +184,10 @@ class OfflinePool:
             now_s: on the clock of deadlines.
             most_output_tokens: what the device's KV cache has room for. In the blend, memory-bound requests
                 that are expected to generate more are passed over: those put back, and those of the plan if
-                another one waits.
+                another one waits. Batches in danger and samples are not: a deadline is worth a preemption,
+                and samples are few and tell what the others need.
+            may_queue: the device queues what does not fit. Where no memory-bound request fits, the next one
+                goes all the same: compute-bound ones in its place would pile up in the queue.
         """
         target = target_density(self._left, self.online, self._online_long_run)
         is_blend = self._order == "blend"
@@ -190,7 +198,7 @@ class OfflinePool:
             self._returned.first(group, most_output_tokens, is_dense=from_left if is_blend else None)
             or self._urgent(group, now_s, from_left)
             or self._sample(group)
-            or self._planned(group, from_left, most_output_tokens)
+            or self._fitting(group, from_left, most_output_tokens, may_queue=may_queue)
             or self._returned.first(group)
             or self._planned(group, True)
         )
@@ -219,14 +227,16 @@ class OfflinePool:
         self._returned.add(entry)
 
     def note_progress(self, request_id: int, num_output_tokens: int) -> None:
-        """A taken request has generated so many tokens and runs on. An id no longer known is ignored.
-
-        So far only the simulator reports progress.
-        """
+        """A taken request has generated so many tokens and runs on. An id no longer known is ignored."""
         entry = self._in_flight(request_id)
         if entry is not None:
             self._set_so_far(entry, num_output_tokens)
             self._set_left(entry, self._left_of(entry))
+
+    def expected_output_tokens(self, request_id: int) -> float | None:
+        """Of a taken request, as last corrected; None for an id no longer known."""
+        entry = self._in_flight(request_id)
+        return None if entry is None else entry.expected.output_tokens
 
     def finish(self, request_id: int, num_output_tokens: int) -> None:
         """A taken request ended after so many output tokens. An id no longer known is ignored.
@@ -352,6 +362,15 @@ class OfflinePool:
                     return entry
             self._samples.pop(name, None)
         return None
+
+    def _fitting(
+        self, group: str | None, from_left: bool, most_output_tokens: float, *, may_queue: bool
+    ) -> Entry | None:
+        """The next of the plan that fits; where it may queue, the next memory-bound one in any case."""
+        entry = self._planned(group, from_left, most_output_tokens)
+        if may_queue and not from_left and (entry is None or entry.is_planned_dense):
+            return self._returned.first(group, is_dense=False) or self._planned(group, False)
+        return entry
 
     def _planned(self, scope: Scope, from_left: bool, most_output_tokens: float = math.inf) -> Entry | None:
         """The first waiting request of a scope in the order of all runs, or the last of so few tokens."""
