@@ -241,30 +241,6 @@ def test_memory_bound_requests_that_are_too_long_are_passed_over() -> None:
     assert other.request_id < 3
 
 
-def test_a_device_that_queues_gets_the_same_mix_whatever_fits() -> None:
-    """Memory-bound requests that fit go before longer ones; where none does, compute-bound ones do not."""
-    free, full = make_pool(), make_pool()
-    requests = [known(i, 1000, 1) for i in range(20)] + [known(i, 10, 4000 + i) for i in range(20, 40)]
-    for pool in (free, full):
-        pool.add(requests)
-    in_order = [taken.request_id for _ in range(30) if (taken := free.take()) is not None]
-    queued = [full.take(most_output_tokens=3000, may_queue=True) for _ in range(30)]
-    assert [taken.request_id for taken in queued if taken is not None] == in_order
-    assert 5 < sum(request_id >= 20 for request_id in in_order) < 25
-
-
-def test_a_returned_request_goes_first_of_its_kind_to_a_device_that_queues() -> None:
-    pool = make_pool()
-    pool.add([known(i, 1000, 1) for i in range(3)] + [known(3 + i, 10, 4000) for i in range(3)])
-    in_flight = [taken.request_id for _ in range(4) if (taken := pool.take()) is not None]
-    sparse = next(request_id for request_id in in_flight if request_id >= 3)
-    pool.put_back(sparse)
-    rest: list[int] = []
-    while (taken := pool.take(most_output_tokens=10, may_queue=True)) is not None:
-        rest.append(taken.request_id)
-    assert next(request_id for request_id in rest if request_id >= 3) == sparse
-
-
 @pytest.mark.parametrize(
     "long", [make_request(0, max_output_tokens=4000), known(0, 10, 4000, complete_by_s=30.0)]
 )

@@ -490,8 +490,14 @@ def lengths(found: Sequence[tuple[int, int]]) -> list[int]:
     return [length for _, length in found]
 
 
-def test_a_long_line_is_passed_over_while_the_kv_is_promised_and_goes_when_none_fits(tmp_path: Path) -> None:
-    assert lengths(take_sparse(mixed_pool(tmp_path), 5)) == [LONG, LONG, SHORTER, SHORTER, LONG]
+def test_a_long_line_is_passed_over_while_the_kv_is_promised_and_none_is_held_back(tmp_path: Path) -> None:
+    pool = mixed_pool(tmp_path)
+    assert lengths(take_sparse(pool, 4)) == [LONG, LONG, SHORTER, SHORTER]
+    last = take_all(pool)
+    assert len(last) > 50
+    (_, line) = last[-1]
+    assert line.generation is not None
+    assert line.generation.request.samplings[0].max_tokens == LONG, "when no other one waits"
 
 
 def test_progress_and_ends_free_the_kv_for_a_long_line(tmp_path: Path) -> None:

@@ -88,8 +88,3 @@ class Entry:
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.prompt) // TOKEN_BYTES
-
-    @property
-    def is_planned_dense(self) -> bool:
-        """Whether it counts as compute-bound while it waits."""
-        return self.run is not None and self.run.is_compute_bound(self.index)

@@ -167,12 +167,7 @@ class OfflinePool:
             self._end(entry)
 
     def take(
-        self,
-        group: str | None = None,
-        *,
-        now_s: float = 0.0,
-        most_output_tokens: float = math.inf,
-        may_queue: bool = False,
+        self, group: str | None = None, *, now_s: float = 0.0, most_output_tokens: float = math.inf
     ) -> PlannedRequest | None:
         """The request to run next, of a group or of all; None where none waits.
 
@@ -186,8 +181,6 @@ class OfflinePool:
                 that are expected to generate more are passed over: those put back, and those of the plan if
                 another one waits. Batches in danger and samples are not: a deadline is worth a preemption,
                 and samples are few and tell what the others need.
-            may_queue: the device queues what does not fit. Where no memory-bound request fits, the next one
-                goes all the same: compute-bound ones in its place would pile up in the queue.
         """
         target = target_density(self._left, self.online, self._online_long_run)
         is_blend = self._order == "blend"
@@ -198,7 +191,7 @@ class OfflinePool:
             self._returned.first(group, most_output_tokens, is_dense=from_left if is_blend else None)
             or self._urgent(group, now_s, from_left)
             or self._sample(group)
-            or self._fitting(group, from_left, most_output_tokens, may_queue=may_queue)
+            or self._planned(group, from_left, most_output_tokens)
             or self._returned.first(group)
             or self._planned(group, True)
         )
@@ -362,15 +355,6 @@ class OfflinePool:
                     return entry
             self._samples.pop(name, None)
         return None
-
-    def _fitting(
-        self, group: str | None, from_left: bool, most_output_tokens: float, *, may_queue: bool
-    ) -> Entry | None:
-        """The next of the plan that fits; where it may queue, the next memory-bound one in any case."""
-        entry = self._planned(group, from_left, most_output_tokens)
-        if may_queue and not from_left and (entry is None or entry.is_planned_dense):
-            return self._returned.first(group, is_dense=False) or self._planned(group, False)
-        return entry
 
     def _planned(self, scope: Scope, from_left: bool, most_output_tokens: float = math.inf) -> Entry | None:
         """The first waiting request of a scope in the order of all runs, or the last of so few tokens."""

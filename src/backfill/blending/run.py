@@ -121,10 +121,6 @@ class Run:
             self._cursors[scope] = cursor
         return cursor
 
-    def is_compute_bound(self, index: int) -> bool:
-        """Whether a request is denser than all that waited when last planned."""
-        return bool(self._is_compute_bound[index])
-
     def remove(self, index: int) -> Expected:
         """Take a waiting request out. Returns what it is expected to cost."""
         self.waiting.remove(index)

@@ -338,7 +338,7 @@ class LinePool:
             return self._pool.take(owner, now_s=now_s)
         reserved_tokens = reserve_frac(self._pool.compute_bound_memory_frac) * self._forecast.offline_tokens
         most_output_tokens = self._forecast.room().most_output_tokens(int(reserved_tokens))
-        return self._pool.take(owner, now_s=now_s, most_output_tokens=most_output_tokens, may_queue=True)
+        return self._pool.take(owner, now_s=now_s, most_output_tokens=most_output_tokens)
 
     def _mark_taken(self, line: _Line) -> None:
         line.is_taken = True
