@@ -26,12 +26,27 @@ def test_rates_are_means_of_about_a_second() -> None:
     assert meter.on_report(report(500), 10.0) is None, "what was computed before is not known in time"
     assert meter.on_report(report(520), 10.5) is None
     assert meter.on_report(report(520, "offline"), 10.8) is None
-    assert meter.on_report(report(540, "mixed"), 12.0) == OnlineTraffic(40 / 2.0, 2 * 300 / 2.0)
-    assert meter.on_report(report(540, "none"), 14.0) == OnlineTraffic(0.0, 0.0)
+    assert meter.on_report(report(540, "mixed"), 12.0) == OnlineTraffic(40 / 2.0, 2 * 300 / 2.0, 300)
+    assert meter.on_report(report(540, "none"), 14.0) == OnlineTraffic(0.0, 0.0, 300)
 
 
 def test_a_new_engine_begins_again() -> None:
     meter = OnlineTrafficMeter(OnlineLoad(linear_cost(token_s=0.001), SchedulerConfig(policy="slo")))
     assert meter.on_report(report(500), 10.0) is None
     assert meter.on_report(report(3), 15.0) is None
-    assert meter.on_report(report(5), 16.0) == OnlineTraffic(2.0, 0.0)
+    assert meter.on_report(report(5), 16.0) == OnlineTraffic(2.0, 0.0, 0)
+
+
+def test_the_tokens_held_are_a_peak_that_decays_in_a_minute() -> None:
+    load = OnlineLoad(linear_cost(token_s=0.001), SchedulerConfig(policy="slo"))
+    meter = OnlineTrafficMeter(load)
+    few, many = (load.add([tokens], priority=0, first_token_by_s=math.inf) for tokens in (300, 5000))
+    meter.on_report(report(1), 10.0)
+    many.release()
+    found = [traffic for at_s in range(11, 252) if (traffic := meter.on_report(report(1, "none"), at_s))]
+    assert [found[after].held_tokens for after in (59, 119)] == [
+        int(5300 * math.exp(-1)),
+        int(5300 * math.exp(-2)),
+    ]
+    assert found[-1].held_tokens == 300, "what is held now"
+    few.release()

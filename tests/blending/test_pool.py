@@ -241,6 +241,35 @@ def test_memory_bound_requests_that_are_too_long_are_passed_over() -> None:
     assert other.request_id < 3
 
 
+@pytest.mark.parametrize(
+    "long", [make_request(0, max_output_tokens=4000), known(0, 10, 4000, complete_by_s=30.0)]
+)
+def test_samples_and_batches_in_danger_go_whatever_there_is_room_for(long: PoolRequest) -> None:
+    pool = OfflinePool("blend", LLAMA_8B_ON_A100, kv_tokens=KV_TOKENS, sample_share=1.0)
+    pool.add([long, *(known(1 + i, 1000, 1) for i in range(3)), *(known(4 + i, 10, 900) for i in range(3))])
+    taken = pool.take(most_output_tokens=1.0)
+    assert taken is not None
+    assert taken.request_id == 0
+    assert taken.expected_output_tokens > 1
+
+
+def test_what_is_expected_of_a_request_in_flight_is_corrected() -> None:
+    """The others end after 8 tokens; those in flight have generated 100."""
+    pool = OfflinePool("blend", LLAMA_8B_ON_A100, kv_tokens=KV_TOKENS, sample_share=0.0)
+    pool.add([make_request(number, (1, number), max_output_tokens=4000) for number in range(60)])
+    taken = [planned for _ in range(40) if (planned := pool.take()) is not None]
+    kept = taken[0]
+    assert pool.expected_output_tokens(kept.request_id) == kept.expected_output_tokens
+    pool.note_progress(kept.request_id, 100)
+    for planned in taken[1:33]:
+        pool.finish(planned.request_id, 8)
+    corrected = pool.expected_output_tokens(kept.request_id)
+    assert corrected is not None
+    assert 100 < corrected < kept.expected_output_tokens
+    pool.finish(kept.request_id, 200)
+    assert pool.expected_output_tokens(kept.request_id) is None
+
+
 def test_a_request_that_does_not_fit_keeps_its_place_in_other_orders() -> None:
     pool = make_pool("fcfs")
     pool.add([known(0, 10, 4000), known(1, 10, 4000), known(2, 1000, 1)])

@@ -106,6 +106,32 @@ def test_every_line_is_answered_and_a_second_run_has_nothing_to_do(folder: Folde
     assert "3 completed, 0 failed (3 of them in an earlier run);" in again.stderr
 
 
+# ``backfill`` whose feeder reports progress every 2 ms: these runs take less than a second.
+_OFTEN = """
+import sys
+from backfill.cli.main import main
+from backfill.jobs import feeder
+feeder.PROGRESS_PERIOD_S = 0.002
+sys.argv[0] = "backfill"
+main()
+"""
+
+
+@pytest.mark.parametrize("order", ["blend", "dfs"])
+def test_the_pool_learns_how_far_lines_are_under_blend_only(folder: Folder, order: str) -> None:
+    lines = [completion_line(f"r{n}", max_tokens=60, ignore_eos=True) for n in range(8)]
+    folder.input.write_bytes(as_jsonl(lines))
+    arguments = folder.arguments("--order", order, "--log-level", "debug")
+    command = [sys.executable, "-c", _OFTEN, *arguments]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    assert run.returncode == 0, run.stderr
+    reports = re.findall(r"preparation of files: (\d+) of (\d+) running lines", run.stderr)
+    if order == "dfs":
+        assert not reports
+    else:
+        assert any(0 < int(num_known) == int(num_lines) for num_known, num_lines in reports)
+
+
 def test_a_finished_shard_does_not_start_an_engine_again(
     folder: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,7 +21,7 @@ from backfill.preparation.messages import START, InputLimits, InputReport, LineS
 from backfill.preparation.validation import InputCheck
 from backfill.protocol.body_check import BodyCheck
 from backfill.protocol.generation import Generation
-from backfill.protocol.service import CompletionService
+from backfill.protocol.service import CompletionService, TokenCount
 from tests.api.servers import TIMEOUT_S
 
 OWNER = "owner"
@@ -43,7 +43,7 @@ class InstantRunner:
     def release(self) -> None:
         self._gate.set()
 
-    async def run(self, line: BatchLine) -> LineResult:
+    async def run(self, line: BatchLine, count: TokenCount | None = None) -> LineResult:
         self.held.add(line.custom_id)
         await asyncio.sleep(0)
         await self._gate.wait()
@@ -57,6 +57,7 @@ class InThreadReader:
 
     def __init__(self, prepare: Prepare | None = None) -> None:
         self.selections: list[LineSelection] = []
+        self.opened: list[InThreadLines] = []
         self._prepare = prepare
 
     async def check_input(self, path: str, limits: InputLimits) -> InputReport:
@@ -64,7 +65,8 @@ class InThreadReader:
 
     def open_lines(self, selection: LineSelection) -> InThreadLines:
         self.selections.append(selection)
-        return InThreadLines(selection, self._prepare)
+        self.opened.append(InThreadLines(selection, self._prepare))
+        return self.opened[-1]
 
     def open_names(self, selection: LineSelection) -> InThreadNames:
         self.selections.append(selection)
@@ -82,6 +84,7 @@ class InThreadLines:
 
     def __init__(self, selection: LineSelection, prepare: Prepare | None) -> None:
         self.ended: dict[int, int | None] = {}  # by number: output tokens
+        self.progress: dict[int, int] = {}
         file = LineFile(selection, prepare or no_preparation)
         self._read = file.read_names if prepare is None else file.read
         self._position = START
@@ -94,6 +97,9 @@ class InThreadLines:
     def end(self, number: int, num_output_tokens: int | None) -> None:
         assert number not in self.ended, "each line ends once"
         self.ended[number] = num_output_tokens
+
+    def note_progress(self, num_output_tokens: Mapping[int, int]) -> None:
+        self.progress.update(num_output_tokens)
 
     def close(self) -> None:
         pass

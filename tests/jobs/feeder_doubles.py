@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 from backfill.core.errors import EngineDead, StepFailed
@@ -14,6 +14,7 @@ from backfill.jobs.feeder import Feeder
 from backfill.jobs.lines import LineResult, completed
 from backfill.jobs.threads import ThreadPool
 from backfill.preparation.lines import BatchLine
+from backfill.protocol.service import TokenCount
 from tests.api.servers import TIMEOUT_S
 
 CAPACITY = 64
@@ -29,10 +30,13 @@ def line_of(number: int, num_bytes: int = 2) -> BatchLine:
 class Source:
     """Lines of an iterator, in groups. ``ended``: output tokens of lines that have ended."""
 
+    progress: list[dict[int, int]]  # as it was told
+
     def __init__(self, lines: Iterator[BatchLine], group: int = 5) -> None:
         self._lines = lines
         self._group = group
         self.ended: dict[int, int | None] = {}
+        self.progress = []
 
     async def read(self, max_lines: int) -> list[tuple[LineSource, BatchLine]]:
         await asyncio.sleep(0)
@@ -41,6 +45,10 @@ class Source:
     def end(self, number: int, num_output_tokens: int | None) -> None:
         assert number not in self.ended, "each line ends once"
         self.ended[number] = num_output_tokens
+
+    def note_progress(self, num_output_tokens: Mapping[int, int]) -> None:
+        assert not self.ended.keys() & num_output_tokens.keys(), "only of lines that run"
+        self.progress.append(dict(num_output_tokens))
 
 
 class NoThreads(ThreadPool):
@@ -59,6 +67,7 @@ class Engine:
         holds: no step runs until this is False.
         num_others: other requests in every step.
         threads: for results; by default results are written at once, without threads.
+        reports_progress: of the feeder.
     """
 
     def __init__(
@@ -69,19 +78,22 @@ class Engine:
         survives: bool = False,
         num_others: int = 0,
         threads: ThreadPool | None = None,
+        reports_progress: bool = False,
     ) -> None:
         self.fatal = set(fatal)
         self.holds = holds
         self.survives = survives
         self.num_others = num_others
         self.tasks = TaskWatch()
-        self.feeder = Feeder(self, threads or NoThreads("results", 1), self.tasks)
+        self.feeder = Feeder(
+            self, threads or NoThreads("results", 1), self.tasks, reports_progress=reports_progress
+        )
         self.in_flight: dict[int, asyncio.Future[None]] = {}
         self.most_in_flight: list[int] = [0]  # between two failures
         self.num_failures = 0
         self._stepping: asyncio.Task[None] | None = None
 
-    async def run(self, line: BatchLine) -> LineResult:
+    async def run(self, line: BatchLine, count: TokenCount | None = None) -> LineResult:
         end = self.in_flight[line.number] = asyncio.get_running_loop().create_future()
         self.most_in_flight[-1] = max(self.most_in_flight[-1], len(self.in_flight))
         if self._stepping is None:

@@ -7,7 +7,7 @@ import errno
 import itertools
 import random
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import msgspec
@@ -21,6 +21,7 @@ from backfill.jobs.records import TokenUsage
 from backfill.jobs.suspects import Suspects
 from backfill.jobs.threads import ThreadPool
 from backfill.preparation.lines import BatchLine
+from backfill.protocol.service import TokenCount
 from tests.api.servers import TIMEOUT_S
 from tests.jobs.feeder_doubles import (
     CAPACITY,
@@ -161,8 +162,8 @@ async def test_a_batch_removed_during_a_read_and_a_write_blocks_no_other() -> No
             self.is_read_again = True
             return [(self, line_of(0)), (self, line_of(1))]
 
-        def end(self, number: int, num_output_tokens: int | None) -> None:
-            pass
+        def end(self, number: int, num_output_tokens: int | None) -> None: ...
+        def note_progress(self, num_output_tokens: Mapping[int, int]) -> None: ...
 
     class Refusing(Sink):
         def append(self, results: Sequence[LineResult]) -> None:
@@ -288,6 +289,8 @@ class PoolSource:
     def end(self, number: int, num_output_tokens: int | None) -> None:
         self.ended.append(number)
 
+    def note_progress(self, num_output_tokens: Mapping[int, int]) -> None: ...
+
 
 def pooled(order: Sequence[tuple[int, int]], sinks: Sequence[Sink]) -> list[Feed]:
     """Feeds of one owner, the last one with the earliest deadline."""
@@ -344,8 +347,8 @@ async def test_a_batch_that_leaves_takes_its_lines_along_and_no_others() -> None
 
 async def test_the_source_learns_what_has_ended_and_how_long_it_was() -> None:
     class Answers(Engine):
-        async def run(self, line: BatchLine) -> LineResult:
-            result = await super().run(line)
+        async def run(self, line: BatchLine, count: TokenCount | None = None) -> LineResult:
+            result = await super().run(line, count)
             if line.number == 3:
                 return unanswered(line, "internal_error")
             return replace(result, usage=TokenUsage(output_tokens=line.number))
@@ -357,6 +360,73 @@ async def test_the_source_learns_what_has_ended_and_how_long_it_was() -> None:
     engine.start()
     await asyncio.wait_for(feed.finished, TIMEOUT_S)
     assert source.ended == {0: 0, 1: 1, 2: 2, 3: None, 4: None, 5: 5}, "those that were lost ended once"
+
+
+@pytest.mark.parametrize("reports", [True, False])
+async def test_the_source_learns_how_far_running_lines_are(
+    reports: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One report at a time, of the lines that have gone on; a line of two choices has their mean."""
+    monkeypatch.setattr(feeder_module, "PROGRESS_PERIOD_S", 0.001)
+    counts: dict[int, TokenCount | None] = {}
+
+    class Counting(Engine):
+        async def run(self, line: BatchLine, count: TokenCount | None = None) -> LineResult:
+            counts[line.number] = count
+            return await super().run(line, count)
+
+    engine = Counting(holds=True, reports_progress=reports)
+    lines = [line_of(number) for number in range(3)]
+    lines[2].generation = make_generation(num_choices=2)
+    source = Source(iter(lines))
+    feed = Feed("b", source, 3, Sink(), lambda results: None)
+    engine.feeder.add(feed)
+    engine.start()
+    await until(lambda: len(engine.in_flight) == 3)
+    if not reports:
+        assert set(counts.values()) == {None}
+        assert engine.feeder._reporting is None
+    else:
+        for numbers in ({0: 5, 2: 6}, {1: 1}):
+            for number, num_tokens in numbers.items():
+                count = counts[number]
+                assert count is not None
+                count.num_tokens = num_tokens
+            await until(
+                lambda told=numbers: (
+                    len(source.progress[-1:]) > 0 and source.progress[-1].keys() == told.keys()
+                )
+            )
+    engine.holds = False
+    await asyncio.wait_for(feed.finished, TIMEOUT_S)
+    await until(lambda: engine.feeder._reporting is None)
+    assert source.progress == ([{0: 5, 2: 3}, {1: 1}] if reports else [])
+
+
+async def test_a_line_that_was_lost_counts_from_nothing_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feeder_module, "PROGRESS_PERIOD_S", 0.001)
+    counts: list[TokenCount] = []
+
+    class Counting(Engine):
+        async def run(self, line: BatchLine, count: TokenCount | None = None) -> LineResult:
+            assert count is not None
+            counts.append(count)
+            return await super().run(line, count)
+
+    engine = Counting(holds=True, survives=True, reports_progress=True)
+    source = Source(lines_up_to(1))
+    feed = Feed("b", source, 1, Sink(), lambda results: None)
+    engine.feeder.add(feed)
+    engine.start()
+    for num_tokens in (9, 4):
+        await until(lambda: len(engine.in_flight) == 1)
+        counts[-1].num_tokens = num_tokens
+        await until(lambda at=num_tokens: source.progress[-1:] == [{0: at}])
+        if num_tokens == 9:
+            engine.fail()
+            await until(lambda: len(counts) == 2)
+    engine.holds = False
+    await asyncio.wait_for(feed.finished, TIMEOUT_S)
 
 
 async def test_lines_beyond_those_that_were_checked_are_dropped() -> None:
@@ -384,6 +454,7 @@ class SharedSource:
         return [self.waiting.popleft() for _ in range(min(max_lines, len(self.waiting)))]
 
     def end(self, number: int, num_output_tokens: int | None) -> None: ...
+    def note_progress(self, num_output_tokens: Mapping[int, int]) -> None: ...
 
 
 async def test_one_read_at_a_time_is_enough_for_all_batches_of_an_owner() -> None:
@@ -459,10 +530,10 @@ async def test_a_lost_line_runs_again_without_what_waiting_lines_needed_of_it() 
             super().__init__(fatal={0}, survives=True)
             self.told: list[int | None] = []
 
-        async def run(self, line: BatchLine) -> LineResult:
+        async def run(self, line: BatchLine, count: TokenCount | None = None) -> LineResult:
             assert line.generation is not None
             self.told.append(line.generation.request.num_reused_tokens)
-            return await super().run(line)
+            return await super().run(line, count)
 
     generation = make_generation()
     request = replace(generation.request, num_reused_tokens=3)

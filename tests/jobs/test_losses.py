@@ -13,6 +13,7 @@ from backfill.jobs.feeder import Feeder
 from backfill.jobs.lines import LineResult, completed
 from backfill.jobs.suspects import MAX_LONE_LOSSES, MAX_ONLY_LINE_LOSSES, Suspects
 from backfill.preparation.lines import BatchLine
+from backfill.protocol.service import TokenCount
 from tests.api.servers import TIMEOUT_S
 from tests.jobs.feeder_doubles import (
     CAPACITY,
@@ -138,7 +139,7 @@ async def test_a_line_of_several_choices_is_to_blame_where_they_are_alone(
 
         num_deaths = 0
 
-        async def run(self, line: BatchLine) -> LineResult:
+        async def run(self, line: BatchLine, count: TokenCount | None = None) -> LineResult:
             if self.num_deaths > MAX_LONE_LOSSES:
                 return completed(line, {})
             self.num_deaths += 1
@@ -158,7 +159,7 @@ async def test_a_line_that_never_reached_an_engine_is_not_to_blame() -> None:
     class Absent:
         num_runs = 0
 
-        async def run(self, line: BatchLine) -> LineResult:
+        async def run(self, line: BatchLine, count: TokenCount | None = None) -> LineResult:
             self.num_runs += 1
             raise EngineDead("not running")
 

@@ -17,6 +17,7 @@ import pytest
 
 from backfill.core.errors import EngineDead
 from backfill.engine.tasks import TaskWatch
+from backfill.jobs import feeder as feeder_module
 from backfill.jobs import manager as manager_module
 from backfill.jobs.errors import Conflict
 from backfill.jobs.lifecycle import BatchDriver, OpenBatch
@@ -25,6 +26,7 @@ from backfill.jobs.manager import JobManager
 from backfill.jobs.records import BatchStatus, LineOutcome, TokenUsage
 from backfill.jobs.suspects import MAX_LONE_LOSSES
 from backfill.preparation.lines import BatchLine
+from backfill.protocol.service import TokenCount
 from tests.api.servers import TIMEOUT_S
 from tests.jobs.doubles import (
     OWNER,
@@ -43,6 +45,7 @@ from tests.jobs.doubles import (
     started,
     submit,
 )
+from tests.jobs.feeder_doubles import until
 
 pytestmark = pytest.mark.anyio
 
@@ -330,12 +333,12 @@ class DyingEngine(InstantRunner):
         self._fatal = fatal
         self.num_deaths = 0
 
-    async def run(self, line: BatchLine) -> LineResult:
+    async def run(self, line: BatchLine, count: TokenCount | None = None) -> LineResult:
         if line.custom_id in self._fatal:
             self.num_deaths += 1
             asyncio.get_running_loop().call_soon(ready, self._manager[0])
             raise EngineDead("killed", num_lost=1 + len(self.held), num_others=len(self.held))
-        return await super().run(line)
+        return await super().run(line, count)
 
 
 async def test_a_line_that_ends_the_engine_is_given_up_in_time(tmp_path: Path) -> None:
@@ -376,4 +379,36 @@ async def test_observers_get_every_line_and_snapshots_count_the_rest(tmp_path: P
     assert sum(num_lines for outcome, num_lines, _ in seen if outcome is LineOutcome.COMPLETED) == 7
     assert sum(usage.input_tokens for _, _, usage in seen) == 14
     assert manager.snapshot().num_lines_queued == 0
+    await manager.stop()
+
+
+class Counting(InstantRunner):
+    """Lines have seven tokens as long as they run, where anybody asks."""
+
+    num_counted = 0
+
+    async def run(self, line: BatchLine, count: TokenCount | None = None) -> LineResult:
+        if count is not None:
+            self.num_counted += 1
+            count.num_tokens = 7
+        return await super().run(line, count)
+
+
+@pytest.mark.parametrize("order", ["blend", "fcfs"])
+async def test_the_order_says_whether_progress_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, order: str
+) -> None:
+    monkeypatch.setattr(feeder_module, "PROGRESS_PERIOD_S", 0.001)
+    runner, reader = Counting(), InThreadReader()
+    runner.hold()
+    manager = await started(tmp_path, runner, reader=reader, limits={"order": order})
+    ready(manager)
+    batch = await submit(manager, input_of(3))
+    await until(lambda: len(runner.held) == 3)
+    if order == "blend":
+        await until(lambda: reader.opened[0].progress == {1: 7, 2: 7, 3: 7})
+    else:
+        assert runner.num_counted == 0
+    runner.release()
+    await ended(manager, batch.id)
     await manager.stop()

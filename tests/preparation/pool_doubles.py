@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from backfill.blending.memory_forecast import MemoryForecast
 from backfill.blending.pool import OfflinePool
 from backfill.blending.requests import OrderName
 from backfill.blending.resources import ResourceModel
@@ -21,6 +22,7 @@ from backfill.protocol.preparer import RequestContext
 from tests.jobs.doubles import input_line
 from tests.protocol.builders import make_generation
 
+KV_TOKENS = 10_000
 RESOURCES = ResourceModel(token_s=1e-4, prompt_pair_s=1e-9, cached_token_s=1e-7)
 
 
@@ -55,8 +57,11 @@ def selection_of(path: Path, **fields: Any) -> LineSelection:
     return LineSelection(path=str(path), max_line_bytes=1 << 20, **fields)
 
 
-def make_pool(order: OrderName = "fcfs") -> LinePool:
-    return LinePool(lambda: OfflinePool(order, RESOURCES, kv_tokens=10_000))
+def make_pool(order: OrderName = "fcfs", resources: ResourceModel = RESOURCES) -> LinePool:
+    return LinePool(
+        lambda: OfflinePool(order, resources, kv_tokens=KV_TOKENS),
+        lambda: MemoryForecast(KV_TOKENS, 32) if order == "blend" else None,
+    )
 
 
 def open_file(

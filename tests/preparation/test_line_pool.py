@@ -16,12 +16,13 @@ from hypothesis import strategies as st
 
 from backfill.blending.pool import OfflinePool
 from backfill.blending.requests import OrderName, PlannedRequest, PoolRequest
+from backfill.blending.resources import ResourceModel
 from backfill.preparation import line_pool
 from backfill.preparation.line_pool import WINDOW_LINES, LinePool
 from backfill.preparation.lines import BadLine, BatchLine
-from backfill.preparation.messages import START, LinesTaken, Position
+from backfill.preparation.messages import START, LinesTaken, OnlineTraffic, Position
 from backfill.preparation.spool import Span, Spool
-from tests.preparation.pool_doubles import RESOURCES, lines_of, make_pool, open_file, prompts
+from tests.preparation.pool_doubles import KV_TOKENS, RESOURCES, lines_of, make_pool, open_file, prompts
 
 
 def index_all(pool: LinePool, reader_id: int = 0, group: int = 7) -> int:
@@ -136,6 +137,9 @@ class Recorder:
     def put_back(self, request_id: int) -> None:
         self.told.append(("put_back", request_id))
 
+    def note_progress(self, request_id: int, num_output_tokens: int) -> None:
+        self.told.append(("progress", (request_id, num_output_tokens)))
+
 
 @pytest.fixture
 def recorder() -> Recorder:
@@ -173,10 +177,13 @@ def test_the_pool_is_told_what_becomes_of_lines(
     open_file(recorded, tmp_path / "in", prompts([1], [2], [3], [4], [5]), 7)
     index_all(recorded, 7)
     recorded.take("", 4)
+    recorded.note_progress(7, {1: 10, 5: 1, 9: 1})  # line 5 was not taken, and there is no line 9
+    recorded.note_progress(8, {1: 1})
     recorded.end(7, 1, 20)
     recorded.end(7, 1, 20)
     recorded.end(7, 2, None)
     recorded.put_back(7, 3)
+    recorded.note_progress(7, {1: 30, 2: 30, 3: 30})
     recorded.end(7, 3, 5)
     recorded.end(7, 5, 5)  # not taken
     recorded.end(8, 1, 5)  # unknown
@@ -184,6 +191,7 @@ def test_the_pool_is_told_what_becomes_of_lines(
     recorded.close(7)
     ids = [each.request_id for each in recorder.requests]
     assert recorder.told == [
+        ("progress", (ids[0], 10)),
         ("finish", (ids[0], 20)),
         ("cancel", [ids[1]]),
         ("put_back", ids[2]),
@@ -204,10 +212,11 @@ def test_lines_with_nothing_to_compute_go_first_and_are_not_in_the_pool(
     first = recorded.take("", 1).lines[0]
     assert (first.reader_id, first.line.number) == (1, 2)
     assert first.line.refusal is not None
+    recorded.note_progress(1, {2: 5})
     recorded.put_back(1, 2)
     assert numbers(take_all(recorded))[:2] == [2, 4]
     recorded.end(1, 2, None)
-    assert not [told for told in recorder.told if told[0] == "put_back"]
+    assert not [told for told in recorder.told if told[0] in ("put_back", "progress")]
 
 
 def test_a_full_disk_makes_a_batch_run_in_the_order_of_its_file(
@@ -363,11 +372,19 @@ class Driver:
             else:
                 self.pool.end(reader_id, number, self.rng.choice((None, 0, 3)))
 
+    def note_progress(self) -> None:
+        """Of lines that run, and of others."""
+        rng = self.rng
+        told = {rng.randint(1, 50): rng.randint(1, 5) for _ in range(rng.randint(0, 9))}
+        self.pool.note_progress(rng.randrange(len(self.owners) + 1), told)
+
     def step(self) -> None:
         rng = self.rng
         if not self.left or rng.random() < 0.1:
             self.open()
             return
+        if rng.random() < 0.2:
+            self.note_progress()
         reader_id, kind = rng.choice(sorted(self.left)), rng.random()
         if kind < 0.4:
             self.index(reader_id, rng.randint(1, 40))
@@ -405,6 +422,7 @@ def test_each_line_is_taken_once_whatever_happens(
         driver.close(reader_id)
     assert pool._num_waiting == pool._num_waiting_tokens == 0
     assert not (pool._by_id or pool._unpooled or pool._to_plan or pool._owners_to_plan.total())
+    assert pool._forecast is None or not pool._forecast._needs
 
 
 def test_the_pool_knows_what_online_traffic_uses(tmp_path: Path) -> None:
@@ -415,10 +433,10 @@ def test_the_pool_knows_what_online_traffic_uses(tmp_path: Path) -> None:
         return created[-1]
 
     pool = LinePool(create)
-    pool.note_online(100.0, 1e6)  # no line waits, so it is of no use
+    pool.note_online(OnlineTraffic(100.0, 1e6, 50))  # no line waits, so it is of no use
     open_file(pool, tmp_path / "in", prompts([1, 2, 3]))
     index_all(pool)
-    pool.note_online(1000.0, 2e6)
+    pool.note_online(OnlineTraffic(1000.0, 2e6, 50))
     (planner,) = created
     assert planner.online.compute_frac == pytest.approx(1000.0 * RESOURCES.token_s)
     assert planner.online.memory_frac == pytest.approx(2e6 * RESOURCES.cached_token_s)
@@ -435,3 +453,106 @@ def test_namespaces_of_closed_files_are_forgotten(tmp_path: Path) -> None:
     assert len(pool._namespaces) == 20
     pool.close(0)
     assert [salt for _, salt in pool._namespaces] == ["s3"]
+
+
+# Reading KV is dear beside them: lines with long outputs are memory-bound, those with long prompts are not.
+SLOW_READS = ResourceModel(token_s=1e-5, prompt_pair_s=1e-10, cached_token_s=1e-7)
+LONG = 4000  # tokens: two outputs of so many fit the KV, beside two of 1,500
+SHORTER = 1500
+
+
+def mixed_pool(folder: Path, order: OrderName = "blend", **fields: Any) -> LinePool:
+    """Three lines with long outputs, two with shorter ones, and many with long prompts."""
+    bodies = [
+        {"prompt": [1000 + number] * 10, "max_tokens": length, "ignore_eos": True, **fields}
+        for number, length in enumerate((LONG, LONG, LONG, SHORTER, SHORTER))
+    ]
+    bodies += [{"prompt": [number] * 1000, "max_tokens": 1, "ignore_eos": True} for number in range(60)]
+    pool = make_pool(order, SLOW_READS)
+    open_file(pool, folder / "in", lines_of(*bodies))
+    index_all(pool)
+    return pool
+
+
+def take_sparse(pool: LinePool, count: int) -> list[tuple[int, int]]:
+    """Take lines until so many of them have long outputs. Returns: numbers and lengths of these."""
+    found: list[tuple[int, int]] = []
+    while len(found) < count:
+        (each,) = pool.take("", 1).lines
+        assert each.line.generation is not None
+        length = each.line.generation.request.samplings[0].max_tokens
+        if length > 1:
+            found.append((each.line.number, length))
+    return found
+
+
+def lengths(found: Sequence[tuple[int, int]]) -> list[int]:
+    return [length for _, length in found]
+
+
+def test_a_long_line_is_passed_over_while_the_kv_is_promised_and_none_is_held_back(tmp_path: Path) -> None:
+    pool = mixed_pool(tmp_path)
+    assert lengths(take_sparse(pool, 4)) == [LONG, LONG, SHORTER, SHORTER]
+    last = take_all(pool)
+    assert len(last) > 50
+    (_, line) = last[-1]
+    assert line.generation is not None
+    assert line.generation.request.samplings[0].max_tokens == LONG, "when no other one waits"
+
+
+def test_progress_and_ends_free_the_kv_for_a_long_line(tmp_path: Path) -> None:
+    for frees in ("progress", "end", "no answer", "put back"):
+        pool = mixed_pool(tmp_path)
+        first = take_sparse(pool, 2)
+        for number, _ in first:
+            if frees == "progress":
+                pool.note_progress(0, {number: LONG - 100})
+            elif frees == "put back":
+                pool.put_back(0, number)
+            else:
+                pool.end(0, number, LONG if frees == "end" else None)
+        assert lengths(take_sparse(pool, 1)) == [LONG], frees
+
+
+def test_a_closed_file_holds_no_kv(tmp_path: Path) -> None:
+    pool = mixed_pool(tmp_path)
+    take_sparse(pool, 2)
+    open_file(pool, tmp_path / "again", (tmp_path / "in").read_bytes())  # in its place
+    index_all(pool)
+    assert lengths(take_sparse(pool, 3)) == [LONG, LONG, SHORTER]
+
+
+def test_the_kv_of_online_requests_is_left_to_them(tmp_path: Path) -> None:
+    pool = mixed_pool(tmp_path)
+    pool.note_online(OnlineTraffic(0.0, 0.0, KV_TOKENS // 2))
+    assert lengths(take_sparse(pool, 2)) == [LONG, SHORTER]
+    pool.note_online(OnlineTraffic(0.0, 0.0, 0))
+    assert lengths(take_sparse(pool, 1)) == [LONG]
+
+
+def test_the_choices_of_a_line_need_kv_each(tmp_path: Path) -> None:
+    assert lengths(take_sparse(mixed_pool(tmp_path, n=2), 2)) == [LONG, SHORTER]
+
+
+def test_other_orders_ask_for_no_room(tmp_path: Path) -> None:
+    assert lengths(take_sparse(mixed_pool(tmp_path, "fcfs"), 5)) == [LONG] * 3 + [SHORTER] * 2
+
+
+def test_expectations_of_running_lines_are_corrected_with_their_progress(tmp_path: Path) -> None:
+    """Lines of unknown length are expected to have 256 tokens, until 32 of them end after two."""
+    pool = make_pool("blend")
+    open_file(pool, tmp_path / "in", lines_of(*({"prompt": [n], "max_tokens": 900} for n in range(60))))
+    index_all(pool)
+    taken = [each.line.number for each in pool.take("", 40).lines]
+    forecast = pool._forecast
+    assert forecast is not None
+    before = forecast.room().most_output_tokens(0)
+    pool.note_progress(0, {taken[0]: 5})
+    for number in taken[1:33]:
+        pool.end(0, number, 2)
+    for number in taken[33:]:
+        pool.end(0, number, None)
+    assert forecast.room().most_output_tokens(0) > before
+    pool.note_progress(0, {taken[0]: 6})
+    (need,) = forecast._needs.values()
+    assert 6 < need.output_tokens < 256

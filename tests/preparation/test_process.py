@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from backfill.preparation import process
@@ -28,11 +29,14 @@ from backfill.preparation.messages import (
     JobDone,
     LineSelection,
     LinesIndexed,
+    LinesProgress,
     LinesTaken,
+    OnlineTraffic,
     OpenLines,
     PrepareBody,
     SplitLines,
     TakeLines,
+    ToPreparation,
 )
 from backfill.preparation.process import Preparation
 from backfill.protocol.body_check import BodyCheck
@@ -160,6 +164,7 @@ def test_lines_are_indexed_and_taken_until_their_reader_is_closed(
     channel.commands.put(Job(2, TakeLines("", 2)))
     taken = channel.next_report().result
     assert [(each.reader_id, each.line.number) for each in taken.lines] == [(7, 1), (7, 2)]
+    channel.commands.put(LinesProgress(7, {1: 3, 99: 3}))
     channel.commands.put(EndLine(7, 1, 5))
     channel.commands.put(EndLine(7, 99, 5))
     channel.commands.put(CloseLines(7))
@@ -167,6 +172,22 @@ def test_lines_are_indexed_and_taken_until_their_reader_is_closed(
     assert channel.next_report() == JobDone(3, LinesTaken([]))
     channel.commands.put(Job(4, IndexLines(7, START, 3)))
     assert channel.next_report() == JobDone(4, LinesIndexed(0, START, is_end=True))
+
+
+def test_changes_of_lines_reach_the_pool_as_they_were_sent(
+    channel: Channel, preparer: Preparer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes = [LinesProgress(7, {1: 3, 400_000: 9}), OnlineTraffic(10.5, 2e6, 4096)]
+    told: list[object] = []
+    note_progress = lambda _, reader_id, numbers: told.append(LinesProgress(reader_id, numbers))  # noqa: E731
+    monkeypatch.setattr(LinePool, "note_progress", note_progress)
+    monkeypatch.setattr(LinePool, "note_online", lambda _, traffic: told.append(traffic))
+    for change in changes:
+        encoded = msgspec.msgpack.encode(change)
+        channel.commands.put(msgspec.msgpack.decode(encoded, type=ToPreparation))
+    channel.commands.put(Job(1, TakeLines("", 1)))
+    channel.next_report()
+    assert told == changes
 
 
 def test_a_split_says_which_lines_others_have(channel: Channel, preparer: Preparer, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from backfill.blending.requests import OrderName
 from backfill.preparation import line_pool, readers
 from backfill.preparation.line_file import LineFile
 from backfill.preparation.lines import BadLine, BatchLine
@@ -23,6 +24,7 @@ from backfill.preparation.messages import (
     CloseLines,
     EndLine,
     IndexLines,
+    LinesProgress,
     LinesTaken,
     OpenLines,
     PutBackLine,
@@ -53,8 +55,9 @@ class Ended(BaseException):
 class Process:
     """Does jobs as the preparation process and its client do. A prompt that begins with 66666 ends it."""
 
-    def __init__(self) -> None:
-        self.pool = make_pool("dfs")
+    def __init__(self, order: OrderName = "dfs") -> None:
+        self._order = order
+        self.pool = make_pool(order)
         self.readers = LineReaders(self.ask, self.send)
         self.num_deaths = 0
         self.num_prepared: Counter[str] = Counter()
@@ -91,12 +94,14 @@ class Process:
                 self.pool.end(reader_id, number, num_output_tokens)
             case PutBackLine(reader_id, number):
                 self.pool.put_back(reader_id, number)
+            case LinesProgress(reader_id, num_output_tokens):
+                self.pool.note_progress(reader_id, num_output_tokens)
             case _:
                 raise AssertionError(message)
 
     def die(self) -> None:
         self.num_deaths += 1
-        self.pool = make_pool("dfs")
+        self.pool = make_pool(self._order)
         self.readers.restart()
 
     def _prepare(self, endpoint: GenerationEndpoint, body: bytes, context: RequestContext) -> Generation:
@@ -376,8 +381,33 @@ async def read_all(folder: Path, rng: random.Random, files: list[int], deaths: l
                 found = await reading
                 for source, line in found:
                     seen[source.reader_id, line.number] += 1
+                    source.note_progress({line.number: 2, line.number + 1: 2})
                     if rng.random() < 0.5:
                         source.end(line.number, 3)
                 if not found:
                     break
     assert seen == {(reader, n): 1 for reader, count in enumerate(files) for n in range(1, count + 1)}
+
+
+async def test_progress_reaches_the_pool_and_a_new_process_knows_nothing_of_the_lines(
+    tmp_path: Path,
+) -> None:
+    process = Process("blend")
+    async with process.running() as readers:
+        lines = readers.open(selection_of(write(tmp_path / "in", [1], [2], [3])))
+        running = [line.number for _, line in await lines.read(2)]
+        lines.note_progress(dict.fromkeys(running, 3))
+        assert so_far(process) == [3, 3]
+        process.die()
+        lines.note_progress(dict.fromkeys(running, 4))
+        ((_, last),) = await lines.read(2)
+        lines.note_progress(dict.fromkeys([*running, last.number], 1))
+        assert so_far(process) == [1]
+        lines.close()
+        lines.note_progress({last.number: 2})
+        assert so_far(process) == []
+
+
+def so_far(process: Process) -> list[int]:
+    assert process.pool._forecast is not None
+    return [need.num_so_far for need in process.pool._forecast._needs.values()]

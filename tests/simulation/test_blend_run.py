@@ -4,15 +4,11 @@ from array import array
 from dataclasses import dataclass, replace
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from backfill.blending.requests import OrderName, PlannedRequest, PoolRequest
-from backfill.core.request import Request, RequestId, ServiceClass
-from backfill.core.sampling import SamplingParams
+from backfill.blending.requests import OrderName, PoolRequest
+from backfill.core.request import ServiceClass
 from backfill.costs.hardware import load_hardware_profile
 from backfill.costs.overlap import INTERFERENCE, OverlappedCostModel
-from backfill.simulation.blend_forecast import MemoryForecast
 from backfill.simulation.blend_mix import MixSpec
 from backfill.simulation.blend_run import HARDWARE, PoolLoop, PoolRun, run_pool, step_tokens
 from tests.simulation.small_sources import small_sources
@@ -105,67 +101,3 @@ def test_a_step_has_the_compute_that_the_density_needs() -> None:
     assert step_tokens(cost, 0.8, 449_105) == 512
     assert step_tokens(cost, 1.3, 449_105) == 768
     assert step_tokens(cost, 50.0, 449_105) == 2048
-
-
-def request(number: int, prompt: int) -> Request:
-    return Request(
-        request_id=RequestId(str(number)),
-        prompt_token_ids=[1] * prompt,
-        sampling=SamplingParams(max_tokens=1),
-        service_class=ServiceClass.OFFLINE,
-    )
-
-
-def test_a_forecast_adds_up_what_is_held_before_each_end() -> None:
-    """10 + 90 tokens beside 10 + 40: both hold 50 after 40 steps, and the longer one 100 in the end."""
-    forecast = MemoryForecast(100, 0)
-    forecast.add(request(0, 10), PlannedRequest(0, 0, 90.0))
-    assert forecast.room().most_output_tokens(10) == 40.0
-    assert forecast.room().most_output_tokens(11) == 39.5
-    assert forecast.room().most_output_tokens(90) == 0.0
-    forecast.remove(RequestId("0"))
-    assert forecast.room().most_output_tokens(10) == 90.0
-
-
-def test_a_forecast_looks_past_the_ends_of_others() -> None:
-    """After 20 steps the first one ends, and what it held is free."""
-    forecast = MemoryForecast(100, 0)
-    forecast.add(request(0, 20), PlannedRequest(0, 0, 20.0))
-    assert forecast.room().most_output_tokens(40) == 60.0
-    assert forecast.room().most_output_tokens(42) == 19.0
-
-
-def test_a_forecast_takes_short_requests_to_be_followed_by_others() -> None:
-    forecast = MemoryForecast(1000, 0)
-    forecast.add(request(100, 100), PlannedRequest(100, 0, 400.0))
-    assert forecast.room().most_output_tokens(0) == 1000.0
-    for number in range(4):
-        forecast.add(request(number, 98), PlannedRequest(number, 0, 4.0))
-    assert forecast.room().most_output_tokens(0) == 250.0  # (1000 - 4 * 100 - 100) / 2
-
-
-@given(st.lists(st.tuples(st.integers(1, 60), st.integers(50, 100)), min_size=1, max_size=12))
-@settings(max_examples=60)
-def test_requests_that_are_admitted_never_hold_more_than_there_is(lengths: list[tuple[int, int]]) -> None:
-    """Whatever is added as they decode, one token a step. What fits is not refused for ever."""
-    capacity = 400
-    forecast = MemoryForecast(capacity, 0)
-    running: list[tuple[Request, int]] = []
-    waiting = list(enumerate(lengths))
-    while running or waiting:
-        while waiting:
-            number, (prompt, output) = waiting[0]
-            if forecast.room().most_output_tokens(prompt) < output:
-                break
-            waiting.pop(0)
-            added = request(number, prompt)
-            forecast.add(added, PlannedRequest(number, 0, float(output)))
-            running.append((added, prompt + output))
-        assert running, "none runs and none fits"
-        for each, _ in running:
-            each.append(1)
-        assert sum(each.num_tokens for each, _ in running) <= capacity
-        for each, end in running:
-            if each.num_tokens == end:
-                forecast.remove(each.request_id)
-        running = [(each, end) for each, end in running if each.num_tokens < end]

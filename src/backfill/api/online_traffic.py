@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import math
+
 from backfill.api.online_load import OnlineLoad
 from backfill.engine.messages import StepReport
 from backfill.preparation.messages import OnlineTraffic
 
 PERIOD_S = 1.0
+# KV is left to as many online tokens as there were lately: the time constant of the policies' reserve.
+_RESERVE_DECAY_S = 60.0
 
 
 class OnlineTrafficMeter:
     """Means over periods of about a second, from the engine's reports. The first begins with a report.
 
     Decodes read the KV of all online requests in every step with online work. That is counted by
-    ``OnlineLoad``'s estimate of their tokens.
+    ``OnlineLoad``'s estimate of their tokens. What they hold is the peak of this estimate, which decays: as
+    much may come again soon.
     """
 
     def __init__(self, load: OnlineLoad) -> None:
@@ -21,9 +26,12 @@ class OnlineTrafficMeter:
         self._began_s: float | None = None
         self._num_computed = 0  # by the engine that runs now
         self._num_reads = 0
+        self._peak_tokens = 0.0
+        self._peak_at_s = 0.0
 
     def on_report(self, report: StepReport, now_s: float) -> OnlineTraffic | None:
         """Count a step. Returns: the mean of a period that has ended; None within one."""
+        self._note_held(now_s)
         num_computed = report.stats.online.totals.num_computed_tokens
         if self._began_s is None or num_computed < self._num_computed:  # a new engine counts from 0
             self._begin(now_s, num_computed)
@@ -34,9 +42,14 @@ class OnlineTrafficMeter:
         if elapsed_s < PERIOD_S:
             return None
         num_new = num_computed - self._num_computed
-        traffic = OnlineTraffic(num_new / elapsed_s, self._num_reads / elapsed_s)
+        traffic = OnlineTraffic(num_new / elapsed_s, self._num_reads / elapsed_s, int(self._peak_tokens))
         self._begin(now_s, num_computed)
         return traffic
+
+    def _note_held(self, now_s: float) -> None:
+        decayed = self._peak_tokens * math.exp((self._peak_at_s - now_s) / _RESERVE_DECAY_S)
+        self._peak_tokens = max(decayed, float(self._load.num_context_tokens))
+        self._peak_at_s = now_s
 
     def _begin(self, now_s: float, num_computed: int) -> None:
         self._began_s, self._num_computed, self._num_reads = now_s, num_computed, 0

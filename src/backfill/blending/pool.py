@@ -179,7 +179,8 @@ class OfflinePool:
             now_s: on the clock of deadlines.
             most_output_tokens: what the device's KV cache has room for. In the blend, memory-bound requests
                 that are expected to generate more are passed over: those put back, and those of the plan if
-                another one waits.
+                another one waits. Batches in danger and samples are not: a deadline is worth a preemption,
+                and samples are few and tell what the others need.
         """
         target = target_density(self._left, self.online, self._online_long_run)
         is_blend = self._order == "blend"
@@ -219,14 +220,16 @@ class OfflinePool:
         self._returned.add(entry)
 
     def note_progress(self, request_id: int, num_output_tokens: int) -> None:
-        """A taken request has generated so many tokens and runs on. An id no longer known is ignored.
-
-        So far only the simulator reports progress.
-        """
+        """A taken request has generated so many tokens and runs on. An id no longer known is ignored."""
         entry = self._in_flight(request_id)
         if entry is not None:
             self._set_so_far(entry, num_output_tokens)
             self._set_left(entry, self._left_of(entry))
+
+    def expected_output_tokens(self, request_id: int) -> float | None:
+        """Of a taken request, as last corrected; None for an id no longer known."""
+        entry = self._in_flight(request_id)
+        return None if entry is None else entry.expected.output_tokens
 
     def finish(self, request_id: int, num_output_tokens: int) -> None:
         """A taken request ended after so many output tokens. An id no longer known is ignored.

@@ -6,17 +6,18 @@ import asyncio
 import dataclasses
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
 
 from backfill.core.errors import BackfillError
-from backfill.jobs.lines import LineResult
+from backfill.jobs.lines import LineResult, of_a_choice
 from backfill.jobs.retry import ResultSink
 from backfill.jobs.suspects import Suspects
 from backfill.preparation.lines import BatchLine
+from backfill.protocol.service import TokenCount
 
 
 class InputChanged(BackfillError):
@@ -35,14 +36,26 @@ class LineSource(Protocol):
         """A line has ended, with so many tokens of a choice; None where it has no answer."""
         ...
 
+    def note_progress(self, num_output_tokens: Mapping[int, int]) -> None:
+        """Lines, by number, have generated so many tokens of a choice and run on."""
+        ...
+
 
 @dataclass(slots=True)
 class RunningLine:
-    """A line in the engine. ``ran_with_others``: another line was there at some time."""
+    """A line in the engine.
+
+    Attributes:
+        ran_with_others: another line was there at some time.
+        count: of its tokens; None where nobody asks for its progress.
+        num_reported: of a choice, as the source was last told.
+    """
 
     line: BatchLine
     task: asyncio.Task[None]
     ran_with_others: bool
+    count: TokenCount | None = None
+    num_reported: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -134,6 +147,18 @@ class Feed:
         """A line has ended; its result is to be made durable."""
         self.results.append(result)
         self.source.end(result.line.number, result.num_output_tokens)
+
+    def report_progress(self) -> None:
+        """Tell the source of the lines that have gone on."""
+        found: dict[int, int] = {}
+        for number, run in self.running.items():
+            if run.count is None:
+                continue
+            num_tokens = of_a_choice(run.line, run.count.num_tokens)
+            if num_tokens > run.num_reported:
+                found[number] = run.num_reported = num_tokens
+        if found:
+            self.source.note_progress(found)
 
     def put_back(self, line: BatchLine) -> None:
         """A line was lost. It runs again when others than before wait: what they need of it is unknown."""

@@ -17,6 +17,7 @@ from backfill.jobs.order import FairOrder
 from backfill.jobs.retry import append_with_retries
 from backfill.jobs.threads import ThreadPool, until_done
 from backfill.preparation.lines import BatchLine
+from backfill.protocol.service import TokenCount
 
 logger = logging.getLogger(__name__)
 
@@ -30,11 +31,15 @@ _READ_BYTES = 1 << 20  # of a read's lines, if they are more than one
 _TURN_LINES = 32
 # Each loss of a line divides the lines in flight beside it by this.
 _SHRINK_FACTOR = 8
+PROGRESS_PERIOD_S = 1.0
 
 
 class LineRunner(Protocol):
-    async def run(self, line: BatchLine) -> LineResult:
-        """Raises: RequestLost, whose ``num_lost`` is 0 where the line never reached an engine."""
+    async def run(self, line: BatchLine, count: TokenCount | None = None) -> LineResult:
+        """Run a line and count its tokens as they come.
+
+        Raises: RequestLost, whose ``num_lost`` is 0 where the line never reached an engine.
+        """
         ...
 
 
@@ -48,10 +53,21 @@ class Feeder:
     When the engine dies or a step fails, all its lines are lost, and at most one is to blame. Lost lines run
     again before others. Each loss divides the lines in flight by eight, until a line runs alone. Only losses
     of a line that ran alone count against it (``Losses.is_to_blame``). ``threads`` write results to the disk.
+
+    With ``reports_progress``, sources are told every second how many tokens their running lines have.
     """
 
-    def __init__(self, runner: LineRunner, threads: ThreadPool, tasks: TaskWatch | None = None) -> None:
+    def __init__(
+        self,
+        runner: LineRunner,
+        threads: ThreadPool,
+        tasks: TaskWatch | None = None,
+        *,
+        reports_progress: bool = False,
+    ) -> None:
         self._runner = runner
+        self._reports_progress = reports_progress
+        self._reporting: asyncio.TimerHandle | None = None  # only while lines run
         self._threads = threads
         self._tasks = tasks or TaskWatch()
         self._order = FairOrder[Feed](lambda feed: feed.turn)
@@ -194,9 +210,12 @@ class Feeder:
             for other in self._feeds:
                 for run in other.running.values():
                     run.ran_with_others = True
-        task = self._tasks.start(self._run(feed, line), "feeder-line")
-        feed.running[line.number] = RunningLine(line, task, ran_with_others)
+        count = TokenCount() if self._reports_progress else None
+        task = self._tasks.start(self._run(feed, line, count), "feeder-line")
+        feed.running[line.number] = RunningLine(line, task, ran_with_others, count)
         self._num_running += 1
+        if self._reports_progress and self._reporting is None:
+            self._report_soon()
         self._order.note_taken(feed)
         self._order.set_waiting(feed, feed.has_lines)
 
@@ -225,10 +244,20 @@ class Feeder:
         most: int = self._capacity // _SHRINK_FACTOR**num_losses
         return max(1, most)
 
-    async def _run(self, feed: Feed, line: BatchLine) -> None:
+    def _report_soon(self) -> None:
+        self._reporting = asyncio.get_running_loop().call_later(PROGRESS_PERIOD_S, self._report)
+
+    def _report(self) -> None:
+        self._reporting = None
+        if self._num_running > 0:
+            self._report_soon()
+        for feed in self._feeds:
+            feed.report_progress()
+
+    async def _run(self, feed: Feed, line: BatchLine, count: TokenCount | None) -> None:
         result, goes_on = None, False
         try:
-            result = await self._runner.run(line)
+            result = await self._runner.run(line, count)
         except RequestLost as error:
             if error.num_lost > 0:
                 goes_on = isinstance(error, StepFailed)

@@ -12,7 +12,7 @@ from backfill.core.errors import EngineDead
 from backfill.jobs.records import LineOutcome, TokenUsage
 from backfill.preparation.lines import BatchLine
 from backfill.protocol.encoding import EncodedBody
-from backfill.protocol.service import CompletionService
+from backfill.protocol.service import CompletionService, TokenCount
 
 _UNANSWERED_MESSAGES = {
     "batch_expired": "This request could not be executed before the completion window expired.",
@@ -20,6 +20,11 @@ _UNANSWERED_MESSAGES = {
     "engine_error": "The engine failed several times while it ran this request.",
     "internal_error": "The server had an error while it ran this request.",
 }
+
+
+def of_a_choice(line: BatchLine, num_tokens: int) -> int:
+    """Tokens of all choices of a line, as the mean of one."""
+    return num_tokens // (1 if line.generation is None else line.generation.request.num_choices)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +42,7 @@ class LineResult:
         """Mean of the choices; None without an answer."""
         if self.outcome is not LineOutcome.COMPLETED:
             return None
-        generation = self.line.generation
-        return self.usage.output_tokens // (1 if generation is None else generation.request.num_choices)
+        return of_a_choice(self.line, self.usage.output_tokens)
 
     def encode(self, line_id: str) -> bytes:
         record = {
@@ -73,7 +77,7 @@ class ServiceRunner:
 
     service: Callable[[], CompletionService | None]  # None while no engine is ready
 
-    async def run(self, line: BatchLine) -> LineResult:
+    async def run(self, line: BatchLine, count: TokenCount | None = None) -> LineResult:
         """Raises: RequestLost."""
         if line.refusal is not None:
             return refused(line)
@@ -82,7 +86,7 @@ class ServiceRunner:
         service = self.service()
         if service is None:
             raise EngineDead("The engine is not running.")
-        return completed(line, await service.run_whole(line.generation))
+        return completed(line, await service.run_whole(line.generation, count=count))
 
 
 def completed(line: BatchLine, body: dict[str, Any]) -> LineResult:

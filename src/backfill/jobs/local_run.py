@@ -104,7 +104,8 @@ class LocalRun:
         self._suspects = Suspects()
         self._service: CompletionService | None = None
         self._threads = ThreadPool("disk", 2)
-        self._feeder = Feeder(ServiceRunner(lambda: self._service), self._threads)
+        runner = ServiceRunner(lambda: self._service)
+        self._feeder = Feeder(runner, self._threads, reports_progress=setup.order == "blend")
 
     @property
     def counts(self) -> RequestCounts:

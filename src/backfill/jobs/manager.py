@@ -96,7 +96,10 @@ class JobManager:
         self._threads = JobThreads()
         self._tasks = tasks or TaskWatch()
         self._feeder = Feeder(
-            runner or ServiceRunner(lambda: self._service), self._threads.results, self._tasks
+            runner or ServiceRunner(lambda: self._service),
+            self._threads.results,
+            self._tasks,
+            reports_progress=config.order == "blend",
         )
         self._jobs: dict[str, OpenBatch] = {}
         self._sweeper: asyncio.Task[None] | None = None

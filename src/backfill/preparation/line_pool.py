@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import logging
 import time
 from array import array
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
+from backfill.blending.memory_forecast import MemoryForecast, reserve_frac
 from backfill.blending.pool import OfflinePool
-from backfill.blending.requests import PoolRequest
+from backfill.blending.requests import PlannedRequest, PoolRequest
 from backfill.core.config import PrefixCacheScope
 from backfill.preparation.line_file import LineFile
-from backfill.preparation.lines import BatchLine
-from backfill.preparation.messages import LineSelection, LinesIndexed, LinesTaken, Position, TakenLine
+from backfill.preparation.lines import BatchLine, as_taken
+from backfill.preparation.messages import (
+    LineSelection,
+    LinesIndexed,
+    LinesTaken,
+    OnlineTraffic,
+    Position,
+    TakenLine,
+)
 from backfill.preparation.spool import Span, Spool
 from backfill.protocol.generation import Generation
 
@@ -48,7 +55,9 @@ class _Line:
     reader_id: int
     number: int
     request_id: int  # of the pool
-    num_prompt_tokens: int = 0  # 0: it is not in the pool, as there is nothing to compute
+    num_prompt_tokens: int = 0  # of the first prompt; 0: nothing is to be computed, so it is not in the pool
+    num_more_tokens: int = 0  # of its other prompts
+    num_choices: int = 1
     stored: Span | bytes = b""
     num_reused_tokens: int = 0  # of its prompt, by lines that wait when it is taken
     has_namespace: bool = False
@@ -73,17 +82,28 @@ class LinePool:
     To index a line is to prepare it, once, and to give its prompt to the pool. Its prepared form waits in the
     reader's spool. One thread owns the pool.
 
+    Where there is a forecast, the pool is told what the KV has room for beside all lines that were taken and
+    have not ended. The engine admits lines by the KV that is free, so nothing is held back: where no line
+    fits, one is taken all the same.
+
     Attributes:
         scope: who shares cached prefixes.
 
     Args:
         create: the pool; called when the first line is indexed.
+        create_forecast: of the KV; called then, too.
     """
 
-    def __init__(self, create: Callable[[], OfflinePool]) -> None:
+    def __init__(
+        self,
+        create: Callable[[], OfflinePool],
+        create_forecast: Callable[[], MemoryForecast | None] = lambda: None,
+    ) -> None:
         self.scope: PrefixCacheScope = "owner"
         self._create = create
+        self._create_forecast = create_forecast
         self._pool: OfflinePool | None = None
+        self._forecast: MemoryForecast | None = None
         self._readers: dict[int, _Reader] = {}
         self._by_id: dict[int, _Line] = {}
         self._ids = itertools.count()
@@ -171,6 +191,7 @@ class LinePool:
             return
         del self._readers[reader_id].lines[number]
         self._by_id.pop(line.request_id, None)
+        self._release(line)
         if self._pool is None or not line.num_prompt_tokens:
             return
         if num_output_tokens is None:
@@ -184,10 +205,26 @@ class LinePool:
         if line is not None:
             self._put_back(line)
 
-    def note_online(self, tokens_per_s: float, reads_per_s: float) -> None:
+    def note_progress(self, reader_id: int, num_output_tokens: Mapping[int, int]) -> None:
+        """Taken lines, by number, have generated so many tokens of a choice. Unknown ones are ignored."""
+        num_known = 0
+        for number, num_tokens in num_output_tokens.items():
+            line = self._taken(reader_id, number)
+            if line is None or not line.num_prompt_tokens or self._pool is None:
+                continue
+            num_known += 1
+            self._pool.note_progress(line.request_id, num_tokens)
+            if self._forecast is not None:
+                expected = self._pool.expected_output_tokens(line.request_id)
+                self._forecast.note_progress(line.request_id, num_tokens, expected)
+        logger.debug("%d of %d running lines go on", num_known, len(num_output_tokens))
+
+    def note_online(self, traffic: OnlineTraffic) -> None:
         """What online traffic takes at present. Lines are chosen that use what it leaves."""
         if self._pool is not None:
-            self._pool.online = self._pool.resources.use_of(tokens_per_s, reads_per_s)
+            self._pool.online = self._pool.resources.use_of(traffic.tokens_per_s, traffic.reads_per_s)
+        if self._forecast is not None:
+            self._forecast.online_tokens = traffic.held_tokens
 
     # ---- Adding ----
 
@@ -244,6 +281,8 @@ class LinePool:
             line.has_namespace = True
         token_ids.extend(request.prompts[0])
         line.num_prompt_tokens = len(request.prompts[0])
+        line.num_more_tokens = request.num_prompt_tokens - line.num_prompt_tokens
+        line.num_choices = request.num_choices
         runs_on = sampling.ignore_eos and not request.stop and not sampling.stop_token_ids
         is_known = runs_on or sampling.min_tokens == sampling.max_tokens
         return PoolRequest(
@@ -259,7 +298,7 @@ class LinePool:
         """Give the pool the lines that it does not have."""
         if self._to_plan:
             if self._pool is None:
-                self._pool = self._create()
+                self._pool, self._forecast = self._create(), self._create_forecast()
             requests, self._to_plan = list(self._to_plan.values()), {}
             self._owners_to_plan.clear()
             self._pool.add(requests, merges_all=merges_all)
@@ -275,17 +314,31 @@ class LinePool:
                 del self._unpooled[owner]
             self._mark_taken(line)
             return line
-        planned = self._pool.take(owner, now_s=time.monotonic()) if self._pool is not None else None
+        planned = self._next_planned(owner)
         if planned is None and self._owners_to_plan[owner]:
             self._plan()
-            assert self._pool is not None
-            planned = self._pool.take(owner, now_s=time.monotonic())
+            planned = self._next_planned(owner)
         if planned is None:
             return None
         line = self._by_id[planned.request_id]
         line.num_reused_tokens = max(0, planned.reused_tokens - line.has_namespace)
         self._mark_taken(line)
+        if self._forecast is not None:
+            num_own_tokens = line.num_prompt_tokens - line.num_reused_tokens + line.num_more_tokens
+            self._forecast.add(
+                line.request_id, num_own_tokens, planned.expected_output_tokens, line.num_choices
+            )
         return line
+
+    def _next_planned(self, owner: str) -> PlannedRequest | None:
+        if self._pool is None:
+            return None
+        now_s = time.monotonic()
+        if self._forecast is None:
+            return self._pool.take(owner, now_s=now_s)
+        reserved_tokens = reserve_frac(self._pool.compute_bound_memory_frac) * self._forecast.offline_tokens
+        most_output_tokens = self._forecast.room().most_output_tokens(int(reserved_tokens))
+        return self._pool.take(owner, now_s=now_s, most_output_tokens=most_output_tokens)
 
     def _mark_taken(self, line: _Line) -> None:
         line.is_taken = True
@@ -294,11 +347,17 @@ class LinePool:
     def _put_back(self, line: _Line) -> None:
         line.is_taken = False
         self._count_waiting(line, 1)
+        self._release(line)
         if line.num_prompt_tokens and self._pool is not None:
             self._pool.put_back(line.request_id)
         else:
             owner = self._readers[line.reader_id].selection.owner
             self._unpooled.setdefault(owner, deque()).appendleft(line)
+
+    def _release(self, line: _Line) -> None:
+        """It holds no KV."""
+        if self._forecast is not None:
+            self._forecast.remove(line.request_id)
 
     def _read_back(self, line: _Line) -> BatchLine:
         """Raises: OSError."""
@@ -307,7 +366,7 @@ class LinePool:
             stored = self._readers[line.reader_id].spool.read(stored)
         read = _decoder.decode(stored)
         if read.generation is not None:
-            read.generation = _planned(read.generation, line.num_reused_tokens)
+            read.generation = as_taken(read.generation, line.num_reused_tokens)
         return read
 
     # ---- Counting ----
@@ -327,16 +386,9 @@ class LinePool:
     def _forget(self, line: _Line) -> None:
         """A line of a reader that is closed."""
         del self._by_id[line.request_id]
+        self._release(line)
         request = self._to_plan.pop(line.request_id, None)
         if request is not None:
             self._owners_to_plan[request.group] -= 1
         if not line.is_taken:
             self._count_waiting(line, -1)
-
-
-def _planned(generation: Generation, num_reused_tokens: int) -> Generation:
-    """The generation as it runs now. The choices of one prompt share it, whatever others need."""
-    request = generation.request
-    if request.num_choices == 1:
-        request = dataclasses.replace(request, num_reused_tokens=num_reused_tokens)
-    return msgspec.structs.replace(generation, request=request, created=int(time.time()))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import codecs
+import dataclasses
 import re
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, BinaryIO
@@ -58,6 +60,14 @@ class BatchLine(msgspec.Struct, kw_only=True):
     request_id: str = ""
     generation: Generation | None = None
     refusal: Refusal | None = None
+
+
+def as_taken(generation: Generation, num_reused_tokens: int) -> Generation:
+    """A line's generation as it runs now. The choices of one prompt share it, whatever others need."""
+    request = generation.request
+    if request.num_choices == 1:
+        request = dataclasses.replace(request, num_reused_tokens=num_reused_tokens)
+    return msgspec.structs.replace(generation, request=request, created=int(time.time()))
 
 
 @dataclass(frozen=True, slots=True)

@@ -216,19 +216,33 @@ class PutBackLine(msgspec.Struct, tag=True, frozen=True):
     number: int
 
 
+class LinesProgress(msgspec.Struct, tag=True, frozen=True):
+    """How far taken lines of a reader are.
+
+    Attributes:
+        num_output_tokens: by number: generated so far, in the mean of a line's choices.
+    """
+
+    reader_id: int
+    num_output_tokens: dict[int, int]
+
+
 class OnlineTraffic(msgspec.Struct, tag=True, frozen=True):
-    """What online requests take of the engine at present, per second.
+    """What online requests take of the engine at present.
 
     Attributes:
         tokens_per_s: tokens computed.
         reads_per_s: cached tokens that their decodes read.
+        held_tokens: whose KV they hold, or have held lately.
     """
 
     tokens_per_s: float
     reads_per_s: float
+    held_tokens: int
 
 
-ToPreparation = Job | Configure | CancelCheck | OpenLines | CloseLines | EndLine | PutBackLine | OnlineTraffic
+LineChange = OpenLines | CloseLines | EndLine | PutBackLine | LinesProgress | OnlineTraffic
+ToPreparation = Job | Configure | CancelCheck | LineChange
 
 
 class LinesAt(msgspec.Struct, tag=True, frozen=True):

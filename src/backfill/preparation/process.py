@@ -41,7 +41,9 @@ from backfill.preparation.messages import (
     Job,
     JobBegun,
     JobDone,
+    LineChange,
     LineSelection,
+    LinesProgress,
     Loaded,
     OnlineTraffic,
     OpenLines,
@@ -55,7 +57,7 @@ from backfill.preparation.messages import (
     ToPreparation,
     failure_of,
 )
-from backfill.preparation.resources import create_pool, typical_resources
+from backfill.preparation.resources import create_forecast, create_pool, typical_resources
 from backfill.preparation.sharding import FileSplit
 from backfill.preparation.validation import InputCheck
 from backfill.protocol.preparer import RequestPreparer
@@ -115,7 +117,10 @@ class Preparation:
         self._bodies = ThreadPoolExecutor(_NUM_BODY_THREADS, "bodies")
         self._lines = ThreadPoolExecutor(1, "lines")
         self._checks = ThreadPoolExecutor(1, "checks")
-        self._pool = LinePool(lambda: create_pool(order, preparer.engine, preparer.model.folder))
+        self._pool = LinePool(
+            lambda: create_pool(order, preparer.engine, preparer.model.folder),
+            lambda: create_forecast(order, preparer.engine),
+        )
         self._wanted_checks: set[int] = set()
         self._working: dict[int, float] = {}  # by thread: when it began the current body or line
 
@@ -153,7 +158,7 @@ class Preparation:
                 self._wanted_checks.add(job.job_id)
                 self._begin(self._checks, job, partial(self._split, job.job_id, wanted))
 
-    def _change_lines(self, message: OpenLines | CloseLines | EndLine | PutBackLine | OnlineTraffic) -> None:
+    def _change_lines(self, message: LineChange) -> None:
         """Runs in the thread of lines, which owns the pool."""
         try:
             match message:
@@ -165,8 +170,10 @@ class Preparation:
                     self._pool.end(reader_id, number, num_output_tokens)
                 case PutBackLine(reader_id, number):
                     self._pool.put_back(reader_id, number)
-                case OnlineTraffic(tokens_per_s, reads_per_s):
-                    self._pool.note_online(tokens_per_s, reads_per_s)
+                case LinesProgress(reader_id, num_output_tokens):
+                    self._pool.note_progress(reader_id, num_output_tokens)
+                case OnlineTraffic() as traffic:
+                    self._pool.note_online(traffic)
         except Exception:
             logger.exception("a %s failed", type(message).__name__)
             self._abandon_lines()

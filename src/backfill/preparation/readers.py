@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
@@ -22,6 +22,7 @@ from backfill.preparation.messages import (
     LinesAt,
     LineSelection,
     LinesIndexed,
+    LinesProgress,
     LinesTaken,
     OpenLines,
     Position,
@@ -71,7 +72,7 @@ class LineReaders:
         self._num_taken = 0  # lines since files that are held up were last tried
         self._num_put_back = 0  # groups of lines
         self._changed = asyncio.Event()  # there may be something to index
-        self._progress = asyncio.Event()  # more lines may be taken; replaced each time
+        self._more_ready = asyncio.Event()  # more lines may be taken; replaced each time
 
     def open(self, selection: LineSelection) -> PreparedLines:
         lines = PreparedLines(self, next(self._ids), selection)
@@ -104,13 +105,13 @@ class LineReaders:
                 await self._changed.wait()
             else:
                 await self._index(lines)
-                self._note_progress()
+                self._note_ready()
 
     async def take(self, lines: PreparedLines, max_lines: int) -> Sequence[tuple[PreparedLines, BatchLine]]:
         """See ``PreparedLines.read``."""
         owner = lines.selection.owner
         while True:
-            progress, num_put_back = self._progress, self._num_put_back
+            more_ready, num_put_back = self._more_ready, self._num_put_back
             taken = await self._ask(TakeLines(owner, max_lines), LinesTaken)
             if found := self._note_taken(taken):
                 return found
@@ -122,12 +123,12 @@ class LineReaders:
                 continue  # the last lines may have been with a caller that is gone
             if not any(each.is_to_index for each in self._open.values() if each.selection.owner == owner):
                 return []
-            await progress.wait()
+            await more_ready.wait()
 
     def put_back(self, taken: LinesTaken) -> None:
         """Nobody waits for these lines. To be called before a later job's result is given to anyone."""
         self._num_put_back += bool(taken.lines)
-        self._note_progress()
+        self._note_ready()
         for each in taken.lines:
             self._send(PutBackLine(each.reader_id, each.line.number))
         self._note_unreadable(taken)
@@ -135,6 +136,10 @@ class LineReaders:
     def end(self, lines: PreparedLines, number: int, num_output_tokens: int | None) -> None:
         """See ``PreparedLines.end``."""
         self._send(EndLine(lines.reader_id, number, num_output_tokens))
+
+    def note_progress(self, lines: PreparedLines, num_output_tokens: Mapping[int, int]) -> None:
+        """See ``PreparedLines.note_progress``."""
+        self._send(LinesProgress(lines.reader_id, dict(num_output_tokens)))
 
     def _note_taken(self, taken: LinesTaken) -> list[tuple[PreparedLines, BatchLine]]:
         found = []
@@ -159,9 +164,9 @@ class LineReaders:
             lines.is_spooled = False
             self._restart(lines)
 
-    def _note_progress(self) -> None:
-        self._progress.set()
-        self._progress = asyncio.Event()
+    def _note_ready(self) -> None:
+        self._more_ready.set()
+        self._more_ready = asyncio.Event()
 
     def _try_held_up(self, some: Iterable[PreparedLines]) -> None:
         """The process may have room for lines of these files."""
@@ -289,6 +294,10 @@ class PreparedLines:
     def end(self, number: int, num_output_tokens: int | None) -> None:
         """A line has ended, with so many tokens of a choice; None where it has no answer."""
         self.readers.end(self, number, num_output_tokens)
+
+    def note_progress(self, num_output_tokens: Mapping[int, int]) -> None:
+        """Lines, by number, have generated so many tokens of a choice and run on."""
+        self.readers.note_progress(self, num_output_tokens)
 
     def close(self) -> None:
         """Lines that were read are forgotten, too."""

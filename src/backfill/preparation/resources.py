@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from backfill.blending.memory_forecast import SLACK_BLOCKS, MemoryForecast
 from backfill.blending.pool import OfflinePool
 from backfill.blending.requests import OrderName
 from backfill.blending.resources import ResourceModel
@@ -21,6 +22,14 @@ def create_pool(order: OrderName, facts: EngineFacts, folder: Path) -> OfflinePo
     """An empty pool for the engine. Raises: ModelError where the model's dimensions cannot be read."""
     resources = resources_of(facts, ModelConfig.from_folder(folder))
     return OfflinePool(order, resources, kv_tokens=facts.info.num_blocks * facts.info.block_size)
+
+
+def create_forecast(order: OrderName, facts: EngineFacts) -> MemoryForecast | None:
+    """Of the engine's KV, without requests; None for an order that does not ask for it."""
+    info = facts.info
+    if order != "blend":
+        return None
+    return MemoryForecast(info.num_blocks * info.block_size, SLACK_BLOCKS * info.block_size)
 
 
 def resources_of(facts: EngineFacts, model: ModelConfig) -> ResourceModel:

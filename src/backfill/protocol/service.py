@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
+from dataclasses import dataclass
 
 from backfill.generation.generator import TextDelta, TextGenerator
 from backfill.generation.timeline import Deliveries
 from backfill.generation.tokenizer import Tokenizer
 from backfill.protocol.generation import Generation
 from backfill.protocol.responses import ChatShape, CompletionShape, Json, Response, ResponseShape
+
+
+@dataclass(slots=True, eq=False)
+class TokenCount:
+    """Output tokens of a generation so far, of all its choices together."""
+
+    num_tokens: int = 0
 
 
 class CompletionService:
@@ -28,17 +36,21 @@ class CompletionService:
         arrived_at_s: float | None = None,
         on_choice_end: Callable[[int], None] | None = None,
         on_first_token: Callable[[int], None] | None = None,
+        count: TokenCount | None = None,
     ) -> Json:
         """The response body, for ``EncodedBody``, once every choice has ended.
 
         Args:
             arrived_at_s: when the request came in, on the monotonic clock; None for now.
             on_choice_end, on_first_token: see ``TextGenerator.stream``.
+            count: counts its tokens as they come; for a caller that looks now and then.
         """
         response = Response(generation, self._shapes[generation.endpoint])
         async with self._deltas(generation, arrived_at_s, on_choice_end, on_first_token) as deltas:
             async for index, delta in deltas:
                 response.add(index, delta)
+                if count is not None:
+                    count.num_tokens += 1
         return response.whole()
 
     async def run_stream(

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from backfill.blending.memory_forecast import SLACK_BLOCKS, MemoryForecast, reserve_frac
 from backfill.blending.pool import OfflinePool
 from backfill.blending.requests import PlannedRequest, PoolRequest
 from backfill.core.clock import Clock
 from backfill.core.request import PriorityLevel, Request, RequestId, ServiceClass
 from backfill.core.sampling import SamplingParams
 from backfill.engine.engine import Engine
-from backfill.simulation.blend_forecast import MemoryForecast
 from backfill.simulation.device import BLOCK_SIZE
 
-# The KV kept for compute-bound requests beside memory-bound ones, over what they need in the mean.
-_RESERVE_FACTOR = 1.5
 _PROGRESS_STEPS = 32  # after which the pool learns how far requests are
 
 
@@ -55,8 +53,9 @@ class PoolFeed:
         self._requests, self._outputs = requests, outputs
         self._is_blend, self._queue_depth, self._tells_reuse = is_blend, queue_depth, tells_reuse
         self._waiting = engine.scheduler.requests.waiting[PriorityLevel.OFFLINE]
-        self._kv_tokens = engine.executor.info.num_blocks * BLOCK_SIZE
-        self._forecast = MemoryForecast(self._kv_tokens, 2 * BLOCK_SIZE)
+        self._forecast = MemoryForecast(
+            engine.executor.info.num_blocks * BLOCK_SIZE, SLACK_BLOCKS * BLOCK_SIZE
+        )
         self._reserve_frac = 0.0
         self._num_steps = 0
         self._set_reserve()
@@ -69,15 +68,16 @@ class PoolFeed:
         """
         if len(self._waiting) >= self._queue_depth:
             return
-        self._forecast.kv_tokens = self._kv_tokens - num_online_tokens
-        reserved_tokens = int(self._reserve_frac * self._forecast.kv_tokens)
+        self._forecast.online_tokens = num_online_tokens
+        reserved_tokens = int(self._reserve_frac * self._forecast.offline_tokens)
+        for request in self.in_flight.values():
+            self._forecast.note_progress(request.request_id, len(request.output_token_ids))
         room = self._forecast.room()
         while len(self._waiting) < self._queue_depth:
             planned = self._pool.take(most_output_tokens=room.most_output_tokens(reserved_tokens))
             if planned is None:
                 return
-            num_own_tokens = len(self._requests[planned.request_id].prompt_token_ids) - planned.reused_tokens
-            most_output_tokens = room.most_output_tokens(num_own_tokens)
+            most_output_tokens = room.most_output_tokens(self._num_own_tokens(planned))
             if planned.expected_output_tokens > most_output_tokens and self._engine.has_work:
                 self._pool.put_back(planned.request_id)
                 return
@@ -106,7 +106,11 @@ class PoolFeed:
 
     def _set_reserve(self) -> None:
         if self._is_blend:
-            self._reserve_frac = min(_RESERVE_FACTOR * self._pool.compute_bound_memory_frac, 1.0)
+            self._reserve_frac = reserve_frac(self._pool.compute_bound_memory_frac)
+
+    def _num_own_tokens(self, planned: PlannedRequest) -> int:
+        """Prompt tokens that requests not yet taken do not begin with."""
+        return len(self._requests[planned.request_id].prompt_token_ids) - planned.reused_tokens
 
     def _join(self, planned: PlannedRequest) -> None:
         number = planned.request_id
@@ -119,6 +123,6 @@ class PoolFeed:
             num_reused_tokens=planned.reused_tokens if self._tells_reuse else None,
         )
         self.in_flight[request.request_id] = request
-        self._forecast.add(request, planned)
+        self._forecast.add(request.request_id, self._num_own_tokens(planned), planned.expected_output_tokens)
         refusal = self._engine.add(request)
         assert refusal is None, f"{number}: {refusal}"
