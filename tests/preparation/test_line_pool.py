@@ -422,7 +422,7 @@ def test_each_line_is_taken_once_whatever_happens(
         driver.close(reader_id)
     assert pool._num_waiting == pool._num_waiting_tokens == 0
     assert not (pool._by_id or pool._unpooled or pool._to_plan or pool._owners_to_plan.total())
-    assert pool._forecast is None or not pool._forecast._needs
+    assert pool._forecast is None or not pool._forecast.outputs
 
 
 def test_the_pool_knows_what_online_traffic_uses(tmp_path: Path) -> None:
@@ -554,5 +554,5 @@ def test_expectations_of_running_lines_are_corrected_with_their_progress(tmp_pat
         pool.end(0, number, None)
     assert forecast.room().most_output_tokens(0) > before
     pool.note_progress(0, {taken[0]: 6})
-    (need,) = forecast._needs.values()
-    assert 6 < need.output_tokens < 256
+    (output,) = forecast.outputs.values()
+    assert 6 < output.expected < 256

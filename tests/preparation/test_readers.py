@@ -410,4 +410,4 @@ async def test_progress_reaches_the_pool_and_a_new_process_knows_nothing_of_the_
 
 def so_far(process: Process) -> list[int]:
     assert process.pool._forecast is not None
-    return [need.num_so_far for need in process.pool._forecast._needs.values()]
+    return [output.so_far for output in process.pool._forecast.outputs.values()]

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+
+from backfill.blending.resources import Floats
 
 SLACK_BLOCKS = 2
 """KV blocks whose tokens an output leaves unused at most."""
@@ -24,14 +27,17 @@ def reserve_frac(compute_bound_memory_frac: float) -> float:
     return min(_RESERVE_FACTOR * compute_bound_memory_frac, 1.0)
 
 
-@dataclass(slots=True, eq=False)
-class _Need:
-    """A request: tokens of its prompt, and of each of its outputs as expected and so far."""
+class _Column(IntEnum):
+    """Of a request: tokens of its prompt, its outputs, and tokens of each of them as expected and so far."""
 
-    num_prompt_tokens: int
-    output_tokens: float
-    num_choices: int
-    num_so_far: int = 0
+    PROMPT, CHOICES, EXPECTED, SO_FAR = range(4)
+
+
+class Output(NamedTuple):
+    """Tokens of each choice, as expected in all and so far."""
+
+    expected: float
+    so_far: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,9 +51,9 @@ class Room:
         num_running: outputs that grow by a token a step up to each end.
     """
 
-    ends: NDArray[np.float64]
-    free_tokens: NDArray[np.float64]
-    num_running: NDArray[np.int64]
+    ends: Floats
+    free_tokens: Floats
+    num_running: Floats
 
     def most_output_tokens(self, num_prompt_tokens: int) -> float:
         """Longest output of one more request such that all fit at every later instant; 0 for none."""
@@ -57,7 +63,6 @@ class Room:
         return float(max(until[first], begins))
 
 
-@dataclass(slots=True, eq=False)
 class MemoryForecast:
     """The need for KV of requests, should their outputs end as expected.
 
@@ -65,17 +70,24 @@ class MemoryForecast:
     mean size all the time.
 
     Attributes:
-        online_tokens: KV that is left to online requests. It may be set at any time.
-
-    Args:
         kv_tokens: of the device's pool.
         slack_tokens: of an output, that its last KV blocks leave unused.
+        online_tokens: KV that is left to online requests. It may be set at any time.
     """
 
-    kv_tokens: int
-    slack_tokens: int
-    online_tokens: int = 0
-    _needs: dict[Hashable, _Need] = field(default_factory=dict)
+    def __init__(self, kv_tokens: int, slack_tokens: int) -> None:
+        self.kv_tokens, self.online_tokens = kv_tokens, 0
+        self.slack_tokens = slack_tokens
+        # ``room`` is asked for with each request that is taken, so it loops over none.
+        self._columns = np.empty((len(_Column), 64))
+        self._ids: list[Hashable] = []  # by place in the columns
+        self._places: dict[Hashable, int] = {}
+
+    @property
+    def outputs(self) -> Mapping[Hashable, Output]:
+        """Of the requests, by id."""
+        expected, so_far = self._columns[[_Column.EXPECTED, _Column.SO_FAR]]
+        return {each: Output(float(expected[at]), int(so_far[at])) for each, at in self._places.items()}
 
     @property
     def offline_tokens(self) -> int:
@@ -87,10 +99,15 @@ class MemoryForecast:
     ) -> None:
         """
         Args:
+            request_id: not in use.
             num_prompt_tokens: without those whose KV others hold as well.
             output_tokens: expected, of each choice.
         """
-        self._needs[request_id] = _Need(num_prompt_tokens, output_tokens, num_choices)
+        place = self._places[request_id] = len(self._ids)
+        self._ids.append(request_id)
+        if place == self._columns.shape[1]:
+            self._columns = np.concatenate([self._columns, np.empty_like(self._columns)], axis=1)
+        self._columns[:, place] = num_prompt_tokens, num_choices, output_tokens, 0
 
     def note_progress(
         self, request_id: Hashable, num_output_tokens: int, expected_tokens: float | None = None
@@ -100,32 +117,41 @@ class MemoryForecast:
         Args:
             expected_tokens: of each choice in all, if that was corrected.
         """
-        need = self._needs.get(request_id)
-        if need is not None:
-            need.num_so_far = num_output_tokens
+        place = self._places.get(request_id)
+        if place is not None:
+            self._columns[_Column.SO_FAR, place] = num_output_tokens
             if expected_tokens is not None:
-                need.output_tokens = expected_tokens
+                self._columns[_Column.EXPECTED, place] = expected_tokens
 
     def remove(self, request_id: Hashable) -> None:
         """An unknown one is ignored."""
-        self._needs.pop(request_id, None)
+        place = self._places.pop(request_id, None)
+        if place is None:
+            return
+        last_id = self._ids.pop()
+        if last_id != request_id:
+            self._columns[:, place] = self._columns[:, len(self._ids)]
+            self._ids[place] = last_id
+            self._places[last_id] = place
 
     def room(self) -> Room:
-        least = _MUCH_SHORTER * max((need.output_tokens for need in self._needs.values()), default=0.0)
-        free = float(self.offline_tokens - self.slack_tokens)
-        held, left, num_choices = [], [], []
-        for need in self._needs.values():
-            if need.output_tokens < least:
-                mean_tokens = need.output_tokens / 2 + self.slack_tokens
-                free -= need.num_prompt_tokens + need.num_choices * mean_tokens
-            else:
-                output_tokens = need.num_so_far + self.slack_tokens
-                held.append(need.num_prompt_tokens + need.num_choices * output_tokens)
-                left.append(need.output_tokens - need.num_so_far)
-                num_choices.append(need.num_choices)
-        to_go = np.maximum(np.array(left), 1.0)  # one that outlives its expectation may end at any step
+        columns = self._columns[:, : len(self._ids)]
+        expected = columns[_Column.EXPECTED]
+        is_short = expected < _MUCH_SHORTER * expected.max(initial=0.0)
+        prompts, choices, expected, _ = columns[:, is_short]
+        means = prompts + choices * (expected / 2 + self.slack_tokens)
+        free = self.offline_tokens - self.slack_tokens - float(means.sum())
+        prompts, choices, expected, so_far = columns[:, ~is_short]
+        to_go = np.maximum(expected - so_far, 1.0)  # one that outlives its expectation may end at any step
         order = np.argsort(to_go)
-        # Of the requests that end at an instant or later.
-        held_then = np.append(np.cumsum(np.array(held, np.float64)[order][::-1])[::-1], 0.0)
-        num_then = np.append(np.cumsum(np.array(num_choices, np.int64)[order][::-1])[::-1], 0)
-        return Room(np.append(to_go[order], math.inf), free - held_then, num_then)
+        held = prompts + choices * (so_far + self.slack_tokens)
+        return Room(
+            np.append(to_go[order], math.inf),
+            free - _from_here(held[order]),
+            _from_here(choices[order]),
+        )
+
+
+def _from_here(values: Floats) -> Floats:
+    """At each place, the sum of what is there and behind it; 0 in the end."""
+    return np.append(np.cumsum(values[::-1])[::-1], 0.0)
