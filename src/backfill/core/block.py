@@ -32,6 +32,19 @@ class BlockCopy(NamedTuple):
     host: int
 
 
+class SlotCopy(NamedTuple):
+    """Slots ``[first, first + num)`` of a device block, and the same slots of the host block.
+
+    For a block that two requests share, where one of them must not be overwritten. Slots are physical: a
+    request that fills the block from the back has its first token in the last slot.
+    """
+
+    device: int
+    host: int
+    first: int
+    num: int
+
+
 @dataclass(frozen=True, slots=True)
 class KVLayout:
     """Shape of a KV pool: ``[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]``.
