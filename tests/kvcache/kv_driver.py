@@ -68,6 +68,8 @@ class Driver:
                 self.act(lambda request=request: model.cache.match_more(request))  # type: ignore[misc]
             end = min(request.num_tokens, request.num_computed_tokens + rng.randint(1, 2 * model.size))
             end = each.suspended_until or end
+            if not self.make_way(each, end, slices):
+                continue
             limit = rng.choice(list(Evictable))
             while not model.grow(each, end, limit):
                 victims = [other for other in model.at("running", "restoring") if other is not each]
@@ -79,6 +81,15 @@ class Driver:
             else:
                 slices[each] = end
         return slices
+
+    def make_way(self, each: Running, end: int, slices: dict[Running, int]) -> bool:
+        """Preempt who shares a block with the request and is in its way; False if that is the request."""
+        victims = list[Running | None]()
+        self.act(lambda: victims.append(self.model.make_way(each, end)))
+        for victim in victims:
+            if victim is not None:
+                slices.pop(victim, None)
+        return victims[0] is not each and self.model.cache.claim(each.request, end)
 
     def step(self, slices: dict[Running, int]) -> None:
         model, rng = self.model, self.rng

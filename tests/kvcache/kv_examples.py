@@ -93,7 +93,10 @@ def take(model: CacheModel, num_blocks: int, limit: Evictable = Evictable.ALL) -
 
 def copy_all(model: CacheModel) -> int:
     """Begin and complete copies; returns how many."""
-    num_copies = sum(map(len, model.take_copies()))
+    copies = model.take_copies()
+    num_copies = sum(
+        map(len, (copies.checkpoint, copies.restore, copies.slot_checkpoint, copies.slot_restore))
+    )
     model.complete(list(model.in_flight))
     model.end_restores()
     model.check()

@@ -25,6 +25,10 @@ def block_index(ref: BlockRef) -> int:
     return ref >> 1
 
 
+def is_reversed(ref: BlockRef) -> bool:
+    return bool(ref & 1)
+
+
 class BlockCopy(NamedTuple):
     """A device block, and the host block that it is copied to or from."""
 
