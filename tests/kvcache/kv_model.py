@@ -180,10 +180,12 @@ class CacheModel:
         host_read = {copy.host for copy in self.cache._store.ledger._restore if copy.device in unfilled}
         for block in self.cache._device.blocks:
             content, peer = block.content, block.peer
+            if block.index in still_read:
+                continue
             if peer is not None:
                 front, rear = (peer, block) if is_reversed(block.ref) else (block, peer)
                 self.device[block.index, front.num_slots : self.size - rear.num_slots] = -1
-            elif content is None and not block.num_refs and block.index not in still_read:
+            elif content is None and not block.num_refs:
                 self.device[block.index] = -1
             elif content is not None and content.num_lost and not block.num_copies:
                 lost = self.slots(block.ref, content.num_device_tokens, content.num_tokens)
@@ -206,6 +208,9 @@ class CacheModel:
         self.num_named += 1
         if request is None:
             most = min(setup.num_blocks * self.size - 1, 6 * self.size)
+            most_output = setup.num_blocks * self.size - most
+            if setup.bidirectional:  # many requests beside each other, most of whose blocks are last blocks
+                most, most_output = self.size, 2 * self.size
             prompt = [rng.randrange(setup.vocab_size) for _ in range(rng.randint(1, most))]
             if self.all and rng.random() < 0.5:  # begins as another one does
                 other = rng.choice(list(self.all.values())).request.prompt_token_ids
@@ -213,7 +218,7 @@ class CacheModel:
             request = make_request(
                 request_id=f"r{self.num_named}",
                 prompt_token_ids=prompt,
-                max_tokens=rng.randint(1, setup.num_blocks * self.size - most),
+                max_tokens=rng.randint(1, most_output),
                 service_class=rng.choice(list(ServiceClass)),
             )
             request.owner, request.cache_salt = rng.choice(("a", "b")), rng.choice(("", "", "s"))

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from backfill.core.config import CheckpointingName, PrefixCacheScope
 from backfill.core.plan import CopyDirections
-from tests.kvcache.kv_driver import Driver
+from tests.kvcache.kv_driver import Driver, SharingDriver
 from tests.kvcache.kv_model import Setup
 
 BLOCKING = [CopyDirections(bits) for bits in range(4)]
@@ -39,4 +39,4 @@ def test_no_use_of_the_cache_loses_mixes_or_overwrites_kv(setup: Setup, seed: in
 def test_two_requests_in_one_block_lose_mix_or_overwrite_no_kv(
     setup: Setup, block_size: int, seed: int
 ) -> None:
-    Driver(replace(setup, block_size=block_size, bidirectional=True), seed).run(num_rounds=40)
+    SharingDriver(replace(setup, block_size=block_size, bidirectional=True), seed).run(num_rounds=100)
