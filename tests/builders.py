@@ -277,8 +277,8 @@ class TwoTierExecutor(ScriptedExecutor):
     def _begin(self, copies: BlockCopies) -> None:
         assert len({copy.host for copy in copies.checkpoint}) == len(copies.checkpoint)
         assert len({copy.device for copy in copies.restore}) == len(copies.restore)
-        checkpoints = (*copies.checkpoint, *copies.slot_checkpoint)
-        restores = (*copies.restore, *copies.slot_restore)
+        checkpoints: list[BlockCopy | SlotCopy] = [*copies.checkpoint, *copies.slot_checkpoint]
+        restores: list[BlockCopy | SlotCopy] = [*copies.restore, *copies.slot_restore]
         self.num_copies["checkpoint"] += len(checkpoints)
         self.num_copies["restore"] += len(restores)
         for to_host, of_kind in ((True, checkpoints), (False, restores)):

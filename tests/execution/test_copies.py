@@ -21,7 +21,6 @@ from backfill.execution.copy_groups import CompletedCopies
 from backfill.execution.pool_pair import CpuPools, CudaPools
 from tests.execution.tiny import Gate, copies
 
-GIB = 1 << 30
 BOTH = CopyDirections.CHECKPOINT | CopyDirections.RESTORE
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 NUM_BLOCKS, NUM_HOST_BLOCKS = 40, 30
