@@ -14,7 +14,7 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -34,6 +34,7 @@ from backfill.core.plan import (
 from backfill.core.request import RequestId
 from backfill.core.sampling import SamplingParams
 from backfill.execution.copies import BlockCopier, create_copier
+from backfill.execution.copy_groups import CompletedCopies
 from backfill.execution.create import create_torch_executor
 from backfill.execution.torch_executor import TorchExecutor
 from backfill.models.resolve import resolve_model
@@ -50,14 +51,12 @@ class TimedCopier:
         self._copier = copier
         self.spent_s = 0.0
 
-    def begin(
-        self, checkpoint: Sequence[BlockCopy], restore: Sequence[BlockCopy], blocking_copies: CopyDirections
-    ) -> None:
+    def begin(self, copies: BlockCopies) -> None:
         began = time.perf_counter()
-        self._copier.begin(checkpoint, restore, blocking_copies)
+        self._copier.begin(copies)
         self.spent_s += time.perf_counter() - began
 
-    def take_completed(self) -> tuple[BlockCopy, ...]:
+    def take_completed(self) -> CompletedCopies:
         began = time.perf_counter()
         completed = self._copier.take_completed()
         self.spent_s += time.perf_counter() - began
@@ -101,12 +100,14 @@ def alone(executor: TorchExecutor, rounds: int) -> dict[str, float]:
     fresh = create_copier(executor._kv_pool, info.num_host_blocks)
     pairs = tuple(map(BlockCopy, random.sample(range(info.num_blocks), count),
                       random.sample(range(info.num_host_blocks), count)))  # fmt: skip
+    checkpoint = BlockCopies(checkpoint=pairs, blocking=CopyDirections.CHECKPOINT)
+    restore = BlockCopies(restore=pairs, blocking=CopyDirections.RESTORE)
     volume = count * info.block_bytes
-    first = volume / seconds(lambda: fresh.begin(pairs, (), CopyDirections.CHECKPOINT))
+    first = volume / seconds(lambda: fresh.begin(checkpoint))
     speeds = {"to_host_untouched": first}
     for name, begin in (
-        ("to_host", lambda: fresh.begin(pairs, (), CopyDirections.CHECKPOINT)),
-        ("to_device", lambda: fresh.begin((), pairs, CopyDirections.RESTORE)),
+        ("to_host", lambda: fresh.begin(checkpoint)),
+        ("to_device", lambda: fresh.begin(restore)),
     ):
         speeds[name] = statistics.median(volume / seconds(begin) for _ in range(rounds))
     fresh.close()
@@ -201,7 +202,7 @@ def main() -> None:
     assert executor._copier is not None
     # Touch the whole host pool: the first copy into a page is slower.
     everything = tuple(BlockCopy(index % info.num_blocks, index) for index in range(info.num_host_blocks))
-    executor._copier.begin(everything, (), CopyDirections.CHECKPOINT)
+    executor._copier.begin(BlockCopies(everything, blocking=CopyDirections.CHECKPOINT))
     copier = TimedCopier(executor._copier)
     executor._copier = copier
     steps = beside_steps(executor, copier, options.rounds)

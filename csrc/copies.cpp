@@ -31,7 +31,7 @@ void stream(char* destination, const char* source, int64_t bytes) {
   }
 }
 
-void copy_block(char* destination, const char* source, int64_t bytes) {
+void copy_run(char* destination, const char* source, int64_t bytes) {
   int64_t streamed = 0;
   if (reinterpret_cast<uintptr_t>(destination) % sizeof(__m128i) == 0) {
     streamed = bytes / kLine * kLine;
@@ -45,7 +45,7 @@ void finish() { _mm_sfence(); }
 
 #else
 
-void copy_block(char* destination, const char* source, int64_t bytes) {
+void copy_run(char* destination, const char* source, int64_t bytes) {
   std::memcpy(destination, source, static_cast<size_t>(bytes));
 }
 
@@ -53,13 +53,61 @@ void finish() {}
 
 #endif
 
+// Copies one run of each plane; a stride is from a plane to the next one.
+void copy_planes(char* destination, int64_t destination_stride, const char* source, int64_t source_stride,
+                 int64_t num_planes, int64_t run_bytes) {
+  for (int64_t plane = 0; plane < num_planes; ++plane) {
+    copy_run(destination + plane * destination_stride, source + plane * source_stride, run_bytes);
+  }
+}
+
+int64_t plane_bytes(const BlockShape& shape) { return shape.block_size * shape.slot_bytes; }
+
+// Of the first slot of a block's range, in its pool.
+int64_t offset(const BlockShape& shape, int64_t block, int64_t first) {
+  return block * shape.num_planes * plane_bytes(shape) + first * shape.slot_bytes;
+}
+
 }  // namespace
 
 void copy_blocks(void* destination, const void* source, int64_t block_bytes,
                  const std::vector<int64_t>& destination_blocks, const std::vector<int64_t>& source_blocks) {
   for (size_t i = 0; i < destination_blocks.size(); ++i) {
-    copy_block(static_cast<char*>(destination) + destination_blocks[i] * block_bytes,
-               static_cast<const char*>(source) + source_blocks[i] * block_bytes, block_bytes);
+    copy_run(static_cast<char*>(destination) + destination_blocks[i] * block_bytes,
+             static_cast<const char*>(source) + source_blocks[i] * block_bytes, block_bytes);
+  }
+  finish();
+}
+
+void copy_slots(void* destination, const std::vector<int64_t>& destination_blocks, const void* source,
+                const SlotRanges& ranges, const BlockShape& shape) {
+  for (size_t i = 0; i < ranges.blocks.size(); ++i) {
+    copy_planes(static_cast<char*>(destination) + offset(shape, destination_blocks[i], ranges.first[i]),
+                plane_bytes(shape),
+                static_cast<const char*>(source) + offset(shape, ranges.blocks[i], ranges.first[i]),
+                plane_bytes(shape), shape.num_planes, ranges.num[i] * shape.slot_bytes);
+  }
+  finish();
+}
+
+void gather_slots(void* packed, const void* pool, const SlotRanges& ranges, const BlockShape& shape) {
+  char* to = static_cast<char*>(packed);
+  for (size_t i = 0; i < ranges.blocks.size(); ++i) {
+    const int64_t run_bytes = ranges.num[i] * shape.slot_bytes;
+    copy_planes(to, run_bytes, static_cast<const char*>(pool) + offset(shape, ranges.blocks[i], ranges.first[i]),
+                plane_bytes(shape), shape.num_planes, run_bytes);
+    to += shape.num_planes * run_bytes;
+  }
+  finish();
+}
+
+void scatter_slots(void* pool, const void* packed, const SlotRanges& ranges, const BlockShape& shape) {
+  const char* from = static_cast<const char*>(packed);
+  for (size_t i = 0; i < ranges.blocks.size(); ++i) {
+    const int64_t run_bytes = ranges.num[i] * shape.slot_bytes;
+    copy_planes(static_cast<char*>(pool) + offset(shape, ranges.blocks[i], ranges.first[i]), plane_bytes(shape),
+                from, run_bytes, shape.num_planes, run_bytes);
+    from += shape.num_planes * run_bytes;
   }
   finish();
 }
