@@ -144,10 +144,11 @@ class ScriptedExecutor:
         if fails:
             self._perhaps_known |= {admitted.request_id for admitted in plan.admitted}
             raise RuntimeError("scripted failure")
-        in_tables = Counter(ref >> 1 for scheduled in plan.slices for ref in scheduled.blocks)
+        in_tables = Counter(ref for scheduled in plan.slices for ref in scheduled.blocks)
         for scheduled in plan.slices:
             for ref in self._written(scheduled):
-                assert in_tables[ref >> 1] == 1, "a slice writes a block of another request's table"
+                assert in_tables[ref] == 1, "a slice writes a block of another request's table"
+                assert in_tables[BlockRef(ref ^ 1)] <= 1, "two requests read what a slice may write"
         sampled = []
         for scheduled in plan.slices:
             end = scheduled.start + scheduled.num_tokens
@@ -324,9 +325,8 @@ class TwoTierExecutor(ScriptedExecutor):
     def _check(
         self, scheduled: ScheduledSlice, reading: Set[tuple[int, int]], writing: Set[tuple[int, int]]
     ) -> None:
-        size, blocks = self.info.block_size, [ref >> 1 for ref in scheduled.blocks]
-        expected = self._hashes[scheduled.request_id]
-        slots = [(blocks[position // size], position % size) for position in range(len(blocks) * size)]
+        blocks, expected = [ref >> 1 for ref in scheduled.blocks], self._hashes[scheduled.request_id]
+        slots = self._slots_of(scheduled)
         for (block, slot), hashed in zip(slots[: scheduled.start], expected, strict=False):
             assert self._device[block][slot] == hashed, f"{scheduled.request_id} in block {block}: other KV"
         whole = {
@@ -340,10 +340,17 @@ class TwoTierExecutor(ScriptedExecutor):
         assert reading.isdisjoint(slots[scheduled.start : end]), "a slice writes a slot that is being copied"
 
     def _write(self, scheduled: ScheduledSlice, is_undefined: bool) -> None:
-        size, hashes = self.info.block_size, self._hashes[scheduled.request_id]
+        hashes, slots = self._hashes[scheduled.request_id], self._slots_of(scheduled)
         for position in range(scheduled.start, scheduled.start + scheduled.num_tokens):
-            block = self._device[scheduled.blocks[position // size] >> 1]
-            block[position % size] = None if is_undefined else hashes[position]
+            block, slot = slots[position]
+            self._device[block][slot] = None if is_undefined else hashes[position]
+
+    def _slots_of(self, scheduled: ScheduledSlice) -> list[tuple[int, int]]:
+        """Block and slot of each token that the slice's blocks can hold."""
+        size = range(self.info.block_size)
+        return [
+            (ref >> 1, slot) for ref in scheduled.blocks for slot in (reversed(size) if ref & 1 else size)
+        ]
 
     def _stopped(self, plan: StepPlan) -> tuple[Sequence[RequestId], int]:
         """Requests stopped in this step, and the layers that they have passed."""
