@@ -226,3 +226,62 @@ def test_requests_run_again_after_failed_steps_give_the_same_tokens(
     assert any(request.was_retried and request.request_id not in lost for request in served)
     engine.step()
     assert engine.scheduler.kv.counts.referenced == 0
+
+
+SHARED_OFFLINE_SHAPES = [(20, 60), (9, 70), (30, 50), (14, 60), (25, 40), (11, 50)]
+SHARED_ONLINE_SHAPES = [(17, 40), (9, 30), (26, 50), (12, 45), (20, 30), (10, 60)]
+
+
+def crowd_on(engine: Engine) -> list[Request]:
+    """Serve many short requests of both classes, whose last blocks are much of the pool."""
+    offline = requests(ServiceClass.OFFLINE, SHARED_OFFLINE_SHAPES)
+    online = requests(ServiceClass.ONLINE, SHARED_ONLINE_SHAPES)
+    for request in offline:
+        engine.add(request)
+    num_steps = 0
+    while engine.has_unfinished or num_steps < 20 * len(online):
+        number, since = divmod(num_steps, 20)
+        if since == 5 and number < len(online):
+            engine.add(online[number])
+        engine.step()
+        engine.scheduler.check_integrity()
+        num_steps += 1
+    return [*offline, *online]
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
+@pytest.mark.parametrize("policy", ["priority", "slo"])
+@pytest.mark.parametrize(
+    ("checkpointing", "restore"),
+    [("adaptive", "background"), ("eager", "blocking"), ("swap", "background"), ("none", "background")],
+)
+def test_requests_that_share_blocks_give_the_same_tokens(
+    model_dir: Path,
+    checkpointing: CheckpointingName,
+    restore: RestoreMode,
+    policy: PolicyName,
+    prefix_caching: bool,
+) -> None:
+    alone = SchedulerConfig(prefix_caching=False)
+    undisturbed = Engine(alone, create_executor(model_dir, 1, ENOUGH, alone), VirtualClock(), make_profile())
+    expected = [request.output_token_ids for request in crowd_on(undisturbed)]
+    config = SchedulerConfig(
+        checkpointing=checkpointing,
+        kv_restore=restore,
+        prefix_caching=prefix_caching,
+        policy=policy,
+        kv_layout="bidirectional",
+    )
+    engine = Engine(config, create_executor(model_dir, 1, TOO_FEW, config), VirtualClock(), make_profile())
+    assert [request.output_token_ids for request in crowd_on(engine)] == expected
+    sharing = engine.scheduler.kv.sharing
+    print(
+        checkpointing,
+        restore,
+        policy,
+        prefix_caching,
+        sharing.num_entered,
+        sharing.num_overwritten,
+        sharing.num_saved,
+    )
+    assert sharing.num_entered > 5

@@ -128,6 +128,12 @@ class CacheModel:
         tails = {
             table.tail: self.all[request_id] for request_id, table in cache._tables.items() if table.tail
         }
+        starts = {
+            table.tail: (table.wanted.index(table.tail) if table.wanted else len(table.blocks) - 1)
+            * self.size
+            for table in cache._tables.values()
+            if table.tail
+        }
         guests = [block.peer for block in cache._device.blocks if block.peer is not None]
         for blocks, memory, skipped in (
             ((*cache._device.blocks, *guests), self.device, unfilled),
@@ -142,7 +148,7 @@ class CacheModel:
                 if content.key is not None:
                     expected = self.known[content.key]
                 else:
-                    start = tails[content].request.num_computed_tokens // self.size * self.size
+                    start = starts[content]
                     expected = tails[content].expected(start, start + content.num_tokens)
                 assert len(expected) == content.num_tokens
                 first, last = 0, content.num_device_tokens

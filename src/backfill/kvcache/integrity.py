@@ -27,6 +27,11 @@ def check_integrity(store: ContentStore, sharing: Sharing, tables: Mapping[Reque
     for block in (*store.device.blocks, *guests):
         assert block.num_refs == refs.pop(block, 0), f"references of block {block.index} are miscounted"
     assert not refs, "a table names a block that is in no pool"
+    for table in tables.values():
+        tail = table.tail
+        if tail is not None and tail.num_lost:
+            assert tail.device is not None and tail.host is not None, "lost tokens are nowhere"
+            assert 0 <= tail.num_unsaved <= tail.num_device_tokens, "lost tokens are not in host memory"
     tails = {table.tail for table in tables.values()}
     for block in (*store.device.blocks, *guests, *store.host.blocks):
         held = block.content

@@ -194,9 +194,8 @@ class KVCacheManager:
                 if not block.num_copies and block.state <= limit:
                     available -= 1  # it is available until the request references it
         lack = needed - available
-        if lack > 0 and self.blocks_for(request.num_tokens) > len(match.contents):
-            table = self._tables[request.request_id]
-            lack -= self.sharing.saves_block(request, table, request.num_tokens, limit)
+        if lack == 1 and self.blocks_for(request.num_tokens) > len(match.contents):
+            lack -= self.sharing.saves_block(request, request.num_tokens, limit)
         return lack
 
     def allocate(self, request: Request, match: Match, limit: Evictable) -> bool:
@@ -208,6 +207,7 @@ class KVCacheManager:
         """
         store, table = self._store, self._tables[request.request_id]
         self._count_match(request, table, match)
+        self.sharing.remove(request)
         absent = [content for content in match.contents if content.device is None]
         for content in match.contents:
             if content.device is not None:
@@ -219,8 +219,9 @@ class KVCacheManager:
             store.hold(content, block)
             store.ledger.restore(block, content.host, request.service_class is ServiceClass.ONLINE)
         table.extend(content.device for content in match.contents if content.device is not None)
-        table.num_entered = match.num_tokens // self.block_size
-        if not match.contents or match.contents[-1] is not table.tail:
+        has_tail = bool(match.contents) and match.contents[-1] is table.tail
+        table.num_entered = len(match.contents) - has_tail
+        if not has_tail:
             self._drop_tail(table)
         self._forget_wanted(table)
         request.num_computed_tokens = match.num_tokens
@@ -249,19 +250,17 @@ class KVCacheManager:
     def growth_shortage(self, request: Request, num_tokens: int, limit: Evictable) -> int:
         """Blocks that lack for the request's first ``num_tokens`` tokens; at most 0 if none."""
         lack = self.num_missing_blocks(request.request_id, num_tokens) - self._device.available(limit)
-        if lack > 0:
-            table = self._tables[request.request_id]
-            lack -= self.sharing.saves_block(request, table, num_tokens, limit)
+        if lack == 1:
+            lack -= self.sharing.saves_block(request, num_tokens, limit)
         return lack
 
     def grow(self, request: Request, num_tokens: int, limit: Evictable) -> None:
         """Allocate what the request lacks for its first ``num_tokens`` tokens; ``growth_shortage`` is 0."""
         missing = self.num_missing_blocks(request.request_id, num_tokens)
         if missing:
-            table = self._tables[request.request_id]
-            entered = self.sharing.enter_if_short(request, table, num_tokens, missing, limit)
+            entered = self.sharing.enter_if_short(request, num_tokens, missing, limit)
             taken = self._store.take(missing - len(entered), limit, request.service_class)
-            table.extend((*taken, *entered))
+            self._tables[request.request_id].extend((*taken, *entered))
 
     def in_the_way(self, request: Request, num_tokens: int) -> Request | None:
         """See ``Sharing``."""
@@ -319,15 +318,17 @@ class KVCacheManager:
         self._checkpointer.remove_candidate(request.request_id)
         self.sharing.remove(request)
         num_full, num_tail_tokens = divmod(request.num_computed_tokens, self.block_size)
+        if table.tail is not None:  # the request was being restored; its tail may be a whole block
+            num_full, num_tail_tokens = len(table.blocks) - 1, table.tail.num_tokens
         self._enter(request, table, 0, num_full)  # again what was computed twice, if the other one is gone
         wanted = [self._store.by_key[key] for key in table.keys[:num_full]]
         if num_tail_tokens and self.sharing.keeps_tail(request, table.blocks[num_full]):
-            if table.tail is None:  # else the request was being restored
+            if table.tail is None:
                 table.tail = Content(None, num_tail_tokens, request.service_class)
                 self._store.hold(table.tail, table.blocks[num_full])
-                self.sharing.add_tail(request, table.tail)
             wanted.append(table.tail)
         table.wanted = wanted
+        self.sharing.add_preempted(request, table)
         self._store.want(reversed(wanted), 1)
         self._release(request, table)
         self._checkpointer.swap_out(wanted)

@@ -16,11 +16,19 @@ _LEAST_FREE = 4  # one slot in so many must stay free, for a running request's b
 
 
 class FreeEnd(NamedTuple):
-    """A block that may be entered from its other end, and the running request that fills it, if one does."""
+    """A block that may be entered from its other end.
+
+    Attributes:
+        num_slots: that are in use or about to be written.
+        owner: the running request that fills it; None if a preempted one wants it.
+        content, table: of the preempted request.
+    """
 
     block: Block
-    owner: Request | None
-    num_slots: int  # that are in use or about to be written
+    num_slots: int
+    owner: Request | None = None
+    content: Content | None = None
+    table: BlockTable | None = None
 
 
 class Sharing:
@@ -53,7 +61,7 @@ class Sharing:
         self._block_size = block_size
         self._owners: dict[Block, Request] = {}
         self._running: dict[RequestId, tuple[Request, BlockTable]] = {}
-        self._tails: dict[Content, None] = {}  # of preempted offline requests
+        self._preempted: dict[RequestId, BlockTable] = {}  # offline requests
 
     # Whose last block may be entered.
 
@@ -62,89 +70,99 @@ class Sharing:
         if self.is_on:
             self._running[request.request_id] = request, table
 
-    def remove(self, request: Request) -> None:
-        """The request is about to lose its blocks."""
-        self._running.pop(request.request_id, None)
-
-    def add_tail(self, request: Request, tail: Content) -> None:
-        """The request is preempted, and this is in its last block."""
+    def add_preempted(self, request: Request, table: BlockTable) -> None:
+        """The request will come back for what its table wants."""
         if self.is_on and request.service_class is ServiceClass.OFFLINE:
-            self._tails[tail] = None
+            self._preempted[request.request_id] = table
+
+    def remove(self, request: Request) -> None:
+        """The request no longer takes part in steps, or no longer wants its KV."""
+        self._running.pop(request.request_id, None)
+        self._preempted.pop(request.request_id, None)
 
     def keeps_tail(self, request: Request, block: Block) -> bool:
         """What a preempted request leaves in its last block may stay there."""
         is_offline = request.service_class is ServiceClass.OFFLINE
         return block.peer is None or is_offline or not block.peer.num_refs
 
-    def saves_block(self, request: Request, table: BlockTable, num_tokens: int, limit: int) -> bool:
+    def saves_block(self, request: Request, num_tokens: int, limit: int) -> bool:
         """There is a block to enter, which an allocation up to ``limit`` may not take. See ``find``."""
-        return self.is_on and self.find(request, table, num_tokens, limit) is not None
+        return self.is_on and self.find(request, num_tokens, limit, may_lose=True) is not None
 
-    def find(self, request: Request, table: BlockTable, num_tokens: int, beyond: int = -1) -> FreeEnd | None:
+    def find(self, request: Request, num_tokens: int, beyond: int, may_lose: bool) -> FreeEnd | None:
         """A block to enter for the last of those that a request's first ``num_tokens`` tokens fill.
 
-        Tails of preempted requests come first, because nobody has to give way soon; then the block with the
-        most free slots (BROS's ``FindPreemptBlock``).
+        It is the one that costs least. At first no KV is overwritten: preempted requests' last blocks come
+        before those of running ones, because nobody has to give way soon. Of each kind the block with the
+        most free slots is taken (BROS's ``FindPreemptBlock``). Then an online request's tokens overwrite a
+        preempted one's last tokens: better those that have a host copy, then as few as possible.
 
         Args:
-            table: of the request; its own tail is not entered.
             beyond: only blocks that an allocation up to this state may not take.
+            may_lose: what is overwritten need not have a host copy.
         """
-        needed = request.num_tokens - (num_tokens - 1) // self._block_size * self._block_size
-        if needed >= self._block_size:
+        size = self._block_size
+        room = size - (request.num_tokens - (num_tokens - 1) // size * size)
+        if room <= 0:
             return None
-        best, most = None, -1
+        preempted = list[FreeEnd]()
         if request.service_class is ServiceClass.ONLINE:
-            for end in self._tail_ends(table.tail, beyond):
-                free = self._block_size - end.num_slots - needed
-                if free > most:
-                    best, most = end, free
-        if best is None:
-            most = max(1, self._block_size // _LEAST_FREE) - 1
-            for end in self._running_ends(request.service_class):
-                free = self._block_size - end.num_slots - needed
-                if free > most:
-                    best, most = end, free
-        return best
+            preempted = list(self._preempted_ends(request, beyond))
+        best = max(preempted, key=lambda end: -end.num_slots, default=None)
+        if best is not None and best.num_slots <= room:
+            return best
+        least = max(1, size // _LEAST_FREE)
+        running = [end for end in self._running_ends(request) if end.num_slots + least <= room]
+        if running:
+            return min(running, key=lambda end: end.num_slots)
+        saved = [end for end in preempted if end.content is not None and _is_saved(end.content)]
+        return min(saved, key=lambda end: end.num_slots, default=best if may_lose else None)
 
-    def _tail_ends(self, own: Content | None, beyond: int) -> Iterator[FreeEnd]:
-        for tail in self._tails:
-            block = tail.device
-            if block is None or tail is own or block.peer is not None or block.state <= beyond:
+    def _preempted_ends(self, request: Request, beyond: int) -> Iterator[FreeEnd]:
+        for request_id, table in self._preempted.items():
+            content = table.wanted[-1] if table.wanted else None
+            block = None if content is None else content.device
+            if content is None or block is None or request_id == request.request_id:
                 continue
-            if not block.num_refs and not block.num_copies:
-                yield FreeEnd(block, None, tail.num_device_tokens)
+            is_wanted_by_one = content.num_wanted == 1 and beyond < block.state <= BlockState.WANTED
+            is_alone = not block.num_refs and not block.num_copies and block.peer is None
+            if is_wanted_by_one and is_alone and is_reversed(block.ref):
+                yield FreeEnd(block, content.num_device_tokens, content=content, table=table)
 
-    def _running_ends(self, but_for: ServiceClass) -> Iterator[FreeEnd]:
-        for request, table in self._running.values():
-            if request.service_class is but_for or not table.blocks:
+    def _running_ends(self, request: Request) -> Iterator[FreeEnd]:
+        for other, table in self._running.values():
+            if other.service_class is request.service_class or not table.blocks:
                 continue
-            block, num_slots = table.blocks[-1], self._num_slots(request, table)
+            block, num_slots = table.blocks[-1], self._num_slots(other, table)
             if (
                 0 < num_slots < self._block_size
                 and block.peer is None
                 and len(table.blocks) > table.num_entered
             ):
-                yield FreeEnd(block, request, num_slots)
+                yield FreeEnd(block, num_slots, owner=other)
 
     def _num_slots(self, request: Request, table: BlockTable) -> int:
         """Slots of its last block that the request uses once all its known tokens are computed."""
         return request.num_tokens - (len(table.blocks) - 1) * self._block_size
 
     def enter_if_short(
-        self, request: Request, table: BlockTable, num_tokens: int, missing: int, limit: int
+        self, request: Request, num_tokens: int, missing: int, limit: int
     ) -> tuple[Block, ...]:
         """Enter a block for the last of those that the request lacks, if too few are free; see ``find``."""
         available = self._store.device.available
         if not self.is_on or missing <= available(BlockState.UNWANTED):
             return ()
-        end = self.find(request, table, num_tokens, limit if missing > available(limit) else -1)
+        beyond = limit if missing > available(limit) else -1
+        end = self.find(request, num_tokens, beyond, missing > available(BlockState.SECURED))
         return () if end is None else (self._enter(request, num_tokens, end),)
 
     def _enter(self, request: Request, num_tokens: int, end: FreeEnd) -> Block:
         """The last block for the request's first ``num_tokens`` tokens is the other end of this one."""
         is_online = request.service_class is ServiceClass.ONLINE
         first = end.block
+        if end.content is not None and end.table is not None:
+            self._store.forget_key(end.content)
+            end.table.tail = end.content
         assert is_reversed(first.ref) is is_online
         entered = Block(first.index, pack_block_ref(first.index, not is_online), num_refs=1)
         entered.num_online_refs, entered.is_guest = int(is_online), True
@@ -157,6 +175,9 @@ class Sharing:
             self._own(end.owner, first)
         self._own(request, entered)
         self.num_entered += 1
+        num_over = entered.num_slots + first.num_slots - self._block_size
+        if num_over > 0:
+            self._overwrite(first, num_over)
         return entered
 
     def _own(self, request: Request, block: Block) -> None:
@@ -256,7 +277,6 @@ class Sharing:
     def drop_tail(self, tail: Content) -> None:
         """Nobody will come back for the tail."""
         block = tail.device
-        self._tails.pop(tail, None)
         self._store.drop(tail)
         if block is not None and block.is_guest and not block.num_refs and not block.num_copies:
             self._part(block)
@@ -271,10 +291,9 @@ class Sharing:
             return False
         if block is None or (block.peer is None and (not tail.num_lost or not block.is_valid)):
             return True
-        is_saved = host is not None and host.is_valid
         if block.peer is None:
-            return is_saved
-        if not is_saved or tail.num_unsaved or block.num_copies:
+            return host is not None and host.is_valid
+        if not _is_saved(tail) or block.num_copies:
             return False
         tail.device, block.content, tail.num_lost = None, None, 0
         self._part(block)
@@ -321,12 +340,12 @@ class Sharing:
             if peer.num_refs:
                 assert peer.num_refs == 1 and peer.content is None and not peer.num_copies
             elif peer.content is not None:
-                assert peer.content.device is peer and peer.content in self._tails
+                assert peer.content.device is peer
                 assert peer.content.num_device_tokens == peer.num_slots
             owners.update(end for end in (block, peer) if end.num_refs)
         assert owners == set(self._owners) == set(self.blocks.values()), "ends without requests"
-        for tail in self._tails:
-            assert tail.num_lost >= 0 and tail.num_unsaved >= 0, "a tail is miscounted"
-            if tail.num_lost:
-                assert tail.device is not None and tail.host is not None, "lost tokens are nowhere"
-                assert tail.num_unsaved <= tail.num_device_tokens, "lost tokens are not in host memory"
+
+
+def _is_saved(content: Content) -> bool:
+    """All of it is in host memory too."""
+    return content.host is not None and content.host.is_valid and not content.num_unsaved

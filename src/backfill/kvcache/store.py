@@ -140,6 +140,7 @@ class ContentStore:
         """Make content reside nowhere. Its blocks stay with the tables and the copies that use them."""
         device, host = content.device, content.host
         content.device = content.host = None
+        content.num_lost = content.num_unsaved = 0
         self._forget_if_gone(content)
         if device is not None:
             device.content = None
@@ -186,6 +187,12 @@ class ContentStore:
         self._protection.observe(keys, len(found), released_at_s, self._now_s)
 
     # Evictions.
+
+    def forget_key(self, content: Content) -> None:
+        """Content becomes a tail, which only the request finds that wants it."""
+        if content.key is not None:
+            del self.by_key[content.key]
+            content.key = None
 
     def truncate(self, tail: Content, num_tokens: int) -> None:
         """Only the tail's first tokens are left, on the device."""

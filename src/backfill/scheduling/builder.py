@@ -329,9 +329,9 @@ class _Owed:
 
     @property
     def num_blocks(self) -> int:
-        """Where blocks are shared, an online and an offline request can do with one block for both."""
+        """Where blocks are shared, an online and an offline request can each enter the other one's block."""
         num_pairs = min(self._num_online, self.num_holders - self._num_online) if self.shares_blocks else 0
-        return self._num_blocks - num_pairs
+        return self._num_blocks - 2 * num_pairs
 
     def add(self, request: Request, num_blocks: int) -> None:
         self.num_holders += 1
