@@ -25,8 +25,11 @@ def make_cache(
     blocking: CopyDirections = CopyDirections.NONE,
     *,
     prefix_caching: bool = True,
+    bidirectional: bool = False,
 ) -> CacheModel:
-    setup = Setup(num_blocks, SIZE, num_host_blocks, 1000, policy, blocking, prefix_caching, "owner")
+    setup = Setup(
+        num_blocks, SIZE, num_host_blocks, 1000, policy, blocking, prefix_caching, "owner", bidirectional
+    )
     model = CacheModel(setup, random.Random(0))
     model.advance(0.0, 100)
     return model
