@@ -287,5 +287,5 @@ def test_requests_that_share_blocks_give_the_same_tokens(
     sharing = engine.scheduler.kv.sharing
     assert sharing.num_entered > 5
     assert sharing.num_overwritten > 5
-    assert sharing.num_saved <= sharing.num_overwritten
-    assert bool(sharing.num_saved) == (checkpointing != "none")
+    assert sharing.num_copied <= sharing.num_overwritten
+    assert bool(sharing.num_copied) == (checkpointing != "none")

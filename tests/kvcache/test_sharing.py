@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from backfill.core.block import BlockCopy, is_reversed
@@ -131,10 +133,10 @@ def test_only_the_next_slot_is_copied_a_step_before_it_is_overwritten() -> None:
     assert not decode(model, online), "it waits for a copy that reads the slot"
     model.complete(list(model.in_flight))
     assert decode(model, online)
-    assert (sharing.num_overwritten, sharing.num_saved) == (1, 1)
+    assert (sharing.num_overwritten, sharing.num_copied) == (1, 1)
     assert copy_all(model) == 1  # the last slot
     assert decode(model, online), "the block is full"
-    assert (sharing.num_overwritten, sharing.num_saved) == (2, 2)
+    assert (sharing.num_overwritten, sharing.num_copied) == (2, 2)
     assert not sharing.blocks
     assert model.cache.match(offline.request).num_tokens == 2, "the host has all of it"
 
@@ -182,7 +184,7 @@ def test_a_tail_with_a_host_copy_is_overwritten_without_another_one() -> None:
     for _ in range(4):
         assert decode(model, online)
         assert copy_all(model) == 0
-    assert model.cache.sharing.num_overwritten == model.cache.sharing.num_saved == 3
+    assert (model.cache.sharing.num_overwritten, model.cache.sharing.num_copied) == (3, 0)
     model.free(online)
     assert admit(model, offline) == 3, "a whole block comes back, since nothing of it is on the device"
     assert len(model.take_copies().restore) == 1
@@ -194,7 +196,7 @@ def test_without_room_in_host_memory_only_what_is_overwritten_is_lost() -> None:
     assert copy_all(model) == 0
     assert decode(model, online)
     sharing = model.cache.sharing
-    assert (sharing.num_overwritten, sharing.num_saved) == (1, 0)
+    assert (sharing.num_overwritten, sharing.num_copied) == (1, 0)
     model.free(online)
     assert admit(model, offline) == 1
 
@@ -244,6 +246,14 @@ def test_a_block_that_two_requests_want_is_not_entered() -> None:
     for each in both:
         model.preempt(each)
     assert not model.grow(online, 5, NOTHING)
+
+
+def test_nothing_is_copied_for_a_token_that_is_never_written() -> None:
+    model = make_shared_cache(2, 2, "eager")
+    online, _ = meet(model)
+    request = online.request
+    request.sampling = replace(request.sampling, max_tokens=len(request.output_token_ids))
+    assert not model.take_copies().slot_checkpoint
 
 
 def test_a_tail_that_is_dropped_under_a_copy_keeps_its_slots_until_the_copy_completes() -> None:
@@ -327,7 +337,7 @@ def test_blocking_copies_of_slots_complete_before_the_step_that_begins_them() ->
     for each in (online, offline, online, online):
         assert decode(model, each)
     assert model.cache.num_copies_in_flight == 0
-    assert model.cache.sharing.num_overwritten == model.cache.sharing.num_saved == 1
+    assert (model.cache.sharing.num_overwritten, model.cache.sharing.num_copied) == (1, 2)
     model.free(online)
     assert admit(model, offline) == 2
     assert decode(model, offline)

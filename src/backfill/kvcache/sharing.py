@@ -49,19 +49,24 @@ class Sharing:
         blocks: of requests that share their last block, this block.
         num_entered: blocks that were entered from their other end.
         num_overwritten: slots of tails that were overwritten.
-        num_saved: those among them that were copied to the host before.
+        num_copied: slots that were copied to the host because they were about to be.
     """
 
     def __init__(self, store: ContentStore, checkpointer: Checkpointer, block_size: int, is_on: bool) -> None:
         self.is_on = is_on
         self.blocks: dict[RequestId, Block] = {}
-        self.num_entered = self.num_overwritten = self.num_saved = 0
+        self.num_entered = self.num_overwritten = self.num_copied = 0
         self._store = store
         self._checkpointer = checkpointer
         self._block_size = block_size
         self._owners: dict[Block, Request] = {}
         self._running: dict[RequestId, tuple[Request, BlockTable]] = {}
         self._preempted: dict[RequestId, BlockTable] = {}  # offline requests
+
+    @property
+    def num_shared(self) -> int:
+        """Blocks whose two ends are both in use."""
+        return len({block.index for block in self.blocks.values()})
 
     # Whose last block may be entered.
 
@@ -232,7 +237,6 @@ class Sharing:
         self.num_overwritten += num_slots
         if is_saved:
             tail.num_lost += num_slots
-            self.num_saved += num_slots
         else:
             self._store.truncate(tail, left)
         if not left:
@@ -243,16 +247,24 @@ class Sharing:
     def begin_copies(self, max_copies: int) -> None:
         """Begin to copy, while fewer are in flight, what the next step's tokens would overwrite."""
         ledger = self._store.ledger
-        for block in self.blocks.values():
+        for request_id, block in self.blocks.items():
             peer = block.peer
             assert peer is not None
             tail, left = peer.content, self._block_size - block.num_slots - 1
             if tail is None or left >= peer.num_slots or not self._checkpointer.saves_victims:
                 continue
+            if self._writes_no_more(*self._running[request_id], block):
+                continue
             if ledger.num_in_flight >= max_copies:
                 break
-            if tail.host is None or tail.num_unsaved > left:
-                self._checkpointer.checkpoint_slots(tail, left)
+            num_unsaved = tail.num_tokens if tail.host is None else tail.num_unsaved
+            if num_unsaved > left and self._checkpointer.checkpoint_slots(tail, left):
+                self.num_copied += num_unsaved - left
+
+    def _writes_no_more(self, request: Request, table: BlockTable, block: Block) -> bool:
+        """The last token that the request may sample needs no slot, and all before it have theirs."""
+        num_written = (len(table.blocks) - 1) * self._block_size + block.num_slots
+        return num_written >= request.num_prompt_tokens + request.sampling.max_tokens - 1
 
     # Leaving.
 
