@@ -124,7 +124,7 @@ app = command(
         "Model": MODEL_SECTION,
         "Engine": "device threads num_micro_batches gpu_memory_utilization engine_hang_timeout",
         "Scheduling": f"order {LIMITS_SECTION}",
-        "KV memory": "kv_gib block_size host_kv_gib prefix_caching kv_layout",
+        "KV memory": "kv_gib block_size host_kv_gib prefix_caching",
         "Requests": "strict log_level",
     },
     spellings={"input_file": "-i", "output_file": "-o", "prefix_caching": "--enable-prefix-caching"},
