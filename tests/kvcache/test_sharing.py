@@ -248,6 +248,17 @@ def test_a_block_that_two_requests_want_is_not_entered() -> None:
     assert not model.grow(online, 5, NOTHING)
 
 
+def test_a_block_that_the_request_itself_has_found_is_not_entered() -> None:
+    model = make_cache(2, bidirectional=True)
+    offline = run(model, A[:4])
+    run(model, B[:4], ONLINE)
+    model.preempt(offline)
+    online = submit(model, A[:5], ONLINE)
+    match = model.cache.match(online.request)
+    assert match.num_tokens == 4
+    assert model.cache.shortage(online.request, match, 0, NOTHING) == 1
+
+
 def test_nothing_is_copied_for_a_token_that_is_never_written() -> None:
     model = make_shared_cache(2, 2, "eager")
     online, _ = meet(model)

@@ -195,7 +195,7 @@ class KVCacheManager:
                     available -= 1  # it is available until the request references it
         lack = needed - available
         if lack == 1 and self.blocks_for(request.num_tokens) > len(match.contents):
-            lack -= self.sharing.saves_block(request, request.num_tokens, limit)
+            lack -= self.sharing.saves_block(request, request.num_tokens, limit, match.contents)
         return lack
 
     def allocate(self, request: Request, match: Match, limit: Evictable) -> bool:

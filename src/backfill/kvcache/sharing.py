@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
 from backfill.core.block import is_reversed, pack_block_ref
@@ -90,11 +90,20 @@ class Sharing:
         is_offline = request.service_class is ServiceClass.OFFLINE
         return block.peer is None or is_offline or not block.peer.num_refs
 
-    def saves_block(self, request: Request, num_tokens: int, limit: int) -> bool:
+    def saves_block(
+        self, request: Request, num_tokens: int, limit: int, matched: Collection[Content] = ()
+    ) -> bool:
         """There is a block to enter, which an allocation up to ``limit`` may not take. See ``find``."""
-        return self.is_on and self.find(request, num_tokens, limit, may_lose=True) is not None
+        return self.is_on and self.find(request, num_tokens, limit, True, matched) is not None
 
-    def find(self, request: Request, num_tokens: int, beyond: int, may_lose: bool) -> FreeEnd | None:
+    def find(
+        self,
+        request: Request,
+        num_tokens: int,
+        beyond: int,
+        may_lose: bool,
+        matched: Collection[Content] = (),
+    ) -> FreeEnd | None:
         """A block to enter for the last of those that a request's first ``num_tokens`` tokens fill.
 
         It is the one that costs least. At first no KV is overwritten: preempted requests' last blocks come
@@ -105,6 +114,7 @@ class Sharing:
         Args:
             beyond: only blocks that an allocation up to this state may not take.
             may_lose: what is overwritten need not have a host copy.
+            matched: what the request is about to reference, which is not entered.
         """
         size = self._block_size
         room = size - (request.num_tokens - (num_tokens - 1) // size * size)
@@ -112,7 +122,7 @@ class Sharing:
             return None
         preempted = list[FreeEnd]()
         if request.service_class is ServiceClass.ONLINE:
-            preempted = list(self._preempted_ends(request, beyond))
+            preempted = [end for end in self._preempted_ends(request, beyond) if end.content not in matched]
         best = max(preempted, key=lambda end: -end.num_slots, default=None)
         if best is not None and best.num_slots <= room:
             return best
