@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -25,7 +26,7 @@ from tests.kvcache.kv_examples import (
     run,
     submit,
 )
-from tests.kvcache.kv_model import CacheModel, Running
+from tests.kvcache.kv_model import CacheModel, Running, Setup
 
 NOTHING = Evictable.LOSING_NOTHING
 
@@ -265,6 +266,22 @@ def test_nothing_is_copied_for_a_token_that_is_never_written() -> None:
     request = online.request
     request.sampling = replace(request.sampling, max_tokens=len(request.output_token_ids))
     assert not model.take_copies().slot_checkpoint
+
+
+def test_one_token_of_eight_slots_is_computed_again_rather_than_copied() -> None:
+    setup = Setup(2, 8, 2, 1000, "eager", CopyDirections.NONE, False, "owner", bidirectional=True)
+    model = CacheModel(setup, random.Random(0))
+    model.advance(0.0, 100)
+    offline = run(model, A[:1])
+    online = run(model, B[:8], ONLINE)
+    assert decode(model, online)
+    model.preempt(offline)
+    for _ in range(7):
+        assert not model.take_copies().slot_checkpoint
+        model.complete(list(model.in_flight))
+        assert decode(model, online)
+    assert model.cache.sharing.num_overwritten == 1
+    assert model.cache.match(offline.request).num_tokens == 0
 
 
 def test_a_tail_that_is_dropped_under_a_copy_keeps_its_slots_until_the_copy_completes() -> None:

@@ -13,6 +13,7 @@ from backfill.kvcache.store import ContentStore
 from backfill.kvcache.table import BlockTable
 
 _LEAST_FREE = 4  # one slot in so many must stay free, for a running request's block to be entered
+_LEAST_COPIED = 8  # a tail of at most one token in so many slots is sooner computed again than copied
 
 
 class FreeEnd(NamedTuple):
@@ -42,7 +43,7 @@ class Sharing:
     step. While they do not meet, nothing is copied. The offline request of the two gives way: it is preempted
     a step before an online token would be written over one of its own. Its tail stays, and loses its last
     tokens one by one. Each is copied to the host a step before, unless the tail has a host copy (section 5.2,
-    lazy checkpointing). What the host has no room for is lost, and computed again.
+    lazy checkpointing). What the host has no room for is lost, and computed again, and so are a few tokens.
 
     Attributes:
         is_on: blocks may be shared.
@@ -263,7 +264,8 @@ class Sharing:
             tail, left = peer.content, self._block_size - block.num_slots - 1
             if tail is None or left >= peer.num_slots or not self._checkpointer.saves_victims:
                 continue
-            if self._writes_no_more(*self._running[request_id], block):
+            is_short = tail.num_tokens * _LEAST_COPIED <= self._block_size
+            if is_short or self._writes_no_more(*self._running[request_id], block):
                 continue
             if ledger.num_in_flight >= max_copies:
                 break
