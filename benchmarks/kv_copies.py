@@ -5,8 +5,8 @@
 
 Copies of 1, 4 and 8 slots of SmolLM2-135M's blocks are timed beside one thread's memcpy of as many
 consecutive bytes each, without a model. Then come the blocks of a real one. Copies alone are timed in both
-directions, into new and into touched memory, and compared with one thread's memcpy of the same blocks. Steps of
-64 decodes alternate between copies of 0, 1, 4, 16 and 64 blocks that begin with the step.
+directions, into new and into touched memory, and compared with one thread's memcpy of the same blocks. Steps
+of 64 decodes alternate between copies of 0, 1, 4, 16 and 64 blocks that begin with the step.
 """
 
 from __future__ import annotations
