@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from typing import NamedTuple
 
 import pytest
@@ -112,6 +113,28 @@ def test_slots_are_copied_between_pools_and_no_other_byte_changes(case: Case, da
         slots_of(expected, each._replace(block=mapping[each.block])).copy_(slots_of(source, each))
     assert torch.equal(bits(destination), bits(expected))
     assert torch.equal(bits(source), bits(case.pool("cpu")))
+
+
+def test_another_thread_may_write_the_other_slots_meanwhile() -> None:
+    """Slots of 24 bytes, so the two ends of a plane share cache lines."""
+    source, destination = torch.ones(50, 30, 2, 3, 8, 6), torch.zeros(50, 30, 2, 3, 8, 6)
+    front = [SlotRange(block, 0, 3) for block in range(50)]
+    ends = threading.Event()
+
+    def copy_on() -> None:
+        while not ends.is_set():
+            cpu_copies.copy_slots(destination, range(50), source, front)
+
+    thread = threading.Thread(target=copy_on)
+    thread.start()
+    try:
+        for value in range(200):
+            destination[:, :, :, :, 3:] = value
+            assert (destination[:, :, :, :, 3:] == value).all()
+    finally:
+        ends.set()
+        thread.join()
+    assert (destination[:, :, :, :, :3] == 1.0).all()
 
 
 @pytest.mark.parametrize("kernels", [reference, cpu_copies, triton_slots])
