@@ -143,6 +143,27 @@ void copy_blocks_at(uintptr_t destination, uintptr_t source, int64_t block_bytes
               source_blocks);
 }
 
+using Indices = std::vector<int64_t>;
+
+void copy_slots_at(uintptr_t destination, const Indices& destination_blocks, uintptr_t source,
+                   const Indices& source_blocks, const Indices& first, const Indices& num, int64_t num_planes,
+                   int64_t block_size, int64_t slot_bytes) {
+  copy_slots(address<void>(destination), destination_blocks, address<void>(source),
+             {source_blocks, first, num}, {num_planes, block_size, slot_bytes});
+}
+
+void gather_slots_at(uintptr_t packed, uintptr_t pool, const Indices& blocks, const Indices& first,
+                     const Indices& num, int64_t num_planes, int64_t block_size, int64_t slot_bytes) {
+  gather_slots(address<void>(packed), address<void>(pool), {blocks, first, num},
+               {num_planes, block_size, slot_bytes});
+}
+
+void scatter_slots_at(uintptr_t pool, uintptr_t packed, const Indices& blocks, const Indices& first,
+                      const Indices& num, int64_t num_planes, int64_t block_size, int64_t slot_bytes) {
+  scatter_slots(address<void>(pool), address<void>(packed), {blocks, first, num},
+                {num_planes, block_size, slot_bytes});
+}
+
 }  // namespace
 
 }  // namespace backfill
@@ -160,6 +181,11 @@ NB_MODULE(_kernels, m) {
   const auto nogil = nb::call_guard<nb::gil_scoped_release>();
   m.def("copy_blocks", &backfill::copy_blocks_at, nogil,
         "Copy whole blocks from one pool to another; neither is touched elsewhere.");
+  m.def("copy_slots", &backfill::copy_slots_at, nogil,
+        "Copy slots of blocks from one pool to another; neither is touched elsewhere.");
+  m.def("gather_slots", &backfill::gather_slots_at, nogil, "Copy slots of a pool's blocks to dense memory.");
+  m.def("scatter_slots", &backfill::scatter_slots_at, nogil,
+        "Copy dense memory to slots of a pool's blocks; the pool is not touched elsewhere.");
   using Address = uintptr_t;
   nb::class_<backfill::KvPool>(m, "KvPool")
       .def(nb::init<int, Address, int64_t, int64_t, int64_t, int64_t>(), "type"_a, "data"_a, "num_layers"_a,

@@ -6,10 +6,10 @@ import itertools
 import random
 import zlib
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Sequence, Set
 from dataclasses import dataclass, replace
 
-from backfill.core.block import BlockCopy, BlockRef
+from backfill.core.block import BlockCopy, BlockRef, SlotCopy
 from backfill.core.plan import (
     BlockCopies,
     CopyDirections,
@@ -144,10 +144,11 @@ class ScriptedExecutor:
         if fails:
             self._perhaps_known |= {admitted.request_id for admitted in plan.admitted}
             raise RuntimeError("scripted failure")
-        in_tables = Counter(ref >> 1 for scheduled in plan.slices for ref in scheduled.blocks)
+        in_tables = Counter(ref for scheduled in plan.slices for ref in scheduled.blocks)
         for scheduled in plan.slices:
             for ref in self._written(scheduled):
-                assert in_tables[ref >> 1] == 1, "a slice writes a block of another request's table"
+                assert in_tables[ref] == 1, "a slice writes a block of another request's table"
+                assert in_tables[BlockRef(ref ^ 1)] <= 1, "two requests read what a slice may write"
         sampled = []
         for scheduled in plan.slices:
             end = scheduled.start + scheduled.num_tokens
@@ -174,9 +175,15 @@ class ScriptedExecutor:
 
 @dataclass
 class _Copy:
-    copy: BlockCopy
+    """A copy in flight; one of a block has all its slots."""
+
+    copy: BlockCopy | SlotCopy
+    slots: slice
     to_host: bool
     is_moved: bool
+
+    def shares_slots(self, other: _Copy) -> bool:
+        return self.slots.start < other.slots.stop and other.slots.start < self.slots.stop
 
 
 class TwoTierExecutor(ScriptedExecutor):
@@ -224,8 +231,8 @@ class TwoTierExecutor(ScriptedExecutor):
         self._begin(plan.copies)
         waits = isinstance(plan.work, WaitForCopies)
         assert waits == (not plan.slices and bool(self.in_flight))
-        reading = {each.copy.device for each in self.in_flight if each.to_host}
-        writing = {each.copy.device for each in self.in_flight if not each.to_host}
+        reading = self._slots_in_flight(to_host=True)
+        writing = self._slots_in_flight(to_host=False)
         for scheduled in plan.slices:
             self._check(scheduled, reading, writing)
         if not (isinstance(plan.work, Resume) or plan.work.keeps_suspended):
@@ -248,8 +255,18 @@ class TwoTierExecutor(ScriptedExecutor):
             suspended=tuple(stopped) if suspends else (),
             discarded=() if suspends else tuple(stopped),
             layers_done=layers_done,
-            completed_copies=completed,
+            completed_copies=tuple(copy for copy in completed if isinstance(copy, BlockCopy)),
+            completed_slot_copies=tuple(copy for copy in completed if isinstance(copy, SlotCopy)),
         )
+
+    def _slots_in_flight(self, *, to_host: bool) -> set[tuple[int, int]]:
+        """Block and slot, on the device, of each slot in a copy of this direction."""
+        return {
+            (each.copy.device, slot)
+            for each in self.in_flight
+            if each.to_host == to_host
+            for slot in range(each.slots.start, each.slots.stop)
+        }
 
     def _sample(self, plan: StepPlan, stopped: Collection[RequestId]) -> StepOutcome:
         work = plan.work
@@ -261,31 +278,40 @@ class TwoTierExecutor(ScriptedExecutor):
     def _begin(self, copies: BlockCopies) -> None:
         assert len({copy.host for copy in copies.checkpoint}) == len(copies.checkpoint)
         assert len({copy.device for copy in copies.restore}) == len(copies.restore)
-        self.num_copies["checkpoint"] += len(copies.checkpoint)
-        self.num_copies["restore"] += len(copies.restore)
-        for to_host, of_kind in ((True, copies.checkpoint), (False, copies.restore)):
+        checkpoints: list[BlockCopy | SlotCopy] = [*copies.checkpoint, *copies.slot_checkpoint]
+        restores: list[BlockCopy | SlotCopy] = [*copies.restore, *copies.slot_restore]
+        self.num_copies["checkpoint"] += len(checkpoints)
+        self.num_copies["restore"] += len(restores)
+        for to_host, of_kind in ((True, checkpoints), (False, restores)):
             waits = (CopyDirections.CHECKPOINT if to_host else CopyDirections.RESTORE) in copies.blocking
             for copy in of_kind:
+                slots = slice(0, self.info.block_size)
+                if isinstance(copy, SlotCopy):
+                    slots = slice(copy.first, copy.first + copy.num)
+                    assert 0 <= slots.start < slots.stop <= self.info.block_size
+                begun = _Copy(copy, slots, to_host, is_moved=waits or self._rng.random() < 0.5)
                 for other in self.in_flight:
-                    assert copy.device != other.copy.device, "a block is in two copies"
+                    if not begun.shares_slots(other):
+                        continue
+                    assert copy.device != other.copy.device, "a slot is in two copies"
                     if to_host or other.to_host:
-                        assert copy.host != other.copy.host, "two copies use a host block that one writes"
-                begun = _Copy(copy, to_host, is_moved=waits or self._rng.random() < 0.5)
+                        assert copy.host != other.copy.host, "two copies use a host slot that one writes"
                 if begun.is_moved:
                     self._move(begun)
                 else:
                     memory, index = (self._host, copy.host) if to_host else (self._device, copy.device)
-                    memory[index] = [None] * self.info.block_size
+                    memory[index][slots] = [None] * (slots.stop - slots.start)
                 if not waits:
                     self.in_flight.append(begun)
 
     def _move(self, each: _Copy) -> None:
+        on_device, on_host = self._device[each.copy.device], self._host[each.copy.host]
         if each.to_host:
-            self._host[each.copy.host] = list(self._device[each.copy.device])
+            on_host[each.slots] = on_device[each.slots]
         else:
-            self._device[each.copy.device] = list(self._host[each.copy.host])
+            on_device[each.slots] = on_host[each.slots]
 
-    def _complete(self, must: bool) -> tuple[BlockCopy, ...]:
+    def _complete(self, must: bool) -> tuple[BlockCopy | SlotCopy, ...]:
         self._rng.shuffle(self.in_flight)
         done = [each for each in self.in_flight if self._rng.random() < self._completes]
         if must and not done:
@@ -296,21 +322,35 @@ class TwoTierExecutor(ScriptedExecutor):
             self.in_flight.remove(each)
         return tuple(each.copy for each in done)
 
-    def _check(self, scheduled: ScheduledSlice, reading: Collection[int], writing: Collection[int]) -> None:
-        size, blocks = self.info.block_size, [ref >> 1 for ref in scheduled.blocks]
-        expected = self._hashes[scheduled.request_id]
-        for position in range(scheduled.start):
-            found = self._device[blocks[position // size]][position % size]
-            assert found == expected[position], f"{scheduled.request_id} at {position}: other KV"
-        assert not set(writing).intersection(blocks), "a slice uses a block that is being copied to"
-        written = {ref >> 1 for ref in self._written(scheduled)}
-        assert not written.intersection(reading), "a slice writes a block that is being copied"
+    def _check(
+        self, scheduled: ScheduledSlice, reading: Set[tuple[int, int]], writing: Set[tuple[int, int]]
+    ) -> None:
+        blocks, expected = [ref >> 1 for ref in scheduled.blocks], self._hashes[scheduled.request_id]
+        slots = self._slots_of(scheduled)
+        for (block, slot), hashed in zip(slots[: scheduled.start], expected, strict=False):
+            assert self._device[block][slot] == hashed, f"{scheduled.request_id} in block {block}: other KV"
+        whole = {
+            each.copy.device
+            for each in self.in_flight
+            if isinstance(each.copy, BlockCopy) and not each.to_host
+        }
+        assert whole.isdisjoint(blocks), "a slice uses a block that is being copied to"
+        end = scheduled.start + scheduled.num_tokens
+        assert writing.isdisjoint(slots[:end]), "a slice uses a slot that is being copied to"
+        assert reading.isdisjoint(slots[scheduled.start : end]), "a slice writes a slot that is being copied"
 
     def _write(self, scheduled: ScheduledSlice, is_undefined: bool) -> None:
-        size, hashes = self.info.block_size, self._hashes[scheduled.request_id]
+        hashes, slots = self._hashes[scheduled.request_id], self._slots_of(scheduled)
         for position in range(scheduled.start, scheduled.start + scheduled.num_tokens):
-            block = self._device[scheduled.blocks[position // size] >> 1]
-            block[position % size] = None if is_undefined else hashes[position]
+            block, slot = slots[position]
+            self._device[block][slot] = None if is_undefined else hashes[position]
+
+    def _slots_of(self, scheduled: ScheduledSlice) -> list[tuple[int, int]]:
+        """Block and slot of each token that the slice's blocks can hold."""
+        size = range(self.info.block_size)
+        return [
+            (ref >> 1, slot) for ref in scheduled.blocks for slot in (reversed(size) if ref & 1 else size)
+        ]
 
     def _stopped(self, plan: StepPlan) -> tuple[Sequence[RequestId], int]:
         """Requests stopped in this step, and the layers that they have passed."""

@@ -28,7 +28,7 @@ from tests.builders import make_profile, make_request
 from tests.models.tiny import save_tiny_model
 
 BLOCK_BYTES = 3 * 2 * 2 * 8 * 8 * 4  # 3 layers, K and V of 2 heads of 8 float32, 8 tokens
-ENOUGH, TOO_FEW, HOST = 200, 22, 64
+ENOUGH, TOO_FEW, NEARLY_ALL_SHARED, HOST = 200, 22, 20, 64
 OFFLINE_SHAPES = [(40, 60), (31, 50), (52, 70), (20, 60)]
 ONLINE_SHAPES = [(60, 30), (50, 30), (40, 20)]
 STEPS_BETWEEN_ARRIVALS = 25
@@ -226,3 +226,66 @@ def test_requests_run_again_after_failed_steps_give_the_same_tokens(
     assert any(request.was_retried and request.request_id not in lost for request in served)
     engine.step()
     assert engine.scheduler.kv.counts.referenced == 0
+
+
+SHARED_OFFLINE_SHAPES = [(8, 40), (9, 30), (12, 35), (5, 40), (11, 25), (7, 40), (4, 45), (10, 30)]
+SHARED_ONLINE_SHAPES = [(7, 20), (9, 15), (12, 25), (4, 20), (10, 15), (6, 30), (5, 25), (3, 20)]
+
+
+def crowd_on(engine: Engine, executor: StoppableExecutor, stops_every: int = 0) -> list[Request]:
+    """Serve many short requests of both classes, whose last blocks are much of the pool."""
+    offline = requests(ServiceClass.OFFLINE, SHARED_OFFLINE_SHAPES)
+    online = requests(ServiceClass.ONLINE, SHARED_ONLINE_SHAPES)
+    for request in offline:
+        engine.add(request)
+    num_steps = 0
+    while engine.has_unfinished or num_steps < 8 * len(online):
+        number, since = divmod(num_steps, 8)
+        if since == 5 and number < len(online):
+            engine.add(online[number])
+        if stops_every and num_steps % stops_every == 0:
+            executor.request_stop(num_steps)
+        engine.step()
+        engine.scheduler.check_integrity()
+        num_steps += 1
+    return [*offline, *online]
+
+
+@pytest.fixture(scope="module")
+def undisturbed_crowd(model_dir: Path) -> list[list[int]]:
+    config = SchedulerConfig(prefix_caching=False)
+    executor = create_executor(model_dir, 1, ENOUGH, config)
+    engine = Engine(config, executor, VirtualClock(), make_profile())
+    return [request.output_token_ids for request in crowd_on(engine, executor)]
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
+@pytest.mark.parametrize("policy", ["priority", "slo", "bros"])
+@pytest.mark.parametrize(
+    ("checkpointing", "restore"),
+    [("adaptive", "background"), ("eager", "blocking"), ("swap", "background"), ("none", "background")],
+)
+def test_requests_that_share_blocks_give_the_same_tokens(
+    model_dir: Path,
+    undisturbed_crowd: list[list[int]],
+    checkpointing: CheckpointingName,
+    restore: RestoreMode,
+    policy: PolicyName,
+    prefix_caching: bool,
+) -> None:
+    config = SchedulerConfig(
+        checkpointing=checkpointing,
+        kv_restore=restore,
+        prefix_caching=prefix_caching,
+        policy=policy,
+        kv_layout="bidirectional",
+    )
+    executor = create_executor(model_dir, 1, NEARLY_ALL_SHARED, config)
+    engine = Engine(config, executor, VirtualClock(), make_profile())
+    served = crowd_on(engine, executor, stops_every=3 if policy == "slo" else 0)
+    assert [request.output_token_ids for request in served] == undisturbed_crowd
+    sharing = engine.scheduler.kv.sharing
+    assert sharing.num_entered > 5
+    assert sharing.num_overwritten > 5
+    assert sharing.num_copied <= sharing.num_overwritten
+    assert bool(sharing.num_copied) == (checkpointing != "none")

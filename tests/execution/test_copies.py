@@ -15,16 +15,17 @@ import torch
 from torch import Tensor
 
 from backfill.core.block import BlockCopy
-from backfill.core.plan import CopyDirections
-from backfill.execution.copies import BlockCopier, CudaBlockCopier, ThreadBlockCopier
-from backfill.kernels import cpu
+from backfill.core.plan import BlockCopies, CopyDirections
+from backfill.execution.copies import BlockCopier, ThreadBlockCopier
+from backfill.execution.copy_groups import CompletedCopies
+from backfill.execution.pool_pair import CpuPools, CudaPools
 from tests.execution.tiny import Gate, copies
 
-GIB = 1 << 30
 BOTH = CopyDirections.CHECKPOINT | CopyDirections.RESTORE
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 NUM_BLOCKS, NUM_HOST_BLOCKS = 40, 30
-SHAPE = (3, 2, 2, 8, 8)  # layers, K and V, heads, tokens, head size
+SHAPE = (3, 2, 2, 8, 8)  # layers, K and V, heads, slots, head size
+BLOCK_SIZE = 8
 
 
 def make_pool(device: str = "cpu", dtype: torch.dtype = torch.float32) -> Tensor:
@@ -34,12 +35,10 @@ def make_pool(device: str = "cpu", dtype: torch.dtype = torch.float32) -> Tensor
 
 def make_copier(pool: Tensor, blocks_per_group: int | None = None) -> tuple[BlockCopier, Tensor]:
     host_pool = torch.empty((NUM_HOST_BLOCKS, *SHAPE), dtype=pool.dtype)
-    if pool.is_cuda:
-        return CudaBlockCopier(pool, host_pool), host_pool
-    copier = ThreadBlockCopier(pool, host_pool)
+    pools = CudaPools(pool, host_pool) if pool.is_cuda else CpuPools(pool, host_pool)
     if blocks_per_group is not None:
-        copier._blocks_per_group = blocks_per_group
-    return copier, host_pool
+        pools.max_group_slots = blocks_per_group * BLOCK_SIZE
+    return ThreadBlockCopier(pools), host_pool
 
 
 def wait_for(copier: BlockCopier, count: int) -> list[BlockCopy]:
@@ -49,7 +48,7 @@ def wait_for(copier: BlockCopier, count: int) -> list[BlockCopy]:
     while len(taken) < count:
         assert time.monotonic() < until_s
         copier.wait(10.0)
-        taken += copier.take_completed()
+        taken += copier.take_completed().blocks
     return taken
 
 
@@ -63,13 +62,13 @@ def test_bytes_arrive_both_ways(device: str, dtype: torch.dtype) -> None:
     pairs = copies(
         list(zip(rng.sample(range(NUM_BLOCKS), 25), rng.sample(range(NUM_HOST_BLOCKS), 25), strict=True))
     )
-    copier.begin(pairs, (), CopyDirections.NONE)
+    copier.begin(BlockCopies(pairs))
     assert sorted(wait_for(copier, 25)) == sorted(pairs)
     for copied in pairs:
         assert torch.equal(host_pool[copied.host], original[copied.device])
     pool.zero_()
     back = copies(list(zip(rng.sample(range(NUM_BLOCKS), 25), (pair.host for pair in pairs), strict=True)))
-    copier.begin((), back, CopyDirections.NONE)
+    copier.begin(BlockCopies(restore=back))
     assert sorted(wait_for(copier, 25)) == sorted(back)
     expected = torch.zeros_like(original)
     for (came_from, _), (device_block, _) in zip(pairs, back, strict=True):
@@ -84,9 +83,11 @@ def test_a_block_is_saved_before_another_is_restored_into_it(device: str, blocks
     pool = make_pool(device)
     original = pool.cpu().clone()
     copier, host_pool = make_copier(pool, blocks_per_group)
-    copier.begin(copies([(1, 4), (2, 5), (3, 6)]), (), BOTH)
-    copier.begin(copies([(7, 0), (8, 1), (9, 2)]), copies([(7, 4), (8, 0), (9, 6)]), BOTH)
-    assert copier.take_completed() == ()
+    copier.begin(BlockCopies(copies([(1, 4), (2, 5), (3, 6)]), blocking=BOTH))
+    copier.begin(
+        BlockCopies(copies([(7, 0), (8, 1), (9, 2)]), copies([(7, 4), (8, 0), (9, 6)]), blocking=BOTH)
+    )
+    assert copier.take_completed() == CompletedCopies()
     for device_block, host in ((1, 4), (2, 5), (3, 6), (7, 0), (8, 1), (9, 2)):
         assert torch.equal(host_pool[host], original[device_block])
     for device_block, came_from in ((7, 1), (8, 7), (9, 3)):
@@ -102,9 +103,9 @@ def test_what_is_waited_for_is_complete_and_not_reported(
 ) -> None:
     pool = make_pool(device)
     copier, host_pool = make_copier(pool, blocks_per_group=1)
-    copier.begin(copies([(0, 0), (1, 1)]), (), BOTH)
+    copier.begin(BlockCopies(copies([(0, 0), (1, 1)]), blocking=BOTH))
     saves, restores = copies([(2, 2), (3, 3)]), copies([(4, 0), (5, 1)])
-    copier.begin(saves, restores, blocking_copies)
+    copier.begin(BlockCopies(saves, restores, blocking_copies))
     if blocking_copies is CopyDirections.CHECKPOINT:
         assert torch.equal(host_pool[2:4], pool[2:4].cpu())
         reported = restores
@@ -113,7 +114,7 @@ def test_what_is_waited_for_is_complete_and_not_reported(
         reported = saves
     assert wait_for(copier, 2) == list(reported)
     copier.wait(30.0)
-    assert copier.take_completed() == ()
+    assert copier.take_completed() == CompletedCopies()
     copier.close()
 
 
@@ -124,8 +125,8 @@ def test_copies_wait_for_what_is_queued_on_the_device() -> None:
     torch.cuda._sleep(100_000_000)  # type: ignore[no-untyped-call]  # cycles: tens of milliseconds
     pool[3].fill_(5.0)
     began_s = time.monotonic()
-    copier.begin(copies([(3, 0)]), (), CopyDirections.NONE)
-    assert copier.take_completed() == ()
+    copier.begin(BlockCopies(copies([(3, 0)])))
+    assert copier.take_completed() == CompletedCopies()
     assert time.monotonic() - began_s < 0.01
     assert wait_for(copier, 1) == list(copies([(3, 0)]))
     assert (host_pool[0] == 5.0).all()
@@ -136,29 +137,29 @@ def test_copies_wait_for_what_is_queued_on_the_device() -> None:
 def test_completions_are_reported_once_as_they_come_and_nothing_blocks(gate: Gate) -> None:
     copier, _ = make_copier(make_pool(), blocks_per_group=2)
     pairs = copies([(index, index) for index in range(5)])
-    copier.begin(pairs[:4], (), CopyDirections.NONE)
-    copier.begin((), pairs[4:], CopyDirections.NONE)
-    assert copier.take_completed() == ()
+    copier.begin(BlockCopies(pairs[:4]))
+    copier.begin(BlockCopies(restore=pairs[4:]))
+    assert copier.take_completed() == CompletedCopies()
     copier.wait(0.0)  # the timeout ends it: the thread is held
-    assert copier.take_completed() == ()
+    assert copier.take_completed() == CompletedCopies()
     gate.let(1)
     copier.wait(30.0)
-    assert copier.take_completed() == pairs[:2]
-    assert copier.take_completed() == ()
+    assert copier.take_completed() == CompletedCopies(pairs[:2])
+    assert copier.take_completed() == CompletedCopies()
     gate.let(2)
     assert wait_for(copier, 3) == list(pairs[2:])
     copier.wait(30.0)
-    assert copier.take_completed() == ()
+    assert copier.take_completed() == CompletedCopies()
 
 
 @pytest.mark.parametrize("blocking_copies", [CopyDirections.NONE, BOTH])
 def test_a_copy_that_fails_is_raised_by_every_call_after_it(blocking_copies: CopyDirections) -> None:
     copier, _ = make_copier(make_pool())
     with pytest.raises(RuntimeError, match="between device and host memory failed") as raised:  # noqa: PT012
-        copier.begin(copies([(0, NUM_HOST_BLOCKS)]), (), blocking_copies)
+        copier.begin(BlockCopies(copies([(0, NUM_HOST_BLOCKS)]), blocking=blocking_copies))
         copier.wait(30.0)
     assert isinstance(raised.value.__cause__, ValueError)
-    for call in (lambda: copier.begin((), (), BOTH), copier.take_completed, lambda: copier.wait(30.0)):
+    for call in (lambda: copier.begin(BlockCopies()), copier.take_completed, lambda: copier.wait(30.0)):
         with pytest.raises(RuntimeError, match="failed"):
             call()
     copier.close()
@@ -171,9 +172,9 @@ def test_copies_that_cannot_be_begun_end_the_copier_too(monkeypatch: pytest.Monk
         raise MemoryError("none left")
 
     with monkeypatch.context() as patch:
-        patch.setattr("backfill.execution.copies._copy_groups", no_memory)
+        patch.setattr("backfill.execution.copies.copy_groups", no_memory)
         with pytest.raises(MemoryError):
-            copier.begin(copies([(0, 0)]), (), CopyDirections.NONE)
+            copier.begin(BlockCopies(copies([(0, 0)])))
     with pytest.raises(RuntimeError, match="failed"):
         copier.take_completed()
     copier.close()
@@ -196,10 +197,10 @@ def test_a_process_may_end_while_blocks_are_copied() -> None:
     script = """if True:
         import torch
         from backfill.core.block import BlockCopy
-        from backfill.core.plan import CopyDirections
+        from backfill.core.plan import BlockCopies
         from backfill.execution.copies import create_copier
-        copier = create_copier(torch.ones(64, 1 << 18), 64)
-        copier.begin([BlockCopy(block, block) for block in range(64)] * 50, (), CopyDirections.NONE)
+        copier = create_copier(torch.ones(64, 1, 2, 1, 1 << 7, 1 << 10), 64)
+        copier.begin(BlockCopies(tuple(BlockCopy(block, block) for block in range(64)) * 50))
         copier.wait(30.0)
         print("ends")
     """
@@ -207,33 +208,3 @@ def test_a_process_may_end_while_blocks_are_copied() -> None:
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "ends\n", "")
-
-
-def test_blocks_that_pools_do_not_have_are_refused() -> None:
-    pool, other = make_pool(), make_pool()
-    for blocks, others, name in (
-        ([NUM_BLOCKS], [0], "destination"),
-        ([-1], [0], "destination"),
-        ([0], [NUM_BLOCKS], "source"),
-        ([0, 1], [0], "source"),
-    ):
-        with pytest.raises(ValueError, match=name):
-            cpu.copy_blocks(pool, blocks, other, others)
-    with pytest.raises(ValueError, match="source: expected blocks of"):
-        cpu.copy_blocks(pool, [0], other.bfloat16(), [0])
-    with pytest.raises(ValueError, match="destination: expected a contiguous pool"):
-        cpu.copy_blocks(pool.transpose(1, 2), [0], other, [0])
-    cpu.copy_blocks(pool, [], other, [])
-
-
-@pytest.mark.parametrize("size", [8, 24, 64, 72, 136, 4096 + 8])
-@pytest.mark.parametrize("offset", [0, 1, 2])
-def test_blocks_of_any_size_and_place_are_copied(size: int, offset: int) -> None:
-    """Sizes and addresses in float32, so some of neither are whole cache lines or vectors."""
-    source = torch.arange(5 * size + offset, dtype=torch.float32)[offset:].view(5, size)
-    destination = torch.full((4 * size + offset + 1,), -1.0)
-    cpu.copy_blocks(destination[offset:-1].view(4, size), [3, 0], source, [1, 4])
-    expected = torch.full((4, size), -1.0)
-    expected[3], expected[0] = source[1], source[4]
-    assert torch.equal(destination[offset:-1].view(4, size), expected)
-    assert (destination[:offset] == -1.0).all() and destination[-1] == -1.0

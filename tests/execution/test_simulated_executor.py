@@ -7,17 +7,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backfill.core.block import BlockCopy, pack_block_ref
+from backfill.core.block import BlockCopy, SlotCopy, pack_block_ref
 from backfill.core.clock import VirtualClock
 from backfill.core.plan import (
     AdmittedRequest,
     BlockCopies,
     Compute,
+    CopyDirections,
     Resume,
     Safepoints,
     ScheduledSlice,
     StepOutcome,
     StepPlan,
+    WaitForCopies,
 )
 from backfill.core.request import RequestId
 from backfill.core.sampling import SamplingParams
@@ -224,6 +226,24 @@ def test_steps_are_slower_while_blocks_are_copied(num_blocks: int, seconds: floa
     rest_s = max(0.0, num_blocks * 0.01 - seconds)  # copies that the next step runs beside
     executor.run(replace(plan(offline=100), step=1))
     assert clock.now_s() == pytest.approx(10.0 + seconds + 0.1 + min(0.05, rest_s / 3))
+
+
+@pytest.mark.parametrize("direction", [CopyDirections.CHECKPOINT, CopyDirections.RESTORE])
+def test_a_copy_of_slots_takes_its_share_of_a_block(direction: CopyDirections) -> None:
+    executor, clock = executor_of(make_device())
+    size = executor.info.block_size
+    block, slots = (BlockCopy(0, 0),), (SlotCopy(1, 1, 0, 1), SlotCopy(2, 2, size // 2, size // 2))
+    copies = BlockCopies(checkpoint=block, slot_checkpoint=slots)
+    if direction is CopyDirections.RESTORE:
+        copies = BlockCopies(restore=block, slot_restore=slots)
+    executor.run(replace(plan(), copies=replace(copies, blocking=direction)))
+    assert clock.now_s() == pytest.approx(10.0 + 0.01 * (1 + 1 / size + 1 / 2))
+    waits = StepPlan(1, WaitForCopies(), copies=copies)
+    assert executor.run(waits) == StepOutcome((), completed_copies=block)
+    waits = replace(waits, copies=BlockCopies())
+    assert executor.run(waits) == StepOutcome((), completed_slot_copies=slots[:1])
+    assert executor.run(waits) == StepOutcome((), completed_slot_copies=slots[1:])
+    assert clock.now_s() == pytest.approx(10.0 + 0.02 * (1 + 1 / size + 1 / 2))
 
 
 @given(

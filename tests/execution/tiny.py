@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import pytest
 
 from backfill.core.block import BlockCopy
 from backfill.core.config import GIB, EngineConfig, SchedulerConfig
-from backfill.kernels import cpu
+from backfill.kernels import cpu_copies
 from tests.models.tiny import save_tiny_llama_config
 
 BLOCK_BYTES = 3 * 2 * 2 * 8 * 8 * 4  # 3 layers, K and V of 2 heads of 8 float32, 8 tokens
@@ -57,13 +57,15 @@ class Gate:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._may_go = threading.Semaphore(0)
-        copy_blocks = cpu.copy_blocks
+        for name in ("copy_blocks", "copy_slots"):
+            monkeypatch.setattr(cpu_copies, name, self._held(getattr(cpu_copies, name)))
 
+    def _held(self, copy: Callable[..., None]) -> Callable[..., None]:
         def held(*arguments: object) -> None:
             assert self._may_go.acquire(timeout=30.0)
-            copy_blocks(*arguments)  # type: ignore[arg-type]
+            copy(*arguments)
 
-        monkeypatch.setattr(cpu, "copy_blocks", held)
+        return held
 
     def let(self, num_chunks: int) -> None:
         self._may_go.release(num_chunks)

@@ -12,6 +12,11 @@ from tests.kvcache.kv_model import CacheModel, Running, Setup
 class Driver:
     """Random use of the cache in rounds: queue, restores, slices, a plan's copies, a step's outcome."""
 
+    submits, preempts, frees, skips, fails, stops = 0.5, 0.15, 0.1, 0.2, 0.05, 0.2  # probabilities
+    gives_up = 0.3  # rather than preempt
+    limits = (*Evictable,)
+    most_queued = 100
+
     def __init__(self, setup: Setup, seed: int) -> None:
         self.rng = random.Random(seed)
         self.model = CacheModel(setup, self.rng)
@@ -26,14 +31,14 @@ class Driver:
         model.now_s += rng.choice((0.01, 0.1, 10.0))
         model.advance(model.now_s, rng.choice((0, 1, 3, 100)))
         self.act(model.end_restores)
-        if rng.random() < 0.5:
+        if rng.random() < self.submits and len(model.at("queued")) < self.most_queued:
             self.act(model.submit)
         for _ in range(rng.randrange(3)):
             self.act(self.admit_one)
         slices = self.choose_slices()
-        if rng.random() < 0.15:
+        if rng.random() < self.preempts:
             self.act(lambda: self.leave(model.preempt, slices, "running", "restoring"))
-        if rng.random() < 0.1:
+        if rng.random() < self.frees:
             self.act(lambda: self.leave(model.free, slices, "queued", "running", "restoring"))
         self.act(model.take_copies)
         self.act(lambda: self.step(slices))
@@ -47,8 +52,9 @@ class Driver:
     def admit_one(self) -> None:
         queued = self.model.at("queued")
         if queued:
-            limit = self.rng.choice(list(Evictable))
-            self.model.admit(self.rng.choice(queued), limit, self.rng.randrange(2))
+            limit = self.rng.choice(self.limits)
+            may_preempt = self.rng.random() > self.gives_up
+            self.model.admit(self.rng.choice(queued), limit, self.rng.randrange(2), may_preempt)
 
     def leave(self, how: Callable[[Running], None], slices: dict[Running, int], *places: str) -> None:
         leaving = self.model.at(*places)
@@ -61,17 +67,19 @@ class Driver:
         """Running requests and where their slices end."""
         model, rng, slices = self.model, self.rng, dict[Running, int]()
         for each in model.at("running"):
-            if each.place != "running" or rng.random() < 0.2:
+            if each.place != "running" or rng.random() < self.skips:
                 continue
             request = each.request
             if each.suspended_until is None and request.num_pending_tokens > 1:
                 self.act(lambda request=request: model.cache.match_more(request))  # type: ignore[misc]
             end = min(request.num_tokens, request.num_computed_tokens + rng.randint(1, 2 * model.size))
             end = each.suspended_until or end
-            limit = rng.choice(list(Evictable))
+            if not self.make_way(each, end, slices):
+                continue
+            limit = rng.choice(self.limits)
             while not model.grow(each, end, limit):
                 victims = [other for other in model.at("running", "restoring") if other is not each]
-                if not victims or rng.random() < 0.3:
+                if not victims or rng.random() < self.gives_up:
                     break
                 victim = rng.choice(victims)
                 slices.pop(victim, None)
@@ -80,13 +88,22 @@ class Driver:
                 slices[each] = end
         return slices
 
+    def make_way(self, each: Running, end: int, slices: dict[Running, int]) -> bool:
+        """Preempt who shares a block with the request and is in its way; False if that is the request."""
+        victims = list[Running | None]()
+        self.act(lambda: victims.append(self.model.make_way(each, end)))
+        for victim in victims:
+            if victim is not None:
+                slices.pop(victim, None)
+        return victims[0] is not each and self.model.cache.claim(each.request, end)
+
     def step(self, slices: dict[Running, int]) -> None:
         model, rng = self.model, self.rng
-        has_failed = rng.random() < 0.05
+        has_failed = rng.random() < self.fails
         for each, end in slices.items():
             request = each.request
             start, outcome = request.num_computed_tokens, rng.random()
-            is_whole = not has_failed and outcome < 0.8
+            is_whole = not has_failed and outcome >= self.stops
             model.compute(each, start, end, is_whole=is_whole)
             each.suspended_until = None
             if has_failed:
@@ -98,7 +115,7 @@ class Driver:
                     request.append(rng.randrange(model.setup.vocab_size))
                     if len(request.output_token_ids) == request.sampling.max_tokens:
                         model.free(each)
-            elif outcome < 0.9:
+            elif outcome < self.stops / 2:
                 each.suspended_until = end
 
     def drain(self) -> None:
@@ -131,3 +148,12 @@ class Driver:
             self.act(lambda: model.complete(list(model.in_flight)))
             self.act(model.end_restores)
         assert not model.in_flight and not model.at("restoring")
+
+
+class SharingDriver(Driver):
+    """Calmer, so that two requests share a block until they meet: most of the time everyone decodes."""
+
+    submits, preempts, frees, skips, fails, stops = 0.5, 0.02, 0.01, 0.1, 0.02, 0.1
+    gives_up = 0.97
+    most_queued = 5
+    limits = (*Evictable, *[Evictable.LOSING_NOTHING] * 3)

@@ -25,8 +25,11 @@ def make_cache(
     blocking: CopyDirections = CopyDirections.NONE,
     *,
     prefix_caching: bool = True,
+    bidirectional: bool = False,
 ) -> CacheModel:
-    setup = Setup(num_blocks, SIZE, num_host_blocks, 1000, policy, blocking, prefix_caching, "owner")
+    setup = Setup(
+        num_blocks, SIZE, num_host_blocks, 1000, policy, blocking, prefix_caching, "owner", bidirectional
+    )
     model = CacheModel(setup, random.Random(0))
     model.advance(0.0, 100)
     return model
@@ -93,7 +96,10 @@ def take(model: CacheModel, num_blocks: int, limit: Evictable = Evictable.ALL) -
 
 def copy_all(model: CacheModel) -> int:
     """Begin and complete copies; returns how many."""
-    num_copies = sum(map(len, model.take_copies()))
+    copies = model.take_copies()
+    num_copies = sum(
+        map(len, (copies.checkpoint, copies.restore, copies.slot_checkpoint, copies.slot_restore))
+    )
     model.complete(list(model.in_flight))
     model.end_restores()
     model.check()

@@ -10,11 +10,12 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from backfill.core.block import BlockCopy, block_index
+from backfill.core.block import BlockRef, SlotCopy, block_index, is_reversed
 from backfill.core.config import CheckpointingName, PrefixCacheScope, SchedulerConfig
-from backfill.core.plan import CopyDirections
+from backfill.core.plan import BlockCopies, CopyDirections
 from backfill.core.request import Request, RequestId, ServiceClass
 from backfill.kvcache.content import Block, BlockKey, Evictable, Match
+from backfill.kvcache.copies import Copy
 from backfill.kvcache.create import create_checkpoint_policy
 from backfill.kvcache.manager import KVCacheManager
 from tests.builders import make_request
@@ -34,6 +35,7 @@ class Setup:
     blocking: CopyDirections
     prefix_caching: bool
     scope: PrefixCacheScope
+    bidirectional: bool = False
 
 
 @dataclass(eq=False)
@@ -58,9 +60,13 @@ class Running:
 
 @dataclass(eq=False)
 class InFlight:
-    copy: BlockCopy
+    copy: Copy
+    slots: slice
     to_host: bool
     is_moved: bool
+
+    def shares_slots(self, slots: slice) -> bool:
+        return self.slots.start < slots.stop and slots.start < self.slots.stop
 
 
 class CacheModel:
@@ -81,6 +87,7 @@ class CacheModel:
             blocking=setup.blocking,
             prefix_caching=setup.prefix_caching,
             prefix_cache_scope=setup.scope,
+            bidirectional=setup.bidirectional,
             secret=b"model",
         )
         self.device = np.full((setup.num_blocks, self.size, 3), -1, dtype=np.int64)
@@ -121,22 +128,39 @@ class CacheModel:
         tails = {
             table.tail: self.all[request_id] for request_id, table in cache._tables.items() if table.tail
         }
-        for pool, memory, skipped in (
-            (cache._device, self.device, unfilled),
-            (cache._store.host, self.host, self.unwritten_host()),
+        starts = {
+            table.tail: (table.wanted.index(table.tail) if table.wanted else len(table.blocks) - 1)
+            * self.size
+            for table in cache._tables.values()
+            if table.tail
+        }
+        guests = [block.peer for block in cache._device.blocks if block.peer is not None]
+        for blocks, memory, skipped in (
+            ((*cache._device.blocks, *guests), self.device, unfilled),
+            (cache._store.host.blocks, self.host, self.unwritten_host()),
         ):
-            for block in pool.blocks:
-                content = block.content
-                if content is None or not block.is_valid or block.index in skipped:
+            for block in blocks:
+                content, is_host = block.content, memory is self.host
+                if content is None or block.index in skipped:
+                    continue
+                if not block.is_valid and (is_host or not content.num_lost):
                     continue
                 if content.key is not None:
                     expected = self.known[content.key]
                 else:
-                    start = tails[content].request.num_computed_tokens // self.size * self.size
+                    start = starts[content]
                     expected = tails[content].expected(start, start + content.num_tokens)
                 assert len(expected) == content.num_tokens
-                assert np.array_equal(memory[block.index, : len(expected)], expected), f"{pool.tier}: {block}"
+                first, last = 0, content.num_device_tokens
+                if is_host:
+                    first, last = content.num_unsaved, content.num_tokens
+                held = memory[block.index, self.slots(block.ref, first, last)]
+                assert np.array_equal(held, expected[first:last]), f"{block}"
         self.spoil()
+
+    def slots(self, ref: BlockRef, first: int, last: int) -> list[int]:
+        """Where the tokens ``[first, last)`` of a block are."""
+        return [self.size - 1 - each if is_reversed(ref) else each for each in range(first, last)]
 
     def learn_keys(self) -> None:
         for request_id, table in self.cache._tables.items():
@@ -153,22 +177,31 @@ class CacheModel:
             index = block_index(refs[number])
             rows = expected[number * self.size : (number + 1) * self.size]
             if index not in unfilled:
-                assert np.array_equal(self.device[index, : len(rows)], rows), f"{each}, block {number}"
+                held = self.device[index, self.slots(refs[number], 0, len(rows))]
+                assert np.array_equal(held, rows), f"{each}, block {number}"
 
     def spoil(self) -> None:
         """Overwrite memory that holds nothing, unless the next plan's blocking copies still read it."""
         still_read, unfilled = self.still_read(), self.unfilled()
         host_read = {copy.host for copy in self.cache._store.ledger._restore if copy.device in unfilled}
         for block in self.cache._device.blocks:
-            if block.content is None and not block.num_refs and block.index not in still_read:
+            content, peer = block.content, block.peer
+            if block.index in still_read:
+                continue
+            if peer is not None:
+                front, rear = (peer, block) if is_reversed(block.ref) else (block, peer)
+                self.device[block.index, front.num_slots : self.size - rear.num_slots] = -1
+            elif content is None and not block.num_refs:
                 self.device[block.index] = -1
+            elif content is not None and content.num_lost and not block.num_copies:
+                lost = self.slots(block.ref, content.num_device_tokens, content.num_tokens)
+                self.device[block.index, lost] = -1
         for block in self.cache._store.host.blocks:
             if block.content is None and block.index not in host_read:
                 self.host[block.index] = -1
 
     def block_of(self, each: Running, position: int) -> Block:
-        refs = self.cache.table(each.request.request_id)
-        return self.cache._device.blocks[block_index(refs[position // self.size])]
+        return self.cache._tables[each.request.request_id].blocks[position // self.size]
 
     def advance(self, now_s: float, max_copies: int) -> None:
         self.cache.advance(now_s)
@@ -181,6 +214,9 @@ class CacheModel:
         self.num_named += 1
         if request is None:
             most = min(setup.num_blocks * self.size - 1, 6 * self.size)
+            most_output = setup.num_blocks * self.size - most
+            if setup.bidirectional:  # many requests beside each other, most of whose blocks are last blocks
+                most, most_output = self.size, 2 * self.size
             prompt = [rng.randrange(setup.vocab_size) for _ in range(rng.randint(1, most))]
             if self.all and rng.random() < 0.5:  # begins as another one does
                 other = rng.choice(list(self.all.values())).request.prompt_token_ids
@@ -188,7 +224,7 @@ class CacheModel:
             request = make_request(
                 request_id=f"r{self.num_named}",
                 prompt_token_ids=prompt,
-                max_tokens=rng.randint(1, setup.num_blocks * self.size - most),
+                max_tokens=rng.randint(1, most_output),
                 service_class=rng.choice(list(ServiceClass)),
             )
             request.owner, request.cache_salt = rng.choice(("a", "b")), rng.choice(("", "", "s"))
@@ -218,7 +254,10 @@ class CacheModel:
         found = [content.device for content in match.contents]
         is_restored = cache.allocate(request, match, limit)
         request.first_scheduled_at_s = 0.0
-        assert needed - len(match.contents) <= cache.num_available(limit), f"{shortage} were said to lack"
+        num_shared = int(self.setup.bidirectional)  # at most
+        needed -= len(match.contents) + num_shared
+        assert needed <= cache.num_available(limit), f"{shortage} were said to lack"
+        assert cache.growth_shortage(request, request.num_tokens, limit) <= 0
         assert request.num_computed_tokens == match.num_tokens < request.num_tokens
         for content, block in zip(match.contents, found, strict=True):
             if block is None and content.device is not None and content.device.index not in self.still_read():
@@ -262,27 +301,38 @@ class CacheModel:
         request_id = each.request.request_id
         before = self.cache.table(request_id)
         missing = self.cache.num_missing_blocks(request_id, num_tokens)
-        if missing > self.cache.num_available(limit):
+        if self.cache.growth_shortage(each.request, num_tokens, limit) > 0:
             return False
         self.cache.grow(each.request, num_tokens, limit)
         after = self.cache.table(request_id)
         assert after[: len(before)] == before and len(after) == len(before) + missing
-        for ref in after[len(before) :]:
-            if block_index(ref) not in self.still_read():
-                self.device[block_index(ref)] = -1
+        for block in self.cache._tables[request_id].blocks[len(before) :]:
+            if block.index not in self.still_read() and block.peer is None:
+                self.device[block.index] = -1
         return True
+
+    def make_way(self, each: Running, num_tokens: int) -> Running | None:
+        """Preempt the request that is in the way of this one, if there is one."""
+        victim = self.cache.in_the_way(each.request, num_tokens)
+        if victim is None:
+            return None
+        self.preempt(self.all[victim.request_id])
+        return self.all[victim.request_id]
 
     # Steps.
 
     def compute(self, each: Running, start: int, end: int, *, is_whole: bool = True) -> None:
         """Write the slots of a slice, all of them right or, if it was stopped, with garbage."""
         self.check_table(each, start, set())
-        targets = {copy.copy.device for copy in self.in_flight}
         for position, row in zip(range(start, end), each.expected(start, end), strict=True):
             block = self.block_of(each, position)
             assert block.num_refs == 1 and block.content is None, f"{block} is written"
-            assert block.index not in targets, f"{block} is written under a copy"
-            self.device[block.index, position % self.size] = row if is_whole else -2
+            (slot,) = self.slots(block.ref, position % self.size, position % self.size + 1)
+            for copy in self.in_flight:
+                is_copied = copy.copy.device == block.index and copy.shares_slots(slice(slot, slot + 1))
+                assert not is_copied, f"{block} is written under a copy"
+            assert block.peer is None or position % self.size < block.num_slots, f"{block} is not claimed"
+            self.device[block.index, slot] = row if is_whole else -2
 
     def commit(self, each: Running, end: int) -> None:
         request = each.request
@@ -292,43 +342,55 @@ class CacheModel:
 
     # Copies.
 
-    def take_copies(self) -> tuple[Sequence[BlockCopy], Sequence[BlockCopy]]:
+    def take_copies(self) -> BlockCopies:
         """A plan takes the copies begun so far; blocking ones complete before its slices."""
-        checkpoint, restore = self.cache.take_copies()
+        copies = self.cache.take_copies()
+        restore, checkpoint = copies.restore, copies.checkpoint
         assert len({copy.device for copy in restore}) == len(restore), "two copies into one device block"
         assert len({copy.host for copy in checkpoint}) == len(checkpoint), "two copies into one host block"
-        for direction, copies in ((CopyDirections.CHECKPOINT, checkpoint), (CopyDirections.RESTORE, restore)):
-            to_host = direction is CopyDirections.CHECKPOINT
-            for copy in copies:
-                self.check_apart(copy, to_host)
-                waits = direction in self.setup.blocking
+        for direction, of_direction in (
+            (CopyDirections.CHECKPOINT, (*checkpoint, *copies.slot_checkpoint)),
+            (CopyDirections.RESTORE, (*restore, *copies.slot_restore)),
+        ):
+            waits = direction in self.setup.blocking
+            for copy in of_direction:
+                slots = slice(0, self.size)
+                if isinstance(copy, SlotCopy):
+                    assert 0 <= copy.first < copy.first + copy.num <= self.size
+                    slots = slice(copy.first, copy.first + copy.num)
                 is_moved = waits or self.rng.random() < 0.5
+                each = InFlight(copy, slots, direction is CopyDirections.CHECKPOINT, is_moved)
+                self.check_apart(each)
                 if is_moved:
-                    self.move(copy, to_host)
+                    self.move(each)
+                elif each.to_host:
+                    self.host[copy.host, slots] = -3
                 else:
-                    (self.host if to_host else self.device)[copy.host if to_host else copy.device] = -3
+                    self.device[copy.device, slots] = -3
                 if not waits:
-                    self.in_flight.append(InFlight(copy, to_host, is_moved))
+                    self.in_flight.append(each)
         assert self.cache.num_copies_in_flight == len(self.in_flight)
-        return checkpoint, restore
+        return copies
 
-    def check_apart(self, copy: BlockCopy, to_host: bool) -> None:
+    def check_apart(self, each: InFlight) -> None:
         """No other copy in flight touches what this one writes, or writes what it reads."""
         for other in self.in_flight:
-            if copy.device == other.copy.device:
-                assert to_host and other.to_host, f"{copy} beside {other}"
-            if copy.host == other.copy.host:
-                assert not to_host and not other.to_host, f"{copy} beside {other}"
+            if other.shares_slots(each.slots):
+                if each.copy.device == other.copy.device:
+                    assert each.to_host and other.to_host, f"{each} beside {other}"
+                if each.copy.host == other.copy.host:
+                    assert not each.to_host and not other.to_host, f"{each} beside {other}"
 
-    def move(self, copy: BlockCopy, to_host: bool) -> None:
-        if to_host:
-            self.host[copy.host] = self.device[copy.device]
+    def move(self, each: InFlight) -> None:
+        device, host, slots = each.copy.device, each.copy.host, each.slots
+        if each.to_host:
+            self.host[host, slots] = self.device[device, slots]
         else:
-            self.device[copy.device] = self.host[copy.host]
+            self.device[device, slots] = self.host[host, slots]
 
     def complete(self, done: Sequence[InFlight]) -> None:
         for each in done:
             if not each.is_moved:
-                self.move(each.copy, each.to_host)
+                self.move(each)
             self.in_flight.remove(each)
         self.cache.complete([each.copy for each in done])

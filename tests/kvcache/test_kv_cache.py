@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import get_args
 
 from hypothesis import given, settings
@@ -7,7 +8,7 @@ from hypothesis import strategies as st
 
 from backfill.core.config import CheckpointingName, PrefixCacheScope
 from backfill.core.plan import CopyDirections
-from tests.kvcache.kv_driver import Driver
+from tests.kvcache.kv_driver import Driver, SharingDriver
 from tests.kvcache.kv_model import Setup
 
 BLOCKING = [CopyDirections(bits) for bits in range(4)]
@@ -31,3 +32,11 @@ def setups(draw: st.DrawFn) -> Setup:
 @given(setup=setups(), seed=st.integers(0, 2**32))
 def test_no_use_of_the_cache_loses_mixes_or_overwrites_kv(setup: Setup, seed: int) -> None:
     Driver(setup, seed).run(num_rounds=25)
+
+
+@settings(max_examples=60)
+@given(setup=setups(), block_size=st.sampled_from((4, 8, 16, 32)), seed=st.integers(0, 2**32))
+def test_two_requests_in_one_block_lose_mix_or_overwrite_no_kv(
+    setup: Setup, block_size: int, seed: int
+) -> None:
+    SharingDriver(replace(setup, block_size=block_size, bidirectional=True), seed).run(num_rounds=100)

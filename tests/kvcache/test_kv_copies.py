@@ -93,7 +93,8 @@ def test_swapping_copies_all_of_a_victim_at_once() -> None:
     take(model, 8, Evictable.LOSING_NOTHING)
     admit(model, each)
     assert each.place == "running"
-    assert [len(copies) for copies in model.take_copies()] == [3, 3]
+    copies = model.take_copies()
+    assert (len(copies.checkpoint), len(copies.restore)) == (3, 3)
     assert model.cache.num_copies_in_flight == 0
     model.check()
 

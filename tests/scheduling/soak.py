@@ -17,7 +17,14 @@ from dataclasses import dataclass, field
 from typing import get_args
 
 from backfill.core.clock import VirtualClock
-from backfill.core.config import CheckpointingName, PolicyName, PreemptionMode, RestoreMode, SchedulerConfig
+from backfill.core.config import (
+    CheckpointingName,
+    KVLayoutName,
+    PolicyName,
+    PreemptionMode,
+    RestoreMode,
+    SchedulerConfig,
+)
 from backfill.core.request import FinishReason, Request, RequestStatus, ServiceClass
 from backfill.core.slo import SLO
 from backfill.engine.engine import Engine
@@ -55,6 +62,7 @@ class Soak:
             kv_restore=rng.choice(get_args(RestoreMode)),
             preemption=rng.choice(get_args(PreemptionMode)),
             prefix_caching=rng.random() < 0.85,
+            kv_layout=rng.choice(get_args(KVLayoutName)),
             ttft_slo=10.0,
             tpot_slo=1.0,
         )
@@ -72,6 +80,7 @@ class Soak:
         )
         self.settings = (
             f"{policy}, {config.checkpointing}, {config.kv_restore} restores, {config.preemption}, "
+            f"{config.kv_layout}, "
             f"prefix caching {config.prefix_caching}, {self.num_blocks} + {num_host_blocks} blocks"
         )
         self.engine = Engine(

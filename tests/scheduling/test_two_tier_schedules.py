@@ -12,7 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from backfill.core.clock import VirtualClock
-from backfill.core.config import CheckpointingName, PolicyName, PreemptionMode, RestoreMode, SchedulerConfig
+from backfill.core.config import (
+    CheckpointingName,
+    KVLayoutName,
+    PolicyName,
+    PreemptionMode,
+    RestoreMode,
+    SchedulerConfig,
+)
 from backfill.core.plan import StepPlan
 from backfill.core.request import FinishReason, Request, RequestStatus, ServiceClass
 from backfill.core.slo import SLO
@@ -48,6 +55,7 @@ class Setting:
     completes: float = 0.4
     fails: float = 0.0
     prefix_caching: bool = True
+    kv_layout: KVLayoutName = "unidirectional"
 
     def config(self) -> SchedulerConfig:
         return SchedulerConfig(
@@ -59,6 +67,7 @@ class Setting:
             kv_restore=self.restore,
             preemption=self.preemption,
             prefix_caching=self.prefix_caching,
+            kv_layout=self.kv_layout,
             ttft_slo=1.0,
             tpot_slo=0.05,
         )
@@ -159,6 +168,7 @@ def all_settings(draw: st.DrawFn) -> Setting:
         block_copy_s=draw(st.sampled_from((None, 1.0, 0.02, 0.005))),
         completes=draw(st.sampled_from((0.05, 0.4, 1.0))),
         prefix_caching=draw(st.booleans()),
+        kv_layout=draw(st.sampled_from(get_args(KVLayoutName))),
     )
 
 

@@ -5,8 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from backfill.core.block import SlotCopy, pack_block_ref
 from backfill.core.clock import VirtualClock
 from backfill.core.config import SchedulerConfig
+from backfill.core.plan import AdmittedRequest, BlockCopies, Compute, ScheduledSlice, StepPlan
+from backfill.core.request import RequestId
+from backfill.core.sampling import SamplingParams
 from backfill.costs.behaviour import DeviceBehaviour, StepNoise
 from backfill.costs.load import StepLoad
 from backfill.costs.model import CostModel
@@ -85,6 +89,20 @@ def test_without_copies_nothing_is_slowed() -> None:
     found, watched = observed(DeviceBehaviour(TRUE_COST, PROFILE.copies), num_blocks=4000)
     assert not any(step.copying_s for step in watched.steps)
     assert found.copy_slowdown == 0.0
+
+
+def test_copies_of_slots_count_as_their_share_of_a_block() -> None:
+    clock = VirtualClock()
+    info = replace(make_info(num_blocks=8, num_host_blocks=8, can_stop=True), block_bytes=20_000_000)
+    device = SimulatedExecutor(info, DeviceBehaviour(TRUE_COST, PROFILE.copies), clock)
+    watched = ObservedExecutor(device, clock, PROFILE.copies)
+    admitted = (AdmittedRequest(RequestId("r"), (5,) * 4, SamplingParams(max_tokens=1)),)
+    work = Compute((ScheduledSlice(RequestId("r"), 0, 4, (pack_block_ref(0),), samples=False),))
+    half = (SlotCopy(1, 1, 0, info.block_size // 2),)
+    copies = BlockCopies(slot_checkpoint=half, slot_restore=half)
+    watched.run(StepPlan(0, work, admitted=admitted, copies=copies))
+    watched.run(StepPlan(1, work))
+    assert [step.copying_s for step in watched.steps] == [pytest.approx(1.5e-3), 0.0]
 
 
 def test_stopped_and_resumed_steps_are_left_out() -> None:

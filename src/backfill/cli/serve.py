@@ -67,7 +67,7 @@ app = command(
         "Scheduling": f"{LIMITS_SECTION} policy ttft_slo tpot_slo min_ttft_slo min_tpot_slo "
         "promote_before safepoints preemption max_stop_s",
         "KV memory": "kv_gib block_size host_kv_gib checkpointing checkpoint_from checkpoint_all_from "
-        "kv_restore victims prefix_caching prefix_cache_scope",
+        "kv_restore victims prefix_caching prefix_cache_scope kv_layout",
         "Server": "host port data_dir api_key api_key_file allowed_hosts allowed_origins strict "
         "shed_hopeless shutdown_timeout sse_keep_alive_interval vllm_metrics log_level",
         "Limits": "max_queued_requests max_queued_offline_requests max_body_bytes max_inflight_body_bytes "

@@ -25,11 +25,28 @@ def block_index(ref: BlockRef) -> int:
     return ref >> 1
 
 
+def is_reversed(ref: BlockRef) -> bool:
+    return bool(ref & 1)
+
+
 class BlockCopy(NamedTuple):
     """A device block, and the host block that it is copied to or from."""
 
     device: int
     host: int
+
+
+class SlotCopy(NamedTuple):
+    """Slots ``[first, first + num)`` of a device block, and the same slots of the host block.
+
+    For a block that two requests share, where one of them must not be overwritten. Slots are physical: a
+    request that fills the block from the back has its first token in the last slot.
+    """
+
+    device: int
+    host: int
+    first: int
+    num: int
 
 
 @dataclass(frozen=True, slots=True)

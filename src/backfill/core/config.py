@@ -19,6 +19,7 @@ CheckpointingName = Literal["adaptive", "eager", "swap", "none"]
 RestoreMode = Literal["background", "blocking"]
 VictimOrder = Literal["least-lost", "latest"]
 PrefixCacheScope = Literal["owner", "global"]
+KVLayoutName = Literal["unidirectional", "bidirectional"]
 PolicyName = Literal["slo", "conserve", "bros", "online-only", "fcfs", "priority", "round-robin"]
 
 GIB = 1 << 30
@@ -70,6 +71,9 @@ class SchedulerConfig:
             begin alike compute them once.
         prefix_cache_scope: who shares cached prefixes. owner: requests of one API key; global: all requests,
             which lets a client learn from its response time whether another one has sent the same text.
+        kv_layout: how requests fill KV blocks. unidirectional: a block is filled by one request;
+            bidirectional: an online request from its first slot and an offline one from its last, where
+            memory is short.
     """
 
     max_num_seqs: int = 256
@@ -91,6 +95,7 @@ class SchedulerConfig:
     victims: VictimOrder = "least-lost"
     prefix_caching: bool = True
     prefix_cache_scope: PrefixCacheScope = "owner"
+    kv_layout: KVLayoutName = "unidirectional"
 
     @property
     def needs_cost_model(self) -> bool:

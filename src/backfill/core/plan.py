@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import Flag
 from typing import NamedTuple, TypeAlias
 
-from backfill.core.block import BlockCopy, BlockRef
+from backfill.core.block import BlockCopy, BlockRef, SlotCopy
 from backfill.core.request import RequestId
 from backfill.core.sampling import SamplingParams
 
@@ -119,18 +119,27 @@ class BlockCopies:
         blocking: copies of these directions complete before a slice is computed and are not reported. Other
             copies run beside this step and later ones; no slice writes a block that is read, or uses one that
             is written.
+        slot_checkpoint: from the device to the host; they begin with those of ``checkpoint``, which name
+            other blocks.
+        slot_restore: from the host to the device, as ``restore``. Slots of a block that no copy names may be
+            read and written meanwhile.
     """
 
     checkpoint: tuple[BlockCopy, ...] = ()
     restore: tuple[BlockCopy, ...] = ()
     blocking: CopyDirections = CopyDirections.NONE
+    slot_checkpoint: tuple[SlotCopy, ...] = ()
+    slot_restore: tuple[SlotCopy, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.checkpoint or self.restore or self.slot_checkpoint or self.slot_restore)
 
     @property
     def stalls(self) -> bool:
         """The slices of the step wait for blocking copies."""
         return bool(
-            (CopyDirections.CHECKPOINT in self.blocking and self.checkpoint)
-            or (CopyDirections.RESTORE in self.blocking and self.restore)
+            (CopyDirections.CHECKPOINT in self.blocking and (self.checkpoint or self.slot_checkpoint))
+            or (CopyDirections.RESTORE in self.blocking and (self.restore or self.slot_restore))
         )
 
 
@@ -172,7 +181,7 @@ class StepPlan:
     def does_nothing(self) -> bool:
         """Another plan would be the same, unless something arrives or ends."""
         waits = isinstance(self.work, WaitForCopies)
-        return not (self.slices or waits or self.released or self.copies.checkpoint or self.copies.restore)
+        return not (self.slices or waits or self.released or self.copies)
 
     @property
     def num_tokens(self) -> int:
@@ -209,6 +218,7 @@ class StepOutcome:
         stopped_at_s: time of the stop on the executor's clock; None without one.
         completed_copies: copies of this plan or earlier ones that completed since the previous outcome, in
             any order.
+        completed_slot_copies: likewise.
     """
 
     sampled: tuple[SampledToken, ...]
@@ -217,6 +227,7 @@ class StepOutcome:
     layers_done: int = 0
     stopped_at_s: float | None = None
     completed_copies: tuple[BlockCopy, ...] = ()
+    completed_slot_copies: tuple[SlotCopy, ...] = ()
 
     @property
     def stopped(self) -> tuple[RequestId, ...]:

@@ -223,6 +223,7 @@ class Engine:
         counts, blocks = scheduler.count_by_class(), scheduler.kv.counts
         classes = {each: ClassStats(*counts[each], scheduler.counters[each].copy()) for each in ServiceClass}
         step, self._last_step = self._last_step, _NO_STEP
+        sharing = scheduler.kv.sharing
         return EngineStats(
             online=classes[ServiceClass.ONLINE],
             offline=classes[ServiceClass.OFFLINE],
@@ -236,6 +237,10 @@ class Engine:
             num_cached_copied_blocks=blocks.cached_with_copy,
             num_referenced_blocks=blocks.referenced,
             num_protected_blocks=blocks.protected,
+            num_shared_blocks=sharing.num_shared,
+            num_entered_blocks=sharing.num_entered,
+            num_overwritten_slots=sharing.num_overwritten,
+            num_copied_slots=sharing.num_copied,
         )
 
     def _stop_requested_at_s(self, plan: StepPlan) -> float | None:

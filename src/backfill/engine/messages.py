@@ -127,6 +127,10 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
         num_protected_blocks: device blocks with content that is kept for online requests.
         num_cached_blocks: other device blocks with content that no request uses.
         num_referenced_blocks: device blocks in use, by requests or by copies.
+        num_shared_blocks: those among them that two requests fill from both ends.
+        num_entered_blocks: blocks that were entered from their other end.
+        num_overwritten_slots: slots of preempted requests that were overwritten in shared blocks.
+        num_copied_slots: slots that were copied to host memory because they were about to be overwritten.
     """
 
     online: ClassStats
@@ -141,6 +145,10 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     num_cached_copied_blocks: int = 0
     num_referenced_blocks: int = 0
     num_protected_blocks: int = 0
+    num_shared_blocks: int = 0
+    num_entered_blocks: int = 0
+    num_overwritten_slots: int = 0
+    num_copied_slots: int = 0
 
 
 class StepReport(msgspec.Struct, tag=True, frozen=True):

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import zlib
 from collections import deque
+from dataclasses import replace
 from typing import Protocol
 
-from backfill.core.block import BlockCopy
+from backfill.core.block import BlockCopy, SlotCopy
 from backfill.core.clock import VirtualClock
 from backfill.core.plan import (
     BlockCopies,
@@ -54,8 +55,9 @@ class SimulatedExecutor:
     That time is not the predicted one: it is the device's own cost of the step, with noise, safepoints and
     concurrent copies. It is spread evenly over the layers. Events that fall into a step with safepoints are
     delivered at their instants, and may call ``request_stop``; those of other steps wait for the step's end.
-    Copies run one after another, in both directions over one link, beside the steps. Sampled tokens are
-    ``hashed_token``. Host time passes between steps, so it is not part of ``run``.
+    Copies run one after another, in both directions over one link, beside the steps; a copy of slots takes
+    their share of a block's time. Sampled tokens are ``hashed_token``. Host time passes between steps, so it
+    is not part of ``run``.
 
     Attributes:
         load: of the step that was computed last.
@@ -77,7 +79,8 @@ class SimulatedExecutor:
         self._num_tokens: dict[RequestId, int] = {}
         self._suspended_at = 0  # layers that the suspended step has passed
         self._copying_until_s = 0.0
-        self._copies: deque[tuple[float, BlockCopy]] = deque()  # in flight, with the instant of completion
+        # In flight, with the instant of completion.
+        self._copies: deque[tuple[float, BlockCopy | SlotCopy]] = deque()
 
     def request_stop(self, step: int) -> None:
         self._step_to_stop = max(self._step_to_stop, step)
@@ -91,9 +94,9 @@ class SimulatedExecutor:
         match plan.work:
             case WaitForCopies():
                 self._wait(self._copies[0][0] - self._clock.now_s())
-                return StepOutcome((), completed_copies=self._take_completed_copies())
+                return self._outcome(())
             case Compute(slices=()):
-                return StepOutcome((), completed_copies=self._take_completed_copies())
+                return self._outcome(())
             case Compute():
                 first, last = 0, self.info.num_layers
             case Resume(num_layers=num_layers):
@@ -101,7 +104,7 @@ class SimulatedExecutor:
         ratio = self._noise.draw()
         stopped_at = self._pass_layers(plan, first, last, ratio)
         if stopped_at is None:
-            return StepOutcome(self._sample(plan.slices), completed_copies=self._take_completed_copies())
+            return self._outcome(self._sample(plan.slices))
         stopped_at_s = self._clock.now_s()
         suspends = plan.safepoints is not None and plan.safepoints.suspends
         if suspends:
@@ -110,40 +113,47 @@ class SimulatedExecutor:
         online = tuple(scheduled for scheduled in plan.slices if not scheduled.preemptible)
         left = self.info.num_layers - stopped_at
         self._compute(ratio * self._seconds(online) * left / self.info.num_layers)
-        return StepOutcome(
-            self._sample(online),
+        return replace(
+            self._outcome(self._sample(online)),
             suspended=stopped if suspends else (),
             discarded=() if suspends else stopped,
             layers_done=stopped_at,
             stopped_at_s=stopped_at_s,
-            completed_copies=self._take_completed_copies(),
+        )
+
+    def _outcome(self, sampled: tuple[SampledToken, ...]) -> StepOutcome:
+        """Of a step without stopped slices, with the copies that have completed."""
+        completed = []
+        while self._copies and self._copies[0][0] <= self._clock.now_s():
+            completed.append(self._copies.popleft()[1])
+        return StepOutcome(
+            sampled,
+            completed_copies=tuple(copy for copy in completed if isinstance(copy, BlockCopy)),
+            completed_slot_copies=tuple(copy for copy in completed if isinstance(copy, SlotCopy)),
         )
 
     def _begin_copies(self, copies: BlockCopies) -> None:
         """Queue the copies; wait for the blocking ones."""
-        for kind, of_kind in (
-            (CopyDirections.CHECKPOINT, copies.checkpoint),
-            (CopyDirections.RESTORE, copies.restore),
+        checkpoints: list[BlockCopy | SlotCopy] = [*copies.checkpoint, *copies.slot_checkpoint]
+        restores: list[BlockCopy | SlotCopy] = [*copies.restore, *copies.slot_restore]
+        for direction, of_direction in (
+            (CopyDirections.CHECKPOINT, checkpoints),
+            (CopyDirections.RESTORE, restores),
         ):
-            for copy in of_kind:
+            for copy in of_direction:
                 began_s = max(self._copying_until_s, self._clock.now_s())
-                self._copying_until_s = began_s + self._copy_s(kind)
-                if kind not in copies.blocking:
+                share = copy.num / self.info.block_size if isinstance(copy, SlotCopy) else 1.0
+                self._copying_until_s = began_s + self._copy_block_s(direction) * share
+                if direction not in copies.blocking:
                     self._copies.append((self._copying_until_s, copy))
-            if of_kind and kind in copies.blocking:
+            if of_direction and direction in copies.blocking:
                 self._wait(self._copying_until_s - self._clock.now_s())
 
-    def _copy_s(self, kind: CopyDirections) -> float:
+    def _copy_block_s(self, direction: CopyDirections) -> float:
         speed = self._device.copies
         assert speed is not None, "there is no host pool to copy to and from"
-        to_host = kind is CopyDirections.CHECKPOINT
+        to_host = direction is CopyDirections.CHECKPOINT
         return self.info.block_bytes / (speed.to_host_bytes_per_s if to_host else speed.to_device_bytes_per_s)
-
-    def _take_completed_copies(self) -> tuple[BlockCopy, ...]:
-        completed = []
-        while self._copies and self._copies[0][0] <= self._clock.now_s():
-            completed.append(self._copies.popleft()[1])
-        return tuple(completed)
 
     def _pass_layers(self, plan: StepPlan, first: int, last: int, ratio: float) -> int | None:
         """Advance the clock through layers ``[first, last)`` of a step with this noise.

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from backfill.core.block import BlockCopy
 from backfill.core.clock import WallClock
 from backfill.core.plan import (
     Compute,
@@ -22,6 +21,7 @@ from backfill.core.plan import (
 from backfill.core.request import RequestId
 from backfill.execution.batch import FlatBatch, build_batch
 from backfill.execution.copies import BlockCopier
+from backfill.execution.copy_groups import CompletedCopies
 from backfill.execution.executor import ExecutorInfo
 from backfill.execution.micro_batches import MicroBatchStreams, split_step
 from backfill.execution.request_state import RequestState
@@ -100,9 +100,9 @@ class TorchExecutor:
         work, copies = plan.work, plan.copies
         if self._copier is not None:
             # Before anything that may fail: the copies of a failed step count as begun.
-            self._copier.begin(copies.checkpoint, copies.restore, copies.blocking)
+            self._copier.begin(copies)
         else:
-            assert not (copies.checkpoint or copies.restore), "there is no host pool to copy to and from"
+            assert not copies, "there is no host pool to copy to and from"
         for admitted in plan.admitted:
             self._states[admitted.request_id] = RequestState(admitted)
         if not (isinstance(work, Resume) or work.keeps_suspended):
@@ -111,31 +111,31 @@ class TorchExecutor:
             case WaitForCopies():
                 if self._copier is not None:
                     self._copier.wait(_MAX_WAIT_S)
-                return StepOutcome(sampled=(), completed_copies=self._take_completed_copies())
+                return self._outcome(())
             case Compute(slices=()):
-                return StepOutcome(sampled=(), completed_copies=self._take_completed_copies())
+                return self._outcome(())
         with self._streams.forked():
             running, last = self._begun(work)
             stopped, stopped_at_s = self._run_layers(running, plan, last)
-        sampled = self._sample(running, plan)
-        # Last: if the step failed after this, completed copies would not be reported.
-        completed = self._take_completed_copies()
+        # Completed copies are taken last: if the step failed after this, they would not be reported.
+        outcome = self._outcome(self._sample(running, plan))
         if stopped is None:
-            return StepOutcome(sampled, completed_copies=completed)
+            return outcome
         stopped_ids = {scheduled.request_id for scheduled in stopped.slices}
         ids = tuple(each.request_id for each in plan.slices if each.request_id in stopped_ids)
         is_suspended = stopped is self._suspended
-        return StepOutcome(
-            sampled,
+        return replace(
+            outcome,
             suspended=ids if is_suspended else (),
             discarded=() if is_suspended else ids,
             layers_done=stopped.layers_done,
             stopped_at_s=stopped_at_s,
-            completed_copies=completed,
         )
 
-    def _take_completed_copies(self) -> tuple[BlockCopy, ...]:
-        return () if self._copier is None else self._copier.take_completed()
+    def _outcome(self, sampled: tuple[SampledToken, ...]) -> StepOutcome:
+        """Of a step without stopped slices, with the copies that have completed."""
+        completed = CompletedCopies() if self._copier is None else self._copier.take_completed()
+        return StepOutcome(sampled, completed_copies=completed.blocks, completed_slot_copies=completed.slots)
 
     def _run_layers(self, running: _Pass, plan: StepPlan, last: int) -> tuple[_Pass | None, float | None]:
         """Run the pass to its end, its preemptible slices to layer ``last`` at most.

@@ -7,9 +7,7 @@ caller answers for the values in a batch (slots, block references).
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -105,37 +103,6 @@ def _panels(weight: Tensor) -> Tensor:
     pairs = padded.contiguous().view(torch.int32).view(-1, 2, 16, weight.shape[1] // _TILE_DEPTH, 16)
     tiles = pairs.permute(0, 3, 1, 4, 2).contiguous()
     return tiles.view(weight.dtype).view(*tiles.shape, 2)
-
-
-def copy_blocks(
-    destination: Tensor,
-    destination_blocks: Sequence[int],
-    source: Tensor,
-    source_blocks: Sequence[int],
-) -> None:
-    """Copy block ``source_blocks[i]`` of one KV pool to ``destination_blocks[i]`` of the other, in order.
-
-    The copy releases the GIL and bypasses the CPU caches. Pools are ``[num_blocks, ...]``, of one dtype and
-    block shape, and do not overlap.
-
-    Raises: ValueError for other dtypes or shapes, and for a block that a pool does not have.
-    """
-    for name, pool, blocks in (
-        ("destination", destination, destination_blocks),
-        ("source", source, source_blocks),
-    ):
-        if not pool.is_cpu or not pool.is_contiguous():
-            raise ValueError(f"{name}: expected a contiguous pool on cpu, got {describe(pool)}")
-        if blocks and not (min(blocks) >= 0 and max(blocks) < pool.shape[0]):
-            raise ValueError(f"{name}: expected blocks 0 to {pool.shape[0] - 1}, got {list(blocks)}")
-    if destination.shape[1:] != source.shape[1:] or destination.dtype != source.dtype:
-        raise ValueError(f"source: expected blocks of {describe(destination)}, got {describe(source)}")
-    if len(destination_blocks) != len(source_blocks):
-        raise ValueError(f"source: expected {len(destination_blocks)} blocks, got {len(source_blocks)}")
-    block_bytes = math.prod(source.shape[1:]) * source.itemsize
-    _kernels.copy_blocks(
-        destination.data_ptr(), source.data_ptr(), block_bytes, destination_blocks, source_blocks
-    )
 
 
 class _Pool(NamedTuple):

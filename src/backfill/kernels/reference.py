@@ -5,11 +5,14 @@ The C++ and Triton kernels are tested against these.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from backfill.kernels.base import AttentionMetadata, Linear
+from backfill.kernels.slots import SlotRange, check_packed
 
 
 class ReferenceLinear:
@@ -90,6 +93,26 @@ class ReferenceKernels:
             probabilities = scores.masked_fill(hidden, float("-inf")).softmax(-1)
             out[start:end] = torch.einsum("hqk,hkd->qhd", probabilities, v).to(q.dtype)
         return out.reshape(out.shape[0], -1)
+
+
+def gather_slots(pool: Tensor, ranges: Sequence[SlotRange], packed: Tensor) -> None:
+    """See ``backfill.kernels.slots.SlotKernels``."""
+    check_packed(pool, ranges, packed)
+    at = 0
+    for block, first, num in ranges:
+        slots = pool[block, :, :, :, first : first + num]
+        packed[at : at + slots.numel()] = slots.flatten()
+        at += slots.numel()
+
+
+def scatter_slots(packed: Tensor, pool: Tensor, ranges: Sequence[SlotRange]) -> None:
+    """See ``backfill.kernels.slots.SlotKernels``."""
+    check_packed(pool, ranges, packed)
+    at = 0
+    for block, first, num in ranges:
+        slots = pool[block, :, :, :, first : first + num]
+        slots.copy_(packed[at : at + slots.numel()].view(slots.shape))
+        at += slots.numel()
 
 
 def gather_tokens(pool: Tensor, refs: Tensor, num_tokens: int) -> Tensor:

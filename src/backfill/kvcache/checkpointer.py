@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from itertools import islice
 
+from backfill.core.block import is_reversed
 from backfill.core.counters import ClassCounters
 from backfill.core.request import OrderKey, Request, RequestId, ServiceClass
 from backfill.kvcache.checkpointing import CheckpointPolicy, PoolView
-from backfill.kvcache.content import BlockState, Content
+from backfill.kvcache.content import Block, BlockState, Content
 from backfill.kvcache.store import ContentStore
 from backfill.kvcache.table import BlockTable
 
@@ -28,9 +29,14 @@ class Checkpointer:
     """
 
     def __init__(
-        self, store: ContentStore, policy: CheckpointPolicy, counters: Mapping[ServiceClass, ClassCounters]
+        self,
+        store: ContentStore,
+        policy: CheckpointPolicy,
+        block_size: int,
+        counters: Mapping[ServiceClass, ClassCounters],
     ) -> None:
         self._store = store
+        self._block_size = block_size
         self._policy = policy
         self._counters = counters
         self.saves_victims = policy.checkpoints_at_preemption and store.host.num_blocks > 0
@@ -91,19 +97,50 @@ class Checkpointer:
 
         False also while the block waits for the next plan's blocking restore, which follows its checkpoints.
         """
-        block, host_pool = content.device, self._store.host
-        assert block is not None and block.is_valid
-        limit = BlockState.UNWANTED
-        if not block.num_refs:  # it is about to be taken, so it is worth more than the copy of a running one
-            is_online = content.service_class is ServiceClass.ONLINE
-            limit = BlockState.WANTED if is_online else BlockState.SECURED
-        if block.num_copies or not (host_pool.num_empty or host_pool.available(limit)):
+        block = content.device
+        assert block is not None
+        if block.num_copies or block.is_guest:
             return False
-        (host,) = host_pool.take(1, limit)
-        host.content, content.host = content, host
+        assert block.is_valid
+        if content.host is not None:
+            return self.checkpoint_slots(content, 0)
+        host = self._take_host_block(content, block)
+        if host is None:
+            return False
         self._store.ledger.checkpoint(block, host)
         self._counters[content.service_class].num_checkpointed_tokens += content.num_tokens
         return True
+
+    def checkpoint_slots(self, tail: Content, first: int) -> bool:
+        """Begin to copy a tail's tokens from the first one on, as far as the host lacks them; False as above.
+
+        Only offline requests' tails are copied in part: their blocks are filled from the last slot.
+        """
+        block, host = tail.device, tail.host
+        assert block is not None and is_reversed(block.ref)
+        if host is None:
+            host = self._take_host_block(tail, block)
+            if host is None:
+                return False
+            tail.num_unsaved = tail.num_tokens
+        num = tail.num_unsaved - first
+        self._store.ledger.checkpoint(block, host, (self._block_size - tail.num_unsaved, num))
+        tail.num_unsaved = first
+        self._store.place(tail)
+        self._counters[tail.service_class].num_checkpointed_tokens += num
+        return True
+
+    def _take_host_block(self, content: Content, block: Block) -> Block | None:
+        """A host block for the content of this device block; None if the host has none for it."""
+        host_pool, limit = self._store.host, BlockState.UNWANTED
+        if not block.num_refs:  # it is about to be taken, so it is worth more than the copy of a running one
+            is_online = content.service_class is ServiceClass.ONLINE
+            limit = BlockState.WANTED if is_online else BlockState.SECURED
+        if not (host_pool.num_empty or host_pool.available(limit)):
+            return None
+        (host,) = host_pool.take(1, limit)
+        host.content, content.host = content, host
+        return host
 
     def _checkpoint_leading(self, request: Request, table: BlockTable, max_blocks: int) -> int:
         """Begin to checkpoint the next full blocks of a request on the device; returns how many."""

@@ -39,7 +39,7 @@ class Block:
     """A block of memory in one of the two pools.
 
     Attributes:
-        ref: its index as block tables hold it.
+        ref: its index and direction as block tables hold it, or those of its content in the other pool.
         content: what it holds; None for a block that is empty, or in one request's table and not yet full.
         num_refs: block tables that name it; 0 in the host's pool.
         num_online_refs: those among them that are of online requests.
@@ -47,6 +47,9 @@ class Block:
         is_valid: the KV of the content has arrived; False until the copy to it completes, or is cancelled.
         state: kept by its pool.
         is_pinned: kept by its pool: ``num_copies`` was not 0 when ``state`` was set.
+        peer: while two requests share the memory from both ends, the other one's block; see ``Sharing``.
+        is_guest: its pool does not know it, but its peer.
+        num_slots: at its end of a shared block, the slots that are in use or about to be written.
     """
 
     index: int
@@ -58,6 +61,9 @@ class Block:
     is_valid: bool = True
     state: BlockState = BlockState.EMPTY
     is_pinned: bool = False
+    peer: Block | None = None
+    is_guest: bool = False
+    num_slots: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -75,6 +81,8 @@ class Content:
         has_unplanned_users: a request that used it did not know what others need of its prompt.
         planned_at_s: arrival of the last request among its users that did know.
         is_unneeded: that one knew that no other needs this, and all users were planned.
+        num_lost: last tokens of a tail that the peer of its device block has overwritten. The host has them.
+        num_unsaved: first tokens of a tail that its host block lacks. The device has them.
     """
 
     key: BlockKey | None
@@ -88,6 +96,13 @@ class Content:
     has_unplanned_users: bool = False
     planned_at_s: float = -math.inf
     is_unneeded: bool = False
+    num_lost: int = 0
+    num_unsaved: int = 0
+
+    @property
+    def num_device_tokens(self) -> int:
+        """Leading tokens that its device block has."""
+        return self.num_tokens - self.num_lost
 
     @property
     def is_writable(self) -> bool:
@@ -120,7 +135,10 @@ class Match:
     @property
     def is_on_device(self) -> bool:
         """All of it can be used now."""
-        return all(content.device is not None and content.device.is_valid for content in self.contents)
+        return all(
+            content.device is not None and content.device.is_valid and not content.num_lost
+            for content in self.contents
+        )
 
     @property
     def num_device_blocks(self) -> int:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TypeAlias
 
-from backfill.core.block import BlockCopy
-from backfill.core.plan import CopyDirections
+from backfill.core.block import BlockCopy, SlotCopy, is_reversed, pack_block_ref
+from backfill.core.plan import BlockCopies, CopyDirections
 from backfill.kvcache.content import Block
 from backfill.kvcache.pool import BlockPool
+
+Copy: TypeAlias = BlockCopy | SlotCopy
+Slots: TypeAlias = tuple[int, int]  # the first one, and how many
 
 
 class CopyLedger:
@@ -23,14 +27,16 @@ class CopyLedger:
 
     def __init__(self, device: BlockPool, host: BlockPool, blocking: CopyDirections) -> None:
         self._device, self._host = device, host
+        self._blocking = blocking
         self.checkpoints_block = CopyDirections.CHECKPOINT in blocking
         self.restores_block = CopyDirections.RESTORE in blocking
-        # Restores that wait: device block, host block. Those of online requests begin first.
-        self._online: dict[Block, Block] = {}
-        self._offline: dict[Block, Block] = {}
-        self._in_flight: dict[int, tuple[Block, Block]] = {}  # by index of the device block
-        self._checkpoint: list[BlockCopy] = []  # begin with the next plan
-        self._restore: list[BlockCopy] = []
+        # Restores that wait: device block; host block and, unless it is the whole block, which slots of it.
+        # Those of online requests begin first.
+        self._online: dict[Block, tuple[Block, Slots | None]] = {}
+        self._offline: dict[Block, tuple[Block, Slots | None]] = {}
+        self._in_flight: dict[Copy, tuple[Block, Block]] = {}
+        self._checkpoint: list[Copy] = []  # begin with the next plan
+        self._restore: list[Copy] = []
         self._pinned_until_plan: list[tuple[BlockPool, Block]] = []
 
     @property
@@ -38,28 +44,31 @@ class CopyLedger:
         """Copies that an outcome will report. Restores that wait to begin do not count."""
         return len(self._in_flight)
 
-    def checkpoint(self, device: Block, host: Block) -> None:
-        """Begin a copy to the host with the next plan."""
-        self._checkpoint.append(BlockCopy(device.index, host.index))
+    def checkpoint(self, device: Block, host: Block, slots: Slots | None = None) -> None:
+        """Begin a copy to the host, of the whole block or of some slots, with the next plan."""
+        host.ref = pack_block_ref(host.index, is_reversed(device.ref))
+        copy = _copy(device, host, slots)
+        self._checkpoint.append(copy)
         if self.checkpoints_block:
             self._pin_until_plan(self._host, host)
         else:
             self._pin(device, host)
             host.is_valid = False
-            self._in_flight[device.index] = device, host
+            self._in_flight[copy] = device, host
         self._update(device, host)
 
-    def restore(self, device: Block, host: Block, is_online: bool) -> None:
+    def restore(self, device: Block, host: Block, is_online: bool, slots: Slots | None = None) -> None:
         """Queue a copy to the device for a request, behind those of its class that wait already."""
         assert host.is_valid, "content that a checkpoint still writes is on the device"
+        device.ref = pack_block_ref(device.index, is_reversed(host.ref))
         if self.restores_block:
-            self._restore.append(BlockCopy(device.index, host.index))
+            self._restore.append(_copy(device, host, slots))
             self._pin_until_plan(self._device, device)
             self._pin_until_plan(self._host, host)
         else:
             self._pin(device, host)
             device.is_valid = False
-            (self._online if is_online else self._offline)[device] = host
+            (self._online if is_online else self._offline)[device] = host, slots
         self._update(device, host)
 
     def begin_restores(self, max_online: int, max_offline: int) -> None:
@@ -70,51 +79,58 @@ class CopyLedger:
         self._begin_restores(self._online, max_online)
         self._begin_restores(self._offline, max_offline)
 
-    def _begin_restores(self, queue: dict[Block, Block], max_in_flight: int) -> None:
+    def _begin_restores(self, queue: dict[Block, tuple[Block, Slots | None]], max_in_flight: int) -> None:
         while queue and len(self._in_flight) < max_in_flight:
             device = next(iter(queue))
-            host = queue.pop(device)
-            self._restore.append(BlockCopy(device.index, host.index))
-            self._in_flight[device.index] = device, host
+            host, slots = queue.pop(device)
+            copy = _copy(device, host, slots)
+            self._restore.append(copy)
+            self._in_flight[copy] = device, host
 
     def hurry(self, device: Block) -> None:
         """An online request waits for the block too."""
-        host = self._offline.pop(device, None)
-        if host is not None:
-            self._online[device] = host
+        queued = self._offline.pop(device, None)
+        if queued is not None:
+            self._online[device] = queued
 
     def cancel_restore(self, device: Block) -> bool:
         """Forget a restore that has not begun; False if it has, or there is none."""
-        host = self._online.pop(device, None) or self._offline.pop(device, None)
-        if host is None:
+        queued = self._online.pop(device, None) or self._offline.pop(device, None)
+        if queued is None:
             return False
         device.is_valid = True
-        self._unpin(device, host)
+        self._unpin(device, queued[0])
         return True
 
-    def take(self) -> tuple[tuple[BlockCopy, ...], tuple[BlockCopy, ...]]:
-        """The next plan's checkpoint and restore copies: those begun since the last call.
+    def take(self) -> BlockCopies:
+        """The next plan's copies: those begun since the last call.
 
         A plan's checkpoint copies begin before its restore copies.
         """
-        checkpoint, restore = tuple(self._checkpoint), tuple(self._restore)
+        copies = BlockCopies(
+            tuple(copy for copy in self._checkpoint if isinstance(copy, BlockCopy)),
+            tuple(copy for copy in self._restore if isinstance(copy, BlockCopy)),
+            self._blocking,
+            tuple(copy for copy in self._checkpoint if isinstance(copy, SlotCopy)),
+            tuple(copy for copy in self._restore if isinstance(copy, SlotCopy)),
+        )
         self._checkpoint.clear()
         self._restore.clear()
         for pool, block in self._pinned_until_plan:
             block.num_copies -= 1
             pool.update(block)
         self._pinned_until_plan.clear()
-        return checkpoint, restore
+        return copies
 
-    def complete(self, copies: Iterable[BlockCopy]) -> list[Block]:
+    def complete(self, copies: Iterable[Copy]) -> list[Block]:
         """Copies of earlier plans have completed. Returns the device blocks that were restored."""
         restored = []
         for copy in copies:
-            device, host = self._in_flight.pop(copy.device)
-            assert host.index == copy.host, f"no copy of block {copy.device} and host block {copy.host}"
+            device, host = self._in_flight.pop(copy)
             if not device.is_valid:
                 restored.append(device)
-            device.is_valid = host.is_valid = True
+            device.is_valid = True
+            host.is_valid = host.is_valid or host.num_copies == 1  # else other slots of it are being copied
             self._unpin(device, host)
         return restored
 
@@ -138,10 +154,19 @@ class CopyLedger:
     def check_integrity(self) -> None:
         """Raise AssertionError unless every pin has its copy."""
         pins: dict[Block, int] = {}
-        pairs = [*self._online.items(), *self._offline.items(), *self._in_flight.values()]
+        queued = [*self._online.items(), *self._offline.items()]
+        pairs = [*((device, host) for device, (host, _) in queued), *self._in_flight.values()]
         for block in [each for pair in pairs for each in pair]:
             pins[block] = pins.get(block, 0) + 1
         for _, block in self._pinned_until_plan:
             pins[block] = pins.get(block, 0) + 1
-        for block in [*self._device.blocks, *self._host.blocks]:
-            assert block.num_copies == pins.get(block, 0), f"block {block.index} is pinned without a copy"
+        guests = [block.peer for block in self._device.blocks if block.peer is not None]
+        for block in [*self._device.blocks, *guests, *self._host.blocks]:
+            assert block.num_copies == pins.pop(block, 0), f"block {block.index} is pinned without a copy"
+        assert not pins, "a block that is in no pool is pinned"
+
+
+def _copy(device: Block, host: Block, slots: Slots | None) -> Copy:
+    if slots is None:
+        return BlockCopy(device.index, host.index)
+    return SlotCopy(device.index, host.index, *slots)

@@ -35,6 +35,7 @@ def create_kv_cache(
         blocking=blocking,
         prefix_caching=config.prefix_caching,
         prefix_cache_scope=config.prefix_cache_scope,
+        bidirectional=config.kv_layout == "bidirectional",
     )
 
 

@@ -11,16 +11,19 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import takewhile
 
-from backfill.core.block import BlockCopy, BlockRef
+from backfill.core.block import BlockRef
 from backfill.core.config import PrefixCacheScope
 from backfill.core.counters import ClassCounters
-from backfill.core.plan import CopyDirections
+from backfill.core.plan import BlockCopies, CopyDirections
 from backfill.core.request import Request, RequestId, ServiceClass
 from backfill.kvcache.checkpointer import Checkpointer
 from backfill.kvcache.checkpointing import CheckpointPolicy, NoCheckpoints
-from backfill.kvcache.content import Block, BlockKey, BlockState, Content, Evictable, Match
+from backfill.kvcache.content import BlockKey, BlockState, Content, Evictable, Match
+from backfill.kvcache.copies import Copy
+from backfill.kvcache.integrity import check_integrity
 from backfill.kvcache.keys import KeyChain
 from backfill.kvcache.pool import BlockCounts
+from backfill.kvcache.sharing import Sharing
 from backfill.kvcache.store import ContentStore
 from backfill.kvcache.table import BlockTable
 
@@ -41,6 +44,7 @@ class KVCacheManager:
         policy: says which blocks are checkpointed, and when.
         blocking: copies of these directions complete before their step computes a slice.
         prefix_caching: requests share content; without it, each finds only its own, after a preemption.
+        bidirectional: offline requests fill their blocks from the last slot, and blocks may be shared.
         counters: hits, evictions and copied tokens are added to them.
         secret: of the keys; random by default.
     """
@@ -55,6 +59,7 @@ class KVCacheManager:
         blocking: CopyDirections = CopyDirections.NONE,
         prefix_caching: bool = True,
         prefix_cache_scope: PrefixCacheScope = "owner",
+        bidirectional: bool = False,
         counters: Mapping[ServiceClass, ClassCounters] | None = None,
         secret: bytes | None = None,
     ) -> None:
@@ -67,8 +72,11 @@ class KVCacheManager:
         self._prefix_caching = prefix_caching
         scope = prefix_cache_scope if prefix_caching else "request"
         self._keys = KeyChain(block_size, scope, secret or secrets.token_bytes(32))
-        self._store = ContentStore(num_blocks, num_host_blocks, blocking, self.counters, prefix_caching)
-        self._checkpointer = Checkpointer(self._store, policy or NoCheckpoints(), self.counters)
+        self._store = ContentStore(
+            num_blocks, num_host_blocks, blocking, self.counters, prefix_caching, bidirectional
+        )
+        self._checkpointer = Checkpointer(self._store, policy or NoCheckpoints(), block_size, self.counters)
+        self.sharing = Sharing(self._store, self._checkpointer, block_size, bidirectional)
         self._device = self._store.device
         self._tables: dict[RequestId, BlockTable] = {}
         # Most copies in flight: none begins beyond. Restores for online requests are exempt from the second.
@@ -140,7 +148,8 @@ class KVCacheManager:
                 del refs[content.device]
         num_freed = 0
         for block, num_refs in refs.items():
-            if num_refs == block.num_refs and not block.num_copies:
+            is_shared = block.is_guest or (block.peer is not None and block.peer not in refs)
+            if num_refs == block.num_refs and not block.num_copies and not is_shared:
                 is_protected = block.content is not None and block.content.is_protected
                 num_freed += limit is Evictable.ALL or not is_protected
         return num_freed
@@ -169,7 +178,7 @@ class KVCacheManager:
         found = self._find(request, table, 0)
         num_tokens = len(found) * self.block_size
         tail = table.tail
-        if tail is not None and len(found) == len(table.wanted) - 1 and tail.is_writable:
+        if tail is not None and len(found) == len(table.wanted) - 1 and self.sharing.return_tail(tail):
             found.append(tail)
             num_tokens += tail.num_tokens
         return Match(found, num_tokens)
@@ -184,7 +193,10 @@ class KVCacheManager:
                 needed -= 1
                 if not block.num_copies and block.state <= limit:
                     available -= 1  # it is available until the request references it
-        return needed - available
+        lack = needed - available
+        if lack == 1 and self.blocks_for(request.num_tokens) > len(match.contents):
+            lack -= self.sharing.saves_block(request, request.num_tokens, limit, match.contents)
+        return lack
 
     def allocate(self, request: Request, match: Match, limit: Evictable) -> bool:
         """Give a request the blocks of its match, and restore those that are in host memory only.
@@ -195,18 +207,21 @@ class KVCacheManager:
         """
         store, table = self._store, self._tables[request.request_id]
         self._count_match(request, table, match)
+        self.sharing.remove(request)
         absent = [content for content in match.contents if content.device is None]
         for content in match.contents:
             if content.device is not None:
                 store.reference(content, request.service_class)
+                self.sharing.restore_lost(content)
         taken = store.take(len(absent), limit, request.service_class)
         for content, block in zip(absent, taken, strict=True):
             assert content.host is not None
             store.hold(content, block)
             store.ledger.restore(block, content.host, request.service_class is ServiceClass.ONLINE)
         table.extend(content.device for content in match.contents if content.device is not None)
-        table.num_entered = match.num_tokens // self.block_size
-        if not match.contents or match.contents[-1] is not table.tail:
+        has_tail = bool(match.contents) and match.contents[-1] is table.tail
+        table.num_entered = len(match.contents) - has_tail
+        if not has_tail:
             self._drop_tail(table)
         self._forget_wanted(table)
         request.num_computed_tokens = match.num_tokens
@@ -223,6 +238,7 @@ class KVCacheManager:
         assert table.is_restored(), f"copies to {request.request_id} are in flight"
         self._drop_tail(table)
         self._checkpointer.add_candidate(request, table)
+        self.sharing.add(request, table)
 
     # Steps.
 
@@ -231,12 +247,28 @@ class KVCacheManager:
         missing = -(-num_tokens // self.block_size) - len(self._tables[request_id].blocks)
         return missing if missing > 0 else 0  # not max(): called for every running request in every step
 
+    def growth_shortage(self, request: Request, num_tokens: int, limit: Evictable) -> int:
+        """Blocks that lack for the request's first ``num_tokens`` tokens; at most 0 if none."""
+        lack = self.num_missing_blocks(request.request_id, num_tokens) - self._device.available(limit)
+        if lack == 1:
+            lack -= self.sharing.saves_block(request, num_tokens, limit)
+        return lack
+
     def grow(self, request: Request, num_tokens: int, limit: Evictable) -> None:
-        """Allocate what the request lacks for its first ``num_tokens`` tokens; enough must be available."""
+        """Allocate what the request lacks for its first ``num_tokens`` tokens; ``growth_shortage`` is 0."""
         missing = self.num_missing_blocks(request.request_id, num_tokens)
         if missing:
-            taken = self._store.take(missing, limit, request.service_class)
-            self._tables[request.request_id].extend(taken)
+            entered = self.sharing.enter_if_short(request, num_tokens, missing, limit)
+            taken = self._store.take(missing - len(entered), limit, request.service_class)
+            self._tables[request.request_id].extend((*taken, *entered))
+
+    def in_the_way(self, request: Request, num_tokens: int) -> Request | None:
+        """See ``Sharing``."""
+        return self.sharing.in_the_way(request, self._tables[request.request_id], num_tokens)
+
+    def claim(self, request: Request, num_tokens: int) -> bool:
+        """See ``Sharing``."""
+        return self.sharing.claim(request, self._tables[request.request_id], num_tokens)
 
     def match_more(self, request: Request) -> None:
         """Skip the next tokens of a running prompt whose KV another request has computed meanwhile."""
@@ -284,15 +316,19 @@ class KVCacheManager:
         """
         table = self._tables[request.request_id]
         self._checkpointer.remove_candidate(request.request_id)
+        self.sharing.remove(request)
         num_full, num_tail_tokens = divmod(request.num_computed_tokens, self.block_size)
+        if table.tail is not None:  # the request was being restored; its tail may be a whole block
+            num_full, num_tail_tokens = len(table.blocks) - 1, table.tail.num_tokens
         self._enter(request, table, 0, num_full)  # again what was computed twice, if the other one is gone
         wanted = [self._store.by_key[key] for key in table.keys[:num_full]]
-        if num_tail_tokens:
-            if table.tail is None:  # else the request was being restored
+        if num_tail_tokens and self.sharing.keeps_tail(request, table.blocks[num_full]):
+            if table.tail is None:
                 table.tail = Content(None, num_tail_tokens, request.service_class)
                 self._store.hold(table.tail, table.blocks[num_full])
             wanted.append(table.tail)
         table.wanted = wanted
+        self.sharing.add_preempted(request, table)
         self._store.want(reversed(wanted), 1)
         self._release(request, table)
         self._checkpointer.swap_out(wanted)
@@ -306,6 +342,7 @@ class KVCacheManager:
         if table is None:
             return
         self._checkpointer.remove_candidate(request.request_id)
+        self.sharing.remove(request)
         self._drop_tail(table)
         if self._prefix_caching:
             self._enter(request, table, 0, table.num_entered)  # what was computed twice, if the other is gone
@@ -324,6 +361,8 @@ class KVCacheManager:
     def _release(self, request: Request, table: BlockTable) -> None:
         """Drop the references, the last one first, so that a block is never taken before those after it."""
         for block in reversed(table.blocks):
+            if block.peer is not None:
+                self.sharing.leave(block)
             self._store.release(block, request.service_class)
         table.clear()
 
@@ -333,7 +372,7 @@ class KVCacheManager:
 
     def _drop_tail(self, table: BlockTable) -> None:
         if table.tail is not None:
-            self._store.drop(table.tail)
+            self.sharing.drop_tail(table.tail)
             table.tail = None
 
     # Copies.
@@ -342,22 +381,27 @@ class KVCacheManager:
         """Set the time, before each plan."""
         self._store.advance(now_s)
 
-    def take_copies(self) -> tuple[tuple[BlockCopy, ...], tuple[BlockCopy, ...]]:
-        """The next plan's checkpoint and restore copies.
+    def take_copies(self) -> BlockCopies:
+        """The copies that begin with the next plan.
 
-        Restores for online requests begin first, then other restores, then checkpoints (``Checkpointer``).
+        Restores for online requests begin first, then other restores, then what would be overwritten, then
+        other checkpoints (``Checkpointer``).
         """
         max_background = min(self.max_copies, self.max_background_copies)
         self._store.ledger.begin_restores(self.max_copies, max_background)
+        self.sharing.begin_copies(max_background)
         self._checkpointer.start(max_background)
         return self._store.ledger.take()
 
-    def complete(self, copies: Iterable[BlockCopy]) -> None:
+    def complete(self, copies: Iterable[Copy]) -> None:
         """Copies of earlier plans have completed."""
         for block in self._store.ledger.complete(copies):
-            if block.content is not None:
-                counters = self.counters[block.content.service_class]
-                counters.num_restored_tokens += block.content.num_tokens
+            content = block.content
+            if content is not None:
+                counters = self.counters[content.service_class]
+                counters.num_restored_tokens += content.num_lost or content.num_tokens
+                content.num_lost = 0
+        self.sharing.end_copies()
 
     def num_unsecured_tokens(self, request: Request) -> int:
         """Tokens of a request on the device whose KV is lost if its blocks are taken now.
@@ -396,7 +440,7 @@ class KVCacheManager:
 
     def _count_match(self, request: Request, table: BlockTable, match: Match) -> None:
         """Hits count when a request is first allocated; later it finds its own KV again."""
-        num_host = sum(content.num_tokens for content in match.contents if content.device is None)
+        num_host = sum(each.num_tokens if each.device is None else each.num_lost for each in match.contents)
         counters = self.counters[request.service_class]
         if self._store.ledger.restores_block:
             counters.num_restored_tokens += num_host
@@ -418,18 +462,4 @@ class KVCacheManager:
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless references, contents and copies are counted right in both pools."""
-        self._store.check_integrity()
-        refs = Counter[Block]()
-        wanted = Counter[Content]()
-        for request_id, table in self._tables.items():
-            assert table.num_entered <= len(table.blocks), f"{request_id} has content without blocks"
-            assert table.refs == tuple(block.ref for block in table.blocks)
-            refs.update(table.blocks)
-            wanted.update(table.wanted)
-        for block in self._device.blocks:
-            assert block.num_refs == refs[block], f"references of block {block.index} are miscounted"
-        tails = {table.tail for table in self._tables.values()}
-        for block in (*self._device.blocks, *self._store.host.blocks):
-            held = block.content
-            assert held is None or held.num_wanted == wanted[held], "wanted content is miscounted"
-            assert held is None or held.key is not None or held in tails, "a tail without a request"
+        check_integrity(self._store, self.sharing, self._tables)

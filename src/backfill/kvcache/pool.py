@@ -135,8 +135,22 @@ class BlockPool:
         self.counts[_COPYING] += count
         return taken
 
+    def replace(self, old: Block, new: Block) -> None:
+        """The pool knows the memory that two blocks share by the new one from now on."""
+        self.num_pinned[old.state] -= old.is_pinned
+        self.counts[old.state] -= 1
+        if _EMPTY < old.state < _COPYING:
+            del self._cached[old.state][old]
+        self.counts[_COPYING] += 1
+        old.is_guest, old.is_pinned, old.state = True, False, _COPYING
+        new.is_guest, new.is_pinned, new.state = False, False, _COPYING
+        self.blocks[new.index] = new
+        self.update(new)
+
     def update(self, block: Block) -> None:
         """Enter what has changed: the block's references or copies, or its content's users or residencies."""
+        if block.is_guest:
+            return
         old, new, is_pinned = block.state, self._state_of(block), block.num_copies > 0
         if is_pinned is not block.is_pinned or (is_pinned and old is not new):
             self.num_pinned[old] -= block.is_pinned
@@ -173,7 +187,7 @@ class BlockPool:
             twin = content.device
             is_secured = twin is not None and twin.num_refs > 0
         else:
-            is_secured = is_wanted and content.host is not None
+            is_secured = is_wanted and content.host is not None and not content.num_unsaved
         if is_secured:
             return _SECURED
         if is_wanted:
@@ -203,6 +217,7 @@ class BlockPool:
             assert block.state is self._state_of(block), f"{self.tier}: {block} is misplaced"
             assert block.is_pinned == (block.num_copies > 0)
             assert block.num_refs >= block.num_online_refs >= 0 and block.num_copies >= 0
+            assert not block.is_guest
             assert block.is_valid or block.num_copies, f"{self.tier}: no copy fills block {block.index}"
             if block.content is not None:
                 residency = block.content.host if self._is_host else block.content.device

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
+from backfill.core.block import pack_block_ref
 from backfill.core.counters import ClassCounters
 from backfill.core.plan import CopyDirections
 from backfill.core.request import ServiceClass
@@ -21,6 +22,7 @@ class ContentStore:
 
     Args:
         is_shared: content may be of use to requests other than the one that computed it.
+        is_bidirectional: offline requests fill their blocks from the last slot.
     """
 
     def __init__(
@@ -30,6 +32,7 @@ class ContentStore:
         blocking: CopyDirections,
         counters: Mapping[ServiceClass, ClassCounters],
         is_shared: bool,
+        is_bidirectional: bool,
     ) -> None:
         self.device = BlockPool(Tier.DEVICE, num_blocks, self._on_device_eviction)
         self.host = BlockPool(Tier.HOST, num_host_blocks, self._on_host_eviction)
@@ -38,6 +41,7 @@ class ContentStore:
         self.num_host_evictions = 0  # of content that block tables name
         self._counters = counters
         self._is_shared = is_shared
+        self._is_bidirectional = is_bidirectional
         self._now_s = 0.0
         self._protection = CacheProtection(num_blocks)
 
@@ -75,8 +79,10 @@ class ContentStore:
 
     def take(self, count: int, limit: int, service_class: ServiceClass) -> list[Block]:
         """Blocks for the table of a request of this class."""
-        taken = self.device.take(count, limit)
+        taken, is_offline = self.device.take(count, limit), service_class is ServiceClass.OFFLINE
         for block in taken:
+            if self._is_bidirectional:
+                block.ref = pack_block_ref(block.index, is_offline)
             block.num_refs, block.num_online_refs = 1, int(service_class is ServiceClass.ONLINE)
             self.device.update(block)
         return taken
@@ -88,7 +94,8 @@ class ContentStore:
         block.num_online_refs -= is_online
         if block.num_refs and not is_online:
             return
-        if not block.num_refs and not block.is_valid and self.ledger.cancel_restore(block):
+        is_cancelled = not block.num_refs and not block.is_valid and self.ledger.cancel_restore(block)
+        if is_cancelled and (content is None or not content.num_lost):
             block.content = None
             self.device.update(block)
             if content is not None:
@@ -133,6 +140,7 @@ class ContentStore:
         """Make content reside nowhere. Its blocks stay with the tables and the copies that use them."""
         device, host = content.device, content.host
         content.device = content.host = None
+        content.num_lost = content.num_unsaved = 0
         self._forget_if_gone(content)
         if device is not None:
             device.content = None
@@ -180,16 +188,35 @@ class ContentStore:
 
     # Evictions.
 
+    def forget_key(self, content: Content) -> None:
+        """Content becomes a tail, which only the request finds that wants it."""
+        if content.key is not None:
+            del self.by_key[content.key]
+            content.key = None
+
+    def truncate(self, tail: Content, num_tokens: int) -> None:
+        """Only the tail's first tokens are left, on the device."""
+        host, tail.host = tail.host, None
+        tail.num_tokens, tail.num_lost, tail.num_unsaved = num_tokens, 0, 0
+        if host is not None:
+            host.content = None
+            self.host.update(host)
+
     def _on_device_eviction(self, content: Content) -> None:
         counters = self._counters[content.service_class]
         counters.num_evicted_blocks += 1
         if content.host is not None and content.num_wanted:
             counters.num_reclaimed_tokens += content.num_tokens
+        content.num_lost = 0
+        if content.num_unsaved:
+            self.drop(content)
         self._forget_if_gone(content)
 
     def _on_host_eviction(self, content: Content) -> None:
         self._counters[content.service_class].num_evicted_host_blocks += 1
         self.num_host_evictions += content.device is not None and content.device.num_refs > 0
+        if content.num_lost or content.num_unsaved:
+            self.truncate(content, content.num_device_tokens)
         self.place(content)
         self._forget_if_gone(content)
 

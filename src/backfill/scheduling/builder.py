@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from backfill.core.config import SchedulerConfig
 from backfill.core.plan import CopyDirections
-from backfill.core.request import PriorityLevel, Request, RequestStatus
+from backfill.core.request import PriorityLevel, Request, RequestStatus, ServiceClass
 from backfill.costs.model import CostModel
 from backfill.kvcache.content import BlockKey, Evictable, Match
 from backfill.kvcache.manager import KVCacheManager
@@ -106,16 +106,23 @@ class StepBuilder:
         requests = requests[:num_fitting]
         batch, size = self.batch, self.kv.block_size
         has_headroom = batch.has_headroom_for(len(requests))
+        shared = set(self.kv.sharing.blocks)
         for request in requests:
             # Where all of them fit, those whose last block has a slot follow together.
-            if has_headroom and request.num_computed_tokens % size:
+            if has_headroom and request.num_computed_tokens % size and request.request_id not in shared:
                 continue
             if request.status is RequestStatus.RUNNING and batch.has_headroom:
                 self._grow(request, 1)
         if has_headroom:
             running = RequestStatus.RUNNING  # and not preempted for a block of another one
             batch.add_decodes(
-                [each for each in requests if each.num_computed_tokens % size and each.status is running]
+                [
+                    each
+                    for each in requests
+                    if each.num_computed_tokens % size
+                    and each.status is running
+                    and each.request_id not in shared
+                ]
             )
         return num_fitting
 
@@ -161,8 +168,7 @@ class StepBuilder:
         if room is None:
             return Admission.REFUSED
         self._admit(request, *room, limits)
-        owed.num_holders += 1
-        owed.num_blocks += self._blocks_needed_next(request)
+        owed.add(request, self._blocks_needed_next(request))
         self._owed = owed
         return Admission.ADMITTED
 
@@ -204,10 +210,13 @@ class StepBuilder:
     def _grow(self, request: Request, num_tokens: int) -> bool:
         """Add a running request's tokens and allocate their blocks, preempting for them."""
         needed = request.num_computed_tokens + num_tokens
-        missing = self.kv.num_missing_blocks(request.request_id, needed)
-        if missing:
+        if request.request_id in self.kv.sharing.blocks:
             self._owed = None
-            may_evict = self.preemption.make_room(request, missing, self.batch)
+            if not self.preemption.make_way(request, needed, self.batch):
+                return False
+        if self.kv.num_missing_blocks(request.request_id, needed):
+            self._owed = None
+            may_evict = self.preemption.make_room(request, needed, self.batch)
             if may_evict is None:
                 return False
             self.kv.grow(request, needed, may_evict)
@@ -261,14 +270,18 @@ class StepBuilder:
         return not offset and self._waits_for_prefix(request, index)
 
     def _may_fit(self, request: Request, match: Match) -> bool:
-        needed = self.kv.blocks_for(request.num_tokens) - match.num_device_blocks
+        needed = self.kv.blocks_for(request.num_tokens) - match.num_device_blocks - self.kv.sharing.is_on
         return needed <= self.kv.num_available(Evictable.ALL)
 
     def _sum_owed(self, may_preempt: Collection[PriorityLevel]) -> _Owed:
         holders = [each for each in self.preemption.block_holders if not may_be_preempted(each, may_preempt)]
-        is_full = len(holders) >= self.config.max_num_seqs
-        num_blocks = 0 if is_full else sum(map(self._blocks_needed_next, holders))
-        return _Owed(may_preempt, len(holders), num_blocks)
+        owed = _Owed(may_preempt, self.kv.sharing.is_on)
+        if len(holders) >= self.config.max_num_seqs:
+            owed.num_holders = len(holders)
+            return owed
+        for request in holders:
+            owed.add(request, self._blocks_needed_next(request))
+        return owed
 
     def _blocks_needed_next(self, request: Request) -> int:
         """Blocks for the rest of its known tokens and one more, so that its next steps preempt nobody."""
@@ -309,5 +322,18 @@ class _Owed:
     """What the requests that hold blocks need next, without those that may be preempted."""
 
     but_for: Collection[PriorityLevel]
-    num_holders: int
-    num_blocks: int
+    shares_blocks: bool
+    num_holders: int = 0
+    _num_blocks: int = 0
+    _num_online: int = 0
+
+    @property
+    def num_blocks(self) -> int:
+        """Where blocks are shared, an online and an offline request can each enter the other one's block."""
+        num_pairs = min(self._num_online, self.num_holders - self._num_online) if self.shares_blocks else 0
+        return self._num_blocks - 2 * num_pairs
+
+    def add(self, request: Request, num_blocks: int) -> None:
+        self.num_holders += 1
+        self._num_blocks += num_blocks
+        self._num_online += request.service_class is ServiceClass.ONLINE

@@ -8,7 +8,6 @@ from itertools import islice
 from backfill.core.config import SchedulerConfig
 from backfill.core.plan import (
     AdmittedRequest,
-    BlockCopies,
     Compute,
     Resume,
     ScheduledSlice,
@@ -134,14 +133,14 @@ class StepPlanner:
             self.kv.max_copies, self.kv.max_background_copies = copy_limits(
                 work.predicted_s, slack_s, self.block_copy_s, self.copy_interference
             )
-        checkpoint, restore = self.kv.take_copies()
+        copies = self.kv.take_copies()
         waits = isinstance(work, Compute) and not work.slices and self.kv.num_copies_in_flight > 0
         plan = StepPlan(
             step=self._num_plans,
             work=WaitForCopies(bool(self.suspension.requests)) if waits else work,
             admitted=admitted,
             released=tuple(self._to_release),
-            copies=BlockCopies(checkpoint, restore, self.kv.blocking),
+            copies=copies,
         )
         self._to_release.clear()
         self._num_plans += 1

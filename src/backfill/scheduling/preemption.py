@@ -53,19 +53,29 @@ class Preemption:
             lost = self.kv.num_unsecured_tokens(request) + self.suspension.lost_tokens(request.request_id)
         return self.policy.preemption_key(request, lost)
 
-    def make_room(self, request: Request, num_blocks: int, batch: Batch) -> Evictable | None:
-        """What a running request may evict for ``num_blocks`` more blocks; preempts until that suffices.
+    def make_way(self, request: Request, num_tokens: int, batch: Batch) -> bool:
+        """Let a running request write its first ``num_tokens`` tokens into the last block that it shares.
+
+        Returns: False if it has to wait for a copy in flight, or was preempted itself.
+        """
+        victim = self.kv.in_the_way(request, num_tokens)
+        if victim is not None:
+            self.preempt(victim, batch)
+        return victim is not request and self.kv.claim(request, num_tokens)
+
+    def make_room(self, request: Request, num_tokens: int, batch: Batch) -> Evictable | None:
+        """What a running request may evict for its first ``num_tokens`` tokens; preempts until that suffices.
 
         Returns: None if the request has to wait for copies in flight, or was preempted itself.
         """
         kv, protects = self.kv, self.policy.protects_online_cache
         is_online = request.priority_level is PriorityLevel.ONLINE
-        while num_blocks > (available := kv.num_available(Evictable.LOSING_NOTHING)):
-            if not is_online and num_blocks <= available + kv.num_becoming_available:
+        while (lack := kv.growth_shortage(request, num_tokens, Evictable.LOSING_NOTHING)) > 0:
+            if not is_online and lack <= kv.num_becoming_available:
                 return None
-            if num_blocks <= kv.num_available(Evictable.OFFLINE):
+            if kv.growth_shortage(request, num_tokens, Evictable.OFFLINE) <= 0:
                 return Evictable.OFFLINE
-            may_take_all = num_blocks <= kv.num_available(Evictable.ALL)
+            may_take_all = kv.growth_shortage(request, num_tokens, Evictable.ALL) <= 0
             if may_take_all and not protects:
                 return Evictable.ALL
             holders = self.block_holders

@@ -144,7 +144,7 @@ class Scheduler:
 
     def commit(self, plan: StepPlan, outcome: StepOutcome, now_s: float) -> list[CommittedToken]:
         """Enter the outcome of ``plan`` into the requests. Requests of stopped slices stay as they were."""
-        self.kv.complete(outcome.completed_copies)
+        self.kv.complete((*outcome.completed_copies, *outcome.completed_slot_copies))
         self._suspension.commit(plan, outcome)
         self._commit_computed(plan, set(outcome.stopped))
         committed = []

@@ -75,7 +75,7 @@ class ObservedExecutor:
         outcome = self._executor.run(plan)
         ended_at_s = self._ended_at_s = self._clock.now_s()
         copying_s = max(0.0, min(self._copying_until_s, ended_at_s) - began_s)
-        self._num_copying -= len(outcome.completed_copies)
+        self._num_copying -= len(outcome.completed_copies) + len(outcome.completed_slot_copies)
         if not self._num_copying:
             self._copying_until_s = 0.0
         if isinstance(plan.work, Compute) and plan.slices and not outcome.stopped and not plan.copies.stalls:
@@ -86,10 +86,14 @@ class ObservedExecutor:
 
     def _begin_copies(self, plan: StepPlan, now_s: float) -> None:
         """Predict when the copies end that run beside this step and later ones."""
-        blocking = plan.copies.blocking
-        num_out = 0 if CopyDirections.CHECKPOINT in blocking else len(plan.copies.checkpoint)
-        num_in = 0 if CopyDirections.RESTORE in blocking else len(plan.copies.restore)
-        self._num_copying += num_out + num_in
+        copies, size = plan.copies, self.info.block_size
+        num_out = num_in = 0.0  # in blocks
+        if CopyDirections.CHECKPOINT not in copies.blocking:
+            num_out = len(copies.checkpoint) + sum(copy.num for copy in copies.slot_checkpoint) / size
+            self._num_copying += len(copies.checkpoint) + len(copies.slot_checkpoint)
+        if CopyDirections.RESTORE not in copies.blocking:
+            num_in = len(copies.restore) + sum(copy.num for copy in copies.slot_restore) / size
+            self._num_copying += len(copies.restore) + len(copies.slot_restore)
         if self._copies is not None and num_out + num_in:
             seconds = self.info.block_bytes * (
                 num_out / self._copies.to_host_bytes_per_s + num_in / self._copies.to_device_bytes_per_s

@@ -162,12 +162,16 @@ class _EngineState(Collector):
             ("checkpointed_bytes", "Bytes of KV copied to host memory", checkpointed * self._token_bytes),
             ("restored_bytes", "Bytes of KV copied back to the device", restored * self._token_bytes),
             ("step_stops", "Steps whose offline slices an arrival stopped", stats.num_stopped_steps),
+            ("kv_blocks_entered", "Blocks that were entered from their other end", stats.num_entered_blocks),
+            ("kv_slots_overwritten", "Slots overwritten in shared blocks", stats.num_overwritten_slots),
+            ("kv_slots_copied", "Slots copied before they are overwritten", stats.num_copied_slots),
         ):
             yield self._families.counter(name, text, total)
         for name, text, value in (
             ("kv_cache_usage_perc", "Share of device blocks in use, 0 to 1", stats.kv_usage_frac),
             ("host_kv_cache_usage_perc", "Share of host blocks in use, 0 to 1", stats.host_kv_usage_frac),
             ("kv_blocks_checkpointed", "Blocks in use with a host copy", stats.num_checkpointed_blocks),
+            ("kv_blocks_shared", "Blocks that two requests share", stats.num_shared_blocks),
         ):
             yield self._families.gauge(name, text, value)
 

@@ -1,0 +1,375 @@
+"""Blocks that an online and an offline request fill from their two ends (BROS, section 5)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import NamedTuple
+
+from backfill.core.block import is_reversed, pack_block_ref
+from backfill.core.request import Request, RequestId, ServiceClass
+from backfill.kvcache.checkpointer import Checkpointer
+from backfill.kvcache.content import Block, BlockState, Content
+from backfill.kvcache.store import ContentStore
+from backfill.kvcache.table import BlockTable
+
+_LEAST_FREE = 4  # one slot in so many must stay free, for a running request's block to be entered
+_LEAST_COPIED = 8  # a tail of at most one token in so many slots is sooner computed again than copied
+
+
+class FreeEnd(NamedTuple):
+    """A block that may be entered from its other end.
+
+    Attributes:
+        num_slots: that are in use or about to be written.
+        owner: the running request that fills it; None if a preempted one wants it.
+        content, table: of the preempted request.
+    """
+
+    block: Block
+    num_slots: int
+    owner: Request | None = None
+    content: Content | None = None
+    table: BlockTable | None = None
+
+
+class Sharing:
+    """The two ends of shared blocks, who fills them, and what one overwrites of the other.
+
+    A shared block has two ``Block`` objects that are each other's ``peer``. The pool knows the one that is
+    referenced; the other one is its guest. A guest is in the table of a running request, or holds the tail of
+    a preempted offline one, or nothing that is of use any more but a copy still reads.
+
+    Only last blocks are shared, whose requests' known tokens end in them, so each end grows by a token a
+    step. While they do not meet, nothing is copied. The offline request of the two gives way: it is preempted
+    a step before an online token would be written over one of its own. Its tail stays, and loses its last
+    tokens one by one. Each is copied to the host a step before, unless the tail has a host copy (section 5.2,
+    lazy checkpointing). What the host has no room for is lost, and computed again, and so are a few tokens.
+
+    Attributes:
+        is_on: blocks may be shared.
+        blocks: of requests that share their last block, this block.
+        num_entered: blocks that were entered from their other end.
+        num_overwritten: slots of tails that were overwritten.
+        num_copied: slots that were copied to the host because they were about to be.
+    """
+
+    def __init__(self, store: ContentStore, checkpointer: Checkpointer, block_size: int, is_on: bool) -> None:
+        self.is_on = is_on
+        self.blocks: dict[RequestId, Block] = {}
+        self.num_entered = self.num_overwritten = self.num_copied = 0
+        self._store = store
+        self._checkpointer = checkpointer
+        self._block_size = block_size
+        self._owners: dict[Block, Request] = {}
+        self._running: dict[RequestId, tuple[Request, BlockTable]] = {}
+        self._preempted: dict[RequestId, BlockTable] = {}  # offline requests
+
+    @property
+    def num_shared(self) -> int:
+        """Blocks whose two ends are both in use."""
+        return len({block.index for block in self.blocks.values()})
+
+    # Whose last block may be entered.
+
+    def add(self, request: Request, table: BlockTable) -> None:
+        """The request takes part in steps from now on."""
+        if self.is_on:
+            self._running[request.request_id] = request, table
+
+    def add_preempted(self, request: Request, table: BlockTable) -> None:
+        """The request will come back for what its table wants."""
+        if self.is_on and request.service_class is ServiceClass.OFFLINE:
+            self._preempted[request.request_id] = table
+
+    def remove(self, request: Request) -> None:
+        """The request no longer takes part in steps, or no longer wants its KV."""
+        self._running.pop(request.request_id, None)
+        self._preempted.pop(request.request_id, None)
+
+    def keeps_tail(self, request: Request, block: Block) -> bool:
+        """What a preempted request leaves in its last block may stay there."""
+        is_offline = request.service_class is ServiceClass.OFFLINE
+        return block.peer is None or is_offline or not block.peer.num_refs
+
+    def saves_block(
+        self, request: Request, num_tokens: int, limit: int, matched: Collection[Content] = ()
+    ) -> bool:
+        """There is a block to enter, which an allocation up to ``limit`` may not take. See ``find``."""
+        return self.is_on and self.find(request, num_tokens, limit, True, matched) is not None
+
+    def find(
+        self,
+        request: Request,
+        num_tokens: int,
+        beyond: int,
+        may_lose: bool,
+        matched: Collection[Content] = (),
+    ) -> FreeEnd | None:
+        """A block to enter for the last of those that a request's first ``num_tokens`` tokens fill.
+
+        It is the one that costs least. At first no KV is overwritten: preempted requests' last blocks come
+        before those of running ones, because nobody has to give way soon. Of each kind the block with the
+        most free slots is taken (BROS's ``FindPreemptBlock``). Then an online request's tokens overwrite a
+        preempted one's last tokens: better those that have a host copy, then as few as possible.
+
+        Args:
+            beyond: only blocks that an allocation up to this state may not take.
+            may_lose: what is overwritten need not have a host copy.
+            matched: what the request is about to reference, which is not entered.
+        """
+        size = self._block_size
+        room = size - (request.num_tokens - (num_tokens - 1) // size * size)
+        if room <= 0:
+            return None
+        preempted = list[FreeEnd]()
+        if request.service_class is ServiceClass.ONLINE:
+            preempted = [end for end in self._preempted_ends(request, beyond) if end.content not in matched]
+        best = max(preempted, key=lambda end: -end.num_slots, default=None)
+        if best is not None and best.num_slots <= room:
+            return best
+        least = max(1, size // _LEAST_FREE)
+        running = [end for end in self._running_ends(request) if end.num_slots + least <= room]
+        if running:
+            return min(running, key=lambda end: end.num_slots)
+        saved = [end for end in preempted if end.content is not None and _is_saved(end.content)]
+        return min(saved, key=lambda end: end.num_slots, default=best if may_lose else None)
+
+    def _preempted_ends(self, request: Request, beyond: int) -> Iterator[FreeEnd]:
+        for request_id, table in self._preempted.items():
+            content = table.wanted[-1] if table.wanted else None
+            block = None if content is None else content.device
+            if content is None or block is None or request_id == request.request_id:
+                continue
+            is_wanted_by_one = content.num_wanted == 1 and beyond < block.state <= BlockState.WANTED
+            is_alone = not block.num_refs and not block.num_copies and block.peer is None
+            if is_wanted_by_one and is_alone and is_reversed(block.ref):
+                yield FreeEnd(block, content.num_device_tokens, content=content, table=table)
+
+    def _running_ends(self, request: Request) -> Iterator[FreeEnd]:
+        for other, table in self._running.values():
+            if other.service_class is request.service_class or not table.blocks:
+                continue
+            block, num_slots = table.blocks[-1], self._num_slots(other, table)
+            if (
+                0 < num_slots < self._block_size
+                and block.peer is None
+                and len(table.blocks) > table.num_entered
+            ):
+                yield FreeEnd(block, num_slots, owner=other)
+
+    def _num_slots(self, request: Request, table: BlockTable) -> int:
+        """Slots of its last block that the request uses once all its known tokens are computed."""
+        return request.num_tokens - (len(table.blocks) - 1) * self._block_size
+
+    def enter_if_short(
+        self, request: Request, num_tokens: int, missing: int, limit: int
+    ) -> tuple[Block, ...]:
+        """Enter a block for the last of those that the request lacks, if too few are free; see ``find``."""
+        available = self._store.device.available
+        if not self.is_on or missing <= available(BlockState.UNWANTED):
+            return ()
+        beyond = limit if missing > available(limit) else -1
+        end = self.find(request, num_tokens, beyond, missing > available(BlockState.SECURED))
+        return () if end is None else (self._enter(request, num_tokens, end),)
+
+    def _enter(self, request: Request, num_tokens: int, end: FreeEnd) -> Block:
+        """The last block for the request's first ``num_tokens`` tokens is the other end of this one."""
+        is_online = request.service_class is ServiceClass.ONLINE
+        first = end.block
+        if end.content is not None and end.table is not None:
+            self._store.forget_key(end.content)
+            end.table.tail = end.content
+        assert is_reversed(first.ref) is is_online
+        entered = Block(first.index, pack_block_ref(first.index, not is_online), num_refs=1)
+        entered.num_online_refs, entered.is_guest = int(is_online), True
+        entered.num_slots = request.num_tokens - (num_tokens - 1) // self._block_size * self._block_size
+        first.num_slots = end.num_slots
+        first.peer, entered.peer = entered, first
+        if end.owner is None:
+            self._store.device.replace(first, entered)
+        else:
+            self._own(end.owner, first)
+        self._own(request, entered)
+        self.num_entered += 1
+        num_over = entered.num_slots + first.num_slots - self._block_size
+        if num_over > 0:
+            self._overwrite(first, num_over)
+        return entered
+
+    def _own(self, request: Request, block: Block) -> None:
+        self.blocks[request.request_id] = block
+        self._owners[block] = request
+
+    # Growth.
+
+    def in_the_way(self, request: Request, table: BlockTable, num_tokens: int) -> Request | None:
+        """Whom to preempt before a request computes its first ``num_tokens`` tokens; it may be itself.
+
+        An offline request leaves a slot free for the next online token. An online one that takes the last
+        free slot makes the offline one give way, so that the slot after it can be copied beside this step.
+        """
+        block = self.blocks.get(request.request_id)
+        if block is None or block.peer is None or not block.peer.num_refs:
+            return None
+        wanted = self._wanted(table, num_tokens)
+        if wanted <= block.num_slots or wanted + block.peer.num_slots < self._block_size:
+            return None
+        return self._owners[block.peer] if request.service_class is ServiceClass.ONLINE else request
+
+    def claim(self, request: Request, table: BlockTable, num_tokens: int) -> bool:
+        """The request is about to write its first ``num_tokens`` tokens, over a tail that is in the way.
+
+        Returns: False if it has to wait, because a copy reads a slot that it would write.
+        """
+        block = self.blocks.get(request.request_id)
+        if block is None:
+            return True
+        wanted, peer = self._wanted(table, num_tokens), block.peer
+        assert peer is not None
+        if wanted > block.num_slots:
+            num_over = wanted + peer.num_slots - self._block_size
+            if num_over > 0:
+                assert not peer.num_refs, "a running request's KV is overwritten"
+                if peer.num_copies:
+                    return False
+                self._overwrite(peer, num_over)
+            block.num_slots = wanted
+        return True
+
+    def _wanted(self, table: BlockTable, num_tokens: int) -> int:
+        return min(num_tokens - (len(table.blocks) - 1) * self._block_size, self._block_size)
+
+    def _overwrite(self, end: Block, num_slots: int) -> None:
+        """A tail loses its last tokens on the device."""
+        tail = end.content
+        assert tail is not None
+        left = end.num_slots = end.num_slots - num_slots
+        is_saved = tail.host is not None and tail.num_unsaved <= left
+        self.num_overwritten += num_slots
+        if is_saved:
+            tail.num_lost += num_slots
+        else:
+            self._store.truncate(tail, left)
+        if not left:
+            self._part(end)
+            tail.device, end.content, tail.num_lost = None, None, 0
+            self._store.place(tail)
+
+    def begin_copies(self, max_copies: int) -> None:
+        """Begin to copy, while fewer are in flight, what the next step's tokens would overwrite."""
+        ledger = self._store.ledger
+        for request_id, block in self.blocks.items():
+            peer = block.peer
+            assert peer is not None
+            tail, left = peer.content, self._block_size - block.num_slots - 1
+            if tail is None or left >= peer.num_slots or not self._checkpointer.saves_victims:
+                continue
+            is_short = tail.num_tokens * _LEAST_COPIED <= self._block_size
+            if is_short or self._writes_no_more(*self._running[request_id], block):
+                continue
+            if ledger.num_in_flight >= max_copies:
+                break
+            num_unsaved = tail.num_tokens if tail.host is None else tail.num_unsaved
+            if num_unsaved > left and self._checkpointer.checkpoint_slots(tail, left):
+                self.num_copied += num_unsaved - left
+
+    def _writes_no_more(self, request: Request, table: BlockTable, block: Block) -> bool:
+        """The last token that the request may sample needs no slot, and all before it have theirs."""
+        num_written = (len(table.blocks) - 1) * self._block_size + block.num_slots
+        return num_written >= request.num_prompt_tokens + request.sampling.max_tokens - 1
+
+    # Leaving.
+
+    def leave(self, block: Block) -> None:
+        """The request of one end is about to drop its reference; what it leaves there is its content."""
+        peer, tail = block.peer, block.content
+        assert peer is not None
+        del self.blocks[self._owners.pop(block).request_id]
+        if tail is not None and not peer.num_refs:  # one tail without a running request beside it is kept
+            if peer.content is not None and not peer.num_copies:
+                self.drop_tail(peer.content)
+                return
+            self.drop_tail(tail)
+            tail = None
+        if not block.is_guest:
+            self._store.device.replace(block, peer)
+        if tail is None:
+            self._part(block)
+        else:
+            block.num_slots = tail.num_tokens
+
+    def drop_tail(self, tail: Content) -> None:
+        """Nobody will come back for the tail."""
+        block = tail.device
+        self._store.drop(tail)
+        if block is not None and block.is_guest and not block.num_refs and not block.num_copies:
+            self._part(block)
+
+    def return_tail(self, tail: Content) -> bool:
+        """A request may have its tail again: all of it is here, and it can go on writing the block.
+
+        A tail in a block whose other end is in use is of use only if the host has all of it.
+        """
+        block, host = tail.device, tail.host
+        if not tail.is_writable:
+            return False
+        if block is None or (block.peer is None and (not tail.num_lost or not block.is_valid)):
+            return True
+        if block.peer is None:
+            return host is not None and host.is_valid
+        if not _is_saved(tail) or block.num_copies:
+            return False
+        tail.device, block.content, tail.num_lost = None, None, 0
+        self._part(block)
+        self._store.place(tail)
+        return True
+
+    def restore_lost(self, content: Content) -> None:
+        """The content is referenced: what it has lost on the device is copied back, into the same slots."""
+        block, host, ledger = content.device, content.host, self._store.ledger
+        if content.num_lost and block is not None and block.is_valid:
+            assert host is not None
+            ledger.restore(block, host, False, (self._block_size - content.num_tokens, content.num_lost))
+            if ledger.restores_block:
+                content.num_lost = 0
+
+    def end_copies(self) -> None:
+        """Copies have completed: ends that they alone kept are free."""
+        for block in list(self.blocks.values()):
+            peer = block.peer
+            if peer is not None and not (peer.num_refs or peer.num_copies or peer.content):
+                self._part(peer)
+
+    def _part(self, block: Block) -> None:
+        """The peer has the memory for itself."""
+        peer = block.peer
+        assert peer is not None
+        block.peer = peer.peer = None
+        owner = self._owners.pop(peer, None)
+        if owner is not None:
+            del self.blocks[owner.request_id]
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless both ends of each shared block agree."""
+        shared = [block for block in self._store.device.blocks if block.peer is not None]
+        owners = set[Block]()
+        for block in shared:
+            peer = block.peer
+            assert peer is not None and peer.peer is block and peer.is_guest and peer.index == block.index
+            assert is_reversed(peer.ref) is not is_reversed(block.ref), "both fill it from one end"
+            assert block.num_slots > 0 and peer.num_slots > 0, "an end without slots"
+            assert block.num_slots + peer.num_slots <= self._block_size, f"the ends of {block.index} overlap"
+            assert block.num_refs == 1 and block.content is None, "the pool knows the wrong end"
+            assert peer.num_refs or peer.content is not None or peer.num_copies, "a guest of no use"
+            if peer.num_refs:
+                assert peer.num_refs == 1 and peer.content is None and not peer.num_copies
+            elif peer.content is not None:
+                assert peer.content.device is peer
+                assert peer.content.num_device_tokens == peer.num_slots
+            owners.update(end for end in (block, peer) if end.num_refs)
+        assert owners == set(self._owners) == set(self.blocks.values()), "ends without requests"
+
+
+def _is_saved(content: Content) -> bool:
+    """All of it is in host memory too."""
+    return content.host is not None and content.host.is_valid and not content.num_unsaved
