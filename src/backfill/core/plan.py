@@ -196,6 +196,23 @@ class SampledToken(NamedTuple):
     logprobs: TokenLogprobs | None = None
 
 
+class WeightTransfers(NamedTuple):
+    """Transfers of offloaded layers to the device since the previous outcome.
+
+    Attributes:
+        interval: in use; None without offloading.
+        num_bytes: of transfers that were complete when a layer needed them, or that completed then.
+        stall_s: time for which layers waited for their weights.
+    """
+
+    interval: int | None = None
+    num_bytes: int = 0
+    stall_s: float = 0.0
+
+
+_NO_TRANSFERS = WeightTransfers()
+
+
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
     """What a step produced.
@@ -209,6 +226,7 @@ class StepOutcome:
         stopped_at_s: time of the stop on the executor's clock; None without one.
         completed_copies: copies of this plan or earlier ones that completed since the previous outcome, in
             any order.
+        weight_transfers: those of offloaded layers.
     """
 
     sampled: tuple[SampledToken, ...]
@@ -217,6 +235,7 @@ class StepOutcome:
     layers_done: int = 0
     stopped_at_s: float | None = None
     completed_copies: tuple[BlockCopy, ...] = ()
+    weight_transfers: WeightTransfers = _NO_TRANSFERS
 
     @property
     def stopped(self) -> tuple[RequestId, ...]:

@@ -127,6 +127,9 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
         num_protected_blocks: device blocks with content that is kept for online requests.
         num_cached_blocks: other device blocks with content that no request uses.
         num_referenced_blocks: device blocks in use, by requests or by copies.
+        offload_interval: every so many layers one is offloaded; 0 for none.
+        num_transferred_weight_bytes: weights of offloaded layers that were transferred to the device.
+        weight_stall_s: time for which steps waited for them.
     """
 
     online: ClassStats
@@ -141,6 +144,9 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     num_cached_copied_blocks: int = 0
     num_referenced_blocks: int = 0
     num_protected_blocks: int = 0
+    offload_interval: int = 0
+    num_transferred_weight_bytes: int = 0
+    weight_stall_s: float = 0.0
 
 
 class StepReport(msgspec.Struct, tag=True, frozen=True):

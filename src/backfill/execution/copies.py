@@ -212,11 +212,11 @@ class CudaBlockCopier:
     """
 
     def __init__(self, kv_pool: Tensor, host_pool: Tensor) -> None:
-        _pin(host_pool)
+        pin(host_pool)
         self._kv_pool = kv_pool
         self._host_pool = host_pool
         self._stream = torch.cuda.Stream(kv_pool.device)  # type: ignore[no-untyped-call]
-        self._finalizer = weakref.finalize(self, _unpin, host_pool, self._stream)
+        self._finalizer = weakref.finalize(self, unpin, host_pool, self._stream)
         # The system unpins at the process's end, and CUDA may have ended before.
         self._finalizer.atexit = False
         self._in_flight: deque[tuple[torch.cuda.Event, _CopyGroup]] = deque()
@@ -281,7 +281,7 @@ def _is_complete(event: torch.cuda.Event) -> bool:
     return bool(event.query())  # type: ignore[no-untyped-call]
 
 
-def _pin(host_pool: Tensor) -> None:
+def pin(host_pool: Tensor) -> None:
     """Pin allocated memory: torch's own pinned allocator rounds up to a power of two."""
     cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     result = int(cudart.cudaHostRegister(host_pool.data_ptr(), host_pool.nbytes, 0))
@@ -289,6 +289,6 @@ def _pin(host_pool: Tensor) -> None:
         raise RuntimeError(f"{host_pool.nbytes} bytes could not be pinned: CUDA error {result}")
 
 
-def _unpin(host_pool: Tensor, stream: torch.cuda.Stream) -> None:
+def unpin(host_pool: Tensor, stream: torch.cuda.Stream) -> None:
     stream.synchronize()
     torch.cuda.cudart().cudaHostUnregister(host_pool.data_ptr())  # type: ignore[no-untyped-call]

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from backfill.core.block import BlockCopy
 from backfill.core.clock import WallClock
 from backfill.core.plan import (
     Compute,
@@ -18,12 +17,14 @@ from backfill.core.plan import (
     StepOutcome,
     StepPlan,
     WaitForCopies,
+    WeightTransfers,
 )
 from backfill.core.request import RequestId
 from backfill.execution.batch import FlatBatch, build_batch
 from backfill.execution.copies import BlockCopier
 from backfill.execution.executor import ExecutorInfo
 from backfill.execution.micro_batches import MicroBatchStreams, split_step
+from backfill.execution.offloading import LayerStreamer
 from backfill.execution.request_state import RequestState
 from backfill.execution.sampler import Sampler
 from backfill.models.decoder import DecoderModel, HiddenState
@@ -62,8 +63,9 @@ class TorchExecutor:
 
     Args:
         kv_pool: ``[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]``; may be uninitialised.
+        streams: with two micro-batches, the prefills and the decodes of a step are computed side by side.
         copier: to and from the host pool; None without one.
-        num_micro_batches: 2 computes the prefills and the decodes of a step beside each other.
+        streamer: fetches the weights of offloaded layers; None if the model has all layers.
     """
 
     def __init__(
@@ -71,16 +73,17 @@ class TorchExecutor:
         model: DecoderModel,
         kv_pool: Tensor,
         info: ExecutorInfo,
+        streams: MicroBatchStreams,
         copier: BlockCopier | None = None,
-        num_micro_batches: int = 1,
+        streamer: LayerStreamer | None = None,
     ) -> None:
         self.info = info
         self._clock = WallClock()
         self._model = model
         self._kv_pool = kv_pool
         self._copier = copier
-        self._num_micro_batches = num_micro_batches
-        self._streams = MicroBatchStreams(kv_pool.device, num_micro_batches)
+        self._streamer = streamer
+        self._streams = streams
         self._sampler = Sampler(info.end_token_ids)
         self._states: dict[RequestId, RequestState] = {}
         self._suspended: _Pass | None = None
@@ -111,38 +114,41 @@ class TorchExecutor:
             case WaitForCopies():
                 if self._copier is not None:
                     self._copier.wait(_MAX_WAIT_S)
-                return StepOutcome(sampled=(), completed_copies=self._take_completed_copies())
+                return self._outcome(())
             case Compute(slices=()):
-                return StepOutcome(sampled=(), completed_copies=self._take_completed_copies())
+                return self._outcome(())
         with self._streams.forked():
             running, last = self._begun(work)
             stopped, stopped_at_s = self._run_layers(running, plan, last)
         sampled = self._sample(running, plan)
         # Last: if the step failed after this, completed copies would not be reported.
-        completed = self._take_completed_copies()
+        outcome = self._outcome(sampled)
         if stopped is None:
-            return StepOutcome(sampled, completed_copies=completed)
+            return outcome
         stopped_ids = {scheduled.request_id for scheduled in stopped.slices}
         ids = tuple(each.request_id for each in plan.slices if each.request_id in stopped_ids)
         is_suspended = stopped is self._suspended
-        return StepOutcome(
-            sampled,
+        return replace(
+            outcome,
             suspended=ids if is_suspended else (),
             discarded=() if is_suspended else ids,
             layers_done=stopped.layers_done,
             stopped_at_s=stopped_at_s,
-            completed_copies=completed,
         )
 
-    def _take_completed_copies(self) -> tuple[BlockCopy, ...]:
-        return () if self._copier is None else self._copier.take_completed()
+    def _outcome(self, sampled: tuple[SampledToken, ...]) -> StepOutcome:
+        return StepOutcome(
+            sampled,
+            completed_copies=() if self._copier is None else self._copier.take_completed(),
+            weight_transfers=WeightTransfers() if self._streamer is None else self._streamer.take_transfers(),
+        )
 
     def _run_layers(self, running: _Pass, plan: StepPlan, last: int) -> tuple[_Pass | None, float | None]:
         """Run the pass to its end, its preemptible slices to layer ``last`` at most.
 
         Returns: the slices that were stopped, as a pass, and when.
         """
-        model, points, streams = self._model, plan.safepoints, self._streams
+        model, points, streams, streamer = self._model, plan.safepoints, self._streams, self._streamer
         first = running.layers_done
         stopped: _Pass | None = None
         stopped_at_s: float | None = None
@@ -156,9 +162,13 @@ class TorchExecutor:
                     stopped_at_s = self._clock.now_s()
                     stopped = self._take_out(running, suspends=points.suspends)
                     continue
+            if streamer is not None:
+                streamer.before(layer)
             for each in running.micro_batches:
                 with streams.of(each.stream):
                     each.state = model.run_layer(layer, each.state, self._kv_pool, each.batch.attention)
+            if streamer is not None:
+                streamer.after(layer)
             running.layers_done += 1
         return stopped, stopped_at_s
 
@@ -177,7 +187,7 @@ class TorchExecutor:
             running = self._resumed(work.slices)
             return running, running.layers_done + work.num_layers
         micro_batches = []
-        for stream, slices in enumerate(split_step(work.slices, self._num_micro_batches)):
+        for stream, slices in enumerate(split_step(work.slices, self._streams.num_micro_batches)):
             with self._streams.of(stream):
                 batch = self._batch_of(slices)
                 state = self._model.embed(batch.token_ids, batch.attention)

@@ -12,11 +12,12 @@ from backfill.kernels.base import AttentionMetadata, Kernels, Linear
 from backfill.models.config import ModelConfig
 from backfill.models.decoder import HiddenState
 from backfill.models.frequencies import inverse_frequencies
+from backfill.models.movable import MovableWeights
 from backfill.models.weights import Checkpoint
 
 
 @dataclass(slots=True)
-class LlamaLayer:
+class LlamaLayer(MovableWeights):
     """The weights of one layer; projections of the same input are one matrix."""
 
     input_norm: Tensor
@@ -44,10 +45,11 @@ class LlamaModel:
         self.config = config
         self.kernels = kernels
         self.num_layers = config.num_layers
+        self.layers: dict[int, LlamaLayer] = {}
+        self._device = device
         self._scale = config.attention_scale
         shape = (config.vocab_size, config.hidden_size)
         self._embedding = checkpoint.get("model.embed_tokens.weight", shape).to(device)
-        self._layers = [self._load_layer(checkpoint, index, device) for index in range(config.num_layers)]
         self._norm = checkpoint.get("model.norm.weight", (config.hidden_size,)).to(device)
         if config.tie_word_embeddings:
             self._lm_head = kernels.linear(self._embedding)
@@ -55,43 +57,8 @@ class LlamaModel:
             self._lm_head = kernels.linear(checkpoint.get("lm_head.weight", shape).to(device))
         self._cos_sin = rotary_table(config, max_positions).to(device)
 
-    def embed(self, token_ids: Tensor, batch: AttentionMetadata) -> HiddenState:
-        return HiddenState(F.embedding(token_ids, self._embedding), None)
-
-    def run_layer(
-        self, index: int, state: HiddenState, kv_pool: Tensor, batch: AttentionMetadata
-    ) -> HiddenState:
-        layer, kernels, config = self._layers[index], self.kernels, self.config
-        x = self._norm_of(state, layer.input_norm)
-        qkv = layer.qkv(x)
-        kernels.rotate_and_write_kv(
-            qkv,
-            kv_pool,
-            index,
-            batch,
-            config.num_heads,
-            self._cos_sin,
-            layer.q_norm,
-            layer.k_norm,
-            config.norm_eps,
-        )
-        attended = kernels.attention(qkv, kv_pool, index, batch, config.num_heads, self._scale)
-        x = layer.output(attended)
-        x = kernels.add_rms_norm(x, state.residual, layer.post_attention_norm, config.norm_eps)
-        x = layer.down(kernels.silu_and_mul(layer.gate_up(x)))
-        return HiddenState(state.residual, x)
-
-    def logits(self, state: HiddenState, rows: Tensor) -> Tensor:
-        delta = None if state.delta is None else state.delta[rows]
-        return self._lm_head(self._norm_of(HiddenState(state.residual[rows], delta), self._norm))
-
-    def _norm_of(self, state: HiddenState, weight: Tensor) -> Tensor:
-        if state.delta is None:
-            return self.kernels.rms_norm(state.residual, weight, self.config.norm_eps)
-        return self.kernels.add_rms_norm(state.delta, state.residual, weight, self.config.norm_eps)
-
-    def _load_layer(self, checkpoint: Checkpoint, index: int, device: torch.device) -> LlamaLayer:
-        config = self.config
+    def load_layer(self, checkpoint: Checkpoint, index: int) -> LlamaLayer:
+        config, device = self.config, self._device
         prefix = f"model.layers.{index}"
         hidden, inner = config.hidden_size, config.intermediate_size
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
@@ -121,6 +88,41 @@ class LlamaModel:
             gate_up=linear({"mlp.gate_proj": inner, "mlp.up_proj": inner}, hidden, config.mlp_bias),
             down=linear({"mlp.down_proj": hidden}, inner, config.mlp_bias),
         )
+
+    def embed(self, token_ids: Tensor, batch: AttentionMetadata) -> HiddenState:
+        return HiddenState(F.embedding(token_ids, self._embedding), None)
+
+    def run_layer(
+        self, index: int, state: HiddenState, kv_pool: Tensor, batch: AttentionMetadata
+    ) -> HiddenState:
+        layer, kernels, config = self.layers[index], self.kernels, self.config
+        x = self._norm_of(state, layer.input_norm)
+        qkv = layer.qkv(x)
+        kernels.rotate_and_write_kv(
+            qkv,
+            kv_pool,
+            index,
+            batch,
+            config.num_heads,
+            self._cos_sin,
+            layer.q_norm,
+            layer.k_norm,
+            config.norm_eps,
+        )
+        attended = kernels.attention(qkv, kv_pool, index, batch, config.num_heads, self._scale)
+        x = layer.output(attended)
+        x = kernels.add_rms_norm(x, state.residual, layer.post_attention_norm, config.norm_eps)
+        x = layer.down(kernels.silu_and_mul(layer.gate_up(x)))
+        return HiddenState(state.residual, x)
+
+    def logits(self, state: HiddenState, rows: Tensor) -> Tensor:
+        delta = None if state.delta is None else state.delta[rows]
+        return self._lm_head(self._norm_of(HiddenState(state.residual[rows], delta), self._norm))
+
+    def _norm_of(self, state: HiddenState, weight: Tensor) -> Tensor:
+        if state.delta is None:
+            return self.kernels.rms_norm(state.residual, weight, self.config.norm_eps)
+        return self.kernels.add_rms_norm(state.delta, state.residual, weight, self.config.norm_eps)
 
 
 def rotary_table(config: ModelConfig, max_positions: int) -> Tensor:

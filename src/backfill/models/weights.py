@@ -31,6 +31,11 @@ class Checkpoint(ABC):
 
     dtype: torch.dtype
 
+    @property
+    @abstractmethod
+    def digest(self) -> str:
+        """Of where the tensors come from: another one for files that were changed."""
+
     @staticmethod
     def open(
         folder: str | Path, *, dtype: torch.dtype, load_format: LoadFormat = "auto", seed: int = 0
@@ -67,6 +72,12 @@ class SafetensorsCheckpoint(Checkpoint):
         self.dtype = dtype
         self._files: dict[Path, Any] = {}
         self._path_of = self._locate(Path(folder))
+
+    @property
+    def digest(self) -> str:
+        stats = [(path, path.stat()) for path in sorted(set(self._path_of.values()))]
+        files = [(str(path.resolve()), stat.st_size, stat.st_mtime_ns) for path, stat in stats]
+        return hashlib.sha256(repr((files, self.dtype)).encode()).hexdigest()
 
     def get(self, name: str, shape: Sequence[int]) -> Tensor:
         stored = self._stored_name(name)
@@ -132,6 +143,10 @@ class DummyCheckpoint(Checkpoint):
     def __init__(self, *, dtype: torch.dtype, seed: int = 0) -> None:
         self.dtype = dtype
         self._seed = seed
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(f"dummy {self._seed} {self.dtype}".encode()).hexdigest()
 
     def get(self, name: str, shape: Sequence[int]) -> Tensor:
         if "norm" in name.split(".")[-2]:
