@@ -72,7 +72,7 @@ class Engine:
         )
         self.num_failed_steps_in_a_row = 0
         self.num_stopped_steps = 0
-        self._offload_interval = 0
+        self._offload_interval = info.offload_interval or 0
         self._num_transferred_weight_bytes = 0
         self._weight_stall_s = 0.0
         self.scheduling_s = 0.0

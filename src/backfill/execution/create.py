@@ -95,6 +95,7 @@ def create_torch_executor(config: EngineConfig) -> TorchExecutor:
         can_stop=True,
         num_host_blocks=num_host_blocks,
         block_bytes=layout.block_bytes,
+        offload_interval=interval,
     )
     kv_pool = _allocate_pool(layout, num_blocks, dtype, device)
     copier = _create_copier(kv_pool, layout, num_host_blocks) if num_host_blocks else None

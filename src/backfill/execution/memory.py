@@ -94,8 +94,8 @@ def plan_memory(
     weights_bytes = weights.device_bytes(interval)
     if limit_bytes is not None:
         left = limit_bytes - weights_bytes - activation_bytes
-        if left < max(block_bytes, kv_bytes or 0):
-            needed = kv_bytes or block_bytes
+        needed = block_bytes if kv_bytes is None else kv_bytes
+        if left < needed:
             raise InsufficientMemory(_over_limit(weights, interval, activation_bytes, needed, limit_bytes))
         kv_bytes = left if kv_bytes is None else kv_bytes
     elif kv_bytes is None:

@@ -209,7 +209,7 @@ class CudaLink:
         waiting = []
         for reached, passed in self._stalls:
             if passed.query():  # type: ignore[no-untyped-call]
-                self.stall_s += reached.elapsed_time(passed) / 1000.0  # type: ignore[no-untyped-call]
+                self.stall_s += reached.elapsed_time(passed) / 1000.0
             else:
                 waiting.append((reached, passed))
         self._stalls = waiting
