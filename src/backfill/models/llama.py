@@ -49,8 +49,8 @@ class LlamaModel:
         self._device = device
         self._scale = config.attention_scale
         shape = (config.vocab_size, config.hidden_size)
-        self._embedding = checkpoint.get("model.embed_tokens.weight", shape).to(device)
-        self._norm = checkpoint.get("model.norm.weight", (config.hidden_size,)).to(device)
+        self._embedding = checkpoint.get("model.embed_tokens.weight", shape).to(device, copy=True)
+        self._norm = checkpoint.get("model.norm.weight", (config.hidden_size,)).to(device, copy=True)
         if config.tie_word_embeddings:
             self._lm_head = kernels.linear(self._embedding)
         else:
@@ -64,7 +64,7 @@ class LlamaModel:
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
 
         def norm(name: str, size: int) -> Tensor:
-            return checkpoint.get(f"{prefix}.{name}.weight", (size,)).to(device)
+            return checkpoint.get(f"{prefix}.{name}.weight", (size,)).to(device, copy=True)
 
         def linear(names: dict[str, int], in_size: int, has_bias: bool) -> Linear:
             """One matrix of the named ones; ``names`` has their output sizes."""

@@ -61,11 +61,11 @@ class OPTModel:
         def tensor(name: str, *shape: int) -> Tensor:
             return checkpoint.get(f"model.decoder.{name}", shape).to(device)
 
-        self._embedding = tensor("embed_tokens.weight", config.vocab_size, embed_dim)
+        self._embedding = tensor("embed_tokens.weight", config.vocab_size, embed_dim).clone()
         num_rows = config.max_position_embeddings + OPT_POSITION_OFFSET
         self._positions = tensor("embed_positions.weight", num_rows, hidden)[
             OPT_POSITION_OFFSET : OPT_POSITION_OFFSET + max_positions
-        ]
+        ].clone()
         self._project_in: Linear | None = None
         self._project_out: Linear | None = None
         if embed_dim != hidden:
@@ -74,7 +74,8 @@ class OPTModel:
         self._final_norm: LayerNorm | None = None
         if config.final_layer_norm:
             self._final_norm = LayerNorm(
-                tensor("final_layer_norm.weight", hidden), tensor("final_layer_norm.bias", hidden)
+                tensor("final_layer_norm.weight", hidden).clone(),
+                tensor("final_layer_norm.bias", hidden).clone(),
             )
         head = self._embedding
         if not config.tie_word_embeddings:
@@ -89,7 +90,8 @@ class OPTModel:
             return checkpoint.get(f"{prefix}.{name}", shape).to(self._device)
 
         def norm(name: str) -> LayerNorm:
-            return LayerNorm(tensor(f"{name}.weight", hidden), tensor(f"{name}.bias", hidden))
+            weight, bias = tensor(f"{name}.weight", hidden), tensor(f"{name}.bias", hidden)
+            return LayerNorm(weight.clone(), bias.clone())
 
         def linear(names: tuple[str, ...], out_size: int, in_size: int) -> Linear:
             weight = torch.cat([tensor(f"{name}.weight", out_size, in_size) for name in names])

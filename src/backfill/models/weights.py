@@ -64,8 +64,9 @@ class Checkpoint(ABC):
 class SafetensorsCheckpoint(Checkpoint):
     """Tensors of ``model.safetensors``, or of the shards ``model.safetensors.index.json`` lists.
 
-    Files are memory-mapped: a tensor that has the wanted dtype is a view of its file and takes no memory
-    of its own until it is written to. A file must not be rewritten in place while it is in use.
+    Files are memory-mapped: a tensor that has the wanted dtype is a view of its file, and the smallest one
+    keeps all pages mapped that were read. A model copies what it keeps. A file must not be rewritten in place
+    while it is in use.
     """
 
     def __init__(self, folder: str | Path, *, dtype: torch.dtype) -> None:
