@@ -125,7 +125,8 @@ def newest_packed() -> list[Path]:
 def measure(options: argparse.Namespace, interval: str) -> dict[str, Any]:
     config = EngineConfig(
         model_dir=str(resolve_model(options.model)),
-        kv_gib=options.kv_gib,
+        kv_gib=None if options.device_memory else options.kv_gib,
+        device_memory=options.device_memory,
         offload_interval=interval,
         scheduler=SchedulerConfig(prefix_caching=False),
     )
@@ -140,6 +141,8 @@ def measure(options: argparse.Namespace, interval: str) -> dict[str, Any]:
         prompt = [3 + (7 * index + 11 * place) % 1000 for place in range(options.context)]
         sampling = SamplingParams(max_tokens=options.steps + 10, temperature=0.0, ignore_eos=True)
         engine.add(Request(request_id=RequestId(str(index)), prompt_token_ids=prompt, sampling=sampling))
+    if options.device_memory:
+        executor.fill_kv_pool(executor.info.num_blocks)
     steps: list[float] = []
     stalls: list[float] = []
     num_bytes, stall_before = 0, 0.0
@@ -173,6 +176,9 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=128)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--kv-gib", type=float, default=0.25)
+    parser.add_argument(
+        "--device-memory", type=float, help="GiB; the KV pool gets what is left, and is filled"
+    )
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     restart_in_engine_environment()
@@ -199,7 +205,8 @@ def print_row(result: dict[str, Any], resident: dict[str, Any] | None) -> None:
         f"{result['interval']:>5}: rss {served['rss']:.0f} MiB (anonymous {served['anonymous']:.0f}, file "
         f"{served['file']:.0f}, peak {served['peak_rss']:.0f}); step {1e3 * result['step_s']:.1f} ms, of it "
         f"stalls {1e3 * result['stall_s']:.2f}; packed files in the page cache, MiB: "
-        f"{result['packed_cached_mib']}"
+        f"{result['packed_cached_mib']}; anonymous pages above those before the start "
+        f"{served['anonymous'] - result['before']['anonymous']:.0f} MiB"
     )
     if resident is not None and result["transfer_s"] is not None:
         num_layers = result["num_layers"]

@@ -30,7 +30,7 @@ class Pipeline:
         self._times = times
         self._offloaded = offloaded_layers(times.num_layers, interval)
         self._events: list[tuple[float, str]] = []
-        self._num_free = 2
+        self._num_free = min(2, len(self._offloaded))
         self._staged: deque[int] = deque()
         self._to_transfer = self._cycle()
         self._in_transfer: int | None = None
@@ -100,10 +100,11 @@ def test_step_times_are_those_of_the_pipeline(
     assert step_time_s(times, interval) == pytest.approx(simulated_step_s(times, interval), rel=1e-9)
 
 
-def test_each_of_the_three_limits() -> None:
+def test_each_of_the_limits() -> None:
     times = LayerTimes(num_layers=12, compute_s=1.0, transfer_s=4.0, other_s=2.0)
     assert step_time_s(times, None) == step_time_s(times, 6) == times.resident_step_s == 14.0
     assert step_time_s(times, 3) == 16.0  # 4 transfers
+    assert step_time_s(LayerTimes(12, 1.0, 20.0, 2.0), 12) == 21.0  # one buffer: the transfer, then the layer
     # 2 transfers; between them layers 10, 11, those of the next step's first interval, and the host's part.
     assert step_time_s(LayerTimes(14, 1.0, 5.0, 6.0), 3) == (1 + 2 + 3) + 6 + 2 * 5.0 == 22.0
 

@@ -247,12 +247,12 @@ def test_an_interval_that_saves_nothing_is_said_to(model_dir: Path, caplog: pyte
 
 
 def test_weights_take_the_planned_memory(model_dir: Path) -> None:
-    """What is placed lies in the slots, of which there are as many as the plan has."""
+    """What is placed lies in the buffers, of which there are as many as the plan has."""
     streamer = streamer_of(create_torch_executor(config_of(model_dir, 2)))
     assert len(streamer._placed) == 8
-    slot_bytes = sum(each.buffer_bytes for each in streamer._placed)
+    buffer_bytes = sum(each.buffer_bytes for each in streamer._placed)
     starts = {part.untyped_storage().data_ptr() for each in streamer._placed for part in each.memory()}
     assert len(starts) == 1
     storage = streamer._placed[0].memory()[0].untyped_storage()
-    assert storage.nbytes() <= slot_bytes + 4096
-    assert slot_bytes / GIB < 0.01
+    assert storage.nbytes() <= buffer_bytes + 4096
+    assert buffer_bytes / GIB < 0.01

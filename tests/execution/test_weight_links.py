@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from backfill.execution.layer_slots import Fetch
+from backfill.execution.layer_buffers import Fetch
 from backfill.execution.micro_batches import MicroBatchStreams
 from backfill.execution.weight_links import CudaLink, ThreadLink
 from backfill.models.movable import allocate_buffers
@@ -50,8 +50,8 @@ def disk() -> Iterator[Disk]:
     disk.let(1000)
 
 
-def create(disk: Disk, num_slots: int = 2) -> tuple[ThreadLink, list[Tensor]]:
-    buffers = allocate_buffers(num_slots, NUM_BYTES, torch.device("cpu"))
+def create(disk: Disk, num_buffers: int = 2) -> tuple[ThreadLink, list[Tensor]]:
+    buffers = allocate_buffers(num_buffers, NUM_BYTES, torch.device("cpu"))
     return ThreadLink(buffers, disk.read, disk.close), buffers
 
 
@@ -61,7 +61,7 @@ def later(call: Any, *arguments: Any) -> threading.Thread:
     return thread
 
 
-def test_a_wait_ends_when_the_slot_is_filled(disk: Disk) -> None:
+def test_a_wait_ends_when_the_buffer_is_filled(disk: Disk) -> None:
     link, buffers = create(disk)
     link.begin(Fetch(7, 1))
     link.begin(Fetch(8, 0))
@@ -94,7 +94,7 @@ def test_a_transfer_that_is_complete_stalls_nothing(disk: Disk) -> None:
     link.close()
 
 
-def test_a_later_transfer_to_a_slot_replaces_those_before(disk: Disk) -> None:
+def test_a_later_transfer_to_a_buffer_replaces_those_before(disk: Disk) -> None:
     link, buffers = create(disk)
     link.begin(Fetch(1, 0))  # is being read
     assert disk.began.acquire(timeout=30.0)
@@ -143,7 +143,9 @@ def test_its_thread_ends_and_the_file_is_closed(disk: Disk, how: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_micro_batches", [1, 2])
-def test_on_cuda_a_slot_is_overwritten_after_its_use_and_read_after_the_copy(num_micro_batches: int) -> None:
+def test_on_cuda_a_buffer_is_overwritten_after_its_use_and_read_after_the_copy(
+    num_micro_batches: int,
+) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     num_layers, num_bytes = 16, 32 << 20
     host = torch.empty((num_layers, num_bytes), dtype=torch.uint8)

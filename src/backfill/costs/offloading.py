@@ -56,14 +56,17 @@ def step_time_s(times: LayerTimes, interval: int | None) -> float:
 
     - the computation of a step: L t_c + t_o;
     - its transfers one after another: n t_t;
-    - n - 2 transfers, and between them the stretch from the start of a step's last offloaded layer to the end
-      of the next step's first one, in which only the two staging buffers can be filled:
-      (n - 2) t_t + t_c + (L mod i) t_c + t_o + i t_c.
+    - with one offloaded layer, which has one buffer: its transfer and its computation, t_t + t_c;
+    - with more than two: n - 2 transfers, and between them the stretch from the start of a step's last
+      offloaded layer to the end of the next step's first one, in which only the two staging buffers can be
+      filled: (n - 2) t_t + t_c + (L mod i) t_c + t_o + i t_c.
     """
     num_transfers = len(offloaded_layers(times.num_layers, interval))
     if interval is None or num_transfers == 0:
         return times.resident_step_s
     bounds = [times.resident_step_s, num_transfers * times.transfer_s]
+    if num_transfers == 1:
+        bounds.append(times.transfer_s + times.compute_s)
     if num_transfers > NUM_STAGING_BUFFERS:
         num_computed = 1 + times.num_layers % interval + interval
         across_steps_s = num_computed * times.compute_s + times.other_s

@@ -60,7 +60,9 @@ def create_torch_executor(config: EngineConfig) -> TorchExecutor:
     memory = _plan_memory(config, model_config, layout, device)
     num_blocks = memory.num_blocks
     max_model_len = _choose_max_model_len(config, model_config, num_blocks, layout)
-    taken_bytes = memory.weights_bytes + memory.kv_bytes if device.type == "cpu" else 0
+    taken_bytes = memory.host_layers_bytes
+    if device.type == "cpu":
+        taken_bytes = memory.weights_bytes + memory.kv_bytes
     num_host_blocks = _choose_num_host_blocks(config, layout, memory.kv_bytes, taken_bytes)
     checkpoint = Checkpoint.open(
         config.model_dir, dtype=dtype, load_format=config.load_format, seed=config.seed
@@ -72,13 +74,13 @@ def create_torch_executor(config: EngineConfig) -> TorchExecutor:
     streamer: LayerStreamer | None = None
     if interval is not None:
         name = f"{model_config.shape_key}-{str(dtype).removeprefix('torch.')}"
-        num_slots = memory.num_device_layers
+        num_buffers = memory.num_device_layers
         streamer = create_streamer(
             model,
             checkpoint,
             name=name,
             interval=interval,
-            num_slots=num_slots,
+            num_buffers=num_buffers,
             device=device,
             streams=streams,
         )
@@ -171,7 +173,7 @@ def _available_cuda_bytes(device: torch.device, utilization: float) -> int:
 
 
 def _choose_num_host_blocks(config: EngineConfig, layout: KVLayout, kv_bytes: int, taken_bytes: int) -> int:
-    """Blocks of the host pool, 0 for none. Weights and device pool will use ``taken_bytes`` of the host."""
+    """Blocks of the host pool, 0 for none. Weights and device pool use ``taken_bytes`` of the host."""
     if config.scheduler.checkpointing in (None, "none") or config.host_kv_bytes == 0:
         return 0
     available = available_host_bytes()

@@ -40,11 +40,14 @@ class MemoryPlan:
     Attributes:
         num_device_layers: layers' worth of memory, resident layers and staging buffers together.
         weights_bytes: these layers and all weights outside the layers.
+        host_layers_bytes: of all layers, which a device that is not the host keeps in host memory too if
+            some are offloaded.
         activation_bytes: the most that a step takes beside weights and KV; counted only against a limit.
     """
 
     num_device_layers: int
     weights_bytes: int
+    host_layers_bytes: int
     activation_bytes: int
     kv_bytes: int
     num_blocks: int
@@ -116,6 +119,7 @@ def plan_memory(
     return MemoryPlan(
         num_device_layers(weights.num_layers, interval),
         weights_bytes,
+        0 if interval is None else weights.num_layers * weights.layer_bytes,
         activation_bytes,
         kv_bytes,
         num_blocks=kv_bytes // block_bytes,

@@ -10,7 +10,7 @@ import torch
 from backfill.core.config import GIB
 from backfill.core.errors import InsufficientMemory
 from backfill.core.plan import WeightTransfers
-from backfill.execution.layer_slots import Fetch, LayerSlots
+from backfill.execution.layer_buffers import Fetch, LayerBuffers
 from backfill.execution.micro_batches import MicroBatchStreams
 from backfill.execution.weight_links import CudaLink, ThreadLink, WeightLink
 from backfill.models.decoder import DecoderModel
@@ -26,7 +26,7 @@ class LayerStreamer:
     """Gives a model each layer's weights before it is computed.
 
     Args:
-        placed: a layer in each slot's memory.
+        placed: a layer in each buffer's memory.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class LayerStreamer:
         self._model = model
         self._placed = placed
         self._link = link
-        self._slots = LayerSlots(model.num_layers, len(placed), interval)
+        self._buffers = LayerBuffers(model.num_layers, len(placed), interval)
         self._reported_bytes = 0
         self._reported_stall_s = 0.0
         self._prefetch(0)
@@ -45,21 +45,21 @@ class LayerStreamer:
 
         Not while a pass runs; one may be suspended. Raises: ValueError if that needs more device memory.
         """
-        self._slots.set_interval(interval)
+        self._buffers.set_interval(interval)
 
     def before(self, layer: int) -> None:
         """A layer is computed next, on the streams of all micro-batches."""
-        fetch, evicted = self._slots.claim(layer)
+        fetch, evicted = self._buffers.claim(layer)
         if evicted is not None:
             del self._model.layers[evicted]
         if fetch is not None:
             self._begin(fetch)
             self._prefetch(layer + 1)
-        self._link.wait(self._slots.slot_of(layer))
+        self._link.wait(self._buffers.buffer_of(layer))
 
     def after(self, layer: int) -> None:
         """All computation of a layer was issued."""
-        if self._slots.release(layer):
+        if self._buffers.release(layer):
             del self._model.layers[layer]
             self._prefetch(layer + 1)
 
@@ -68,7 +68,9 @@ class LayerStreamer:
         link = self._link
         link.collect()
         taken = WeightTransfers(
-            self._slots.interval, link.num_bytes - self._reported_bytes, link.stall_s - self._reported_stall_s
+            self._buffers.interval,
+            link.num_bytes - self._reported_bytes,
+            link.stall_s - self._reported_stall_s,
         )
         self._reported_bytes, self._reported_stall_s = link.num_bytes, link.stall_s
         return taken
@@ -77,12 +79,12 @@ class LayerStreamer:
         self._link.close()
 
     def _prefetch(self, next_layer: int) -> None:
-        for fetch in self._slots.prefetch(next_layer):
+        for fetch in self._buffers.prefetch(next_layer):
             self._begin(fetch)
 
     def _begin(self, fetch: Fetch) -> None:
         self._link.begin(fetch)
-        self._model.layers[fetch.layer] = self._placed[fetch.slot]
+        self._model.layers[fetch.layer] = self._placed[fetch.buffer]
 
 
 def create_streamer(
@@ -91,11 +93,11 @@ def create_streamer(
     *,
     name: str,
     interval: int,
-    num_slots: int,
+    num_buffers: int,
     device: torch.device,
     streams: MicroBatchStreams,
 ) -> LayerStreamer:
-    """Keep the layers of a model without layers outside of device memory, and allocate the slots.
+    """Keep the layers of a model without layers outside of device memory, and allocate the buffers.
 
     On a CPU they are kept in a file of the cache folder, elsewhere in pinned host memory.
 
@@ -105,9 +107,9 @@ def create_streamer(
     """
     first = model.load_layer(checkpoint, 0)
     try:
-        buffers = allocate_buffers(num_slots, first.buffer_bytes, device)
+        buffers = allocate_buffers(num_buffers, first.buffer_bytes, device)
     except (RuntimeError, MemoryError) as error:
-        gib = num_slots * first.buffer_bytes / GIB
+        gib = num_buffers * first.buffer_bytes / GIB
         raise InsufficientMemory(
             f"Layers of {gib:.2f} GiB could not be allocated on {device}; lower `offload_interval`."
         ) from error

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from backfill.execution.copies import pin, unpin
-from backfill.execution.layer_slots import Fetch
+from backfill.execution.layer_buffers import Fetch
 from backfill.execution.micro_batches import MicroBatchStreams
 
 
 class WeightLink(Protocol):
-    """Fills slots with the weights of layers, one transfer after another.
+    """Fills buffers with the weights of layers, one transfer after another.
 
     After a transfer failed, every wait raises.
 
@@ -31,10 +31,10 @@ class WeightLink(Protocol):
     stall_s: float
 
     def begin(self, fetch: Fetch) -> None:
-        """Queue a transfer. What was computed with the slot until now comes first."""
+        """Queue a transfer. What was computed with the buffer until now comes first."""
 
-    def wait(self, slot: int) -> None:
-        """What is computed from now on finds the slot's last transfer complete."""
+    def wait(self, buffer: int) -> None:
+        """What is computed from now on finds the buffer's last transfer complete."""
 
     def collect(self) -> None:
         """Bring the totals up to date, after the device has computed a step."""
@@ -59,7 +59,7 @@ class ThreadLink:
         self.num_bytes = 0
         self.stall_s = 0.0
         self._layer_bytes = buffers[0].nbytes
-        self._unused: set[int] = set()  # slots whose last transfer was not waited for
+        self._unused: set[int] = set()  # buffers whose last transfer was not waited for
         # The thread refers to this and not to the link, so that an unused link can be collected.
         self._queue = _FetchQueue()
         thread = threading.Thread(
@@ -70,18 +70,18 @@ class ThreadLink:
         thread.start()
 
     def begin(self, fetch: Fetch) -> None:
-        self._unused.add(fetch.slot)
+        self._unused.add(fetch.buffer)
         self._queue.put(fetch)
 
-    def wait(self, slot: int) -> None:
+    def wait(self, buffer: int) -> None:
         self._queue.raise_if_failed()
-        if slot not in self._unused:
+        if buffer not in self._unused:
             return
-        if not self._queue.is_complete(slot):
+        if not self._queue.is_complete(buffer):
             began_s = time.perf_counter()
-            self._queue.wait(slot)
+            self._queue.wait(buffer)
             self.stall_s += time.perf_counter() - began_s
-        self._unused.remove(slot)
+        self._unused.remove(buffer)
         self.num_bytes += self._layer_bytes
 
     def collect(self) -> None:
@@ -92,20 +92,20 @@ class ThreadLink:
 
 
 class _FetchQueue:
-    """Queued transfers of the thread; a slot's later transfer replaces an earlier one."""
+    """Queued transfers of the thread; a buffer's later transfer replaces an earlier one."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._queued: deque[Fetch] = deque()
-        self._wanted: dict[int, Fetch] = {}  # the last transfer of each slot, until it is complete
+        self._wanted: dict[int, Fetch] = {}  # the last transfer of each buffer, until it is complete
         self._error: Exception | None = None
         self._is_closed = False
 
     def put(self, fetch: Fetch) -> None:
         with self._changed:
-            self._queued = deque(each for each in self._queued if each.slot != fetch.slot)
+            self._queued = deque(each for each in self._queued if each.buffer != fetch.buffer)
             self._queued.append(fetch)
-            self._wanted[fetch.slot] = fetch
+            self._wanted[fetch.buffer] = fetch
             self._changed.notify_all()
 
     def next(self) -> Fetch | None:
@@ -116,16 +116,16 @@ class _FetchQueue:
 
     def complete(self, fetch: Fetch) -> None:
         with self._changed:
-            if self._wanted.get(fetch.slot) is fetch:
-                del self._wanted[fetch.slot]
+            if self._wanted.get(fetch.buffer) is fetch:
+                del self._wanted[fetch.buffer]
                 self._changed.notify_all()
 
-    def is_complete(self, slot: int) -> bool:
-        return slot not in self._wanted
+    def is_complete(self, buffer: int) -> bool:
+        return buffer not in self._wanted
 
-    def wait(self, slot: int) -> None:
+    def wait(self, buffer: int) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: slot not in self._wanted or self._error)
+            self._changed.wait_for(lambda: buffer not in self._wanted or self._error)
         self.raise_if_failed()
 
     def fail(self, error: Exception) -> None:
@@ -147,7 +147,7 @@ def _read_all(queue: _FetchQueue, buffers: Sequence[Tensor], read: Callable[[int
     """The thread: makes queued transfers until the queue is closed or one fails."""
     try:
         while (fetch := queue.next()) is not None:
-            read(fetch.layer, buffers[fetch.slot])
+            read(fetch.layer, buffers[fetch.buffer])
             queue.complete(fetch)
     except Exception as error:
         queue.fail(error)
@@ -186,13 +186,13 @@ class CudaLink:
     def begin(self, fetch: Fetch) -> None:
         self._streams.precede(self._stream)
         with torch.cuda.stream(self._stream):
-            self._buffers[fetch.slot].copy_(self._host_layers[fetch.layer], non_blocking=True)
+            self._buffers[fetch.buffer].copy_(self._host_layers[fetch.layer], non_blocking=True)
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(self._stream)
-        self._copied[fetch.slot] = event
+        self._copied[fetch.buffer] = event
 
-    def wait(self, slot: int) -> None:
-        event = self._copied.pop(slot, None)
+    def wait(self, buffer: int) -> None:
+        event = self._copied.pop(buffer, None)
         if event is None:
             return
         # Whether a layer waits is known only when the stream gets there: the host runs ahead of it.
@@ -203,7 +203,7 @@ class CudaLink:
         self._streams.wait_for(event)
         passed.record(current)
         self._stalls.append((reached, passed))
-        self.num_bytes += self._buffers[slot].nbytes
+        self.num_bytes += self._buffers[buffer].nbytes
 
     def collect(self) -> None:
         waiting = []

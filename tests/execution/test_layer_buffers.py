@@ -1,4 +1,4 @@
-"""Every layer is in its slot when it is computed, and no more is fetched than must be."""
+"""Every layer is in its buffer when it is computed, and no more is fetched than must be."""
 
 from __future__ import annotations
 
@@ -9,74 +9,74 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from backfill.costs.offloading import num_device_layers, offloaded_layers
-from backfill.execution.layer_slots import Fetch, LayerSlots
+from backfill.execution.layer_buffers import Fetch, LayerBuffers
 
 
 class Memory:
-    """The slots' contents: fetches are made at once, in their order."""
+    """The buffers' contents: fetches are made at once, in their order."""
 
-    def __init__(self, slots: LayerSlots, num_layers: int) -> None:
-        self.slots = slots
+    def __init__(self, buffers: LayerBuffers, num_layers: int) -> None:
+        self.buffers = buffers
         self.num_layers = num_layers
         self.contents: dict[int, int] = {}
         self.fetched: list[int] = []
-        self.make(slots.prefetch(0))
+        self.make(buffers.prefetch(0))
 
     def make(self, fetches: Iterable[Fetch]) -> None:
         for fetch in fetches:
-            assert 0 <= fetch.slot < self.slots.num_slots
-            self.contents[fetch.slot] = fetch.layer
+            assert 0 <= fetch.buffer < self.buffers.num_buffers
+            self.contents[fetch.buffer] = fetch.layer
             self.fetched.append(fetch.layer)
 
     def run(self, first: int, last: int) -> None:
         """Compute layers ``[first, last)`` as a streamer does."""
         for layer in range(first, last):
-            fetch, _ = self.slots.claim(layer)
+            fetch, _ = self.buffers.claim(layer)
             self.make([] if fetch is None else [fetch])
-            self.make(self.slots.prefetch(layer + 1))
-            assert self.contents[self.slots.slot_of(layer)] == layer
-            self.slots.release(layer)
-            self.make(self.slots.prefetch(layer + 1))
-            held = self.slots._slot_of
-            assert sorted([*held.values(), *self.slots._free]) == list(range(self.slots.num_slots))
+            self.make(self.buffers.prefetch(layer + 1))
+            assert self.contents[self.buffers.buffer_of(layer)] == layer
+            self.buffers.release(layer)
+            self.make(self.buffers.prefetch(layer + 1))
+            held = self.buffers._buffer_of
+            assert sorted([*held.values(), *self.buffers._free]) == list(range(self.buffers.num_buffers))
 
 
 @st.composite
 def schedules(draw: st.DrawFn) -> tuple[int, int, list[tuple[int, int, int]]]:
-    """Layers, slots, and passes that begin and end anywhere, each with an interval that these slots allow."""
+    """Layers, buffers, and passes that begin and end anywhere, with intervals that these buffers allow."""
     num_layers = draw(st.integers(1, 16))
     residency = draw(st.integers(1, num_layers))
-    num_slots = num_device_layers(num_layers, residency)
-    allowed = [i for i in range(1, num_layers + 1) if num_device_layers(num_layers, i) <= num_slots]
+    num_buffers = num_device_layers(num_layers, residency)
+    allowed = [i for i in range(1, num_layers + 1) if num_device_layers(num_layers, i) <= num_buffers]
     passes = []
     for _ in range(draw(st.integers(1, 8))):
         first = draw(st.integers(0, num_layers - 1))
         passes.append((draw(st.sampled_from(allowed)), first, draw(st.integers(first + 1, num_layers))))
-    return num_layers, num_slots, passes
+    return num_layers, num_buffers, passes
 
 
 @settings(max_examples=300)
 @given(schedules())
-def test_each_layer_is_in_its_slot_when_it_is_computed(
+def test_each_layer_is_in_its_buffer_when_it_is_computed(
     schedule: tuple[int, int, list[tuple[int, int, int]]],
 ) -> None:
-    num_layers, num_slots, passes = schedule
-    memory = Memory(LayerSlots(num_layers, num_slots, passes[0][0]), num_layers)
+    num_layers, num_buffers, passes = schedule
+    memory = Memory(LayerBuffers(num_layers, num_buffers, passes[0][0]), num_layers)
     for interval, first, last in passes:
-        memory.slots.set_interval(interval)
+        memory.buffers.set_interval(interval)
         memory.run(first, last)
     # Whatever happened before: soon only offloaded layers are fetched, each once a pass, in order.
     for _ in range(num_layers + 2):
         memory.run(0, num_layers)
     memory.fetched.clear()
     memory.run(0, num_layers)
-    assert sorted(memory.fetched) == list(offloaded_layers(num_layers, memory.slots.interval))
+    assert sorted(memory.fetched) == list(offloaded_layers(num_layers, memory.buffers.interval))
 
 
 def test_a_transfer_begins_as_soon_as_a_staging_buffer_is_free_also_for_the_next_pass() -> None:
-    memory = Memory(LayerSlots(num_layers=12, num_slots=num_device_layers(12, 3), interval=3), 12)
+    memory = Memory(LayerBuffers(num_layers=12, num_buffers=num_device_layers(12, 3), interval=3), 12)
     memory.run(0, 12)
-    assert sorted(memory.slots._slot_of) == [0, 1, 2, 3, 4, 5, 6, 7, 9, 10]
+    assert sorted(memory.buffers._buffer_of) == [0, 1, 2, 3, 4, 5, 6, 7, 9, 10]
     begun = []
     for layer in range(12):
         memory.fetched.clear()
@@ -86,20 +86,20 @@ def test_a_transfer_begins_as_soon_as_a_staging_buffer_is_free_also_for_the_next
 
 
 def test_a_pass_that_begins_again_takes_the_buffer_of_the_layer_that_is_needed_last() -> None:
-    slots = LayerSlots(num_layers=6, num_slots=2, interval=1)
-    memory = Memory(slots, 6)
+    buffers = LayerBuffers(num_layers=6, num_buffers=2, interval=1)
+    memory = Memory(buffers, 6)
     memory.run(0, 3)
-    assert sorted(slots._slot_of) == [3, 4]
-    fetch, evicted = slots.claim(0)
-    assert (fetch, evicted) == (Fetch(0, slots.slot_of(0)), 4)
+    assert sorted(buffers._buffer_of) == [3, 4]
+    fetch, evicted = buffers.claim(0)
+    assert (fetch, evicted) == (Fetch(0, buffers.buffer_of(0)), 4)
 
 
 def test_layers_become_resident_where_they_were_staged() -> None:
     """From interval 3 to interval 4 and back, without a fetch more than the passes need anyway."""
-    memory = Memory(LayerSlots(num_layers=12, num_slots=num_device_layers(12, 4), interval=3), 12)
+    memory = Memory(LayerBuffers(num_layers=12, num_buffers=num_device_layers(12, 4), interval=3), 12)
     fetched = []
     for interval in (3, 3, 4, 4, 3, 3):
-        memory.slots.set_interval(interval)
+        memory.buffers.set_interval(interval)
         memory.fetched.clear()
         memory.run(0, 12)
         fetched.append(sorted(memory.fetched))
@@ -110,8 +110,8 @@ def test_layers_become_resident_where_they_were_staged() -> None:
 
 
 @pytest.mark.parametrize("interval", [0, 13, 5])
-def test_an_interval_that_the_slots_do_not_allow_is_refused(interval: int) -> None:
-    slots = LayerSlots(num_layers=12, num_slots=num_device_layers(12, 4), interval=4)
+def test_an_interval_that_the_buffers_do_not_allow_is_refused(interval: int) -> None:
+    buffers = LayerBuffers(num_layers=12, num_buffers=num_device_layers(12, 4), interval=4)
     with pytest.raises(ValueError, match="interval"):
-        slots.set_interval(interval)
-    assert slots.interval == 4
+        buffers.set_interval(interval)
+    assert buffers.interval == 4
