@@ -88,9 +88,10 @@ def test_a_step_stops_at_a_safepoint_while_layers_wait_for_weights() -> None:
     timed(executor, clock)
     began_s = clock.now_s()
     left = 12 - outcome.layers_done
-    resumed = executor.run(replace(mixed, work=Resume(mixed.slices, left, 0.0, points), admitted=()))
+    resumed = executor.run(replace(mixed, step=1, work=Resume(mixed.slices, left, 0.0, points), admitted=()))
     assert [each.request_id for each in resumed.sampled] == ["job"]
-    assert clock.now_s() - began_s <= (left + 1) * 0.011
+    # Two transfers for the next pass were begun, and come first.
+    assert clock.now_s() - began_s <= (left + 2) * 0.011
 
 
 @given(st.integers(1, 16), st.integers(1, 16), st.integers(1, 15))
