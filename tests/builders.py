@@ -53,7 +53,7 @@ def make_request(
     return Request(
         request_id=RequestId(request_id),
         prompt_token_ids=list(prompt_token_ids or _prompt_of(request_id, prompt_tokens)),
-        sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0, **sampling),  # type: ignore[arg-type]
+        sampling=SamplingParams(**{"max_tokens": max_tokens, "temperature": 0.0, **sampling}),  # type: ignore[arg-type]
         service_class=service_class,
         priority=priority,
         arrived_at_s=arrived_at_s,

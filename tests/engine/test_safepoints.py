@@ -19,6 +19,7 @@ from backfill.core.plan import StepPlan
 from backfill.core.request import FinishReason, Request, RequestId, ServiceClass
 from backfill.costs.profile import CostProfile
 from backfill.engine.engine import Engine
+from backfill.execution import offloading
 from backfill.execution.create import create_torch_executor
 from backfill.execution.torch_executor import TorchExecutor
 from backfill.kvcache.content import Evictable
@@ -67,22 +68,33 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def create_executor(model_dir: Path, num_micro_batches: int) -> TorchExecutor:
+def create_executor(model_dir: Path, num_micro_batches: int, interval: int | str = "none") -> TorchExecutor:
     config = EngineConfig(
         model_dir=str(model_dir),
         dtype="float32",
         block_size=8,
         kv_gib=NUM_BLOCKS * _BLOCK_BYTES / GIB,
         num_micro_batches=num_micro_batches,
+        offload_interval=interval,
     )
     executor = create_torch_executor(config)
     executor._model = Interruptions(executor._model)  # type: ignore[assignment]
     return executor
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["1-micro-batch", "2-micro-batches"])
-def executor(request: pytest.FixtureRequest, model_dir: Path) -> TorchExecutor:
-    return create_executor(model_dir, request.param)
+@pytest.fixture(
+    scope="module",
+    params=[(1, "none"), (2, "none"), (2, 2)],
+    ids=["1-micro-batch", "2-micro-batches", "2-micro-batches-offloaded"],
+)
+def executor(
+    request: pytest.FixtureRequest, model_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> TorchExecutor:
+    num_micro_batches, interval = request.param
+    cache: Path = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(offloading, "cache_root", lambda: cache)
+        return create_executor(model_dir, num_micro_batches, interval)
 
 
 def model_of(executor: TorchExecutor) -> Interruptions:
@@ -217,7 +229,9 @@ def test_an_arrival_at_any_point_of_a_step_changes_no_token(
     arrivals = {(step, layer): step - 1 for step in (1, 2, 3)}
     num_split_steps = model_of(executor).num_split_steps
     engine, done = run_disturbed(executor, arrivals, preemption, prefix_caching=prefix_caching)
-    assert (model_of(executor).num_split_steps > num_split_steps) == (executor._num_micro_batches == 2)
+    assert (model_of(executor).num_split_steps > num_split_steps) == (
+        executor._streams.num_micro_batches == 2
+    )
     assert {request.request_id: request.output_token_ids for request in done} == expected
     assert engine.num_stopped_steps <= len(ONLINE_SHAPES)
     if preemption == "suspend" and layer < NUM_LAYERS // 2:

@@ -1,15 +1,12 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 import torch
 
 from backfill.core.block import pack_block_ref
-from backfill.core.errors import InsufficientMemory
 from backfill.core.plan import ScheduledSlice
 from backfill.core.request import RequestId
 from backfill.execution.batch import build_batch, slot_mapping_of
-from backfill.execution.machine import check_fits
 
 
 def test_slices_lie_one_after_another() -> None:
@@ -36,13 +33,3 @@ def test_slices_lie_one_after_another() -> None:
 def test_slot_addresses_follow_the_direction() -> None:
     refs = np.array([pack_block_ref(2), pack_block_ref(2, reverse=True)])
     assert slot_mapping_of(refs, np.array([1, 1]), 8).tolist() == [17, 22]
-
-
-def test_what_does_not_fit_is_refused_with_what_would() -> None:
-    gib = 1 << 30
-    check_fits(weights_bytes=gib, kv_bytes=gib, available_bytes=2 * gib, device="cpu")
-    check_fits(weights_bytes=gib, kv_bytes=gib, available_bytes=None, device="cpu")
-    with pytest.raises(InsufficientMemory, match=r"use `kv_gib` 0\.5 or less"):
-        check_fits(weights_bytes=gib, kv_bytes=gib, available_bytes=gib * 3 // 2, device="cpu")
-    with pytest.raises(InsufficientMemory, match="the weights alone do not fit"):
-        check_fits(weights_bytes=2 * gib, kv_bytes=gib, available_bytes=gib, device="cpu")

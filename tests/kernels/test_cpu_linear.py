@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from backfill.kernels.cpu import CpuKernels, TiledLinear, available_isas
+from backfill.kernels.cpu import CpuKernels, TiledLinear, _panels, available_isas
 from tests.kernels.cpu import REFERENCE, assert_close, random_rows, seeded
 
 TILED_ISAS = [
@@ -109,3 +110,21 @@ def test_linear_refuses_what_it_cannot_read(kernels: CpuKernels) -> None:
         kernels.linear(weight, torch.zeros(4, dtype=torch.bfloat16, device="meta"))
     with pytest.raises(ValueError, match=r"^weight:"):
         kernels.linear(weight[:, :0])
+
+
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_panels_can_be_placed_elsewhere(has_bias: bool) -> None:
+    """On every machine: nothing is multiplied here."""
+    kernels = SimpleNamespace(linear=None)
+    generator = seeded(0)
+    weight = random_rows(generator, 70, 64, dtype=torch.bfloat16)
+    bias = random_rows(generator, 70, dtype=torch.bfloat16) if has_bias else None
+    packed = TiledLinear(kernels, _panels(weight), 70, bias)  # type: ignore[arg-type]
+    buffers = [torch.zeros_like(part) for part in packed.memory]
+    placed = packed.placed(buffers)
+    for buffer, part in zip(buffers, packed.memory, strict=True):
+        buffer.copy_(part)
+    assert (placed.out_features, placed.in_features, placed.layout) == (70, 64, packed.layout)
+    assert torch.equal(placed._weight, packed._weight)
+    assert placed._weight_address == buffers[0].data_ptr()
+    assert placed._bias_address == (buffers[1].data_ptr() if has_bias else 0)

@@ -59,7 +59,7 @@ app = command(
     profile,
     {
         "Model": "model revision dtype load_format max_model_len",
-        "Engine": "device threads num_micro_batches gpu_memory_utilization",
+        "Engine": "device threads num_micro_batches gpu_memory_utilization device_memory offload_interval",
         "Scheduling": "max_num_seqs max_num_batched_tokens",
         "KV memory": "kv_gib block_size",
         "Profile": "quick out json",

@@ -122,7 +122,8 @@ app = command(
     {
         "Files": "input_file output_file error_file json shards shard",
         "Model": MODEL_SECTION,
-        "Engine": "device threads num_micro_batches gpu_memory_utilization engine_hang_timeout",
+        "Engine": "device threads num_micro_batches gpu_memory_utilization device_memory "
+        "offload_interval engine_hang_timeout",
         "Scheduling": f"order {LIMITS_SECTION}",
         "KV memory": "kv_gib block_size host_kv_gib prefix_caching",
         "Requests": "strict log_level",

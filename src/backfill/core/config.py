@@ -181,6 +181,11 @@ class EngineConfig:
         host_kv_gib: size in GiB of a second KV pool in host memory, which holds checkpointed blocks; 0 is
             none. Default: as large as the KV pool, at most a quarter of the memory available.
         gpu_memory_utilization: share of the GPU's memory to use.
+        device_memory: most GiB for the weights on the device, a step's activations and the KV pool together.
+            On CPU this is RAM, and libraries and the host's KV pool come on top. The KV pool is then what the
+            others leave, unless ``kv_gib`` says otherwise. Default: what is free.
+        offload_interval: the weights of every so many layers are not kept on the device but transferred to it
+            in each step: from a file in the cache folder on CPU, from host memory on CUDA. none keeps all.
         threads: threads of the CPU kernels. Default: the processors available.
         num_micro_batches: 1 or 2. With 2, the prefills and the decodes of a step are computed beside each
             other, on two CUDA streams. On CPU they take turns, which gains nothing.
@@ -199,6 +204,8 @@ class EngineConfig:
     kv_gib: float | None = None
     host_kv_gib: float | None = None
     gpu_memory_utilization: float = 0.9
+    device_memory: float | None = None
+    offload_interval: int | str = "none"
     threads: int | None = None
     num_micro_batches: int = 1
     profile: str | Path | None = None
@@ -228,6 +235,24 @@ class EngineConfig:
         return None if self.host_kv_gib is None else int(self.host_kv_gib * GIB)
 
     @property
+    def device_memory_bytes(self) -> int | None:
+        return None if self.device_memory is None else int(self.device_memory * GIB)
+
+    @property
+    def offload_every(self) -> int | None:
+        """``offload_interval`` as a number; None for none. Raises: ConfigError."""
+        given = self.offload_interval
+        if given == "none":
+            return None
+        if isinstance(given, str) and given.isdigit():
+            given = int(given)
+        if isinstance(given, str) or given < 1:
+            raise ConfigError(
+                f"must be none or a whole number of at least 1, got {given!r}.", field="offload_interval"
+            )
+        return given
+
+    @property
     def profile_path(self) -> str | None:
         return None if self.profile is None else str(Path(self.profile).expanduser())
 
@@ -242,6 +267,9 @@ class EngineConfig:
             _check("host_kv_gib", gib, 0.0 <= gib < math.inf, "a finite number of at least 0")
         share = self.gpu_memory_utilization
         _check("gpu_memory_utilization", share, 0.0 < share <= 1.0, "above 0 and at most 1")
+        if (gib := self.device_memory) is not None:
+            _check("device_memory", gib, 1 / GIB <= gib < math.inf, "a finite number above 0")
+        _ = self.offload_every
         if self.max_model_tokens is not None:
             at_least("max_model_len", self.max_model_tokens, 1)
         if self.threads is not None:

@@ -205,6 +205,23 @@ class SampledToken(NamedTuple):
     logprobs: TokenLogprobs | None = None
 
 
+class WeightTransfers(NamedTuple):
+    """Transfers of offloaded layers to the device since the previous outcome.
+
+    Attributes:
+        interval: in use; None without offloading.
+        num_bytes: of transfers that were complete when a layer needed them, or that completed then.
+        stall_s: time for which layers waited for their weights.
+    """
+
+    interval: int | None = None
+    num_bytes: int = 0
+    stall_s: float = 0.0
+
+
+_NO_TRANSFERS = WeightTransfers()
+
+
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
     """What a step produced.
@@ -219,6 +236,7 @@ class StepOutcome:
         completed_copies: copies of this plan or earlier ones that completed since the previous outcome, in
             any order.
         completed_slot_copies: likewise.
+        weight_transfers: those of offloaded layers.
     """
 
     sampled: tuple[SampledToken, ...]
@@ -228,6 +246,7 @@ class StepOutcome:
     stopped_at_s: float | None = None
     completed_copies: tuple[BlockCopy, ...] = ()
     completed_slot_copies: tuple[SlotCopy, ...] = ()
+    weight_transfers: WeightTransfers = _NO_TRANSFERS
 
     @property
     def stopped(self) -> tuple[RequestId, ...]:

@@ -72,6 +72,9 @@ class Engine:
         )
         self.num_failed_steps_in_a_row = 0
         self.num_stopped_steps = 0
+        self._offload_interval = info.offload_interval or 0
+        self._num_transferred_weight_bytes = 0
+        self._weight_stall_s = 0.0
         self.scheduling_s = 0.0
         self._clock = clock
         self._refiner = refiner
@@ -172,6 +175,10 @@ class Engine:
         if plan.slices:  # a step without slices does not show that the device works
             self.num_failed_steps_in_a_row = 0
         ended_at, now_s = time.perf_counter(), self._clock.now_s()
+        transfers = outcome.weight_transfers
+        self._offload_interval = transfers.interval or 0
+        self._num_transferred_weight_bytes += transfers.num_bytes
+        self._weight_stall_s += transfers.stall_s
         outputs += [_token_output(token) for token in self.scheduler.commit(plan, outcome, now_s)]
         stop_latency_s = self._stop_latency_s(plan, outcome)
         if stop_latency_s is not None:
@@ -241,6 +248,9 @@ class Engine:
             num_entered_blocks=sharing.num_entered,
             num_overwritten_slots=sharing.num_overwritten,
             num_copied_slots=sharing.num_copied,
+            offload_interval=self._offload_interval,
+            num_transferred_weight_bytes=self._num_transferred_weight_bytes,
+            weight_stall_s=self._weight_stall_s,
         )
 
     def _stop_requested_at_s(self, plan: StepPlan) -> float | None:

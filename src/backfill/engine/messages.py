@@ -131,6 +131,9 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
         num_entered_blocks: blocks that were entered from their other end.
         num_overwritten_slots: slots of preempted requests that were overwritten in shared blocks.
         num_copied_slots: slots that were copied to host memory because they were about to be overwritten.
+        offload_interval: every so many layers one is offloaded; 0 for none.
+        num_transferred_weight_bytes: weights of offloaded layers that were transferred to the device.
+        weight_stall_s: time for which steps waited for them.
     """
 
     online: ClassStats
@@ -149,6 +152,9 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     num_entered_blocks: int = 0
     num_overwritten_slots: int = 0
     num_copied_slots: int = 0
+    offload_interval: int = 0
+    num_transferred_weight_bytes: int = 0
+    weight_stall_s: float = 0.0
 
 
 class StepReport(msgspec.Struct, tag=True, frozen=True):

@@ -13,17 +13,20 @@ from backfill.core.errors import ConfigError, InsufficientMemory
 from backfill.core.plan import AdmittedRequest, Compute, ScheduledSlice, StepPlan
 from backfill.core.request import RequestId
 from backfill.core.sampling import SamplingParams
+from backfill.costs.offloading import offloaded_layers
 from backfill.execution.copies import BlockCopier, create_copier
 from backfill.execution.executor import ExecutorInfo
 from backfill.execution.machine import (
     available_host_bytes,
     available_processors,
-    check_fits,
     check_host_pool_fits,
 )
+from backfill.execution.memory import MemoryPlan, WeightSizes, activation_bytes, plan_memory
+from backfill.execution.micro_batches import MicroBatchStreams
+from backfill.execution.offloading import LayerStreamer, create_streamer
 from backfill.execution.torch_executor import TorchExecutor
 from backfill.kernels import create_kernels
-from backfill.models.build import build_model
+from backfill.models.build import build_model, build_without_layers
 from backfill.models.config import ModelConfig
 from backfill.models.generation_config import GenerationDefaults, end_token_ids
 from backfill.models.weights import Checkpoint
@@ -54,16 +57,34 @@ def create_torch_executor(config: EngineConfig) -> TorchExecutor:
         block_size=config.block_size,
         dtype_bytes=dtype.itemsize,
     )
-    kv_bytes = _choose_kv_bytes(config, model_config, device, dtype)
-    num_blocks = kv_bytes // layout.block_bytes
+    memory = _plan_memory(config, model_config, layout, device)
+    num_blocks = memory.num_blocks
     max_model_len = _choose_max_model_len(config, model_config, num_blocks, layout)
-    taken_bytes = model_config.weight_bytes(dtype.itemsize) + kv_bytes if device.type == "cpu" else 0
-    num_host_blocks = _choose_num_host_blocks(config, layout, device, kv_bytes, taken_bytes)
+    taken_bytes = memory.host_layers_bytes
+    if device.type == "cpu":
+        taken_bytes = memory.weights_bytes + memory.kv_bytes
+    num_host_blocks = _choose_num_host_blocks(config, layout, memory.kv_bytes, taken_bytes)
     checkpoint = Checkpoint.open(
         config.model_dir, dtype=dtype, load_format=config.load_format, seed=config.seed
     )
-    kernels = create_kernels(device)
-    model = build_model(model_config, checkpoint, kernels, max_positions=max_model_len, device=device)
+    streams = MicroBatchStreams(device, config.num_micro_batches)
+    kernels, interval = create_kernels(device), config.offload_every
+    build = build_model if interval is None else build_without_layers
+    model = build(model_config, checkpoint, kernels, max_positions=max_model_len, device=device)
+    streamer: LayerStreamer | None = None
+    if interval is not None:
+        name = f"{model_config.shape_key}-{str(dtype).removeprefix('torch.')}"
+        num_buffers = memory.num_device_layers
+        streamer = create_streamer(
+            model,
+            checkpoint,
+            name=name,
+            interval=interval,
+            num_buffers=num_buffers,
+            device=device,
+            streams=streams,
+        )
+        _log_offloading(model_config.num_layers, interval, memory)
     info = ExecutorInfo(
         num_blocks=num_blocks,
         block_size=config.block_size,
@@ -76,10 +97,11 @@ def create_torch_executor(config: EngineConfig) -> TorchExecutor:
         can_stop=True,
         num_host_blocks=num_host_blocks,
         block_bytes=layout.block_bytes,
+        offload_interval=interval,
     )
     kv_pool = _allocate_pool(layout, num_blocks, dtype, device)
     copier = _create_copier(kv_pool, layout, num_host_blocks) if num_host_blocks else None
-    executor = TorchExecutor(model, kv_pool, info, copier, config.num_micro_batches)
+    executor = TorchExecutor(model, kv_pool, info, streams, copier, streamer)
     _warm_up(executor)
     return executor
 
@@ -103,18 +125,45 @@ def _choose_dtype(config: EngineConfig, model_config: ModelConfig, device: torch
     return _TORCH_DTYPES[name]
 
 
-def _choose_kv_bytes(
-    config: EngineConfig, model_config: ModelConfig, device: torch.device, dtype: torch.dtype
-) -> int:
-    """Size of the device pool, checked against the memory left beside the weights."""
-    weights_bytes = model_config.weight_bytes(dtype.itemsize)
-    available, default_bytes = available_host_bytes(), 1 * GIB
-    if device.type == "cuda":
-        available = _available_cuda_bytes(device, config.gpu_memory_utilization)
-        default_bytes = max(1, int((available - weights_bytes) * 0.9))
-    kv_bytes = default_bytes if config.kv_bytes is None else config.kv_bytes
-    check_fits(weights_bytes=weights_bytes, kv_bytes=kv_bytes, available_bytes=available, device=str(device))
-    return kv_bytes
+def _plan_memory(
+    config: EngineConfig, model_config: ModelConfig, layout: KVLayout, device: torch.device
+) -> MemoryPlan:
+    on_cpu, limits = device.type == "cpu", config.scheduler
+    dtype_bytes = layout.dtype_bytes
+    return plan_memory(
+        WeightSizes.of(model_config, dtype_bytes, packs_tables=on_cpu),
+        device=str(device),
+        block_bytes=layout.block_bytes,
+        default_kv_bytes=GIB if on_cpu else None,
+        interval=config.offload_every,
+        kv_bytes=config.kv_bytes,
+        limit_bytes=config.device_memory_bytes,
+        activation_bytes=activation_bytes(
+            model_config, limits.max_num_batched_tokens, limits.max_num_seqs, dtype_bytes
+        ),
+        available_bytes=available_host_bytes()
+        if on_cpu
+        else _available_cuda_bytes(device, config.gpu_memory_utilization),
+    )
+
+
+def _log_offloading(num_layers: int, interval: int, memory: MemoryPlan) -> None:
+    num_offloaded = len(offloaded_layers(num_layers, interval))
+    logger.info(
+        "%d of %d layers are offloaded; device memory has %d layers and staging buffers, weights of %.2f GiB "
+        "in all, and %d KV blocks",
+        num_offloaded,
+        num_layers,
+        memory.num_device_layers,
+        memory.weights_bytes / GIB,
+        memory.num_blocks,
+    )
+    if memory.num_device_layers == num_layers:
+        logger.warning(
+            "offload_interval %d saves no memory: %d layers are offloaded, into as many staging buffers",
+            interval,
+            num_offloaded,
+        )
 
 
 def _available_cuda_bytes(device: torch.device, utilization: float) -> int:
@@ -123,10 +172,8 @@ def _available_cuda_bytes(device: torch.device, utilization: float) -> int:
     return max(0, int(total * utilization) - (total - free))
 
 
-def _choose_num_host_blocks(
-    config: EngineConfig, layout: KVLayout, device: torch.device, kv_bytes: int, taken_bytes: int
-) -> int:
-    """Blocks of the host pool, 0 for none. Weights and device pool will use ``taken_bytes`` of the host."""
+def _choose_num_host_blocks(config: EngineConfig, layout: KVLayout, kv_bytes: int, taken_bytes: int) -> int:
+    """Blocks of the host pool, 0 for none. Weights and device pool use ``taken_bytes`` of the host."""
     if config.scheduler.checkpointing in (None, "none") or config.host_kv_bytes == 0:
         return 0
     available = available_host_bytes()

@@ -25,6 +25,7 @@ class ExecutorInfo:
         can_stop: the executor is a ``StoppableExecutor``.
         num_host_blocks: blocks in the KV pool in host memory.
         block_bytes: of one KV block, over all layers.
+        offload_interval: every so many layers one is offloaded; None without offloading.
     """
 
     num_blocks: int
@@ -38,6 +39,7 @@ class ExecutorInfo:
     can_stop: bool = False
     num_host_blocks: int = 0
     block_bytes: int = 1
+    offload_interval: int | None = None
 
     def check_request(self, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> None:
         """Raise RequestError if this executor can never serve the request."""

@@ -22,32 +22,18 @@ def available_host_bytes() -> int | None:
     return min(limits, default=None)
 
 
-def check_fits(*, weights_bytes: int, kv_bytes: int, available_bytes: int | None, device: str) -> None:
-    """Raise InsufficientMemory, with advice, if weights and KV pool exceed the available memory."""
-    if available_bytes is None or weights_bytes + kv_bytes <= available_bytes:
-        return
-    advice = (
-        _at_most("`kv_gib`", available_bytes - weights_bytes)
-        or "the weights alone do not fit; use a smaller model"
-    )
-    raise InsufficientMemory(
-        f"Not enough memory on {device}: the weights need {weights_bytes / GIB:.2f} GiB and the KV pool "
-        f"{kv_bytes / GIB:.2f} GiB, and {available_bytes / GIB:.2f} GiB are available; {advice}."
-    )
-
-
 def check_host_pool_fits(*, host_kv_bytes: int, left_bytes: int | None) -> None:
     """Raise InsufficientMemory, with advice, if the host pool exceeds the memory left (None: unknown)."""
     if left_bytes is None or host_kv_bytes <= left_bytes:
         return
-    advice = _at_most("`host_kv_gib`", left_bytes) or "use `host_kv_gib` 0"
+    advice = at_most("`host_kv_gib`", left_bytes) or "use `host_kv_gib` 0"
     raise InsufficientMemory(
         f"Not enough host memory: the KV pool of `host_kv_gib` needs {host_kv_bytes / GIB:.2f} GiB, and "
         f"{max(0, left_bytes) / GIB:.2f} GiB are left for it; {advice}."
     )
 
 
-def _at_most(option: str, num_bytes: int) -> str | None:
+def at_most(option: str, num_bytes: int) -> str | None:
     """Advice; None below 0.01 GiB."""
     gib = num_bytes / GIB
     return f"use {option} {int(gib * 100) / 100:g} or less" if gib >= 0.01 else None

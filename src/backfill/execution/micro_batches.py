@@ -48,6 +48,7 @@ class MicroBatchStreams:
     """
 
     def __init__(self, device: torch.device, num_micro_batches: int) -> None:
+        self.num_micro_batches = num_micro_batches
         self._device = device
         self._second: torch.cuda.Stream | None = None
         if device.type == "cuda" and num_micro_batches > 1:
@@ -84,11 +85,24 @@ class MicroBatchStreams:
         for event in self._queued:
             event.synchronize()
         self._queued = []
-        for stream in (torch.cuda.current_stream(self._device), self._second):
-            if stream is not None:
-                event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                event.record(stream)
-                self._queued.append(event)
+        for stream in self._all():
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(stream)
+            self._queued.append(event)
+
+    def precede(self, stream: torch.cuda.Stream) -> None:
+        """``stream`` goes on after what was issued to these streams until now. Only on CUDA."""
+        for each in self._all():
+            stream.wait_stream(each)
+
+    def wait_for(self, event: torch.cuda.Event) -> None:
+        """These streams go on after ``event``. Only on CUDA."""
+        for each in self._all():
+            each.wait_event(event)
+
+    def _all(self) -> list[torch.cuda.Stream]:
+        current = torch.cuda.current_stream(self._device)
+        return [current] if self._second is None else [current, self._second]
 
     def synchronize(self) -> None:
         """Wait until the device has computed everything that was issued. Not within ``forked``."""

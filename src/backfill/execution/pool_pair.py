@@ -12,6 +12,7 @@ from torch import Tensor
 from backfill.core.block import BlockCopy, SlotCopy
 from backfill.core.plan import CopyDirections
 from backfill.execution.copy_groups import CopyGroup
+from backfill.execution.pinned_memory import pin, unpin
 from backfill.kernels import cpu_copies
 from backfill.kernels.slots import SlotRange, num_packed
 
@@ -87,13 +88,13 @@ class CudaPools:
     """
 
     def __init__(self, kv_pool: Tensor, host_pool: Tensor) -> None:
-        _pin(host_pool)
+        pin(host_pool)
         self.block_size = kv_pool.shape[4]
         self.max_group_slots = _max_group_slots(kv_pool, _CUDA_GROUP_BYTES)
         self._device, self._host = kv_pool, host_pool
         self._stream = torch.cuda.Stream(kv_pool.device)  # type: ignore[no-untyped-call]
         self._buffers: tuple[Tensor, Tensor] | None = None
-        self._finalizer = weakref.finalize(self, _unpin, host_pool, self._stream)
+        self._finalizer = weakref.finalize(self, unpin, host_pool, self._stream)
         # The system unpins at the process's end, and CUDA may have ended before.
         self._finalizer.atexit = False
 
@@ -179,16 +180,3 @@ def _on_device(copies: Sequence[SlotCopy]) -> list[SlotRange]:
 
 def _on_host(copies: Sequence[SlotCopy]) -> list[SlotRange]:
     return [SlotRange(copy.host, copy.first, copy.num) for copy in copies]
-
-
-def _pin(host_pool: Tensor) -> None:
-    """Pin allocated memory: torch's own pinned allocator rounds up to a power of two."""
-    cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    result = int(cudart.cudaHostRegister(host_pool.data_ptr(), host_pool.nbytes, 0))
-    if result != 0:
-        raise RuntimeError(f"{host_pool.nbytes} bytes could not be pinned: CUDA error {result}")
-
-
-def _unpin(host_pool: Tensor, stream: torch.cuda.Stream) -> None:
-    stream.synchronize()
-    torch.cuda.cudart().cudaHostUnregister(host_pool.data_ptr())  # type: ignore[no-untyped-call]

@@ -37,7 +37,7 @@ _LOCK_TIMEOUT_S = 10.0  # a save takes milliseconds; a start may wait for it
 def profile_key(config: EngineConfig, executor: TorchExecutor) -> ProfileKey:
     """Key of this executor's profile: the model's shape, the device and its kernels, the dtype.
 
-    Micro-batches are part of how the device is used.
+    Micro-batches and offloading are part of how the device is used.
     """
     model = ModelConfig.from_folder(config.model_dir)
     info = executor.info
@@ -48,6 +48,8 @@ def profile_key(config: EngineConfig, executor: TorchExecutor) -> ProfileKey:
         device = f"{processor or os.name}, {CpuKernels().isa}, {torch.get_num_threads()} threads"
     if config.num_micro_batches > 1:
         device += f", {config.num_micro_batches} micro-batches"
+    if config.offload_every is not None:
+        device += f", offload interval {config.offload_every}"
     return ProfileKey(model.shape_key, device, info.dtype)
 
 

@@ -20,11 +20,13 @@ from backfill.core.plan import (
     StepOutcome,
     StepPlan,
     WaitForCopies,
+    WeightTransfers,
 )
 from backfill.core.request import RequestId
 from backfill.costs.behaviour import DeviceBehaviour, NoiseSource
 from backfill.costs.load import StepLoad
 from backfill.execution.executor import ExecutorInfo
+from backfill.execution.simulated_weights import SimulatedStreamer
 
 
 def hashed_token(request_id: RequestId, position: int, info: ExecutorInfo) -> int:
@@ -53,11 +55,11 @@ class SimulatedExecutor:
     """See ``StoppableExecutor``. Runs a plan by advancing the clock by the time it takes on the device.
 
     That time is not the predicted one: it is the device's own cost of the step, with noise, safepoints and
-    concurrent copies. It is spread evenly over the layers. Events that fall into a step with safepoints are
-    delivered at their instants, and may call ``request_stop``; those of other steps wait for the step's end.
-    Copies run one after another, in both directions over one link, beside the steps; a copy of slots takes
-    their share of a block's time. Sampled tokens are ``hashed_token``. Host time passes between steps, so it
-    is not part of ``run``.
+    concurrent copies. It is spread evenly over the layers, and offloaded ones wait for their weights. Events
+    that fall into a step with safepoints are delivered at their instants, and may call ``request_stop``;
+    those of other steps wait for the step's end. Copies run one after another, in both directions over one
+    link, beside the steps; a copy of slots takes their share of a block's time. Weights come over another
+    link. Sampled tokens are ``hashed_token``. Host time passes between steps, so it is not part of ``run``.
 
     Attributes:
         load: of the step that was computed last.
@@ -78,6 +80,11 @@ class SimulatedExecutor:
         self._step_to_stop = -1
         self._num_tokens: dict[RequestId, int] = {}
         self._suspended_at = 0  # layers that the suspended step has passed
+        self._streamer: SimulatedStreamer | None = None
+        if info.offload_interval is not None:
+            self._streamer = SimulatedStreamer(
+                info.num_layers, info.offload_interval, device.layer_transfer_s, device.layer_bytes
+            )
         self._copying_until_s = 0.0
         # In flight, with the instant of completion.
         self._copies: deque[tuple[float, BlockCopy | SlotCopy]] = deque()
@@ -111,8 +118,9 @@ class SimulatedExecutor:
             self._suspended_at = stopped_at
         stopped = tuple(scheduled.request_id for scheduled in plan.slices if scheduled.preemptible)
         online = tuple(scheduled for scheduled in plan.slices if not scheduled.preemptible)
-        left = self.info.num_layers - stopped_at
-        self._compute(ratio * self._seconds(online) * left / self.info.num_layers)
+        if online:
+            layer_s = ratio * self._seconds(online) / self.info.num_layers
+            self._compute_layers(stopped_at, self.info.num_layers, layer_s)
         return replace(
             self._outcome(self._sample(online)),
             suspended=stopped if suspends else (),
@@ -130,6 +138,7 @@ class SimulatedExecutor:
             sampled,
             completed_copies=tuple(copy for copy in completed if isinstance(copy, BlockCopy)),
             completed_slot_copies=tuple(copy for copy in completed if isinstance(copy, SlotCopy)),
+            weight_transfers=WeightTransfers() if self._streamer is None else self._streamer.take_transfers(),
         )
 
     def _begin_copies(self, copies: BlockCopies) -> None:
@@ -164,6 +173,8 @@ class SimulatedExecutor:
         layer_s = ratio * self._seconds(plan.slices) / num_layers
         if points is not None:
             layer_s += self._device.safepoint_s / points.layers_apart
+        if self._streamer is not None:
+            return self._pass_offloaded_layers(plan, first, last, layer_s)
         began_s = self._clock.now_s()
         ends_at_s = self._computed_at_s(began_s, (last - first) * layer_s)
         while points is not None and events is not None and events.next_at_s() < ends_at_s:
@@ -180,9 +191,37 @@ class SimulatedExecutor:
         self._wait(ends_at_s - self._clock.now_s())
         return last if last < num_layers else None
 
-    def _compute(self, seconds: float) -> None:
-        """Advance the clock by computing that takes so long without concurrent copies."""
-        self._wait(self._computed_at_s(self._clock.now_s(), seconds) - self._clock.now_s())
+    def _pass_offloaded_layers(self, plan: StepPlan, first: int, last: int, layer_s: float) -> int | None:
+        """The same, one layer after another, because each may wait for its weights."""
+        points, events = plan.safepoints, self.events
+        for layer in range(first, last):
+            at_safepoint = points is not None and layer > first and (layer - first) % points.layers_apart == 0
+            if at_safepoint and self._step_to_stop == plan.step:
+                return layer
+            ends_at_s = self._layer_ends_at_s(layer, layer_s)
+            while points is not None and events is not None and events.next_at_s() < ends_at_s:
+                self._wait(events.next_at_s() - self._clock.now_s())
+                events.deliver()
+            self._end_layer(layer, ends_at_s)
+        return last if last < self.info.num_layers else None
+
+    def _compute_layers(self, first: int, last: int, layer_s: float) -> None:
+        """Advance the clock through layers that nothing can stop."""
+        if self._streamer is None:
+            now_s = self._clock.now_s()
+            self._wait(self._computed_at_s(now_s, (last - first) * layer_s) - now_s)
+            return
+        for layer in range(first, last):
+            self._end_layer(layer, self._layer_ends_at_s(layer, layer_s))
+
+    def _layer_ends_at_s(self, layer: int, layer_s: float) -> float:
+        assert self._streamer is not None
+        return self._computed_at_s(self._streamer.before(layer, self._clock.now_s()), layer_s)
+
+    def _end_layer(self, layer: int, ends_at_s: float) -> None:
+        assert self._streamer is not None
+        self._wait(ends_at_s - self._clock.now_s())
+        self._streamer.after(layer, self._clock.now_s())
 
     def _computed_at_s(self, began_s: float, seconds: float) -> float:
         """When computing ends that begins at ``began_s`` and takes ``seconds`` without concurrent copies."""

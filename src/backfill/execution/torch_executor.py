@@ -17,6 +17,7 @@ from backfill.core.plan import (
     StepOutcome,
     StepPlan,
     WaitForCopies,
+    WeightTransfers,
 )
 from backfill.core.request import RequestId
 from backfill.execution.batch import FlatBatch, build_batch
@@ -24,6 +25,7 @@ from backfill.execution.copies import BlockCopier
 from backfill.execution.copy_groups import CompletedCopies
 from backfill.execution.executor import ExecutorInfo
 from backfill.execution.micro_batches import MicroBatchStreams, split_step
+from backfill.execution.offloading import LayerStreamer
 from backfill.execution.request_state import RequestState
 from backfill.execution.sampler import Sampler
 from backfill.models.decoder import DecoderModel, HiddenState
@@ -62,8 +64,9 @@ class TorchExecutor:
 
     Args:
         kv_pool: ``[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]``; may be uninitialised.
+        streams: with two micro-batches, the prefills and the decodes of a step are computed side by side.
         copier: to and from the host pool; None without one.
-        num_micro_batches: 2 computes the prefills and the decodes of a step beside each other.
+        streamer: fetches the weights of offloaded layers; None if the model has all layers.
     """
 
     def __init__(
@@ -71,16 +74,17 @@ class TorchExecutor:
         model: DecoderModel,
         kv_pool: Tensor,
         info: ExecutorInfo,
+        streams: MicroBatchStreams,
         copier: BlockCopier | None = None,
-        num_micro_batches: int = 1,
+        streamer: LayerStreamer | None = None,
     ) -> None:
         self.info = info
         self._clock = WallClock()
         self._model = model
         self._kv_pool = kv_pool
         self._copier = copier
-        self._num_micro_batches = num_micro_batches
-        self._streams = MicroBatchStreams(kv_pool.device, num_micro_batches)
+        self._streamer = streamer
+        self._streams = streams
         self._sampler = Sampler(info.end_token_ids)
         self._states: dict[RequestId, RequestState] = {}
         self._suspended: _Pass | None = None
@@ -135,14 +139,19 @@ class TorchExecutor:
     def _outcome(self, sampled: tuple[SampledToken, ...]) -> StepOutcome:
         """Of a step without stopped slices, with the copies that have completed."""
         completed = CompletedCopies() if self._copier is None else self._copier.take_completed()
-        return StepOutcome(sampled, completed_copies=completed.blocks, completed_slot_copies=completed.slots)
+        return StepOutcome(
+            sampled,
+            completed_copies=completed.blocks,
+            completed_slot_copies=completed.slots,
+            weight_transfers=WeightTransfers() if self._streamer is None else self._streamer.take_transfers(),
+        )
 
     def _run_layers(self, running: _Pass, plan: StepPlan, last: int) -> tuple[_Pass | None, float | None]:
         """Run the pass to its end, its preemptible slices to layer ``last`` at most.
 
         Returns: the slices that were stopped, as a pass, and when.
         """
-        model, points, streams = self._model, plan.safepoints, self._streams
+        model, points, streams, streamer = self._model, plan.safepoints, self._streams, self._streamer
         first = running.layers_done
         stopped: _Pass | None = None
         stopped_at_s: float | None = None
@@ -156,9 +165,13 @@ class TorchExecutor:
                     stopped_at_s = self._clock.now_s()
                     stopped = self._take_out(running, suspends=points.suspends)
                     continue
+            if streamer is not None:
+                streamer.before(layer)
             for each in running.micro_batches:
                 with streams.of(each.stream):
                     each.state = model.run_layer(layer, each.state, self._kv_pool, each.batch.attention)
+            if streamer is not None:
+                streamer.after(layer)
             running.layers_done += 1
         return stopped, stopped_at_s
 
@@ -177,7 +190,7 @@ class TorchExecutor:
             running = self._resumed(work.slices)
             return running, running.layers_done + work.num_layers
         micro_batches = []
-        for stream, slices in enumerate(split_step(work.slices, self._num_micro_batches)):
+        for stream, slices in enumerate(split_step(work.slices, self._streams.num_micro_batches)):
             with self._streams.of(stream):
                 batch = self._batch_of(slices)
                 state = self._model.embed(batch.token_ids, batch.attention)

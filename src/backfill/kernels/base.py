@@ -7,6 +7,7 @@ sequences, H query heads, G key/value heads, D head size, L layers, B block size
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -44,6 +45,21 @@ class Linear(Protocol):
 
     def __call__(self, x: Tensor) -> Tensor:
         """``x [T, in_features] -> [T, out_features]``, bias included, in x's dtype."""
+
+    @property
+    def layout(self) -> str:
+        """Linears of one layout and shape may exchange the bytes of their memory."""
+
+    @property
+    def memory(self) -> tuple[Tensor, ...]:
+        """The packed weight and, if there is one, the bias: flat uint8 views, valid as long as the linear."""
+
+    def placed(self, memory: Sequence[Tensor]) -> Linear:
+        """A linear of this shape and layout that reads ``memory``, which it keeps.
+
+        ``memory`` has flat uint8 tensors as long as this linear's, each at an address that is a multiple of
+        64. Their contents are not set, and may be overwritten while no call runs.
+        """
 
 
 class Kernels(Protocol):

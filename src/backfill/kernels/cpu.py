@@ -8,6 +8,7 @@ caller answers for the values in a batch (slots, block references).
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -19,14 +20,10 @@ from backfill import _kernels  # type: ignore[attr-defined]
 from backfill.core.errors import ConfigError
 from backfill.kernels.base import AttentionMetadata, Linear, describe
 from backfill.kernels.isa import ISA_VARIABLE
-from backfill.kernels.reference import ReferenceLinear
+from backfill.kernels.onednn import PackedLinear
+from backfill.kernels.reference import ReferenceLinear, as_bytes
 
 _TYPE_CODES = {torch.bfloat16: 0, torch.float32: 1}
-
-# The row count for which oneDNN chooses a packed weight's layout. Measured: layouts for 16, 64 and 512 rows
-# are equal within the noise at nearly all row counts; the layout for 1 row takes up to twice as long for 64
-# rows of a wide output.
-_PACKED_FOR_ROWS = 16
 
 # Outputs of a panel and inputs of a tile in csrc/linear.h.
 _PANEL = 32
@@ -46,32 +43,32 @@ def _isa_of_environment() -> str:
     return isa
 
 
-class PackedLinear:
-    """A bf16 weight in oneDNN's blocked layout, which takes as much memory as the plain one."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self.out_features, self.in_features = weight.shape
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_FOR_ROWS)
-        self._bias = bias
-        self._multiply = torch.ops.mkldnn._linear_pointwise.default
-
-    def __call__(self, x: Tensor) -> Tensor:
-        product: Tensor = self._multiply(x, self._weight, self._bias, "none", [], "")
-        return product
-
-
 class TiledLinear:
     """A bf16 weight in panels of 32 outputs for the AMX product of ``csrc/linear.h``.
 
     ``docs/performance.md`` compares its time with oneDNN's. A row's result depends on no other row.
     """
 
-    def __init__(self, cpp: _kernels.KernelSet, weight: Tensor, bias: Tensor | None) -> None:
-        self.out_features, self.in_features = weight.shape
-        self._weight = _panels(weight)
+    layout = "panels of 32"
+
+    def __init__(
+        self, cpp: _kernels.KernelSet, panels: Tensor, out_features: int, bias: Tensor | None
+    ) -> None:
+        self.out_features, self.in_features = out_features, panels.shape[1] * _TILE_DEPTH
+        self._cpp = cpp
+        self._weight = panels
         self._bias = bias
-        self._weight_address, self._bias_address = self._weight.data_ptr(), _address(self._bias)
+        self._weight_address, self._bias_address = panels.data_ptr(), _address(bias)
         self._multiply = cpp.linear
+
+    @property
+    def memory(self) -> tuple[Tensor, ...]:
+        return as_bytes(self._weight, self._bias)
+
+    def placed(self, memory: Sequence[Tensor]) -> TiledLinear:
+        panels = memory[0].view(self._weight.dtype).view(self._weight.shape)
+        bias = memory[1].view(self._weight.dtype) if self._bias is not None else None
+        return TiledLinear(self._cpp, panels, self.out_features, bias)
 
     def __call__(self, x: Tensor) -> Tensor:
         _, rows, columns, stride = _matrix("x", x)
@@ -162,9 +159,9 @@ class CpuKernels:
         weight, bias = weight.detach(), None if bias is None else bias.detach().clone()
         if weight.dtype == torch.bfloat16:
             if self._cpp.has_linear and weight.shape[1] % _TILE_DEPTH == 0:
-                return TiledLinear(self._cpp, weight, bias)
+                return TiledLinear(self._cpp, _panels(weight), weight.shape[0], bias)
             if self._packs_bfloat16:
-                return PackedLinear(weight, bias)
+                return PackedLinear.pack(weight, bias)
         return ReferenceLinear(weight.clone(memory_format=torch.contiguous_format), bias)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -16,6 +16,10 @@ from backfill.kernels.slots import SlotRange, check_packed
 
 
 class ReferenceLinear:
+    """A weight ``[out, in]`` as it is."""
+
+    layout = "plain"
+
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.weight = weight
         self.bias = bias
@@ -23,6 +27,19 @@ class ReferenceLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
+
+    @property
+    def memory(self) -> tuple[Tensor, ...]:
+        return as_bytes(self.weight, self.bias)
+
+    def placed(self, memory: Sequence[Tensor]) -> ReferenceLinear:
+        weight = memory[0].view(self.weight.dtype).view(self.weight.shape)
+        return ReferenceLinear(weight, memory[1].view(self.bias.dtype) if self.bias is not None else None)
+
+
+def as_bytes(*tensors: Tensor | None) -> tuple[Tensor, ...]:
+    """Flat uint8 views of dense tensors; None is left out."""
+    return tuple(each.detach().view(-1).view(torch.uint8) for each in tensors if each is not None)
 
 
 class ReferenceKernels:

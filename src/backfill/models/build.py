@@ -19,5 +19,15 @@ def build_model(
 
     Raises: CorruptModel if a weight is missing or does not have the shape that ``config`` implies.
     """
+    model = build_without_layers(config, checkpoint, kernels, max_positions=max_positions, device=device)
+    for index in range(config.num_layers):
+        model.layers[index] = model.load_layer(checkpoint, index)
+    return model
+
+
+def build_without_layers(
+    config: ModelConfig, checkpoint: Checkpoint, kernels: Kernels, *, max_positions: int, device: torch.device
+) -> DecoderModel:
+    """The same with the weights outside the layers only; the caller fills ``layers``."""
     model = OPTModel if config.architecture is Architecture.OPT else LlamaModel
     return model(config, checkpoint, kernels, max_positions=max_positions, device=device)

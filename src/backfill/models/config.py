@@ -98,18 +98,22 @@ class ModelConfig:
             return _opt_parameters(self)
         return _llama_parameters(self)
 
-    def weight_bytes(self, dtype_bytes: int) -> int:
-        return self.num_parameters * dtype_bytes
+    @property
+    def layer_parameters(self) -> int:
+        """Weights of one layer."""
+        if self.architecture is Architecture.OPT:
+            return _opt_layer_parameters(self)
+        return _llama_layer_parameters(self)
 
     def kv_bytes_per_token(self, dtype_bytes: int) -> int:
         """Bytes of a token's keys and values, all layers together."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype_bytes
 
 
-def _llama_parameters(config: ModelConfig) -> int:
+def _llama_layer_parameters(config: ModelConfig) -> int:
     hidden, inner = config.hidden_size, config.intermediate_size
     query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    layer = (
+    return (
         hidden * (2 * query + 2 * kv)
         + config.qkv_bias * (query + 2 * kv)
         + config.o_bias * hidden
@@ -118,13 +122,16 @@ def _llama_parameters(config: ModelConfig) -> int:
         + config.mlp_bias * (2 * inner + hidden)
         + 2 * hidden
     )
-    tables = 1 if config.tie_word_embeddings else 2
-    return tables * config.vocab_size * hidden + config.num_layers * layer + hidden
 
 
-def _opt_parameters(config: ModelConfig) -> int:
-    hidden, inner, width = config.hidden_size, config.intermediate_size, config.word_embed_proj_dim
-    layer = (
+def _llama_parameters(config: ModelConfig) -> int:
+    tables, hidden = 1 if config.tie_word_embeddings else 2, config.hidden_size
+    return tables * config.vocab_size * hidden + config.num_layers * config.layer_parameters + hidden
+
+
+def _opt_layer_parameters(config: ModelConfig) -> int:
+    hidden, inner = config.hidden_size, config.intermediate_size
+    return (
         4 * hidden * hidden
         + config.qkv_bias * 3 * hidden
         + config.o_bias * hidden
@@ -132,12 +139,16 @@ def _opt_parameters(config: ModelConfig) -> int:
         + config.mlp_bias * (inner + hidden)
         + 4 * hidden
     )
+
+
+def _opt_parameters(config: ModelConfig) -> int:
+    hidden, width = config.hidden_size, config.word_embed_proj_dim
     tables = 1 if config.tie_word_embeddings else 2
     return (
         tables * config.vocab_size * width
         + (config.max_position_embeddings + OPT_POSITION_OFFSET) * hidden
         + (2 * width * hidden if width != hidden else 0)
-        + config.num_layers * layer
+        + config.num_layers * config.layer_parameters
         + (2 * hidden if config.final_layer_norm else 0)
     )
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from collections.abc import MutableMapping
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
 from backfill.kernels.base import AttentionMetadata
+from backfill.models.movable import MovableWeights
+from backfill.models.weights import Checkpoint
 
 
 class HiddenState(NamedTuple):
@@ -25,13 +28,20 @@ class DecoderModel(Protocol):
 
     num_layers: int
 
+    @property
+    def layers(self) -> MutableMapping[int, Any]:
+        """Weights of layers by index, of the model's own type: those that ``run_layer`` can run."""
+
+    def load_layer(self, checkpoint: Checkpoint, index: int) -> MovableWeights:
+        """Load and pack the weights of a layer, for ``layers``. Raises: CorruptModel."""
+
     def embed(self, token_ids: Tensor, batch: AttentionMetadata) -> HiddenState:
         """``token_ids`` int64 ``[T]`` to the first layer's input."""
 
     def run_layer(
         self, index: int, state: HiddenState, kv_pool: Tensor, batch: AttentionMetadata
     ) -> HiddenState:
-        """Run layer ``index`` and write its KV of the batch's tokens. ``state`` is consumed."""
+        """Run layer ``index`` of ``layers`` and write its KV of the batch's tokens. ``state`` is consumed."""
 
     def logits(self, state: HiddenState, rows: Tensor) -> Tensor:
         """Logits ``[len(rows), vocab]`` of the rows named by ``rows`` (int64) after the last layer."""

@@ -31,6 +31,11 @@ class Checkpoint(ABC):
 
     dtype: torch.dtype
 
+    @property
+    @abstractmethod
+    def digest(self) -> str:
+        """Of where the tensors come from: another one for files that were changed."""
+
     @staticmethod
     def open(
         folder: str | Path, *, dtype: torch.dtype, load_format: LoadFormat = "auto", seed: int = 0
@@ -59,14 +64,21 @@ class Checkpoint(ABC):
 class SafetensorsCheckpoint(Checkpoint):
     """Tensors of ``model.safetensors``, or of the shards ``model.safetensors.index.json`` lists.
 
-    Files are memory-mapped: a tensor that has the wanted dtype is a view of its file and takes no memory
-    of its own until it is written to. A file must not be rewritten in place while it is in use.
+    Files are memory-mapped: a tensor that has the wanted dtype is a view of its file, and the smallest one
+    keeps all pages mapped that were read. A model copies what it keeps. A file must not be rewritten in place
+    while it is in use.
     """
 
     def __init__(self, folder: str | Path, *, dtype: torch.dtype) -> None:
         self.dtype = dtype
         self._files: dict[Path, Any] = {}
         self._path_of = self._locate(Path(folder))
+
+    @property
+    def digest(self) -> str:
+        stats = [(path, path.stat()) for path in sorted(set(self._path_of.values()))]
+        files = [(str(path.resolve()), stat.st_size, stat.st_mtime_ns) for path, stat in stats]
+        return hashlib.sha256(repr((files, self.dtype)).encode()).hexdigest()
 
     def get(self, name: str, shape: Sequence[int]) -> Tensor:
         stored = self._stored_name(name)
@@ -132,6 +144,10 @@ class DummyCheckpoint(Checkpoint):
     def __init__(self, *, dtype: torch.dtype, seed: int = 0) -> None:
         self.dtype = dtype
         self._seed = seed
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(f"dummy {self._seed} {self.dtype}".encode()).hexdigest()
 
     def get(self, name: str, shape: Sequence[int]) -> Tensor:
         if "norm" in name.split(".")[-2]:

@@ -161,6 +161,16 @@ class _EngineState(Collector):
         for name, text, total in (
             ("checkpointed_bytes", "Bytes of KV copied to host memory", checkpointed * self._token_bytes),
             ("restored_bytes", "Bytes of KV copied back to the device", restored * self._token_bytes),
+            (
+                "offload_transferred_bytes",
+                "Bytes of weights of offloaded layers transferred to the device",
+                stats.num_transferred_weight_bytes,
+            ),
+            (
+                "offload_stall_seconds",
+                "Time for which steps waited for the weights of offloaded layers",
+                stats.weight_stall_s,
+            ),
             ("step_stops", "Steps whose offline slices an arrival stopped", stats.num_stopped_steps),
             ("kv_blocks_entered", "Blocks that were entered from their other end", stats.num_entered_blocks),
             ("kv_slots_overwritten", "Slots overwritten in shared blocks", stats.num_overwritten_slots),
@@ -170,6 +180,7 @@ class _EngineState(Collector):
         for name, text, value in (
             ("kv_cache_usage_perc", "Share of device blocks in use, 0 to 1", stats.kv_usage_frac),
             ("host_kv_cache_usage_perc", "Share of host blocks in use, 0 to 1", stats.host_kv_usage_frac),
+            ("offload_interval", "One layer in so many is offloaded; 0 for none", stats.offload_interval),
             ("kv_blocks_checkpointed", "Blocks in use with a host copy", stats.num_checkpointed_blocks),
             ("kv_blocks_shared", "Blocks that two requests share", stats.num_shared_blocks),
         ):

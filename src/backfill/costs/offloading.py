@@ -1,0 +1,86 @@
+"""Offloaded layers and what they cost: the offloading interval of Select-N, sections 4.3 and 4.4.
+
+With interval i the last of every i layers has no device memory of its own: its weights are transferred into a
+staging buffer for each step. ``docs/offloading.md`` derives the step time and compares it with the paper's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+NUM_STAGING_BUFFERS = 2
+
+
+def offloaded_layers(num_layers: int, interval: int | None) -> range:
+    """Indices of the layers without device memory of their own; None: every layer has it."""
+    return range(0) if interval is None else range(interval - 1, num_layers, interval)
+
+
+def num_device_layers(num_layers: int, interval: int | None) -> int:
+    """Layers' worth of device memory: resident layers and staging buffers.
+
+    Fewer than three offloaded layers save nothing, because each has a staging buffer.
+    """
+    num_offloaded = len(offloaded_layers(num_layers, interval))
+    return num_layers - num_offloaded + min(NUM_STAGING_BUFFERS, num_offloaded)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTimes:
+    """What a step does, in seconds.
+
+    Attributes:
+        num_layers: layers of the model.
+        compute_s: computing one layer.
+        transfer_s: transferring one layer's weights to the device.
+        other_s: what a step does outside its layers, from the end of its last one to the start of the first
+            one of the next step. Transfers go on meanwhile.
+    """
+
+    num_layers: int
+    compute_s: float
+    transfer_s: float
+    other_s: float = 0.0
+
+    @property
+    def resident_step_s(self) -> float:
+        """A step without offloading."""
+        return self.num_layers * self.compute_s + self.other_s
+
+
+def step_time_s(times: LayerTimes, interval: int | None) -> float:
+    """Mean time of a step among many back to back, with two staging buffers.
+
+    A transfer begins as soon as the one before has ended and a staging buffer is free, also for the next
+    step. This is the largest of
+
+    - the computation of a step: L t_c + t_o;
+    - its transfers one after another: n t_t;
+    - with one offloaded layer, which has one buffer: its transfer and its computation, t_t + t_c;
+    - with more than two: n - 2 transfers, and between them the stretch from the start of a step's last
+      offloaded layer to the end of the next step's first one, in which only the two staging buffers can be
+      filled: (n - 2) t_t + t_c + (L mod i) t_c + t_o + i t_c.
+    """
+    num_transfers = len(offloaded_layers(times.num_layers, interval))
+    if interval is None or num_transfers == 0:
+        return times.resident_step_s
+    bounds = [times.resident_step_s, num_transfers * times.transfer_s]
+    if num_transfers == 1:
+        bounds.append(times.transfer_s + times.compute_s)
+    if num_transfers > NUM_STAGING_BUFFERS:
+        num_computed = 1 + times.num_layers % interval + interval
+        across_steps_s = num_computed * times.compute_s + times.other_s
+        bounds.append(across_steps_s + (num_transfers - NUM_STAGING_BUFFERS) * times.transfer_s)
+    return max(bounds)
+
+
+def smallest_interval(times: LayerTimes, objective_s: float) -> int | None:
+    """The smallest interval whose steps take at most ``objective_s``; None if only no offloading might do.
+
+    Every interval is tried: step times do not always fall as the interval grows, because the layers behind
+    the last offloaded one are more or fewer.
+    """
+    for interval in range(1, times.num_layers + 1):
+        if step_time_s(times, interval) <= objective_s:
+            return interval
+    return None

@@ -1,0 +1,96 @@
+"""Which layers are in device memory while a model with offloaded layers runs: decisions only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from backfill.costs.offloading import num_device_layers, offloaded_layers
+
+
+class Fetch(NamedTuple):
+    """A layer's weights are to be transferred into a buffer."""
+
+    layer: int
+    buffer: int
+
+
+class LayerBuffers:
+    """Buffers in device memory, each of which holds one layer's weights.
+
+    How many there are decides how many layers can be resident. The interval says which layers give their
+    buffer away once they have been computed, and so are fetched again for the next pass; it may change
+    between two passes. What is not held is fetched in the order in which it is needed, as soon as a buffer is
+    free, over the end of a pass into the next one. So a layer that becomes resident stays where it was
+    fetched for a pass, and one that becomes offloaded leaves after it was used.
+
+    Every layer is held or fetched at most once at a time. Fetches are executed in the order they are made.
+    """
+
+    def __init__(self, num_layers: int, num_buffers: int, interval: int) -> None:
+        self.num_buffers = num_buffers
+        self._num_layers = num_layers
+        self._buffer_of: dict[int, int] = {}  # of layers held or being fetched
+        self._free = list(reversed(range(num_buffers)))
+        self._offloaded = range(0)
+        self.set_interval(interval)
+
+    @property
+    def interval(self) -> int:
+        return self._interval
+
+    def set_interval(self, interval: int) -> None:
+        """Use another interval from the next layer on. Raises: ValueError if it needs more buffers."""
+        if not 1 <= interval <= self._num_layers:
+            raise ValueError(f"an interval of 1 to {self._num_layers} is needed, got {interval}")
+        needed = num_device_layers(self._num_layers, interval)
+        if needed > self.num_buffers:
+            raise ValueError(
+                f"interval {interval} needs {needed} layers in memory, and {self.num_buffers} fit"
+            )
+        self._interval = interval
+        self._offloaded = offloaded_layers(self._num_layers, interval)
+
+    def buffer_of(self, layer: int) -> int:
+        """Slot of a layer that is held or being fetched."""
+        return self._buffer_of[layer]
+
+    def claim(self, layer: int) -> tuple[Fetch | None, int | None]:
+        """A layer is needed next.
+
+        Returns: the fetch to make if it is neither held nor being fetched, and the layer that loses its
+        buffer for it, if any.
+        """
+        if layer in self._buffer_of:
+            return None, None
+        evicted = None
+        if not self._free:  # a pass began again while layers further on were fetched
+            evicted = max(
+                self._buffer_of, key=lambda held: (held in self._offloaded, self._distance(layer, held))
+            )
+            self._free.append(self._buffer_of.pop(evicted))
+        return self._fetch(layer), evicted
+
+    def release(self, layer: int) -> bool:
+        """A layer was computed. Returns: whether it lost its buffer."""
+        if layer not in self._offloaded:
+            return False
+        self._free.append(self._buffer_of.pop(layer))
+        return True
+
+    def prefetch(self, next_layer: int) -> Iterator[Fetch]:
+        """Fetches to make now for the layers that are needed first from ``next_layer`` on."""
+        for ahead in range(self._num_layers):
+            if not self._free:
+                return
+            layer = (next_layer + ahead) % self._num_layers
+            if layer not in self._buffer_of:
+                yield self._fetch(layer)
+
+    def _fetch(self, layer: int) -> Fetch:
+        buffer = self._buffer_of[layer] = self._free.pop()
+        return Fetch(layer, buffer)
+
+    def _distance(self, layer: int, other: int) -> int:
+        """Layers from ``layer`` to the next use of ``other``."""
+        return (other - layer) % self._num_layers

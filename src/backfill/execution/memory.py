@@ -1,0 +1,157 @@
+"""What has device memory, and how many KV blocks there are: decided before anything is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from backfill.core.config import GIB
+from backfill.core.errors import ConfigError, InsufficientMemory
+from backfill.costs.offloading import num_device_layers, offloaded_layers
+from backfill.execution.machine import at_most
+from backfill.models.config import ModelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSizes:
+    """Bytes of a model's weights on its device: of each layer, and of all outside the layers."""
+
+    num_layers: int
+    layer_bytes: int
+    other_bytes: int
+
+    @classmethod
+    def of(cls, config: ModelConfig, dtype_bytes: int, *, packs_tables: bool) -> WeightSizes:
+        """``packs_tables``: a tied embedding is kept twice, as a table and packed for the projection."""
+        others = config.num_parameters - config.num_layers * config.layer_parameters
+        if packs_tables and config.tie_word_embeddings:
+            others += config.vocab_size * (config.word_embed_proj_dim or config.hidden_size)
+        layer_bytes = config.layer_parameters * dtype_bytes
+        return cls(config.num_layers, layer_bytes, others * dtype_bytes)
+
+    def device_bytes(self, interval: int | None) -> int:
+        """With the staging buffers of an offloading interval; None: without offloading."""
+        return self.other_bytes + num_device_layers(self.num_layers, interval) * self.layer_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """What lies in device memory.
+
+    Attributes:
+        num_device_layers: layers' worth of memory, resident layers and staging buffers together.
+        weights_bytes: these layers and all weights outside the layers.
+        host_layers_bytes: of all layers, which a device that is not the host keeps in host memory too if
+            some are offloaded.
+        activation_bytes: the most that a step takes beside weights and KV; counted only against a limit.
+    """
+
+    num_device_layers: int
+    weights_bytes: int
+    host_layers_bytes: int
+    activation_bytes: int
+    kv_bytes: int
+    num_blocks: int
+
+
+def activation_bytes(config: ModelConfig, max_num_tokens: int, max_num_seqs: int, dtype_bytes: int) -> int:
+    """An estimate of what a step takes beside weights and KV.
+
+    A layer's input, sum and projections for each token, and for each sampled row its logits and two float32
+    tensors of the sampler.
+    """
+    heads = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    of_token = (4 * config.hidden_size + heads + 3 * config.intermediate_size) * dtype_bytes
+    return max_num_tokens * of_token + max_num_seqs * config.vocab_size * (dtype_bytes + 8)
+
+
+def plan_memory(
+    weights: WeightSizes,
+    *,
+    device: str,
+    block_bytes: int,
+    default_kv_bytes: int | None,
+    interval: int | None = None,
+    kv_bytes: int | None = None,
+    limit_bytes: int | None = None,
+    activation_bytes: int = 0,
+    available_bytes: int | None = None,
+) -> MemoryPlan:
+    """Divide a device's memory.
+
+    Args:
+        default_kv_bytes: size of the KV pool if none is asked for; None: nine tenths of what is left.
+        interval: every so many layers one is offloaded; None: none is.
+        kv_bytes: size of the KV pool that is asked for.
+        limit_bytes: for weights, activations and KV together; the pool is then what is left, unless a size
+            is asked for. None: no limit but the memory available.
+        available_bytes: what the device has; None: unknown.
+    Raises:
+        ConfigError: the interval is not one of the model.
+        InsufficientMemory: something does not fit; the message says what would.
+    """
+    if interval is not None and not 1 <= interval <= weights.num_layers:
+        raise ConfigError(
+            f"must be none or at most {weights.num_layers}, the model's layers, got {interval}.",
+            field="offload_interval",
+        )
+    weights_bytes = weights.device_bytes(interval)
+    if limit_bytes is not None:
+        left = limit_bytes - weights_bytes - activation_bytes
+        needed = block_bytes if kv_bytes is None else kv_bytes
+        if left < needed:
+            raise InsufficientMemory(_over_limit(weights, interval, activation_bytes, needed, limit_bytes))
+        kv_bytes = left if kv_bytes is None else kv_bytes
+    elif kv_bytes is None:
+        kv_bytes = default_kv_bytes
+        if kv_bytes is None:
+            assert available_bytes is not None
+            kv_bytes = max(1, int((available_bytes - weights_bytes) * 0.9))
+    if available_bytes is not None and weights_bytes + kv_bytes > available_bytes:
+        advice = (
+            at_most("`kv_gib`", available_bytes - weights_bytes)
+            or _fitting_interval(weights, interval, available_bytes)
+            or "the weights alone do not fit; use a smaller model"
+        )
+        raise InsufficientMemory(
+            f"Not enough memory on {device}: the weights need {weights_bytes / GIB:.2f} GiB and the KV pool "
+            f"{kv_bytes / GIB:.2f} GiB, and {available_bytes / GIB:.2f} GiB are available; {advice}."
+        )
+    return MemoryPlan(
+        num_device_layers(weights.num_layers, interval),
+        weights_bytes,
+        0 if interval is None else weights.num_layers * weights.layer_bytes,
+        activation_bytes,
+        kv_bytes,
+        num_blocks=kv_bytes // block_bytes,
+    )
+
+
+def _over_limit(
+    weights: WeightSizes, interval: int | None, activation_bytes: int, kv_bytes: int, limit_bytes: int
+) -> str:
+    others = activation_bytes + kv_bytes
+    weights_bytes = weights.device_bytes(interval)
+    least_gib = -(-(weights_bytes + others) * 1000 // GIB) / 1000  # rounded up: the advice must suffice
+    advice = [f"raise `device_memory` to {least_gib:.3f} or more"]
+    if smaller_pool := at_most("`kv_gib`", limit_bytes - weights_bytes - activation_bytes):
+        advice.append(smaller_pool)
+    if fitting := _fitting_interval(weights, interval, limit_bytes - others):
+        advice.append(fitting)
+    return (
+        f"`device_memory` {limit_bytes / GIB:.3f} GiB is too small with `offload_interval` "
+        f"{interval or 'none'}: the weights on the device need {weights_bytes / GIB:.3f} GiB, activations "
+        f"{activation_bytes / GIB:.3f} GiB and the KV pool at least {kv_bytes / GIB:.3f} GiB; "
+        f"{', or '.join(advice)}."
+    )
+
+
+def _fitting_interval(weights: WeightSizes, interval: int | None, limit_bytes: int) -> str | None:
+    """Advice: the largest interval, below this one, with which the weights fit."""
+    largest = weights.num_layers if interval is None else interval - 1
+    for smaller in range(largest, 0, -1):
+        if (
+            len(offloaded_layers(weights.num_layers, smaller))
+            and weights.device_bytes(smaller) <= limit_bytes
+        ):
+            return f"use `offload_interval` {smaller} or less"
+    return None

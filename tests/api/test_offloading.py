@@ -1,0 +1,79 @@
+"""A server whose weights do not fit its device memory answers as one that has them all."""
+
+from __future__ import annotations
+
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.api.servers import RunningServer, serve_command, small_server, wait_until
+
+PROMPTS = [list(range(100 + 7 * index, 160 + 9 * index)) for index in range(6)]
+
+
+def complete(server: RunningServer, prompt: list[int], tier: str) -> list[int]:
+    body = {
+        "prompt": prompt,
+        "max_tokens": 24,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+    answer = server.http.post("/v1/completions", json=body | {"service_tier": tier})
+    assert answer.status_code == 200, answer.text
+    token_ids: list[int] = answer.json()["choices"][0]["token_ids"]
+    return token_ids
+
+
+def serve(model: Path, data_dir: Path, *options: str) -> tuple[list[list[int]], dict[str, float]]:
+    """Tokens of online and offline requests at the same time, and the metrics of offloading."""
+    with small_server(model, "--policy", "slo", *options, data_dir=data_dir) as server:
+        with ThreadPoolExecutor(6) as pool:
+            tiers = ["flex", "default"] * 3
+            tokens = list(pool.map(lambda each: complete(server, *each), zip(PROMPTS, tiers, strict=True)))
+        names = ("offload_interval", "offload_transferred_bytes_total", "offload_stall_seconds_total")
+        wait_until(lambda: server.metric("backfill:generation_tokens_total") == 144, "all tokens are counted")
+        return tokens, {name: server.metric(f"backfill:{name}") for name in names}
+
+
+def test_tokens_and_metrics_of_a_server_with_offloaded_layers(
+    small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 4 layers all are offloaded; the device has memory for two staging buffers."""
+    expected, metrics = serve(small_model, tmp_path / "resident")
+    assert set(metrics.values()) == {0.0}
+    monkeypatch.setenv("BACKFILL_CACHE_ROOT", str(tmp_path / "cache"))
+    options = ("--device-memory", "0.35", "--offload-interval", "1")
+    found, metrics = serve(small_model, tmp_path / "offloaded", *options)
+    assert found == expected
+    assert metrics["offload_interval"] == 1
+    (packed,) = (tmp_path / "cache" / "packed").glob("*.layers")
+    layer_bytes = (packed.stat().st_size - 4096) // 4
+    num_transfers, rest = divmod(metrics["offload_transferred_bytes_total"], layer_bytes)
+    assert rest == 0
+    assert num_transfers >= 4 * 24
+    assert metrics["offload_stall_seconds_total"] > 0.0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--offload-interval", "0"), "--offload-interval must be none or a whole number of at least 1"),
+        (("--offload-interval", "auto"), "--offload-interval must be none or a whole number of at least 1"),
+        (
+            ("--offload-interval", "5"),
+            "--offload-interval must be none or at most 4, the model's layers, got 5",
+        ),
+        (("--device-memory", "0"), "--device-memory must be a finite number above 0"),
+        (("--device-memory", "0.01"), "--device-memory 0.010 GiB is too small with --offload-interval none"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_what_is_allowed(
+    small_model: Path, tmp_path: Path, options: tuple[str, ...], message: str
+) -> None:
+    command = [*serve_command(str(small_model), "--data-dir", str(tmp_path)), *options]
+    ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
+    assert ended.returncode != 0
+    assert message in " ".join((ended.stdout + ended.stderr).split())

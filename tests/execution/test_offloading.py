@@ -1,0 +1,258 @@
+"""A model with offloaded layers computes the same tokens, within the memory that was planned."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from backfill.core.clock import VirtualClock
+from backfill.core.config import GIB, EngineConfig, SchedulerConfig
+from backfill.core.errors import ConfigError, InsufficientMemory
+from backfill.core.plan import Compute, StepPlan
+from backfill.engine.engine import Engine
+from backfill.execution import offloading
+from backfill.execution.create import create_torch_executor
+from backfill.execution.offloading import LayerStreamer
+from backfill.execution.torch_executor import TorchExecutor
+from tests.builders import make_request
+from tests.models.tiny import CONFIGS, save_tiny_model
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+NUM_LAYERS = 12
+RESIDENCY = 4  # memory for 11 layers, which intervals 1 to 4 need at most
+MODELS = [  # kind, dtype, hidden size
+    *((kind, "float32", 48) for kind in CONFIGS),
+    ("llama-biased", "bfloat16", 48),
+    ("qwen3", "bfloat16", 96),
+    ("opt", "bfloat16", 96),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Packed layers are kept in a folder of these tests."""
+    folder: Path = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(offloading, "cache_root", lambda: folder)
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder: Path = tmp_path_factory.mktemp("model")
+    save_tiny_model("llama", folder, num_hidden_layers=NUM_LAYERS)
+    return folder
+
+
+def config_of(folder: Path, interval: int | str, **changes: Any) -> EngineConfig:
+    config = EngineConfig(
+        model_dir=str(folder),
+        device="cpu",
+        dtype="float32",
+        block_size=8,
+        kv_gib=1 / 64,
+        offload_interval=interval,
+        scheduler=SchedulerConfig(max_num_batched_tokens=256),
+    )
+    return replace(config, **changes)
+
+
+def streamer_of(executor: TorchExecutor) -> LayerStreamer:
+    assert executor._streamer is not None
+    return executor._streamer
+
+
+def generate(executor: TorchExecutor, intervals: Sequence[int] = ()) -> list[list[int]]:
+    """Tokens of four prompts, computed in chunks; a step takes the next of ``intervals``."""
+    config = SchedulerConfig(max_prefill_chunk_tokens=24, prefix_caching=False)
+    engine = Engine(config, executor, VirtualClock())
+    generator = torch.Generator().manual_seed(3)
+    prompts = [torch.randint(3, 190, (length,), generator=generator).tolist() for length in (1, 9, 30, 61)]
+    # Drawn, not greedy: any other logits are likely to show.
+    sampling: dict[str, Any] = {"max_tokens": 8, "ignore_eos": True, "temperature": 1.5}
+    requests = [
+        make_request(prompt_token_ids=prompt, seed=index, **sampling) for index, prompt in enumerate(prompts)
+    ]
+    for request in requests:
+        engine.add(request)
+    step = 0
+    while engine.has_unfinished:
+        if intervals:
+            streamer_of(executor).set_interval(intervals[step % len(intervals)])
+        engine.step()
+        step += 1
+    executor.run(StepPlan(step, Compute(()), released=tuple(each.request_id for each in requests)))
+    return [request.output_token_ids for request in requests]
+
+
+@functools.cache
+def pair(
+    folder: Path, kind: str, dtype: str, hidden: int, device: str
+) -> tuple[TorchExecutor, list[list[int]]]:
+    """A model with offloaded layers, and the tokens of the same model with all layers."""
+    changed = {"hidden_size": hidden, **({"word_embed_proj_dim": hidden} if kind == "opt" else {})}
+    changed = {} if hidden == 48 else changed
+    save_tiny_model(kind, folder, num_hidden_layers=NUM_LAYERS, **changed)
+    common: dict[str, Any] = {"dtype": dtype, "device": device}
+    expected = generate(create_torch_executor(config_of(folder, "none", **common)))
+    assert len({tuple(tokens) for tokens in expected}) > 1
+    return create_torch_executor(config_of(folder, RESIDENCY, **common)), expected
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    @functools.cache
+    def folder(*key: object) -> Path:
+        made: Path = tmp_path_factory.mktemp("model")
+        return made
+
+    yield folder
+    pair.cache_clear()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("kind", "dtype", "hidden"), MODELS)
+@settings(max_examples=12)
+@given(intervals=st.lists(st.integers(1, RESIDENCY), min_size=1, max_size=8))
+def test_tokens_are_the_same_while_the_interval_changes(
+    folders: Any, kind: str, dtype: str, hidden: int, device: str, intervals: list[int]
+) -> None:
+    folder = folders(kind, dtype, hidden, device)
+    executor, expected = pair(folder, kind, dtype, hidden, device)
+    assert generate(executor, intervals) == expected
+
+
+@pytest.mark.parametrize("interval", [1, 2, 3, 5, 12])
+def test_tokens_are_the_same_at_every_interval(model_dir: Path, interval: int) -> None:
+    expected = generate(create_torch_executor(config_of(model_dir, "none")))
+    executor = create_torch_executor(config_of(model_dir, interval))
+    assert generate(executor) == expected
+    assert len(executor._model.layers) <= len(streamer_of(executor)._placed)
+
+
+def test_each_step_transfers_the_offloaded_layers_once(model_dir: Path) -> None:
+    executor = create_torch_executor(config_of(model_dir, 3))
+    layer_bytes = streamer_of(executor)._placed[0].buffer_bytes
+    engine = Engine(SchedulerConfig(), executor, VirtualClock())
+    engine.add(make_request(prompt_token_ids=[5, 6, 7], max_tokens=5, ignore_eos=True))
+    assert engine.stats().offload_interval == 3
+    for step in range(1, 6):
+        engine.step()
+        stats = engine.stats()
+        assert stats.num_transferred_weight_bytes == step * 4 * layer_bytes
+        assert stats.offload_interval == 3
+        assert stats.weight_stall_s >= 0.0
+
+
+def test_transfers_of_a_failed_step_are_reported_by_the_next(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor = create_torch_executor(config_of(model_dir, 1))
+    layer_bytes = streamer_of(executor)._placed[0].buffer_bytes
+    engine = Engine(SchedulerConfig(), executor, VirtualClock())
+    request = make_request(prompt_token_ids=[5, 6, 7], max_tokens=4, ignore_eos=True)
+    engine.add(request)
+    run_layer = executor._model.run_layer
+
+    def failing(index: int, *arguments: Any) -> Any:
+        if index == 5:
+            raise RuntimeError("broken")
+        return run_layer(index, *arguments)
+
+    monkeypatch.setattr(executor._model, "run_layer", failing)
+    engine.step()
+    monkeypatch.undo()
+    while engine.has_unfinished:
+        engine.step()
+    # Layers 0 to 5, then whole passes; layer 5 is still there, and 6 was fetched, but the pass begins again.
+    num_transfers = engine.stats().num_transferred_weight_bytes // layer_bytes
+    assert 4 * NUM_LAYERS + 6 - 2 <= num_transfers <= 4 * NUM_LAYERS + 6
+    undisturbed = create_torch_executor(config_of(model_dir, "none"))
+    again = make_request(prompt_token_ids=[5, 6, 7], max_tokens=4, ignore_eos=True)
+    other = Engine(SchedulerConfig(), undisturbed, VirtualClock())
+    other.add(again)
+    while other.has_unfinished:
+        other.step()
+    assert request.output_token_ids == again.output_token_ids
+
+
+def test_a_read_that_fails_fails_every_step(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    executor = create_torch_executor(config_of(model_dir, 1))
+
+    def unreadable(*arguments: object) -> int:
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr("backfill.models.packed.os.preadv", unreadable)
+    engine = Engine(SchedulerConfig(), executor, VirtualClock())
+    for number in (1, 2):
+        engine.add(make_request(prompt_token_ids=[5, 6, 7], max_tokens=2, request_id=f"request-{number}"))
+        while engine.has_unfinished:
+            engine.step()
+        assert engine.num_failed_steps_in_a_row >= number
+
+
+def test_the_kv_pool_gets_the_memory_that_offloading_frees(model_dir: Path) -> None:
+    limit = 0.02
+    pools = {
+        interval: create_torch_executor(
+            config_of(model_dir, interval, kv_gib=None, device_memory=limit)
+        ).info.num_blocks
+        for interval in ("none", 3, 1)
+    }
+    assert pools["none"] < pools[3] < pools[1]
+    block_bytes = NUM_LAYERS * 2 * 2 * 8 * 8 * 4
+    layer_bytes = (48 * 48 * 2 + 48 * 16 * 2 + 3 * 48 * 80 + 2 * 48) * 4
+    assert pools[1] - pools["none"] == pytest.approx(10 * layer_bytes / block_bytes, abs=1)
+
+
+def test_a_limit_that_is_too_small_is_refused(model_dir: Path) -> None:
+    with pytest.raises(InsufficientMemory, match=r"`device_memory` 0\.001 GiB is too small with"):
+        create_torch_executor(config_of(model_dir, 2, kv_gib=None, device_memory=0.001))
+
+
+def test_more_layers_than_the_model_has_are_refused(model_dir: Path) -> None:
+    with pytest.raises(ConfigError, match=r"`offload_interval` must be none or at most 12, .* got 13"):
+        create_torch_executor(config_of(model_dir, 13))
+
+
+@pytest.mark.parametrize("given_interval", [0, -1, "0", "auto", "4.5", ""])
+def test_other_intervals_are_refused(given_interval: int | str) -> None:
+    with pytest.raises(ConfigError, match="`offload_interval` must be none or a whole number of at least 1"):
+        EngineConfig(offload_interval=given_interval).validate()
+
+
+def test_an_interval_may_be_text_as_on_the_command_line() -> None:
+    assert EngineConfig(offload_interval="4").offload_every == 4
+    assert EngineConfig(offload_interval=4).offload_every == 4
+    assert EngineConfig().offload_every is None
+
+
+@pytest.mark.parametrize("gib", [0.0, -1.0, float("nan"), float("inf")])
+def test_other_limits_are_refused(gib: float) -> None:
+    with pytest.raises(ConfigError, match="`device_memory` must be a finite number above 0"):
+        EngineConfig(device_memory=gib).validate()
+
+
+def test_an_interval_that_saves_nothing_is_said_to(model_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    create_torch_executor(config_of(model_dir, 6))
+    assert "offload_interval 6 saves no memory: 2 layers are offloaded" in caplog.text
+
+
+def test_weights_take_the_planned_memory(model_dir: Path) -> None:
+    """What is placed lies in the buffers, of which there are as many as the plan has."""
+    streamer = streamer_of(create_torch_executor(config_of(model_dir, 2)))
+    assert len(streamer._placed) == 8
+    buffer_bytes = sum(each.buffer_bytes for each in streamer._placed)
+    starts = {part.untyped_storage().data_ptr() for each in streamer._placed for part in each.memory()}
+    assert len(starts) == 1
+    storage = streamer._placed[0].memory()[0].untyped_storage()
+    assert storage.nbytes() <= buffer_bytes + 4096
+    assert buffer_bytes / GIB < 0.01
