@@ -12,9 +12,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from backfill.execution.pinned_memory import pin, unpin
 from backfill.execution.layer_buffers import Fetch
 from backfill.execution.micro_batches import MicroBatchStreams
+from backfill.execution.pinned_memory import pin, unpin
 
 
 class WeightLink(Protocol):
