@@ -98,9 +98,9 @@ def test_lengths_may_come_from_a_file(tmp_path: Path) -> None:
 
 
 def test_too_few_requests_and_impossible_densities_are_refused() -> None:
-    with pytest.raises(ConfigError, match="10 requests of burstgpt need no video"):
+    with pytest.raises(ConfigError, match="10 requests of burstgpt make no mix"):
         draw_mix(spec("burstgpt", num=10))
-    with pytest.raises(ConfigError, match="need no video"):
+    with pytest.raises(ConfigError, match="make no mix"):
         draw_mix(spec("sharegpt", density=50.0))
 
 

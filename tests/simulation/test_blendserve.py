@@ -141,7 +141,7 @@ def test_the_other_commands_print_their_pools(tmp_path: Path) -> None:
         (["blendserve-table2", "--orders", "lifo"], "--orders: there is no 'lifo'; there are fcfs, dfs"),
         (["blendserve-table2", "--interference", "none"], "--interference: there is no 'none'; there are"),
         (["blendserve-table2", "--requests", "0"], "--requests must be above 0, got 0"),
-        (["blendserve-table2", "--requests", "20"], "20 requests of burstgpt need no video"),
+        (["blendserve-table2", "--requests", "20"], "20 requests of burstgpt make no mix"),
         (["blendserve-table2", "--source-lengths", "/no/file.csv"], "/no/file.csv cannot be read"),
         (["blendserve-table2", "--seeds", "0"], "--seeds must be at least 1, got 0"),
         (["blendserve-grid", "--densities", "x"], "--densities must be numbers separated by commas, got 'x'"),

@@ -205,7 +205,7 @@ def test_simulate_goodput_prints_tables_and_ends_with_json(tmp_path: Path) -> No
     [
         (["goodput", "--loads", "0.5,x"], "--loads must be numbers separated by commas, got '0.5,x'"),
         (["goodput", "--loads", "0"], "--loads must be above 0, got 0"),
-        (["goodput", "--cvs", "inf"], "--cvs must be above 0, got inf"),
+        (["goodput", "--cvs", "inf"], "--cvs must be finite, got inf"),
         (["goodput", "--workloads", "sharegpt"], "no 'sharegpt'; there are conversation, code, document"),
         (["goodput", "--workloads", ","], "--workloads names none; there are conversation"),
         (["goodput", "--num-requests", "0"], "--num-requests must be above 0, got 0"),

@@ -51,7 +51,7 @@ class RunBatchOptions(OrderOptions):
         json: print the summary as one JSON object, the last line of output.
         shards: split the lines into so many parts of equal work. Each part is a run of its own with its own
             output file, on another machine or device.
-        shard: which part this run has, from 0 on.
+        shard: which part this run has, from 0 on. To be given with `shards`.
     """
 
     input_file: Path
@@ -59,13 +59,16 @@ class RunBatchOptions(OrderOptions):
     error_file: Path | None = None
     json: bool = False
     shards: int = 1
-    shard: int = 0
+    shard: int | None = None
 
     def validate(self) -> None:
         """Raises: ConfigError for the first field out of range."""
         check_types(self)
         at_least("shards", self.shards, 1)
-        if not 0 <= self.shard < self.shards:
+        if self.shard is None:
+            if self.shards > 1:
+                raise ConfigError(f"is needed with `shards`: from 0 to {self.shards - 1}.", field="shard")
+        elif not 0 <= self.shard < self.shards:
             raise ConfigError(
                 f"must be from 0 to {self.shards - 1}, one less than `shards`, got {self.shard}.",
                 field="shard",
@@ -106,11 +109,12 @@ def run_batch(
             order=files.order,
         ),
         num_shards=files.shards,
-        shard=files.shard,
+        shard=files.shard or 0,
         engine_config=dataclasses.replace(engine, model_dir=str(folder)),
     )
     stopped_by = run_in_loop(_run(run, console))
-    _print_summary(run, console, is_whole=stopped_by is None, as_json=files.json)
+    part = f", part {files.shard} of {files.shards}" if files.shards > 1 else ""
+    _print_summary(run, console, part, is_whole=stopped_by is None, as_json=files.json)
     if stopped_by is not None:
         raise SystemExit(128 + stopped_by)
     if run.counts.failed:
@@ -156,7 +160,7 @@ async def _run(run: LocalRun, console: Console) -> signal.Signals | None:
     return None if is_whole else received[0]
 
 
-def _print_summary(run: LocalRun, console: Console, *, is_whole: bool, as_json: bool) -> None:
+def _print_summary(run: LocalRun, console: Console, part: str, *, is_whole: bool, as_json: bool) -> None:
     counts, usage = run.counts, run.usage
     num_ended = counts.completed + counts.failed
     if not is_whole and run.rates is None:
@@ -164,7 +168,7 @@ def _print_summary(run: LocalRun, console: Console, *, is_whole: bool, as_json: 
     else:
         resumed = f" ({run.num_resumed} of them in an earlier run)" if run.num_resumed else ""
         lines = [
-            f"{num_ended} of {counts.total} lines: {counts.completed} completed, {counts.failed} failed"
+            f"{num_ended} of {counts.total} lines{part}: {counts.completed} completed, {counts.failed} failed"
             f"{resumed}; {usage.input_tokens} tokens in, {usage.output_tokens} out"
         ]
         if not is_whole:

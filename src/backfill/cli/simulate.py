@@ -87,7 +87,7 @@ class SimulateOptions:
 
 
 def simulate(options: SimulateOptions, seeds: SeedOptions) -> None:
-    """Run an experiment of ConServe's evaluation and print its figures beside the paper's.
+    """Run an experiment of ConServe, or one of the commands below, and print its figures beside the paper's.
 
     Without traces the workloads are drawn with the published traces' means and variation. `backfill simulate
     run` takes your own traffic.

@@ -193,7 +193,7 @@ usage_app = command(
 
 _COLUMNS = {
     "tokens_per_s": ("tokens/s", ".0f"),
-    "sharing": ("sharing", ".3f"),
+    "sharing": ("of prompts cached", ".3f"),
     "of_optimal_sharing": ("/ optimal", ".3f"),
     "of_optimum": ("/ achievable optimum", ".3f"),
     "of_optimum_with_longest": ("/ with the longest output", ".3f"),
@@ -207,7 +207,7 @@ def _run(console: Console, scenario: str, experiment: BlendExperiment, num_proce
         mix = run.mix
         console.print(
             f"density {mix.density:g}, sharing {mix.sharing:g}, seed {mix.seed}: {run.order} done, "
-            f"{result.num_steps} steps, {result.seconds:.0f} s",
+            f"{result.num_steps} steps, {result.seconds:.0f} s on the simulated device",
             style="dim",
         )
 
@@ -232,7 +232,8 @@ def _print_point(console: Console, name: str, point: BlendPoint) -> None:
     counts = ", ".join(f"{count} {source}" for source, count in point.num_requests.items())
     console.print(
         f"{name}: density {point.drawn.density:.3f} (target {point.target.density:g}), "
-        f"sharing {point.drawn.sharing:.3f} (target {point.target.sharing:g}); {counts}"
+        f"sharing {point.drawn.sharing:.3f} of all tokens (target {point.target.sharing:g}); "
+        f"{sum(point.num_requests.values())} requests: {counts}"
     )
     table = Table(title=name, pad_edge=False, padding=(0, 0, 0, 1))
     table.add_column("order", no_wrap=True)

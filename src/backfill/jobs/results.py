@@ -201,7 +201,7 @@ class ResultLog:
             raise ForeignResults(f"{path.name} holds a line that is no result of a batch.") from error
         number = written.id.removeprefix(self._prefix)
         if number == written.id or not (number.isascii() and number.isdigit()):
-            raise ForeignResults(f"{path.name} holds results of another input.")
+            raise ForeignResults(f"{path.name} holds results of another input, or of another part of it.")
         return int(number), written
 
 

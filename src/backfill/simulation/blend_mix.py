@@ -150,8 +150,8 @@ def draw_mix(spec: MixSpec) -> Mix:
     num_videos = round(_three_counts(spec, *means)[1])
     if num_videos < 1:
         raise ConfigError(
-            f"{spec.num_requests} requests of {spec.source} need no video for a density of {spec.density:g}: "
-            "more requests, or a lower density."
+            f"{spec.num_requests} requests of {spec.source} make no mix of density {spec.density:g} and "
+            f"sharing {spec.sharing:g}: they need a video at least, so more requests or other targets."
         )
     videos = videos.spread(num_videos, rng)
     of_videos = np.array(Usage.of(videos))

@@ -131,7 +131,8 @@ def check_positive(**values: float) -> None:
     """Raises: ConfigError for a value that is not above 0, named as the keyword."""
     for name, value in values.items():
         if not 0 < value < float("inf"):
-            raise ConfigError(f"`{name}` must be above 0, got {value:g}.")
+            bound = "finite" if value == float("inf") else "above 0"
+            raise ConfigError(f"`{name}` must be {bound}, got {value:g}.")
 
 
 def check_names(field: str, names: Sequence[str], known: Iterable[str]) -> None:
