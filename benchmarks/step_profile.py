@@ -158,9 +158,9 @@ def install_timers(executor: TorchExecutor, engine: Engine, times: dict[str, flo
 
     for name in OPERATORS:
         setattr(model.kernels, name, timed(times, name, getattr(model.kernels, name)))
-    for layer in model._layers:
-        for name in PROJECTIONS:
-            setattr(layer, name, timed(times, f"linear {name}", getattr(layer, name)))
+    for index, layer in model.layers.items():
+        timers = {name: timed(times, f"linear {name}", getattr(layer, name)) for name in PROJECTIONS}
+        model.layers[index] = layer._replace(**timers)
     model._lm_head = timed(times, "lm_head", model._lm_head)
     for owner, name, label in (
         (executor, "_batch_of", "build batch"),

@@ -107,6 +107,8 @@ PARSED = {
     "--offline-mode priority --compare ours.json --compare alone.json --plot all.png": (
         "needs the results of those before; tests/cli compares two"
     ),
+    "backfill serve --offload-interval 4": "tests/api/test_offloading.py serves a small model so",
+    "backfill serve --offload-interval 2 --device-memory 0.5": "as above",
     # Names of commands in a sentence.
     "backfill serve": "a name",
     "backfill serve --help": "a name",

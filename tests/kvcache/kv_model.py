@@ -216,7 +216,8 @@ class CacheModel:
             most = min(setup.num_blocks * self.size - 1, 6 * self.size)
             most_output = setup.num_blocks * self.size - most
             if setup.bidirectional:  # many requests beside each other, most of whose blocks are last blocks
-                most, most_output = self.size, 2 * self.size
+                most = min(rng.choice((1, 1, 3)) * self.size, most)
+                most_output = min(2 * self.size, setup.num_blocks * self.size - most)
             prompt = [rng.randrange(setup.vocab_size) for _ in range(rng.randint(1, most))]
             if self.all and rng.random() < 0.5:  # begins as another one does
                 other = rng.choice(list(self.all.values())).request.prompt_token_ids

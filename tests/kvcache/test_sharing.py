@@ -19,12 +19,14 @@ from tests.kvcache.kv_examples import (
     B,
     C,
     admit,
+    compute,
     copy_all,
     found,
     leave,
     make_cache,
     run,
     submit,
+    take,
 )
 from tests.kvcache.kv_model import CacheModel, Running, Setup
 
@@ -369,3 +371,37 @@ def test_blocking_copies_of_slots_complete_before_the_step_that_begins_them() ->
     model.free(online)
     assert admit(model, offline) == 2
     assert decode(model, offline)
+
+
+def test_a_block_whose_host_copy_is_filled_from_the_other_end_is_not_entered() -> None:
+    """Its slots cannot be restored from there: the host has the copy of an online request's equal block."""
+    model = make_cache(4, 8, "eager", prefix_caching=True, bidirectional=True)
+    online, offline = submit(model, A[:5], ONLINE), submit(model, A[:5], OFFLINE)
+    admit(model, online)
+    admit(model, offline)
+    compute(model, online)
+    compute(model, offline, SIZE)
+    copy_all(model)
+    copy_all(model)
+    leave_now(model, online)
+    take(model, 3)
+    model.preempt(offline)
+    model.check()
+    (content,) = [each for each in model.cache._store.by_key.values() if each.num_wanted]
+    assert content.device is not None and content.host is not None
+    assert is_reversed(content.device.ref) and not is_reversed(content.host.ref)
+    others = run(model, B[:12], ONLINE)
+    new = submit(model, C[:2], ONLINE)
+    admit(model, new)
+    compute(model, new)
+    assert not model.cache.sharing.num_entered
+    for each in (new, others):
+        leave_now(model, each)
+    assert admit(model, offline) in (0, SIZE)
+    for _ in range(4):
+        copy_all(model)
+
+
+def leave_now(model: CacheModel, each: Running) -> None:
+    model.free(each)
+    model.check()

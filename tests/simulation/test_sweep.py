@@ -41,5 +41,5 @@ def test_names_and_numbers_are_checked() -> None:
         check_names("models", [], ["a", "b"])
     check_positive(rates=0.1)
     for value in (0.0, -1.0, float("inf"), float("nan")):
-        with pytest.raises(ConfigError, match="`rates` must be (above 0|finite), got"):
+        with pytest.raises(ConfigError, match=r"`rates` must be (above 0|finite), got"):
             check_positive(rates=value)

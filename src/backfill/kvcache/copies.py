@@ -60,6 +60,7 @@ class CopyLedger:
     def restore(self, device: Block, host: Block, is_online: bool, slots: Slots | None = None) -> None:
         """Queue a copy to the device for a request, behind those of its class that wait already."""
         assert host.is_valid, "content that a checkpoint still writes is on the device"
+        assert slots is None or is_reversed(device.ref) is is_reversed(host.ref), "slots in two directions"
         device.ref = pack_block_ref(device.index, is_reversed(host.ref))
         if self.restores_block:
             self._restore.append(_copy(device, host, slots))

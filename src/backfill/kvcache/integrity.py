@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
+from backfill.core.block import is_reversed
 from backfill.core.request import RequestId
 from backfill.kvcache.content import Block, Content
 from backfill.kvcache.sharing import Sharing
@@ -32,6 +33,7 @@ def check_integrity(store: ContentStore, sharing: Sharing, tables: Mapping[Reque
         if tail is not None and tail.num_lost:
             assert tail.device is not None and tail.host is not None, "lost tokens are nowhere"
             assert 0 <= tail.num_unsaved <= tail.num_device_tokens, "lost tokens are not in host memory"
+            assert is_reversed(tail.device.ref) is is_reversed(tail.host.ref), "its slots are others there"
     tails = {table.tail for table in tables.values()}
     for block in (*store.device.blocks, *guests, *store.host.blocks):
         held = block.content

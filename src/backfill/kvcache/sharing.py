@@ -142,7 +142,11 @@ class Sharing:
                 continue
             is_wanted_by_one = content.num_wanted == 1 and beyond < block.state <= BlockState.WANTED
             is_alone = not block.num_refs and not block.num_copies and block.peer is None
-            if is_wanted_by_one and is_alone and is_reversed(block.ref):
+            # A host copy may have been made of another block with the same tokens, filled from the front. Its
+            # slots are others.
+            host = content.host
+            has_same_slots = host is None or is_reversed(host.ref) is is_reversed(block.ref)
+            if is_wanted_by_one and is_alone and is_reversed(block.ref) and has_same_slots:
                 yield FreeEnd(block, content.num_device_tokens, content=content, table=table)
 
     def _running_ends(self, request: Request) -> Iterator[FreeEnd]:
@@ -177,7 +181,7 @@ class Sharing:
         is_online = request.service_class is ServiceClass.ONLINE
         first = end.block
         if end.content is not None and end.table is not None:
-            self._store.forget_key(end.content)
+            self._store.become_tail(end.content)
             end.table.tail = end.content
         assert is_reversed(first.ref) is is_online
         entered = Block(first.index, pack_block_ref(first.index, not is_online), num_refs=1)

@@ -188,11 +188,13 @@ class ContentStore:
 
     # Evictions.
 
-    def forget_key(self, content: Content) -> None:
-        """Content becomes a tail, which only the request finds that wants it."""
+    def become_tail(self, content: Content) -> None:
+        """Only the offline request that wants the content finds it from now on."""
         if content.key is not None:
             del self.by_key[content.key]
             content.key = None
+        content.service_class, content.is_protected = ServiceClass.OFFLINE, False
+        self.place(content)
 
     def truncate(self, tail: Content, num_tokens: int) -> None:
         """Only the tail's first tokens are left, on the device."""

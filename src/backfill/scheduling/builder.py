@@ -98,7 +98,7 @@ class StepBuilder:
 
     def num_absent_tokens(self, request: Request) -> int:
         contents = self.kv.match(request).contents
-        num_on_device = sum(content.num_tokens for content in contents if content.device is not None)
+        num_on_device = sum(each.num_device_tokens for each in contents if each.device is not None)
         return max(0, request.num_ever_computed_tokens - num_on_device)
 
     def add_decodes(self, requests: Sequence[Request], max_step_s: float = math.inf) -> int:
