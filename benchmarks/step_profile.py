@@ -22,6 +22,7 @@ import random
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from in_process import check_no_prefix_hits, restart_in_engine_environment
@@ -160,7 +161,7 @@ def install_timers(executor: TorchExecutor, engine: Engine, times: dict[str, flo
         setattr(model.kernels, name, timed(times, name, getattr(model.kernels, name)))
     for index, layer in model.layers.items():
         timers = {name: timed(times, f"linear {name}", getattr(layer, name)) for name in PROJECTIONS}
-        model.layers[index] = layer._replace(**timers)
+        model.layers[index] = replace(layer, **timers)
     model._lm_head = timed(times, "lm_head", model._lm_head)
     for owner, name, label in (
         (executor, "_batch_of", "build batch"),
