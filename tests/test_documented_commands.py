@@ -75,6 +75,8 @@ PARSED = {
     f"{_BACKFILL} simulate bros-tradeoff --jobs 2 --json": "minutes; tests/simulation runs it short",
     f"{_BACKFILL} simulate bros-tradeoff --models opt-13b --rates all --duration 600 "
     "--online-lengths sharegpt_lengths.csv": "minutes; tests/simulation runs it short",
+    f"{_BACKFILL} simulate bros-tradeoff --models opt-13b --workloads sharegpt --rates 11,15 --policies "
+    "bros-recompute,bros-swap,bros,bros-bidirectional": "half a minute; tests/simulation runs it short",
     f"{_BACKFILL} simulate blendserve-table2 --jobs 2 --json": "an hour; tests/simulation runs it short",
     f"{_BACKFILL} simulate blendserve-grid --jobs 2 --json": "hours; tests/simulation runs it short",
     f"{_BACKFILL} simulate blendserve-grid --source sharegpt --source-lengths sharegpt_lengths.csv "

@@ -28,6 +28,10 @@ COLOURS = {
     "slo-eager": "#01665e",
     "conserve": "#8c510a",
     "bros": "#de77ae",
+    "bros-swap": "#f1b6da",
+    "bros-recompute": "#c51b7d",
+    "bros-bidirectional": "#8e0152",
+    "slo-bidirectional": "#00441b",
 }
 _WINDOW_S = 20.0
 

@@ -49,6 +49,11 @@ VARIANTS: Mapping[str, SchedulerConfig] = {
     # The two papers' own policies.
     "conserve": SchedulerConfig(policy="conserve", checkpointing="adaptive", preemption="discard"),
     "bros": SchedulerConfig(policy="bros", checkpointing="adaptive"),
+    "bros-swap": SchedulerConfig(policy="bros", checkpointing="swap", kv_restore="blocking"),
+    "bros-recompute": SchedulerConfig(policy="bros", checkpointing="none"),
+    # Two requests in one block.
+    "bros-bidirectional": SchedulerConfig(policy="bros", checkpointing="adaptive", kv_layout="bidirectional"),
+    "slo-bidirectional": SchedulerConfig(policy="slo", checkpointing="adaptive", kv_layout="bidirectional"),
 }
 
 
