@@ -14,6 +14,7 @@ class Driver:
 
     submits, preempts, frees, skips, fails, stops = 0.5, 0.15, 0.1, 0.2, 0.05, 0.2  # probabilities
     gives_up = 0.3  # rather than preempt
+    resizes = 0.3
     limits = (*Evictable,)
     most_queued = 100
 
@@ -30,6 +31,8 @@ class Driver:
         model, rng = self.model, self.rng
         model.now_s += rng.choice((0.01, 0.1, 10.0))
         model.advance(model.now_s, rng.choice((0, 1, 3, 100)))
+        if model.setup.max_num_blocks is not None:
+            self.resize(model.setup.max_num_blocks)
         self.act(model.end_restores)
         if rng.random() < self.submits and len(model.at("queued")) < self.most_queued:
             self.act(model.submit)
@@ -44,6 +47,15 @@ class Driver:
         self.act(lambda: self.step(slices))
         done = rng.sample(model.in_flight, rng.randint(0, len(model.in_flight)))
         self.act(lambda: model.complete(done))
+
+    def resize(self, max_num_blocks: int) -> None:
+        """Move on with a drain, as a planner does before all else; sometimes begin one, or grow."""
+        model, rng = self.model, self.rng
+        if rng.random() < self.resizes:
+            num_blocks = rng.randint(model.setup.num_blocks, max_num_blocks)
+            self.act(lambda: model.resize(num_blocks))
+        limit = rng.choice(self.limits)
+        self.act(lambda: model.drain(limit, rng.choice((0, 1, 2, 100))))
 
     def act(self, action: Callable[[], object]) -> None:
         action()
@@ -123,6 +135,11 @@ class Driver:
         model, cache = self.model, self.model.cache
         for each in model.at("running", "restoring"):
             self.act(lambda each=each: model.preempt(each))  # type: ignore[misc]
+        if model.setup.max_num_blocks is not None:
+            self.settle()
+            self.act(lambda: model.resize(model.setup.num_blocks))
+            self.act(lambda: model.drain(Evictable.ALL, 100))
+            assert not cache.resizing.num_draining, "nobody uses it, and it cannot be drained"
         for each in list(model.all.values()):
             self.settle()
             assert model.admit(each, Evictable.ALL, 0, may_preempt=False), "alone, and it cannot be admitted"

@@ -14,7 +14,7 @@ from backfill.core.block import BlockRef, SlotCopy, block_index, is_reversed
 from backfill.core.config import CheckpointingName, PrefixCacheScope, SchedulerConfig
 from backfill.core.plan import BlockCopies, CopyDirections
 from backfill.core.request import Request, RequestId, ServiceClass
-from backfill.kvcache.content import Block, BlockKey, Evictable, Match
+from backfill.kvcache.content import Block, BlockKey, BlockState, Evictable, Match
 from backfill.kvcache.copies import Copy
 from backfill.kvcache.create import create_checkpoint_policy
 from backfill.kvcache.manager import KVCacheManager
@@ -36,6 +36,7 @@ class Setup:
     prefix_caching: bool
     scope: PrefixCacheScope
     bidirectional: bool = False
+    max_num_blocks: int | None = None  # the pool is resized, and never smaller than ``num_blocks``
 
 
 @dataclass(eq=False)
@@ -89,8 +90,10 @@ class CacheModel:
             prefix_cache_scope=setup.scope,
             bidirectional=setup.bidirectional,
             secret=b"model",
+            max_num_blocks=setup.max_num_blocks,
         )
-        self.device = np.full((setup.num_blocks, self.size, 3), -1, dtype=np.int64)
+        most = setup.max_num_blocks or setup.num_blocks
+        self.device = np.full((most, self.size, 3), -1, dtype=np.int64)
         self.host = np.full((setup.num_host_blocks, self.size, 3), -1, dtype=np.int64)
         self.all: dict[RequestId, Running] = {}
         self.in_flight: list[InFlight] = []
@@ -120,7 +123,8 @@ class CacheModel:
         cache.check_integrity()
         counts = cache.counts
         total = counts.empty + counts.cached + counts.cached_with_copy + counts.protected + counts.referenced
-        assert total == self.setup.num_blocks
+        assert total == cache.num_blocks + cache.resizing.num_draining
+        self.check_beyond_end()
         self.learn_keys()
         unfilled = self.unfilled()
         for each in self.at("running"):
@@ -157,6 +161,17 @@ class CacheModel:
                 held = memory[block.index, self.slots(block.ref, first, last)]
                 assert np.array_equal(held, expected[first:last]), f"{block}"
         self.spoil()
+
+    def check_beyond_end(self) -> None:
+        """Nothing but what has yet to be drained is beyond the pool's end."""
+        device, num_used = self.cache._device, 0
+        for block in device.blocks[device.num_blocks :]:
+            is_used = bool(block.num_refs or block.num_copies or block.content or block.peer)
+            assert is_used is not (block.state is BlockState.ABSENT), f"{block}"
+            num_used += is_used
+        assert num_used == self.cache.resizing.num_draining
+        empty = [block.index for block in device._empty]
+        assert all(index < device.num_blocks for index in empty)
 
     def slots(self, ref: BlockRef, first: int, last: int) -> list[int]:
         """Where the tokens ``[first, last)`` of a block are."""
@@ -206,6 +221,26 @@ class CacheModel:
     def advance(self, now_s: float, max_copies: int) -> None:
         self.cache.advance(now_s)
         self.cache.max_copies = max_copies
+
+    def resize(self, num_blocks: int) -> None:
+        """What cannot be taken before is beyond the end, and what can be taken is not."""
+        cache = self.cache
+        before = {request_id: table.refs for request_id, table in cache._tables.items()}
+        cache.resizing.resize(num_blocks)
+        assert cache.num_blocks == num_blocks
+        assert before == {request_id: table.refs for request_id, table in cache._tables.items()}
+
+    def drain(self, limit: Evictable, max_moves: int) -> None:
+        """Blocks move in the order that the plan has, and only into memory before the end."""
+        cache = self.cache
+        num_draining = cache.resizing.num_draining
+        cache.resizing.drain(limit, max_moves)
+        assert cache.resizing.num_draining <= num_draining
+        moves = cache.resizing.take_moves()
+        assert len(moves) <= min(max_moves, num_draining)
+        for move in moves:
+            assert move.target < cache.num_blocks <= move.source
+            self.device[move.target] = self.device[move.source]
 
     # A request's life.
 

@@ -40,3 +40,19 @@ def test_two_requests_in_one_block_lose_mix_or_overwrite_no_kv(
     setup: Setup, block_size: int, seed: int
 ) -> None:
     SharingDriver(replace(setup, block_size=block_size, bidirectional=True), seed).run(num_rounds=100)
+
+
+@settings(max_examples=30)
+@given(setup=setups(), num_more=st.integers(1, 10), seed=st.integers(0, 2**32))
+def test_a_pool_that_grows_and_shrinks_loses_mixes_or_overwrites_no_kv(
+    setup: Setup, num_more: int, seed: int
+) -> None:
+    Driver(replace(setup, max_num_blocks=setup.num_blocks + num_more), seed).run(num_rounds=25)
+
+
+@settings(max_examples=15)
+@given(setup=setups(), num_more=st.integers(1, 10), seed=st.integers(0, 2**32))
+def test_shared_blocks_move_with_both_of_their_ends(setup: Setup, num_more: int, seed: int) -> None:
+    max_num_blocks = setup.num_blocks + num_more
+    resized = replace(setup, block_size=8, bidirectional=True, max_num_blocks=max_num_blocks)
+    SharingDriver(resized, seed).run(num_rounds=40)

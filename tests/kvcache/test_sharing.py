@@ -193,6 +193,49 @@ def test_a_tail_with_a_host_copy_is_overwritten_without_another_one() -> None:
     assert len(model.take_copies().restore) == 1
 
 
+def test_to_look_up_a_tail_that_the_host_has_leaves_it_on_the_device() -> None:
+    model = make_shared_cache(2, 2, "eager")
+    offline = run(model, A[:2])
+    online = run(model, B[:4], ONLINE)
+    model.preempt(offline)
+    copy_all(model)
+    assert decode(model, online)
+    match = model.cache.match(offline.request)
+    assert (match.num_tokens, match.is_on_device, match.num_device_blocks) == (2, False, 0)
+    assert model.cache.shortage(offline.request, match, 0, NOTHING) > 0
+    model.check()
+    assert model.cache.sharing.num_shared == 1
+    model.free(online)
+    assert admit(model, offline) == 2
+    assert not model.take_copies().restore, "it is on the device still"
+
+
+def test_a_tail_that_the_host_has_comes_back_into_another_block_beside_a_running_request() -> None:
+    model = make_shared_cache(3, 4, "eager")
+    other = run(model, C[:3])
+    offline = run(model, A[:2])
+    online = run(model, B[:4], ONLINE)
+    model.preempt(offline)
+    copy_all(model)
+    assert decode(model, online)
+    model.free(other)
+    index = last_block(model, online)
+    assert admit(model, offline) == 2
+    assert not model.cache.sharing.blocks
+    assert [copy.device == index for copy in model.take_copies().restore] == [False]
+
+
+def test_pairs_are_blocks_in_two_tables() -> None:
+    model = make_shared_cache(2, 2, "eager")
+    sharing = model.cache.sharing
+    offline = run(model, A[:1])
+    online = run(model, B[:4], ONLINE)
+    assert decode(model, online)
+    assert (sharing.num_shared, sharing.num_paired) == (1, 1)
+    model.preempt(offline)
+    assert (sharing.num_shared, sharing.num_paired) == (1, 0)
+
+
 def test_without_room_in_host_memory_only_what_is_overwritten_is_lost() -> None:
     model = make_shared_cache(2)
     online, offline = meet(model)

@@ -36,6 +36,13 @@ class BlockCopy(NamedTuple):
     host: int
 
 
+class BlockMove(NamedTuple):
+    """Two device blocks: the KV of the first is copied to the second."""
+
+    source: int
+    target: int
+
+
 class SlotCopy(NamedTuple):
     """Slots ``[first, first + num)`` of a device block, and the same slots of the host block.
 

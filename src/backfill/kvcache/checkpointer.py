@@ -65,7 +65,8 @@ class Checkpointer:
         num_used = counts[BlockState.REFERENCED] + counts[BlockState.ONLINE] + num_copied
         num_used += counts[BlockState.WANTED] + counts[BlockState.WANTED_ONLINE]
         num_blocks = store.device.num_blocks
-        left = min(left, self._policy.max_blocks(PoolView(num_blocks, num_blocks - num_used, num_copied)))
+        num_free = max(0, num_blocks - num_used)  # less than 0 while the pool shrinks
+        left = min(left, self._policy.max_blocks(PoolView(num_blocks, num_free, num_copied)))
         if left <= 0 or not self._candidates:
             return
         for request, table in sorted(self._candidates.values(), key=urgency, reverse=True):

@@ -32,6 +32,7 @@ class BlockState(IntEnum):
     REFERENCED_COPIED = 9  # so, and with a host copy, complete or in flight
     ONLINE = 10  # in the block table of an online request
     ONLINE_COPIED = 11  # so, and with a host copy
+    ABSENT = 12  # beyond the end of a pool that is smaller than it may be: has no memory
 
 
 @dataclass(slots=True, eq=False)
@@ -46,7 +47,8 @@ class Block:
         num_copies: copies that read or write it, begun or queued. It is not taken before they end.
         is_valid: the KV of the content has arrived; False until the copy to it completes, or is cancelled.
         state: kept by its pool.
-        is_pinned: kept by its pool: ``num_copies`` was not 0 when ``state`` was set.
+        is_pinned: kept by its pool: when ``state`` was set, ``num_copies`` was not 0, or it was beyond the
+            pool's end. It is not taken.
         peer: while two requests share the memory from both ends, the other one's block; see ``Sharing``.
         is_guest: its pool does not know it, but its peer.
         num_slots: at its end of a shared block, the slots that are in use or about to be written.
@@ -105,6 +107,12 @@ class Content:
         return self.num_tokens - self.num_lost
 
     @property
+    def own_block(self) -> Block | None:
+        """The device block that tables may name; None for a tail whose block's other end is in use."""
+        block = self.device
+        return None if block is None or block.peer is not None else block
+
+    @property
     def is_writable(self) -> bool:
         """Of a tail: it exists, and no copy reads the block that its request would write."""
         if self.device is None:
@@ -136,10 +144,10 @@ class Match:
     def is_on_device(self) -> bool:
         """All of it can be used now."""
         return all(
-            content.device is not None and content.device.is_valid and not content.num_lost
+            (block := content.own_block) is not None and block.is_valid and not content.num_lost
             for content in self.contents
         )
 
     @property
     def num_device_blocks(self) -> int:
-        return sum(content.device is not None for content in self.contents)
+        return sum(content.own_block is not None for content in self.contents)

@@ -44,6 +44,11 @@ class CopyLedger:
         """Copies that an outcome will report. Restores that wait to begin do not count."""
         return len(self._in_flight)
 
+    @property
+    def has_begun(self) -> bool:
+        """Copies begin with the next plan."""
+        return bool(self._checkpoint or self._restore)
+
     def checkpoint(self, device: Block, host: Block, slots: Slots | None = None) -> None:
         """Begin a copy to the host, of the whole block or of some slots, with the next plan."""
         host.ref = pack_block_ref(host.index, is_reversed(device.ref))

@@ -16,7 +16,11 @@ from backfill.kvcache.user_checkpoints import UserCheckpoints
 
 
 def create_kv_cache(
-    config: SchedulerConfig, num_blocks: int, block_size: int, num_host_blocks: int = 0
+    config: SchedulerConfig,
+    num_blocks: int,
+    block_size: int,
+    num_host_blocks: int = 0,
+    max_num_blocks: int | None = None,
 ) -> KVCacheManager:
     """A KV cache with the configuration's checkpointing, restoring and prefix caching.
 
@@ -35,7 +39,8 @@ def create_kv_cache(
         blocking=blocking,
         prefix_caching=config.prefix_caching,
         prefix_cache_scope=config.prefix_cache_scope,
-        bidirectional=config.kv_layout == "bidirectional",
+        bidirectional=config.shares_blocks,
+        max_num_blocks=max_num_blocks,
     )
 
 

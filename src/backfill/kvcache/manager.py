@@ -23,6 +23,7 @@ from backfill.kvcache.copies import Copy
 from backfill.kvcache.integrity import check_integrity
 from backfill.kvcache.keys import KeyChain
 from backfill.kvcache.pool import BlockCounts
+from backfill.kvcache.resizing import Resizing
 from backfill.kvcache.sharing import Sharing
 from backfill.kvcache.store import ContentStore
 from backfill.kvcache.table import BlockTable
@@ -47,6 +48,7 @@ class KVCacheManager:
         bidirectional: offline requests fill their blocks from the last slot, and blocks may be shared.
         counters: hits, evictions and copied tokens are added to them.
         secret: of the keys; random by default.
+        max_num_blocks: the most that the device's pool may grow to; None: it keeps its size.
     """
 
     def __init__(
@@ -62,9 +64,9 @@ class KVCacheManager:
         bidirectional: bool = False,
         counters: Mapping[ServiceClass, ClassCounters] | None = None,
         secret: bytes | None = None,
+        max_num_blocks: int | None = None,
     ) -> None:
         assert num_blocks > 0 and block_size > 0 and num_host_blocks >= 0
-        self.num_blocks = num_blocks
         self.block_size = block_size
         self.num_host_blocks = num_host_blocks
         self.blocking = blocking
@@ -73,17 +75,29 @@ class KVCacheManager:
         scope = prefix_cache_scope if prefix_caching else "request"
         self._keys = KeyChain(block_size, scope, secret or secrets.token_bytes(32))
         self._store = ContentStore(
-            num_blocks, num_host_blocks, blocking, self.counters, prefix_caching, bidirectional
+            num_blocks,
+            num_host_blocks,
+            blocking,
+            self.counters,
+            prefix_caching,
+            bidirectional,
+            max_num_blocks,
         )
         self._checkpointer = Checkpointer(self._store, policy or NoCheckpoints(), block_size, self.counters)
         self.sharing = Sharing(self._store, self._checkpointer, block_size, bidirectional)
         self._device = self._store.device
         self._tables: dict[RequestId, BlockTable] = {}
+        self.resizing = Resizing(self._store, self._tables)
         # Most copies in flight: none begins beyond. Restores for online requests are exempt from the second.
         self.max_copies = 0
         self.max_background_copies = sys.maxsize
 
     # What there is.
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the device's pool that may be used."""
+        return self._device.num_blocks
 
     @property
     def counts(self) -> BlockCounts:
@@ -115,6 +129,18 @@ class KVCacheManager:
         """Blocks that online requests reference."""
         counts = self._device.counts
         return counts[BlockState.ONLINE] + counts[BlockState.ONLINE_COPIED]
+
+    @property
+    def num_offline_blocks(self) -> int:
+        """Blocks that only offline requests reference."""
+        counts = self._device.counts
+        return counts[BlockState.REFERENCED] + counts[BlockState.REFERENCED_COPIED]
+
+    @property
+    def num_wanted_blocks(self) -> int:
+        """Blocks that no request references, with KV that preempted requests will come back for."""
+        counts = self._device.counts
+        return sum(counts[each] for each in (BlockState.SECURED, BlockState.WANTED, BlockState.WANTED_ONLINE))
 
     @property
     def host_usage_frac(self) -> float:
@@ -149,7 +175,7 @@ class KVCacheManager:
         num_freed = 0
         for block, num_refs in refs.items():
             is_shared = block.is_guest or (block.peer is not None and block.peer not in refs)
-            if num_refs == block.num_refs and not block.num_copies and not is_shared:
+            if num_refs == block.num_refs and self._device.may_use(block) and not is_shared:
                 is_protected = block.content is not None and block.content.is_protected
                 num_freed += limit is Evictable.ALL or not is_protected
         return num_freed
@@ -161,8 +187,7 @@ class KVCacheManager:
     @property
     def num_becoming_available(self) -> int:
         """Blocks that an allocation can have, losing no KV, once the copies on them complete."""
-        pinned = self._device.num_pinned
-        return sum(pinned[: BlockState.SECURED + 1]) + pinned[BlockState.COPYING]
+        return self._device.num_becoming_available
 
     # Admission.
 
@@ -178,7 +203,7 @@ class KVCacheManager:
         found = self._find(request, table, 0)
         num_tokens = len(found) * self.block_size
         tail = table.tail
-        if tail is not None and len(found) == len(table.wanted) - 1 and self.sharing.return_tail(tail):
+        if tail is not None and len(found) == len(table.wanted) - 1 and self.sharing.may_return(tail):
             found.append(tail)
             num_tokens += tail.num_tokens
         return Match(found, num_tokens)
@@ -188,10 +213,10 @@ class KVCacheManager:
         available = self._device.available(limit)
         needed = self.blocks_for(request.num_tokens) + num_reserved
         for content in match.contents:
-            block = content.device
+            block = content.own_block
             if block is not None:
                 needed -= 1
-                if not block.num_copies and block.state <= limit:
+                if block.state <= limit and self._device.may_use(block):
                     available -= 1  # it is available until the request references it
         lack = needed - available
         if lack == 1 and self.blocks_for(request.num_tokens) > len(match.contents):
@@ -206,8 +231,11 @@ class KVCacheManager:
         Returns: whether all of them are on the device. Otherwise ``is_restored`` says when.
         """
         store, table = self._store, self._tables[request.request_id]
-        self._count_match(request, table, match)
         self.sharing.remove(request)
+        has_tail = bool(match.contents) and match.contents[-1] is table.tail
+        if has_tail:
+            self.sharing.withdraw(match.contents[-1])
+        self._count_match(request, table, match)
         absent = [content for content in match.contents if content.device is None]
         for content in match.contents:
             if content.device is not None:
@@ -219,7 +247,6 @@ class KVCacheManager:
             store.hold(content, block)
             store.ledger.restore(block, content.host, request.service_class is ServiceClass.ONLINE)
         table.extend(content.device for content in match.contents if content.device is not None)
-        has_tail = bool(match.contents) and match.contents[-1] is table.tail
         table.num_entered = len(match.contents) - has_tail
         if not has_tail:
             self._drop_tail(table)
@@ -261,6 +288,7 @@ class KVCacheManager:
             entered = self.sharing.enter_if_short(request, num_tokens, missing, limit)
             taken = self._store.take(missing - len(entered), limit, request.service_class)
             self._tables[request.request_id].extend((*taken, *entered))
+            self.sharing.grown(request)
 
     def in_the_way(self, request: Request, num_tokens: int) -> Request | None:
         """See ``Sharing``."""
@@ -282,6 +310,7 @@ class KVCacheManager:
             return
         table.extend([self._store.reference(content, request.service_class) for content in found])
         table.num_entered = len(table.blocks)
+        self.sharing.grown(request)
         request.num_computed_tokens = table.num_entered * self.block_size
         num_new = max(0, request.num_computed_tokens - request.num_ever_computed_tokens)
         self._count_hits(request, num_new, 0)

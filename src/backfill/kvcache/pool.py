@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from enum import Enum
 from itertools import islice
 
-from backfill.core.block import pack_block_ref
+from backfill.core.block import is_reversed, pack_block_ref
 from backfill.core.request import ServiceClass
 from backfill.kvcache.content import Block, BlockState, Content
+from backfill.kvcache.empty_blocks import EmptyBlocks, LatestFirst, LowestFirst
 
 # As constants, because looking up a member of an Enum is slow, and this is done for every block of a request.
 (
@@ -26,6 +27,7 @@ from backfill.kvcache.content import Block, BlockState, Content
     _REFERENCED_COPIED,
     _ONLINE,
     _ONLINE_COPIED,
+    _ABSENT,
 ) = BlockState
 
 
@@ -37,6 +39,8 @@ class Tier(Enum):
 @dataclass(frozen=True, slots=True)
 class BlockCounts:
     """Blocks of a pool: no other count says how full a cache is.
+
+    Blocks that have yet to leave a pool that shrinks are among them.
 
     Attributes:
         empty: without content.
@@ -56,30 +60,72 @@ class BlockCounts:
 class BlockPool:
     """The blocks of the device or of the host's memory.
 
-    Blocks without content are on a stack: the most recently freed one is taken first, because its memory is
-    the likeliest to be in a processor's cache. Cached blocks are in one queue for each state, the least
-    recently released first. Requests release their last block first, so a block is not taken before those
-    that follow it: what is left of a sequence is a prefix of it.
+    Empty blocks are taken first (``empty_blocks.py``). Cached blocks are in one queue for each state, the
+    least recently released first. Requests release their last block first, so a block is not taken before
+    those that follow it: what is left of a sequence is a prefix of it.
+
+    A pool with ``max_num_blocks`` can be resized. Blocks from index ``num_blocks`` on are *beyond its end*:
+    they are not taken, and each is absent as soon as it has no use (``Resizing``).
+
+    Attributes:
+        num_blocks: that may be used; they have the lowest indices.
+        blocks: by index, those beyond the end as well.
+        num_pinned: blocks of each state that may not be taken: in a copy, or beyond the end.
 
     Args:
         on_evicted: called with each content that loses its block in this pool.
+        max_num_blocks: the most that it may ever have; None: it is never resized.
+
+    Attributes:
+        on_updated: called with the content of each block whose use has changed; None if nobody asks.
     """
 
-    def __init__(self, tier: Tier, num_blocks: int, on_evicted: Callable[[Content], None]) -> None:
+    def __init__(
+        self,
+        tier: Tier,
+        num_blocks: int,
+        on_evicted: Callable[[Content], None],
+        max_num_blocks: int | None = None,
+    ) -> None:
         self.tier = tier
-        self.num_blocks = num_blocks
-        self.blocks = [Block(index, pack_block_ref(index)) for index in range(num_blocks)]
+        self.blocks = [Block(index, pack_block_ref(index)) for index in range(max_num_blocks or num_blocks)]
+        self.num_blocks = len(self.blocks)
         self.counts = [0] * len(BlockState)
         self.num_pinned = [0] * len(BlockState)
-        self.counts[_EMPTY] = num_blocks
+        self.counts[_EMPTY] = self.num_blocks
         self._is_host = tier is Tier.HOST
-        self._empty = self.blocks[::-1]
+        self._lowest_first = None if max_num_blocks is None else LowestFirst(self.blocks)
+        self._empty: EmptyBlocks = LatestFirst(self.blocks[::-1])
+        if self._lowest_first is not None:
+            self._empty = self._lowest_first
         self._cached: list[OrderedDict[Block, None]] = [OrderedDict() for _ in BlockState]
         self._on_evicted = on_evicted
+        self.on_updated: Callable[[Content], None] | None = None
+        if max_num_blocks is not None:
+            self.resize(num_blocks)
 
     @property
     def num_empty(self) -> int:
         return len(self._empty)
+
+    @property
+    def num_draining(self) -> int:
+        """Blocks beyond the end that are still in use."""
+        return len(self.blocks) - self.num_blocks - self.counts[_ABSENT]
+
+    @property
+    def num_becoming_available(self) -> int:
+        """Blocks that can be taken, losing no KV, once the copies on them complete."""
+        pinned = self.num_pinned
+        num_blocks = sum(pinned[: _SECURED + 1]) + pinned[_COPYING]
+        if self.num_draining:
+            beyond = self.blocks[self.num_blocks :]
+            num_blocks -= sum(block.state <= _SECURED or block.state is _COPYING for block in beyond)
+        return num_blocks
+
+    def may_use(self, block: Block) -> bool:
+        """No copy uses the block, and it is not beyond the end."""
+        return not block.num_copies and block.index < self.num_blocks
 
     def available(self, limit: int) -> int:
         """Blocks that can be taken now: empty ones, and cached ones up to this state."""
@@ -93,7 +139,7 @@ class BlockPool:
             cached_with_copy=counts[_SECURED],
             protected=counts[_PROTECTED],
             cached=counts[_UNNEEDED] + counts[_UNWANTED] + counts[_WANTED] + counts[_WANTED_ONLINE],
-            referenced=sum(counts[_COPYING:]),
+            referenced=sum(counts[_COPYING:_ABSENT]),
         )
 
     def first(self, state: BlockState) -> Block | None:
@@ -116,16 +162,14 @@ class BlockPool:
             self.counts[_EMPTY] -= 1
             self.counts[_COPYING] += 1
             return [block]
-        first = max(0, len(empty) - count)
-        taken = empty[first:][::-1]
-        del empty[first:]
+        taken = empty.take(count)
         self.counts[_EMPTY] -= len(taken)
         state = 0
         assert len(taken) == count or count - len(taken) <= self.available(limit), f"no {count} blocks"
         while len(taken) < count:
             state += 1
             if self.counts[state] > self.num_pinned[state]:
-                idle = (block for block in self._cached[state] if not block.num_copies)
+                idle = (block for block in self._cached[state] if not block.is_pinned)
                 victims = list(islice(idle, count - len(taken)))
                 for block in victims:
                     self._evict(block)
@@ -149,9 +193,11 @@ class BlockPool:
 
     def update(self, block: Block) -> None:
         """Enter what has changed: the block's references or copies, or its content's users or residencies."""
+        if self.on_updated is not None and block.content is not None:
+            self.on_updated(block.content)
         if block.is_guest:
             return
-        old, new, is_pinned = block.state, self._state_of(block), block.num_copies > 0
+        old, new, is_pinned = block.state, self._state_of(block), not self.may_use(block)
         if is_pinned is not block.is_pinned or (is_pinned and old is not new):
             self.num_pinned[old] -= block.is_pinned
             self.num_pinned[new] += is_pinned
@@ -179,7 +225,9 @@ class BlockPool:
                 return _ONLINE if block.num_online_refs else _REFERENCED
             return _ONLINE_COPIED if block.num_online_refs else _REFERENCED_COPIED
         if content is None:
-            return _COPYING if block.num_copies else _EMPTY
+            if block.num_copies:
+                return _COPYING
+            return _EMPTY if block.index < self.num_blocks else _ABSENT
         is_wanted = content.num_wanted > 0
         if self._is_host:
             # The copy of a running request's block. Copies of preempted requests are secured by no device
@@ -196,6 +244,36 @@ class BlockPool:
             return _PROTECTED
         return _UNNEEDED if content.is_unneeded else _UNWANTED
 
+    # Resizing.
+
+    def resize(self, num_blocks: int) -> None:
+        """Blocks from this index on are beyond the end; those before it are not."""
+        assert self._lowest_first is not None, f"the {self.tier.value}'s pool has a fixed size"
+        first, last = sorted((num_blocks, self.num_blocks))
+        self.num_blocks = num_blocks
+        self._lowest_first.remove_from(num_blocks)
+        for block in self.blocks[first:last]:
+            self.update(block)
+
+    def evict_beyond(self, block: Block) -> None:
+        """Drop the content of a cached block beyond the end."""
+        self.num_pinned[block.state] -= block.is_pinned
+        self._evict(block)
+        block.state, block.is_pinned = _COPYING, False
+        self.counts[_COPYING] += 1
+        self.update(block)
+
+    def exchange(self, block: Block, taken: Block) -> None:
+        """The two have each other's memory from now on. The second was taken and has no use yet."""
+        block.index, taken.index = taken.index, block.index
+        for each in (block, taken):
+            self.blocks[each.index] = each
+            each.ref = pack_block_ref(each.index, is_reversed(each.ref))
+            if each.peer is not None:
+                each.peer.index = each.index
+                each.peer.ref = pack_block_ref(each.index, is_reversed(each.peer.ref))
+            self.update(each)
+
     def _evict(self, block: Block) -> None:
         content, state = block.content, block.state
         assert content is not None
@@ -211,11 +289,12 @@ class BlockPool:
     def check_integrity(self) -> None:
         """Raise AssertionError unless every block is in its place and counted once."""
         counts, pinned = [0] * len(BlockState), [0] * len(BlockState)
-        for block in self.blocks:
+        for index, block in enumerate(self.blocks):
+            assert block.index == index, f"{self.tier}: {block} is at {index}"
             counts[block.state] += 1
             pinned[block.state] += block.is_pinned
             assert block.state is self._state_of(block), f"{self.tier}: {block} is misplaced"
-            assert block.is_pinned == (block.num_copies > 0)
+            assert block.is_pinned is not self.may_use(block)
             assert block.num_refs >= block.num_online_refs >= 0 and block.num_copies >= 0
             assert not block.is_guest
             assert block.is_valid or block.num_copies, f"{self.tier}: no copy fills block {block.index}"
@@ -224,6 +303,10 @@ class BlockPool:
                 assert residency is block, f"{self.tier}: {block.index} is not where its content is"
         assert counts == self.counts, f"{self.tier}: {counts} blocks, {self.counts} counted"
         assert pinned == self.num_pinned, f"{self.tier}: {pinned} pinned, {self.num_pinned} counted"
-        queues = {_EMPTY: self._empty, **{state: self._cached[state] for state in range(_UNNEEDED, _COPYING)}}
+        queues = {
+            _EMPTY: list(self._empty),
+            **{state: self._cached[state] for state in range(_UNNEEDED, _COPYING)},
+        }
         for state, blocks in queues.items():
             assert len(blocks) == counts[state] and all(block.state == state for block in blocks)
+        assert counts[_ABSENT] <= len(self.blocks) - self.num_blocks

@@ -2,34 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from typing import NamedTuple
+from collections.abc import Collection
 
 from backfill.core.block import is_reversed, pack_block_ref
 from backfill.core.request import Request, RequestId, ServiceClass
 from backfill.kvcache.checkpointer import Checkpointer
 from backfill.kvcache.content import Block, BlockState, Content
+from backfill.kvcache.free_ends import FreeEnd, FreeEnds
 from backfill.kvcache.store import ContentStore
 from backfill.kvcache.table import BlockTable
 
 _LEAST_FREE = 4  # one slot in so many must stay free, for a running request's block to be entered
 _LEAST_COPIED = 8  # a tail of at most one token in so many slots is sooner computed again than copied
-
-
-class FreeEnd(NamedTuple):
-    """A block that may be entered from its other end.
-
-    Attributes:
-        num_slots: that are in use or about to be written.
-        owner: the running request that fills it; None if a preempted one wants it.
-        content, table: of the preempted request.
-    """
-
-    block: Block
-    num_slots: int
-    owner: Request | None = None
-    content: Content | None = None
-    table: BlockTable | None = None
 
 
 class Sharing:
@@ -61,30 +45,40 @@ class Sharing:
         self._checkpointer = checkpointer
         self._block_size = block_size
         self._owners: dict[Block, Request] = {}
-        self._running: dict[RequestId, tuple[Request, BlockTable]] = {}
-        self._preempted: dict[RequestId, BlockTable] = {}  # offline requests
+        self._free_ends = FreeEnds(block_size)
+        if is_on:
+            store.device.on_updated = self._free_ends.on_updated
 
     @property
     def num_shared(self) -> int:
         """Blocks whose two ends are both in use."""
         return len({block.index for block in self.blocks.values()})
 
+    @property
+    def num_paired(self) -> int:
+        """Those of them with a running request at each end: they are in two tables."""
+        return len(self.blocks) - self.num_shared
+
     # Whose last block may be entered.
 
     def add(self, request: Request, table: BlockTable) -> None:
         """The request takes part in steps from now on."""
         if self.is_on:
-            self._running[request.request_id] = request, table
+            self._free_ends.add(request, table)
 
     def add_preempted(self, request: Request, table: BlockTable) -> None:
         """The request will come back for what its table wants."""
         if self.is_on and request.service_class is ServiceClass.OFFLINE:
-            self._preempted[request.request_id] = table
+            self._free_ends.add_preempted(request, table)
 
     def remove(self, request: Request) -> None:
         """The request no longer takes part in steps, or no longer wants its KV."""
-        self._running.pop(request.request_id, None)
-        self._preempted.pop(request.request_id, None)
+        self._free_ends.remove(request.request_id)
+
+    def grown(self, request: Request) -> None:
+        """The request's table has more blocks."""
+        if self.is_on:
+            self._free_ends.reconsider(request.request_id)
 
     def keeps_tail(self, request: Request, block: Block) -> bool:
         """What a preempted request leaves in its last block may stay there."""
@@ -121,49 +115,16 @@ class Sharing:
         room = size - (request.num_tokens - (num_tokens - 1) // size * size)
         if room <= 0:
             return None
-        preempted = list[FreeEnd]()
-        if request.service_class is ServiceClass.ONLINE:
-            preempted = [end for end in self._preempted_ends(request, beyond) if end.content not in matched]
-        best = max(preempted, key=lambda end: -end.num_slots, default=None)
+        ends, is_online = self._free_ends, request.service_class is ServiceClass.ONLINE
+        states = [state for state in (BlockState.SECURED, BlockState.WANTED) if is_online and state > beyond]
+        best = ends.preempted(states, matched)
         if best is not None and best.num_slots <= room:
             return best
-        least = max(1, size // _LEAST_FREE)
-        running = [end for end in self._running_ends(request) if end.num_slots + least <= room]
-        if running:
-            return min(running, key=lambda end: end.num_slots)
-        saved = [end for end in preempted if end.content is not None and _is_saved(end.content)]
-        return min(saved, key=lambda end: end.num_slots, default=best if may_lose else None)
-
-    def _preempted_ends(self, request: Request, beyond: int) -> Iterator[FreeEnd]:
-        for request_id, table in self._preempted.items():
-            content = table.wanted[-1] if table.wanted else None
-            block = None if content is None else content.device
-            if content is None or block is None or request_id == request.request_id:
-                continue
-            is_wanted_by_one = content.num_wanted == 1 and beyond < block.state <= BlockState.WANTED
-            is_alone = not block.num_refs and not block.num_copies and block.peer is None
-            # A host copy may have been made of another block with the same tokens, filled from the front. Its
-            # slots are others.
-            host = content.host
-            has_same_slots = host is None or is_reversed(host.ref) is is_reversed(block.ref)
-            if is_wanted_by_one and is_alone and is_reversed(block.ref) and has_same_slots:
-                yield FreeEnd(block, content.num_device_tokens, content=content, table=table)
-
-    def _running_ends(self, request: Request) -> Iterator[FreeEnd]:
-        for other, table in self._running.values():
-            if other.service_class is request.service_class or not table.blocks:
-                continue
-            block, num_slots = table.blocks[-1], self._num_slots(other, table)
-            if (
-                0 < num_slots < self._block_size
-                and block.peer is None
-                and len(table.blocks) > table.num_entered
-            ):
-                yield FreeEnd(block, num_slots, owner=other)
-
-    def _num_slots(self, request: Request, table: BlockTable) -> int:
-        """Slots of its last block that the request uses once all its known tokens are computed."""
-        return request.num_tokens - (len(table.blocks) - 1) * self._block_size
+        running = ends.running(ServiceClass.OFFLINE if is_online else ServiceClass.ONLINE)
+        if running is not None and running.num_slots + max(1, size // _LEAST_FREE) <= room:
+            return running
+        saved = ends.preempted([state for state in states if state is BlockState.SECURED], matched)
+        return best if saved is None and may_lose else saved
 
     def enter_if_short(
         self, request: Request, num_tokens: int, missing: int, limit: int
@@ -260,7 +221,11 @@ class Sharing:
             self._store.place(tail)
 
     def begin_copies(self, max_copies: int) -> None:
-        """Begin to copy, while fewer are in flight, what the next step's tokens would overwrite."""
+        """Begin to copy, while fewer are in flight, what the next step's tokens would overwrite.
+
+        Some of it is copied in vain, because its request comes back before. As many slots of others are given
+        up, so that no more are copied than are overwritten, but for those that are about to be.
+        """
         ledger = self._store.ledger
         for request_id, block in self.blocks.items():
             peer = block.peer
@@ -269,7 +234,8 @@ class Sharing:
             if tail is None or left >= peer.num_slots or not self._checkpointer.saves_victims:
                 continue
             is_short = tail.num_tokens * _LEAST_COPIED <= self._block_size
-            if is_short or self._writes_no_more(*self._running[request_id], block):
+            is_even = self.num_copied <= self.num_overwritten
+            if is_short or not is_even or self._writes_no_more(self._free_ends.table_of(request_id), block):
                 continue
             if ledger.num_in_flight >= max_copies:
                 break
@@ -277,8 +243,9 @@ class Sharing:
             if num_unsaved > left and self._checkpointer.checkpoint_slots(tail, left):
                 self.num_copied += num_unsaved - left
 
-    def _writes_no_more(self, request: Request, table: BlockTable, block: Block) -> bool:
-        """The last token that the request may sample needs no slot, and all before it have theirs."""
+    def _writes_no_more(self, table: BlockTable, block: Block) -> bool:
+        """The last token that its request may sample needs no slot, and all before it have theirs."""
+        request = self._owners[block]
         num_written = (len(table.blocks) - 1) * self._block_size + block.num_slots
         return num_written >= request.num_prompt_tokens + request.sampling.max_tokens - 1
 
@@ -309,7 +276,7 @@ class Sharing:
         if block is not None and block.is_guest and not block.num_refs and not block.num_copies:
             self._part(block)
 
-    def return_tail(self, tail: Content) -> bool:
+    def may_return(self, tail: Content) -> bool:
         """A request may have its tail again: all of it is here, and it can go on writing the block.
 
         A tail in a block whose other end is in use is of use only if the host has all of it.
@@ -321,12 +288,15 @@ class Sharing:
             return True
         if block.peer is None:
             return host is not None and host.is_valid
-        if not _is_saved(tail) or block.num_copies:
-            return False
-        tail.device, block.content, tail.num_lost = None, None, 0
-        self._part(block)
-        self._store.place(tail)
-        return True
+        return _is_saved(tail) and not block.num_copies
+
+    def withdraw(self, tail: Content) -> None:
+        """A request gets its tail again: from the host if the other end of its device block is in use."""
+        block = tail.device
+        if block is not None and block.peer is not None:
+            tail.device, block.content, tail.num_lost = None, None, 0
+            self._part(block)
+            self._store.place(tail)
 
     def restore_lost(self, content: Content) -> None:
         """The content is referenced: what it has lost on the device is copied back, into the same slots."""
@@ -352,9 +322,11 @@ class Sharing:
         owner = self._owners.pop(peer, None)
         if owner is not None:
             del self.blocks[owner.request_id]
+            self._free_ends.reconsider(owner.request_id)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless both ends of each shared block agree."""
+        self._free_ends.check_integrity()
         shared = [block for block in self._store.device.blocks if block.peer is not None]
         owners = set[Block]()
         for block in shared:

@@ -33,8 +33,9 @@ class ContentStore:
         counters: Mapping[ServiceClass, ClassCounters],
         is_shared: bool,
         is_bidirectional: bool,
+        max_num_blocks: int | None = None,
     ) -> None:
-        self.device = BlockPool(Tier.DEVICE, num_blocks, self._on_device_eviction)
+        self.device = BlockPool(Tier.DEVICE, num_blocks, self._on_device_eviction, max_num_blocks)
         self.host = BlockPool(Tier.HOST, num_host_blocks, self._on_host_eviction)
         self.ledger = CopyLedger(self.device, self.host, blocking)
         self.by_key: dict[BlockKey, Content] = {}
@@ -43,7 +44,7 @@ class ContentStore:
         self._is_shared = is_shared
         self._is_bidirectional = is_bidirectional
         self._now_s = 0.0
-        self._protection = CacheProtection(num_blocks)
+        self._protection = CacheProtection(max_num_blocks or num_blocks)
 
     def place(self, content: Content) -> None:
         """What the content is used for, or where it resides, has changed."""

@@ -17,7 +17,7 @@ class BlockTable:
         root: parent of the first key.
         keys: of the leading full blocks, as far as they were needed.
         blocks: its device blocks in token order.
-        refs: the same as references. A new tuple when it grows, because plans hold it.
+        refs: the same as references. A new tuple when it grows or a block moves, because plans hold it.
         num_entered: leading blocks whose content is known to the cache.
         num_valid: leading blocks whose KV is known to be on the device.
         num_copied, num_secured: leading blocks known to have a host copy, and a complete one.
@@ -42,6 +42,10 @@ class BlockTable:
         first = len(self.blocks)
         self.blocks += blocks
         self.refs += tuple(block.ref for block in self.blocks[first:])
+
+    def renew_refs(self) -> None:
+        """Some of its blocks have other memory."""
+        self.refs = tuple(block.ref for block in self.blocks)
 
     def clear(self) -> None:
         """Name no blocks."""
