@@ -426,6 +426,24 @@ deadline_batches = st.lists(
 )
 
 
+@pytest.mark.parametrize("slowdown", [1, 5])
+def test_a_deadline_is_met_on_a_device_that_others_use_too(slowdown: int) -> None:
+    """The batch that is due would end in time alone, and not if it shared the device to the end."""
+    model, num_due = LLAMA_8B_ON_A100, 200
+    request_s = slowdown * max(model.compute_s(3000, 3000), model.memory_s(3000, 3000))
+    due_s = 1.6 * num_due * request_s
+    due = [known(i, 3000, 3000, group="due", complete_by_s=due_s) for i in range(num_due)]
+    pool = make_pool("blend")
+    pool.add(due + [known(i, 3000, 3000) for i in range(num_due, 2 * num_due)])
+    now_s, running = 0.0, pool.take(now_s=0.0)
+    while running is not None:
+        now_s += request_s
+        next_one = pool.take(now_s=now_s)
+        pool.finish(running.request_id, 3000)
+        assert running.request_id >= num_due or now_s <= due_s
+        running = next_one
+
+
 @settings(max_examples=50, deadline=None)
 @given(deadline_batches, st.integers(0, 40), st.sampled_from(ORDERS))
 def test_deadlines_are_met_where_they_can_be(

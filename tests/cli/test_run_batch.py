@@ -21,13 +21,13 @@ import pytest
 from rich.console import Console
 
 from backfill.blending.resources import ResourceModel
-from backfill.cli.run_batch import _LiveProgress, _run, describe
+from backfill.cli.run_batch import _LiveProgress, _print_summary, _run, describe
 from backfill.core.counters import ClassCounters
 from backfill.core.errors import ConfigError
 from backfill.engine.messages import ClassStats, EngineStats, StepReport, StepStats
 from backfill.jobs.local_files import check_tail, locked
 from backfill.jobs.progress import TimeLeft, TokenRates, WorkShares
-from backfill.jobs.records import RequestCounts
+from backfill.jobs.records import RequestCounts, TokenUsage
 from backfill.jobs.results import ForeignResults
 from backfill.preparation.serving import ServingProcesses
 from tests.api.batch_inputs import as_jsonl, chat_line, completion_line, parse_jsonl
@@ -287,7 +287,10 @@ def parse_head(path: Path) -> bytes:
 
 def test_a_signal_keeps_what_is_done_and_a_killed_engine_is_started_again(folder: Folder) -> None:
     folder.input.write_bytes(
-        as_jsonl(completion_line(str(number), max_tokens=200, ignore_eos=True) for number in range(NUM_LINES))
+        as_jsonl(  # lines that run side by side do not end together
+            completion_line(str(number), max_tokens=150 + 37 * number % 100, ignore_eos=True)
+            for number in range(NUM_LINES)
+        )
     )
     few = ("--max-num-seqs", "2", "--log-level", "INFO")
     process = folder.start(*few)
@@ -297,13 +300,12 @@ def test_a_signal_keeps_what_is_done_and_a_killed_engine_is_started_again(folder
     assert "another run-batch" in refused.stderr
     os.kill(engine_pid(process.pid), signal.SIGKILL)
     before = folder.num_results()
-    wait_until(lambda: folder.num_results() > before + 4, "results of the next engine")
+    wait_until(lambda: folder.num_results() > before + 8, "results of the next engine")
     process.send_signal(signal.SIGTERM)
     _, stderr = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 143, stderr
-    assert re.search(
-        r"Interrupted: what was computed of [1-9]\d* lines in flight is dropped\. The same", stderr
-    )
+    assert re.search(r"stopping: [1-4] lines that have begun have 8 s to end; another signal", stderr)
+    assert "Interrupted: all lines that had begun have ended. The same command goes on from here." in stderr
     num_done = folder.num_results()
     assert 0 < num_done < NUM_LINES
     result = folder.run("--json")
@@ -316,7 +318,7 @@ class SignalledRun:
     """A run that a signal stops, or two end."""
 
     rates, work, time_left, is_stopping, phase, order = None, None, None, False, "loading", "fcfs"
-    planned = None
+    planned, num_in_flight, num_begun = None, 0, 0
 
     def __init__(self, numbers: Sequence[signal.Signals]) -> None:
         self.counts = RequestCounts(1)
@@ -335,6 +337,24 @@ class SignalledRun:
             while len(self.calls) < count:
                 await asyncio.sleep(0.001)
         return False
+
+
+@pytest.mark.parametrize(
+    ("num_at_stop", "num_dropped", "part"),
+    [
+        (0, 0, "Interrupted: no line had begun. The same command goes on from here."),
+        (3, 0, "Interrupted: all lines that had begun have ended. The same"),
+        (3, 2, "Interrupted: what was computed of 2 lines is dropped. The same"),
+    ],
+)
+def test_the_summary_of_a_stopped_run_says_what_is_lost(
+    num_at_stop: int, num_dropped: int, part: str
+) -> None:
+    screen = io.StringIO()
+    run = paced(199)
+    run.usage, run.num_at_stop, run.num_dropped = TokenUsage(), num_at_stop, num_dropped
+    _print_summary(run, Console(file=screen, width=60), "", is_whole=False, as_json=False)
+    assert part in screen.getvalue()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -392,6 +412,7 @@ def running(phase: str = "checking the input", **fields: Any) -> Any:
         "order": "blend",
         "planned": None,
         "is_stopping": False,
+        "num_in_flight": 0,
     }
     return SimpleNamespace(phase=phase, **{**state, **fields})
 
@@ -428,6 +449,8 @@ def test_what_a_run_does_is_told_in_words() -> None:
     assert describe(begun, 0.2) == "running"
     begun.is_stopping = True
     assert describe(begun, 0.3) == "stopping"
+    begun.num_in_flight = 3
+    assert describe(begun, 0.3) == "stopping: 3 lines in flight"
 
 
 def report_of(

@@ -55,7 +55,7 @@ def anyio_backend() -> str:
 @pytest.fixture
 async def client(default_model: Path) -> AsyncIterator[PreparationClient]:
     model = ServedModel(names=("m",), root="m", folder=default_model, created=0)
-    client = PreparationClient(PreparationSetup(model=model))
+    client = PreparationClient(PreparationSetup(model=model, order="fcfs"))
     client.start()
     client.configure(FACTS)
     yield client
@@ -252,7 +252,7 @@ def children(monkeypatch: pytest.MonkeyPatch) -> type[Child]:
 
 def lone_client() -> PreparationClient:
     model = ServedModel(names=("m",), root="m", folder=Path(), created=0)
-    return PreparationClient(PreparationSetup(model=model))
+    return PreparationClient(PreparationSetup(model=model, order="fcfs"))
 
 
 async def test_a_body_that_ends_the_process_is_found_and_costs_no_other(
@@ -313,7 +313,7 @@ async def test_jobs_are_refused_while_no_process_can_be_started(
 
 async def test_a_process_that_cannot_be_started_is_tried_again(default_model: Path, tmp_path: Path) -> None:
     model = ServedModel(names=("m",), root="m", folder=tmp_path, created=0)
-    client = PreparationClient(PreparationSetup(model=model))
+    client = PreparationClient(PreparationSetup(model=model, order="fcfs"))
     client.configure(FACTS)
     client.start(bodies_within_s=3600)  # the first job launches it earlier
     job = asyncio.create_task(client.prepare("/v1/completions", b'{"prompt": "x"}', CONTEXT))
@@ -327,7 +327,8 @@ async def test_a_process_that_cannot_be_started_is_tried_again(default_model: Pa
 
 
 async def test_a_caller_that_is_cancelled_as_its_job_fails_is_cancelled(default_model: Path) -> None:
-    setup = PreparationSetup(model=ServedModel(names=("m",), root="m", folder=default_model, created=0))
+    model = ServedModel(names=("m",), root="m", folder=default_model, created=0)
+    setup = PreparationSetup(model=model, order="fcfs")
     process = PreparationSupervisor("files", setup, TaskWatch(), on_launch=lambda: None)
     asking = asyncio.create_task(process.ask(TakeLines("o", 1), LinesTaken))
     await asyncio.sleep(0)

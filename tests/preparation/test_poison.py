@@ -131,7 +131,7 @@ async def test_a_line_is_given_up_after_four_deaths_and_all_others_are_prepared(
     (tmp_path / "bad").write_bytes(prompts(*content))
     (tmp_path / "good").write_bytes(prompts(*[[n, n] for n in range(300)]))
     model = ServedModel(names=("m",), root="m", folder=Path(), created=0)
-    client = PreparationClient(PreparationSetup(model=model))
+    client = PreparationClient(PreparationSetup(model=model, order="fcfs"))
     client.start()
     client.configure(FACTS)
     async with asyncio.timeout(TIMEOUT_S):

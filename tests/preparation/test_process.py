@@ -106,7 +106,7 @@ def channel() -> Channel:
 def preparer(channel: Channel, small_model: Path) -> Any:
     double: Any = Preparer(small_model)
     as_channel: Any = channel
-    running = threading.Thread(target=Preparation(as_channel, double).run)
+    running = threading.Thread(target=Preparation(as_channel, double, "fcfs").run)
     running.start()
     yield double
     double.may_end.set()

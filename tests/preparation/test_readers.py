@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from backfill.blending.memory_forecast import MemoryForecast, Output
 from backfill.blending.requests import OrderName
 from backfill.preparation import line_pool, readers
 from backfill.preparation.line_file import LineFile
@@ -38,7 +39,8 @@ from backfill.preparation.spool import Span, Spool
 from backfill.protocol.generation import Generation, GenerationEndpoint
 from backfill.protocol.preparer import RequestContext
 from tests.api.servers import TIMEOUT_S
-from tests.preparation.pool_doubles import make_pool, prepare, prompts, selection_of
+from tests.jobs.feeder_doubles import until
+from tests.preparation.pool_doubles import lines_of, make_pool, prepare, prompts, selection_of
 
 pytestmark = pytest.mark.anyio
 
@@ -86,8 +88,8 @@ class Process:
 
     def send(self, message: ToPreparation) -> None:
         match message:
-            case OpenLines(reader_id, selection):
-                self.pool.open(reader_id, selection, LineFile(selection, self._prepare))
+            case OpenLines(reader_id, selection, running):
+                self.pool.open(reader_id, selection, LineFile(selection, self._prepare), running)
             case CloseLines(reader_id):
                 self.pool.close(reader_id)
             case EndLine(reader_id, number, num_output_tokens):
@@ -389,25 +391,44 @@ async def read_all(folder: Path, rng: random.Random, files: list[int], deaths: l
     assert seen == {(reader, n): 1 for reader, count in enumerate(files) for n in range(1, count + 1)}
 
 
-async def test_progress_reaches_the_pool_and_a_new_process_knows_nothing_of_the_lines(
-    tmp_path: Path,
-) -> None:
+async def test_a_new_process_knows_the_kv_of_lines_that_run(tmp_path: Path) -> None:
     process = Process("blend")
+    path = tmp_path / "in"
+    path.write_bytes(
+        lines_of(*({"prompt": [n] * 50, "max_tokens": 100 + n, "ignore_eos": True} for n in range(20)))
+    )
+
+    def forecast() -> MemoryForecast:
+        assert process.pool._forecast is not None
+        return process.pool._forecast
+
+    def outputs() -> list[Output]:
+        return sorted(forecast().outputs.values())
+
+    def num_so_far() -> int:
+        return sum(each.so_far for each in outputs())
+
     async with process.running() as readers:
-        lines = readers.open(selection_of(write(tmp_path / "in", [1], [2], [3])))
-        running = [line.number for _, line in await lines.read(2)]
-        lines.note_progress(dict.fromkeys(running, 3))
-        assert so_far(process) == [3, 3]
+        lines = readers.open(selection_of(path))
+        taken = [line.number for _, line in await lines.read(5)]
+        lines.note_progress({taken[0]: 7, taken[1]: 8, taken[2]: 9})
+        lines.end(taken[0], 100)
+        before, room = outputs(), forecast().room().most_output_tokens(0)
+        assert (len(before), num_so_far()) == (4, 17)
         process.die()
-        lines.note_progress(dict.fromkeys(running, 4))
-        ((_, last),) = await lines.read(2)
-        lines.note_progress(dict.fromkeys([*running, last.number], 1))
-        assert so_far(process) == [1]
+        await until(lambda: lines.is_indexed)
+        assert outputs() == before
+        assert forecast().room().most_output_tokens(0) == room
+        lines.note_progress({taken[1]: 20, 99: 1})
+        assert num_so_far() == 29
+        lines.end(taken[1], 100)
+        lines.end(taken[2], None)
+        assert (len(outputs()), num_so_far()) == (2, 0)
+        ((_, last),) = await lines.read(1)
+        lines.note_progress({last.number: 3})
+        process.die()
+        await until(lambda: lines.is_indexed)
+        assert (len(outputs()), num_so_far()) == (3, 3)
         lines.close()
-        lines.note_progress({last.number: 2})
-        assert so_far(process) == []
-
-
-def so_far(process: Process) -> list[int]:
-    assert process.pool._forecast is not None
-    return [output.so_far for output in process.pool._forecast.outputs.values()]
+        assert outputs() == []
+    assert process.num_prepared.total() > len(process.num_prepared) == 20

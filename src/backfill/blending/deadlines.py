@@ -11,11 +11,15 @@ from backfill.blending.resources import Work
 
 MARGIN_FRAC = 0.25
 MARGIN_S = 60.0
-"""Time that batches are taken to need, over the least time of their work: a share of it, and a fixed part.
+"""Time that batches are taken to need, over what their work takes at the present pace: a share of it, and a
+fixed part.
 
-The share is for the resource that is not perfectly overlapped, the fixed part for the latency of the last
-request.
+The share is for a pace that changes, the fixed part for the latency of the last request.
 """
+
+_PACE_HALF_LIFE_S = 600.0
+_PACE_PRIOR_S = 60.0
+_LEAST_S = 1e-9
 
 
 class BatchWork(NamedTuple):
@@ -25,6 +29,36 @@ class BatchWork(NamedTuple):
     num_requests: int
     compute_s: float
     memory_s: float
+
+
+class Pace:
+    """How long work takes over its least time: the device is shared with online requests, and never ideal.
+
+    What was observed counts by half after ten minutes. At first it is a minute of work in its least time.
+    """
+
+    def __init__(self) -> None:
+        self._done = Work(_PACE_PRIOR_S, _PACE_PRIOR_S)
+        self._elapsed_s = _PACE_PRIOR_S
+        self._at_s: float | None = None
+
+    @property
+    def slowdown(self) -> float:
+        """Seconds that a second of work takes; at least 1."""
+        return max(1.0, self._elapsed_s / max(self._done.time_s, _LEAST_S))
+
+    def advance(self, now_s: float, *, is_busy: bool) -> None:
+        """Time went on; ``is_busy``: with requests in flight since the last call."""
+        at_s, self._at_s = self._at_s, now_s
+        if at_s is None or not is_busy or now_s <= at_s:
+            return
+        kept = 0.5 ** ((now_s - at_s) / _PACE_HALF_LIFE_S)
+        self._elapsed_s = self._elapsed_s * kept + (now_s - at_s)
+        self._done = Work(self._done.compute_s * kept, self._done.memory_s * kept)
+
+    def add(self, compute_s: float, memory_s: float) -> None:
+        """Work was done."""
+        self._done.add(max(compute_s, 0.0), max(memory_s, 0.0))
 
 
 @dataclass(slots=True)
@@ -65,12 +99,15 @@ class Deadlines:
         """The batches with a deadline, the earliest first."""
         return [Batch(group, complete_by_s) for complete_by_s, group in self._ordered]
 
-    def urgent(self, now_s: float) -> list[Batch]:
+    def urgent(self, now_s: float, slowdown: float) -> list[Batch]:
         """The batches to serve before others, earliest deadline first.
 
-        All batches up to a deadline must be done by it, so their work is added up. Where it exceeds the
-        time left, the deadlines up to there are in danger. Work is the greater of compute and memory time,
-        with the device for this alone. A deadline that has passed is no reason to be served first.
+        All batches up to a deadline must be done by it, so their work is added up: the greater of compute
+        and memory time. Where it exceeds the time left, the deadlines up to there are in danger. A deadline
+        that has passed is no reason to be served first.
+
+        Args:
+            slowdown: seconds that a second of work takes.
         """
         in_danger: list[Batch] = []
         passed: list[Batch] = []
@@ -82,7 +119,7 @@ class Deadlines:
             work = self._left[batch].work
             total.add(work.compute_s, work.memory_s)
             passed.append(batch)
-            if total.time_s * (1 + MARGIN_FRAC) + MARGIN_S >= complete_by_s - now_s:
+            if total.time_s * slowdown * (1 + MARGIN_FRAC) + MARGIN_S >= complete_by_s - now_s:
                 in_danger += passed
                 passed.clear()
         return in_danger

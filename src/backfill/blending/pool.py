@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from typing import get_args
 
-from backfill.blending.deadlines import BatchWork, Deadlines
+from backfill.blending.deadlines import BatchWork, Deadlines, Pace
 from backfill.blending.entry import Entry, Expected, Left, State
 from backfill.blending.estimates import OutputEstimator, OutputHistory, choose_samples, output_moments
 from backfill.blending.requests import OrderName, PlannedRequest, PoolRequest
@@ -75,6 +75,7 @@ class OfflinePool:
         self._blend = Blend()
         self._left = Work()
         self._deadlines = Deadlines()
+        self._pace = Pace()
         self._online: OnlineUse | None = None
         self._online_long_run = OnlineUse()
 
@@ -182,6 +183,7 @@ class OfflinePool:
                 another one waits. Batches in danger and samples are not: a deadline is worth a preemption,
                 and samples are few and tell what the others need.
         """
+        self._pace.advance(now_s, is_busy=self._blend.num_requests > 0)
         target = target_density(self._left, self.online, self._online_long_run)
         is_blend = self._order == "blend"
         from_left = not is_blend or self._blend.needs_compute(target)
@@ -224,7 +226,9 @@ class OfflinePool:
         entry = self._in_flight(request_id)
         if entry is not None:
             self._set_so_far(entry, num_output_tokens)
-            self._set_left(entry, self._left_of(entry))
+            left = self._left_of(entry)
+            self._pace.add(entry.left.compute_s - left.compute_s, entry.left.memory_s - left.memory_s)
+            self._set_left(entry, left)
 
     def expected_output_tokens(self, request_id: int) -> float | None:
         """Of a taken request, as last corrected; None for an id no longer known."""
@@ -243,6 +247,7 @@ class OfflinePool:
         del self._entries[request_id]
         self._blend.remove(entry.expected)
         self._set_so_far(entry, 0)
+        self._pace.add(*entry.left)
         self._end(entry)
         if entry.known_output_tokens is not None or num_output_tokens < 1:
             return
@@ -339,7 +344,9 @@ class OfflinePool:
     def _urgent(self, group: str | None, now_s: float, from_left: bool) -> Entry | None:
         """Of a batch that would miss its deadline. Under ``fcfs`` the earliest deadline always goes first."""
         is_fcfs = self._order == "fcfs"
-        for batch in self._deadlines.in_order() if is_fcfs else self._deadlines.urgent(now_s):
+        for batch in (
+            self._deadlines.in_order() if is_fcfs else self._deadlines.urgent(now_s, self._pace.slowdown)
+        ):
             if group is None or batch.group == group:
                 entry = self._planned(batch, from_left)
                 if entry is not None:

@@ -21,16 +21,16 @@ class Blend:
 
     def __init__(self) -> None:
         self._per_step = Work()
-        self._num_requests = 0
+        self.num_requests = 0
 
     def add(self, expected: Expected) -> None:
-        self._num_requests += 1
+        self.num_requests += 1
         self._per_step.add(*_per_step(expected))
 
     def remove(self, expected: Expected) -> None:
-        self._num_requests -= 1
+        self.num_requests -= 1
         self._per_step.remove(*_per_step(expected))
-        if self._num_requests == 0:
+        if self.num_requests == 0:
             self._per_step = Work()  # no rounding errors pile up
 
     def needs_compute(self, target_density: float) -> bool:

@@ -83,6 +83,8 @@ def run_batch(
 ) -> None:
     """Answer every line of a file without a server. The same command continues an interrupted run.
 
+    A signal lets lines that have begun end, for 8 s; a second one ends the run at once.
+
     Exit status: 0 every line is answered; 1 it cannot run, or not to the end, or a second signal ended it
     at once; 3 every line has a result, some of them errors; 130 or 143 interrupted by SIGINT or SIGTERM.
     """
@@ -127,7 +129,7 @@ app = command(
         "Files": "input_file output_file error_file json shards shard",
         "Model": MODEL_SECTION,
         "Engine": "device threads num_micro_batches gpu_memory_utilization device_memory "
-        "offload_interval engine_hang_timeout",
+        "offload_interval offload_bus offload_bus_gib_per_s engine_hang_timeout",
         "Scheduling": f"order {LIMITS_SECTION}",
         "KV memory": "kv_gib block_size host_kv_gib prefix_caching",
         "Requests": "strict log_level",
@@ -149,6 +151,13 @@ async def _run(run: LocalRun, console: Console) -> signal.Signals | None:
             os._exit(1)
         received.append(number)
         run.stop()
+        if run.num_begun:
+            console.print(
+                f"stopping: {run.num_begun} lines that have begun have {run.grace_s:g} s to end; "
+                "another signal stops at once",
+                highlight=False,
+                soft_wrap=True,
+            )
 
     for number in SIGNALS:
         loop.add_signal_handler(number, on_signal, number)
@@ -172,10 +181,11 @@ def _print_summary(run: LocalRun, console: Console, part: str, *, is_whole: bool
             f"{resumed}; {usage.input_tokens} tokens in, {usage.output_tokens} out"
         ]
         if not is_whole:
-            lines.append(
-                f"Interrupted: what was computed of {run.num_dropped} lines in flight is dropped. "
-                "The same command goes on from here."
-            )
+            if run.num_dropped:
+                ended = f"what was computed of {run.num_dropped} lines is dropped"
+            else:
+                ended = "all lines that had begun have ended" if run.num_at_stop else "no line had begun"
+            lines.append(f"Interrupted: {ended}. The same command goes on from here.")
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True)
     if as_json:
@@ -263,7 +273,7 @@ def describe(run: LocalRun, now_s: float, num_columns: int | None = None) -> str
     in the last half minute was bound by, and the order of lines.
     """
     if run.is_stopping:
-        return "stopping"
+        return f"stopping: {run.num_in_flight} lines in flight" if run.num_in_flight else "stopping"
     if run.rates is None or run.time_left is None:
         return run.phase
     parts = []

@@ -25,7 +25,7 @@ class OrderOptions:
             at random.
     """
 
-    order: OrderName = "fcfs"
+    order: OrderName = "blend"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

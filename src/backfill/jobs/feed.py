@@ -47,15 +47,20 @@ class RunningLine:
 
     Attributes:
         ran_with_others: another line was there at some time.
-        count: of its tokens; None where nobody asks for its progress.
+        count: of its tokens.
         num_reported: of a choice, as the source was last told.
     """
 
     line: BatchLine
     task: asyncio.Task[None]
     ran_with_others: bool
-    count: TokenCount | None = None
+    count: TokenCount = field(default_factory=TokenCount)
     num_reported: int = 0
+
+    @property
+    def has_begun(self) -> bool:
+        """It has a token."""
+        return self.count.num_tokens > 0
 
 
 @dataclass(slots=True, eq=False)
@@ -81,6 +86,7 @@ class Feed:
     running: dict[int, RunningLine] = field(default_factory=dict, init=False)
     results: list[LineResult] = field(default_factory=list, init=False)  # ended, not yet durable
     num_in_flight: int = 0  # lines taken that are not durable yet
+    num_durable: int = 0  # results
     num_buffered_bytes: int = 0  # of lines read that are not durable yet
     committer: asyncio.Task[None] | None = None
     has_unsaved_losses: bool = False
@@ -93,6 +99,11 @@ class Feed:
     @property
     def has_read_lines(self) -> bool:
         return not self.finished.done() and bool(self._to_retry or self._buffered)
+
+    @property
+    def num_begun(self) -> int:
+        """Lines in flight without those of which no token has come."""
+        return self.num_in_flight - sum(not run.has_begun for run in self.running.values())
 
     @property
     def num_losses_next(self) -> int:
@@ -152,8 +163,6 @@ class Feed:
         """Tell the source of the lines that have gone on."""
         found: dict[int, int] = {}
         for number, run in self.running.items():
-            if run.count is None:
-                continue
             num_tokens = of_a_choice(run.line, run.count.num_tokens)
             if num_tokens > run.num_reported:
                 found[number] = run.num_reported = num_tokens
@@ -161,7 +170,7 @@ class Feed:
             self.source.note_progress(found)
 
     def put_back(self, line: BatchLine) -> None:
-        """A line was lost. It runs again when others than before wait: what they need of it is unknown."""
+        """A line did not end. It runs again when others than before wait: what they need of it is unknown."""
         self.num_in_flight -= 1
         if line.generation is not None:
             request = dataclasses.replace(line.generation.request, num_reused_tokens=None)
@@ -171,6 +180,7 @@ class Feed:
     def note_durable(self, results: Sequence[LineResult]) -> None:
         for result in results:
             self.num_in_flight -= 1
+            self.num_durable += 1
             self.num_buffered_bytes -= result.line.num_bytes
             self.suspects.forget(result.line.number)
         if self.num_in_flight == 0 and not (self.has_lines or self.finished.done()):

@@ -32,6 +32,7 @@ _TURN_LINES = 32
 # Each loss of a line divides the lines in flight beside it by this.
 _SHRINK_FACTOR = 8
 PROGRESS_PERIOD_S = 1.0
+_DRAIN_POLL_S = 0.05
 
 
 class LineRunner(Protocol):
@@ -98,6 +99,38 @@ class Feeder:
         feed.note_durable([])  # it may have no line at all
         self._order.set_waiting(feed, feed.has_lines)
         self._fill()
+
+    async def drain(self, feed: Feed, timeout_s: float) -> int:
+        """Start no more lines of any feed, and wait until this one's that have begun have durable results.
+
+        A line has begun once it has a token. The others, which wait in the engine, are put back at once. It
+        waits no longer than ``timeout_s``, and not for a feed that has failed.
+
+        Returns: how many lines had begun, those included whose results were not durable yet.
+        """
+        self.set_capacity(0)
+        loop = asyncio.get_running_loop()
+        ends_at_s = loop.time() + timeout_s
+        num_in_flight = feed.num_in_flight
+        num_begun = num_in_flight - await self._put_back_waiting(feed)
+        while feed.num_in_flight and not feed.finished.done() and loop.time() < ends_at_s:
+            await asyncio.sleep(_DRAIN_POLL_S)
+        return num_begun
+
+    async def _put_back_waiting(self, feed: Feed) -> int:
+        """Abort lines that have not begun. Returns: how many."""
+        waiting = [run for run in feed.running.values() if not run.has_begun]
+        for run in waiting:
+            run.task.cancel()
+        await asyncio.gather(*(run.task for run in waiting), return_exceptions=True)
+        aborted = [run.line for run in waiting if run.task.cancelled()]
+        for line in aborted:
+            if feed.running.pop(line.number, None) is not None:  # cancelled before it ran at all
+                self._num_running -= 1
+            feed.put_back(line)
+            self._order.note_ended(feed)
+        self._order.set_waiting(feed, feed.has_lines)
+        return len(aborted)
 
     async def remove(self, feed: Feed, *, keep_results: bool = True) -> None:
         """Stop the feed's lines at once, and make the results of ended lines durable.
@@ -210,7 +243,7 @@ class Feeder:
             for other in self._feeds:
                 for run in other.running.values():
                     run.ran_with_others = True
-        count = TokenCount() if self._reports_progress else None
+        count = TokenCount()
         task = self._tasks.start(self._run(feed, line, count), "feeder-line")
         feed.running[line.number] = RunningLine(line, task, ran_with_others, count)
         self._num_running += 1
@@ -254,7 +287,7 @@ class Feeder:
         for feed in self._feeds:
             feed.report_progress()
 
-    async def _run(self, feed: Feed, line: BatchLine, count: TokenCount | None) -> None:
+    async def _run(self, feed: Feed, line: BatchLine, count: TokenCount) -> None:
         result, goes_on = None, False
         try:
             result = await self._runner.run(line, count)

@@ -41,6 +41,9 @@ logger = logging.getLogger(__name__)
 
 _MAX_LINE_BYTES = 32 << 20
 _MIN_FREE_BYTES = 1 << 30  # of the disk of the results
+# Docker kills a container 10 s after SIGTERM. What comes after the grace takes a second at most, but for a
+# write of results that a disk delays.
+_GRACE_S = 8.0
 
 
 class BadInput(BackfillError):
@@ -61,9 +64,11 @@ class LocalRun:
     Attributes:
         phase: what it does before lines run, as a text for users.
         num_resumed: lines that had a result before this run.
-        num_dropped: lines in flight when the run was stopped; the next run runs them again.
+        num_at_stop: lines that had begun when the run was stopped; None where no lines ran then.
+        num_dropped: those of them that did not end; the next run runs them again.
         rates, work, time_left: None before lines run.
         duration_s: of the run, once it has ended.
+        grace_s: seconds that lines that have begun have to end when the run is stopped.
 
     Args:
         error_path: where failed lines go; None puts them into the output file too.
@@ -84,11 +89,13 @@ class LocalRun:
     ) -> None:
         self.phase = "checking the input"
         self.num_resumed = 0
+        self.num_at_stop: int | None = None
         self.num_dropped = 0
         self.rates: TokenRates | None = None
         self.work: WorkShares | None = None
         self.time_left: TimeLeft | None = None
         self.duration_s = 0.0
+        self.grace_s = _GRACE_S
         self._input_path = input_path
         self._result_paths = (output_path, error_path or output_path)
         self._setup = setup
@@ -101,6 +108,7 @@ class LocalRun:
         self._total = self._num_to_run = 0
         self._lines: PreparedLines | None = None
         self._log: ResultLog | None = None
+        self._feed_of_lines: Feed | None = None  # while lines run
         self._suspects = Suspects()
         self._service: CompletionService | None = None
         self._threads = ThreadPool("disk", 2)
@@ -130,8 +138,21 @@ class LocalRun:
     def is_stopping(self) -> bool:
         return self._stop_asked.is_set()
 
+    @property
+    def num_in_flight(self) -> int:
+        """Lines that the engine has, or whose results are not durable yet."""
+        return 0 if self._feed_of_lines is None else self._feed_of_lines.num_in_flight
+
+    @property
+    def num_begun(self) -> int:
+        """Lines in flight that have a token, or whose results are not durable yet."""
+        return 0 if self._feed_of_lines is None else self._feed_of_lines.num_begun
+
     def stop(self) -> None:
-        """End the run soon. Finished results are kept; the next run runs the rest."""
+        """Begin no more lines, and end the run once those that have begun have ended, or after ``grace_s``.
+
+        Finished results are kept; the next run runs the rest.
+        """
         self._stop_asked.set()
 
     def abandon(self) -> None:
@@ -242,7 +263,8 @@ class LocalRun:
                     return
             await self._feed(engine, stopping, of_others or b"")
         finally:
-            await self._processes.stop_engine()
+            # After a stop nothing is left to save.
+            await self._processes.stop_engine(at_once=self.is_stopping)
 
     async def _feed(self, engine: asyncio.Task[None], stopping: asyncio.Task[bool], of_others: bytes) -> None:
         """Run lines until all have results, a stop is asked for, or the engine cannot go on."""
@@ -266,13 +288,22 @@ class LocalRun:
             suspects=self._suspects,
         )
         self._feeder.add(feed)
+        self._feed_of_lines = feed
+        num_durable = 0
         try:
             ends: set[asyncio.Future[Any]] = {feed.finished, engine, stopping}
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if stopping.done():
+                num_durable = feed.num_durable
+                self.num_at_stop = await self._feeder.drain(feed, self.grace_s)
         finally:
             # Results that are not durable are dropped: a full disk would block the stop.
             await self._feeder.remove(feed, keep_results=False)
-            self.num_dropped = feed.num_in_flight
+            if self.num_at_stop is not None:
+                # Not those still in flight: a dead engine's lines are not.
+                num_ended = self._log.num_completed + self._log.num_failed - self.num_resumed - num_durable
+                self.num_dropped = self.num_at_stop - num_ended
+            self._feed_of_lines = None
             lines.close()
             self._lines = None
         if feed.finished.done():
@@ -328,7 +359,8 @@ class LocalRun:
             self.rates = TokenRates(now_s)
             self.work = WorkShares(resources, facts.info.num_blocks * facts.info.block_size, now_s)
             self._estimate()
-        self._feeder.set_capacity(2 * self._engine_config.scheduler.max_num_seqs)
+        if not self.is_stopping:
+            self._feeder.set_capacity(2 * self._engine_config.scheduler.max_num_seqs)
 
     def _estimate(self) -> None:
         """Estimate the time left, once the engine is ready and the number of lines is known."""

@@ -9,6 +9,7 @@ from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import msgspec
 
@@ -24,6 +25,7 @@ from backfill.preparation.messages import (
     LinesTaken,
     OnlineTraffic,
     Position,
+    RunningTokens,
     TakenLine,
 )
 from backfill.preparation.spool import Span, Spool
@@ -62,6 +64,7 @@ class _Line:
     num_reused_tokens: int = 0  # of its prompt, by lines that wait when it is taken
     has_namespace: bool = False
     is_taken: bool = False
+    tokens: RunningTokens | None = None  # once it was taken
 
 
 @dataclass(slots=True, eq=False)
@@ -74,6 +77,8 @@ class _Reader:
     num_waiting: int = 0
     lines: dict[int, _Line] = field(default_factory=dict)  # by number
     namespaces: set[tuple[str, str]] = field(default_factory=set)  # of its lines
+    # By number: lines that an earlier reader of the file gave, each with its id in the forecast.
+    earlier: dict[int, tuple[int, RunningTokens]] = field(default_factory=dict)
 
 
 class LinePool:
@@ -83,8 +88,8 @@ class LinePool:
     reader's spool. One thread owns the pool.
 
     Where there is a forecast, the pool is told what the KV has room for beside all lines that were taken and
-    have not ended. The engine admits lines by the KV that is free, so nothing is held back: where no line
-    fits, one is taken all the same.
+    have not ended, also by an earlier process. The engine admits lines by the KV that is free, so nothing is
+    held back: where no line fits, one is taken all the same.
 
     Attributes:
         scope: who shares cached prefixes.
@@ -115,11 +120,21 @@ class LinePool:
         self._num_waiting = 0
         self._num_waiting_tokens = 0
 
-    def open(self, reader_id: int, selection: LineSelection, file: LineFile) -> None:
-        """Begin a reader, or begin it again."""
+    def open(
+        self,
+        reader_id: int,
+        selection: LineSelection,
+        file: LineFile,
+        running: Mapping[int, RunningTokens] = MappingProxyType({}),
+    ) -> None:
+        """Begin a reader, or begin it again. ``running``: see ``OpenLines``."""
         self.close(reader_id)
         spool = Spool(selection.spool_folder, selection.min_free_bytes)
         self._readers[reader_id] = _Reader(selection, file, spool, selection.is_spooled)
+        for number, tokens in running.items():
+            request_id = next(self._ids)
+            self._readers[reader_id].earlier[number] = request_id, tokens
+            self._hold(request_id, tokens)
 
     def close(self, reader_id: int) -> None:
         """Drop a reader and its lines. An unknown one is ignored."""
@@ -128,6 +143,8 @@ class LinePool:
             return
         for line in reader.lines.values():
             self._forget(line)
+        for request_id, _ in reader.earlier.values():
+            self._release(request_id)
         owner = reader.selection.owner
         unpooled = [line for line in self._unpooled.pop(owner, ()) if line.reader_id != reader_id]
         if unpooled:
@@ -177,21 +194,24 @@ class LinePool:
                 )
                 self.close(line.reader_id)
                 return LinesTaken(taken, unreadable=line.reader_id)
-            taken.append(TakenLine(line.reader_id, read))
+            taken.append(TakenLine(line.reader_id, read, line.tokens))
             num_bytes += read.num_bytes
         return LinesTaken(taken)
 
     def end(self, reader_id: int, number: int, num_output_tokens: int | None) -> None:
         """A taken line has ended; ``num_output_tokens`` is None where it has no answer.
 
-        A line that is unknown is ignored: a new process knows nothing of lines that its predecessor gave.
+        Of a line that an earlier reader gave only the KV is known. A line that is unknown is ignored.
         """
         line = self._taken(reader_id, number)
         if line is None:
+            reader = self._readers.get(reader_id)
+            if reader is not None and number in reader.earlier:
+                self._release(reader.earlier.pop(number)[0])
             return
         del self._readers[reader_id].lines[number]
         self._by_id.pop(line.request_id, None)
-        self._release(line)
+        self._release(line.request_id)
         if self._pool is None or not line.num_prompt_tokens:
             return
         if num_output_tokens is None:
@@ -208,7 +228,10 @@ class LinePool:
     def note_progress(self, reader_id: int, num_output_tokens: Mapping[int, int]) -> None:
         """Taken lines, by number, have generated so many tokens of a choice. Unknown ones are ignored."""
         num_known = 0
+        reader = self._readers.get(reader_id)
         for number, num_tokens in num_output_tokens.items():
+            if self._forecast is not None and reader is not None and number in reader.earlier:
+                self._forecast.note_progress(reader.earlier[number][0], num_tokens)
             line = self._taken(reader_id, number)
             if line is None or not line.num_prompt_tokens or self._pool is None:
                 continue
@@ -299,6 +322,9 @@ class LinePool:
         if self._to_plan:
             if self._pool is None:
                 self._pool, self._forecast = self._create(), self._create_forecast()
+                for reader in self._readers.values():
+                    for request_id, tokens in reader.earlier.values():
+                        self._hold(request_id, tokens)
             requests, self._to_plan = list(self._to_plan.values()), {}
             self._owners_to_plan.clear()
             self._pool.add(requests, merges_all=merges_all)
@@ -325,9 +351,8 @@ class LinePool:
         self._mark_taken(line)
         if self._forecast is not None:
             num_own_tokens = line.num_prompt_tokens - line.num_reused_tokens + line.num_more_tokens
-            self._forecast.add(
-                line.request_id, num_own_tokens, planned.expected_output_tokens, line.num_choices
-            )
+            line.tokens = RunningTokens(num_own_tokens, planned.expected_output_tokens, line.num_choices)
+            self._hold(line.request_id, line.tokens)
         return line
 
     def _next_planned(self, owner: str) -> PlannedRequest | None:
@@ -347,17 +372,25 @@ class LinePool:
     def _put_back(self, line: _Line) -> None:
         line.is_taken = False
         self._count_waiting(line, 1)
-        self._release(line)
+        self._release(line.request_id)
         if line.num_prompt_tokens and self._pool is not None:
             self._pool.put_back(line.request_id)
         else:
             owner = self._readers[line.reader_id].selection.owner
             self._unpooled.setdefault(owner, deque()).appendleft(line)
 
-    def _release(self, line: _Line) -> None:
-        """It holds no KV."""
+    def _hold(self, request_id: int, tokens: RunningTokens) -> None:
+        """A line takes KV from here on; one of an earlier reader perhaps before there is a forecast."""
         if self._forecast is not None:
-            self._forecast.remove(line.request_id)
+            self._forecast.add(
+                request_id, tokens.num_prompt_tokens, tokens.expected_output_tokens, tokens.num_choices
+            )
+            self._forecast.note_progress(request_id, tokens.num_output_tokens)
+
+    def _release(self, request_id: int) -> None:
+        """A line holds no KV."""
+        if self._forecast is not None:
+            self._forecast.remove(request_id)
 
     def _read_back(self, line: _Line) -> BatchLine:
         """Raises: OSError."""
@@ -386,7 +419,7 @@ class LinePool:
     def _forget(self, line: _Line) -> None:
         """A line of a reader that is closed."""
         del self._by_id[line.request_id]
-        self._release(line)
+        self._release(line.request_id)
         request = self._to_plan.pop(line.request_id, None)
         if request is not None:
             self._owners_to_plan[request.group] -= 1

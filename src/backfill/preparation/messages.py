@@ -23,12 +23,12 @@ class PreparationSetup:
     """What the process needs to start. ``order``: in which lines of batches run."""
 
     model: ServedModel
+    order: OrderName
     chat_template: str | None = None
     uses_generation_config: bool = True
     max_response_tokens: int = MAX_RESPONSE_TOKENS
     is_strict: bool = False
     log_level: str = "INFO"
-    order: OrderName = "fcfs"
 
     def load_tokenizer(self) -> Tokenizer:
         """Raises: ModelError."""
@@ -190,11 +190,31 @@ class CancelCheck(msgspec.Struct, tag=True, frozen=True):
     job_id: int
 
 
+class RunningTokens(msgspec.Struct, frozen=True):
+    """The KV that a line takes which was taken and has not ended.
+
+    Attributes:
+        num_prompt_tokens: of all its prompts, without those whose KV waiting lines need too.
+        expected_output_tokens: of each choice, in all.
+        num_output_tokens: so far, in the mean of its choices.
+    """
+
+    num_prompt_tokens: int
+    expected_output_tokens: float
+    num_choices: int
+    num_output_tokens: int = 0
+
+
 class OpenLines(msgspec.Struct, tag=True, frozen=True):
-    """Replaces a reader of this id."""
+    """Replaces a reader of this id.
+
+    Attributes:
+        running: by number: lines that an earlier reader of the file gave. Their KV counts until they end.
+    """
 
     reader_id: int
     selection: LineSelection
+    running: dict[int, RunningTokens] = {}
 
 
 class CloseLines(msgspec.Struct, tag=True, frozen=True):
@@ -267,8 +287,11 @@ class LinesIndexed(msgspec.Struct, tag=True, frozen=True):
 
 
 class TakenLine(msgspec.Struct, frozen=True):
+    """``tokens``: None where the line needs no KV, or nobody forecasts it."""
+
     reader_id: int
     line: BatchLine
+    tokens: RunningTokens | None = None
 
 
 class LinesTaken(msgspec.Struct, tag=True, frozen=True):

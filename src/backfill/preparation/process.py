@@ -109,7 +109,7 @@ class Preparation:
         self,
         channel: Channel[ToPreparation, FromPreparation],
         preparer: RequestPreparer,
-        order: OrderName = "fcfs",
+        order: OrderName,
     ) -> None:
         self._channel = channel
         self._preparer = preparer
@@ -162,8 +162,8 @@ class Preparation:
         """Runs in the thread of lines, which owns the pool."""
         try:
             match message:
-                case OpenLines(reader_id, selection):
-                    self._pool.open(reader_id, selection, self._file(selection))
+                case OpenLines(reader_id, selection, running):
+                    self._pool.open(reader_id, selection, self._file(selection), running)
                 case CloseLines(reader_id):
                     self._pool.close(reader_id)
                 case EndLine(reader_id, number, num_output_tokens):

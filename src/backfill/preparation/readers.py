@@ -29,7 +29,9 @@ from backfill.preparation.messages import (
     PutBackLine,
     ReadNames,
     Result,
+    RunningTokens,
     TakeLines,
+    TakenLine,
     ToPreparation,
     Work,
 )
@@ -56,8 +58,8 @@ class Ask(Protocol):
 class LineReaders:
     """Open input files. One task indexes them ahead; what waits to run is taken in the order of the pool.
 
-    A process that is started again knows nothing of its predecessor's lines: each file is indexed again,
-    without the lines that were taken. A line that ends the process is handed out as one that cannot be
+    A process that is started again is told what KV its predecessor's running lines take. Each file is indexed
+    again, without the lines that were taken. A line that ends the process is handed out as one that cannot be
     prepared, after four ends: two over a group of lines, and two over this line alone.
 
     A file whose prepared lines cannot be read back is indexed again too. Its lines are then held in memory.
@@ -135,10 +137,14 @@ class LineReaders:
 
     def end(self, lines: PreparedLines, number: int, num_output_tokens: int | None) -> None:
         """See ``PreparedLines.end``."""
+        lines.running.pop(number, None)
         self._send(EndLine(lines.reader_id, number, num_output_tokens))
 
     def note_progress(self, lines: PreparedLines, num_output_tokens: Mapping[int, int]) -> None:
         """See ``PreparedLines.note_progress``."""
+        for number, num_tokens in num_output_tokens.items():
+            if (tokens := lines.running.get(number)) is not None:
+                lines.running[number] = msgspec.structs.replace(tokens, num_output_tokens=num_tokens)
         self._send(LinesProgress(lines.reader_id, dict(num_output_tokens)))
 
     def _note_taken(self, taken: LinesTaken) -> list[tuple[PreparedLines, BatchLine]]:
@@ -146,7 +152,7 @@ class LineReaders:
         for each in taken.lines:
             lines = self._open.get(each.reader_id)
             if lines is not None:  # else it was closed meanwhile
-                lines.note_taken(each.line.number)
+                lines.note_taken(each)
                 found.append((lines, each.line))
         self._num_taken += len(found)
         if self._num_taken >= _INDEX_LINES:
@@ -178,7 +184,7 @@ class LineReaders:
         lines.num_restarts += 1
         lines.position, lines.num_ahead = START, 0
         lines.is_indexed, lines.is_held_up, lines.error = False, False, None
-        self._send(OpenLines(lines.reader_id, lines.selection_left()))
+        self._send(OpenLines(lines.reader_id, lines.selection_left(), dict(lines.running)))
         self._changed.set()
 
     def _next_to_index(self) -> PreparedLines | None:
@@ -246,6 +252,7 @@ class PreparedLines:
         num_single: next lines to be indexed one by one, because the process ended over a group of them.
         is_spooled: prepared lines wait on a disk.
         error: why indexing stopped; the next read without a line raises it.
+        running: by number: lines taken that have not ended, where their KV is forecast.
     """
 
     readers: LineReaders
@@ -261,6 +268,7 @@ class PreparedLines:
     is_spooled: bool = True
     error: Exception | None = None
     unprepared: frozenset[int] = frozenset()
+    running: dict[int, RunningTokens] = field(default_factory=dict)
     _done: bytearray = field(init=False)
 
     def __post_init__(self) -> None:
@@ -303,8 +311,10 @@ class PreparedLines:
         """Lines that were read are forgotten, too."""
         self.readers.close(self)
 
-    def note_taken(self, number: int) -> None:
-        mark(self._done, number)
+    def note_taken(self, taken: TakenLine) -> None:
+        mark(self._done, taken.line.number)
+        if taken.tokens is not None:
+            self.running[taken.line.number] = taken.tokens
         self.num_ahead -= 1
         self.num_taken += 1
 

@@ -54,11 +54,13 @@ class ServingProcesses:
         self._supervising = asyncio.create_task(self.supervisor.run())
         return self._supervising
 
-    async def stop_engine(self) -> None:
-        """End the engine. The preparation processes still answer."""
+    async def stop_engine(self, *, at_once: bool = False) -> None:
+        """End the engine, ``at_once`` without asking it. The preparation processes still answer."""
         self._supervising.cancel()
         self._loading.cancel()
         await asyncio.gather(self._supervising, self._loading, return_exceptions=True)
+        if at_once:
+            self.client.kill()
         await self.client.stop()
 
     async def loaded(self) -> RequestPreparer:

@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from backfill.preparation.messages import PreparationSetup
+from backfill.preparation.serving import ServingProcesses
+from backfill.protocol.preparer import ServedModel
+
+pytestmark = pytest.mark.anyio
+
+
+class Client:
+    """An engine's client whose engine never loads."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    async def start(self) -> None:
+        await asyncio.Event().wait()
+
+    def kill(self) -> None:
+        self.calls.append("kill")
+
+    async def stop(self) -> None:
+        self.calls.append("stop")
+
+
+async def never(_: object) -> None:
+    raise AssertionError("the engine is ready")
+
+
+@pytest.mark.parametrize(("at_once", "calls"), [(False, ["stop"]), (True, ["kill", "stop"])])
+async def test_an_engine_that_is_ended_at_once_is_not_asked_and_not_started_again(
+    small_model: Path, at_once: bool, calls: list[str]
+) -> None:
+    client: Any = Client()
+    model = ServedModel(names=("m",), root="m", folder=small_model, created=0)
+    processes = ServingProcesses(client, PreparationSetup(model=model, order="fcfs"))
+    supervising = processes.start(on_ready=never, on_lost=lambda: client.calls.append("lost"))
+    await asyncio.sleep(0)
+    await processes.stop_engine(at_once=at_once)
+    assert supervising.cancelled()
+    assert client.calls == calls
