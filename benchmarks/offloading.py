@@ -9,10 +9,11 @@ Each interval runs in a process of its own, decodes only. Reported for each:
   from the computation of a layer without offloading and from a transfer alone.
 
 A transfer and the computation beside it share the processors and the memory, which a prediction from both
-alone leaves out: the step is longer by that.
+alone leaves out: the step is longer by that. A disk's transfers also vary from run to run. ``--gib-per-s``
+holds them to a bandwidth (``--offload-bus``), which the prediction then counts with.
 
-Usage: offloading.py [--intervals none,4,2,1] [--batch 16] [--context 128] [--steps 60]. The last line is a
-JSON object.
+Usage: offloading.py [--intervals none,4,2,1] [--batch 16] [--context 128] [--steps 60] [--gib-per-s 1]. The
+last line is a JSON object.
 """
 
 from __future__ import annotations
@@ -25,22 +26,24 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from in_process import restart_in_engine_environment
 
 from backfill.core.clock import WallClock
-from backfill.core.config import EngineConfig, SchedulerConfig
+from backfill.core.config import GIB, EngineConfig, SchedulerConfig
 from backfill.core.request import Request, RequestId
 from backfill.core.sampling import SamplingParams
-from backfill.costs.offloading import LayerTimes, step_time_s
 from backfill.engine.engine import Engine
+from backfill.execution.bus import open_bus
 from backfill.execution.create import create_torch_executor
 from backfill.execution.torch_executor import TorchExecutor
 from backfill.models.resolve import cache_root, resolve_model
+from backfill.offloading.interval import LayerTimes, step_time_s
 
 _MIB = 1 << 20
 _PAGE = mmap.PAGESIZE
@@ -101,10 +104,12 @@ class TimedModel:
         return state
 
 
-def transfer_s(executor: TorchExecutor) -> float:
-    """Median time of a transfer, nothing else running."""
-    streamer = executor._streamer
+def transfer_s(executor: TorchExecutor, gib_per_s: float | None) -> float:
+    """Time of a transfer, nothing else running: the median, or what the bandwidth says."""
+    streamer = executor.streamer
     assert streamer is not None
+    if gib_per_s is not None:
+        return streamer.layer_bytes / (gib_per_s * GIB)
     packed = max(newest_packed(), key=lambda path: path.stat().st_atime)
     size = streamer._placed[0].buffer_bytes
     file = os.open(packed, os.O_RDONLY | os.O_DIRECT)
@@ -130,9 +135,12 @@ def measure(options: argparse.Namespace, interval: str) -> dict[str, Any]:
         offload_interval=interval,
         scheduler=SchedulerConfig(prefix_caching=False),
     )
+    if options.gib_per_s and interval != "none":
+        bus = str(Path(tempfile.mkdtemp()) / "bus")
+        config = replace(config, offload_bus=bus, offload_bus_gib_per_s=options.gib_per_s)
     before = memory_mib()
     began_s = time.perf_counter()
-    executor = create_torch_executor(config)
+    executor = create_torch_executor(config, open_bus(config))
     started_s = time.perf_counter() - began_s
     loaded = memory_mib()
     model = executor._model = TimedModel(executor._model)  # type: ignore[assignment]
@@ -163,7 +171,7 @@ def measure(options: argparse.Namespace, interval: str) -> dict[str, Any]:
         "layers_s": statistics.mean(layers_s), "stall_s": statistics.mean(stalls),
         "median_layers_s": statistics.median(layers_s),
         "num_layers": model.num_layers, "transferred_bytes": num_bytes,
-        "transfer_s": None if executor._streamer is None else transfer_s(executor),
+        "transfer_s": None if executor.streamer is None else transfer_s(executor, options.gib_per_s),
         "packed_cached_mib": [cached_mib(path) for path in newest_packed()],
     }  # fmt: skip
 
@@ -179,6 +187,7 @@ def main() -> None:
     parser.add_argument(
         "--device-memory", type=float, help="GiB; the KV pool gets what is left, and is filled"
     )
+    parser.add_argument("--gib-per-s", type=float, help="bandwidth of transfers; default: the disk's")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     restart_in_engine_environment()

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from backfill.llm.async_llm import AsyncLLM
     from backfill.llm.errors import InvalidOption, InvalidRequest
     from backfill.llm.llm import LLM
+    from backfill.llm.offload import offload
     from backfill.llm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
     from backfill.llm.sampling_params import RequestOutputKind, SamplingParams
 
@@ -32,6 +33,7 @@ _HOMES = {
     "RequestOutputKind": "backfill.llm.sampling_params",
     "SLO": "backfill.core.slo",
     "SamplingParams": "backfill.llm.sampling_params",
+    "offload": "backfill.llm.offload",
 }
 
 __all__ = [
@@ -50,6 +52,7 @@ __all__ = [
     "RequestOutputKind",
     "SamplingParams",
     "__version__",
+    "offload",
 ]
 
 

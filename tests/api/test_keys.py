@@ -218,7 +218,7 @@ def test_a_rotated_key_keeps_its_owners_files(tmp_path: Path, key_file: Path) ->
         keys = ApiKeys(["bare"], key_file)
         config = EngineConfig(model_dir=str(tmp_path))
         model = ServedModel(names=("m",), root="m", folder=tmp_path, created=0)
-        preparation = PreparationClient(PreparationSetup(model=model))
+        preparation = PreparationClient(PreparationSetup(model=model, order="fcfs"))
         state = ServerState(ServerConfig(), config, EngineClient(config), preparation, api_keys=keys)
         state.jobs = make_manager(tmp_path / "data", InstantRunner())
         await state.jobs.start()

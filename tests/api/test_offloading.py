@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from backfill.offloading.record import PerformanceRecord
 from tests.api.servers import RunningServer, serve_command, small_server, wait_until
 
 PROMPTS = [list(range(100 + 7 * index, 160 + 9 * index)) for index in range(6)]
@@ -45,10 +46,14 @@ def test_tokens_and_metrics_of_a_server_with_offloaded_layers(
     expected, metrics = serve(small_model, tmp_path / "resident")
     assert set(metrics.values()) == {0.0}
     monkeypatch.setenv("BACKFILL_CACHE_ROOT", str(tmp_path / "cache"))
-    options = ("--device-memory", "0.35", "--offload-interval", "1")
+    objectives = ("--ttft-slo", "1000", "--tpot-slo", "1000")  # every interval holds them
+    few_loads = ("--max-num-seqs", "8", "--max-num-batched-tokens", "256")  # a short measurement
+    options = ("--device-memory", "0.35", "--offload-interval", "auto", *objectives, *few_loads)
     found, metrics = serve(small_model, tmp_path / "offloaded", *options)
     assert found == expected
     assert metrics["offload_interval"] == 1
+    (record,) = (tmp_path / "cache" / "profiles").glob("*.offload.json")
+    assert PerformanceRecord.load(record).num_layers == 4
     (packed,) = (tmp_path / "cache" / "packed").glob("*.layers")
     layer_bytes = (packed.stat().st_size - 4096) // 4
     num_transfers, rest = divmod(metrics["offload_transferred_bytes_total"], layer_bytes)
@@ -60,11 +65,13 @@ def test_tokens_and_metrics_of_a_server_with_offloaded_layers(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--offload-interval", "0"), "--offload-interval must be none or a whole number of at least 1"),
-        (("--offload-interval", "auto"), "--offload-interval must be none or a whole number of at least 1"),
+        (
+            ("--offload-interval", "0"),
+            "--offload-interval must be none, auto or a whole number of at least 1",
+        ),
         (
             ("--offload-interval", "5"),
-            "--offload-interval must be none or at most 4, the model's layers, got 5",
+            "--offload-interval must be none, auto or at most 4, the model's layers, got 5",
         ),
         (("--device-memory", "0"), "--device-memory must be a finite number above 0"),
         (("--device-memory", "0.01"), "--device-memory 0.010 GiB is too small with --offload-interval none"),

@@ -50,7 +50,9 @@ def test_preemption_does_not_change_tokens(small_model: Path, tmp_path: Path) ->
         assert server.metric("backfill:num_preemptions_total", **{"class": "offline"}) > 0
         checkpointed = server.metric("backfill:checkpointed_tokens_total")
         restored = server.metric("backfill:restored_tokens_total", **{"class": "offline"})
-        assert 0 < restored <= server.metric("backfill:reclaimed_tokens_total")
+        taken = server.metric("backfill:reclaimed_tokens_total")
+        overwritten = server.metric("backfill:kv_slots_overwritten_total")  # in shared blocks
+        assert 0 < restored <= taken + overwritten
         assert server.metric("backfill:checkpointed_bytes_total") == checkpointed * 1024
         computed = server.metric("backfill:iteration_tokens_total_sum")
         assert server.metric("backfill:recomputed_tokens_total") < 0.05 * computed

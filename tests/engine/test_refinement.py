@@ -14,7 +14,7 @@ import pytest
 
 from backfill.core.clock import VirtualClock
 from backfill.core.config import SchedulerConfig
-from backfill.core.plan import Resume
+from backfill.core.plan import Resume, WeightTransfers
 from backfill.core.request import ServiceClass
 from backfill.core.slo import SLO
 from backfill.costs.behaviour import DeviceBehaviour
@@ -184,6 +184,26 @@ def test_a_refit_that_fails_ends_the_refining_and_nothing_else(
     assert learning.profile is before
     (record,) = caplog.records
     assert "cannot be refined" in record.getMessage() and record.exc_info is not None
+
+
+def test_the_refiner_ignores_steps_with_another_interval_than_the_profiles() -> None:
+    clock = VirtualClock()
+    info = replace(make_info(num_blocks=100, num_layers=12, can_stop=True), offload_interval=3)
+    executor = SimulatedExecutor(info, DeviceBehaviour(TRUTH, layer_transfer_s=0.001, layer_bytes=1), clock)
+    profile = coarse_profile(TRUTH)
+    refiner = ProfileRefiner(profile, (), clock)
+    observed: list[float] = []
+    refiner.observe = lambda plan, seconds: observed.append(seconds)  # type: ignore[method-assign]
+    engine = Engine(CONFIG, executor, clock, profile, refiner)
+    engine.add(make_request(8, 20))
+    engine.step()
+    engine.step()
+    assert len(observed) == 2
+    run = executor.run
+    other = WeightTransfers(interval=4)
+    executor.run = lambda plan: replace(run(plan), weight_transfers=other)  # type: ignore[method-assign]
+    engine.step()
+    assert len(observed) == 2
 
 
 def test_the_refiner_ignores_stopped_and_resumed_steps() -> None:

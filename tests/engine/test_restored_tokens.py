@@ -178,17 +178,26 @@ def test_suspended_steps_beside_reclaimed_and_restored_blocks(
 
 
 class Clumsy:
-    """An executor that fails at the given steps: alternately before the step begins and within a layer."""
+    """An executor that fails: alternately before the step begins and within a layer.
+
+    Args:
+        fails_at: from each of these steps on, the first step with a new request. When that one is admitted
+            depends on how long copies take.
+    """
 
     def __init__(self, executor: TorchExecutor, fails_at: Collection[int]) -> None:
         self.info = executor.info
         self._executor = executor
-        self._fails_at = fails_at
+        self._to_come = sorted(fails_at)
+        self._known = set[str]()
         self._num_failures = 0
 
     def run(self, plan: StepPlan) -> StepOutcome:
-        if plan.step not in self._fails_at:
+        has_new = any(admitted.request_id not in self._known for admitted in plan.admitted)
+        self._known.update(admitted.request_id for admitted in plan.admitted)
+        if not (has_new and self._to_come and plan.step >= self._to_come[0]):
             return self._executor.run(plan)
+        del self._to_come[0]
         self._num_failures += 1
         name = "RequestState" if self._num_failures % 2 else "build_batch"
         with pytest.MonkeyPatch.context() as patch:

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from backfill.core.clock import VirtualClock
 from backfill.core.config import GIB, SchedulerConfig
 from backfill.core.errors import InsufficientMemory
-from backfill.core.plan import Compute, StepPlan
+from backfill.core.plan import Compute, CopyDirections, StepPlan, WaitForCopies
 from backfill.core.request import FinishReason
 from backfill.engine.engine import Engine
 from backfill.execution import create
+from backfill.execution.copy_groups import CopyGroup
 from backfill.execution.create import create_torch_executor
 from backfill.execution.machine import check_host_pool_fits
 from backfill.execution.memory import WeightSizes
+from backfill.execution.pool_pair import CpuPools
 from backfill.models.config import ModelConfig
 from tests.builders import make_request
 from tests.execution.tiny import BLOCK_BYTES, dummy_config, two_tier_config
@@ -31,6 +34,27 @@ def test_end_tokens_outside_the_vocabulary_fail_no_step(tmp_path: Path) -> None:
         [None, FinishReason.LENGTH],
         [None, FinishReason.STOP],
     )
+
+
+BIDIRECTIONAL: dict[str, Any] = {"kv_layout": "bidirectional"}
+
+
+def record_slot_copies(monkeypatch: pytest.MonkeyPatch) -> dict[CopyDirections, list[int]]:
+    """Of each direction in which slots are copied from here on, how many slots each copy has."""
+    nums: dict[CopyDirections, list[int]] = {}
+    copy_group = CpuPools.copy
+
+    def copy(self: CpuPools, group: CopyGroup, after: None) -> None:
+        if group.slots:
+            nums.setdefault(group.direction, []).extend(each.num for each in group.slots)
+        copy_group(self, group, after)
+
+    monkeypatch.setattr(CpuPools, "copy", copy)
+    return nums
+
+
+def padded(num_values: int) -> int:
+    return 1 << (num_values - 1).bit_length()
 
 
 def available(monkeypatch: pytest.MonkeyPatch, num_bytes: int | None) -> None:
@@ -80,3 +104,28 @@ def test_a_size_that_does_not_fit_or_holds_no_block_is_refused(
         check_host_pool_fits(host_kv_bytes=1, left_bytes=-1)
     check_host_pool_fits(host_kv_bytes=GIB, left_bytes=None)
     check_host_pool_fits(host_kv_bytes=GIB, left_bytes=GIB)
+
+
+def test_slots_are_copied_at_the_start_for_each_kernel_that_serving_needs(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nums = record_slot_copies(monkeypatch)
+    config = two_tier_config(model_dir)
+    executor = create_torch_executor(replace(config, scheduler=replace(config.scheduler, **BIDIRECTIONAL)))
+    assert executor.run(StepPlan(step=3, work=WaitForCopies())).completed_slot_copies == ()
+    for head_dim in (8, 40, 64, 80, 128):
+        needed = {padded(num * head_dim) for num in range(1, config.block_size + 1)}
+        for direction in (CopyDirections.CHECKPOINT, CopyDirections.RESTORE):
+            assert {padded(num * head_dim) for num in nums[direction]} == needed
+
+
+def test_no_slots_are_copied_at_the_start_where_blocks_are_not_shared(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nums = record_slot_copies(monkeypatch)
+    config = two_tier_config(model_dir)
+    create_torch_executor(replace(config, scheduler=replace(config.scheduler, kv_layout="unidirectional")))
+    assert not nums
+    config = two_tier_config(model_dir, host_kv_gib=0)
+    create_torch_executor(replace(config, scheduler=SchedulerConfig(**BIDIRECTIONAL)))
+    assert not nums

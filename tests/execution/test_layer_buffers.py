@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backfill.costs.offloading import num_device_layers, offloaded_layers
 from backfill.execution.layer_buffers import Fetch, LayerBuffers
+from backfill.offloading.interval import num_device_layers, offloaded_layers
 
 
 class Memory:
@@ -24,7 +24,7 @@ class Memory:
 
     def make(self, fetches: Iterable[Fetch]) -> None:
         for fetch in fetches:
-            assert 0 <= fetch.buffer < self.buffers.num_buffers
+            assert fetch.buffer not in self.buffers._withdrawn
             self.contents[fetch.buffer] = fetch.layer
             self.fetched.append(fetch.layer)
 
@@ -37,8 +37,21 @@ class Memory:
             assert self.contents[self.buffers.buffer_of(layer)] == layer
             self.buffers.release(layer)
             self.make(self.buffers.prefetch(layer + 1))
-            held = self.buffers._buffer_of
-            assert sorted([*held.values(), *self.buffers._free]) == list(range(self.buffers.num_buffers))
+            self.check()
+
+    def check(self) -> None:
+        """Every buffer is held, free or withdrawn."""
+        buffers = self.buffers
+        in_use = [*buffers._buffer_of.values(), *buffers._free]
+        assert len(in_use) == buffers.num_buffers
+        assert sorted([*in_use, *buffers._withdrawn]) == list(range(buffers._most_buffers))
+
+    def resize(self, num_buffers: int) -> None:
+        for buffer, layer in self.buffers.set_num_buffers(num_buffers):
+            held = self.contents.pop(buffer, None)
+            assert layer is None or held == layer
+        self.make(self.buffers.prefetch(0))
+        self.check()
 
 
 @st.composite
@@ -71,6 +84,61 @@ def test_each_layer_is_in_its_buffer_when_it_is_computed(
     memory.fetched.clear()
     memory.run(0, num_layers)
     assert sorted(memory.fetched) == list(offloaded_layers(num_layers, memory.buffers.interval))
+
+
+@st.composite
+def resized(draw: st.DrawFn) -> tuple[int, int, list[tuple[int, int, int, int]]]:
+    """Layers, the most buffers, and passes with intervals and any number of buffers that these allow."""
+    num_layers = draw(st.integers(1, 16))
+    most = num_device_layers(num_layers, draw(st.integers(1, num_layers)))
+    passes = []
+    for _ in range(draw(st.integers(1, 8))):
+        allowed = [i for i in range(1, num_layers + 1) if num_device_layers(num_layers, i) <= most]
+        interval = draw(st.sampled_from(allowed))
+        num_buffers = draw(st.integers(num_device_layers(num_layers, interval), most))
+        first = draw(st.integers(0, num_layers - 1))
+        passes.append((interval, num_buffers, first, draw(st.integers(first + 1, num_layers))))
+    return num_layers, most, passes
+
+
+@settings(max_examples=300)
+@given(resized())
+def test_layers_are_there_while_buffers_are_taken_away_and_given_back(
+    schedule: tuple[int, int, list[tuple[int, int, int, int]]],
+) -> None:
+    num_layers, most, passes = schedule
+    memory = Memory(LayerBuffers(num_layers, most, interval=1), num_layers)
+    for interval, num_buffers, first, last in passes:
+        if num_buffers > memory.buffers.num_buffers:
+            memory.resize(num_buffers)
+        memory.buffers.set_interval(interval)
+        memory.resize(num_buffers)
+        assert memory.buffers.num_buffers == num_buffers
+        memory.run(first, last)
+    for _ in range(num_layers + 2):
+        memory.run(0, num_layers)
+    memory.fetched.clear()
+    memory.run(0, num_layers)
+    assert sorted(memory.fetched) == list(offloaded_layers(num_layers, memory.buffers.interval))
+
+
+def test_resident_layers_keep_their_buffers_when_some_are_taken_away() -> None:
+    memory = Memory(LayerBuffers(num_layers=12, num_buffers=num_device_layers(12, 6), interval=6), 12)
+    memory.run(0, 12)
+    memory.buffers.set_interval(3)
+    memory.fetched.clear()
+    memory.resize(num_device_layers(12, 3))
+    assert memory.fetched == []
+    memory.run(0, 12)
+    assert set(memory.fetched) <= set(offloaded_layers(12, 3))
+
+
+@pytest.mark.parametrize("num_buffers", [9, 12])
+def test_a_number_of_buffers_that_is_too_small_or_too_large_is_refused(num_buffers: int) -> None:
+    buffers = LayerBuffers(num_layers=12, num_buffers=num_device_layers(12, 4), interval=3)
+    with pytest.raises(ValueError, match=f"10 to 11 buffers are possible, got {num_buffers}"):
+        buffers.set_num_buffers(num_buffers)
+    assert buffers.num_buffers == 11
 
 
 def test_a_transfer_begins_as_soon_as_a_staging_buffer_is_free_also_for_the_next_pass() -> None:

@@ -13,10 +13,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from backfill.core.block import BlockMove
 from backfill.core.clock import VirtualClock
-from backfill.core.config import GIB, EngineConfig, SchedulerConfig
+from backfill.core.config import GIB, EngineConfig, PolicyName, SchedulerConfig
 from backfill.core.errors import ConfigError, InsufficientMemory
-from backfill.core.plan import Compute, StepPlan
+from backfill.core.plan import Compute, DeviceMemory, StepPlan
 from backfill.engine.engine import Engine
 from backfill.execution import offloading
 from backfill.execution.create import create_torch_executor
@@ -219,13 +220,15 @@ def test_a_limit_that_is_too_small_is_refused(model_dir: Path) -> None:
 
 
 def test_more_layers_than_the_model_has_are_refused(model_dir: Path) -> None:
-    with pytest.raises(ConfigError, match=r"`offload_interval` must be none or at most 12, .* got 13"):
+    with pytest.raises(ConfigError, match=r"`offload_interval` must be none, auto or at most 12, .* got 13"):
         create_torch_executor(config_of(model_dir, 13))
 
 
-@pytest.mark.parametrize("given_interval", [0, -1, "0", "auto", "4.5", ""])
+@pytest.mark.parametrize("given_interval", [0, -1, "0", "Auto", "4.5", ""])
 def test_other_intervals_are_refused(given_interval: int | str) -> None:
-    with pytest.raises(ConfigError, match="`offload_interval` must be none or a whole number of at least 1"):
+    with pytest.raises(
+        ConfigError, match="`offload_interval` must be none, auto or a whole number of at least 1"
+    ):
         EngineConfig(offload_interval=given_interval).validate()
 
 
@@ -256,3 +259,77 @@ def test_weights_take_the_planned_memory(model_dir: Path) -> None:
     storage = streamer._placed[0].memory()[0].untyped_storage()
     assert storage.nbytes() <= buffer_bytes + 4096
     assert buffer_bytes / GIB < 0.01
+
+
+def resizable(model_dir: Path, **changes: Any) -> TorchExecutor:
+    scheduler = SchedulerConfig(policy="slo", max_num_batched_tokens=256)
+    return create_torch_executor(
+        config_of(model_dir, RESIDENCY, min_offload_interval=1, scheduler=scheduler, **changes)
+    )
+
+
+def test_a_plan_divides_device_memory_anew(model_dir: Path) -> None:
+    executor = resizable(model_dir)
+    info, streamer = executor.info, streamer_of(executor)
+    few, most = info.residencies[0], info.residencies[-1]
+    assert (few.interval, few.num_layers, most.interval, most.num_layers) == (1, 2, RESIDENCY, 11)
+    assert few.num_blocks == info.num_blocks + 9 * info.layer_bytes // info.block_bytes
+    expected = generate(executor)
+    executor.run(StepPlan(0, Compute(()), offload_interval=1, memory=DeviceMemory(few.num_blocks, 2)))
+    assert (streamer.num_buffers, len(executor._model.layers)) == (2, 2)
+    executor._kv_pool.fill_(1.0)  # also what lies beyond the pool at first
+    assert generate(executor) == expected
+    executor.run(
+        StepPlan(1, Compute(()), offload_interval=4, memory=DeviceMemory(most.num_blocks, 11)),
+    )
+    beyond = executor._kv_pool[most.num_blocks :].view(-1).view(torch.uint8)
+    assert beyond[4096:].eq(0).all(), "its memory was not given back"
+    assert generate(executor) == expected
+    assert streamer.num_buffers == 11
+
+
+def test_moves_come_before_what_reads_the_blocks(model_dir: Path) -> None:
+    executor = resizable(model_dir)
+    pool = executor._kv_pool
+    pool[5], pool[6] = 5.0, 6.0
+    executor.run(StepPlan(0, Compute(()), moves=(BlockMove(5, 1), BlockMove(6, 5))))
+    assert pool[1].eq(5.0).all()
+    assert pool[5].eq(6.0).all()
+
+
+def test_after_memory_could_not_be_divided_no_step_runs(model_dir: Path) -> None:
+    executor = resizable(model_dir)
+    with pytest.raises(ValueError, match="interval 12 needs"):
+        executor.run(StepPlan(0, Compute(()), offload_interval=12))
+    with pytest.raises(RuntimeError, match="could not be divided anew"):
+        executor.run(StepPlan(1, Compute(())))
+
+
+@pytest.mark.parametrize(
+    ("interval", "least", "policy", "message"),
+    [
+        ("none", 2, "slo", "`min_offload_interval` 2 needs a larger number as `offload_interval`, got none"),
+        (4, 4, "slo", "`min_offload_interval` 4 needs a larger number as `offload_interval`, got 4"),
+        (4, 0, "slo", "`min_offload_interval` must be at least 1, got 0"),
+        (4, 2, "priority", "needs `policy` slo, conserve or bros, which predict steps, got priority"),
+    ],
+)
+def test_other_smallest_intervals_are_refused(
+    interval: int | str, least: int, policy: PolicyName, message: str
+) -> None:
+    scheduler = SchedulerConfig(policy=policy)
+    config = EngineConfig(offload_interval=interval, min_offload_interval=least, scheduler=scheduler)
+    with pytest.raises(ConfigError, match=message):
+        config.validate()
+
+
+def test_the_smallest_interval_and_a_bus_exclude_each_other() -> None:
+    config = EngineConfig(
+        offload_interval=4,
+        min_offload_interval=2,
+        offload_bus="left",
+        offload_bus_gib_per_s=1.0,
+        scheduler=SchedulerConfig(policy="slo"),
+    )
+    with pytest.raises(ConfigError, match="`min_offload_interval` and `offload_bus` both choose intervals"):
+        config.validate()

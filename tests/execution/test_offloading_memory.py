@@ -8,8 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from backfill.costs.offloading import num_device_layers
 from backfill.models.config import ModelConfig
+from backfill.offloading.interval import num_device_layers
 from tests.models.tiny import save_tiny_llama_config
 
 NUM_LAYERS = 24

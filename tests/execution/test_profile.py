@@ -91,6 +91,15 @@ def test_the_key_says_model_processor_threads_micro_batches_and_dtype(
     assert split == replace(other, device=f"{other.device}, 2 micro-batches")
 
 
+def test_the_key_says_what_transfers_are_held_to(running: Loaded) -> None:
+    config, executor = running
+    offloaded = replace(config, offload_interval=2)
+    key = profile_key(offloaded, executor)
+    assert key.device.endswith(", offload interval 2")
+    on_bus = profile_key(replace(offloaded, offload_bus="left", offload_bus_gib_per_s=0.5), executor)
+    assert on_bus == replace(key, device=f"{key.device}, bus of 0.5 GiB/s")
+
+
 def test_the_key_is_of_the_model_and_not_of_its_folder(running: Loaded, tmp_path: Path) -> None:
     config, executor = running
     key = profile_key(config, executor)

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from backfill.core.clock import VirtualClock
-from backfill.core.plan import Resume, Safepoints, StepOutcome
+from backfill.core.plan import DeviceMemory, Resume, Safepoints, StepOutcome, WeightTransfers
 from backfill.costs.behaviour import DeviceBehaviour
-from backfill.costs.offloading import LayerTimes, offloaded_layers, step_time_s
 from backfill.execution.simulated_executor import SimulatedExecutor
+from backfill.offloading.interval import LayerTimes, num_device_layers, offloaded_layers, step_time_s
 from tests.builders import linear_cost, make_info
 from tests.execution.test_simulated_executor import StopAt, plan
 
@@ -68,7 +68,7 @@ def test_without_offloading_nothing_is_transferred() -> None:
     executor, clock = make(num_layers=12, interval=None, layer_s=0.001, transfer_s=0.01)
     seconds, outcome = timed(executor, clock)
     assert seconds == pytest.approx(0.012)
-    assert outcome.weight_transfers == (None, 0, 0.0)
+    assert outcome.weight_transfers == WeightTransfers()
 
 
 def test_a_step_stops_at_a_safepoint_while_layers_wait_for_weights() -> None:
@@ -109,3 +109,24 @@ def test_whatever_stops_later_steps_take_their_usual_time(num_layers: int, inter
     assert mean_s == pytest.approx(step_time_s(times, interval), rel=0.02)
     num_offloaded = len(offloaded_layers(num_layers, interval))
     assert steps[-1][1].weight_transfers.num_bytes == num_offloaded * LAYER_BYTES
+
+
+def test_a_plan_changes_the_interval_and_how_many_layers_have_memory() -> None:
+    """From the interval that the memory was divided for to a smaller one with less memory, and back."""
+    executor, clock = make(num_layers=12, interval=6, layer_s=0.001, transfer_s=0.002)
+    for interval, usual in ((3, False), (3, True), (1, False), (1, True), (6, False), (6, True)):
+        memory = DeviceMemory(num_blocks=100, num_layers=num_device_layers(12, interval))
+        changed = replace(plan(online=1), offload_interval=interval, memory=None if usual else memory)
+        executor.run(changed)
+        steps = [timed(executor, clock) for _ in range(60)]
+        mean_s = sum(seconds for seconds, _ in steps[20:]) / 40
+        assert mean_s == pytest.approx(step_time_s(LayerTimes(12, 0.001, 0.002), interval), rel=0.02)
+        transfers = steps[-1][1].weight_transfers
+        assert (transfers.interval, transfers.transfer_s) == (interval, 0.002)
+        assert transfers.num_bytes == len(offloaded_layers(12, interval)) * LAYER_BYTES
+
+
+def test_an_interval_that_the_memory_has_no_room_for_is_refused() -> None:
+    executor, _ = make(num_layers=12, interval=3, layer_s=0.001, transfer_s=0.002)
+    with pytest.raises(ValueError, match="interval 6 needs 12 layers in memory, and 10 fit"):
+        executor.run(replace(plan(online=1), offload_interval=6))

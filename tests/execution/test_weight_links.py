@@ -127,11 +127,12 @@ def test_after_a_failed_read_every_wait_raises(disk: Disk) -> None:
 
 @pytest.mark.parametrize("how", ["close", "collect"])
 def test_its_thread_ends_and_the_file_is_closed(disk: Disk, how: str) -> None:
+    before = set(threading.enumerate())
     link, _ = create(disk)
     disk.let(1)
     link.begin(Fetch(1, 0))
     link.wait(0)
-    (thread,) = (each for each in threading.enumerate() if each.name == "weights")
+    (thread,) = set(threading.enumerate()) - before
     if how == "close":
         link.close()
     del link
@@ -172,4 +173,26 @@ def test_on_cuda_a_buffer_is_overwritten_after_its_use_and_read_after_the_copy(
     link.collect()
     assert link.num_bytes == num_layers * num_bytes
     assert link.stall_s > 0.0  # of the first copy at least
+    link.close()
+
+
+def test_nothing_writes_to_a_buffer_whose_transfer_was_dropped(disk: Disk) -> None:
+    link, buffers = create(disk)
+    link.begin(Fetch(1, 0))  # is being read
+    assert disk.began.acquire(timeout=30.0)
+    link.begin(Fetch(2, 1))  # waits
+    link.drop(1)
+    dropping = later(link.drop, 0)
+    dropping.join(0.05)
+    assert dropping.is_alive(), "the buffer is still written"
+    disk.let(1)
+    dropping.join(30.0)
+    assert not dropping.is_alive()
+    link.begin(Fetch(3, 1))
+    disk.let(1)
+    link.wait(1)
+    assert disk.read_layers == [1, 3]
+    assert (buffers[1] == 3).all()
+    assert link.num_bytes == NUM_BYTES, "what was dropped does not count"
+    assert len(link.times_s) == 2
     link.close()

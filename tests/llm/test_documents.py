@@ -25,10 +25,11 @@ def test_the_snippets_of_the_library_run_one_after_another(capfd: pytest.Capture
     for snippet in snippets(LIBRARY):
         exec(compile(snippet, "library.md", "exec"), names)
         printed.append(capfd.readouterr().out)
-    generate, chat, stream = printed
+    generate, chat, stream, offloaded = printed
     assert re.search(r"Gravity is -> .+", generate) and re.search(r"The sea is -> .+", generate)
     assert len(chat) > 20
     assert "offline:" in stream and len(stream) > 100
+    assert offloaded == "cpu, the same tokens: True\n"
 
 
 def test_the_readme_shows_the_library_first(capfd: pytest.CaptureFixture[str]) -> None:

@@ -210,6 +210,19 @@ def test_a_file_system_without_direct_reads_serves_too(
     assert dropped == [(PAGE_BYTES + index * size, size) for index in range(3)]
 
 
+def test_a_layer_can_be_read_in_parts(model_dir: Path, tmp_path: Path) -> None:
+    file = Source(model_dir).file(tmp_path / "tiny.layers")
+    num_bytes = file.form.layer_bytes
+    whole, parts = allocate_buffers(2, num_bytes, CPU)
+    file.read(1, whole)
+    parts.zero_()
+    file.read(1, parts, PAGE_BYTES)
+    assert not parts[:PAGE_BYTES].any()
+    file.read(1, parts, 0, PAGE_BYTES)
+    assert torch.equal(parts, whole)
+    file.close()
+
+
 def test_a_file_that_was_cut_off_meanwhile_is_an_error(model_dir: Path, tmp_path: Path) -> None:
     source, path = Source(model_dir), tmp_path / "tiny.layers"
     file = source.file(path)

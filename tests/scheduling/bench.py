@@ -38,6 +38,7 @@ class Bench:
         can_stop: bool = True,
         step_efficiency: float = 1.0,
         step_s: float = 1e-6,
+        bidirectional: bool = False,
     ) -> None:
         self.cost = linear_cost(step_s=step_s)
         self.predictor = StepPredictor(self.cost)
@@ -56,7 +57,7 @@ class Bench:
             SchedulerConfig(
                 max_num_seqs=max_num_seqs, max_num_batched_tokens=1000, max_prefill_chunk_tokens=1000
             ),
-            KVCacheManager(num_blocks, BLOCK_SIZE),
+            KVCacheManager(num_blocks, BLOCK_SIZE, bidirectional=bidirectional),
             policy,
             predictor=self.predictor,
             default_slo=slo,

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from backfill.core.request import PriorityLevel, Request, RequestStatus, ServiceClass
 from backfill.core.slo import SLO
 from backfill.costs.load import StepLoad
+from backfill.scheduling.builder import StepBuilder
 from backfill.scheduling.policies.bros import INITIAL_BATCH_SIZE, BrosPolicy
 from backfill.scheduling.prediction import StepPredictor
 from tests.builders import make_request
@@ -131,6 +132,43 @@ def test_offline_requests_join_by_what_must_be_computed_again() -> None:
     bench.add(offline(8, 4, request_id="new", arrived_at_s=1.0))
     bench.step()
     assert list(sizes(bench.step())) == ["new", "victim"]
+
+
+def test_a_waiting_online_request_preempts_offline_ones_unless_that_is_off() -> None:
+    for preempts in (True, False):
+        bench = Bench(
+            lambda predictor, preempts=preempts: BrosPolicy(  # type: ignore[misc]
+                predictor, max_num_seqs=64, max_chunk_tokens=1000, preempts_for_waiting=preempts
+            ),
+            num_blocks=12,
+        )
+        job, chat = offline(40, 8, request_id="job"), make_request(12, 9, request_id="chat")
+        bench.add(job)
+        bench.step()
+        bench.add(chat)
+        bench.step()
+        assert (job.status, chat.status) == (
+            (RequestStatus.PREEMPTED, RequestStatus.RUNNING)
+            if preempts
+            else (RequestStatus.RUNNING, RequestStatus.WAITING)
+        )
+
+
+def test_tokens_of_less_than_a_block_cost_no_swap() -> None:
+    bench = Bench(bros_policy, num_blocks=5, bidirectional=True)
+    job, chat = offline(12, 8, request_id="job"), make_request(4, 9)
+    bench.add(job)
+    bench.step()
+    bench.add(chat)
+    while job.status is RequestStatus.RUNNING:
+        bench.step()
+    scheduler = bench.scheduler
+    builder = StepBuilder(
+        scheduler.config, scheduler.kv, scheduler.requests, scheduler._preemption, None, bench.clock.now_s()
+    )
+    assert job.num_ever_computed_tokens == 14
+    assert scheduler.kv.match(job).num_tokens == 12, "its tail is not of use while the other end is"
+    assert builder.num_absent_blocks(job) == 0
 
 
 def test_of_offline_requests_the_one_that_loses_least_is_preempted() -> None:

@@ -77,5 +77,5 @@ def test_crowded_schedules_share_blocks_and_copy_only_what_is_overwritten(policy
     assert sharing.num_entered > 2
     assert sharing.num_overwritten > 0
     num_copied = sum(copy.num for plan in schedule.plans for copy in plan.copies.slot_checkpoint)
-    assert num_copied <= sharing.num_overwritten + sharing.num_entered, "more than a slot ahead"
+    assert num_copied <= sharing.num_overwritten + 1, "more than a slot ahead"
     assert any(plan.copies.slot_checkpoint for plan in schedule.plans)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import get_args
 
 import pytest
@@ -26,6 +26,7 @@ from backfill.core.slo import SLO
 from backfill.engine.engine import Engine
 from backfill.kvcache.create import create_kv_cache
 from backfill.kvcache.manager import KVCacheManager
+from backfill.offloading.residency import ResidencyPolicy
 from backfill.scheduling.objectives import server_slo
 from backfill.scheduling.policies.create import create_policy
 from backfill.scheduling.prediction import StepPredictor
@@ -56,6 +57,7 @@ class Setting:
     fails: float = 0.0
     prefix_caching: bool = True
     kv_layout: KVLayoutName = "unidirectional"
+    min_interval: int | None = None  # the pool may be larger with smaller intervals, up to this one
 
     def config(self) -> SchedulerConfig:
         return SchedulerConfig(
@@ -80,6 +82,10 @@ class Setting:
             num_layers=4 if self.can_stop else 1,
             can_stop=self.can_stop,
         )
+        if self.min_interval is not None:
+            info = replace(
+                info, num_layers=8, offload_interval=8, min_offload_interval=self.min_interval, layer_bytes=2
+            )
         return TwoTierExecutor(
             info, random.Random(seed), completes=self.completes, fails=self.fails, stops=0.4
         )
@@ -98,6 +104,7 @@ class Run:
 
     setting: Setting
     seed: int = 0
+    residency: ResidencyPolicy | None = None
     plans: list[StepPlan] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -107,12 +114,19 @@ class Run:
         self.executor = self.setting.executor(self.seed)
         self.scheduler = Scheduler(
             config,
-            create_kv_cache(config, self.setting.num_blocks, BLOCK_SIZE, self.setting.num_host_blocks),
+            create_kv_cache(
+                config,
+                self.setting.num_blocks,
+                BLOCK_SIZE,
+                self.setting.num_host_blocks,
+                None if self.residency is None else self.executor.info.max_num_blocks,
+            ),
             create_policy(config, predictor, default_slo=slo, can_stop=self.setting.can_stop),
             predictor=predictor,
             default_slo=slo,
             block_copy_s=self.setting.block_copy_s,
             num_layers=self.executor.info.num_layers if self.setting.can_stop else None,
+            residency=self.residency,
         )
 
     def step(self) -> StepPlan:

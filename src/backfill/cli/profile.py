@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from rich.table import Table
 
 from backfill.cli.command import VARIABLES, command
 from backfill.cli.interrupts import LOADING, interruptible
+from backfill.cli.profile_offload import measure_record, print_record
 from backfill.cli.startup import configure_logging, find_folder
 from backfill.core.config import EngineConfig
 from backfill.core.errors import ConfigError
@@ -28,11 +30,14 @@ class ProfileOptions:
 
     Attributes:
         quick: a coarse profile in a second or so.
+        offload: measure the performance record instead, from which ``offload_interval`` auto follows: what
+            each layer takes, and the transfer of its weights.
         out: file to write instead of the one that backfill serve looks for.
         json: end with the profile as JSON on a line.
     """
 
     quick: bool = False
+    offload: bool = False
     out: Path | None = None
     json: bool = False
 
@@ -49,7 +54,15 @@ def profile(options: ProfileOptions, model: ModelOptions, engine: EngineConfig) 
         max_prefill_chunk_tokens=engine.scheduler.max_num_batched_tokens,
         checkpointing="adaptive",  # for a pool in host memory, whose copies are timed too
     )
-    measured, path = _measure(replace(engine, model_dir=str(folder), scheduler=scheduler), options, console)
+    config = replace(engine, model_dir=str(folder), scheduler=scheduler)
+    if options.offload:
+        with interruptible(), _bar(console) as bar:
+            analysis, path = measure_record(
+                config, is_quick=options.quick, out=options.out, on_load=_advance(bar)
+            )
+        print_record(console, analysis, path, config, as_json=options.json)
+        return
+    measured, path = _measure(config, options, console)
     _print(console, measured, path)
     if options.json:
         print(json.dumps({"path": str(path), **asdict(measured)}))
@@ -59,10 +72,11 @@ app = command(
     profile,
     {
         "Model": "model revision dtype load_format max_model_len",
-        "Engine": "device threads num_micro_batches gpu_memory_utilization device_memory offload_interval",
-        "Scheduling": "max_num_seqs max_num_batched_tokens",
+        "Engine": "device threads num_micro_batches gpu_memory_utilization device_memory offload_interval "
+        "offload_bus offload_bus_gib_per_s",
+        "Scheduling": "max_num_seqs max_num_batched_tokens ttft_slo tpot_slo",
         "KV memory": "kv_gib block_size",
-        "Profile": "quick out json",
+        "Profile": "quick offload out json",
     },
     positional="model",
     variables=VARIABLES,
@@ -72,22 +86,15 @@ app = command(
 def _measure(config: EngineConfig, options: ProfileOptions, console: Console) -> tuple[CostProfile, Path]:
     """The profile and the file it was saved in. Raises: ConfigError."""
     from backfill.costs.profiler import FULL, QUICK
+    from backfill.engine.interval_choice import with_chosen_interval
+    from backfill.execution.bus import open_bus
     from backfill.execution.create import create_torch_executor
     from backfill.execution.profile import measure_profile, profile_path, save_in_cache
 
-    executor = create_torch_executor(config)
-    bar = Progress(
-        TextColumn("timing steps"), BarColumn(), TextColumn("{task.completed}/{task.total}"),
-        TimeRemainingColumn(), console=console, transient=True,
-    )  # fmt: skip
-    with interruptible(), bar:
-        task = bar.add_task("steps", total=None)
-        measured = measure_profile(
-            config,
-            executor,
-            QUICK if options.quick else FULL,
-            lambda done, total: bar.update(task, completed=done, total=total),
-        )
+    config = with_chosen_interval(config)
+    executor = create_torch_executor(config, open_bus(config))
+    with interruptible(), _bar(console) as bar:
+        measured = measure_profile(config, executor, QUICK if options.quick else FULL, _advance(bar))
     path = options.out or profile_path(measured.key)
     try:
         if options.out is None:
@@ -97,6 +104,19 @@ def _measure(config: EngineConfig, options: ProfileOptions, console: Console) ->
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror or error}.") from error
     return measured, path
+
+
+def _bar(console: Console) -> Progress:
+    return Progress(
+        TextColumn("timing steps"), BarColumn(), TextColumn("{task.completed}/{task.total}"),
+        TimeRemainingColumn(), console=console, transient=True,
+    )  # fmt: skip
+
+
+def _advance(bar: Progress) -> Callable[[int, int], None]:
+    """Shows the steps done, and all steps, on a new line of the bar."""
+    task = bar.add_task("steps", total=None)
+    return lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def _print(console: Console, measured: CostProfile, path: Path) -> None:

@@ -72,8 +72,9 @@ class SchedulerConfig:
         prefix_cache_scope: who shares cached prefixes. owner: requests of one API key; global: all requests,
             which lets a client learn from its response time whether another one has sent the same text.
         kv_layout: how requests fill KV blocks. unidirectional: a block is filled by one request;
-            bidirectional: an online request from its first slot and an offline one from its last, where
-            memory is short.
+            bidirectional: an online request from its first slot and an offline one from its last, so that
+            two share a block where memory is short. Default: bidirectional with ``policy`` slo, else
+            unidirectional.
     """
 
     max_num_seqs: int = 256
@@ -95,7 +96,14 @@ class SchedulerConfig:
     victims: VictimOrder = "least-lost"
     prefix_caching: bool = True
     prefix_cache_scope: PrefixCacheScope = "owner"
-    kv_layout: KVLayoutName = "unidirectional"
+    kv_layout: KVLayoutName | None = None
+
+    @property
+    def shares_blocks(self) -> bool:
+        """An online and an offline request may share a block."""
+        if self.kv_layout is None:
+            return self.policy == "slo"
+        return self.kv_layout == "bidirectional"
 
     @property
     def needs_cost_model(self) -> bool:
@@ -184,8 +192,17 @@ class EngineConfig:
         device_memory: most GiB for the weights on the device, a step's activations and the KV pool together.
             On CPU this is RAM, and libraries and the host's KV pool come on top. The KV pool is then what the
             others leave, unless ``kv_gib`` says otherwise. Default: what is free.
-        offload_interval: the weights of every so many layers are not kept on the device but transferred to it
+        offload_interval: the weights of one layer in so many are not kept on the device but transferred to it
             in each step: from a file in the cache folder on CPU, from host memory on CUDA. none keeps all.
+            auto is the smallest with which offloading makes no recorded load miss its objectives.
+        min_offload_interval: smallest offloading interval that the engine may change to while there are only
+            offline requests. What the weights then need less of memory is used for KV. Needs a larger
+            ``offload_interval``, a ``policy`` that predicts steps and ``device`` cpu. Default: the interval
+            does not change.
+        offload_bus: name, or path of a file, that is the same for all engines whose transfers share a bus.
+            They divide its bandwidth by what their objectives need. Default: the engine shares no bus.
+        offload_bus_gib_per_s: bandwidth of ``offload_bus`` in GiB a second, the same for all. On CPU
+            transfers are held to it.
         threads: threads of the CPU kernels. Default: the processors available.
         num_micro_batches: 1 or 2. With 2, the prefills and the decodes of a step are computed beside each
             other, on two CUDA streams. On CPU they take turns, which gains nothing.
@@ -206,6 +223,9 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     device_memory: float | None = None
     offload_interval: int | str = "none"
+    min_offload_interval: int | None = None
+    offload_bus: str | None = None
+    offload_bus_gib_per_s: float | None = None
     threads: int | None = None
     num_micro_batches: int = 1
     profile: str | Path | None = None
@@ -240,17 +260,25 @@ class EngineConfig:
 
     @property
     def offload_every(self) -> int | None:
-        """``offload_interval`` as a number; None for none. Raises: ConfigError."""
+        """``offload_interval`` as a number; None for none, and for auto until the engine has chosen.
+
+        Raises: ConfigError.
+        """
         given = self.offload_interval
-        if given == "none":
+        if given in ("none", "auto"):
             return None
         if isinstance(given, str) and given.isdigit():
             given = int(given)
         if isinstance(given, str) or given < 1:
             raise ConfigError(
-                f"must be none or a whole number of at least 1, got {given!r}.", field="offload_interval"
+                f"must be none, auto or a whole number of at least 1, got {given!r}.",
+                field="offload_interval",
             )
         return given
+
+    @property
+    def offload_bus_bytes_per_s(self) -> float | None:
+        return None if self.offload_bus_gib_per_s is None else self.offload_bus_gib_per_s * GIB
 
     @property
     def profile_path(self) -> str | None:
@@ -270,6 +298,8 @@ class EngineConfig:
         if (gib := self.device_memory) is not None:
             _check("device_memory", gib, 1 / GIB <= gib < math.inf, "a finite number above 0")
         _ = self.offload_every
+        self._validate_intervals()
+        self._validate_bus()
         if self.max_model_tokens is not None:
             at_least("max_model_len", self.max_model_tokens, 1)
         if self.threads is not None:
@@ -289,6 +319,40 @@ class EngineConfig:
             if used != "adaptive" and share != getattr(_DEFAULT_SCHEDULER, name):
                 raise ConfigError(f"`{name}` {share:g} is of no use with `checkpointing` {used}.")
 
+    def _validate_intervals(self) -> None:
+        least, largest = self.min_offload_interval, self.offload_every
+        if least is None:
+            return
+        at_least("min_offload_interval", least, 1)
+        if largest is None or largest <= least:
+            raise ConfigError(
+                f"`min_offload_interval` {least} needs a larger number as `offload_interval`, got "
+                f"{self.offload_interval}."
+            )
+        if not self.scheduler.needs_cost_model:
+            raise ConfigError(
+                f"`min_offload_interval` needs `policy` slo, conserve or bros, which predict steps, got "
+                f"{self.scheduler.policy}."
+            )
+        if self.offload_bus is not None:
+            raise ConfigError(
+                "`min_offload_interval` and `offload_bus` both choose intervals; use one of them."
+            )
+
+    def _validate_bus(self) -> None:
+        name, gib_per_s = self.offload_bus, self.offload_bus_gib_per_s
+        if (name is None) != (gib_per_s is None):
+            raise ConfigError("`offload_bus` and `offload_bus_gib_per_s` need each other.")
+        if name is None or gib_per_s is None:
+            return
+        if not name or "\0" in name or name in (".", ".."):
+            raise ConfigError(f"must be a name or a path, got {name!r}.", field="offload_bus")
+        _check(
+            "offload_bus_gib_per_s", gib_per_s, 0.001 <= gib_per_s < math.inf, "a finite number from 0.001"
+        )
+        if self.offload_interval == "none":
+            raise ConfigError("`offload_bus` is of no use with `offload_interval` none.")
+
     def with_checkpointing(self) -> EngineConfig:
         """With the checkpointing that suits the policy and the host pool, where none is named."""
         if self.scheduler.checkpointing is not None:
@@ -304,7 +368,9 @@ class EngineConfig:
         """
         asked = self.scheduler.checkpointing
         default = "none" if self.host_kv_gib == 0 else "adaptive"
-        return with_options(self, {"policy": "priority", "checkpointing": asked or default})
+        return with_options(
+            self, {"policy": "priority", "checkpointing": asked or default, "min_offload_interval": None}
+        )
 
 
 def at_least(field: str, value: float, low: float) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import Flag
 from typing import NamedTuple, TypeAlias
 
-from backfill.core.block import BlockCopy, BlockRef, SlotCopy
+from backfill.core.block import BlockCopy, BlockMove, BlockRef, SlotCopy
 from backfill.core.request import RequestId
 from backfill.core.sampling import SamplingParams
 
@@ -147,13 +147,31 @@ _NO_COPIES = BlockCopies()
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """What device memory is used for.
+
+    Attributes:
+        num_blocks: KV blocks that have memory: those of the lowest indices. The others hold nothing.
+        num_layers: layers' worth of weights: resident layers and staging buffers.
+    """
+
+    num_blocks: int
+    num_layers: int
+
+
+@dataclass(frozen=True, slots=True)
 class StepPlan:
-    """What an executor does in one step: release, begin copies, admit, then work.
+    """What an executor does in one step: divide memory, move, release, begin copies, admit, then work.
 
     Attributes:
         step: counts plans made, from 0.
         admitted: requests that appear in a slice for the first time, or again after a failed step.
         released: requests whose state the executor drops before it admits others.
+        offload_interval: one layer in so many is offloaded from this step on; None: as before. Weights need
+            no more memory for it than they have.
+        memory: how device memory is divided from this step on; None: as before.
+        moves: copies within the device, in this order, before others begin. No copy in flight and no
+            suspended slice uses their blocks.
     """
 
     step: int
@@ -161,6 +179,9 @@ class StepPlan:
     admitted: tuple[AdmittedRequest, ...] = ()
     released: tuple[RequestId, ...] = ()
     copies: BlockCopies = _NO_COPIES
+    offload_interval: int | None = None
+    memory: DeviceMemory | None = None
+    moves: tuple[BlockMove, ...] = ()
 
     @property
     def slices(self) -> tuple[ScheduledSlice, ...]:
@@ -181,7 +202,8 @@ class StepPlan:
     def does_nothing(self) -> bool:
         """Another plan would be the same, unless something arrives or ends."""
         waits = isinstance(self.work, WaitForCopies)
-        return not (self.slices or waits or self.released or self.copies)
+        changes_memory = self.memory is not None or bool(self.moves)
+        return not (self.slices or waits or self.released or self.copies or changes_memory)
 
     @property
     def num_tokens(self) -> int:
@@ -212,11 +234,13 @@ class WeightTransfers(NamedTuple):
         interval: in use; None without offloading.
         num_bytes: of transfers that were complete when a layer needed them, or that completed then.
         stall_s: time for which layers waited for their weights.
+        transfer_s: that the transfer of one layer takes, the median of the latest ones; 0 before the first.
     """
 
     interval: int | None = None
     num_bytes: int = 0
     stall_s: float = 0.0
+    transfer_s: float = 0.0
 
 
 _NO_TRANSFERS = WeightTransfers()

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Literal
-from uuid import uuid4
 
 import msgspec
 
 from backfill.core.errors import ConfigError
+from backfill.core.json_file import load_json, save_json
 from backfill.costs.model import CostModel, NonNegative
 
 FORMAT_VERSION = 4
@@ -121,26 +120,12 @@ class CostProfile:
 
     def save(self, path: Path) -> None:
         """Write the file atomically; after an OSError it is unchanged, and no other file is left."""
-        content = {"format": FORMAT_VERSION, **asdict(self)}
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # Two containers on one volume may have the same process id.
-        partial = path.with_suffix(f".{uuid4().hex}.partial")
-        try:
-            partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-            partial.replace(path)
-        finally:
-            partial.unlink(missing_ok=True)
+        save_json(path, {"format": FORMAT_VERSION, **asdict(self)})
 
     @classmethod
     def load(cls, path: Path) -> CostProfile:
         """Raises: ConfigError naming the file if it cannot be read, is no profile or has wrong values."""
-        try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise ConfigError(f"The profile {path} cannot be read: {error.strerror or error}.") from error
-        except (ValueError, RecursionError) as error:  # no UTF-8, no JSON, or nested too deeply
-            raise ConfigError(f"The profile {path} is not JSON: {_REMEDY}") from error
-        return cls.parse(content, str(path))
+        return cls.parse(load_json(path, "profile", _REMEDY), str(path))
 
     @classmethod
     def parse(cls, content: object, name: str) -> CostProfile:

@@ -191,7 +191,7 @@ def profile_executor(
             f"There is no step to time within a context of {capacity.max_model_len} tokens and a KV pool of "
             f"{capacity.kv_tokens}; raise `max_model_len` or `kv_gib`."
         )
-    timer = _StepTimer(executor, clock, capacity, on_step)
+    timer = StepTimer(executor, clock, capacity, on_step)
     if grid.budget_s is None:
         times = timer.time_all([*fitted_on, *held_out], grid.rounds)
         counted = f"medians of {grid.rounds}"
@@ -221,13 +221,13 @@ def profile_executor(
 
 
 @dataclass(slots=True)
-class _StepTimer:
+class StepTimer:
     """Runs steps on an executor and measures their times."""
 
     executor: RunsPlans
     clock: Clock
     capacity: Capacity
-    on_step: Callable[[int, int], None]
+    on_step: Callable[[int, int], None] = lambda _done, _total: None
     num_requests: int = 0
 
     def time_all(self, shapes: Sequence[Shape], rounds: int) -> dict[Shape, float]:
@@ -243,7 +243,7 @@ class _StepTimer:
             order = list(shapes)
             rng.shuffle(order)
             for index, shape in enumerate(order):
-                seconds = self._time(shape)
+                seconds = self.time(shape)
                 if each_round > 0:
                     samples[shape].append(seconds)
                 self.on_step(each_round * len(shapes) + index + 1, total)
@@ -263,14 +263,15 @@ class _StepTimer:
             for index, shape in enumerate(shapes):
                 num_tokens = sum(count for _, count, _ in shape)
                 if len(least) < _NUM_ALWAYS_TIMED or least.get(shape, num_tokens * token_s) <= budget_s:
-                    seconds = self._time(shape)
+                    seconds = self.time(shape)
                     budget_s -= seconds
                     token_s = min(token_s, seconds / num_tokens)
                     least[shape] = min(seconds, least.get(shape, seconds))
                 self.on_step(each_round * len(shapes) + index + 1, total)
         return least
 
-    def _time(self, shape: Shape) -> float:
+    def time(self, shape: Shape) -> float:
+        """Seconds of one step."""
         return self.run(shape, EMPTY_PLAN.copies)[0]
 
     def run(self, shape: Shape, copies: BlockCopies) -> tuple[float, int]:
@@ -303,7 +304,7 @@ class _StepTimer:
         return seconds, num_completed
 
 
-def _time_copies(timer: _StepTimer, cost: CostModel, *, with_budget: bool) -> CopySpeed | None:
+def _time_copies(timer: StepTimer, cost: CostModel, *, with_budget: bool) -> CopySpeed | None:
     """Speed of copies, and how they slow a step of decodes; None without a pool in host memory."""
     capacity = timer.capacity
     num_blocks = min(capacity.num_host_blocks, capacity.kv_tokens // capacity.block_size)

@@ -18,15 +18,16 @@ from backfill.costs.profile import CostProfile
 from backfill.engine.messages import ClassStats, EngineStats, StepKind, StepStats, TokenOutput
 from backfill.execution.executor import Executor, StoppableExecutor
 from backfill.kvcache.create import create_kv_cache
+from backfill.offloading.residency import ResidencyPolicy
 from backfill.scheduling.arrival import ArrivedPrompt, RunningStep, online_load, should_stop
 from backfill.scheduling.objectives import server_slo
-from backfill.scheduling.policies.create import create_policy
-from backfill.scheduling.policy import Policy
+from backfill.scheduling.policies.create import PolicyFactory, create_policy
 from backfill.scheduling.prediction import StepPredictor
 from backfill.scheduling.scheduler import CommittedToken, Scheduler
 
-if TYPE_CHECKING:  # it imports numpy, which the server does not need
+if TYPE_CHECKING:  # these import numpy and torch, which the server does not need
     from backfill.costs.refine import ProfileRefiner
+    from backfill.engine.bus import BusMember
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +40,8 @@ class Engine:
     Args:
         profile: predicts steps; needed by policies that bound their time.
         refiner: refines the profile; None leaves it as it is.
-        policy: instead of that of the configuration.
+        policy: makes a policy instead of that of the configuration.
+        bus: decides the offloading interval with the other engines on a bus; None without one.
     """
 
     def __init__(
@@ -50,7 +52,8 @@ class Engine:
         profile: CostProfile | None = None,
         refiner: ProfileRefiner | None = None,
         *,
-        policy: Policy | None = None,
+        policy: PolicyFactory | None = None,
+        bus: BusMember | None = None,
     ) -> None:
         info = executor.info
         cost = profile.cost if profile is not None else None
@@ -58,17 +61,21 @@ class Engine:
         self.profile = profile
         self.default_slo = server_slo(config, cost)
         self.predictor = None if cost is None else StepPredictor(cost)
+        residencies = info.residencies if self.predictor is not None else ()
+        max_num_blocks = info.max_num_blocks if residencies else None
         self.scheduler = Scheduler(
             config,
-            create_kv_cache(config, info.num_blocks, info.block_size, info.num_host_blocks),
-            policy
-            or create_policy(config, self.predictor, default_slo=self.default_slo, can_stop=info.can_stop),
+            create_kv_cache(config, info.num_blocks, info.block_size, info.num_host_blocks, max_num_blocks),
+            create_policy(config, self.predictor, default_slo=self.default_slo, can_stop=info.can_stop)
+            if policy is None
+            else policy(config, self.predictor),
             predictor=self.predictor,
             default_slo=self.default_slo,
             block_copy_s=None if profile is None else profile.block_copy_s(info.block_bytes),
             copy_interference=0.0 if profile is None else profile.copy_interference,
             num_layers=info.num_layers if info.can_stop else None,
             end_token_ids=info.end_token_ids,
+            residency=ResidencyPolicy(residencies, info.num_layers) if residencies else None,
         )
         self.num_failed_steps_in_a_row = 0
         self.num_stopped_steps = 0
@@ -78,6 +85,7 @@ class Engine:
         self.scheduling_s = 0.0
         self._clock = clock
         self._refiner = refiner
+        self._bus = bus
         self._is_stalled = False
         self._arrived: deque[Request] = deque()
         self._running_plan: StepPlan | None = None
@@ -146,6 +154,7 @@ class Engine:
         self._is_stalled = False
         for request_id in request_ids:
             self.scheduler.finish(request_id, FinishReason.ABORT)
+        self._leave_bus_if_idle()
 
     def step(self) -> list[TokenOutput]:
         """Plan a step, run it, commit it. If the executor raises, the step is lost (``Scheduler.fail``)."""
@@ -164,6 +173,8 @@ class Engine:
             self._maybe_stop_step()
         running_at = time.perf_counter()
         try:
+            if self._bus is not None and plan.slices:
+                self._bus.begin_step(self.default_slo.tpot_s)
             outcome = self.executor.run(plan)
         except Exception as error:
             logger.exception("step %d failed", plan.step)
@@ -188,9 +199,13 @@ class Engine:
             if self.predictor is not None:
                 began_s = planned_at_s if self._busy_since_s is None else self._busy_since_s
                 self.predictor.observe(plan.predicted_s, now_s - started_at_s, now_s - began_s)
-            if self._refiner is not None:
+            is_profiled = transfers.interval == self.executor.info.offload_interval
+            if self._refiner is not None and is_profiled:
                 self._refiner.observe(plan, now_s - started_at_s)
+            if self._bus is not None:
+                self._bus.end_step(max(0.0, now_s - started_at_s - transfers.stall_s))
         self._busy_since_s = now_s if self.has_work else None
+        self._leave_bus_if_idle()
         self._last_step = StepStats(
             kind,
             plan.num_tokens,
@@ -220,7 +235,7 @@ class Engine:
             return None
         if refined is not None:
             self.profile = refined
-            if self.predictor is not None and refined.cost != self.predictor.cost:
+            if self.predictor is not None and refined.cost != self.predictor.measured:
                 self.predictor.set_cost_model(refined.cost)
         return refined
 
@@ -234,7 +249,7 @@ class Engine:
         return EngineStats(
             online=classes[ServiceClass.ONLINE],
             offline=classes[ServiceClass.OFFLINE],
-            kv_usage_frac=blocks.referenced / scheduler.kv.num_blocks,
+            kv_usage_frac=min(1.0, blocks.referenced / scheduler.kv.num_blocks),
             num_checkpointed_blocks=scheduler.kv.num_checkpointed_blocks,
             host_kv_usage_frac=scheduler.kv.host_usage_frac,
             num_stopped_steps=self.num_stopped_steps,
@@ -243,15 +258,25 @@ class Engine:
             num_cached_blocks=blocks.cached,
             num_cached_copied_blocks=blocks.cached_with_copy,
             num_referenced_blocks=blocks.referenced,
+            num_blocks=scheduler.kv.num_blocks,
+            num_draining_blocks=scheduler.kv.resizing.num_draining,
             num_protected_blocks=blocks.protected,
             num_shared_blocks=sharing.num_shared,
+            num_paired_blocks=sharing.num_paired,
             num_entered_blocks=sharing.num_entered,
             num_overwritten_slots=sharing.num_overwritten,
             num_copied_slots=sharing.num_copied,
             offload_interval=self._offload_interval,
             num_transferred_weight_bytes=self._num_transferred_weight_bytes,
             weight_stall_s=self._weight_stall_s,
+            bus_wait_s=0.0 if self._bus is None else self._bus.wait_s,
+            bus_share=0.0 if self._bus is None else self._bus.share,
+            bus_load=0.0 if self._bus is None else self._bus.load,
         )
+
+    def _leave_bus_if_idle(self) -> None:
+        if self._bus is not None and not self.has_work:
+            self._bus.idle()
 
     def _stop_requested_at_s(self, plan: StepPlan) -> float | None:
         request = self._stop_request

@@ -128,12 +128,18 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
         num_cached_blocks: other device blocks with content that no request uses.
         num_referenced_blocks: device blocks in use, by requests or by copies.
         num_shared_blocks: those among them that two requests fill from both ends.
+        num_paired_blocks: those among them with a running request at each end.
         num_entered_blocks: blocks that were entered from their other end.
         num_overwritten_slots: slots of preempted requests that were overwritten in shared blocks.
         num_copied_slots: slots that were copied to host memory because they were about to be overwritten.
         offload_interval: every so many layers one is offloaded; 0 for none.
         num_transferred_weight_bytes: weights of offloaded layers that were transferred to the device.
         weight_stall_s: time for which steps waited for them.
+        num_blocks: device blocks that may be used; it changes with the memory of the weights.
+        num_draining_blocks: blocks that the pool is to lose, and that are still in use.
+        bus_wait_s: time for which transfers waited for a shared bus; on CPU.
+        bus_share: of its bandwidth, what this engine may use; 0 while it is idle or shares none.
+        bus_load: what the engines on it need over its bandwidth, as last known; 0 if it shares none.
     """
 
     online: ClassStats
@@ -149,12 +155,18 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     num_referenced_blocks: int = 0
     num_protected_blocks: int = 0
     num_shared_blocks: int = 0
+    num_paired_blocks: int = 0
     num_entered_blocks: int = 0
     num_overwritten_slots: int = 0
     num_copied_slots: int = 0
     offload_interval: int = 0
     num_transferred_weight_bytes: int = 0
     weight_stall_s: float = 0.0
+    num_blocks: int = 0
+    num_draining_blocks: int = 0
+    bus_wait_s: float = 0.0
+    bus_share: float = 0.0
+    bus_load: float = 0.0
 
 
 class StepReport(msgspec.Struct, tag=True, frozen=True):

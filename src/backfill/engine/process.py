@@ -44,15 +44,33 @@ EngineLoader = Callable[[EngineConfig], Engine]
 
 def load_engine(config: EngineConfig) -> Engine:
     """An engine that runs the configuration's model with torch. Raises: BackfillError."""
+    from backfill.engine.bus import BusMember, OffloadedModel
+    from backfill.engine.interval_choice import with_chosen_interval
+    from backfill.execution.bus import open_bus
     from backfill.execution.create import create_torch_executor
     from backfill.execution.profile import create_refiner, load_or_measure_profile
 
-    executor, clock = create_torch_executor(config), WallClock()
+    config = with_chosen_interval(config)
+    bus, clock = open_bus(config), WallClock()
+    try:
+        executor = create_torch_executor(config, bus)
+    except BaseException:
+        if bus is not None:
+            bus.file.close()
+        raise
+    member: BusMember | None = None
+    if bus is not None and executor.streamer is not None:
+        streamer, info = executor.streamer, executor.info
+        assert info.offload_interval is not None
+        model = OffloadedModel(
+            info.num_layers, streamer.layer_bytes, streamer.num_buffers, info.offload_interval
+        )
+        member = BusMember(bus, model, clock, streamer.set_interval)
     if not config.scheduler.needs_cost_model and config.profile_path is None:
-        return Engine(config.scheduler, executor, clock)
+        return Engine(config.scheduler, executor, clock, bus=member)
     profile = load_or_measure_profile(config, executor)
     refiner = create_refiner(config, executor.info, profile, clock)
-    return Engine(config.scheduler, executor, clock, profile, refiner)
+    return Engine(config.scheduler, executor, clock, profile, refiner, bus=member)
 
 
 def run_engine_process(

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from backfill.core.block import BlockCopy, SlotCopy
 from backfill.core.plan import BlockCopies
+from backfill.execution.bus import ThrottledPools
+from backfill.execution.bus_throttle import BusThrottle
 from backfill.execution.copy_groups import CompletedCopies, CopyGroup, copy_groups
 from backfill.execution.pool_pair import PoolPair, create_pool_pair
 
@@ -39,12 +41,17 @@ class BlockCopier(Protocol):
         """Stop copying; queued copies are dropped. No other call may follow."""
 
 
-def create_copier(kv_pool: Tensor, num_host_blocks: int) -> BlockCopier:
+def create_copier(kv_pool: Tensor, num_host_blocks: int, throttle: BusThrottle | None = None) -> BlockCopier:
     """A copier between the device pool ``[num_blocks, ...]`` and a host pool that it allocates.
 
+    Args:
+        throttle: holds copies to the bandwidth of a bus.
     Raises: RuntimeError or MemoryError if the host pool cannot be allocated.
     """
-    return ThreadBlockCopier(create_pool_pair(kv_pool, num_host_blocks))
+    pools = create_pool_pair(kv_pool, num_host_blocks)
+    if throttle is not None:
+        pools = ThrottledPools(pools, throttle, kv_pool[:1].nbytes // pools.block_size)
+    return ThreadBlockCopier(pools)
 
 
 class ThreadBlockCopier:

@@ -7,13 +7,21 @@ import os
 
 import torch
 
-from backfill.core.block import KVLayout, pack_block_ref
+from backfill.core.block import KVLayout, SlotCopy, pack_block_ref
 from backfill.core.config import GIB, EngineConfig
 from backfill.core.errors import ConfigError, InsufficientMemory
-from backfill.core.plan import AdmittedRequest, Compute, ScheduledSlice, StepPlan
+from backfill.core.plan import (
+    AdmittedRequest,
+    BlockCopies,
+    Compute,
+    CopyDirections,
+    ScheduledSlice,
+    StepPlan,
+)
 from backfill.core.request import RequestId
 from backfill.core.sampling import SamplingParams
-from backfill.costs.offloading import offloaded_layers
+from backfill.execution.bus import Bus
+from backfill.execution.bus_throttle import BusThrottle
 from backfill.execution.copies import BlockCopier, create_copier
 from backfill.execution.executor import ExecutorInfo
 from backfill.execution.machine import (
@@ -24,12 +32,14 @@ from backfill.execution.machine import (
 from backfill.execution.memory import MemoryPlan, WeightSizes, activation_bytes, plan_memory
 from backfill.execution.micro_batches import MicroBatchStreams
 from backfill.execution.offloading import LayerStreamer, create_streamer
+from backfill.execution.reserved_memory import ReservedMemory
 from backfill.execution.torch_executor import TorchExecutor
 from backfill.kernels import create_kernels
 from backfill.models.build import build_model, build_without_layers
 from backfill.models.config import ModelConfig
 from backfill.models.generation_config import GenerationDefaults, end_token_ids
 from backfill.models.weights import Checkpoint
+from backfill.offloading.interval import offloaded_layers
 
 logger = logging.getLogger(__name__)
 
@@ -37,26 +47,26 @@ _DEFAULT_HOST_KV_FRAC = 0.25  # of the host memory that is left, as an upper lim
 _TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
-def create_torch_executor(config: EngineConfig) -> TorchExecutor:
+def create_torch_executor(config: EngineConfig, bus: Bus | None = None) -> TorchExecutor:
     """Load the model and allocate the KV pools.
 
+    Args:
+        bus: which transfers share with other engines; None if they share none.
     Raises: ConfigError, ModelError, InsufficientMemory, each with a message for the user.
     """
+    assert config.offload_interval != "auto", "the interval has not been chosen"
     model_config = ModelConfig.from_folder(config.model_dir)
-    device = _choose_device(config)
-    dtype = _choose_dtype(config, model_config, device)
+    device = choose_device(config)
+    dtype = choose_dtype(config, model_config, device)
     num_processors = os.cpu_count() or 1
     if config.threads is not None and config.threads > num_processors:
         raise ConfigError(f"`threads` must be at most {num_processors} here, got {config.threads}.")
     if device.type == "cpu":
         torch.set_num_threads(config.threads or available_processors())
-    layout = KVLayout(
-        num_layers=model_config.num_layers,
-        num_kv_heads=model_config.num_kv_heads,
-        head_dim=model_config.head_dim,
-        block_size=config.block_size,
-        dtype_bytes=dtype.itemsize,
-    )
+    layout = _kv_layout(config, model_config, dtype)
+    if config.min_offload_interval is not None and device.type != "cpu":
+        # A tensor of torch has memory for all of it. Memory that is mapped later needs cuMemCreate, cuMemMap.
+        raise ConfigError("`min_offload_interval` is supported with `device` cpu only.")
     memory = _plan_memory(config, model_config, layout, device)
     num_blocks = memory.num_blocks
     max_model_len = _choose_max_model_len(config, model_config, num_blocks, layout)
@@ -83,6 +93,8 @@ def create_torch_executor(config: EngineConfig) -> TorchExecutor:
             num_buffers=num_buffers,
             device=device,
             streams=streams,
+            resizable=config.min_offload_interval is not None,
+            throttle=None if bus is None else bus.weights,
         )
         _log_offloading(model_config.num_layers, interval, memory)
     info = ExecutorInfo(
@@ -98,15 +110,55 @@ def create_torch_executor(config: EngineConfig) -> TorchExecutor:
         num_host_blocks=num_host_blocks,
         block_bytes=layout.block_bytes,
         offload_interval=interval,
+        min_offload_interval=config.min_offload_interval,
+        layer_bytes=memory.host_layers_bytes // model_config.num_layers,
     )
-    kv_pool = _allocate_pool(layout, num_blocks, dtype, device)
-    copier = _create_copier(kv_pool, layout, num_host_blocks) if num_host_blocks else None
-    executor = TorchExecutor(model, kv_pool, info, streams, copier, streamer)
+    pool_memory = None
+    if config.min_offload_interval is None:
+        kv_pool = _allocate_pool(layout, num_blocks, dtype, device)
+    else:
+        pool_memory = _reserve_pool(layout, info.max_num_blocks)
+        kv_pool = pool_memory.bytes.view(dtype).view(layout.shape(info.max_num_blocks))
+        logger.info("the KV pool may grow to %d blocks", info.max_num_blocks)
+    copier: BlockCopier | None = None
+    if num_host_blocks:
+        throttle = bus.copies if bus is not None and device.type == "cpu" else None
+        copier = _create_copier(kv_pool, layout, num_host_blocks, throttle)
+    executor = TorchExecutor(model, kv_pool, info, streams, copier, streamer, pool_memory)
     _warm_up(executor)
+    if copier is not None and config.scheduler.shares_blocks:
+        _warm_up_slot_copies(executor)
     return executor
 
 
-def _choose_device(config: EngineConfig) -> torch.device:
+def planned_memory(config: EngineConfig) -> MemoryPlan:
+    """What the executor of a configuration would allocate on its device.
+
+    Raises: ConfigError, ModelError, InsufficientMemory.
+    """
+    model_config = ModelConfig.from_folder(config.model_dir)
+    device = choose_device(config)
+    layout = _kv_layout(config, model_config, choose_dtype(config, model_config, device))
+    return _plan_memory(config, model_config, layout, device)
+
+
+def least_device_bytes(config: EngineConfig) -> int:
+    """Of device memory that the executor of a configuration needs.
+
+    The KV pool has the size that is asked for, else one block.
+
+    Raises: ConfigError, ModelError.
+    """
+    model_config = ModelConfig.from_folder(config.model_dir)
+    device = choose_device(config)
+    layout = _kv_layout(config, model_config, choose_dtype(config, model_config, device))
+    weights_bytes = _weight_sizes(model_config, layout, device).device_bytes(config.offload_every)
+    kv_bytes = layout.block_bytes if config.kv_bytes is None else config.kv_bytes
+    return weights_bytes + _activation_bytes(config, model_config, layout) + kv_bytes
+
+
+def choose_device(config: EngineConfig) -> torch.device:
+    """The device that the model will run on. Raises: ConfigError if it is not there."""
     if config.device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if config.device == "cuda" and not torch.cuda.is_available():
@@ -114,7 +166,8 @@ def _choose_device(config: EngineConfig) -> torch.device:
     return torch.device(config.device)
 
 
-def _choose_dtype(config: EngineConfig, model_config: ModelConfig, device: torch.device) -> torch.dtype:
+def choose_dtype(config: EngineConfig, model_config: ModelConfig, device: torch.device) -> torch.dtype:
+    """The type of weights and KV. Raises: ConfigError if the device does not have it."""
     name: str = config.dtype
     if name == "auto":
         name = model_config.dtype if model_config.dtype in _TORCH_DTYPES else "bfloat16"
@@ -125,25 +178,43 @@ def _choose_dtype(config: EngineConfig, model_config: ModelConfig, device: torch
     return _TORCH_DTYPES[name]
 
 
+def _kv_layout(config: EngineConfig, model_config: ModelConfig, dtype: torch.dtype) -> KVLayout:
+    return KVLayout(
+        num_layers=model_config.num_layers,
+        num_kv_heads=model_config.num_kv_heads,
+        head_dim=model_config.head_dim,
+        block_size=config.block_size,
+        dtype_bytes=dtype.itemsize,
+    )
+
+
 def _plan_memory(
     config: EngineConfig, model_config: ModelConfig, layout: KVLayout, device: torch.device
 ) -> MemoryPlan:
-    on_cpu, limits = device.type == "cpu", config.scheduler
-    dtype_bytes = layout.dtype_bytes
+    on_cpu = device.type == "cpu"
     return plan_memory(
-        WeightSizes.of(model_config, dtype_bytes, packs_tables=on_cpu),
+        _weight_sizes(model_config, layout, device),
         device=str(device),
         block_bytes=layout.block_bytes,
         default_kv_bytes=GIB if on_cpu else None,
         interval=config.offload_every,
         kv_bytes=config.kv_bytes,
         limit_bytes=config.device_memory_bytes,
-        activation_bytes=activation_bytes(
-            model_config, limits.max_num_batched_tokens, limits.max_num_seqs, dtype_bytes
-        ),
+        activation_bytes=_activation_bytes(config, model_config, layout),
         available_bytes=available_host_bytes()
         if on_cpu
         else _available_cuda_bytes(device, config.gpu_memory_utilization),
+    )
+
+
+def _weight_sizes(model_config: ModelConfig, layout: KVLayout, device: torch.device) -> WeightSizes:
+    return WeightSizes.of(model_config, layout.dtype_bytes, packs_tables=device.type == "cpu")
+
+
+def _activation_bytes(config: EngineConfig, model_config: ModelConfig, layout: KVLayout) -> int:
+    limits = config.scheduler
+    return activation_bytes(
+        model_config, limits.max_num_batched_tokens, limits.max_num_seqs, layout.dtype_bytes
     )
 
 
@@ -236,10 +307,23 @@ def _allocate_pool(
         ) from error
 
 
-def _create_copier(kv_pool: torch.Tensor, layout: KVLayout, num_host_blocks: int) -> BlockCopier:
+def _reserve_pool(layout: KVLayout, num_blocks: int) -> ReservedMemory:
+    try:
+        return ReservedMemory(num_blocks * layout.block_bytes)
+    except OSError as error:
+        pool_gib = num_blocks * layout.block_bytes / GIB
+        raise InsufficientMemory(
+            f"An address range of {pool_gib:.2f} GiB for a KV pool that grows could not be reserved; lower "
+            "`kv_gib`, or use no `min_offload_interval`."
+        ) from error
+
+
+def _create_copier(
+    kv_pool: torch.Tensor, layout: KVLayout, num_host_blocks: int, throttle: BusThrottle | None
+) -> BlockCopier:
     pool_gib = num_host_blocks * layout.block_bytes / GIB
     try:
-        copier = create_copier(kv_pool, num_host_blocks)
+        copier = create_copier(kv_pool, num_host_blocks, throttle)
     except (RuntimeError, MemoryError) as error:
         raise InsufficientMemory(
             f"A KV pool of {pool_gib:.2f} GiB could not be allocated in host memory; lower `host_kv_gib`."
@@ -262,3 +346,16 @@ def _warm_up(executor: TorchExecutor) -> None:
     executor.run(StepPlan(step=0, work=Compute((prefill,)), admitted=(admitted,)))
     executor.run(StepPlan(step=1, work=Compute((decode,))))
     executor.run(StepPlan(step=2, work=Compute(slices=()), released=(request_id,)))
+
+
+def _warm_up_slot_copies(executor: TorchExecutor) -> None:
+    """Copy slots both ways: on CUDA the first copies allocate buffers and compile kernels.
+
+    There is a kernel for each power of two that the values of a head's slots are padded to, so the numbers of
+    slots are powers of two, and the largest one.
+    """
+    size, both = executor.info.block_size, CopyDirections.CHECKPOINT | CopyDirections.RESTORE
+    for num in {*(1 << exponent for exponent in range(size.bit_length())), size}:
+        slots = (SlotCopy(0, 0, 0, num),)
+        copies = BlockCopies(blocking=both, slot_checkpoint=slots, slot_restore=slots)
+        executor.run(StepPlan(step=0, work=Compute(slices=()), copies=copies))

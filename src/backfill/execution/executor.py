@@ -9,6 +9,7 @@ from typing import Protocol
 from backfill.core.errors import RequestError
 from backfill.core.plan import StepOutcome, StepPlan
 from backfill.core.sampling import SamplingParams
+from backfill.offloading.residency import Residency, residencies
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +17,7 @@ class ExecutorInfo:
     """What the control plane must know about an executor before it plans.
 
     Attributes:
-        num_blocks: blocks in the device's KV pool.
+        num_blocks: blocks in the device's KV pool; the least that it ever has, and has at the start.
         max_model_len: tokens of prompt and output a request can have.
         vocab_size: token ids are in ``[0, vocab_size)``.
         end_token_ids: tokens with which the model ends an output.
@@ -25,7 +26,11 @@ class ExecutorInfo:
         can_stop: the executor is a ``StoppableExecutor``.
         num_host_blocks: blocks in the KV pool in host memory.
         block_bytes: of one KV block, over all layers.
-        offload_interval: every so many layers one is offloaded; None without offloading.
+        offload_interval: every so many layers one is offloaded; None without offloading. At the start, and
+            the largest, if it may change.
+        min_offload_interval: the smallest to which it may change; None if it does not. What layers then need
+            less memory is KV blocks.
+        layer_bytes: of the weights of one layer; 0 without offloading.
     """
 
     num_blocks: int
@@ -40,6 +45,23 @@ class ExecutorInfo:
     num_host_blocks: int = 0
     block_bytes: int = 1
     offload_interval: int | None = None
+    min_offload_interval: int | None = None
+    layer_bytes: int = 0
+
+    @property
+    def residencies(self) -> tuple[Residency, ...]:
+        """Divisions of device memory between weights and KV, ascending by interval; empty if there is one."""
+        least, largest = self.min_offload_interval, self.offload_interval
+        if least is None or largest is None:
+            return ()
+        return residencies(
+            self.num_layers, least, largest, self.num_blocks, self.layer_bytes, self.block_bytes
+        )
+
+    @property
+    def max_num_blocks(self) -> int:
+        """Blocks that the device's KV pool may grow to."""
+        return max((each.num_blocks for each in self.residencies), default=self.num_blocks)
 
     def check_request(self, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> None:
         """Raise RequestError if this executor can never serve the request."""
@@ -82,8 +104,9 @@ class Executor(Protocol):
         - Undefined: which requests of ``admitted`` are known, the tokens kept for the requests of the slices,
           the KV that the slices were to write, and the suspended slices that the plan resumes. The engine
           releases such requests before it admits them again; releasing an unknown request does nothing.
-        - Done: requests of ``released`` are released. Copies count as begun and are reported once complete;
-          if copying itself failed, every later call raises too.
+        - Done: the interval and the memory are changed, blocks are moved, and requests of ``released`` are
+          released; if one of the first three failed, every later call raises. Copies count as begun and are
+          reported once complete; if copying itself failed, every later call raises too.
         - Unchanged: all else, with slices that stay suspended under ``keeps_suspended``.
         """
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from backfill.costs.offloading import num_device_layers, offloaded_layers
+from backfill.offloading.interval import num_device_layers, offloaded_layers
 
 
 class Fetch(NamedTuple):
@@ -15,23 +15,32 @@ class Fetch(NamedTuple):
     buffer: int
 
 
+class Withdrawn(NamedTuple):
+    """A buffer that loses its memory, and the layer that it held or was to hold, if any."""
+
+    buffer: int
+    layer: int | None
+
+
 class LayerBuffers:
     """Buffers in device memory, each of which holds one layer's weights.
 
     How many there are decides how many layers can be resident. The interval says which layers give their
-    buffer away once they have been computed, and so are fetched again for the next pass; it may change
-    between two passes. What is not held is fetched in the order in which it is needed, as soon as a buffer is
-    free, over the end of a pass into the next one. So a layer that becomes resident stays where it was
-    fetched for a pass, and one that becomes offloaded leaves after it was used.
+    buffer away once they have been computed, and so are fetched again for the next pass. Both may change
+    between two passes; there are never more buffers than at first. What is not held is fetched in the order
+    in which it is needed, as soon as a buffer is free, over the end of a pass into the next one. So a layer
+    that becomes resident stays where it was fetched for a pass, and one that becomes offloaded leaves after
+    it was used.
 
     Every layer is held or fetched at most once at a time. Fetches are executed in the order they are made.
     """
 
     def __init__(self, num_layers: int, num_buffers: int, interval: int) -> None:
-        self.num_buffers = num_buffers
+        self.num_buffers = self._most_buffers = num_buffers
         self._num_layers = num_layers
         self._buffer_of: dict[int, int] = {}  # of layers held or being fetched
         self._free = list(reversed(range(num_buffers)))
+        self._withdrawn: list[int] = []
         self._offloaded = range(0)
         self.set_interval(interval)
 
@@ -51,9 +60,34 @@ class LayerBuffers:
         self._interval = interval
         self._offloaded = offloaded_layers(self._num_layers, interval)
 
+    def set_num_buffers(self, num_buffers: int) -> list[Withdrawn]:
+        """Use so many buffers from now on. Not while a pass runs; one may be suspended.
+
+        Raises: ValueError if the interval needs more, or if there were never so many.
+        """
+        needed, most = num_device_layers(self._num_layers, self._interval), self._most_buffers
+        if not needed <= num_buffers <= most:
+            raise ValueError(f"{needed} to {most} buffers are possible, got {num_buffers}")
+        while self.num_buffers < num_buffers:
+            self._free.append(self._withdrawn.pop())
+            self.num_buffers += 1
+        withdrawn = []
+        while self.num_buffers > num_buffers:
+            layer = None
+            if not self._free:
+                layer = self._evict(0)
+            withdrawn.append(Withdrawn(self._free.pop(), layer))
+            self.num_buffers -= 1
+        self._withdrawn += [each.buffer for each in withdrawn]
+        return withdrawn
+
     def buffer_of(self, layer: int) -> int:
         """Slot of a layer that is held or being fetched."""
         return self._buffer_of[layer]
+
+    def held(self) -> list[Fetch]:
+        """Layers that are held or being fetched, as they were fetched."""
+        return [Fetch(layer, buffer) for layer, buffer in self._buffer_of.items()]
 
     def claim(self, layer: int) -> tuple[Fetch | None, int | None]:
         """A layer is needed next.
@@ -65,10 +99,7 @@ class LayerBuffers:
             return None, None
         evicted = None
         if not self._free:  # a pass began again while layers further on were fetched
-            evicted = max(
-                self._buffer_of, key=lambda held: (held in self._offloaded, self._distance(layer, held))
-            )
-            self._free.append(self._buffer_of.pop(evicted))
+            evicted = self._evict(layer)
         return self._fetch(layer), evicted
 
     def release(self, layer: int) -> bool:
@@ -86,6 +117,14 @@ class LayerBuffers:
             layer = (next_layer + ahead) % self._num_layers
             if layer not in self._buffer_of:
                 yield self._fetch(layer)
+
+    def _evict(self, next_layer: int) -> int:
+        """Free a buffer: of an offloaded layer if there is one, and of those needed last."""
+        evicted = max(
+            self._buffer_of, key=lambda held: (held in self._offloaded, self._distance(next_layer, held))
+        )
+        self._free.append(self._buffer_of.pop(evicted))
+        return evicted
 
     def _fetch(self, layer: int) -> Fetch:
         buffer = self._buffer_of[layer] = self._free.pop()

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from backfill.core.config import GIB
 from backfill.core.errors import ConfigError, InsufficientMemory
-from backfill.costs.offloading import num_device_layers, offloaded_layers
 from backfill.execution.machine import at_most
 from backfill.models.config import ModelConfig
+from backfill.offloading.interval import num_device_layers, offloaded_layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ def plan_memory(
     """
     if interval is not None and not 1 <= interval <= weights.num_layers:
         raise ConfigError(
-            f"must be none or at most {weights.num_layers}, the model's layers, got {interval}.",
+            f"must be none, auto or at most {weights.num_layers}, the model's layers, got {interval}.",
             field="offload_interval",
         )
     weights_bytes = weights.device_bytes(interval)
@@ -140,7 +140,7 @@ def _over_limit(
     return (
         f"`device_memory` {limit_bytes / GIB:.3f} GiB is too small with `offload_interval` "
         f"{interval or 'none'}: the weights on the device need {weights_bytes / GIB:.3f} GiB, activations "
-        f"{activation_bytes / GIB:.3f} GiB and the KV pool at least {kv_bytes / GIB:.3f} GiB; "
+        f"{activation_bytes / GIB:.3f} GiB and the KV pool at least {kv_bytes / GIB:.2g} GiB; "
         f"{', or '.join(advice)}."
     )
 
@@ -153,5 +153,5 @@ def _fitting_interval(weights: WeightSizes, interval: int | None, limit_bytes: i
             len(offloaded_layers(weights.num_layers, smaller))
             and weights.device_bytes(smaller) <= limit_bytes
         ):
-            return f"use `offload_interval` {smaller} or less"
+            return f"use `offload_interval` {smaller}" + (" or less" if smaller > 1 else "")
     return None

@@ -4,41 +4,92 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import statistics
+from collections import deque
+from collections.abc import Callable, MutableMapping, Sequence
+from itertools import islice
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from backfill.core.config import GIB
 from backfill.core.errors import InsufficientMemory
 from backfill.core.plan import WeightTransfers
+from backfill.execution.bus_throttle import BusThrottle
 from backfill.execution.layer_buffers import Fetch, LayerBuffers
 from backfill.execution.micro_batches import MicroBatchStreams
+from backfill.execution.reserved_memory import ReservedMemory
 from backfill.execution.weight_links import CudaLink, ThreadLink, WeightLink
 from backfill.models.decoder import DecoderModel
 from backfill.models.movable import MovableWeights, allocate_buffers
-from backfill.models.packed import PackedFormat, packed_file
+from backfill.models.packed import PackedFile, PackedFormat, packed_file
 from backfill.models.resolve import cache_root
 from backfill.models.weights import Checkpoint
 
 logger = logging.getLogger(__name__)
 
+_NUM_TIMED = 31  # transfers of which the median is reported
+
+
+class StreamedModel(Protocol):
+    """A model whose layers are given to it. ``models.decoder.DecoderModel`` is one."""
+
+    num_layers: int
+
+    @property
+    def layers(self) -> MutableMapping[int, Any]:
+        """Weights of the layers that are there, by index."""
+
+
+class LayerObserver(Protocol):
+    """Is told when layers are computed, on the thread that issues them."""
+
+    def begin(self) -> None:
+        """A layer has its weights and is computed next."""
+
+    def end(self) -> None:
+        """All computation of the layer was issued."""
+
 
 class LayerStreamer:
     """Gives a model each layer's weights before it is computed.
 
+    Attributes:
+        observer: is told of every layer; None for none.
+
     Args:
         placed: a layer in each buffer's memory.
+        memory: of the buffers, one after another, if their number may change.
     """
 
     def __init__(
-        self, model: DecoderModel, placed: list[MovableWeights], link: WeightLink, interval: int
+        self,
+        model: StreamedModel,
+        placed: Sequence[MovableWeights],
+        link: WeightLink,
+        interval: int,
+        memory: ReservedMemory | None = None,
     ) -> None:
+        self.observer: LayerObserver | None = None
         self._model = model
         self._placed = placed
         self._link = link
+        self._memory = memory
         self._buffers = LayerBuffers(model.num_layers, len(placed), interval)
         self._reported_bytes = 0
         self._reported_stall_s = 0.0
         self._prefetch(0)
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes of a transfer."""
+        return self._placed[0].buffer_bytes
+
+    @property
+    def num_buffers(self) -> int:
+        """Layers' worth of device memory."""
+        return self._buffers.num_buffers
 
     def set_interval(self, interval: int) -> None:
         """Offload every ``interval``-th layer from the next pass on.
@@ -46,6 +97,29 @@ class LayerStreamer:
         Not while a pass runs; one may be suspended. Raises: ValueError if that needs more device memory.
         """
         self._buffers.set_interval(interval)
+
+    def change(self, interval: int | None, num_buffers: int | None) -> None:
+        """Change either or both; None leaves it. Raises: ValueError if the interval needs more buffers."""
+        if num_buffers is not None and num_buffers > self.num_buffers:
+            self.set_num_buffers(num_buffers)
+        if interval is not None:
+            self.set_interval(interval)
+        if num_buffers is not None and num_buffers < self.num_buffers:
+            self.set_num_buffers(num_buffers)
+
+    def set_num_buffers(self, num_buffers: int) -> None:
+        """Give buffers' memory back, or take it again, up to as many as there were at first.
+
+        Not while a pass runs; one may be suspended. Raises: ValueError if the interval needs more.
+        """
+        assert self._memory is not None, "the memory of the layers is fixed"
+        for buffer, layer in self._buffers.set_num_buffers(num_buffers):
+            if layer is not None:
+                del self._model.layers[layer]
+                self._link.drop(buffer)
+            num_bytes = self._placed[buffer].buffer_bytes
+            self._memory.release(buffer * num_bytes, (buffer + 1) * num_bytes)
+        self._prefetch(0)
 
     def before(self, layer: int) -> None:
         """A layer is computed next, on the streams of all micro-batches."""
@@ -56,9 +130,13 @@ class LayerStreamer:
             self._begin(fetch)
             self._prefetch(layer + 1)
         self._link.wait(self._buffers.buffer_of(layer))
+        if self.observer is not None:
+            self.observer.begin()
 
     def after(self, layer: int) -> None:
         """All computation of a layer was issued."""
+        if self.observer is not None:
+            self.observer.end()
         if self._buffers.release(layer):
             del self._model.layers[layer]
             self._prefetch(layer + 1)
@@ -71,9 +149,24 @@ class LayerStreamer:
             self._buffers.interval,
             link.num_bytes - self._reported_bytes,
             link.stall_s - self._reported_stall_s,
+            _median(link.times_s),
         )
         self._reported_bytes, self._reported_stall_s = link.num_bytes, link.stall_s
         return taken
+
+    def transfer_again(self) -> None:
+        """Transfer every layer that is held once more, one after another, and wait for all."""
+        for fetch in self._buffers.held():
+            self._link.begin(fetch)
+            self._link.wait(fetch.buffer)
+        if (device := self._placed[0].memory()[0].device).type == "cuda":
+            torch.cuda.synchronize(device)
+
+    def take_transfer_times_s(self) -> list[float]:
+        """Seconds of each of the last transfers since the last call, on the link alone."""
+        self._link.collect()
+        times_s = self._link.times_s
+        return [times_s.popleft() for _ in range(len(times_s))]
 
     def close(self) -> None:
         self._link.close()
@@ -96,6 +189,8 @@ def create_streamer(
     num_buffers: int,
     device: torch.device,
     streams: MicroBatchStreams,
+    resizable: bool = False,
+    throttle: BusThrottle | None = None,
 ) -> LayerStreamer:
     """Keep the layers of a model without layers outside of device memory, and allocate the buffers.
 
@@ -103,12 +198,19 @@ def create_streamer(
 
     Args:
         name: of the model, its shape and dtype; begins the file's name.
+        resizable: the number of buffers may fall and rise again; on a CPU only.
+        throttle: holds transfers on a CPU to the bandwidth of a bus.
     Raises: ConfigError, ModelError, InsufficientMemory.
     """
     first = model.load_layer(checkpoint, 0)
+    memory = None
     try:
-        buffers = allocate_buffers(num_buffers, first.buffer_bytes, device)
-    except (RuntimeError, MemoryError) as error:
+        if resizable:
+            memory = ReservedMemory(num_buffers * first.buffer_bytes)
+            buffers = list(memory.bytes.view(num_buffers, -1))
+        else:
+            buffers = allocate_buffers(num_buffers, first.buffer_bytes, device)
+    except (RuntimeError, OSError, MemoryError) as error:
         gib = num_buffers * first.buffer_bytes / GIB
         raise InsufficientMemory(
             f"Layers of {gib:.2f} GiB could not be allocated on {device}; lower `offload_interval`."
@@ -120,24 +222,46 @@ def create_streamer(
         path = cache_root() / "packed" / f"{name}-{digest}.layers"
         packed = packed_file(path, form, first, lambda index: model.load_layer(checkpoint, index))
         logger.info("offloaded layers are read from %s", path)
-        link = ThreadLink(buffers, packed.read, packed.close)
+        read = packed.read if throttle is None else _throttled(packed, throttle)
+        link = ThreadLink(buffers, read, packed.close)
     else:
-        link = CudaLink(buffers, _host_layers(model, checkpoint, first), streams)
-    return LayerStreamer(model, [first.placed(buffer) for buffer in buffers], link, interval)
+        layers = host_layers(model.num_layers, first, lambda index: model.load_layer(checkpoint, index))
+        link = CudaLink(buffers, layers, streams)
+    return LayerStreamer(model, [first.placed(buffer) for buffer in buffers], link, interval, memory)
 
 
-def _host_layers(model: DecoderModel, checkpoint: Checkpoint, first: MovableWeights) -> torch.Tensor:
-    """All layers in host memory: uint8 ``[num_layers, layer bytes]``."""
-    num_bytes = model.num_layers * first.buffer_bytes
+def _throttled(packed: PackedFile, throttle: BusThrottle) -> Callable[[int, Tensor], None]:
+    def read(layer: int, buffer: Tensor) -> None:
+        throttle.transfer(buffer.nbytes, lambda start, stop: packed.read(layer, buffer, start, stop))
+
+    return read
+
+
+def host_layers(
+    num_layers: int, first: MovableWeights, load: Callable[[int], MovableWeights]
+) -> torch.Tensor:
+    """All layers in host memory: uint8 ``[num_layers, layer bytes]``. Raises: InsufficientMemory.
+
+    Args:
+        first: layer 0.
+        load: a layer on its device.
+    """
+    num_bytes = num_layers * first.buffer_bytes
     try:
-        layers = torch.empty((model.num_layers, first.buffer_bytes), dtype=torch.uint8)
+        layers = torch.empty((num_layers, first.buffer_bytes), dtype=torch.uint8)
     except (RuntimeError, MemoryError) as error:
         raise InsufficientMemory(
             f"Layers of {num_bytes / GIB:.2f} GiB could not be allocated in host memory; use "
             "`offload_interval` none."
         ) from error
     (buffer,) = allocate_buffers(1, first.buffer_bytes, first.memory()[0].device)
-    for index in range(model.num_layers):
-        model.load_layer(checkpoint, index).copy_to(buffer)
+    for index in range(num_layers):
+        load(index).copy_to(buffer)
         layers[index].copy_(buffer)
     return layers
+
+
+def _median(times_s: deque[float]) -> float:
+    """Of the latest ones; 0 without any."""
+    latest = list(islice(reversed(times_s), _NUM_TIMED))
+    return statistics.median(latest) if latest else 0.0

@@ -37,20 +37,28 @@ _LOCK_TIMEOUT_S = 10.0  # a save takes milliseconds; a start may wait for it
 def profile_key(config: EngineConfig, executor: TorchExecutor) -> ProfileKey:
     """Key of this executor's profile: the model's shape, the device and its kernels, the dtype.
 
-    Micro-batches and offloading are part of how the device is used.
+    Micro-batches, offloading and a bus that transfers are held to are part of how the device is used.
     """
     model = ModelConfig.from_folder(config.model_dir)
     info = executor.info
-    if info.device.startswith("cuda"):
-        device = torch.cuda.get_device_name(torch.device(info.device))
-    else:
-        processor = proc_value("cpuinfo", "model name") or platform.processor() or platform.machine()
-        device = f"{processor or os.name}, {CpuKernels().isa}, {torch.get_num_threads()} threads"
-    if config.num_micro_batches > 1:
-        device += f", {config.num_micro_batches} micro-batches"
+    device = device_name(config, torch.device(info.device), torch.get_num_threads())
     if config.offload_every is not None:
         device += f", offload interval {config.offload_every}"
+        if config.offload_bus_gib_per_s is not None and info.device == "cpu":
+            device += f", bus of {config.offload_bus_gib_per_s:g} GiB/s"
     return ProfileKey(model.shape_key, device, info.dtype)
+
+
+def device_name(config: EngineConfig, device: torch.device, num_threads: int) -> str:
+    """What times on a device depend on: its kind and how it is used, and a CPU's kernels and threads."""
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+    else:
+        processor = proc_value("cpuinfo", "model name") or platform.processor() or platform.machine()
+        name = f"{processor or os.name}, {CpuKernels().isa}, {num_threads} threads"
+    if config.num_micro_batches > 1:
+        name += f", {config.num_micro_batches} micro-batches"
+    return name
 
 
 def profile_path(key: ProfileKey) -> Path:

@@ -58,8 +58,9 @@ class SimulatedExecutor:
     concurrent copies. It is spread evenly over the layers, and offloaded ones wait for their weights. Events
     that fall into a step with safepoints are delivered at their instants, and may call ``request_stop``;
     those of other steps wait for the step's end. Copies run one after another, in both directions over one
-    link, beside the steps; a copy of slots takes their share of a block's time. Weights come over another
-    link. Sampled tokens are ``hashed_token``. Host time passes between steps, so it is not part of ``run``.
+    link, beside the steps; a copy of slots takes their share of a block's time. Moves within the device take
+    as long as restores, and the step waits for them. Weights come over another link. Sampled tokens are
+    ``hashed_token``. Host time passes between steps, so it is not part of ``run``.
 
     Attributes:
         load: of the step that was computed last.
@@ -93,6 +94,7 @@ class SimulatedExecutor:
         self._step_to_stop = max(self._step_to_stop, step)
 
     def run(self, plan: StepPlan) -> StepOutcome:
+        self._change_memory(plan)
         for request_id in plan.released:
             self._num_tokens.pop(request_id, None)
         for admitted in plan.admitted:
@@ -128,6 +130,13 @@ class SimulatedExecutor:
             layers_done=stopped_at,
             stopped_at_s=stopped_at_s,
         )
+
+    def _change_memory(self, plan: StepPlan) -> None:
+        if self._streamer is not None:
+            num_buffers = None if plan.memory is None else plan.memory.num_layers
+            self._streamer.change(plan.offload_interval, num_buffers, self._clock.now_s())
+        if plan.moves and self._device.copies is not None:
+            self._wait(len(plan.moves) * self._copy_block_s(CopyDirections.RESTORE))
 
     def _outcome(self, sampled: tuple[SampledToken, ...]) -> StepOutcome:
         """Of a step without stopped slices, with the copies that have completed."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from backfill.core.plan import WeightTransfers
-from backfill.costs.offloading import num_device_layers
 from backfill.execution.layer_buffers import Fetch, LayerBuffers
+from backfill.offloading.interval import num_device_layers
 
 
 class SimulatedStreamer:
@@ -35,6 +35,24 @@ class SimulatedStreamer:
         self._link_free_at_s = 0.0
         self.take_transfers()
 
+    @property
+    def num_buffers(self) -> int:
+        return self._buffers.num_buffers
+
+    def change(self, interval: int | None, num_buffers: int | None, now_s: float) -> None:
+        """See ``LayerStreamer``."""
+        if num_buffers is not None and num_buffers > self.num_buffers:
+            self._set_num_buffers(num_buffers, now_s)
+        if interval is not None:
+            self._buffers.set_interval(interval)
+        if num_buffers is not None and num_buffers < self.num_buffers:
+            self._set_num_buffers(num_buffers, now_s)
+
+    def _set_num_buffers(self, num_buffers: int, now_s: float) -> None:
+        for buffer, _ in self._buffers.set_num_buffers(num_buffers):
+            self._ready_at_s.pop(buffer, None)
+        self._begin(self._buffers.prefetch(0), now_s)
+
     def before(self, layer: int, now_s: float) -> float:
         """The instant from which a layer, the next one, can be computed."""
         fetch, _ = self._buffers.claim(layer)
@@ -56,7 +74,7 @@ class SimulatedStreamer:
     def take_transfers(self) -> WeightTransfers:
         """Transfers since the last call."""
         num_bytes = self._num_transfers * self._layer_bytes
-        taken = WeightTransfers(self._buffers.interval, num_bytes, self._stall_s)
+        taken = WeightTransfers(self._buffers.interval, num_bytes, self._stall_s, self._transfer_s)
         self._num_transfers, self._stall_s = 0, 0.0
         return taken
 

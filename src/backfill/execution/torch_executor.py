@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 
@@ -27,10 +28,14 @@ from backfill.execution.executor import ExecutorInfo
 from backfill.execution.micro_batches import MicroBatchStreams, split_step
 from backfill.execution.offloading import LayerStreamer
 from backfill.execution.request_state import RequestState
+from backfill.execution.reserved_memory import ReservedMemory
 from backfill.execution.sampler import Sampler
 from backfill.models.decoder import DecoderModel, HiddenState
 
 # Bounds the wait for a copy in an idle step: an arrival is not seen before the wait ends.
+logger = logging.getLogger(__name__)
+
+
 _MAX_WAIT_S = 0.05
 
 
@@ -64,9 +69,11 @@ class TorchExecutor:
 
     Args:
         kv_pool: ``[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]``; may be uninitialised.
+            As many blocks as there can ever be.
         streams: with two micro-batches, the prefills and the decodes of a step are computed side by side.
         copier: to and from the host pool; None without one.
         streamer: fetches the weights of offloaded layers; None if the model has all layers.
+        pool_memory: of the KV pool, if the number of its blocks may change.
     """
 
     def __init__(
@@ -77,6 +84,7 @@ class TorchExecutor:
         streams: MicroBatchStreams,
         copier: BlockCopier | None = None,
         streamer: LayerStreamer | None = None,
+        pool_memory: ReservedMemory | None = None,
     ) -> None:
         self.info = info
         self._clock = WallClock()
@@ -84,11 +92,18 @@ class TorchExecutor:
         self._kv_pool = kv_pool
         self._copier = copier
         self._streamer = streamer
+        self._pool_memory = pool_memory
+        self._num_blocks = info.num_blocks
+        self._memory_error: Exception | None = None
         self._streams = streams
         self._sampler = Sampler(info.end_token_ids)
         self._states: dict[RequestId, RequestState] = {}
         self._suspended: _Pass | None = None
         self._step_to_stop = -1  # written by another thread; a step compares it with its own number
+
+    @property
+    def streamer(self) -> LayerStreamer | None:
+        return self._streamer
 
     def fill_kv_pool(self, num_blocks: int) -> None:
         """Write zeros to the first blocks of the pool, so that their pages are mapped."""
@@ -99,6 +114,7 @@ class TorchExecutor:
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepOutcome:
+        self._change_memory(plan)
         for request_id in plan.released:
             self._states.pop(request_id, None)
         work, copies = plan.work, plan.copies
@@ -135,6 +151,35 @@ class TorchExecutor:
             layers_done=stopped.layers_done,
             stopped_at_s=stopped_at_s,
         )
+
+    def _change_memory(self, plan: StepPlan) -> None:
+        """Divide the memory, change the interval and move blocks. If that fails, no later step can run."""
+        if self._memory_error is not None:
+            raise RuntimeError("device memory could not be divided anew") from self._memory_error
+        try:
+            if plan.memory is not None:
+                self._resize_pool(plan.memory.num_blocks)
+            if self._streamer is not None:
+                num_buffers = None if plan.memory is None else plan.memory.num_layers
+                self._streamer.change(plan.offload_interval, num_buffers)
+            if plan.memory is not None:
+                logger.info(
+                    "device memory: %d KV blocks, %d layers of weights",
+                    plan.memory.num_blocks,
+                    plan.memory.num_layers,
+                )
+            for source, target in plan.moves:
+                self._kv_pool[target].copy_(self._kv_pool[source])
+        except Exception as error:  # the control plane counts all of it as done
+            self._memory_error = error
+            raise
+
+    def _resize_pool(self, num_blocks: int) -> None:
+        assert self._pool_memory is not None, "the KV pool has a fixed size"
+        block_bytes = self.info.block_bytes
+        if num_blocks < self._num_blocks:
+            self._pool_memory.release(num_blocks * block_bytes, self._num_blocks * block_bytes)
+        self._num_blocks = num_blocks
 
     def _outcome(self, sampled: tuple[SampledToken, ...]) -> StepOutcome:
         """Of a step without stopped slices, with the copies that have completed."""

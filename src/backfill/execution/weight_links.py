@@ -16,6 +16,8 @@ from backfill.execution.layer_buffers import Fetch
 from backfill.execution.micro_batches import MicroBatchStreams
 from backfill.execution.pinned_memory import pin, unpin
 
+_NUM_TIMES = 4096  # of the last transfers, that are kept
+
 
 class WeightLink(Protocol):
     """Fills buffers with the weights of layers, one transfer after another.
@@ -25,16 +27,21 @@ class WeightLink(Protocol):
     Attributes:
         num_bytes: of all transfers that were waited for.
         stall_s: time for which layers waited.
+        times_s: of each of the last transfers, the newest last; without what it waited for.
     """
 
     num_bytes: int
     stall_s: float
+    times_s: deque[float]
 
     def begin(self, fetch: Fetch) -> None:
         """Queue a transfer. What was computed with the buffer until now comes first."""
 
     def wait(self, buffer: int) -> None:
         """What is computed from now on finds the buffer's last transfer complete."""
+
+    def drop(self, buffer: int) -> None:
+        """Forget the buffer's last transfer. Nothing writes to the buffer when this returns."""
 
     def collect(self) -> None:
         """Bring the totals up to date, after the device has computed a step."""
@@ -58,12 +65,13 @@ class ThreadLink:
     ) -> None:
         self.num_bytes = 0
         self.stall_s = 0.0
+        self.times_s: deque[float] = deque(maxlen=_NUM_TIMES)
         self._layer_bytes = buffers[0].nbytes
         self._unused: set[int] = set()  # buffers whose last transfer was not waited for
         # The thread refers to this and not to the link, so that an unused link can be collected.
         self._queue = _FetchQueue()
         thread = threading.Thread(
-            target=_read_all, args=(self._queue, buffers, read), name="weights", daemon=True
+            target=_read_all, args=(self._queue, buffers, read, self.times_s), name="weights", daemon=True
         )
         # Also at exit: torch must not be used by a thread after the interpreter's end.
         self._finalizer = weakref.finalize(self, _end, self._queue, thread, close)
@@ -84,6 +92,10 @@ class ThreadLink:
         self._unused.remove(buffer)
         self.num_bytes += self._layer_bytes
 
+    def drop(self, buffer: int) -> None:
+        self._unused.discard(buffer)
+        self._queue.drop(buffer)
+
     def collect(self) -> None:
         pass
 
@@ -98,6 +110,7 @@ class _FetchQueue:
         self._changed = threading.Condition()
         self._queued: deque[Fetch] = deque()
         self._wanted: dict[int, Fetch] = {}  # the last transfer of each buffer, until it is complete
+        self._reading: int | None = None  # buffer of the transfer that is being made
         self._error: Exception | None = None
         self._is_closed = False
 
@@ -112,13 +125,18 @@ class _FetchQueue:
         """Block until there is a transfer to make. None once closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._queued or self._is_closed)
-            return None if self._is_closed else self._queued.popleft()
+            if self._is_closed:
+                return None
+            fetch = self._queued.popleft()
+            self._reading = fetch.buffer
+            return fetch
 
     def complete(self, fetch: Fetch) -> None:
         with self._changed:
+            self._reading = None
             if self._wanted.get(fetch.buffer) is fetch:
                 del self._wanted[fetch.buffer]
-                self._changed.notify_all()
+            self._changed.notify_all()
 
     def is_complete(self, buffer: int) -> bool:
         return buffer not in self._wanted
@@ -127,6 +145,14 @@ class _FetchQueue:
         with self._changed:
             self._changed.wait_for(lambda: buffer not in self._wanted or self._error)
         self.raise_if_failed()
+
+    def drop(self, buffer: int) -> None:
+        """Take a buffer's transfer out of the queue, or wait until it is complete or has failed."""
+        with self._changed:
+            if any(each.buffer == buffer for each in self._queued):
+                self._queued = deque(each for each in self._queued if each.buffer != buffer)
+                self._wanted.pop(buffer, None)
+            self._changed.wait_for(lambda: self._reading != buffer or self._error)
 
     def fail(self, error: Exception) -> None:
         with self._changed:
@@ -143,11 +169,18 @@ class _FetchQueue:
             raise RuntimeError("the weights of an offloaded layer could not be read") from self._error
 
 
-def _read_all(queue: _FetchQueue, buffers: Sequence[Tensor], read: Callable[[int, Tensor], None]) -> None:
+def _read_all(
+    queue: _FetchQueue,
+    buffers: Sequence[Tensor],
+    read: Callable[[int, Tensor], None],
+    times_s: deque[float],
+) -> None:
     """The thread: makes queued transfers until the queue is closed or one fails."""
     try:
         while (fetch := queue.next()) is not None:
+            began_s = time.perf_counter()
             read(fetch.layer, buffers[fetch.buffer])
+            times_s.append(time.perf_counter() - began_s)
             queue.complete(fetch)
     except Exception as error:
         queue.fail(error)
@@ -171,6 +204,7 @@ class CudaLink:
     def __init__(self, buffers: Sequence[Tensor], host_layers: Tensor, streams: MicroBatchStreams) -> None:
         self.num_bytes = 0
         self.stall_s = 0.0
+        self.times_s: deque[float] = deque(maxlen=_NUM_TIMES)
         pin(host_layers)
         self._buffers = buffers
         self._host_layers = host_layers
@@ -182,13 +216,17 @@ class CudaLink:
         self._finalizer.atexit = False
         self._copied: dict[int, torch.cuda.Event] = {}  # last copies that were not waited for
         self._stalls: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._transfers: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     def begin(self, fetch: Fetch) -> None:
         self._streams.precede(self._stream)
+        began = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         with torch.cuda.stream(self._stream):
+            began.record(self._stream)
             self._buffers[fetch.buffer].copy_(self._host_layers[fetch.layer], non_blocking=True)
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(self._stream)
+        self._transfers.append((began, event))
         self._copied[fetch.buffer] = event
 
     def wait(self, buffer: int) -> None:
@@ -205,14 +243,30 @@ class CudaLink:
         self._stalls.append((reached, passed))
         self.num_bytes += self._buffers[buffer].nbytes
 
+    def drop(self, buffer: int) -> None:
+        event = self._copied.pop(buffer, None)
+        if event is not None:
+            event.synchronize()
+
     def collect(self) -> None:
-        waiting = []
-        for reached, passed in self._stalls:
-            if passed.query():  # type: ignore[no-untyped-call]
-                self.stall_s += reached.elapsed_time(passed) / 1000.0
-            else:
-                waiting.append((reached, passed))
-        self._stalls = waiting
+        passed_s, self._stalls = _elapsed_s(self._stalls)
+        self.stall_s += sum(passed_s)
+        transfers_s, self._transfers = _elapsed_s(self._transfers)
+        self.times_s.extend(transfers_s)
 
     def close(self) -> None:
         self._finalizer()
+
+
+_Events = tuple[torch.cuda.Event, torch.cuda.Event]
+
+
+def _elapsed_s(pairs: Sequence[_Events]) -> tuple[list[float], list[_Events]]:
+    """Seconds between the events of each pair that has passed, and the other pairs."""
+    elapsed_s, waiting = [], []
+    for begin, end in pairs:
+        if end.query():  # type: ignore[no-untyped-call]
+            elapsed_s.append(begin.elapsed_time(end) / 1000.0)
+        else:
+            waiting.append((begin, end))
+    return elapsed_s, waiting

@@ -71,10 +71,15 @@ class PackedFile:
             self._file, self.is_direct = os.open(path, os.O_RDONLY), False
             logger.warning("%s has no direct reads: each layer passes through the page cache", path)
 
-    def read(self, index: int, buffer: Tensor) -> None:
-        """Fill ``buffer``, page-aligned uint8 ``[layer_bytes]``, with a layer. Raises: OSError."""
-        view = buffer.numpy().data
-        offset = PAGE_BYTES + index * self.form.layer_bytes
+    def read(self, index: int, buffer: Tensor, start: int = 0, stop: int | None = None) -> None:
+        """Fill ``buffer``, page-aligned uint8 ``[layer_bytes]``, with a layer, or a part of it.
+
+        Args:
+            start, stop: the part, at pages.
+        Raises: OSError.
+        """
+        view = buffer.numpy().data[start:stop]
+        offset = PAGE_BYTES + index * self.form.layer_bytes + start
         done = 0
         while done < len(view):
             num_read = os.preadv(self._file, [view[done:]], offset + done)

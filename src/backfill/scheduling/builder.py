@@ -96,10 +96,10 @@ class StepBuilder:
         samples = num_tokens == request.num_pending_tokens
         return self.cost.time_with_s(self.batch.load, request.num_computed_tokens, num_tokens, samples)
 
-    def num_absent_tokens(self, request: Request) -> int:
+    def num_absent_blocks(self, request: Request) -> int:
         contents = self.kv.match(request).contents
-        num_on_device = sum(each.num_device_tokens for each in contents if each.device is not None)
-        return max(0, request.num_ever_computed_tokens - num_on_device)
+        num_on_device = sum(each.num_device_tokens for each in contents if each.own_block is not None)
+        return max(0, request.num_ever_computed_tokens - num_on_device) // self.kv.block_size
 
     def add_decodes(self, requests: Sequence[Request], max_step_s: float = math.inf) -> int:
         num_fitting = min(self._num_fitting(requests, max_step_s), self.seqs_left, self.tokens_left)

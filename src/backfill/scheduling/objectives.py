@@ -60,7 +60,7 @@ def impossible_objectives(
     impossible = impossible_slo(profile, config, num_prompt_tokens)
     rules = {"ttft": (least.ttft_s, impossible.ttft_s), "tpot": (least.tpot_s, impossible.tpot_s)}
     return {
-        name: _rounded_up(least_s)
+        name: rounded_up(least_s)
         for name, (least_s, impossible_s) in rules.items()
         if name in asked and asked[name] < impossible_s
     }
@@ -100,7 +100,11 @@ def server_slo(config: SchedulerConfig, cost: CostModel | None) -> SLO:
 
     ``cost`` widens defaults that one request alone would barely meet. No default is below a floor.
     """
-    least = SLO(0.0, 0.0) if cost is None else achievable_slo(cost, config)
+    return slo_above(config, SLO(0.0, 0.0) if cost is None else achievable_slo(cost, config))
+
+
+def slo_above(config: SchedulerConfig, least: SLO) -> SLO:
+    """The same, with ``least`` that one request alone meets."""
     return SLO(
         ttft_s=_objective(config.ttft_slo, DEFAULT_SLO.ttft_s, least.ttft_s, config.min_ttft_slo),
         tpot_s=_objective(config.tpot_slo, DEFAULT_SLO.tpot_s, least.tpot_s, config.min_tpot_slo),
@@ -122,7 +126,7 @@ def check_server_slo(config: SchedulerConfig, profile: CostProfile | None) -> li
     ):
         if asked_s is None or asked_s >= least_s:
             continue
-        needs = f"`{field}` {asked_s:g}: one request alone needs {_rounded_up(least_s):g} s"
+        needs = f"`{field}` {asked_s:g}: one request alone needs {rounded_up(least_s):g} s"
         if asked_s < impossible_s:
             raise ConfigError(f"{needs} on this device; give at least that.")
         warnings.append(f"{needs}, by a {profile.quality} cost profile; it may often be missed")
@@ -138,7 +142,8 @@ def _decode_s(cost: CostModel, num_context_tokens: int) -> float:
     return cost.step_time_s(StepLoad.of([(num_context_tokens, 1, True)]))
 
 
-def _rounded_up(seconds: float) -> float:
+def rounded_up(seconds: float) -> float:
+    """To milliseconds, as seconds are shown that an objective needs."""
     return math.ceil(1000 * seconds) / 1000
 
 

@@ -19,6 +19,7 @@ from backfill.kvcache.manager import KVCacheManager
 from backfill.scheduling.batch import Batch
 from backfill.scheduling.builder import StepBuilder
 from backfill.scheduling.copy_budget import copy_limits
+from backfill.scheduling.memory_division import OFFLINE_LEVELS, MemoryChanges, MemoryDivision
 from backfill.scheduling.policy import Policy, Snapshot
 from backfill.scheduling.prediction import StepPredictor
 from backfill.scheduling.preemption import Preemption
@@ -46,6 +47,7 @@ class StepPlanner:
         predictor: predicts steps for policies that bound their time; None for policies that do not.
         block_copy_s: seconds that a copy of one block between device and host takes; None if not known.
         copy_interference: seconds by which a step becomes longer for each second of copying beside it.
+        division: divides device memory between weights and KV; None where that does not change.
     """
 
     config: SchedulerConfig
@@ -57,6 +59,7 @@ class StepPlanner:
     predictor: StepPredictor | None
     block_copy_s: float | None
     copy_interference: float
+    division: MemoryDivision | None
     _known_to_executor: set[RequestId] = field(init=False, default_factory=set)
     _to_admit: dict[RequestId, Request] = field(init=False, default_factory=dict)
     _to_release: list[RequestId] = field(init=False, default_factory=list)
@@ -78,6 +81,8 @@ class StepPlanner:
         """See ``Scheduler.plan_step``."""
         self.requests.change_levels(now_s)
         self.kv.advance(now_s)
+        if self.division is not None:
+            self.division.prepare(now_s)
         for request in [each for each in self.requests.restoring.values() if self.kv.is_restored(each)]:
             self.requests.run(request)
             self.kv.start(request)
@@ -134,6 +139,7 @@ class StepPlanner:
                 work.predicted_s, slack_s, self.block_copy_s, self.copy_interference
             )
         copies = self.kv.take_copies()
+        changes = MemoryChanges() if self.division is None else self.division.take_changes()
         waits = isinstance(work, Compute) and not work.slices and self.kv.num_copies_in_flight > 0
         plan = StepPlan(
             step=self._num_plans,
@@ -141,6 +147,9 @@ class StepPlanner:
             admitted=admitted,
             released=tuple(self._to_release),
             copies=copies,
+            offload_interval=changes.interval,
+            memory=changes.memory,
+            moves=changes.moves,
         )
         self._to_release.clear()
         self._num_plans += 1
@@ -149,12 +158,15 @@ class StepPlanner:
     def _snapshot(self, now_s: float) -> Snapshot[Request]:
         kv, requests = self.kv, self.requests
         num_most = self.config.max_num_seqs + _MAX_PASSED_OVER
+        is_draining = self.division is not None and self.division.is_draining
+        held_back = OFFLINE_LEVELS if is_draining else ()
         return Snapshot(
             now_s=now_s,
             running=requests.running_by_level(excluded=self.suspension.requests),
             restoring=tuple(requests.restoring.values()),
             waiting={
-                level: tuple(islice(queue.requests, num_most)) for level, queue in requests.waiting.items()
+                level: () if level in held_back else tuple(islice(queue.requests, num_most))
+                for level, queue in requests.waiting.items()
             },
             num_blocks=kv.num_blocks,
             online_blocks=kv.num_online_blocks,

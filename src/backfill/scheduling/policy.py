@@ -164,10 +164,11 @@ class BatchBuilder(Protocol[R_contra]):
     def time_with_s(self, request: R_contra) -> float:
         """Predicted seconds of the step with all the tokens of one more request that its limits leave."""
 
-    def num_absent_tokens(self, request: R_contra) -> int:
-        """Tokens of a waiting request that were computed and are not on the device any more.
+    def num_absent_blocks(self, request: R_contra) -> int:
+        """Blocks' worth of tokens of a waiting request that were computed and are not on the device any more.
 
-        They are restored from host memory or computed again before it continues.
+        They are restored from host memory or computed again before it continues. Less than a block is none:
+        it is computed again in the step of the next token.
         """
 
     def add_decodes(self, requests: Sequence[R_contra], max_step_s: float = math.inf) -> int:

@@ -2,14 +2,41 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from backfill.costs.correction import BiasCorrection, ErrorQuantile
+from backfill.costs.load import StepLoad
 from backfill.costs.model import CostModel
+from backfill.offloading.interval import StepBounds
 
 # Assumed of the error of a profile until steps have been observed.
 _INITIAL_ERROR = 0.1
 # Part of an objective kept for what the engine does not see: the way of a token from its step to the client's
 # socket.
 _DELIVERY_SHARE = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class StreamedCost(CostModel):
+    """Of steps that also wait for the weights of offloaded layers."""
+
+    bounds: StepBounds
+
+    @classmethod
+    def of(cls, cost: CostModel, bounds: StepBounds) -> StreamedCost:
+        return cls(
+            cost.rows_s,
+            cost.sampled_s,
+            cost.request_s,
+            cost.prefill_pair_s,
+            cost.prefill_context_s,
+            cost.decode_context_s,
+            bounds,
+        )
+
+    def step_time_s(self, load: StepLoad) -> float:
+        seconds = CostModel.step_time_s(self, load)
+        return self.bounds.step_s(seconds) if seconds else 0.0
 
 
 class StepPredictor:
@@ -21,13 +48,15 @@ class StepPredictor:
 
     Attributes:
         cost: predicts steps; uncorrected.
+        measured: the cost model that was measured; ``cost``, without what transfers of weights add to it.
 
     Args:
         attainment: share of the deadlines that are to be met; a little more than the 99 % that are promised.
     """
 
     def __init__(self, cost: CostModel, attainment: float = 0.993) -> None:
-        self.cost = cost
+        self.cost = self.measured = cost
+        self._bounds: StepBounds | None = None
         self._attainment = attainment
         self._bias = BiasCorrection()
         self._errors = ErrorQuantile(attainment, 1.0 + _INITIAL_ERROR)
@@ -74,5 +103,11 @@ class StepPredictor:
 
     def set_cost_model(self, cost: CostModel) -> None:
         """Predict with this model from now on. The spread of errors is kept, and their mean starts at 1."""
-        self.cost = cost
+        self.measured = cost
+        self.stream(self._bounds)
         self._bias.restart()
+
+    def stream(self, bounds: StepBounds | None) -> None:
+        """Steps wait for weights like this from now on; None: as in the steps that were measured."""
+        self._bounds = bounds
+        self.cost = self.measured if bounds is None else StreamedCost.of(self.measured, bounds)

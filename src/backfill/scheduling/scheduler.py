@@ -12,7 +12,9 @@ from backfill.core.plan import SampledToken, StepOutcome, StepPlan
 from backfill.core.request import FinishReason, PriorityLevel, Request, RequestId, RequestStatus, ServiceClass
 from backfill.core.slo import SLO
 from backfill.kvcache.manager import KVCacheManager
+from backfill.offloading.residency import ResidencyPolicy
 from backfill.scheduling.levels import LevelRule
+from backfill.scheduling.memory_division import MemoryDivision
 from backfill.scheduling.planner import StepPlanner
 from backfill.scheduling.policy import Policy
 from backfill.scheduling.prediction import StepPredictor
@@ -41,6 +43,7 @@ class Scheduler:
         block_copy_s: seconds that a copy of one block between device and host takes; None if not known.
         copy_interference: seconds by which a step becomes longer for each second of copying beside it.
         num_layers: of the model; None where the executor cannot stop a step.
+        residency: divides device memory between weights and KV; None where that does not change.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class Scheduler:
         copy_interference: float = 0.0,
         num_layers: int | None = None,
         end_token_ids: Collection[int] = (),
+        residency: ResidencyPolicy | None = None,
     ) -> None:
         self.config = config
         self.kv = kv
@@ -78,6 +82,19 @@ class Scheduler:
             self._count_discarded,
         )
         self._preemption = Preemption(policy, self.requests, kv, self._suspension, self.counters)
+        self._division: MemoryDivision | None = None
+        if residency is not None:
+            assert predictor is not None, "residency is chosen by predicted steps"
+            self._division = MemoryDivision(
+                residency,
+                config,
+                kv,
+                self.requests,
+                self._suspension,
+                self._preemption,
+                predictor,
+                block_copy_s,
+            )
         self._planner = StepPlanner(
             config,
             kv,
@@ -88,6 +105,7 @@ class Scheduler:
             predictor=predictor,
             block_copy_s=block_copy_s,
             copy_interference=copy_interference,
+            division=self._division,
         )
 
     @property
@@ -146,6 +164,8 @@ class Scheduler:
         """Enter the outcome of ``plan`` into the requests. Requests of stopped slices stay as they were."""
         self.kv.complete((*outcome.completed_copies, *outcome.completed_slot_copies))
         self._suspension.commit(plan, outcome)
+        if self._division is not None:
+            self._division.observe(outcome.weight_transfers)
         self._commit_computed(plan, set(outcome.stopped))
         committed = []
         by_id, end_token_ids = self.requests.by_id, self._end_token_ids

@@ -171,6 +171,11 @@ class _EngineState(Collector):
                 "Time for which steps waited for the weights of offloaded layers",
                 stats.weight_stall_s,
             ),
+            (
+                "offload_bus_wait_seconds",
+                "Time for which transfers waited for the bus that engines share",
+                stats.bus_wait_s,
+            ),
             ("step_stops", "Steps whose offline slices an arrival stopped", stats.num_stopped_steps),
             ("kv_blocks_entered", "Blocks that were entered from their other end", stats.num_entered_blocks),
             ("kv_slots_overwritten", "Slots overwritten in shared blocks", stats.num_overwritten_slots),
@@ -181,8 +186,17 @@ class _EngineState(Collector):
             ("kv_cache_usage_perc", "Share of device blocks in use, 0 to 1", stats.kv_usage_frac),
             ("host_kv_cache_usage_perc", "Share of host blocks in use, 0 to 1", stats.host_kv_usage_frac),
             ("offload_interval", "One layer in so many is offloaded; 0 for none", stats.offload_interval),
+            ("kv_blocks_usable", "Blocks of the device's pool, which may change", stats.num_blocks),
+            ("kv_blocks_draining", "Blocks in use that the pool is to lose", stats.num_draining_blocks),
+            ("offload_bus_share", "Share of the bus that this engine may use, 0 to 1", stats.bus_share),
+            (
+                "offload_bus_load",
+                "What the objectives of all engines on the bus need over its bandwidth",
+                stats.bus_load,
+            ),
             ("kv_blocks_checkpointed", "Blocks in use with a host copy", stats.num_checkpointed_blocks),
             ("kv_blocks_shared", "Blocks that two requests share", stats.num_shared_blocks),
+            ("kv_blocks_paired", "Blocks that two running requests share", stats.num_paired_blocks),
         ):
             yield self._families.gauge(name, text, value)
 

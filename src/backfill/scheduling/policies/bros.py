@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from heapq import merge
 from itertools import chain
@@ -46,6 +46,7 @@ class BrosPolicy(Policy):
     Args:
         max_num_seqs: bounds the batch size.
         max_chunk_tokens: of one prompt in a step.
+        preempts_for_waiting: offline requests are preempted for an online one that waits for blocks.
 
     Attributes:
         batch_size: most requests of the next step (adaptive batch sizing).
@@ -53,16 +54,24 @@ class BrosPolicy(Policy):
 
     orders_by_deadline = True
 
-    def __init__(self, predictor: StepPredictor, *, max_num_seqs: int, max_chunk_tokens: int) -> None:
+    def __init__(
+        self,
+        predictor: StepPredictor,
+        *,
+        max_num_seqs: int,
+        max_chunk_tokens: int,
+        preempts_for_waiting: bool = True,
+    ) -> None:
         self.batch_size = min(INITIAL_BATCH_SIZE, max_num_seqs)
         self._predictor = predictor
         self._max_num_seqs = max_num_seqs
         self._max_chunk_tokens = max_chunk_tokens
+        self._may_preempt = _OFFLINE if preempts_for_waiting else frozenset[PriorityLevel]()
         self._average_s = 0.0  # moving average of the steps' predicted times
 
     def build(self, view: Snapshot[R], batch: BatchBuilder[R]) -> None:
         residuals = Residuals(self._predictor, view.now_s, self._average_s, self._max_chunk_tokens)
-        step = _Step(view, batch, self.batch_size, residuals)
+        step = _Step(view, batch, self.batch_size, residuals, self._may_preempt)
         is_violated = step.add_online()  # lines 3 to 15
         if not is_violated:
             step.add_offline()  # lines 17 to 33
@@ -172,6 +181,7 @@ class _Step(Generic[R]):
     batch: BatchBuilder[R]
     batch_size: int
     residuals: Residuals
+    may_preempt: Collection[PriorityLevel]  # for waiting online requests
     _bound_s: float = field(init=False, default=math.inf)
     _online: list[R] = field(init=False, default_factory=list)  # in the batch, the most urgent first
 
@@ -201,7 +211,7 @@ class _Step(Generic[R]):
                 continue
             if not running or (waiting and urgency(waiting[0]) < urgency(running[0])):
                 request = waiting.popleft()
-                admission = batch.try_admit(request, limits, may_preempt=_OFFLINE)
+                admission = batch.try_admit(request, limits, may_preempt=self.may_preempt)
                 is_added = admission is Admission.ADMITTED
                 if admission is Admission.DEFERRED:
                     continue
@@ -289,9 +299,9 @@ class _Step(Generic[R]):
         return list(merge(new, sorted(preempted, key=urgency), key=urgency))
 
     def _waiting_offline(self) -> Sequence[R]:
-        """By the tokens to restore or to compute again: new requests have none."""
-        waiting, absent_tokens = self.view.waiting[PriorityLevel.OFFLINE], self.batch.num_absent_tokens
-        costs = {each.request_id: absent_tokens(each) for each in waiting if each.num_ever_computed_tokens}
+        """By the blocks to restore or to compute again: new requests have none."""
+        waiting, absent_blocks = self.view.waiting[PriorityLevel.OFFLINE], self.batch.num_absent_blocks
+        costs = {each.request_id: absent_blocks(each) for each in waiting if each.num_ever_computed_tokens}
         if not any(costs.values()):
             return waiting
         free = [each for each in waiting if not costs.get(each.request_id)]

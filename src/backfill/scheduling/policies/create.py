@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from backfill.core.config import SchedulerConfig
 from backfill.core.errors import ConfigError
 from backfill.core.slo import SLO
@@ -16,6 +18,9 @@ from backfill.scheduling.policies.conserve import ConServePolicy
 from backfill.scheduling.policies.slo import SloPolicy, SloPolicyConfig
 from backfill.scheduling.policy import Policy
 from backfill.scheduling.prediction import StepPredictor
+
+PolicyFactory = Callable[[SchedulerConfig, StepPredictor | None], Policy]
+"""Makes a policy for a configuration; the predictor is None without a cost profile."""
 
 _BASELINES: dict[str, type[Policy]] = {
     "online-only": OnlineOnlyPolicy,
@@ -46,7 +51,11 @@ def create_policy(
         return ConServePolicy(predictor, default_slo=default_slo)
     if config.policy == "bros":
         chunk_tokens = min(config.max_num_batched_tokens, config.max_prefill_chunk_tokens)
-        return BrosPolicy(predictor, max_num_seqs=config.max_num_seqs, max_chunk_tokens=chunk_tokens)
+        return BrosPolicy(
+            predictor,
+            max_num_seqs=config.max_num_seqs,
+            max_chunk_tokens=chunk_tokens,
+        )
     return SloPolicy(
         SloPolicyConfig(default_slo=default_slo, victims=config.victims),
         predictor,

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backfill.costs.offloading import (
+from backfill.offloading.interval import (
     LayerTimes,
     num_device_layers,
     offloaded_layers,

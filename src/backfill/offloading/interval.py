@@ -7,6 +7,7 @@ staging buffer for each step. ``docs/offloading.md`` derives the step time and c
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 NUM_STAGING_BUFFERS = 2
 
@@ -72,6 +73,32 @@ def step_time_s(times: LayerTimes, interval: int | None) -> float:
         across_steps_s = num_computed * times.compute_s + times.other_s
         bounds.append(across_steps_s + (num_transfers - NUM_STAGING_BUFFERS) * times.transfer_s)
     return max(bounds)
+
+
+class StepBounds(NamedTuple):
+    """``step_time_s`` of steps that do nothing outside their layers, by what their layers take together.
+
+    A step takes the most of ``compute_s``, ``least_s`` and ``share * compute_s + extra_s``.
+    """
+
+    least_s: float
+    share: float
+    extra_s: float
+
+    def step_s(self, compute_s: float) -> float:
+        return max(compute_s, self.least_s, self.share * compute_s + self.extra_s)
+
+
+def step_bounds(num_layers: int, interval: int | None, transfer_s: float) -> StepBounds:
+    """For steps of any load, while one layer's transfer takes ``transfer_s``."""
+    num_transfers = len(offloaded_layers(num_layers, interval))
+    least_s = num_transfers * transfer_s
+    if interval is None or num_transfers in (0, NUM_STAGING_BUFFERS):
+        return StepBounds(least_s, 0.0, 0.0)
+    if num_transfers == 1:
+        return StepBounds(least_s, 1 / num_layers, transfer_s)
+    share = (1 + num_layers % interval + interval) / num_layers
+    return StepBounds(least_s, share, (num_transfers - NUM_STAGING_BUFFERS) * transfer_s)
 
 
 def smallest_interval(times: LayerTimes, objective_s: float) -> int | None:

@@ -1,0 +1,191 @@
+"""An engine's part in coordinating the engines on its bus, between steps."""
+
+from __future__ import annotations
+
+import logging
+import statistics
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from backfill.core.clock import Clock
+from backfill.execution.bus import Bus
+from backfill.execution.bus_file import BusUse
+from backfill.offloading.coordinator import BusInstance, coordinate
+from backfill.offloading.interval import num_device_layers
+
+logger = logging.getLogger(__name__)
+
+# Of the objective that steps are planned for. The rest is for what differs between steps, and for the chunks
+# of others that a transfer waits for.
+OBJECTIVE_SHARE = 0.9
+
+_NUM_STEPS = 16  # whose median counts
+_NOTICED = 0.1  # a change by less is not told to the others
+_COPIES_UNIT = 1 / 32  # of the bandwidth: copies are told in multiples of it
+_POLL_S = 0.1  # until an engine that died is noticed
+_COPIES_WINDOW_S = 0.5
+_LEAST_FOR_WEIGHTS = 0.1  # of the bandwidth, however much is copied
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadedModel:
+    """What an engine can offload.
+
+    Attributes:
+        num_buffers: layers' worth of device memory.
+        interval: the smallest one of use. Where the number of buffers is fixed this is the one that they are
+            for: with a smaller one more is transferred, and the memory that it saves is used by nobody.
+    """
+
+    num_layers: int
+    layer_bytes: int
+    num_buffers: int
+    interval: int
+
+    @property
+    def max_interval(self) -> int:
+        """The largest interval that the device memory allows; there is one."""
+        return max(
+            interval
+            for interval in range(1, self.num_layers + 1)
+            if num_device_layers(self.num_layers, interval) <= self.num_buffers
+        )
+
+
+class BusMember:
+    """Tells the other engines what this one needs, and gives it the interval that follows from all needs.
+
+    Every engine computes the same from the same table. So there is no leader, and an engine that dies is
+    missed by nobody. Calls come from the thread of the engine. While the table cannot be used, the engine
+    keeps its interval and share, and its steps go on.
+
+    Args:
+        set_interval: takes effect with the next step.
+
+    Attributes:
+        share: of the bandwidth that this engine may use; 0 while it has no work.
+        load: sum of what all need over the bandwidth. Above 1 not all objectives can be met.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        model: OffloadedModel,
+        clock: Clock,
+        set_interval: Callable[[int], None],
+    ) -> None:
+        self.share = 0.0
+        self.load = 0.0
+        self._bus = bus
+        self._model = model
+        self._max_interval = model.max_interval
+        self._clock = clock
+        self._set_interval = set_interval
+        self._computed_s: deque[float] = deque(maxlen=_NUM_STEPS)
+        self._told_computed_s = 0.0
+        self._told = BusUse()
+        self._needs: tuple[tuple[float, float], BusInstance] | None = (
+            None  # for a computed time and objective
+        )
+        self._copied_bytes_per_s = 0.0
+        self._copies_since: tuple[float, int] = clock.now_s(), bus.copies.num_bytes
+        self._fits = True
+        self._is_failing = False
+        self._seen_generation = -1
+        self._read_at_s = 0.0
+
+    @property
+    def wait_s(self) -> float:
+        """For which transfers waited for the bus."""
+        return self._bus.wait_s
+
+    def begin_step(self, objective_s: float) -> None:
+        """Before a step that may take so long: use the interval that the needs of all allow."""
+        with self._may_fail():
+            self._count_copies()
+            self._tell(BusUse(self._instance(objective_s), self._copied_bytes_per_s))
+            self._follow()
+            self._is_failing = False
+
+    def end_step(self, computed_s: float) -> None:
+        """A step took so long without the time for which layers waited for weights."""
+        self._computed_s.append(computed_s)
+
+    def idle(self) -> None:
+        """There is no work: the others need not count with this engine."""
+        if self._told.instance is not None:
+            with self._may_fail():
+                self._tell(BusUse(None, 0.0))
+                self.share = 0.0
+
+    @contextmanager
+    def _may_fail(self) -> Iterator[None]:
+        """Whatever is wrong with the table of all is no reason to end this engine's requests."""
+        try:
+            yield
+        except Exception as error:
+            if not self._is_failing:
+                logger.warning("the bus cannot be used, and the interval stays as it is: %s", error)
+            self._is_failing = True
+
+    def _instance(self, objective_s: float) -> BusInstance:
+        model = self._model
+        computed_s = statistics.median(self._computed_s) if self._computed_s else 0.0
+        if abs(computed_s - self._told_computed_s) > _NOTICED * self._told_computed_s:
+            self._told_computed_s = computed_s
+        needs_of = self._told_computed_s, objective_s
+        if self._needs is not None and self._needs[0] == needs_of:
+            return self._needs[1]
+        layer_s = self._told_computed_s / model.num_layers
+        step_s = OBJECTIVE_SHARE * objective_s
+        instance = BusInstance(
+            self._bus.file.name,
+            model.num_layers,
+            model.layer_bytes,
+            step_s=max(step_s, self._told_computed_s),
+            compute_s=layer_s,
+            min_interval=model.interval,
+            max_interval=self._max_interval,
+        )
+        self._needs = needs_of, instance
+        return instance
+
+    def _count_copies(self) -> None:
+        """What KV copies take of the bus, rounded up."""
+        since_s, since_bytes = self._copies_since
+        now_s, num_bytes = self._clock.now_s(), self._bus.copies.num_bytes
+        if now_s - since_s < _COPIES_WINDOW_S:
+            return
+        unit = _COPIES_UNIT * self._bus.file.bytes_per_s
+        self._copied_bytes_per_s = unit * -(-(num_bytes - since_bytes) // (unit * (now_s - since_s)))
+        self._copies_since = now_s, num_bytes
+
+    def _tell(self, use: BusUse) -> None:
+        if use != self._told:
+            self._bus.file.publish(use)
+            self._told = use
+
+    def _follow(self) -> None:
+        file, now_s = self._bus.file, self._clock.now_s()
+        if file.generation == self._seen_generation and now_s - self._read_at_s < _POLL_S:
+            return
+        self._seen_generation, self._read_at_s = file.generation, now_s
+        uses = file.uses()
+        copied = sum(each.copied_bytes_per_s for each in uses)
+        bandwidth = max(file.bytes_per_s - copied, _LEAST_FOR_WEIGHTS * file.bytes_per_s)
+        plan = coordinate([each.instance for each in uses if each.instance is not None], bandwidth)
+        own = plan.of[file.name]
+        if plan.fits != self._fits:
+            self._fits = plan.fits
+            logger.log(
+                logging.INFO if plan.fits else logging.WARNING,
+                "the engines on the bus need %.0f %% of its bandwidth for their objectives",
+                100 * plan.load,
+            )
+        self.load = plan.load
+        self.share = own.bytes_per_s / file.bytes_per_s
+        self._bus.weights.set_share(self.share)
+        assert own.interval is not None, "not all layers fit"
+        self._set_interval(own.interval)

@@ -1,0 +1,142 @@
+"""``offload_interval`` auto: the interval that holds an engine's objectives within its memory."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+from backfill.core.config import GIB, EngineConfig
+from backfill.core.errors import ConfigError, InsufficientMemory
+from backfill.core.slo import SLO
+from backfill.execution.analyzer import load_or_measure_record
+from backfill.execution.create import least_device_bytes, planned_memory
+from backfill.models.config import ModelConfig
+from backfill.offloading.choice import IntervalChooser, LoadLimits, NoIntervalHolds
+from backfill.offloading.record import PerformanceRecord
+from backfill.scheduling.objectives import rounded_up, slo_above
+
+logger = logging.getLogger(__name__)
+
+
+def with_chosen_interval(config: EngineConfig) -> EngineConfig:
+    """The configuration with a number or none where ``offload_interval`` is auto.
+
+    The performance record is measured if there is none yet. With none there is no bus either.
+
+    Raises: ConfigError if no interval both fits and holds the objectives, or if an objective cannot be met
+        even without offloading, with what is achievable; BackfillError if the model cannot be loaded.
+    """
+    if config.offload_interval != "auto":
+        return config
+    fitting = _fitting(config)
+    record = on_bus(load_or_measure_record(config), config)
+    chooser = IntervalChooser(record, load_limits(config), fitting)
+    slo = objectives(config, chooser)
+    try:
+        interval = chooser.smallest_interval(slo)
+    except NoIntervalHolds as error:
+        raise ConfigError(_refusal(config, slo, error), field="offload_interval") from None
+    chosen = "none: no interval saves memory and" if interval is None else f"{interval}: the smallest that"
+    logger.info(
+        "offload_interval auto is %s holds a first token within %.3g s and each next within %.3g s%s, by a "
+        "record of %s",
+        chosen,
+        slo.ttft_s,
+        slo.tpot_s,
+        "" if config.offload_bus is None else f" on {config.offload_bus_gib_per_s:g} GiB/s of `offload_bus`",
+        _extent(record),
+    )
+    for phase, beyond in chooser.beyond_record().items():
+        logger.warning(
+            "offload_interval auto: %ss of %s are beyond the record, and may miss their objective; "
+            "`backfill profile --offload` records larger ones",
+            phase,
+            beyond,
+        )
+    if interval is None:
+        return replace(config, offload_interval="none", offload_bus=None, offload_bus_gib_per_s=None)
+    if config.device_memory is None:
+        logger.info("offload_interval auto: what it saves stays free; `device_memory` gives it to KV")
+    return replace(config, offload_interval=interval)
+
+
+def on_bus(record: PerformanceRecord, config: EngineConfig) -> PerformanceRecord:
+    """The record with transfers no faster than the bus of the configuration, if it has one."""
+    bytes_per_s = config.offload_bus_bytes_per_s
+    if bytes_per_s is None:
+        return record
+    return replace(record, transfer_s=max(record.transfer_s, record.layer_bytes / bytes_per_s))
+
+
+def load_limits(config: EngineConfig) -> LoadLimits:
+    """The loads that a configuration allows."""
+    model_len = ModelConfig.from_folder(config.model_dir).max_position_embeddings
+    return LoadLimits(config.scheduler.max_num_seqs, min(config.max_model_tokens or model_len, model_len))
+
+
+def objectives(config: EngineConfig, chooser: IntervalChooser) -> SLO:
+    """The configured objectives, else the defaults. Raises: ConfigError for one that no request can meet."""
+    scheduler = config.scheduler
+    least = SLO(chooser.least_alone_s("prefill"), chooser.least_alone_s("decode"))
+    for field, asked_s, least_s in (
+        ("ttft_slo", scheduler.ttft_slo, least.ttft_s),
+        ("tpot_slo", scheduler.tpot_slo, least.tpot_s),
+    ):
+        if asked_s is not None and asked_s < least_s:
+            raise ConfigError(
+                f"`{field}` {asked_s:g}: one request alone needs {rounded_up(least_s):g} s on this device, "
+                "even without offloading; give at least that."
+            )
+    return slo_above(scheduler, least)
+
+
+def _fitting(config: EngineConfig) -> set[int | None]:
+    """The intervals with which the model fits its device; None if it does without offloading.
+
+    Raises: InsufficientMemory if there is none.
+    """
+    fitting: set[int | None] = set()
+    first: InsufficientMemory | None = None
+    num_layers = ModelConfig.from_folder(config.model_dir).num_layers
+    for interval in (*range(1, num_layers + 1), None):
+        try:
+            planned_memory(_with_interval(config, interval))
+            fitting.add(interval)
+        except InsufficientMemory as error:
+            first = first or error
+    if not fitting:
+        assert first is not None
+        raise first
+    return fitting
+
+
+def _with_interval(config: EngineConfig, interval: int | None) -> EngineConfig:
+    return replace(config, offload_interval=interval or "none")
+
+
+def _refusal(config: EngineConfig, slo: SLO, error: NoIntervalHolds) -> str:
+    """What is asked for, and the two ways out of it."""
+    memory = "the device's memory"
+    if config.device_memory is not None:
+        memory = f"`device_memory` {config.device_memory:g} GiB"
+    rules = (
+        ("ttft_slo", slo.ttft_s, error.achievable.ttft_s),
+        ("tpot_slo", slo.tpot_s, error.achievable.tpot_s),
+    )
+    missed = [(field, asked_s, least_s) for field, asked_s, least_s in rules if least_s > asked_s]
+    asked = " and ".join(f"`{field}` {asked_s:g}" for field, asked_s, _ in missed)
+    offered = " and ".join(f"`{field}` {rounded_up(least_s):g} or more" for field, _, least_s in missed)
+    holding: list[int | None] = [*error.holding, None]
+    needed = {each: least_device_bytes(_with_interval(config, each)) for each in holding}
+    cheapest = min(needed, key=lambda each: needed[each])
+    gib = -(-needed[cheapest] * 1000 // GIB) / 1000  # rounded up: the advice must suffice
+    return (
+        f"auto: no interval that fits {memory} holds {asked}. Interval {error.nearest} fits and holds "
+        f"{offered}; interval {cheapest or 'none'} holds what is asked for and needs `device_memory` "
+        f"{gib:.3f} or more."
+    )
+
+
+def _extent(record: PerformanceRecord) -> str:
+    largest = max(record.loads, key=lambda load: load.batch_size * load.length)
+    return f"up to {largest.batch_size} requests of {largest.length} tokens"

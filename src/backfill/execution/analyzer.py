@@ -1,0 +1,291 @@
+"""Select-N's performance analyzer (section 4.4): times layers and transfers on the real model."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple, dataclass, replace
+from pathlib import Path
+
+import torch
+
+from backfill import __version__
+from backfill.core.clock import WallClock
+from backfill.core.config import EngineConfig, SchedulerConfig
+from backfill.core.errors import ConfigError
+from backfill.core.options import with_options
+from backfill.core.plan import StepOutcome, StepPlan
+from backfill.costs.profiler import Capacity, Shape, StepTimer
+from backfill.execution.create import choose_device, choose_dtype, create_torch_executor
+from backfill.execution.machine import available_processors
+from backfill.execution.offloading import LayerStreamer
+from backfill.execution.profile import device_name, step_capacity
+from backfill.execution.torch_executor import TorchExecutor
+from backfill.models.config import ModelConfig
+from backfill.models.resolve import cache_root
+from backfill.offloading.loads import QUICK_LOADS, Load, LoadGrid, is_within, never_falling
+from backfill.offloading.record import PerformanceRecord, RecordedLoad, RecordKey
+
+logger = logging.getLogger(__name__)
+
+_TRANSFER_QUANTILE = 0.99
+_FEWEST_TRANSFERS = 128  # timed alone, and so at least 128 of those that the quantile is of
+
+
+@dataclass(frozen=True, slots=True)
+class Analysis:
+    """A record, and the times of transfers that it is made of, in seconds.
+
+    Attributes:
+        alone_s: quantile of transfers with nothing beside them.
+        beside_s: the same beside the computation of layers.
+    """
+
+    record: PerformanceRecord
+    alone_s: float
+    beside_s: float
+
+
+def analyze(
+    config: EngineConfig,
+    grid: LoadGrid,
+    on_load: Callable[[int, int], None] = lambda _done, _total: None,
+) -> Analysis:
+    """Load the model with every layer offloaded, run the grid's loads and time its layers.
+
+    So everything is measured as it is while weights are transferred: on a CPU transfers take memory bandwidth
+    and processor time of the layers. Without that, layers may be faster.
+
+    Args:
+        on_load: gets the runs made or left out, and all runs.
+    Raises: BackfillError as ``create_torch_executor``; ConfigError if not even one request fits.
+    """
+    executor = create_torch_executor(_for_analysis(config))
+    streamer = executor.streamer
+    assert streamer is not None
+    try:
+        return _analyze(config, executor, streamer, grid, on_load)
+    finally:
+        streamer.close()
+        del executor, streamer
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            torch.cuda.empty_cache()  # another executor may be made, and sees what is free
+
+
+def _analyze(
+    config: EngineConfig,
+    executor: TorchExecutor,
+    streamer: LayerStreamer,
+    grid: LoadGrid,
+    on_load: Callable[[int, int], None],
+) -> Analysis:
+    capacity = step_capacity(config, executor.info)
+    # Else no load would stand for as many requests as the engine may have.
+    most = 1 << (capacity.max_num_seqs.bit_length() - 1)
+    grid = replace(grid, batch_sizes=tuple(sorted({*grid.batch_sizes, most})))
+    shapes = {load: _shape(load) for load in grid.loads()}
+    loads = [load for load, shape in shapes.items() if capacity.holds(shape)]
+    phases = {phase for phase, _, _ in loads}
+    if len(phases) < 2:
+        raise ConfigError(
+            f"There is no load to time within a context of {capacity.max_model_len} tokens and a KV pool of "
+            f"{capacity.kv_tokens}: one request of {min(grid.context_lengths)} tokens is needed; raise "
+            "`max_model_len` or `kv_gib`."
+        )
+    # Pages that were never written are not mapped: reads would be too fast.
+    executor.fill_kv_pool(max(capacity.num_blocks(shapes[load]) for load in loads))
+    streamer.take_transfer_times_s()
+    timer = _LoadTimer(executor, streamer, capacity)
+    samples = timer.time_all({load: shapes[load] for load in loads}, grid, on_load)
+    beside_s = _quantile(streamer.take_transfer_times_s())
+    alone: list[float] = []
+    while len(alone) < _FEWEST_TRANSFERS:
+        streamer.transfer_again()
+        alone += streamer.take_transfer_times_s()
+    alone_s = _quantile(alone)
+    record = PerformanceRecord(
+        key=record_key(config),
+        num_layers=executor.info.num_layers,
+        layer_bytes=streamer.layer_bytes,
+        transfer_s=max(alone_s, beside_s),
+        loads=never_falling(
+            RecordedLoad(
+                *load,
+                compute_s=statistics.median(each.layer_s for each in runs),
+                other_s=statistics.median(each.other_s for each in runs),
+            )
+            for load, runs in samples.items()
+        ),
+        max_num_seqs=capacity.max_num_seqs,
+        max_num_batched_tokens=capacity.max_num_batched_tokens,
+        provenance=f"{len(samples)} loads, the median of up to {grid.rounds} steps of each; transfers: P99.",
+    )
+    return Analysis(record, alone_s, beside_s)
+
+
+def load_or_measure_record(config: EngineConfig) -> PerformanceRecord:
+    """The saved record of this model and device, else a quick measurement, which is saved.
+
+    A record of smaller steps than the configuration allows is measured again.
+
+    Raises: BackfillError if the model cannot be loaded to be measured.
+    """
+    key = record_key(config)
+    path = record_path(key)
+    if os.path.exists(path):  # unlike Path.exists, False where permission is missing
+        try:
+            record = PerformanceRecord.load(path)
+            record.check_key(key, str(path))
+            if _covers(record, config.scheduler):
+                return record
+            logger.info("the performance record %s is of smaller steps: it is measured again", path)
+        except ConfigError as error:
+            logger.warning("%s It is measured quickly instead.", error)
+    began_s = time.monotonic()
+    record = analyze(config, QUICK_LOADS).record
+    logger.info("measured the performance record in %.1f s", time.monotonic() - began_s)
+    try:
+        record.save(path)
+    except OSError as error:
+        logger.warning("the performance record %s cannot be saved: %s", path, error.strerror or error)
+    return record
+
+
+def _covers(record: PerformanceRecord, limits: SchedulerConfig) -> bool:
+    return (
+        record.max_num_seqs >= limits.max_num_seqs
+        and record.max_num_batched_tokens >= limits.max_num_batched_tokens
+    )
+
+
+def record_key(config: EngineConfig) -> RecordKey:
+    """Key of the record of a configuration's model: the model's shape, the device and its kernels, the dtype.
+
+    Raises: ConfigError, ModelError.
+    """
+    model = ModelConfig.from_folder(config.model_dir)
+    device = choose_device(config)
+    dtype = choose_dtype(config, model, device)
+    name = device_name(config, device, config.threads or available_processors())
+    return RecordKey(model.shape_key, name, str(dtype).removeprefix("torch."))
+
+
+def record_path(key: RecordKey) -> Path:
+    """File of a key's record, which may not exist."""
+    # Another release may be faster or slower.
+    digest = hashlib.sha256(repr((astuple(key), __version__)).encode()).hexdigest()[:12]
+    return cache_root() / "profiles" / f"{key.model}-{key.dtype}-{digest}.offload.json"
+
+
+def _for_analysis(config: EngineConfig) -> EngineConfig:
+    """The same with every layer offloaded, which needs the least memory, and no pool in host memory."""
+    return with_options(config, {"offload_interval": 1, "checkpointing": "none", "host_kv_gib": None})
+
+
+def _shape(load: Load) -> Shape:
+    """Slices of a step."""
+    phase, batch_size, length = load
+    return ((0, length, True) if phase == "prefill" else (length, 1, True),) * batch_size
+
+
+def _quantile(times_s: Sequence[float]) -> float:
+    return sorted(times_s)[math.ceil(_TRANSFER_QUANTILE * len(times_s)) - 1]
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """One step: seconds of a layer, the mean of all, and outside the layers without waiting for weights."""
+
+    layer_s: float
+    other_s: float
+
+
+class _LoadTimer:
+    """Runs steps on an executor and takes the times of their layers."""
+
+    def __init__(self, executor: TorchExecutor, streamer: LayerStreamer, capacity: Capacity) -> None:
+        self._executor = executor
+        self._capacity = capacity
+        self._layers = _CudaLayers() if executor.info.device.startswith("cuda") else _HostLayers()
+        self._stall_s = 0.0
+        streamer.observer = self._layers
+
+    def time_all(
+        self, shapes: Mapping[Load, Shape], grid: LoadGrid, on_load: Callable[[int, int], None]
+    ) -> dict[Load, list[_Run]]:
+        """Runs of each load that is not left out (see ``LoadGrid``)."""
+        steps = StepTimer(self, WallClock(), self._capacity)  # not kept: a cycle would keep the executor
+        runs: dict[Load, list[_Run]] = {}
+        too_long: list[Load] = []
+        total, left_s = grid.rounds * len(shapes), grid.budget_s
+        for number in range(total):
+            load = list(shapes)[number % len(shapes)]
+            is_new = number < len(shapes)
+            is_first = all(load[0] != other[0] for other in runs)  # of its phase, which needs one
+            is_within_limits = not any(is_within(other, load) for other in too_long) and left_s > 0.0
+            if is_first or (is_within_limits and (is_new or load in runs)):
+                seconds, run = self._time(steps, shapes[load])
+                runs.setdefault(load, []).append(run)
+                left_s -= seconds
+                if seconds > grid.longest_s:
+                    too_long.append(load)
+            on_load(number + 1, total)
+        return runs
+
+    def run(self, plan: StepPlan) -> StepOutcome:
+        """See ``RunsPlans``; called by the step timer."""
+        outcome = self._executor.run(plan)
+        if plan.slices:
+            self._stall_s = outcome.weight_transfers.stall_s
+        return outcome
+
+    def _time(self, steps: StepTimer, shape: Shape) -> tuple[float, _Run]:
+        self._layers.take_s()
+        seconds = steps.time(shape)
+        layers_s = self._layers.take_s()
+        other_s = max(0.0, seconds - sum(layers_s) - self._stall_s)
+        return seconds, _Run(statistics.mean(layers_s), other_s)
+
+
+class _HostLayers:
+    """Times layers that are computed when their call returns."""
+
+    def __init__(self) -> None:
+        self._began_s = 0.0
+        self._times_s: list[float] = []
+
+    def begin(self) -> None:
+        self._began_s = time.perf_counter()
+
+    def end(self) -> None:
+        self._times_s.append(time.perf_counter() - self._began_s)
+
+    def take_s(self) -> list[float]:
+        """Seconds of each layer since the last call."""
+        taken, self._times_s = self._times_s, []
+        return taken
+
+
+class _CudaLayers:
+    """Times layers on the current CUDA stream."""
+
+    def __init__(self) -> None:
+        self._events: list[torch.cuda.Event] = []
+
+    def begin(self) -> None:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream())
+        self._events.append(event)
+
+    end = begin
+
+    def take_s(self) -> list[float]:
+        """See ``_HostLayers``; the device must have computed them."""
+        taken, self._events = self._events, []
+        pairs = zip(taken[::2], taken[1::2], strict=True)
+        return [begin.elapsed_time(end) / 1000.0 for begin, end in pairs]

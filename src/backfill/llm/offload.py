@@ -1,0 +1,459 @@
+"""``offload``: the offloading interval (Select-N, section 4.3) for models of ``transformers``."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+import threading
+import weakref
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol, Self
+
+import torch
+from torch import Tensor, nn
+
+from backfill.core.config import GIB
+from backfill.core.errors import ConfigError, InsufficientMemory
+from backfill.execution.micro_batches import MicroBatchStreams
+from backfill.execution.offloading import LayerStreamer, host_layers
+from backfill.execution.weight_links import CudaLink, ThreadLink, WeightLink
+from backfill.llm.errors import in_library_terms
+from backfill.models.movable import MovableWeights, allocate_buffers
+from backfill.models.packed import PackedFormat, packed_file
+from backfill.models.resolve import cache_root
+from backfill.offloading.interval import num_device_layers
+
+_ALLOWED = (
+    "a decoder with a torch.nn.ModuleList of at least two layers of one class, such as model.layers of "
+    "Llama, model.decoder.layers of OPT or transformer.h of GPT-2"
+)
+
+_offloaded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def offload(model: nn.Module, interval: int = 4, device: str | torch.device | None = None) -> OffloadedModel:
+    """Keep the weights of every ``interval``-th decoder layer outside device memory.
+
+    They are transferred into two staging buffers while the layers before them are computed. The model is used
+    as before, for inference only: its forward passes and ``generate`` give the same results. On CUDA all
+    layers are kept in pinned host memory; on a CPU in a temporary file of the cache folder
+    (``BACKFILL_CACHE_ROOT``).
+
+    Args:
+        model: of ``transformers``, or any module that calls the layers of a ``ModuleList`` in their order.
+        interval: from 1, where every layer is offloaded, to the number of layers.
+        device: where the model is to compute, and moves to; None: where its other parameters are.
+    Returns: a handle, also a context manager, whose ``remove`` restores the model.
+    Raises: InvalidOption, a ValueError, for an interval out of range or a model that cannot be offloaded,
+        with what is allowed; BackfillError if memory or disk space is missing.
+    """
+    with in_library_terms():
+        return OffloadedModel(model, interval, device)
+
+
+class OffloadedModel:
+    """A model with offloaded layers; made by ``offload``. Calls must not overlap with a forward pass.
+
+    One thread runs the model at a time: while it does, a pass of another one raises RuntimeError. After an
+    error of ``set_interval`` or ``remove`` that left layers without weights, ``remove`` may be called again.
+
+    Attributes:
+        device: where the model computes.
+    """
+
+    def __init__(self, model: nn.Module, interval: int, device: str | torch.device | None) -> None:
+        if model in _offloaded:
+            raise ConfigError("model is offloaded already; call `remove` of its handle first.")
+        layers = _decoder_layers(model)
+        _check_interval(interval, len(layers))
+        others = _others(model, layers)
+        self._model = model
+        self._layers = _ModuleLayers(layers)
+        self.device = _device(device, [*others, *self._layers.parameters(0)])
+        self._running = _RunningThread()
+        self._streamer: LayerStreamer | None = None
+        self._link: WeightLink | None = None
+        # Memory that is made in inference mode could not be used outside of it.
+        with torch.inference_mode(False), torch.no_grad():
+            self._source = _pack(self._layers, self.device)
+            self._finalizer = weakref.finalize(self, self._source.close)
+            self._others = _MovedOthers(model, others)
+            try:
+                self._others.move_to(self.device)
+                for index in range(len(layers)):
+                    self._layers.take_memory(index)
+                self._begin(interval)
+            except BaseException:
+                self._end()
+                self._restore()
+                raise
+        self._hooks = [model.register_state_dict_pre_hook(_refuse_state)]  # type: ignore[no-untyped-call]
+        for index, layer in enumerate(layers):
+            # They hold this handle, so that it lives as long as the model.
+            self._hooks.append(layer.register_forward_pre_hook(functools.partial(self._before, index)))
+            self._hooks.append(layer.register_forward_hook(functools.partial(self._after, index)))
+        for module in {model, *_callers(model, layers)}:
+            # Also where a pass raises, or leaves the last layers out.
+            self._hooks.append(module.register_forward_hook(self._running.leave, always_call=True))
+        _offloaded.add(model)
+
+    @property
+    def interval(self) -> int:
+        """One layer in so many is offloaded."""
+        return self._interval
+
+    @property
+    def stall_s(self) -> float:
+        """Seconds for which layers have waited for their weights since the interval was set.
+
+        On CUDA as far as the device has computed.
+        """
+        if self._link is None:
+            return 0.0
+        self._link.collect()
+        return self._link.stall_s
+
+    def set_interval(self, interval: int) -> None:
+        """Offload more or fewer layers; the memory of the others is taken, or freed.
+
+        Raises: InvalidOption; InsufficientMemory. After them and other errors the interval is as it was.
+        """
+        with in_library_terms():
+            self._check_offloaded()
+            _check_interval(interval, self._layers.num_layers)
+        previous = self._interval
+        with in_library_terms(), torch.inference_mode(False), torch.no_grad():
+            self._end()
+            try:
+                self._begin(interval)
+            except BaseException:
+                self._end()
+                self._begin(previous)
+                raise
+
+    def remove(self) -> None:
+        """Give every layer its weights back, on the device where they were. Further calls do nothing."""
+        if self._model not in _offloaded:
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            self._end()
+            self._restore()
+        for hook in self._hooks:
+            hook.remove()
+        _offloaded.discard(self._model)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.remove()
+
+    def _check_offloaded(self) -> None:
+        if self._model not in _offloaded:
+            raise ConfigError("the handle was removed; call `offload` again.")
+
+    def _restore(self) -> None:
+        for index in range(self._layers.num_layers):
+            self._layers.restore(index, self._source)
+        self._others.move_back()
+        self._finalizer()
+
+    def _begin(self, interval: int) -> None:
+        """Raises: InsufficientMemory, leaving the layers without weights."""
+        first = self._layers.first
+        num_buffers = num_device_layers(self._layers.num_layers, interval)
+        try:
+            buffers = allocate_buffers(num_buffers, first.buffer_bytes, self.device)
+        except (RuntimeError, MemoryError) as error:
+            gib = num_buffers * first.buffer_bytes / GIB
+            raise InsufficientMemory(
+                f"Layers of {gib:.2f} GiB could not be allocated on {self.device}; lower `interval`."
+            ) from error
+        self._link = self._source.link(buffers)
+        self._interval = interval
+        self._streamer = LayerStreamer(
+            self._layers, [first.placed(buffer) for buffer in buffers], self._link, interval
+        )
+
+    def _end(self) -> None:
+        """Leave the layers without weights. Also after an error, and again."""
+        link, self._link, self._streamer = self._link, None, None  # buffers are freed before others are made
+        try:
+            if link is not None:
+                link.close()
+        finally:
+            self._layers.clear()
+
+    def _before(self, index: int, *_: object) -> None:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "offloaded layers compute no gradients; run the model in "
+                "torch.inference_mode() or torch.no_grad()"
+            )
+        if self._streamer is None:
+            raise RuntimeError("the model has no weights since an error; call `remove` of its handle")
+        self._running.enter()
+        self._streamer.before(index)
+
+    def _after(self, index: int, *_: object) -> None:
+        if self._streamer is not None:
+            self._streamer.after(index)
+
+
+class _RunningThread:
+    """The thread that runs a pass: two would take each other's layers away."""
+
+    def __init__(self) -> None:
+        self._thread: int | None = None
+        self._lock = threading.Lock()
+
+    def enter(self) -> None:
+        """Raises: RuntimeError if another thread runs a pass."""
+        own = threading.get_ident()
+        with self._lock:
+            if self._thread not in (None, own):
+                raise RuntimeError("another thread runs the model; offloaded layers serve one at a time")
+            self._thread = own
+
+    def leave(self, *_: object) -> None:
+        with self._lock:
+            if self._thread == threading.get_ident():
+                self._thread = None
+
+
+class _MovedOthers:
+    """What is not a layer's weights: parameters, and buffers such as rotary tables.
+
+    Parameters keep their first memory, so that they need none to be moved back. Buffers may have changed, and
+    are moved as they are.
+    """
+
+    def __init__(self, model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
+        self._parameters = [(each, each.data) for each in parameters]
+        self._buffers = [
+            (module, name, buffer.device)
+            for module in model.modules()
+            for name, buffer in module.named_buffers(recurse=False)
+        ]
+
+    def move_to(self, device: torch.device) -> None:
+        for parameter, tensor in self._parameters:
+            parameter.data = tensor.to(device)
+        for module, name, _ in self._buffers:
+            _move_buffer(module, name, device)
+
+    def move_back(self) -> None:
+        for parameter, tensor in self._parameters:
+            parameter.data = tensor
+        for module, name, origin in self._buffers:
+            _move_buffer(module, name, origin)
+
+
+class _ModuleWeights(MovableWeights):
+    """Parameters of a module in their order."""
+
+    __slots__ = ("tensors",)
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self.tensors = tuple(tensors)
+
+    def _values(self) -> Iterable[Tensor]:
+        return self.tensors
+
+    def _with_memory(self, parts: Iterator[Tensor]) -> _ModuleWeights:
+        placed = (next(parts).view(each.dtype).view(each.shape) for each in self.tensors)
+        return _ModuleWeights(placed)
+
+
+class _ModuleLayers(MutableMapping[int, _ModuleWeights]):
+    """The parameters of layers, which get their memory and lose it. A ``StreamedModel``.
+
+    Raises: ConfigError if the layers are not alike, or share parameters.
+    """
+
+    def __init__(self, layers: nn.ModuleList) -> None:
+        self.num_layers = len(layers)
+        self._parameters = [list(layer.parameters()) for layer in layers]
+        self._origins = [[each.device for each in parameters] for parameters in self._parameters]
+        self._there: dict[int, _ModuleWeights] = {}
+        all_of_them = [each for parameters in self._parameters for each in parameters]
+        if len({id(each) for each in all_of_them}) < len(all_of_them):
+            raise ConfigError(f"model has layers that share parameters; it must be {_ALLOWED}.")
+        if any(each.is_meta for each in all_of_them):
+            raise ConfigError("model has layers on the meta device, without weights; load them first.")
+        layouts = [self.load(index).layout() for index in range(self.num_layers)]
+        for index, layout in enumerate(layouts):
+            if layout != layouts[0]:
+                raise ConfigError(
+                    f"model has layers of several kinds: {index} does not have the parameters of 0; it must "
+                    f"be {_ALLOWED}, with parameters of the same shapes and types."
+                )
+        # Only shapes count from here on.
+        self.first = _ModuleWeights(torch.empty_like(each, device="meta") for each in self._parameters[0])
+
+    @property
+    def layers(self) -> MutableMapping[int, _ModuleWeights]:
+        return self
+
+    def parameters(self, index: int) -> list[nn.Parameter]:
+        return self._parameters[index]
+
+    def load(self, index: int) -> _ModuleWeights:
+        """The present memory of a layer."""
+        return _ModuleWeights(each.detach().contiguous() for each in self._parameters[index])
+
+    def restore(self, index: int, source: _Source) -> None:
+        """Give a layer memory of its own."""
+        (buffer,) = allocate_buffers(1, self.first.buffer_bytes, torch.device("cpu"))
+        source.read(index, buffer)
+        placed = self.first.placed(buffer).tensors
+        for parameter, tensor, origin in zip(
+            self._parameters[index], placed, self._origins[index], strict=True
+        ):
+            parameter.data = tensor.to(origin, copy=True)
+
+    def __setitem__(self, index: int, weights: _ModuleWeights) -> None:
+        for parameter, tensor in zip(self._parameters[index], weights.tensors, strict=True):
+            parameter.data = tensor
+        self._there[index] = weights
+
+    def __delitem__(self, index: int) -> None:
+        self.take_memory(index)
+
+    def take_memory(self, index: int) -> None:
+        """Leave a layer without weights."""
+        for parameter in self._parameters[index]:
+            parameter.data = parameter.new_empty(0)
+        self._there.pop(index, None)
+
+    def __getitem__(self, index: int) -> _ModuleWeights:
+        return self._there[index]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._there)
+
+    def __len__(self) -> int:
+        return len(self._there)
+
+
+class _Source(Protocol):
+    """Where all layers are."""
+
+    def link(self, buffers: Sequence[Tensor]) -> WeightLink:
+        """A link that fills the buffers; it is closed before another one is made."""
+
+    def read(self, index: int, buffer: Tensor) -> None:
+        """Fill a buffer in host memory with a layer."""
+
+    def close(self) -> None: ...
+
+
+class _FileSource:
+    """Layers in a file that no folder names any more."""
+
+    def __init__(self, layers: _ModuleLayers) -> None:
+        first = layers.load(0)
+        form = PackedFormat("module", first.layout(), layers.num_layers, first.buffer_bytes)
+        folder = cache_root() / "packed"
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix="module-", dir=folder) as made:
+            self._file = packed_file(Path(made) / "module.layers", form, first, layers.load)
+        self.read = self._file.read
+        self.close = self._file.close
+
+    def link(self, buffers: Sequence[Tensor]) -> WeightLink:
+        return ThreadLink(buffers, self._file.read, lambda: None)
+
+
+class _HostSource:
+    """Layers in host memory, for a CUDA device."""
+
+    def __init__(self, layers: _ModuleLayers, device: torch.device) -> None:
+        self._layers = host_layers(layers.num_layers, layers.load(0), layers.load)
+        self._device = device
+
+    def link(self, buffers: Sequence[Tensor]) -> WeightLink:
+        return CudaLink(buffers, self._layers, MicroBatchStreams(self._device, 1))
+
+    def read(self, index: int, buffer: Tensor) -> None:
+        buffer.copy_(self._layers[index])
+
+    def close(self) -> None:
+        pass
+
+
+def _decoder_layers(model: nn.Module) -> nn.ModuleList:
+    """The list of layers with the most parameters. Raises: ConfigError."""
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model must be a torch.nn.Module, {_ALLOWED}, got {model!r:.80}.")
+    lists = [
+        each
+        for each in model.modules()
+        if isinstance(each, nn.ModuleList) and len(each) > 1 and len(set(map(type, each))) == 1
+    ]
+    sizes = [sum(parameter.numel() for parameter in each.parameters()) for each in lists]
+    if max(sizes, default=0) == 0:
+        raise ConfigError(f"model has no decoder layers: it must be {_ALLOWED}; got {type(model).__name__}.")
+    return lists[sizes.index(max(sizes))]
+
+
+def _others(model: nn.Module, layers: nn.ModuleList) -> list[nn.Parameter]:
+    """Parameters outside the layers. Raises: ConfigError if a layer has one of them too."""
+    inside = set(layers.modules())
+    others = [
+        parameter
+        for module in model.modules()
+        if module not in inside
+        for parameter in module.parameters(recurse=False)
+    ]
+    if {id(each) for each in others} & {id(each) for each in layers.parameters()}:
+        raise ConfigError(
+            "model has layers that share parameters with the rest of it; they cannot be offloaded."
+        )
+    return others
+
+
+def _device(asked: str | torch.device | None, parameters: Sequence[nn.Parameter]) -> torch.device:
+    """Raises: ConfigError for another device than a CPU or a CUDA device that is there."""
+    try:
+        device = parameters[0].device if asked is None else torch.device(asked)
+    except RuntimeError:
+        device = torch.device("meta")
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"must be cpu or cuda, got {str(asked or device)!r}.", field="device")
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ConfigError("cuda: torch finds no CUDA device here; use cpu.", field="device")
+        return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+    return device
+
+
+def _pack(layers: _ModuleLayers, device: torch.device) -> _Source:
+    return _FileSource(layers) if device.type == "cpu" else _HostSource(layers, device)
+
+
+def _move_buffer(module: nn.Module, name: str, device: torch.device) -> None:
+    buffer = module._buffers.get(name)
+    if buffer is not None and buffer.device != device:
+        module.register_buffer(name, buffer.to(device), name not in module._non_persistent_buffers_set)
+
+
+def _callers(model: nn.Module, layers: nn.ModuleList) -> list[nn.Module]:
+    """Modules whose forward pass calls the layers: those that have the list."""
+    return [each for each in model.modules() if any(child is layers for child in each.children())]
+
+
+def _check_interval(interval: int, num_layers: int) -> None:
+    if type(interval) is not int or not 1 <= interval <= num_layers:
+        raise ConfigError(
+            f"must be a whole number from 1 to {num_layers}, the model's layers, got {interval!r:.80}.",
+            field="interval",
+        )
+
+
+def _refuse_state(*_: object) -> None:
+    raise RuntimeError("the state of a model with offloaded layers is incomplete; call `remove` first")

@@ -1,0 +1,204 @@
+"""Divides device memory between weights and KV while serving, and carries the division out step by step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from backfill.core.block import BlockMove
+from backfill.core.config import SchedulerConfig
+from backfill.core.plan import DeviceMemory, WeightTransfers
+from backfill.core.request import PriorityLevel, Request
+from backfill.costs.load import StepLoad
+from backfill.kvcache.content import Evictable
+from backfill.kvcache.manager import KVCacheManager
+from backfill.offloading.interval import step_bounds
+from backfill.offloading.residency import Residency, ResidencyPolicy, Situation
+from backfill.scheduling.batch import Batch
+from backfill.scheduling.prediction import StepPredictor
+from backfill.scheduling.preemption import Preemption
+from backfill.scheduling.queues import UnfinishedRequests
+from backfill.scheduling.suspension import Suspension
+
+# What the moves of one step may take beside it, and how many they are where the time of a copy is not known.
+_MOST_MOVES_S = 2e-3
+_MOST_MOVES = 64
+# Plans for which a drain waits for room before it preempts, and then for copies of what was preempted.
+_PATIENCE = 8
+# Predictions count with another transfer time once it is so much longer or shorter.
+_NEAR = 0.1
+_ONLINE_LEVELS = (PriorityLevel.ONLINE, PriorityLevel.RELEGATED)
+OFFLINE_LEVELS = (PriorityLevel.PROMOTED, PriorityLevel.OFFLINE)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryChanges:
+    """What a plan changes; None where nothing does."""
+
+    interval: int | None = None
+    memory: DeviceMemory | None = None
+    moves: tuple[BlockMove, ...] = ()
+
+
+@dataclass(slots=True, eq=False)
+class MemoryDivision:
+    """Asks the policy before each plan, and makes the KV pool as large as its residency says.
+
+    More KV: the pool grows in the plan that takes memory from the weights.
+
+    Less KV: the pool ends earlier at once, so that nothing new gets there, and is drained over some steps;
+    then a plan gives the memory to weights. Meanwhile no offline request is admitted. Moved KV gets the
+    memory of cached content that is of no use, or is in host memory too. If that does not come to suffice in
+    a few steps, offline requests are preempted, and what they want is dropped if it has no copy by then.
+    Cached content that is kept for online requests goes last, and online requests are not preempted.
+
+    Attributes:
+        present: how memory is divided, or will be by the plan that is made.
+
+    Args:
+        block_copy_s: seconds that a copy of one block between device and host takes; None if not known. A
+            move takes no longer.
+    """
+
+    policy: ResidencyPolicy
+    config: SchedulerConfig
+    kv: KVCacheManager
+    requests: UnfinishedRequests
+    suspension: Suspension
+    preemption: Preemption
+    predictor: StepPredictor
+    block_copy_s: float | None
+    present: Residency = field(init=False)
+    _transfer_s: float = field(init=False, default=0.0)
+    _interval: int = field(init=False)
+    _predicted: tuple[int, float] = field(init=False)  # interval and transfer that predictions count with
+    _num_waited: int = field(init=False, default=0)  # plans in which the drain was short of room
+    _changes: MemoryChanges = field(init=False, default_factory=MemoryChanges)
+
+    def __post_init__(self) -> None:
+        self.present = self.policy.choices[-1]
+        self._interval = self.present.interval
+        self._predicted = self._interval, 0.0
+        assert self.kv.num_blocks == self.present.num_blocks
+
+    @property
+    def is_draining(self) -> bool:
+        """Offline requests have to wait: the pool shrinks."""
+        return self.kv.resizing.num_draining > 0
+
+    def observe(self, transfers: WeightTransfers) -> None:
+        """A step has ended."""
+        self._transfer_s = transfers.transfer_s or self._transfer_s
+
+    def prepare(self, now_s: float) -> None:
+        """Decide, and change the pool, before anything else of a plan."""
+        situation = self._situation(now_s)
+        target, resizing, memory = self.policy.choose(situation), self.kv.resizing, None
+        resizing.resize(target.num_blocks)
+        if resizing.num_draining:
+            self._drain()
+        else:
+            self._num_waited = 0
+        moves = resizing.take_moves()
+        if target is not self.present and not resizing.num_draining and not moves:
+            self.present = target
+            memory = DeviceMemory(target.num_blocks, target.num_layers)
+        interval = self.policy.fastest_interval(self.present, situation)
+        self._changes = MemoryChanges(interval if interval != self._interval else None, memory, moves)
+        self._interval = interval
+        self._predict()
+
+    def take_changes(self) -> MemoryChanges:
+        """Those of the next plan."""
+        changes, self._changes = self._changes, MemoryChanges()
+        return changes
+
+    def _predict(self) -> None:
+        """Let predictions count with the interval, and with a transfer that is not far from the latest."""
+        interval, transfer_s = self._predicted
+        is_near = abs(self._transfer_s - transfer_s) <= _NEAR * transfer_s
+        if interval == self._interval and is_near:
+            return
+        self._predicted = self._interval, self._transfer_s
+        is_measured = self._interval == self.policy.choices[-1].interval
+        self.predictor.stream(
+            None if is_measured else step_bounds(self.policy.num_layers, self._interval, self._transfer_s)
+        )
+
+    def _drain(self) -> None:
+        resizing = self.kv.resizing
+        for request_id in [each for each in self.suspension.requests if resizing.holds(each)]:
+            self.suspension.discard(request_id)  # its slice has the block table of before
+        max_moves = _MOST_MOVES
+        if self.block_copy_s is not None:
+            max_moves = max(1, int(_MOST_MOVES_S / self.block_copy_s))
+        if self._num_waited > _PATIENCE:
+            self._preempt_for_room()
+        resizing.drain(self._may_evict(), max_moves)
+        if resizing.num_moves < max_moves:  # else only time is short
+            self._num_waited += 1
+
+    def _may_evict(self) -> Evictable:
+        kv = self.kv
+        if not self.preemption.block_holders:
+            return Evictable.ALL  # nothing would run until the drain ends
+        # What was preempted for room may have a copy soon.
+        patience = 2 * _PATIENCE if kv.num_host_blocks else _PATIENCE
+        if self._num_waited <= patience:
+            return Evictable.LOSING_NOTHING
+        return Evictable.OFFLINE if kv.num_available(Evictable.OFFLINE) or self._victims else Evictable.ALL
+
+    def _preempt_for_room(self) -> None:
+        """Preempt offline requests until the others fit, first those with blocks beyond the end."""
+        kv, holds = self.kv, self.kv.resizing.holds
+        victims = sorted(self._victims, key=lambda each: (holds(each.request_id), self.preemption.key(each)))
+        batch = Batch(self.config.max_num_seqs, self.config.max_num_batched_tokens)  # they are in none yet
+        while victims and kv.resizing.num_referenced > kv.num_available(Evictable.OFFLINE):
+            self.preemption.preempt(victims.pop(), batch)
+
+    @property
+    def _victims(self) -> Sequence[Request]:
+        return [each for each in self.preemption.block_holders if each.priority_level not in _ONLINE_LEVELS]
+
+    def _situation(self, now_s: float) -> Situation:
+        kv, requests, cost = self.kv, self.requests, self.predictor.measured
+        holders = self.preemption.block_holders
+        online = [each for each in holders if each.priority_level in _ONLINE_LEVELS]
+        for level in _ONLINE_LEVELS:  # those that may be in a step soon
+            online += requests.waiting[level].requests[: self.config.max_num_seqs]
+        online_s = cost.step_time_s(_decodes(online))
+        limit_s = min((each.slo.tpot_s for each in online if each.slo is not None), default=math.inf)
+        num_waiting = sum(len(requests.waiting[level].requests) for level in OFFLINE_LEVELS)
+        used = kv.counts.referenced
+        load, time_scale = _decodes(holders), self.predictor.time_scale
+
+        def compute_s(scale: float) -> float:
+            return time_scale * cost.step_time_s(_scaled(load, scale))
+
+        return Situation(
+            now_s=now_s,
+            transfer_s=self._transfer_s,
+            num_online=len(online),
+            online_limit_s=limit_s * self.predictor.usable_share,
+            online_compute_s=online_s,
+            used_blocks=used,
+            wanted_blocks=used * (1.0 + num_waiting / max(1, len(holders))),
+            most_scale=self.config.max_num_seqs / max(1, len(holders)),
+            compute_s=compute_s,
+        )
+
+
+def _decodes(requests: Iterable[Request]) -> StepLoad:
+    return StepLoad.of((max(1, each.num_computed_tokens), 1, True) for each in requests)
+
+
+def _scaled(load: StepLoad, scale: float) -> StepLoad:
+    """A step of so many times as many decodes."""
+    num_requests = round(load.num_requests * scale)
+    return StepLoad(
+        num_tokens=num_requests,
+        num_sampled=num_requests,
+        num_requests=num_requests,
+        decode_context_tokens=round(load.decode_context_tokens * scale),
+    )

@@ -1,0 +1,316 @@
+"""``offload_interval`` auto: the record is measured or loaded, and the interval follows from it."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import re
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from backfill.core.clock import VirtualClock
+from backfill.core.config import GIB, EngineConfig, SchedulerConfig
+from backfill.core.errors import ConfigError, InsufficientMemory
+from backfill.costs.behaviour import DeviceBehaviour
+from backfill.costs.profile import CostProfile, ProfileKey
+from backfill.costs.profiler import Capacity, profile_executor
+from backfill.engine.interval_choice import with_chosen_interval
+from backfill.engine.process import load_engine
+from backfill.execution import analyzer
+from backfill.execution.analyzer import analyze, load_or_measure_record, record_key, record_path
+from backfill.execution.bus import open_bus
+from backfill.execution.create import create_torch_executor, least_device_bytes
+from backfill.execution.simulated_executor import SimulatedExecutor
+from backfill.execution.torch_executor import TorchExecutor
+from backfill.offloading.loads import LoadGrid
+from backfill.offloading.record import PerformanceRecord, Phase, RecordedLoad
+from backfill.scheduling.objectives import impossible_objectives
+from tests.builders import flat_cost, make_info, make_request
+from tests.costs.test_profiler import SMALL_GRID
+from tests.models.tiny import save_tiny_model
+
+NUM_LAYERS = 12
+SMALL = LoadGrid(batch_sizes=(1, 4), prompt_lengths=(16, 32), context_lengths=(32,), rounds=2, longest_s=9.0)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("BACKFILL_CACHE_ROOT", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder: Path = tmp_path_factory.mktemp("model")
+    save_tiny_model("llama", folder, num_hidden_layers=NUM_LAYERS)
+    return folder
+
+
+@pytest.fixture
+def config(model_dir: Path) -> EngineConfig:
+    return EngineConfig(
+        model_dir=str(model_dir),
+        device="cpu",
+        dtype="float32",
+        block_size=8,
+        kv_gib=1 / 256,
+        offload_interval="auto",
+        scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64, ttft_slo=0.5, tpot_slo=0.1),
+    )
+
+
+Save = Callable[..., None]
+
+
+@pytest.fixture
+def save(config: EngineConfig) -> Save:
+    """Saves a record: a layer takes 1 ms in decodes and 3 ms in prefills, the rest of a step 2 ms."""
+
+    def save_record(transfer_s: float, **changes: Any) -> None:
+        phases: tuple[tuple[Phase, float], ...] = (("decode", 0.001), ("prefill", 0.003))
+        loads = tuple(RecordedLoad(phase, 1, 64, compute_s, 0.002) for phase, compute_s in phases)
+        key = record_key(config)
+        record = PerformanceRecord(key, NUM_LAYERS, 4096, transfer_s, loads)
+        replace(record, **changes).save(record_path(key))
+
+    return save_record
+
+
+def chosen(config: EngineConfig, **objectives: Any) -> int | str:
+    changed = replace(config.scheduler, **objectives)
+    return with_chosen_interval(replace(config, scheduler=changed)).offload_interval
+
+
+def test_a_record_is_measured_on_the_model(config: EngineConfig) -> None:
+    done: list[tuple[int, int]] = []
+    analysis = analyze(config, SMALL, lambda *counts: done.append(counts))
+    record = analysis.record
+    assert record.key == record_key(config)
+    assert record.num_layers == NUM_LAYERS
+    layer_bytes = (48 * 48 * 2 + 48 * 16 * 2 + 3 * 48 * 80 + 2 * 48) * 4
+    assert layer_bytes <= record.layer_bytes <= layer_bytes + 8192
+    # A step may have 8 requests, and so 4 prompts of 16 tokens, but no more.
+    shapes = {(each.phase, each.batch_size, each.length) for each in record.loads}
+    prefills = {("prefill", 1, 16), ("prefill", 1, 32), ("prefill", 4, 16)}
+    assert shapes == {("decode", 1, 32), ("decode", 4, 32), ("decode", 8, 32), *prefills}
+    assert (record.max_num_seqs, record.max_num_batched_tokens) == (8, 64)
+    assert all(each.compute_s > 0.0 and each.other_s > 0.0 for each in record.loads)
+    assert record.transfer_s == max(analysis.alone_s, analysis.beside_s)
+    assert min(analysis.alone_s, analysis.beside_s) > 0.0
+    assert done == [(number, 12) for number in range(1, 13)]
+
+
+def test_the_measured_executor_leaves_no_memory_behind(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At a start the model is loaded again at once, before garbage would be collected."""
+    made: list[weakref.ref[TorchExecutor]] = []
+
+    def create(given: EngineConfig) -> TorchExecutor:
+        executor = create_torch_executor(given)
+        made.append(weakref.ref(executor))
+        return executor
+
+    monkeypatch.setattr(analyzer, "create_torch_executor", create)
+    gc.disable()
+    try:
+        analyze(config, SMALL)
+        assert [each() for each in made] == [None]
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("limits", [{"longest_s": 0.0}, {"budget_s": 0.0}])
+def test_loads_beyond_the_limits_of_the_grid_are_left_out(config: EngineConfig, limits: Any) -> None:
+    """The smallest one of each phase is measured in any case."""
+    loads = analyze(config, replace(SMALL, **limits)).record.loads
+    assert {(each.phase, each.batch_size, each.length) for each in loads} == {
+        ("decode", 1, 32), ("prefill", 1, 16),
+    }  # fmt: skip
+
+
+def test_a_context_without_any_load_is_refused(config: EngineConfig) -> None:
+    with pytest.raises(
+        ConfigError, match=r"no load to time .* one request of 32 tokens is needed; raise `max_"
+    ):
+        analyze(replace(config, max_model_len=16), SMALL)
+
+
+def test_a_record_is_measured_once(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(analyzer, "QUICK_LOADS", SMALL)
+    first = load_or_measure_record(config)
+    monkeypatch.setattr(analyzer, "analyze", pytest.fail)
+    assert load_or_measure_record(config) == first
+    fewer = replace(config.scheduler, max_num_seqs=4)
+    assert load_or_measure_record(replace(config, offload_interval=3, scheduler=fewer)) == first
+
+
+@pytest.mark.parametrize("limit", ["max_num_seqs", "max_num_batched_tokens"])
+def test_a_record_of_smaller_steps_is_measured_again(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
+    monkeypatch.setattr(analyzer, "QUICK_LOADS", SMALL)
+    assert load_or_measure_record(config).max_num_seqs == 8
+    larger: Any = {limit: 65}
+    again = load_or_measure_record(replace(config, scheduler=replace(config.scheduler, **larger)))
+    assert getattr(again, limit) == 65
+    assert load_or_measure_record(config) == again
+
+
+def test_a_damaged_record_is_measured_again(
+    config: EngineConfig, save: Save, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(analyzer, "QUICK_LOADS", SMALL)
+    save(0.004)
+    path = record_path(record_key(config))
+    path.write_text("{}")
+    record = load_or_measure_record(config)
+    assert "is not of format 1" in caplog.text
+    assert PerformanceRecord.load(path) == record
+
+
+def test_the_smallest_interval_that_holds_both_objectives(
+    config: EngineConfig, save: Save, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    save(0.004)  # 12 layers: 48 ms, and a decode takes 14 ms without offloading
+    assert chosen(config) == 1
+    assert "offload_interval auto is 1: the smallest that holds a first token within 0.5 s" in caplog.text
+    assert chosen(config, tpot_slo=0.030) == 2
+    assert chosen(config, tpot_slo=0.018) == 3
+    save(0.060)  # 5 ms in each layer's time, and 700 of all layers are too many for a first token
+    assert chosen(config) == "none"
+    assert chosen(config, tpot_slo=1.0) == 2
+    assert chosen(config, ttft_slo=1.0, tpot_slo=1.0) == 1
+
+
+def test_a_bus_makes_transfers_longer(config: EngineConfig, save: Save) -> None:
+    save(0.004, layer_bytes=1 << 20)
+    shared = replace(config, offload_bus="left", offload_bus_gib_per_s=1.0)  # a layer takes 1 ms
+    assert chosen(shared, tpot_slo=0.030) == 2
+    slower = replace(shared, offload_bus_gib_per_s=1 / 8)  # 8 ms
+    assert chosen(slower, tpot_slo=0.030) == 4
+    assert chosen(slower) == 1
+
+
+def test_without_offloading_there_is_no_bus(config: EngineConfig, save: Save) -> None:
+    save(0.004, layer_bytes=1 << 20)
+    alone = with_chosen_interval(replace(config, offload_bus="left", offload_bus_gib_per_s=0.01))
+    assert alone.offload_interval == "none"
+    assert open_bus(alone) is None
+
+
+def test_loads_beyond_the_record_are_named(
+    config: EngineConfig, save: Save, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(0.004)
+    chosen(config)
+    assert "auto: decodes of more than 1 requests or more than 64 tokens are beyond the record" in caplog.text
+    caplog.clear()
+    few = replace(config, max_model_len=64)
+    chosen(few, max_num_seqs=1)
+    assert "beyond the record" not in caplog.text
+
+
+def test_an_interval_that_is_given_stays(config: EngineConfig) -> None:
+    for interval in ("none", 2):
+        given = replace(config, offload_interval=interval)
+        assert with_chosen_interval(given) is given
+
+
+def test_default_objectives_leave_room_for_one_request(config: EngineConfig, save: Save) -> None:
+    unset = replace(config, scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64))
+    loads = (RecordedLoad("decode", 1, 64, 0.020, 0.0), RecordedLoad("prefill", 1, 64, 0.001, 0.0))
+    save(0.075, loads=loads)
+    # A decode takes 0.24 s alone, so the default of 0.15 s is widened to 0.96; 12 transfers take 0.9.
+    assert chosen(unset) == 1
+    save(0.085, loads=loads)
+    assert chosen(unset) == 2
+
+
+def test_an_objective_that_no_request_can_meet_is_refused(config: EngineConfig, save: Save) -> None:
+    save(0.004)
+    with pytest.raises(
+        ConfigError, match=r"`tpot_slo` 0\.01: one request alone needs 0\.014 s .* even without"
+    ):
+        chosen(config, tpot_slo=0.01)
+    with pytest.raises(
+        ConfigError, match=r"`ttft_slo` 0\.03: one request alone needs 0\.03[89] s on this device"
+    ):
+        chosen(config, ttft_slo=0.03)
+
+
+def test_a_limit_that_only_smaller_intervals_fit_is_refused_with_both_ways_out(
+    config: EngineConfig, save: Save
+) -> None:
+    """The objective needs interval 3; the memory has room for 2."""
+    save(0.004)
+    two = least_device_bytes(replace(config, offload_interval=2))
+    limited = replace(config, device_memory=(two + 4096) / GIB)
+    with pytest.raises(ConfigError) as caught:
+        chosen(limited, tpot_slo=0.018)
+    message = str(caught.value)
+    assert re.match(
+        r"`offload_interval` auto: no interval that fits `device_memory` 0\.0\d+ GiB holds `tpot_slo` "
+        r"0\.018\. Interval 2 fits and holds `tpot_slo` 0\.024 or more; interval 3 holds what is asked for "
+        r"and needs `device_memory` 0\.\d{3} or more\.$",
+        message,
+    )
+    assert chosen(limited, tpot_slo=0.024) == 2
+    needed = float(re.findall(r"needs `device_memory` ([\d.]+)", message)[0])
+    assert chosen(replace(config, device_memory=needed), tpot_slo=0.018) == 3
+
+
+def test_a_limit_that_nothing_fits_is_refused(config: EngineConfig, save: Save) -> None:
+    save(0.004)
+    with pytest.raises(InsufficientMemory, match=r"`device_memory` 0\.001 GiB is too small with .* 1:"):
+        chosen(replace(config, device_memory=0.001))
+
+
+def test_an_engine_starts_with_the_chosen_interval(config: EngineConfig, save: Save) -> None:
+    save(0.004)
+    expected = create_torch_executor(replace(config, offload_interval="none"))
+    engine = load_engine(config)
+    assert engine.stats().offload_interval == 1
+    assert engine.executor.info.num_blocks == expected.info.num_blocks
+    request = make_request(prompt_token_ids=[5, 6, 7], max_tokens=3, ignore_eos=True)
+    engine.add(request)
+    while engine.has_unfinished:
+        engine.step()
+    assert len(request.output_token_ids) == 3
+
+
+def test_requests_with_objectives_that_the_interval_cannot_meet_are_refused() -> None:
+    """Select-N, section 4.5: the cost profile is measured with the interval, so admission knows its steps."""
+    scheduler = SchedulerConfig(policy="slo")
+    profiles = {interval: simulated_profile(interval) for interval in (None, 1)}
+    asked = {"ttft": 0.05, "tpot": 0.05}
+    assert impossible_objectives(asked, profiles[None], scheduler, 64) == {}
+    refused = impossible_objectives(asked, profiles[1], scheduler, 64)
+    # 12 transfers of 10 ms; a step computes for 12.
+    assert refused == {"ttft": pytest.approx(0.12, abs=0.002), "tpot": pytest.approx(0.12, abs=0.002)}
+    assert impossible_objectives({"tpot": refused["tpot"]}, profiles[1], scheduler, 64) == {}
+
+
+def simulated_profile(interval: int | None) -> CostProfile:
+    """A profile of a device whose layers take 1 ms, and the transfers of their weights 10 ms."""
+    clock = VirtualClock()
+    device = DeviceBehaviour(flat_cost(0.012), layer_transfer_s=0.01, layer_bytes=1)
+    info = replace(
+        make_info(num_blocks=1000), num_layers=NUM_LAYERS, can_stop=True, offload_interval=interval
+    )
+    capacity = Capacity(
+        kv_tokens=info.num_blocks * info.block_size,
+        block_size=info.block_size,
+        max_model_len=info.max_model_len,
+        max_num_seqs=32,
+        max_num_batched_tokens=2048,
+    )
+    executor = SimulatedExecutor(info, device, clock)
+    key = ProfileKey("model", "device", "dtype")
+    return profile_executor(executor, clock, capacity, SMALL_GRID, key=key, num_layers=NUM_LAYERS)

@@ -1,0 +1,114 @@
+"""Tokens are the same while the interval changes in every step, and the KV pool grows and shrinks."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from backfill.core.clock import VirtualClock
+from backfill.core.config import GIB, EngineConfig, KVLayoutName, PreemptionMode, SchedulerConfig
+from backfill.core.request import ServiceClass
+from backfill.engine import engine as engine_module
+from backfill.engine.engine import Engine
+from backfill.execution import offloading
+from backfill.execution.create import create_torch_executor
+from backfill.execution.torch_executor import TorchExecutor
+from backfill.offloading.residency import Residency
+from tests.builders import make_profile
+from tests.engine.test_restored_tokens import serve_on
+from tests.models.tiny import save_tiny_model
+from tests.scheduling.test_memory_division import ErraticResidency
+
+NUM_LAYERS, LARGEST = 8, 3
+BLOCK_BYTES = NUM_LAYERS * 2 * 2 * 8 * 8 * 4  # K and V of 2 heads of 8 float32, 8 tokens
+LEAST, ENOUGH, HOST = 22, 200, 64
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder: Path = tmp_path_factory.mktemp("model")
+    save_tiny_model("llama", folder, num_hidden_layers=NUM_LAYERS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(offloading, "cache_root", lambda: folder)
+        yield folder
+
+
+def create_executor(
+    model_dir: Path, num_blocks: int, scheduler: SchedulerConfig, **changes: Any
+) -> TorchExecutor:
+    config = EngineConfig(
+        model_dir=str(model_dir),
+        device="cpu",
+        dtype="float32",
+        block_size=8,
+        kv_gib=num_blocks * BLOCK_BYTES / GIB,
+        host_kv_gib=HOST * BLOCK_BYTES / GIB,
+        scheduler=scheduler,
+        **changes,
+    )
+    return create_torch_executor(config)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(model_dir: Path) -> list[list[int]]:
+    config = SchedulerConfig(prefix_caching=False)
+    executor = create_executor(model_dir, ENOUGH, config)
+    engine = Engine(config, executor, VirtualClock(), make_profile())
+    served, _ = serve_on(engine, executor)
+    return [request.output_token_ids for request in served]
+
+
+def make_erratic(seed: int, choices: Sequence[Residency], num_layers: int) -> ErraticResidency:
+    return ErraticResidency(choices, num_layers, random.Random(seed))
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("preemption", ["suspend", "discard"])
+@pytest.mark.parametrize("kv_layout", ["unidirectional", "bidirectional"])
+def test_tokens_are_the_same_while_memory_changes_hands(
+    model_dir: Path,
+    undisturbed: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    kv_layout: KVLayoutName,
+    preemption: PreemptionMode,
+    seed: int,
+) -> None:
+    config = SchedulerConfig(
+        policy="slo", checkpointing="adaptive", preemption=preemption, kv_layout=kv_layout
+    )
+    executor = create_executor(model_dir, LEAST, config, offload_interval=LARGEST, min_offload_interval=1)
+    # What is beyond the pool's end must never be read: it is not a number until it has memory.
+    executor._kv_pool.fill_(float("nan"))
+    monkeypatch.setattr(engine_module, "ResidencyPolicy", partial(make_erratic, seed))
+    engine = Engine(config, executor, VirtualClock(), make_profile())
+    seen = Seen(executor, monkeypatch)
+    served, num_stopped = serve_on(engine, executor, stops_every=2)
+    assert [request.output_token_ids for request in served] == undisturbed
+    assert num_stopped > 1
+    assert seen.num_moves > 3
+    assert seen.num_divisions > 5
+    assert seen.intervals >= {1, 2}
+    assert engine.scheduler.counters[ServiceClass.OFFLINE].num_preemptions > 0
+
+
+class Seen:
+    """What an executor's plans have changed."""
+
+    def __init__(self, executor: TorchExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.num_moves = self.num_divisions = 0
+        self.intervals: set[int] = set()
+        run = executor.run
+
+        def noted(plan: Any) -> Any:
+            outcome = run(plan)
+            self.num_moves += len(plan.moves)
+            self.num_divisions += plan.memory is not None
+            self.intervals.add(outcome.weight_transfers.interval)
+            return outcome
+
+        monkeypatch.setattr(executor, "run", noted)

@@ -1,0 +1,377 @@
+"""The file and the throttle of a bus that several processes share."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import heapq
+import os
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from backfill.core.config import GIB
+from backfill.core.errors import ConfigError
+from backfill.execution import bus_file
+from backfill.execution.bus_file import BURST_S, MAX_ENGINES, BusFile, BusUse, bus_path
+from backfill.execution.bus_throttle import ROUND_BYTES, BusThrottle
+from backfill.offloading.coordinator import BusInstance
+
+RATE = float(1 << 26)  # bytes per second
+MIB = 1 << 20
+
+ENGINE = """
+import sys, time
+from pathlib import Path
+from backfill.execution.bus_file import BusFile, BusUse
+from backfill.execution.bus_throttle import BusThrottle
+from backfill.offloading.coordinator import BusInstance
+bus = BusFile(Path(sys.argv[1]), float(sys.argv[2]))
+bus.publish(BusUse(BusInstance(bus.name, 12, 4096, step_s=0.1)))
+print(bus.name, flush=True)
+assert "torch" not in sys.modules
+sys.stdin.readline()
+throttle = BusThrottle(bus, 0.5)
+began_s = time.monotonic()
+throttle.transfer(int(sys.argv[3]), lambda start, stop: None)
+print(began_s, time.monotonic(), flush=True)
+sys.stdin.readline()
+"""
+
+
+class Process:
+    def __init__(self, path: Path, num_bytes: int = 0) -> None:
+        command = [sys.executable, "-c", ENGINE, str(path), str(RATE), str(num_bytes)]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+        )
+
+    def read(self) -> str:
+        assert self._process.stdout is not None
+        return self._process.stdout.readline().strip()
+
+    def go_on(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write("\n")
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "bus"
+
+
+class SharedTime:
+    """A clock that goes on when all threads sleep."""
+
+    def __init__(self, num_threads: int) -> None:
+        self.now_s = 1000.0
+        self._num_awake = num_threads
+        self._changed = threading.Condition()
+        self._wakes: list[float] = []
+
+    def clock(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        with self._changed:
+            wakes_s = self.now_s + seconds
+            heapq.heappush(self._wakes, wakes_s)
+            self._num_awake -= 1
+            self._advance()
+            assert self._changed.wait_for(lambda: self.now_s >= wakes_s, timeout=30.0)
+
+    def end(self) -> None:
+        """A thread ends."""
+        with self._changed:
+            self._num_awake -= 1
+            self._advance()
+
+    def _advance(self) -> None:
+        if self._num_awake == 0 and self._wakes:
+            self.now_s = self._wakes[0]
+            while self._wakes and self._wakes[0] <= self.now_s:
+                heapq.heappop(self._wakes)
+                self._num_awake += 1
+            self._changed.notify_all()
+
+
+def transferred(path: Path, transfers: list[tuple[float, int]]) -> list[float]:
+    """Seconds until each of these transfers, of a share and bytes, is over, if all begin together."""
+    shared = SharedTime(len(transfers))
+    ended_s = [0.0] * len(transfers)
+
+    def run(index: int) -> None:
+        throttle = throttles[index]
+        throttle.transfer(transfers[index][1], lambda start, stop: None)
+        ended_s[index] = shared.now_s
+        shared.end()
+
+    files = [BusFile(path, RATE, clock=shared.clock) for _ in transfers]
+    throttles = [
+        BusThrottle(file, share, clock=shared.clock, sleep=shared.sleep)
+        for file, (share, _) in zip(files, transfers, strict=True)
+    ]
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(transfers))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30.0)
+    for file, throttle, (_, num_bytes) in zip(files, throttles, transfers, strict=True):
+        assert throttle.num_bytes == num_bytes
+        file.close()
+    return [each - 1000.0 for each in ended_s]
+
+
+def test_a_transfer_takes_its_bytes_over_the_bandwidth(path: Path) -> None:
+    (took_s,) = transferred(path, [(1.0, 16 * MIB)])
+    assert took_s == pytest.approx(16 * MIB / RATE - BURST_S)
+
+
+def test_equal_transfers_share_a_bus_equally(path: Path) -> None:
+    took_s = transferred(path, [(0.5, 16 * MIB)] * 2)
+    assert max(took_s) == pytest.approx(32 * MIB / RATE - BURST_S)
+    assert max(took_s) - min(took_s) <= ROUND_BYTES / RATE  # the last one's last two chunks
+
+
+def test_a_bus_is_shared_as_the_shares_are(path: Path) -> None:
+    quarter_s, rest_s = transferred(path, [(0.25, 16 * MIB), (0.75, 64 * MIB)])
+    assert quarter_s == pytest.approx(64 * MIB / RATE, rel=0.1)
+    assert rest_s == pytest.approx(80 * MIB / RATE - BURST_S)  # what the other one leaves is used
+
+
+def test_a_transfer_is_done_in_chunks_and_its_work_counts_as_its_time(path: Path) -> None:
+    shared = SharedTime(1)
+    file = BusFile(path, RATE, clock=shared.clock)
+    throttle = BusThrottle(file, 0.5, clock=shared.clock, sleep=shared.sleep)
+    parts = []
+
+    def work(start: int, stop: int) -> None:
+        parts.append((start, stop))
+        shared.sleep(0.001)
+
+    throttle.transfer(2 * MIB + 5000, work)
+    assert parts == [(0, MIB), (MIB, 2 * MIB), (2 * MIB, 2 * MIB + 5000)]
+    took_s = (2 * MIB + 5000) / RATE - BURST_S
+    assert shared.now_s == pytest.approx(1000.0 + took_s, abs=0.001)
+    assert throttle.wait_s == pytest.approx(took_s - 0.003, abs=0.001)
+    assert throttle.num_bytes == 2 * MIB + 5000
+    file.close()
+
+
+@pytest.mark.parametrize("share", [0.0, 0.123, 1.0])
+def test_chunks_are_whole_pages(path: Path, share: float) -> None:
+    file = BusFile(path, 1e12)
+    stops: list[int] = []
+    BusThrottle(file, share).transfer(3 * MIB, lambda start, stop: stops.append(stop))
+    assert stops == sorted(stops)
+    assert stops[-1] == 3 * MIB
+    assert len(stops) > 1
+    assert all(stop % 4096 == 0 for stop in stops)
+    file.close()
+
+
+def test_a_thread_that_wakes_up_late_costs_no_bandwidth(path: Path) -> None:
+    shared = SharedTime(1)
+    file = BusFile(path, RATE, clock=shared.clock)
+    throttle = BusThrottle(
+        file, 1.0, clock=shared.clock, sleep=lambda seconds: shared.sleep(seconds + 0.75 * ROUND_BYTES / RATE)
+    )
+    throttle.transfer(16 * MIB, lambda start, stop: None)
+    assert shared.now_s - 1000.0 <= (16 * MIB + ROUND_BYTES) / RATE
+    file.close()
+
+
+def test_a_transfer_that_fails_waits_for_nothing(path: Path) -> None:
+    file = BusFile(path, RATE)
+    throttle = BusThrottle(file, 1.0)
+
+    def work(start: int, stop: int) -> None:
+        raise OSError("the disk is gone")
+
+    with pytest.raises(OSError, match="gone"):
+        throttle.transfer(MIB, work)
+    assert throttle.num_bytes == 0
+    file.close()
+
+
+def test_two_processes_together_do_not_exceed_the_bandwidth(path: Path) -> None:
+    processes = [Process(path, num_bytes=6 * MIB) for _ in range(2)]
+    try:
+        assert {each.read() for each in processes} == {"00", "01"}
+        for each in processes:
+            each.go_on()
+        times = [tuple(map(float, each.read().split())) for each in processes]
+    finally:
+        for each in processes:
+            each.kill()
+    together_s = max(end for _, end in times) - min(begin for begin, _ in times)
+    assert together_s >= 12 * MIB / RATE - BURST_S
+    for begin, end in times:
+        assert end - begin >= 6 * MIB / RATE - BURST_S
+
+
+def test_a_killed_engine_leaves_the_bus(path: Path) -> None:
+    own = BusFile(path, RATE, clock=lambda: 0.0)  # so that it has no part in when the bus is free
+    other = Process(path, num_bytes=1 << 40)  # would take hours
+    assert other.read() == "01"
+    assert [each.instance and each.instance.name for each in own.uses()] == [None, "01"]
+    other.go_on()  # it transfers
+    other.kill()
+    assert own.uses() == [BusUse()]
+    killed_s = time.monotonic()
+    assert own.reserve(0) - killed_s <= ROUND_BYTES / RATE  # of the other one, two chunks are left
+    successor = BusFile(path, RATE)
+    assert successor.name == "01"
+    assert own.uses() == [BusUse(), BusUse()]
+    for each in (own, successor):
+        each.close()
+
+
+def test_engines_see_what_the_others_say(path: Path) -> None:
+    first, second = BusFile(path, RATE), BusFile(path, RATE)
+    use = BusUse(BusInstance("00", 30, 7 << 20, 0.15, 0.001, 0.002, 2, 5), 1e6)
+    before = second.generation
+    first.publish(use)
+    assert second.generation != before
+    assert second.uses() == [use, BusUse()]
+    first.close()
+    assert second.uses() == [BusUse()]
+    second.close()
+
+
+def test_engines_of_one_bus_agree_on_its_bandwidth(path: Path) -> None:
+    first = BusFile(path, GIB / 2)
+    with pytest.raises(ConfigError, match=r"`offload_bus_gib_per_s` must be 0\.5, as .* got 1\."):
+        BusFile(path, float(GIB))
+    first.close()
+    BusFile(path, float(GIB)).close()  # nobody is on it
+
+
+def test_what_is_left_of_engines_before_a_restart_does_not_count(path: Path) -> None:
+    late = BusFile(path, RATE, clock=lambda: 1e9)  # the clock begins anew when the system does
+    late.publish(BusUse(BusInstance("00", 30, 7 << 20, 0.15)))
+    late.reserve(MIB)
+    late.close()
+    later = BusFile(path, RATE, clock=lambda: 5.0)
+    assert later.reserve(MIB) == pytest.approx(5.0 + MIB / RATE - BURST_S)
+    assert later.uses() == [BusUse()]
+    later.close()
+
+
+def test_a_file_of_something_else_is_left_as_it_is(path: Path) -> None:
+    path.write_bytes(b"of another")
+    with pytest.raises(
+        ConfigError, match=r"`offload_bus` .* is there and is not of a bus; give another name"
+    ):
+        BusFile(path, RATE)
+    assert path.read_bytes() == b"of another"
+    path.write_bytes(b"")
+    BusFile(path, RATE).close()
+
+
+def test_all_of_the_file_has_memory(path: Path) -> None:
+    file = BusFile(path, RATE)
+    found = path.stat()
+    assert found.st_blocks * 512 >= found.st_size > MAX_ENGINES * 1024
+    file.close()
+
+
+def test_a_file_without_room_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", fail)
+    with pytest.raises(ConfigError, match=r"`offload_bus` cannot use .*bus: No space left on device"):
+        BusFile(path, RATE)
+    monkeypatch.undo()
+    BusFile(path, RATE).close()  # what is there is of a bus
+
+
+def test_a_system_without_locks_of_open_files_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    with monkeypatch.context() as changed:
+        changed.setattr(fcntl, "fcntl", fail)
+        with pytest.raises(ConfigError, match=r"`offload_bus` cannot use .*: Invalid"):
+            BusFile(path, RATE)
+    monkeypatch.delattr(fcntl, "F_OFD_SETLK")
+    with pytest.raises(ConfigError, match="`offload_bus` needs locks of open files"):
+        BusFile(path, RATE)
+
+
+@contextmanager
+def held(path: Path, *locks: int) -> Iterator[None]:
+    """As an engine that was stopped while it had these locks."""
+    with path.open("r+b") as file:
+        for lock in locks:
+            fcntl.fcntl(file, fcntl.F_OFD_SETLK, struct.pack("hhqqi4x", fcntl.F_WRLCK, 0, lock, 1, 0))
+        yield
+
+
+def test_an_engine_that_is_stopped_does_not_stop_the_others(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = BusFile(path, RATE, clock=lambda: 5.0)
+    with held(path, 0, 1):
+        for _ in range(3):
+            assert file.reserve(16 * MIB) == 5.0, "not held to the bandwidth"
+            with pytest.raises(TimeoutError, match="holds a lock and is stopped"):
+                file.publish(BusUse(None, 1.0))
+            with pytest.raises(TimeoutError, match="holds a lock and is stopped"):
+                file.uses()
+        assert caplog.text.count("transfers are not held to the bandwidth of the bus") == 1
+    assert file.uses() == [BusUse()]
+    assert file.reserve(16 * MIB) == pytest.approx(5.0 + 16 * MIB / RATE - BURST_S)
+    file.close()
+
+
+def test_a_bus_whose_lock_is_kept_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bus_file, "_PATIENCE_AT_START_S", 0.0)
+    BusFile(path, RATE).close()
+    with (
+        held(path, 1),
+        pytest.raises(ConfigError, match=r"`offload_bus` cannot use .*: an engine on it holds"),
+    ):
+        BusFile(path, RATE)
+
+
+def test_a_bus_has_a_limited_number_of_engines(path: Path) -> None:
+    files = [BusFile(path, RATE) for _ in range(MAX_ENGINES)]
+    with pytest.raises(ConfigError, match="has 64 engines already"):
+        BusFile(path, RATE)
+    for each in files:
+        each.close()
+
+
+@pytest.fixture
+def link(tmp_path: Path) -> Iterator[Path]:
+    target = tmp_path / "target"
+    target.write_text("of another")
+    link = tmp_path / "link"
+    link.symlink_to(target)
+    yield link
+    assert target.read_text() == "of another"
+
+
+def test_a_file_that_cannot_be_used_is_refused(tmp_path: Path, link: Path) -> None:
+    for path in (tmp_path / "no-folder" / "bus", tmp_path, link):
+        with pytest.raises(ConfigError, match=r"`offload_bus` cannot use .*: "):
+            BusFile(path, RATE)
+
+
+def test_a_name_is_one_of_this_user_and_a_path_is_itself() -> None:
+    assert str(bus_path("left")).startswith("/dev/shm/backfill-bus-")
+    assert bus_path("left") != bus_path("right")
+    assert bus_path("/run/bus") == Path("/run/bus")

@@ -1,0 +1,153 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from backfill.core.errors import ConfigError
+from backfill.offloading.interval import LayerTimes, smallest_interval, step_time_s
+from backfill.offloading.loads import FULL_LOADS, QUICK_LOADS, is_within, never_falling
+from backfill.offloading.record import PerformanceRecord, Phase, RecordedLoad, RecordKey
+
+KEY = RecordKey("model", "device", "dtype")
+NUM_LAYERS = 12
+
+
+def load(phase: Phase, batch_size: int, length: int, compute_s: float = 0.001) -> RecordedLoad:
+    return RecordedLoad(phase, batch_size, length, compute_s, other_s=0.002)
+
+
+RECORD = PerformanceRecord(
+    KEY,
+    NUM_LAYERS,
+    layer_bytes=1000,
+    transfer_s=0.004,
+    loads=(
+        load("decode", 1, 128),
+        load("decode", 1, 512, 0.0012),
+        load("decode", 8, 128, 0.002),
+        load("decode", 32, 128, 0.004),
+        load("prefill", 1, 256, 0.008),
+    ),
+    provenance="by hand",
+)
+
+
+@pytest.mark.parametrize(
+    ("asked", "found"),
+    [
+        (("decode", 1, 1), ("decode", 1, 128)),
+        (("decode", 1, 128), ("decode", 1, 128)),
+        (("decode", 1, 129), ("decode", 1, 512)),
+        (("decode", 2, 60), ("decode", 8, 128)),
+        (("decode", 9, 128), ("decode", 32, 128)),
+        (("decode", 2, 129), None),  # recorded apart, not together
+        (("decode", 33, 1), None),
+        (("prefill", 1, 100), ("prefill", 1, 256)),
+        (("prefill", 2, 100), None),
+    ],
+)
+def test_a_load_counts_as_the_next_larger_recorded_one(
+    asked: tuple[Phase, int, int], found: tuple[Phase, int, int] | None
+) -> None:
+    nearest = RECORD.find(*asked)
+    assert found == (None if nearest is None else (nearest.phase, nearest.batch_size, nearest.length))
+    assert (RECORD.smallest_interval(*asked, 10.0) is None) == (found is None)
+
+
+def test_the_interval_is_that_of_the_recorded_times() -> None:
+    times = LayerTimes(NUM_LAYERS, 0.002, 0.004, 0.002)
+    assert RECORD.times_of(RECORD.loads[2]) == times
+    for objective_s, interval in ((0.048, 1), (0.028, 2), (0.024, None), (0.001, None)):
+        assert smallest_interval(times, objective_s) == interval
+        assert RECORD.smallest_interval("decode", 8, 128, objective_s) == interval
+
+
+def test_objectives_are_rounded_down_to_two_milliseconds() -> None:
+    """A step of 47 ms: 0.0479 s counts as 0.046 s. What is a multiple stays one."""
+    exact = replace(RECORD, transfer_s=0.047 / NUM_LAYERS)
+    assert step_time_s(exact.times_of(exact.loads[2]), 1) == pytest.approx(0.047)
+    assert exact.smallest_interval("decode", 8, 128, 0.0479) == 2
+    assert exact.smallest_interval("decode", 8, 128, 0.048) == 1
+    for number in range(1, 600):
+        least = LayerTimes(1, number * 0.002, 0.0)
+        assert (
+            replace(
+                RECORD,
+                num_layers=1,
+                transfer_s=0.0,
+                loads=(RecordedLoad("decode", 1, 1, least.compute_s, 0.0),),
+            ).smallest_interval("decode", 1, 1, number * 0.002)
+            == 1
+        )
+
+
+def test_a_record_is_the_same_after_it_was_saved(tmp_path: Path) -> None:
+    path = tmp_path / "folder" / "record.json"
+    RECORD.save(path)
+    assert PerformanceRecord.load(path) == RECORD
+    assert [each.name for each in path.parent.iterdir()] == ["record.json"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"format": 0}, "is not of format 1"),
+        ({"transfer_s": -1.0}, r"is damaged \(.*transfer_s"),
+        ({"num_layers": 0}, r"is damaged \(.*num_layers"),
+        ({"loads": [{"phase": "both"}]}, r"is damaged \(.*loads"),
+    ],
+)
+def test_a_damaged_file_is_refused(tmp_path: Path, changes: dict[str, object], message: str) -> None:
+    path = tmp_path / "record.json"
+    RECORD.save(path)
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    with pytest.raises(ConfigError, match=rf"record {path} {message}.* run `backfill profile --offload`"):
+        PerformanceRecord.load(path)
+
+
+def test_a_file_that_is_not_there_or_no_json_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+        PerformanceRecord.load(tmp_path / "missing.json")
+    (tmp_path / "text").write_text("text")
+    with pytest.raises(ConfigError, match="is not JSON: run `backfill profile --offload`"):
+        PerformanceRecord.load(tmp_path / "text")
+
+
+def test_a_record_of_something_else_is_refused() -> None:
+    RECORD.check_key(KEY, "name")
+    with pytest.raises(ConfigError, match="is of another dtype: measured on 'dtype', here it is 'float32'"):
+        RECORD.check_key(replace(KEY, dtype="float32"), "name")
+
+
+times = st.floats(0.0, 0.1)
+phases: st.SearchStrategy[Phase] = st.sampled_from(["prefill", "decode"])
+measured = st.builds(
+    RecordedLoad, phases, st.sampled_from([1, 2, 4]), st.sampled_from([16, 32]), times, times
+)
+
+
+@given(st.lists(measured, unique_by=lambda each: (each.phase, each.batch_size, each.length)))
+def test_larger_loads_never_take_less(loads: list[RecordedLoad]) -> None:
+    raised = {(each.phase, each.batch_size, each.length): each for each in never_falling(loads)}
+    for each in loads:
+        shape = (each.phase, each.batch_size, each.length)
+        assert raised[shape].compute_s >= each.compute_s
+        assert raised[shape].other_s >= each.other_s
+        for other, larger in raised.items():
+            if is_within(shape, other):
+                assert raised[shape].compute_s <= larger.compute_s
+                assert raised[shape].other_s <= larger.other_s
+
+
+@pytest.mark.parametrize("grid", [FULL_LOADS, QUICK_LOADS])
+def test_loads_are_powers_of_two_and_no_load_precedes_one_within_it(grid: object) -> None:
+    loads = (FULL_LOADS if grid is FULL_LOADS else QUICK_LOADS).loads()
+    assert len(loads) == len(set(loads))
+    for index, each in enumerate(loads):
+        assert each[1].bit_count() == each[2].bit_count() == 1
+        assert not any(is_within(later, each) for later in loads[index + 1 :])
