@@ -18,7 +18,7 @@ from backfill.simulation.coserving_traffic import KINDS
 from backfill.simulation.optimal_work import Work
 from backfill.simulation.request_lengths import DrawnLengths
 from backfill.workloads.lengths import LengthDistribution
-from tests.cli.running import run_cli_here
+from tests.cli.running import assert_fits, run_cli_here
 
 TINY = CoserveExperiment(
     traffics=("alternating",), density=2.5, num_requests=400, phase_s=4.0, warmup_s=2.0, duration_s=16.0
@@ -109,6 +109,7 @@ def test_the_command_prints_a_table_of_each_traffic_and_ends_with_json() -> None
     assert content["traffics"]["steady"]["blend"]["of_optimum"] == pytest.approx(0.6)
     for text in ("alternating traffic, load 0.4", "steady traffic", "blend-online"):
         assert text in done.stdout
+    assert_fits("\n".join(done.stdout.splitlines()[:-1]))
 
 
 def test_bad_experiments_are_refused() -> None:

@@ -25,7 +25,7 @@ from backfill.simulation.blend_lengths import (
 )
 from backfill.simulation.blend_mix import A100_LLAMA_3_8B
 from backfill.simulation.length_groups import MAX_OUTPUT, GroupSpec, draw_groups
-from tests.cli.running import run_cli_here
+from tests.cli.running import assert_fits, run_cli_here
 
 SPEC = GroupSpec("sharegpt", 1.0, 500, 1)
 
@@ -134,6 +134,7 @@ def test_the_command_prints_a_table_and_ends_with_json() -> None:
     assert content["pools"]["lmsys"]["moments"]["of_optimum"] == pytest.approx(80 / 110)
     for text in ("pool-mean", "1.100"):
         assert text in done.stdout
+    assert_fits("\n".join(done.stdout.splitlines()[:-1]))
 
 
 def test_bad_experiments_are_refused(tmp_path: Path) -> None:

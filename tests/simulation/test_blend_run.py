@@ -2,15 +2,17 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, replace
+from unittest import mock
 
 import pytest
 
 from backfill.blending.requests import OrderName, PoolRequest
-from backfill.core.request import ServiceClass
+from backfill.core.request import RequestId, ServiceClass
 from backfill.costs.hardware import load_hardware_profile
 from backfill.costs.overlap import INTERFERENCE, OverlappedCostModel
 from backfill.simulation.blend_mix import MixSpec
 from backfill.simulation.blend_run import HARDWARE, PoolLoop, PoolRun, run_pool, step_tokens
+from backfill.simulation.run_progress import SweepProgress, reporting_to
 from tests.simulation.small_sources import small_sources
 
 MIX = MixSpec("burstgpt", 0.9, 0.35, 60, 1)
@@ -47,7 +49,10 @@ def loop(made: Pool, order: OrderName = "blend", kv_tokens: int = 4096) -> PoolL
 def test_every_request_runs_to_its_end(order: OrderName) -> None:
     made = pool()
     running = loop(made, order)
-    running.run()
+    progress = SweepProgress()
+    with reporting_to(progress):
+        running.run()
+    assert progress.num_done == pytest.approx(1.0)
     counters = running.engine.scheduler.counters[ServiceClass.OFFLINE]
     num_prompt_tokens = sum(len(each.prompt_token_ids) for each in made.requests)
     assert counters.num_prefix_queried_tokens == num_prompt_tokens
@@ -57,6 +62,21 @@ def test_every_request_runs_to_its_end(order: OrderName) -> None:
     )
     assert not running.engine.has_unfinished
     running.engine.scheduler.check_integrity()
+
+
+def test_progress_is_that_of_the_longest_output_where_it_outlasts_the_others() -> None:
+    running = loop(pool(num_chats=200, num_videos=1, video_tokens=400))
+    progress, seen, finish = SweepProgress(), list[float](), running._finish
+
+    def note(request_id: RequestId) -> None:
+        seen.append(progress.num_done)
+        finish(request_id)
+
+    with reporting_to(progress), mock.patch.object(running, "_finish", note):
+        running.run()
+    assert len(seen) == 201
+    assert seen[-2] < 0.5, "the chats have ended, and nearly all tokens are done"
+    assert seen[-1] > 0.9
 
 
 @pytest.mark.parametrize("order", ["dfs", "blend"])

@@ -1,19 +1,18 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
 import numpy as np
 import pytest
 
-from backfill.core.counters import ClassCounters
 from backfill.core.errors import ConfigError
 from backfill.simulation import blendserve
-from backfill.simulation.blend_mix import draw_mix
-from backfill.simulation.blend_plot import save_grid_plot, save_usage_plot
-from backfill.simulation.blend_run import PoolResult, PoolRun
+from backfill.simulation.blend_plot import grid_figure, save_grid_plot, save_usage_plot, usage_figure
 from backfill.simulation.blendserve import (
     GRID_DENSITIES,
     GRID_SHARINGS,
@@ -24,35 +23,14 @@ from backfill.simulation.blendserve import (
     Target,
     run_blend,
 )
-from tests.cli.running import run_cli_here
+from tests.cli.running import assert_fits, run_cli_here
+from tests.simulation.blend_doubles import invented
 
 SMALL = BlendExperiment(
     targets=(Target(0.8, 0.4), Target(0.9, 0.4)),
     orders=("dfs", "blend"),
     num_requests=2000,
 )
-
-
-def invented(run: PoolRun) -> PoolResult:
-    """Of a run that did not take place: ``blend`` takes 1 / 1.25 of the others' time, and 0.9 is optimal."""
-    mix = draw_mix(run.mix)
-    seconds = 1000.0 / (1.25 if run.order == "blend" else 1.0)
-    num_prompt_tokens = sum(int(part.prompt_tokens.sum()) for part in mix.parts.values())
-    return PoolResult(
-        drawn=mix.figures,
-        num_requests={name: len(part) for name, part in mix.parts.items()},
-        seconds=seconds,
-        optimal_s=0.9 * 800.0,
-        optimal_with_longest_s=0.95 * 800.0,
-        num_tokens=2 * num_prompt_tokens,
-        num_prompt_tokens=num_prompt_tokens,
-        num_hit_tokens=300,
-        num_sharable_tokens=400,
-        num_steps=500,
-        counters=ClassCounters(num_computed_tokens=1000, num_recomputed_tokens=10),
-        compute_s=np.linspace(0.0, 0.1, 50),
-        memory_s=np.linspace(0.1, 0.0, 50),
-    )
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -93,6 +71,32 @@ def test_plots_are_images(result: BlendResult, tmp_path: Path) -> None:
         save_grid_plot(tmp_path, result)
 
 
+def test_a_grid_of_one_point_is_readable() -> None:
+    figure = grid_figure(run_blend("one", replace(SMALL, targets=(Target(1.125, 0.4),), num_seeds=2)))
+    axes = figure.axes[0]
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["1.125"]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["0.4"]
+    figure.draw_without_rendering()  # lays it out
+    title = axes.title.get_window_extent()
+    assert title.x0 >= 0
+    assert title.x1 <= figure.bbox.width
+    assert title.y1 <= figure.bbox.height
+    assert "2,000 requests a point, mean of 2 seeds" in axes.get_title()
+    (text,) = axes.texts
+    assert (text.get_text(), text.get_color()) == ("1.25", "black"), "on a light square"
+    assert axes.images[0].get_clim() == pytest.approx((1.0, 1.25))
+
+
+def test_orders_have_the_same_axes(result: BlendResult) -> None:
+    point = result.points[0]
+    longer = replace(point.usage["dfs"], num_steps=900, compute_s=3.0 * point.usage["dfs"].compute_s)
+    first, second = usage_figure(replace(point, usage={**point.usage, "dfs": longer})).axes
+    assert first.get_xlim() == second.get_xlim()
+    assert first.get_ylim() == second.get_ylim()
+    assert first.get_xlim()[1] >= 900
+    assert first.get_ylim()[1] >= 300.0
+
+
 def test_the_papers_pools_are_those_of_its_tables() -> None:
     assert len(GRID_DENSITIES) * len(GRID_SHARINGS) == 65
     assert (GRID_DENSITIES[0], GRID_DENSITIES[-1]) == (0.8, 1.4)
@@ -119,15 +123,44 @@ def test_the_grid_command_prints_a_table_and_ends_with_json(tmp_path: Path) -> N
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_whole_grid_fits_80_columns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    densities = ",".join(map(str, GRID_DENSITIES))
+    done = run_cli_here(
+        "simulate", "blendserve-grid", "--source", "azure", "--requests", "4000", "--densities", densities,
+        "--sharings", "0.4,0.45",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "BlendServe, figure 10: azure" in done.stdout
+    assert_fits(done.stdout)
+    assert done.stdout.count(" 1.250 │") == 2 * len(GRID_DENSITIES)
+    without = run_cli_here(
+        "simulate", "blendserve-grid", "--requests", "4000", "--densities", "0.8", "--sharings", "0.4",
+        "--orders", "blend", "--plot", "none.png",
+    )  # fmt: skip
+    assert "No plot: it compares blend with dfs." in without.stdout
+    assert not Path("none.png").exists()
+
+
 def test_the_other_commands_print_their_pools(tmp_path: Path) -> None:
-    common = ("--requests", "4000", "--orders", "dfs,blend")
+    common = ("--requests", "4000")
     done = run_cli_here("simulate", "blendserve-table2", *common)
     assert done.returncode == 0, done.stderr
     for text in ("trace 4: density", "Sources", "blend, all pools", "0.866", "1.250"):
         assert text in done.stdout
+    assert_fits(done.stdout)
     plot = tmp_path / "usage.png"
-    done = run_cli_here("simulate", "blendserve-usage", *common, "--trace", "1", "--plot", str(plot))
+    done = run_cli_here(
+        "simulate", "blendserve-usage", *common, "--trace", "1", "--plot", str(plot), "--json"
+    )
     assert done.returncode == 0, done.stderr
+    *lines, content = done.stdout.splitlines()
+    assert_fits("\n".join(lines))
+    assert re.search(r"0% to 10% +│ +4\.1 │ +95\.9 │ +4\.1 │ +95\.9 ", done.stdout)
+    usage = json.loads(content)["usage"]
+    assert set(usage) == {"dfs", "blend"}
+    assert usage["dfs"]["num_steps"] == 500
+    assert usage["dfs"]["compute_s"] == pytest.approx(np.linspace(0.0, 0.1, 50).tolist())
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 

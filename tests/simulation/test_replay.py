@@ -215,8 +215,10 @@ def test_what_a_full_pool_makes_compute_twice_is_counted_once() -> None:
 @pytest.mark.parametrize("checkpointing", ["adaptive", "eager"])
 def test_checkpoints_save_what_preemptions_would_lose(checkpointing: str) -> None:
     load = workload(rate_per_s=4.0)
-    lost = metrics_of(run("slo", load, kv_tokens=2000), LOOSE)
-    result = run("slo", load, kv_tokens=2000, host_kv_tokens=8000, checkpointing=checkpointing)
+    # Where blocks are shared, who gives way computes a few tokens again.
+    settings: dict[str, Any] = {"kv_tokens": 2000, "kv_layout": "unidirectional"}
+    lost = metrics_of(run("slo", load, **settings), LOOSE)
+    result = run("slo", load, host_kv_tokens=8000, checkpointing=checkpointing, **settings)
     saved = metrics_of(result, LOOSE)
     assert lost.recomputed_token_share > 0.01
     assert saved.recomputed_token_share < 0.1 * lost.recomputed_token_share
@@ -234,7 +236,8 @@ def test_nothing_is_copied_while_half_the_pool_is_free() -> None:
 
 def test_steps_that_wait_for_copies_take_longer() -> None:
     """Swapping 10 MB a block at 10 GB/s: what is kept is the same, what it costs is not."""
-    settings = {"kv_tokens": 2000, "host_kv_tokens": 8000, "kv_bytes_per_token": 625_000}
+    settings: dict[str, Any] = {"kv_tokens": 2000, "host_kv_tokens": 8000, "kv_bytes_per_token": 625_000}
+    settings["kv_layout"] = "unidirectional"
     load = workload(rate_per_s=4.0)
     swapped = metrics_of(run("slo", load, checkpointing="swap", kv_restore="blocking", **settings), LOOSE)
     hidden = metrics_of(run("slo", load, checkpointing="adaptive", **settings), LOOSE)

@@ -1,19 +1,54 @@
 from __future__ import annotations
 
+import io
 import multiprocessing
+import threading
 
 import pytest
+from rich.console import Console
 
+from backfill.cli.sweep_progress import live_sweep
 from backfill.core.errors import ConfigError
 from backfill.simulation.goodput import GoodputSweep, run_goodput
+from backfill.simulation.run_progress import RunShare, SweepProgress, reporting_to
 from backfill.simulation.sweep import check_names, check_positive, processes
+from tests.api.servers import wait_until
+from tests.simulation.partial_runs import run_in_part
 
 
 @pytest.mark.parametrize("num_processes", [1, 2])
 def test_results_come_in_the_order_of_the_work(num_processes: int) -> None:
-    with processes(num_processes) as pool:
-        assert list(pool.map(abs, range(-5, 0))) == [5, 4, 3, 2, 1]
+    progress = SweepProgress()
+    with processes(num_processes, progress) as pool:
+        assert list(pool.map(run_in_part, range(-5, 0))) == [5, 4, 3, 2, 1]
     assert not multiprocessing.active_children()
+    assert progress.num_done == pytest.approx(5 * 0.75), "of the runs in all processes"
+    RunShare().note(1.0)  # of no sweep
+    assert progress.num_done == pytest.approx(5 * 0.75)
+
+
+def test_progress_is_read_though_a_process_ended_with_its_lock() -> None:
+    progress, seen = SweepProgress(), list[float]()
+    reader = threading.Thread(target=lambda: seen.append(progress.num_done), daemon=True)
+    with progress.value.get_lock():
+        reader.start()
+        reader.join(5.0)
+        assert seen == [0.0]
+
+
+def test_progress_is_drawn_on_a_terminal_only() -> None:
+    screen = io.StringIO()
+    with live_sweep(Console(file=screen, force_terminal=True, width=80), 4) as progress:
+        assert progress is not None
+        with reporting_to(progress):
+            RunShare().note(7.0)
+            RunShare().note(0.5)
+        wait_until(lambda: "37.5 %" in screen.getvalue(), "progress")
+    assert "4 runs" in screen.getvalue()
+    piped = io.StringIO()
+    with live_sweep(Console(file=piped), 4) as progress:
+        assert progress is None
+    assert not piped.getvalue()
 
 
 def test_a_block_that_raises_ends_its_processes() -> None:

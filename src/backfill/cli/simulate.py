@@ -176,6 +176,8 @@ app = command(
 app.command("backfill.cli.simulate_run:app", name="run", help="Run your own traffic in simulated time.")
 app.command("backfill.cli.simulate_goodput:app", name="goodput", help="Sweep goodput against load.")
 app.command("backfill.cli.simulate_bros:app", name="bros-tradeoff", help="Run BROS's figures 10 and 11.")
+for _name, _help in (("cache", "Run BROS's figure 13."), ("overhead", "Run BROS's figure 14.")):
+    app.command(f"backfill.cli.simulate_bros_{_name}:app", name=f"bros-{_name}", help=_help)
 for _name, _help in (
     ("table2", "Run BlendServe's four pools."),
     ("grid", "Run BlendServe's figures 9 to 12."),
@@ -187,6 +189,14 @@ for _name, _help in (
     ("lengths", "Run estimates of output lengths."),
 ):
     app.command(f"backfill.cli.simulate_blend_{_name}:app", name=f"blendserve-{_name}", help=_help)
+for _name, _help in (
+    ("slo", "Run Select-N's figure 9."),
+    ("memory", "Run Select-N's figure 10."),
+    ("interval", "Run Select-N's figure 11."),
+    ("contention", "Run Select-N's figure 12."),
+    ("maxlen", "Compute Select-N's figure 14."),
+):
+    app.command(f"backfill.cli.simulate_selectn:{_name}_app", name=f"selectn-{_name}", help=_help)
 
 
 def _build(options: SimulateOptions, seed: int) -> Scenario:

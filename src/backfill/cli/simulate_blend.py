@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import closing
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import cast
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
 from backfill.blending.requests import OrderName
 from backfill.cli.command import command
 from backfill.cli.interrupts import interruptible
+from backfill.cli.plots import check_folder
+from backfill.cli.sweep_progress import live_sweep
 from backfill.cli.sweeps import SweepOptions, cell, names_of, numbers_of
+from backfill.cli.tables import print_rows
 from backfill.core.errors import ConfigError
 from backfill.core.options import check_types
+from backfill.simulation.blend_points import PointFile
 from backfill.simulation.blend_run import PoolResult, PoolRun
 from backfill.simulation.blend_sources import SOURCES
 from backfill.simulation.blendserve import (
     BLEND,
     GRID_DENSITIES,
+    GRID_FIGURES,
     GRID_SHARINGS,
     ORDERS,
     PAPER_GRID,
@@ -46,7 +53,7 @@ class BlendOptions:
             are mixed with them.
         source_lengths: CSV of their prompt and output lengths, instead of those drawn.
         requests: requests of a pool.
-        orders: orders to run, separated by commas: fcfs, random, dfs, batchllm, blend. Default: all.
+        orders: orders to run, separated by commas: fcfs, random, dfs, batchllm, blend.
         interference: how compute and memory traffic of a step disturb each other: blendserve, nanoflow,
             ideal (not at all) or sequential (they do not overlap).
     """
@@ -54,21 +61,19 @@ class BlendOptions:
     source: str = "burstgpt"
     source_lengths: Path | None = None
     requests: int = 100_000
-    orders: str | None = None
+    orders: str = ",".join(ORDERS)
     interference: str = "blendserve"
 
     def validate(self) -> None:
         """Raises: ConfigError."""
         check_types(self)
 
-    def experiment(
-        self, options: SweepOptions, targets: Sequence[Target], default_orders: tuple[OrderName, ...] = ORDERS
-    ) -> BlendExperiment:
+    def experiment(self, options: SweepOptions, targets: Sequence[Target]) -> BlendExperiment:
         """Raises: ConfigError."""
         experiment = BlendExperiment(
             targets=tuple(targets),
             source=self.source,
-            orders=cast("tuple[OrderName, ...]", names_of(self.orders, default_orders)),
+            orders=cast("tuple[OrderName, ...]", names_of(self.orders, ORDERS)),
             num_requests=self.requests,
             interference=self.interference,
             num_seeds=options.seeds,
@@ -86,14 +91,18 @@ class GridOptions:
         densities: compute densities of the pools, separated by commas. Default: 0.8 to 1.4 by 0.05.
         sharings: shares of tokens that a perfect prefix cache saves, separated by commas. Default: 0.05 to
             0.45 by 0.1.
+        output: file of JSON lines to which each point is appended once it has run. Points that it has are not
+            run again, so an interrupted grid goes on. Points of other settings are refused.
     """
 
     densities: str | None = None
     sharings: str | None = None
+    output: Path | None = None
 
     def validate(self) -> None:
         """Raises: ConfigError."""
         check_types(self)
+        check_folder("output", self.output)
 
     def targets(self) -> list[Target]:
         """Raises: ConfigError."""
@@ -140,14 +149,31 @@ def blendserve_grid(
     options: SweepOptions,
     pools: BlendOptions = BlendOptions(requests=40_000, orders="dfs,blend"),
 ) -> None:
-    """Run BlendServe's figures 9 to 12: throughput of `blend` over `dfs`, against density and sharing."""
+    """Run BlendServe's figures 9 to 12: throughput of `blend` over `dfs`, against density and sharing.
+
+    Figure 9 is of burstgpt, 10 of azure, 11 of sharegpt, 12 of wildchat.
+    """
     console = Console()
     experiment = pools.experiment(options, points.targets())
+    figure = f"figure {GRID_FIGURES[experiment.source]}"
     path = options.begin(
-        console, f"BlendServe, figure 9: {experiment.source}, mmlu and openvid", "blendserve-grid"
+        console, f"BlendServe, {figure}: {experiment.source}, mmlu and openvid", "blendserve-grid"
     )
-    result = _run(console, "blendserve-grid", experiment, options.jobs)
+    if points.output is None:
+        result = _run(console, "blendserve-grid", experiment, options.jobs)
+    else:
+        with closing(PointFile(points.output, experiment)) as file:
+            num_finished = sum(target in file.finished for target in experiment.targets)
+            console.print(
+                f"{num_finished} of {len(experiment.targets)} points are in {points.output}",
+                markup=False,
+                soft_wrap=True,
+            )
+            result = _run(console, "blendserve-grid", experiment, options.jobs, file)
     _print_grid(console, result)
+    if path is not None and not result.speedups():
+        console.print(f"No plot: it compares {BLEND} with {REFERENCE}.", highlight=False)
+        path = None
     if path is not None:
         from backfill.simulation.blend_plot import save_grid_plot
 
@@ -166,11 +192,12 @@ def blendserve_usage(
     path = options.begin(console, f"BlendServe, figure 8: trace {trace.trace}", "blendserve-usage")
     result = _run(console, "blendserve-usage", experiment, options.jobs)
     _print_point(console, f"trace {trace.trace}", result.points[0])
+    _print_usage(console, result.points[0])
     if path is not None:
         from backfill.simulation.blend_plot import save_usage_plot
 
         save_usage_plot(path, result.points[0])
-    options.end(console, path, result.as_json())
+    options.end(console, path, {**result.as_json(), "usage": result.points[0].usage_as_json()})
 
 
 _POOLS = "source source_lengths requests interference"
@@ -182,7 +209,7 @@ table2_app = command(
 )
 grid_app = command(
     blendserve_grid,
-    {"Pools": f"{_POOLS} densities sharings", "Runs": _RUNS, "Output": "plot json"},
+    {"Pools": f"{_POOLS} densities sharings", "Runs": _RUNS, "Output": "output plot json"},
     prefix="BACKFILL_SIMULATE_BLENDSERVE_GRID_",
 )
 usage_app = command(
@@ -191,28 +218,48 @@ usage_app = command(
     prefix="BACKFILL_SIMULATE_BLENDSERVE_USAGE_",
 )
 
-_COLUMNS = {
+_FIGURES = {
     "tokens_per_s": ("tokens/s", ".0f"),
-    "sharing": ("of prompts cached", ".3f"),
-    "of_optimal_sharing": ("/ optimal", ".3f"),
+    "speedup": (f"/ {REFERENCE}", ".3f"),
     "of_optimum": ("/ achievable optimum", ".3f"),
-    "of_optimum_with_longest": ("/ with the longest output", ".3f"),
+    "of_optimum_with_longest": ("/ with longest output", ".3f"),
+    "sharing": ("prompts from cache", ".3f"),
+    "of_optimal_sharing": ("/ optimal sharing", ".3f"),
     "num_preemptions": ("preempted", ".0f"),
     "recomputed_share": ("recomputed", ".2%"),
 }
+_NUM_PARTS = 10  # of a run, whose usage is printed
 
 
-def _run(console: Console, scenario: str, experiment: BlendExperiment, num_processes: int) -> BlendResult:
+def _run(
+    console: Console,
+    scenario: str,
+    experiment: BlendExperiment,
+    num_processes: int,
+    file: PointFile | None = None,
+) -> BlendResult:
     def on_done(run: PoolRun, result: PoolResult) -> None:
         mix = run.mix
         console.print(
             f"density {mix.density:g}, sharing {mix.sharing:g}, seed {mix.seed}: {run.order} done, "
             f"{result.num_steps} steps, {result.seconds:.0f} s on the simulated device",
             style="dim",
+            soft_wrap=True,
         )
 
-    with interruptible():
-        return run_blend(scenario, experiment, num_processes, on_done)
+    finished = {} if file is None else file.finished
+    num_left = sum(target not in finished for target in experiment.targets)
+    num_runs = num_left * experiment.num_seeds * len(experiment.orders)
+    with interruptible(), live_sweep(console, num_runs) as progress:
+        return run_blend(
+            scenario,
+            experiment,
+            num_processes,
+            on_done,
+            on_point=lambda point: None if file is None else file.add(point),
+            finished=finished,
+            progress=progress,
+        )
 
 
 def _print_sources(console: Console, experiment: BlendExperiment) -> None:
@@ -235,14 +282,24 @@ def _print_point(console: Console, name: str, point: BlendPoint) -> None:
         f"sharing {point.drawn.sharing:.3f} of all tokens (target {point.target.sharing:g}); "
         f"{sum(point.num_requests.values())} requests: {counts}"
     )
-    table = Table(title=name, pad_edge=False, padding=(0, 0, 0, 1))
-    table.add_column("order", no_wrap=True)
-    for heading in (*(heading for heading, _ in _COLUMNS.values()), f"/ {REFERENCE}"):
-        table.add_column(heading, justify="right")
-    for order, figures in point.orders.items():
-        cells = [format(getattr(figures, name), kind) for name, (_, kind) in _COLUMNS.items()]
-        table.add_row(order, *cells, cell(point.speedup(order), ".3f"))
-    console.print(table)
+    columns: dict[str, dict[str, float | None]] = {
+        order: {**asdict(figures), "speedup": point.speedup(order)} for order, figures in point.orders.items()
+    }
+    print_rows(console, name, _FIGURES, columns)
+
+
+def _print_usage(console: Console, point: BlendPoint) -> None:
+    """Of each tenth of the steps, the mean seconds of either resource."""
+    columns: dict[str, dict[str, float]] = {}
+    for order, result in point.usage.items():
+        for name, seconds in (("compute", result.compute_s), ("memory", result.memory_s)):
+            parts = enumerate(np.array_split(1000 * seconds, _NUM_PARTS))
+            columns[f"{order} {name}"] = {str(index): part.mean() for index, part in parts if len(part)}
+    rows = {
+        str(index): (f"{index / _NUM_PARTS:.0%} to {(index + 1) / _NUM_PARTS:.0%}", ".1f")
+        for index in range(_NUM_PARTS)
+    }
+    print_rows(console, "ms a step, either resource alone on the device", rows, columns, "steps")
 
 
 def _print_summary(console: Console, result: BlendResult) -> None:
@@ -274,19 +331,15 @@ def _print_summary(console: Console, result: BlendResult) -> None:
 
 
 def _print_grid(console: Console, result: BlendResult) -> None:
-    targets = [point.target for point in result.points]
-    densities = list(dict.fromkeys(target.density for target in targets))
-    table = Table(title=f"Throughput of {BLEND} over {REFERENCE}", pad_edge=False, padding=(0, 0, 0, 1))
-    for heading in ("sharing", *(f"{density:g}" for density in densities)):
-        table.add_column(heading, justify="right")
-    by_target = {point.target: point for point in result.points}
-    for sharing in dict.fromkeys(target.sharing for target in targets):
-        row = [by_target[Target(density, sharing)].speedup() for density in densities]
-        table.add_row(f"{sharing:g}", *(cell(speedup, ".3f") for speedup in row))
-    console.print(table)
+    columns: dict[str, dict[str, float | None]] = {}
+    for point in result.points:
+        column = columns.setdefault(f"shared {100 * point.target.sharing:g}%", {})
+        column[f"{point.target.density:g}"] = point.speedup()
+    rows = {name: (name, ".3f") for each in columns.values() for name in each}
     speedups = result.speedups()
-    mean, least, most = PAPER_GRID[result.experiment.source]
     if speedups:
+        print_rows(console, f"Throughput of {BLEND} over {REFERENCE}", rows, columns, "density")
+        mean, least, most = PAPER_GRID[result.experiment.source]
         console.print(
             f"mean {fmean(speedups):.3f}, {min(speedups):.3f} to {max(speedups):.3f} "
             f"(paper: {cell(mean, '.3f') or 'no mean'}, {least:g} to {most:g})"

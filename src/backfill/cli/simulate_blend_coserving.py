@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import cast
 
 from rich.console import Console
-from rich.table import Table
 
 from backfill.cli.command import command
 from backfill.cli.interrupts import interruptible
+from backfill.cli.sweep_progress import live_sweep
 from backfill.cli.sweeps import SweepOptions, names_of
+from backfill.cli.tables import print_rows
 from backfill.core.options import check_types
 from backfill.simulation.blend_coserving import (
     VARIANTS,
@@ -90,8 +91,8 @@ def blendserve_coserving(points: CoserveBlendOptions, options: SweepOptions) -> 
         console.print(f"{run.traffic.name}, seed {run.traffic.seed}: {name} done", style="dim")
 
     console.print("[bold]Orders of an offline pool beside online traffic[/bold]")
-    with interruptible():
-        comparison = compare_coserving(experiment, options.jobs, on_done)
+    with interruptible(), live_sweep(console, len(experiment.runs())) as progress:
+        comparison = compare_coserving(experiment, options.jobs, on_done, progress)
     for traffic, variants in comparison.figures.items():
         _print_traffic(console, f"{traffic} traffic, load {experiment.load:g}", variants)
     options.end(console, None, comparison.as_json())
@@ -107,11 +108,13 @@ app = command(
     prefix="BACKFILL_SIMULATE_BLENDSERVE_COSERVING_",
 )
 
-_COLUMNS = {
+_FIGURES = {
     "offline_tok_s": ("offline tok/s", ".0f"),
-    "offline_rps": ("req/s", ".2f"),
+    "offline_rps": ("offline req/s", ".2f"),
     "optimal_s_per_s": ("optimal s/s", ".3f"),
     "of_optimum": ("/ optimum", ".3f"),
+    "offline_compute": ("compute s/s", ".3f"),
+    "offline_memory": ("memory s/s", ".3f"),
     "imbalance": ("imbalance", ".1%"),
     "ttft_attainment": ("TTFT met", ".2%"),
     "tpot_attainment": ("TPOT met", ".2%"),
@@ -121,10 +124,4 @@ _COLUMNS = {
 
 
 def _print_traffic(console: Console, title: str, variants: Mapping[str, CoserveFigures]) -> None:
-    table = Table(title=title, pad_edge=False, padding=(0, 0, 0, 1))
-    table.add_column("order", no_wrap=True)
-    for heading, _ in _COLUMNS.values():
-        table.add_column(heading, justify="right")
-    for name, figures in variants.items():
-        table.add_row(name, *(format(getattr(figures, key), kind) for key, (_, kind) in _COLUMNS.items()))
-    console.print(table)
+    print_rows(console, title, _FIGURES, {name: asdict(figures) for name, figures in variants.items()})

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import cast
 
 from rich.console import Console
-from rich.table import Table
 
 from backfill.cli.command import command
 from backfill.cli.interrupts import interruptible
+from backfill.cli.sweep_progress import live_sweep
 from backfill.cli.sweeps import SweepOptions, names_of
+from backfill.cli.tables import print_rows
 from backfill.core.options import check_types
 from backfill.simulation.blend_lengths import (
     CHECKPOINTS,
@@ -82,11 +83,12 @@ def blendserve_lengths(pools: LengthsOptions, options: SweepOptions) -> None:
             f"{run.pool.lengths}, seed {run.pool.seed}: {run.estimate} done, {result.num_steps} steps, "
             f"{result.seconds:.0f} s",
             style="dim",
+            soft_wrap=True,
         )
 
     console.print("[bold]Output lengths and the order blend[/bold]")
-    with interruptible():
-        comparison = compare_lengths(experiment, options.jobs, on_done)
+    with interruptible(), live_sweep(console, len(experiment.runs())) as progress:
+        comparison = compare_lengths(experiment, options.jobs, on_done, progress)
     for name, estimates in comparison.pools.items():
         _print_pool(console, f"{name}, density {experiment.density:g}", estimates)
     options.end(console, None, comparison.as_json())
@@ -103,22 +105,26 @@ app = command(
 )
 
 
+_FIGURES = {
+    "tokens_per_s": ("tokens/s", ".0f"),
+    "of_optimum": ("/ achievable optimum", ".3f"),
+    "speedup": (f"/ {REFERENCE}", ".3f"),
+    "num_preemptions": ("preempted", ".0f"),
+} | {f"error {share:g}": (f"density error at {share:.0%}", ".2f") for share in CHECKPOINTS}
+
+
 def _print_pool(console: Console, title: str, estimates: dict[EstimateName, LengthsFigures]) -> None:
-    caption = "percentages: relative error of the predicted density when so many requests have ended"
-    table = Table(title=title, caption=caption, pad_edge=False, padding=(0, 0, 0, 1))
-    table.add_column("estimate", no_wrap=True)
-    errors = [f"{share:.0%}" for share in CHECKPOINTS]
-    for heading in ("tokens/s", "/ optimum", f"/ {REFERENCE}", "preempted", *errors):
-        table.add_column(heading, justify="right")
     reference = estimates.get(REFERENCE)
-    for estimate, figures in estimates.items():
-        ratio = "" if reference is None else f"{figures.tokens_per_s / reference.tokens_per_s:.3f}"
-        table.add_row(
-            estimate,
-            f"{figures.tokens_per_s:.0f}",
-            f"{figures.of_optimum:.3f}",
-            ratio,
-            f"{figures.num_preemptions:.0f}",
-            *(f"{error:.2f}" for error in figures.errors),
-        )
-    console.print(table)
+    columns: dict[str, dict[str, object]] = {
+        estimate: {
+            **asdict(figures),
+            "speedup": None if reference is None else figures.tokens_per_s / reference.tokens_per_s,
+            **{f"error {share:g}": error for share, error in zip(CHECKPOINTS, figures.errors, strict=True)},
+        }
+        for estimate, figures in estimates.items()
+    }
+    print_rows(console, title, _FIGURES, columns)
+    console.print(
+        "Density errors: of the density predicted for what has not ended, relative, when so many requests "
+        "have ended."
+    )

@@ -32,19 +32,19 @@ from backfill.simulation.bros import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BrosOptions:
-    """The points of the experiment.
+    """The points of an experiment.
 
     Attributes:
-        models: models to serve, separated by commas: opt-13b, opt-30b, llama-3-70b. Default: all.
-        workloads: lengths of online requests, separated by commas: sharegpt, lmsys. Default: both.
-        rates: online requests per second, separated by commas, or all for 1 to 15. Default: 1,3,5,8,11,15.
+        models: models to serve, separated by commas, of opt-13b, opt-30b and llama-3-70b.
+        workloads: lengths of online requests, separated by commas, of sharegpt and lmsys.
+        rates: online requests per second, separated by commas, or all for 1 to 15.
         duration: seconds of a trace. The paper's are 600.
         online_lengths: CSV of prompt and output lengths instead of those drawn for sharegpt.
     """
 
-    models: str | None = None
-    workloads: str | None = None
-    rates: str | None = None
+    models: str = ",".join(MODELS)
+    workloads: str = ",".join(WORKLOADS)
+    rates: str = ",".join(f"{rate:g}" for rate in RATES_PER_S)
     duration: float = DURATION_S
     online_lengths: Path | None = None
 
@@ -52,14 +52,14 @@ class BrosOptions:
         """Raises: ConfigError."""
         check_types(self)
 
-    def experiment(self, options: SweepOptions) -> BrosExperiment:
-        """Raises: ConfigError."""
+    def experiment(self, options: SweepOptions, policies: tuple[str, ...] = POLICIES) -> BrosExperiment:
+        """Those of ``policies`` run unless the options name others. Raises: ConfigError."""
         is_all = self.rates == "all"
         experiment = BrosExperiment(
-            models=names_of(self.models, tuple(MODELS)),
-            workloads=names_of(self.workloads, tuple(WORKLOADS)),
-            rates_per_s=(ALL_RATES_PER_S if is_all else numbers_of("rates", self.rates, RATES_PER_S)),
-            policies=names_of(options.policies, POLICIES),
+            models=names_of(self.models),
+            workloads=names_of(self.workloads),
+            rates_per_s=ALL_RATES_PER_S if is_all else numbers_of("rates", self.rates),
+            policies=names_of(options.policies, policies),
             online_lengths=self.online_lengths,
             duration_s=self.duration,
             num_seeds=options.seeds,
@@ -79,7 +79,7 @@ def bros_tradeoff(points: BrosOptions, options: SweepOptions) -> None:
     path = options.begin(console, title, "bros-tradeoff")
 
     def on_done(setting: Setting, policy: str, _: Mapping[str, float]) -> None:
-        console.print(f"{_title(setting)}: {policy} done", style="dim")
+        console.print(f"{title_of(setting)}: {policy} done", style="dim")
 
     with interruptible():
         result = run_bros(experiment, options.jobs, on_done)
@@ -149,7 +149,8 @@ def _print_comparisons(console: Console, workload: str, result: BrosResult) -> N
     console.print(table)
 
 
-def _title(setting: Setting) -> str:
+def title_of(setting: Setting) -> str:
+    """The point in words."""
     return f"{setting.model}, {setting.workload}, {setting.rate_per_s:g} requests/s"
 
 
@@ -158,4 +159,5 @@ def _change(reduction: float | None) -> str:
 
 
 def _times(ratio: float | None) -> str:
+    """A ratio in a cell; empty where there is none."""
     return "" if ratio is None else f"x {ratio:.2f}"

@@ -63,14 +63,14 @@ class SweepOptions:
             print(json.dumps(content))
 
 
-def names_of(text: str | None, default: tuple[str, ...]) -> tuple[str, ...]:
+def names_of(text: str | None, default: tuple[str, ...] = ()) -> tuple[str, ...]:
     """Names separated by commas, each once."""
     if text is None:
         return default
     return tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
 
 
-def numbers_of(field: str, text: str | None, default: tuple[float, ...]) -> tuple[float, ...]:
+def numbers_of(field: str, text: str | None, default: tuple[float, ...] = ()) -> tuple[float, ...]:
     """Numbers separated by commas, each once. Raises: ConfigError."""
     if text is None:
         return default

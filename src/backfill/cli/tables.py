@@ -50,19 +50,34 @@ def print_figures(
         policies: figures of each policy by key; None or missing where it has none. A tuple is a median, the
             least and the most value.
     """
-    keys = figures.split()
-    names = [_FIGURES[key][0] for key in keys]
-    columns = {
-        policy: [_cell(known.get(key), _FIGURES[key][1]) for key in keys]
-        for policy, known in policies.items()
+    print_rows(console, title, {key: _FIGURES[key] for key in figures.split()}, policies)
+
+
+def print_rows(
+    console: Console,
+    title: str,
+    rows: Mapping[str, tuple[str, str]],
+    columns: Mapping[str, Mapping[str, Any]],
+    corner: str = "",
+) -> None:
+    """The same, with rows that are not figures of a policy.
+
+    Args:
+        rows: name and format of each row, by its key in the columns.
+        corner: heading of the names.
+    """
+    names = [name for name, _ in rows.values()]
+    cells_of = {
+        column: [_cell(known.get(key), kind) for key, (_, kind) in rows.items()]
+        for column, known in columns.items()
     }
-    for part in _parts(console.width, names, columns):
+    for part in _parts(console.width, [corner, *names], cells_of):
         table = Table(title=title)
-        table.add_column("")
+        table.add_column(corner)
         for column in part:
             table.add_column(column, justify="right", overflow="fold")
         for index, name in enumerate(names):
-            cells = [columns[column][index] for column in part]
+            cells = [cells_of[column][index] for column in part]
             if any(cells):
                 table.add_row(name, *cells)
         console.print(table)

@@ -21,6 +21,7 @@ from backfill.simulation.blend_mix import MixSpec
 from backfill.simulation.blend_run import HARDWARE
 from backfill.simulation.blend_sources import COMPUTE_SOURCES
 from backfill.simulation.coserving_traffic import TRAFFICS, OnlineTraffic, TrafficName
+from backfill.simulation.run_progress import SweepProgress
 from backfill.simulation.sweep import check_names, check_positive, processes
 
 LONG_SOURCE = "reasoning"
@@ -182,6 +183,7 @@ def compare_coserving(
     experiment: CoserveExperiment,
     num_processes: int = 1,
     on_done: Callable[[str, CoserveRun, CoserveResult], None] = lambda *_: None,
+    progress: SweepProgress | None = None,
 ) -> CoserveComparison:
     """Run every variant beside every traffic. ``on_done`` is called after each, in order.
 
@@ -190,7 +192,7 @@ def compare_coserving(
     experiment.validate()
     runs = experiment.runs()
     found: dict[TrafficName, dict[str, list[CoserveResult]]] = {}
-    with processes(num_processes) as pool:
+    with processes(num_processes, progress) as pool:
         results = pool.map(run_coserving, [run for _, run in runs])
         for (name, run), result in zip(runs, results, strict=True):
             if result.num_left == 0:

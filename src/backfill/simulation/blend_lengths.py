@@ -22,6 +22,7 @@ from backfill.costs.overlap import INTERFERENCE, OverlappedCostModel
 from backfill.simulation.blend_run import HARDWARE, PoolLoop, resource_model, step_tokens
 from backfill.simulation.length_groups import LENGTHS, GroupedPool, GroupSpec, draw_groups
 from backfill.simulation.optimal_work import PoolWork, WorkModel
+from backfill.simulation.run_progress import SweepProgress
 from backfill.simulation.sweep import check_names, check_positive, processes
 
 EstimateName = Literal["exact", "moments", "point", "pool-mean"]
@@ -275,6 +276,7 @@ def compare_lengths(
     experiment: LengthsExperiment,
     num_processes: int = 1,
     on_done: Callable[[LengthsRun, LengthsResult], None] = lambda *_: None,
+    progress: SweepProgress | None = None,
 ) -> LengthsComparison:
     """Run every estimate on every pool. ``on_done`` is called after each, in order.
 
@@ -283,7 +285,7 @@ def compare_lengths(
     experiment.validate()
     runs = experiment.runs()
     found: dict[str, dict[EstimateName, list[LengthsResult]]] = {}
-    with processes(num_processes) as pool:
+    with processes(num_processes, progress) as pool:
         for run, result in zip(runs, pool.map(run_lengths, runs), strict=True):
             found.setdefault(run.pool.lengths, {}).setdefault(run.estimate, []).append(result)
             on_done(run, result)

@@ -32,6 +32,7 @@ from backfill.simulation.blend_sources import TraceFigures
 from backfill.simulation.device import executor_info
 from backfill.simulation.optimal_work import PoolWork, WorkModel
 from backfill.simulation.pool_feed import PoolFeed
+from backfill.simulation.run_progress import RunShare
 
 HARDWARE = "a100-80g-llama-3-8b"
 _CONTEXT_TOKENS = 131_072  # of Llama 3.1; the profile is of Llama 3, whose shapes are the same
@@ -43,6 +44,7 @@ _TILE_TOKENS = 128  # of the sizes of BlendServe's batches (section 4)
 # Requests that wait in the engine, so that a step never lacks prompts; more would let its queue decide.
 _QUEUE_DEPTH = 32
 _NUM_BINS = 400
+_PROGRESS_STEPS = 64
 
 Floats = NDArray[np.float64]
 
@@ -238,7 +240,7 @@ class PoolLoop:
             max_prefill_chunk_tokens=max_step_tokens,
         )
         self._policy = SizedSteps(max_step_tokens)
-        self.engine = Engine(config, self._executor, self.clock, policy=self._policy)
+        self.engine = Engine(config, self._executor, self.clock, policy=lambda *_: self._policy)
         self._is_blend = order == "blend"
         self._token_s = resource_model(cost).token_s
         self._step_sizes = blend_step_sizes(cost, max_step_tokens)
@@ -253,6 +255,11 @@ class PoolLoop:
         )
         self.compute_s = array("d")
         self.memory_s = array("d")
+        self._num_tokens = sum(len(each.prompt_token_ids) for each in requests) + sum(outputs)
+        self._outputs = outputs
+        self._unended = sorted(range(len(outputs)), key=outputs.__getitem__)  # the longest one is the last
+        self._has_ended = bytearray(len(outputs))
+        self._share = RunShare()
 
     def run(self) -> None:
         self._feed.top_up()
@@ -266,12 +273,37 @@ class PoolLoop:
                 self._feed.on_step()
                 if self._is_blend:
                     self._set_step_size(memory_s)
+                if len(self.compute_s) % _PROGRESS_STEPS == 0:
+                    self._note_share()
             for output in outputs:
                 assert output.message is None, f"{output.request_id}: {output.message}"
                 if output.finish_reason is not None:
                     self._finish(output.request_id)
             self._feed.top_up()
         assert not self._pool.num_waiting, "the engine is idle and requests wait"
+        self._share.note(1.0)
+
+    def _note_share(self) -> None:
+        """Of all tokens, or of the steps if these are fewer: the longest output may outlast the others."""
+        counters = self.engine.scheduler.counters[ServiceClass.OFFLINE]
+        num_new = counters.num_computed_tokens - counters.num_recomputed_tokens
+        num_steps = len(self.compute_s)
+        self._share.note(
+            min(
+                (num_new + counters.num_prefix_hit_tokens) / self._num_tokens,
+                num_steps / (num_steps + self._num_steps_of_longest()),
+            )
+        )
+
+    def _num_steps_of_longest(self) -> int:
+        """Tokens that the longest output not yet ended lacks."""
+        while self._unended and self._has_ended[self._unended[-1]]:
+            self._unended.pop()
+        if not self._unended:
+            return 0
+        number = self._unended[-1]
+        request = self._feed.in_flight.get(RequestId(str(number)))
+        return self._outputs[number] - (0 if request is None else len(request.output_token_ids))
 
     def _set_step_size(self, memory_s: float) -> None:
         """As many tokens beside this memory traffic as what has not ended has, or a little more.
@@ -284,6 +316,7 @@ class PoolLoop:
 
     def _finish(self, request_id: RequestId) -> None:
         self._feed.finish(request_id)
+        self._has_ended[int(request_id)] = True
 
 
 def _binned(values: array[float]) -> Floats:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
+from types import MappingProxyType
 from typing import Any, NamedTuple, get_args
 
 import numpy as np
@@ -17,6 +18,7 @@ from backfill.costs.overlap import INTERFERENCE
 from backfill.simulation.blend_mix import MixSpec, Usage
 from backfill.simulation.blend_run import HARDWARE, PoolResult, PoolRun, run_pool
 from backfill.simulation.blend_sources import COMPUTE_SOURCES, SOURCES, TraceFigures
+from backfill.simulation.run_progress import SweepProgress
 from backfill.simulation.sweep import check_names, check_positive, processes
 
 ORDERS: tuple[OrderName, ...] = ("fcfs", "random", "dfs", "batchllm", "blend")
@@ -50,6 +52,8 @@ PAPER_GRID: Mapping[str, tuple[float | None, float, float]] = {
     "sharegpt": (None, 1.08, 1.17),
     "wildchat": (None, 1.08, 1.31),
 }
+GRID_FIGURES: Mapping[str, int] = {"burstgpt": 9, "azure": 10, "sharegpt": 11, "wildchat": 12}
+"""The paper's figure of each source's grid."""
 PAPER_TABLE2 = {
     "speedup_mean": 1.2084,
     "speedup_least": 1.1934,
@@ -148,7 +152,7 @@ class BlendPoint:
 
     Attributes:
         drawn: density and sharing that the first seed's pool has.
-        usage: the first seed's results, for plots.
+        usage: the first seed's results, for plots; empty where the point was read from a file.
     """
 
     target: Target
@@ -162,6 +166,40 @@ class BlendPoint:
         if order not in self.orders or over not in self.orders:
             return None
         return self.orders[order].tokens_per_s / self.orders[over].tokens_per_s
+
+    def usage_as_json(self) -> dict[str, Any]:
+        """Seconds of either resource, averaged over runs of equally many steps (figure 8)."""
+        return {
+            order: {
+                "num_steps": result.num_steps,
+                "compute_s": result.compute_s.tolist(),
+                "memory_s": result.memory_s.tolist(),
+            }
+            for order, result in self.usage.items()
+        }
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "target": self.target._asdict(),
+            "drawn": self.drawn._asdict(),
+            "num_requests": dict(self.num_requests),
+            "speedup": self.speedup(),
+            "orders": {
+                order: {name: getattr(figures, name) for name in OrderFigures.__slots__}
+                for order, figures in self.orders.items()
+            },
+        }
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> BlendPoint:
+        """Of ``as_json``. Raises: KeyError, TypeError or AttributeError for anything else."""
+        return cls(
+            Target(**content["target"]),
+            TraceFigures(**content["drawn"]),
+            content["num_requests"],
+            {order: OrderFigures(**figures) for order, figures in content["orders"].items()},
+            {},
+        )
 
 
 @dataclass(slots=True)
@@ -187,19 +225,7 @@ class BlendResult:
             "num_requests": experiment.num_requests,
             "interference": experiment.interference,
             "num_seeds": experiment.num_seeds,
-            "points": [
-                {
-                    "target": point.target._asdict(),
-                    "drawn": point.drawn._asdict(),
-                    "num_requests": dict(point.num_requests),
-                    "speedup": point.speedup(),
-                    "orders": {
-                        order: {name: getattr(figures, name) for name in OrderFigures.__slots__}
-                        for order, figures in point.orders.items()
-                    },
-                }
-                for point in self.points
-            ],
+            "points": [point.as_json() for point in self.points],
             "speedup_mean": fmean(speedups) if speedups else None,
         }
 
@@ -209,22 +235,35 @@ def run_blend(
     experiment: BlendExperiment,
     num_processes: int = 1,
     on_done: Callable[[PoolRun, PoolResult], None] = lambda *_: None,
+    *,
+    on_point: Callable[[BlendPoint], None] = lambda _: None,
+    finished: Mapping[Target, BlendPoint] = MappingProxyType({}),
+    progress: SweepProgress | None = None,
 ) -> BlendResult:
     """Run every order on every pool. ``on_done`` is called after each, in order.
 
     Results do not depend on ``num_processes``. Raises: ConfigError.
+
+    Args:
+        on_point: is called once all runs of a target are done.
+        finished: points of an earlier run, which are not run again.
+        progress: counts what has been done of the runs.
     """
     experiment.validate()
-    runs = experiment.runs()
+    left = tuple(target for target in experiment.targets if target not in finished)
+    runs = replace(experiment, targets=left).runs()
     result = BlendResult(scenario, experiment)
-    with processes(num_processes) as pool:
+    with processes(num_processes, progress) as pool:
         done = iter(zip(runs, pool.map(run_pool, runs), strict=True))
         for target in experiment.targets:
-            results: dict[OrderName, list[PoolResult]] = {order: [] for order in experiment.orders}
-            for run, each in itertools.islice(done, experiment.num_seeds * len(experiment.orders)):
-                results[run.order].append(each)
-                on_done(run, each)
-            result.points.append(_point(target, results))
+            if (point := finished.get(target)) is None:
+                results: dict[OrderName, list[PoolResult]] = {order: [] for order in experiment.orders}
+                for run, each in itertools.islice(done, experiment.num_seeds * len(experiment.orders)):
+                    results[run.order].append(each)
+                    on_done(run, each)
+                point = _point(target, results)
+                on_point(point)
+            result.points.append(point)
     return result
 
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from backfill.core.errors import ConfigError
 from backfill.core.slo import SLO
 from backfill.costs.hardware import load_hardware_profile
+from backfill.simulation.metrics import PolicyMetrics
 from backfill.simulation.replay import Workload
 from backfill.simulation.request_lengths import (
     BROS_OFFLINE,
@@ -97,6 +98,8 @@ PAPER: Mapping[str, Any] = {
 FEASIBLE_ATTAINMENT = 0.9
 _MAX_STEP_TOKENS = 2048  # vLLM's of 2024 for these models: a prompt is whole where the step has room for it
 _NUM_OFFLINE = 4000
+
+Run = TypeVar("Run")
 
 
 class Setting(NamedTuple):
@@ -252,28 +255,41 @@ def run_bros(
 
     Results do not depend on ``num_processes``. Raises: ConfigError.
     """
+    points: dict[Setting, dict[str, Mapping[str, float]]] = {}
+
+    def receive(setting: Setting, policy: str, runs: Sequence[PolicyMetrics]) -> None:
+        figures = mean_figures(FIGURES, runs)
+        points.setdefault(setting, {})[policy] = figures
+        on_done(setting, policy, figures)
+
+    run_points(experiment, figures_of, num_processes, receive)
+    return BrosResult(experiment, [BrosPoint(*point) for point in points.items()])
+
+
+def run_points(
+    experiment: BrosExperiment,
+    function: Callable[[Simulation], Run],
+    num_processes: int,
+    receive: Callable[[Setting, str, Sequence[Run]], None],
+) -> None:
+    """Call ``function`` for every seed of every policy at every point.
+
+    ``receive`` gets what it returned for the seeds of each policy, in order. Raises: ConfigError.
+    """
     experiment.validate()
     sources = dict(WORKLOADS)
     if experiment.online_lengths is not None:
         sources["sharegpt"] = TraceLengths.read(experiment.online_lengths)
-    settings = experiment.settings()
+    runs = [(setting, policy) for setting in experiment.settings() for policy in experiment.policies]
     work = [
         point_simulation(experiment, setting, policy, sources[setting.workload], seed)
-        for setting in settings
-        for policy in experiment.policies
+        for setting, policy in runs
         for seed in range(1, experiment.num_seeds + 1)
     ]
-    result = BrosResult(experiment)
     with processes(num_processes) as pool:
-        results = pool.map(figures_of, work)
-        for setting in settings:
-            policies = {}
-            for policy in experiment.policies:
-                runs = list(itertools.islice(results, experiment.num_seeds))
-                policies[policy] = mean_figures(FIGURES, runs)
-                on_done(setting, policy, policies[policy])
-            result.points.append(BrosPoint(setting, policies))
-    return result
+        results = pool.map(function, work)
+        for setting, policy in runs:
+            receive(setting, policy, list(itertools.islice(results, experiment.num_seeds)))
 
 
 def point_simulation(

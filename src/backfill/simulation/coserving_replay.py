@@ -22,6 +22,7 @@ from backfill.execution.simulated_executor import SimulatedExecutor
 from backfill.simulation.optimal_work import PoolWork, Work
 from backfill.simulation.pool_feed import PoolFeed
 from backfill.simulation.replay import Replay, Totals, Workload
+from backfill.simulation.run_progress import RunShare
 
 BIN_S = 10.0
 # Offline requests that wait in the engine, so that a step never lacks prompts.
@@ -161,6 +162,7 @@ class PoolReplay(Replay):
         self._meter = OnlineMeter(engine)
         self._online_peak = 0.0
         self._finished = Done(0.0, Work(), 0, 0)
+        self._share = RunShare()
 
     def _step(self) -> None:
         began_s = self._elapsed_s
@@ -189,6 +191,7 @@ class PoolReplay(Replay):
         )
         decayed = self._online_peak * math.exp(-seconds / _RESERVE_DECAY_S)
         self._online_peak = max(decayed, float(self._meter.num_held_tokens))
+        self._share.note(self._elapsed_s / self._duration_s)
         rates = self._meter.on_time(self._elapsed_s)
         if rates is not None and self._knows_online:
             self._pool.online = self._pool.resources.use_of(*rates)

@@ -16,7 +16,7 @@ from backfill.execution.simulated_executor import SimulatedExecutor
 BLOCK_SIZE = 16
 # Planning, committing and delivering, between two steps of the real engine (docs/simulation.md). What a
 # safepoint takes there could not be told from 0.
-_HOST_S = 0.8e-3
+HOST_S = 0.8e-3
 
 
 def exact_behaviour(costs: CostProfile) -> DeviceBehaviour:
@@ -30,7 +30,7 @@ def typical_behaviour(costs: CostProfile) -> DeviceBehaviour:
         costs.cost,
         costs.copies,
         noise=StepNoise.of_error(costs.error),
-        host_s=_HOST_S,
+        host_s=HOST_S,
     )
 
 

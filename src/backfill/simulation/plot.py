@@ -30,6 +30,7 @@ COLOURS = {
     "bros": "#de77ae",
     "bros-swap": "#f1b6da",
     "bros-recompute": "#c51b7d",
+    "bros-recompute-late": "#7a0177",
     "bros-bidirectional": "#8e0152",
     "slo-bidirectional": "#00441b",
 }
@@ -48,6 +49,11 @@ def save_plot(path: Path, result: ScenarioResult) -> None:
         _plot_timeline(axes, result.points[0], result)
     else:
         _plot_sweep(axes, result)
+    write_figure(figure, path)
+
+
+def write_figure(figure: Figure, path: Path) -> None:
+    """Write a PNG. Raises: ConfigError when the file cannot be written."""
     try:
         figure.savefig(path, dpi=110, format="png")
     except OSError as error:

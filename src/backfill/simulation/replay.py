@@ -7,7 +7,7 @@ import math
 import time
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from backfill.core.clock import Clock, VirtualClock
 from backfill.core.config import SchedulerConfig
@@ -20,6 +20,7 @@ from backfill.costs.profile import CostProfile
 from backfill.engine.engine import Engine
 from backfill.engine.messages import TokenOutput
 from backfill.execution.simulated_executor import SimulatedExecutor
+from backfill.scheduling.policies.create import PolicyFactory
 from backfill.simulation.device import exact_behaviour, executor_info
 
 _FILLER_TOKEN = 5  # every model has this id
@@ -107,6 +108,13 @@ class ReplayResult:
     num_prefix_hit_tokens: int
 
 
+class StepObserver(Protocol):
+    """Sees each step of a replay."""
+
+    def on_step(self, engine: Engine, began_s: float, ended_s: float) -> None:
+        """A step was planned, run and committed between these times of the replay."""
+
+
 class Totals(NamedTuple):
     """What a replay has counted so far."""
 
@@ -124,9 +132,18 @@ class Replay:
     Args:
         clock: the engine's.
         host_s: seconds that pass on a virtual clock after each step, before its tokens are delivered.
+        observer: told of each step.
     """
 
-    def __init__(self, engine: Engine, clock: Clock, workload: Workload, *, host_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        clock: Clock,
+        workload: Workload,
+        *,
+        host_s: float = 0.0,
+        observer: StepObserver | None = None,
+    ) -> None:
         self._engine = engine
         self._clock = clock
         self._online = workload.online
@@ -134,6 +151,7 @@ class Replay:
         self._duration_s = workload.duration_s
         self._origin_s = clock.now_s()
         self._host_s = host_s
+        self._observer = observer
         self._numbers = itertools.count()  # of all requests, in both classes
         self._next_arrival = 0
         self._num_offline = 0
@@ -209,8 +227,11 @@ class Replay:
         return self._clock.now_s() - self._origin_s
 
     def _step(self) -> None:
+        began_s = self._elapsed_s
         outputs = self._engine.step()
         self._num_steps += 1
+        if self._observer is not None:
+            self._observer.on_step(self._engine, began_s, self._elapsed_s)
         if isinstance(self._clock, VirtualClock):
             self._clock.advance(self._host_s)
         now_s = self._clock.now_s()
@@ -279,7 +300,9 @@ def simulate(
     *,
     behaviour: DeviceBehaviour | None = None,
     profile: CostProfile | None = None,
+    policy: PolicyFactory | None = None,
     seed: int = 0,
+    observer: StepObserver | None = None,
 ) -> ReplayResult:
     """Replay a workload on a virtual clock.
 
@@ -288,15 +311,17 @@ def simulate(
         host_kv_tokens: size of the KV pool in host memory.
         behaviour: what steps take; by default exactly the hardware profile's times.
         profile: what the engine predicts with; by default the hardware profile.
+        policy: makes the engine's policy instead of that of ``config``.
         seed: of the device's noise.
+        observer: told of each step.
     """
     clock = VirtualClock()
     behaviour = behaviour or exact_behaviour(hardware.costs)
     executor = SimulatedExecutor(executor_info(hardware, host_kv_tokens), behaviour, clock, seed=seed)
-    engine = Engine(config, executor, clock, profile or hardware.costs)
+    engine = Engine(config, executor, clock, profile or hardware.costs, policy=policy)
     if config.policy == "online-only":
         workload = replace(workload, offline=())
-    replay = Replay(engine, clock, workload, host_s=behaviour.host_s)
+    replay = Replay(engine, clock, workload, host_s=behaviour.host_s, observer=observer)
     executor.events = replay
     return replay.run()
 

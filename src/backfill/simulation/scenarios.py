@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,10 @@ from backfill.core.slo import SLO
 from backfill.costs.behaviour import DeviceBehaviour
 from backfill.costs.hardware import HardwareProfile, load_hardware_profile
 from backfill.costs.profile import CostProfile
+from backfill.scheduling.policies.bros import BrosPolicy
+from backfill.scheduling.policies.create import PolicyFactory
+from backfill.scheduling.policy import Policy
+from backfill.scheduling.prediction import StepPredictor
 from backfill.simulation.device import exact_behaviour, measured_profile, typical_behaviour
 from backfill.simulation.metrics import PolicyMetrics, metrics_of
 from backfill.simulation.replay import Lengths, ReplayResult, Workload, simulate
@@ -32,6 +37,9 @@ _NUM_OFFLINE = 4000
 _MAX_NUM_BATCHED_TOKENS = 1024
 _HOST_POOL_RATIO = 4
 
+# Blocks are shared by the variants that say so.
+_slo = partial(SchedulerConfig, policy="slo", kv_layout="unidirectional")
+
 # Policies that scenarios compare, some with parts switched off.
 VARIANTS: Mapping[str, SchedulerConfig] = {
     "online-only": SchedulerConfig(policy="online-only", checkpointing="none"),
@@ -40,21 +48,37 @@ VARIANTS: Mapping[str, SchedulerConfig] = {
     # The paper's vLLM++; then what vLLM does today.
     "priority": SchedulerConfig(policy="priority", checkpointing="swap", kv_restore="blocking"),
     "priority-recompute": SchedulerConfig(policy="priority", checkpointing="none"),
-    "slo-recompute-latest": SchedulerConfig(policy="slo", checkpointing="none", victims="latest"),
-    "slo-recompute": SchedulerConfig(policy="slo", checkpointing="none"),
-    "slo-swap": SchedulerConfig(policy="slo", checkpointing="swap", kv_restore="blocking"),
-    "slo-checkpoint": SchedulerConfig(policy="slo", checkpointing="adaptive", kv_restore="blocking"),
-    "slo": SchedulerConfig(policy="slo", checkpointing="adaptive"),
-    "slo-eager": SchedulerConfig(policy="slo", checkpointing="eager"),
+    "slo-recompute-latest": _slo(checkpointing="none", victims="latest"),
+    "slo-recompute": _slo(checkpointing="none"),
+    "slo-swap": _slo(checkpointing="swap", kv_restore="blocking"),
+    "slo-checkpoint": _slo(checkpointing="adaptive", kv_restore="blocking"),
+    "slo": _slo(checkpointing="adaptive"),
+    "slo-eager": _slo(checkpointing="eager"),
     # The two papers' own policies.
     "conserve": SchedulerConfig(policy="conserve", checkpointing="adaptive", preemption="discard"),
     "bros": SchedulerConfig(policy="bros", checkpointing="adaptive"),
     "bros-swap": SchedulerConfig(policy="bros", checkpointing="swap", kv_restore="blocking"),
     "bros-recompute": SchedulerConfig(policy="bros", checkpointing="none"),
+    # BROS without its KV cache, as its section 7.4.1 may be read: a waiting online request preempts nobody.
+    "bros-recompute-late": SchedulerConfig(policy="bros", checkpointing="none"),
     # Two requests in one block.
     "bros-bidirectional": SchedulerConfig(policy="bros", checkpointing="adaptive", kv_layout="bidirectional"),
     "slo-bidirectional": SchedulerConfig(policy="slo", checkpointing="adaptive", kv_layout="bidirectional"),
 }
+
+
+def _late_bros(config: SchedulerConfig, predictor: StepPredictor | None) -> Policy:
+    assert predictor is not None, "simulations have a cost profile"
+    return BrosPolicy(
+        predictor,
+        max_num_seqs=config.max_num_seqs,
+        max_chunk_tokens=min(config.max_num_batched_tokens, config.max_prefill_chunk_tokens),
+        preempts_for_waiting=False,
+    )
+
+
+OWN_POLICIES: Mapping[str, PolicyFactory] = {"bros-recompute-late": _late_bros}
+"""Policies of variants that no configuration has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +202,7 @@ def run_scenario(
                 _HOST_POOL_RATIO * hardware.kv_tokens,
                 behaviour=behaviour,
                 profile=profile,
+                policy=OWN_POLICIES.get(policy),
                 seed=scenario.seed,
             )
             num_hits = replay.num_prefix_hit_tokens

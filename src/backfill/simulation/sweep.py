@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from multiprocessing.sharedctypes import Synchronized
 from statistics import fmean
 from typing import TypeVar
 
@@ -18,8 +19,16 @@ from backfill.core.slo import SLO
 from backfill.costs.hardware import load_hardware_profile
 from backfill.simulation.device import measured_profile, typical_behaviour
 from backfill.simulation.metrics import PolicyMetrics, metrics_of
-from backfill.simulation.replay import Arrival, Lengths, ReplayResult, Workload, simulate
-from backfill.simulation.scenarios import VARIANTS
+from backfill.simulation.replay import (
+    Arrival,
+    Lengths,
+    ReplayResult,
+    StepObserver,
+    Workload,
+    simulate,
+)
+from backfill.simulation.run_progress import RunShare, SweepProgress, reporting_to
+from backfill.simulation.scenarios import OWN_POLICIES, VARIANTS
 from backfill.workloads.arrivals import burstiness_of_cv, gamma_arrivals
 
 _HOST_POOL_RATIO = 4
@@ -47,8 +56,8 @@ class Simulation:
     max_step_tokens: int
     seed: int
 
-    def replay(self) -> ReplayResult:
-        """The host's KV pool is four times the device's."""
+    def replay(self, observer: StepObserver | None = None) -> ReplayResult:
+        """The host's KV pool is four times the device's. ``observer`` is told of each step."""
         hardware = load_hardware_profile(self.hardware)
         config = replace(
             VARIANTS[self.policy],
@@ -65,7 +74,9 @@ class Simulation:
             _HOST_POOL_RATIO * hardware.kv_tokens,
             behaviour=behaviour,
             profile=measured_profile(hardware, behaviour, self.seed),
+            policy=OWN_POLICIES.get(self.policy),
             seed=self.seed,
+            observer=observer,
         )
         num_hits = replay.num_prefix_hit_tokens
         assert num_hits == 0, f"{self.policy}: {num_hits} tokens of prompts that differ are prefix hits"
@@ -91,13 +102,23 @@ class Processes:
 
 
 @contextmanager
-def processes(num_processes: int) -> Iterator[Processes]:
-    """Ends the processes with the block; what they have begun is dropped if the block raises."""
+def processes(num_processes: int, progress: SweepProgress | None = None) -> Iterator[Processes]:
+    """Ends the processes with the block; what they have begun is dropped if the block raises.
+
+    Args:
+        progress: counts what has been done of runs that say so.
+    """
     if num_processes == 1:
-        yield Processes(None)
+        with reporting_to(progress):
+            yield Processes(None)
         return
     context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(num_processes, mp_context=context, initializer=_end_on_interrupt)
+    pool = ProcessPoolExecutor(
+        num_processes,
+        mp_context=context,
+        initializer=_begin,
+        initargs=(None if progress is None else progress.value,),
+    )
     before = set(multiprocessing.active_children())
     try:
         yield Processes(pool)
@@ -109,9 +130,10 @@ def processes(num_processes: int) -> Iterator[Processes]:
         pool.shutdown(cancel_futures=True)
 
 
-def _end_on_interrupt() -> None:
+def _begin(num_done: Synchronized[float] | None) -> None:
     """An interrupt of the terminal reaches every process; only the command itself reports it."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    RunShare.num_done = num_done
 
 
 def online_requests(

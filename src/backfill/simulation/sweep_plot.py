@@ -8,10 +8,9 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from backfill.core.errors import ConfigError
 from backfill.simulation.bros import SLO_OF_ALL, BrosPoint, BrosResult
 from backfill.simulation.goodput import GoodputPoint, GoodputResult
-from backfill.simulation.plot import COLOURS
+from backfill.simulation.plot import COLOURS, write_figure
 
 _ROW_INCHES = 2.6
 
@@ -41,7 +40,7 @@ def save_goodput_plot(path: Path, result: GoodputResult) -> None:
         axis.set(xlabel="online load / capacity")
         axis.set_ylim(bottom=0)
     axes[0][0].legend(fontsize=7)
-    _write(figure, path)
+    write_figure(figure, path)
 
 
 def save_bros_plot(path: Path, result: BrosResult) -> None:
@@ -68,7 +67,7 @@ def save_bros_plot(path: Path, result: BrosResult) -> None:
             axis.set_ylim(bottom=0)
         row[0].set(ylabel=f"{model}, {workload}\nlatency/token (s)")
     axes[0][0].legend(fontsize=7)
-    _write(figure, path)
+    write_figure(figure, path)
 
 
 def _draw_policies(axis: Axes, points: Sequence[GoodputPoint], name: str, *, is_dotted: bool = False) -> None:
@@ -84,10 +83,3 @@ def _draw_policies(axis: Axes, points: Sequence[GoodputPoint], name: str, *, is_
             linestyle=":" if is_dotted else "-",
             marker=".",
         )
-
-
-def _write(figure: Figure, path: Path) -> None:
-    try:
-        figure.savefig(path, dpi=110, format="png")
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror or error}.") from error

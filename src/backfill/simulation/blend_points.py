@@ -1,0 +1,123 @@
+"""Finished points of a BlendServe grid in a file of JSON lines, so that an interrupted grid goes on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from backfill.core.errors import ConfigError
+from backfill.jobs.private_files import write_all
+from backfill.simulation.blend_run import HARDWARE
+from backfill.simulation.blendserve import BlendExperiment, BlendPoint, Target
+
+_DIGEST_DIGITS = 16
+_HEAD = b'{"settings": '
+# The option that sets each setting, where one does.
+_OPTIONS = {
+    "source": "`source`",
+    "source_lengths": "`source_lengths`",
+    "num_requests": "`requests`",
+    "num_seeds": "`seeds`",
+    "orders": "`orders`",
+    "interference": "`interference`",
+}
+
+
+class PointFile:
+    """A line for each finished point, with the settings of its runs.
+
+    Attributes:
+        finished: the points that the file had, those of other targets included.
+    """
+
+    def __init__(self, path: Path, experiment: BlendExperiment) -> None:
+        """Raises: ConfigError for a file that cannot be used, or that has points of other settings."""
+        self._path = path
+        self._settings = _settings(experiment)
+        try:
+            self._file = path.open("a+b", buffering=0)
+        except OSError as error:
+            raise self._unusable(error) from error
+        try:
+            self.finished = self._read()
+        except BaseException:
+            self._file.close()
+            raise
+
+    def add(self, point: BlendPoint) -> None:
+        """Append a point. Raises: ConfigError."""
+        line = json.dumps({"settings": self._settings, **point.as_json()}) + "\n"
+        try:
+            write_all(self._file.fileno(), line.encode())
+        except OSError as error:
+            raise self._unusable(error) from error
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _read(self) -> dict[Target, BlendPoint]:
+        """Raises: ConfigError."""
+        try:
+            self._file.seek(0)
+            *lines, torn = self._file.read().split(b"\n")
+            if not _HEAD.startswith(torn[: len(_HEAD)]):
+                raise self._foreign(len(lines) + 1)
+            points = [self._point(number, line) for number, line in enumerate(lines, 1)]
+            # A line without an end was being written when its command was ended.
+            self._file.truncate(self._file.tell() - len(torn))
+        except OSError as error:
+            raise self._unusable(error) from error
+        return {point.target: point for point in points}
+
+    def _point(self, number: int, line: bytes) -> BlendPoint:
+        """Raises: ConfigError."""
+        try:
+            content = json.loads(line)
+            settings, point = content["settings"], BlendPoint.from_json(content)
+            others = [name for name, value in self._settings.items() if settings[name] != value]
+        except (ValueError, TypeError, KeyError, AttributeError):
+            raise self._foreign(number) from None
+        if others:
+            name = others[0]
+            raise ConfigError(
+                f"`output` {self._path} has points of other settings: {_OPTIONS.get(name, name)} was "
+                f"{_shown(settings[name])}, and is {_shown(self._settings[name])}. Give the same settings, "
+                "or another file."
+            )
+        return point
+
+    def _foreign(self, number: int) -> ConfigError:
+        return ConfigError(f"`output` {self._path}: line {number} is no point of a grid.")
+
+    def _unusable(self, error: OSError) -> ConfigError:
+        return ConfigError(f"`output` {self._path} cannot be written: {error.strerror or error}.")
+
+
+def _settings(experiment: BlendExperiment) -> dict[str, Any]:
+    """What a point's figures depend on beside its target; a file of lengths counts by its content."""
+    lengths = experiment.lengths
+    return {
+        "hardware": HARDWARE,
+        "source": experiment.source,
+        "source_lengths": None if lengths is None else _digest_of(lengths),
+        "num_requests": experiment.num_requests,
+        "num_seeds": experiment.num_seeds,
+        "orders": list(experiment.orders),
+        "interference": experiment.interference,
+    }
+
+
+def _digest_of(path: Path) -> str:
+    """Raises: ConfigError."""
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()[:_DIGEST_DIGITS]
+    except OSError as error:
+        raise ConfigError(f"`source_lengths` {path} cannot be read: {error.strerror or error}.") from error
+
+
+def _shown(value: object) -> str:
+    if value is None:
+        return "not given"
+    return ",".join(map(str, value)) if isinstance(value, list) else str(value)

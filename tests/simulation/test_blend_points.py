@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import json
+import resource
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from backfill.core.errors import ConfigError
+from backfill.simulation import blendserve
+from backfill.simulation.blend_points import PointFile
+from backfill.simulation.blend_run import PoolResult, PoolRun
+from backfill.simulation.blendserve import BlendExperiment, Target
+from tests.cli.running import run_cli_here
+from tests.simulation.blend_doubles import invented
+
+GRID = ("simulate", "blendserve-grid", "--requests", "2000", "--sharings", "0.4", "--plot", "grid.png")
+RAN: list[tuple[float, str]] = []
+
+
+@pytest.fixture(autouse=True)
+def _invented_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """A pool of density 1.1 ends the command, as a signal would."""
+
+    def run(run: PoolRun) -> PoolResult:
+        if run.mix.density == 1.1:
+            raise KeyboardInterrupt
+        RAN.append((run.mix.density, run.order))
+        return invented(run)
+
+    monkeypatch.chdir(tmp_path)
+    with mock.patch.object(blendserve, "run_pool", run):
+        yield
+    RAN.clear()
+
+
+def test_an_interrupted_grid_goes_on() -> None:
+    stopped = run_cli_here(*GRID, "--densities", "0.8,0.9,1.1", "--output", "points.jsonl")
+    assert stopped.returncode == 130
+    assert "0 of 3 points are in points.jsonl" in stopped.stdout
+    assert len(Path("points.jsonl").read_text().splitlines()) == 2
+    assert RAN == [(0.8, "dfs"), (0.8, "blend"), (0.9, "dfs"), (0.9, "blend")]
+    RAN.clear()
+    with Path("points.jsonl").open("a") as file:
+        file.write('{"settings": {"hardw')  # was being written
+    resumed = run_cli_here(*GRID, "--densities", "0.8,0.9,1.0", "--output", "points.jsonl", "--json")
+    assert resumed.returncode == 0, resumed.stderr
+    assert "2 of 3 points are in points.jsonl" in resumed.stdout
+    assert RAN == [(1.0, "dfs"), (1.0, "blend")]
+    whole = run_cli_here(*GRID, "--densities", "0.8,0.9,1.0", "--json")
+    assert json.loads(resumed.stdout.splitlines()[-1]) == json.loads(whole.stdout.splitlines()[-1])
+    lines = [json.loads(line) for line in Path("points.jsonl").read_text().splitlines()]
+    assert [line["target"]["density"] for line in lines] == [0.8, 0.9, 1.0]
+    assert lines[0]["settings"]["num_requests"] == 2000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--requests", "3000"), "other settings: --requests was 2000, and is 3000"),
+        (("--seeds", "2"), "--seeds was 1, and is 2"),
+        (("--orders", "blend"), "--orders was dfs,blend, and is blend"),
+        (("--source", "azure"), "--source was burstgpt, and is azure"),
+        (("--interference", "ideal"), "--interference was blendserve, and is ideal"),
+        (("--source-lengths", "lengths.csv"), "--source-lengths was not given, and is "),
+        (("--source-lengths", "none.csv"), "--source-lengths none.csv cannot be read"),
+    ],
+)
+def test_points_of_other_settings_are_refused(arguments: tuple[str, ...], message: str) -> None:
+    Path("lengths.csv").write_text("num_prefill_tokens,num_decode_tokens\n100,20\n")
+    grid = (*GRID, "--densities", "0.8", "--output", "points.jsonl")
+    assert run_cli_here(*grid).returncode == 0
+    before = Path("points.jsonl").read_bytes()
+    refused = run_cli_here(*grid, *arguments)
+    assert refused.returncode == 1
+    assert message in refused.stderr
+    assert refused.stderr.count("\n") == 1
+    assert Path("points.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize("content", ["notes", "notes\n", '{"target": 1}\n', '{"settings": []}\n', "[]\n"])
+def test_other_files_are_left_as_they_are(content: str) -> None:
+    path = Path("notes.txt")
+    path.write_text(content)
+    with pytest.raises(ConfigError, match=r"`output` notes.txt: line 1 is no point of a grid"):
+        PointFile(path, BlendExperiment(targets=(Target(0.8, 0.4),)))
+    assert path.read_text() == content
+
+
+def test_a_point_that_is_written_in_part_is_an_error_and_the_next_run_drops_it() -> None:
+    path = Path("points.jsonl")
+    experiment = BlendExperiment(targets=(Target(0.8, 0.4),), num_requests=2000, orders=("dfs", "blend"))
+    assert run_cli_here(*GRID, "--densities", "0.8", "--output", str(path)).returncode == 0
+    file = PointFile(path, experiment)
+    (point,) = file.finished.values()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 20, limits[1]))
+    try:
+        with pytest.raises(ConfigError, match=r"`output` points.jsonl cannot be written: File too large"):
+            file.add(replace(point, target=Target(0.9, 0.4)))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    file.close()
+    again = PointFile(path, experiment)
+    assert list(again.finished) == [point.target]
+    again.close()
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_the_runs(tmp_path: Path) -> None:
+    for name in (str(tmp_path), "/no/such/folder/points.jsonl"):
+        done = run_cli_here(*GRID, "--densities", "0.8", "--output", name)
+        assert done.returncode == 1
+        assert f"--output {name} cannot be written" in done.stderr
+    assert not RAN

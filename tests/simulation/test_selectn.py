@@ -1,0 +1,261 @@
+from __future__ import annotations
+
+import json
+import pickle
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from backfill.core.errors import ConfigError
+from backfill.offloading.interval import step_time_s
+from backfill.simulation import selectn_contention
+from backfill.simulation.offloaded_model import (
+    SHAPES,
+    OffloadedModel,
+    PhaseLoad,
+    StepTimes,
+    in_grains,
+)
+from backfill.simulation.selectn import (
+    BatchUnit,
+    IntervalUnit,
+    LoadUnit,
+    best_interval,
+    objective_s,
+    run_units,
+)
+from backfill.simulation.selectn_baselines import FLEXGEN, device_layers, least_portion
+from backfill.simulation.selectn_contention import ContentionUnit
+from backfill.simulation.selectn_figures import FIGURES, run_selectn
+from backfill.simulation.selectn_plot import save_selectn_plot
+from backfill.simulation.selectn_result import (
+    ALONE,
+    DEEPSPEED,
+    RESIDENT,
+    SELECT_N,
+    Row,
+    SelectnResult,
+    compare,
+    model_of,
+)
+from tests.cli.running import run_cli_here
+
+MODEL = OffloadedModel(SHAPES["opt-6.7b"])
+DECODE = PhaseLoad("decode", 4, 64)
+STEPS = 100
+
+
+@pytest.fixture(scope="module")
+def slo() -> SelectnResult:
+    return run_units("selectn-slo", [LoadUnit("opt-6.7b", DECODE, (0.0, 0.5), (DEEPSPEED, *FLEXGEN), STEPS)])
+
+
+def test_the_chosen_interval_is_the_smallest_that_holds(slo: SelectnResult) -> None:
+    for row in slo.of(SELECT_N):
+        assert row.searched
+        assert row.interval == row.optimum is not None
+        assert row.over_slo is not None and row.over_slo <= 1.0
+        assert row.smaller_over_slo is not None and row.smaller_over_slo > 1.0
+    strict, loose = slo.of(SELECT_N)
+    assert (strict.interval or 0) > (loose.interval or 0)
+    assert {each.name: each.ours for each in compare(slo)}["interval is the exhaustive optimum"] == "2 of 2"
+
+
+def test_interval_1_takes_its_transfers(slo: SelectnResult) -> None:
+    for row in slo.of(DEEPSPEED):
+        assert row.p99_s == pytest.approx(32 * MODEL.transfer_s, rel=0.01)
+        assert row.host_bytes == 32 * MODEL.shape.layer_bytes
+
+
+def test_static_estimates_offload_less_the_less_they_count(slo: SelectnResult) -> None:
+    for flops, hidden, own, chosen in zip(
+        *(slo.of(name) for name in ("flexgen-flops", "flexgen", "flexgen-slo", SELECT_N)), strict=True
+    ):
+        assert flops.host_bytes < hidden.host_bytes < own.host_bytes
+        assert hidden.host_bytes < chosen.host_bytes
+        assert hidden.over_slo is not None and hidden.over_slo <= 1.0
+        assert own.over_slo is not None and own.over_slo < 1.02
+
+
+def test_a_layer_takes_the_longer_of_its_transfer_and_its_computation() -> None:
+    portion = 0.25
+    times = MODEL.run(DECODE, 1, num_steps=STEPS, portion=portion)
+    assert times.mean_s == pytest.approx(32 * portion * MODEL.transfer_s, rel=0.01)
+    hidden = MODEL.run(DECODE, 1, num_steps=STEPS, portion=0.05)
+    assert hidden.seconds == pytest.approx(MODEL.run(DECODE, None, num_steps=STEPS).seconds)
+
+
+def test_the_record_knows_steps_as_they_are() -> None:
+    times = MODEL.layer_times(DECODE)
+    for interval in (1, 3, 6, 9):
+        found = MODEL.run(DECODE, interval, num_steps=STEPS).p99_s
+        assert found == pytest.approx(step_time_s(times, interval), rel=0.03)
+    record = MODEL.record([DECODE])
+    assert record.find("decode", 3, 60) == record.loads[0]
+    assert record.times_of(record.loads[0]) == times
+
+
+def test_objectives_are_whole_grains_and_hold_without_offloading() -> None:
+    assert in_grains(0.0401) == pytest.approx(0.042)
+    assert in_grains(0.042) == pytest.approx(0.042)
+    slo_s = objective_s(MODEL, DECODE, 0.0)
+    assert MODEL.run(DECODE, None, num_steps=STEPS).p99_s <= slo_s
+
+
+def test_the_best_interval_may_be_none() -> None:
+    times = {1: StepTimes((3.0,) * 3), 2: StepTimes((1.0,) * 3), 3: StepTimes((2.0,) * 3)}
+    assert best_interval(times, 1.5) == 2
+    assert best_interval(times, 0.5) is None
+
+
+def test_memory_is_divided_between_weights_and_kv() -> None:
+    shape = MODEL.shape
+    used = MODEL.kv_tokens(None) * shape.kv_bytes_per_token + shape.weight_bytes
+    assert used == pytest.approx(MODEL.device.usable_bytes, abs=shape.kv_bytes_per_token)
+    saved = (MODEL.kv_tokens(4) - MODEL.kv_tokens(None)) * shape.kv_bytes_per_token
+    assert saved == pytest.approx(6 * shape.layer_bytes, abs=shape.kv_bytes_per_token)
+    rows = run_selectn(replace(FIGURES["selectn-maxlen"], models=("opt-13b",))).rows
+    assert not rows[-1].fits
+    assert [row.kv_tokens for row in rows] == sorted((row.kv_tokens for row in rows), reverse=True)
+
+
+def test_the_least_portion_makes_room() -> None:
+    model = OffloadedModel(SHAPES["opt-13b"])
+    assert least_portion(model, model.kv_tokens(None)) == 0.0
+    for tokens in (1, 1000, 3000):
+        portion = least_portion(model, tokens)
+        assert tokens <= model.kv_tokens_beside(device_layers(model, portion)) <= tokens + 1
+
+
+def test_batches_are_as_large_as_objective_and_memory_allow() -> None:
+    unit = BatchUnit("opt-13b", 256, 0.55, (*FLEXGEN, RESIDENT), STEPS)
+    rows = {row.system: row for row in unit.rows()}
+    assert RESIDENT not in rows and "flexgen-flops" not in rows  # the weights do not fit
+    for row in rows.values():
+        room = row.kv_tokens // (256 + 32)
+        assert room - 3 <= row.batch_size <= room  # a larger batch computes longer and may offload more
+        assert row.over_slo is not None and row.over_slo <= 1.02
+
+
+def test_every_interval_of_one_objective() -> None:
+    rows = IntervalUnit("opt-6.7b", DECODE, 0.5, STEPS).rows()
+    assert [row.interval for row in rows] == [*range(1, 33), None]
+    (chosen,) = [row for row in rows if row.system == SELECT_N]
+    assert chosen.interval == chosen.optimum
+
+
+def test_two_engines_on_a_bus() -> None:
+    unit = ContentionUnit(("opt-6.7b", "qwen2-beta-7b"), DECODE, 0.1, STEPS)
+    rows = unit.rows()
+    chosen = [row for row in rows if row.system == SELECT_N]
+    assert [row.interval for row in chosen] == [row.optimum for row in chosen]
+    assert all((row.over_slo or 2.0) <= 1.0 for row in chosen)
+    assert all((row.over_slo or 0.0) > 1.5 for row in rows if row.system == ALONE)
+
+
+def test_a_pair_that_does_not_fit_the_bus_has_no_interval() -> None:
+    rows = ContentionUnit(("opt-13b", "llama-13b"), PhaseLoad("decode", 8, 64), 0.1, STEPS).rows()
+    for row in rows:
+        if row.system == SELECT_N:
+            assert not row.exists
+            assert row.fits
+            assert (row.over_slo or 0.0) > 5.0
+    (held,) = [
+        each
+        for each in compare(SelectnResult("selectn-contention", tuple(rows), ()))
+        if each.name == "engines without any"
+    ]
+    assert held.ours == "2"
+
+
+def test_only_engines_with_an_interval_count_as_the_optimum() -> None:
+    row = Row(group="pair", x=1.0, system=SELECT_N, batch_size=1, searched=True)
+    rows = (
+        replace(row, interval=3, optimum=3),
+        replace(row, interval=3, optimum=2),
+        row,  # no offloading is the best
+        replace(row, found=False),
+        replace(row, interval=4, found=False),
+    )
+    compared = {each.name: each.ours for each in compare(SelectnResult("selectn-memory", rows, ()))}
+    assert compared["interval is the exhaustive optimum"] == "1 of 3"
+
+
+def test_no_pair_within_the_objective_is_not_a_pair_without_offloading() -> None:
+    unit = ContentionUnit(("opt-6.7b", "qwen2-beta-7b"), DECODE, 1e-6, STEPS)
+    models = [model_of(name) for name in unit.models]
+    instances = [unit._instance(model, 10) for model in models]
+    assert unit._optimum(models, instances) is None
+    relaxed = replace(unit, slo_s=0.1)
+    with pytest.MonkeyPatch.context() as changed:
+        changed.setattr(selectn_contention, "LINK_BYTES_PER_S", 1.0)  # no transfer is in time
+        assert relaxed._optimum(models, instances) == (None, None)
+
+
+def test_units_can_be_sent_to_other_processes() -> None:
+    for figure in FIGURES.values():
+        assert pickle.loads(pickle.dumps(figure.units())) == figure.units()
+
+
+def test_a_figure_has_the_papers_points() -> None:
+    assert [len(figure.units()) for figure in FIGURES.values()] == [4, 12, 2, 9, 1]
+    for figure in FIGURES.values():
+        if figure.models:
+            figure.validate()
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"models": ("gpt",)}, "models"),
+        ({"batches": (0,)}, "batches"),
+        ({"slacks": (-0.1,)}, "slacks"),
+        ({"num_steps": 10}, "steps"),
+    ],
+)
+def test_wrong_points_are_named(changed: dict[str, object], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        replace(FIGURES["selectn-memory"], **changed).validate()  # type: ignore[arg-type]
+
+
+def test_the_command_prints_tables_of_80_columns_and_json(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    plot = tmp_path / "plot.png"
+    memory = FIGURES["selectn-memory"]
+    monkeypatch.setattr("backfill.simulation.selectn_figures.BATCH_SLOS_S", (0.55,))
+    monkeypatch.setitem(FIGURES, "selectn-memory", replace(memory, batches=(4,)))
+    arguments = ("--steps", "100", "--plot", str(plot), "--json")
+    done = run_cli_here("simulate", "selectn-memory", *arguments)
+    assert done.returncode == 0, done.stderr
+    *lines, last = done.stdout.splitlines()
+    assert max(len(line) for line in lines if str(plot) not in line) <= 80
+    assert "…" not in done.stdout
+    content = json.loads(last)
+    assert content["scenario"] == "selectn-memory"
+    assert {row["system"] for row in content["rows"]} == {SELECT_N, *FLEXGEN}
+    assert any("A10" in line for line in content["settings"])
+    assert plot.read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [(("selectn-slo", "--models", "gpt"), "models"), (("selectn-contention", "--batches", "1.5"), "batches")],
+)
+def test_the_command_refuses_what_it_does_not_know(arguments: tuple[str, ...], named: str) -> None:
+    done = run_cli_here("simulate", *arguments)
+    assert done.returncode == 1
+    assert f"--{named}" in done.stderr
+
+
+def test_a_plot_that_cannot_be_written_is_named(tmp_path: Path, slo: SelectnResult) -> None:
+    with pytest.raises(ConfigError, match="cannot be written"):
+        save_selectn_plot(tmp_path / "no" / "plot.png", slo, "title")
+
+
+def test_a_comparison_without_the_other_system_is_left_out() -> None:
+    row = Row(group="opt-6.7b decode", x=0.1, system=SELECT_N, batch_size=4, tokens_per_s=1.0)
+    names = [each.name for each in compare(SelectnResult("selectn-memory", (row,), ()))]
+    assert names == []
