@@ -63,7 +63,7 @@ async def measure(folder: Path, num_lines: int, upload_mib: int) -> dict[str, fl
         data_dir=folder, batch_max_lines=num_lines, batch_max_bytes=1 << 40, max_file_bytes=1 << 40
     )
     model = ServedModel(names=("m",), root="m", folder=resolve_model("smollm2-135m-instruct"), created=0)
-    preparation = PreparationClient(PreparationSetup(model=model))
+    preparation = PreparationClient(PreparationSetup(model=model, order="fcfs"))
     preparation.start()
     preparation.configure(FACTS)
     manager = JobManager(config, preparation, model_names=["m"], runner=InstantRunner())

@@ -18,37 +18,31 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import NamedTuple
 
 import numpy as np
 
 from backfill.costs.fit import TimedStep, fit_cost_model, fit_error
 from backfill.costs.load import StepLoad
 from backfill.costs.model import CostModel
+from backfill.costs.model_work import (
+    ACTIVATIONS_BYTES,
+    BANDWIDTH_FRAC,
+    FLOPS_FRAC,
+    GIB,
+    LAYER_OPERATORS,
+    MEMORY_FRAC,
+    VALUE_BYTES,
+    Device,
+    ModelShape,
+    kv_write_bytes,
+    modelled_time_s,
+    operator_work,
+)
 from backfill.costs.profile import FORMAT_VERSION, CopySpeed, CostProfile, FitError, ProfileKey
 
-VALUE_BYTES = 2  # fp16
-GIB = 2**30
 PEAK_FLOPS = 312e12  # fp16 tensor cores, NVIDIA A100 datasheet
-FLOPS_FRAC = 0.55
-BANDWIDTH_FRAC = 0.8
 KERNEL_GAP_S = 1e-6
-SAMPLER_PASSES = 4  # over a row of fp32 logits
-ACTIVATIONS_BYTES = 1.5 * GIB
-MEMORY_FRAC = 0.9
 
-# How often each measured operator occurs in a decoder layer. Attention was not measured.
-LAYER_OPERATORS = {
-    "input_layernorm": 1,
-    "attn_pre_proj": 1,
-    "attn_rope": 1,
-    "attn_post_proj": 1,
-    "post_attention_layernorm": 1,
-    "mlp_up_proj": 1,
-    "mlp_act": 1,
-    "mlp_down_proj": 1,
-    "add": 2,
-}
 MODELLED_KERNELS = 2  # of a layer: the KV write and attention
 
 # Products are computed in tiles of 64 or 128 rows, so time jumps just above their multiples, where the tables
@@ -59,63 +53,17 @@ ROW_KNOTS += (8192, 16384, 32768)
 SAMPLED_KNOTS = (1, 64, 104, 136, 256, 512)
 
 
-class Work(NamedTuple):
-    """What an operator computes and moves on one device."""
-
-    flops: float
-    num_bytes: float
-
-    @property
-    def roofline_s(self) -> float:
-        """Least seconds on the measured device."""
-        return max(self.num_bytes / MEASURED_DEVICE.bandwidth, self.flops / PEAK_FLOPS)
-
-
 @dataclass(frozen=True, slots=True)
-class ModelShape:
-    """A model's sizes.
+class TabledShape(ModelShape):
+    """A model's sizes, and where its operator times come from.
 
     Attributes:
         table: file of the measured operator times of this model, or of ``derived_from``.
         derived_from: measured model whose times are scaled to this one, which was not measured.
-        is_opt: a layer of OPT: an MLP without gate, learned positions and tied embeddings. Else Llama's.
     """
 
-    name: str
-    table: str
-    num_layers: int
-    hidden: int
-    num_heads: int
-    num_kv_heads: int
-    intermediate: int
-    vocab: int
-    max_model_len: int
-    derived_from: ModelShape | None = None
-    is_opt: bool = False
-
-    @property
-    def kv_width(self) -> int:
-        return self.hidden // self.num_heads * self.num_kv_heads
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        return self.num_layers * 2 * self.kv_width * VALUE_BYTES
-
-    @property
-    def weight_bytes(self) -> int:
-        attention = self.hidden * (2 * self.hidden + 2 * self.kv_width)
-        if self.is_opt:  # with biases, two values of a norm, and the two position rows that OPT reserves
-            layer = attention + 2 * self.hidden * self.intermediate + 9 * self.hidden + self.intermediate
-            embeddings = (self.vocab + self.max_model_len + 2) * self.hidden
-            return VALUE_BYTES * (self.num_layers * layer + embeddings + 2 * self.hidden)
-        layer = attention + 3 * self.hidden * self.intermediate + 2 * self.hidden
-        return VALUE_BYTES * (self.num_layers * layer + 2 * self.vocab * self.hidden + self.hidden)
-
-    @property
-    def layer_operators(self) -> dict[str, int]:
-        """How often each operator occurs in a layer."""
-        absent = "attn_rope" if self.is_opt else None
-        return {name: count for name, count in LAYER_OPERATORS.items() if name != absent}
+    table: str = ""
+    derived_from: TabledShape | None = None
 
     @property
     def layer_kernels(self) -> int:
@@ -123,24 +71,10 @@ class ModelShape:
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
-    """One accelerator.
-
-    Attributes:
-        memory_bytes: as CUDA reports it, somewhat below the nominal size.
-        bandwidth: of its memory, nominal bytes a second.
-    """
-
-    name: str
-    memory_bytes: float
-    bandwidth: float
-
-
-@dataclass(frozen=True, slots=True)
 class Target:
     """A model on one or more devices."""
 
-    shape: ModelShape
+    shape: TabledShape
     device: Device
     num_devices: int
     copy_bytes_per_s: float
@@ -155,31 +89,33 @@ class Target:
 
     @property
     def kv_tokens(self) -> int:
-        usable = self.device.memory_bytes * MEMORY_FRAC - ACTIVATIONS_BYTES
-        return int((self.num_devices * usable - self.shape.weight_bytes) / self.shape.kv_bytes_per_token)
+        usable = self.num_devices * self.device.usable_bytes
+        return int((usable - self.shape.weight_bytes) / self.shape.kv_bytes_per_token)
 
 
-LLAMA_2_7B = ModelShape("llama-2-7b", "a100_llama-2-7b_mlp.csv", 32, 4096, 32, 32, 11008, 32000, 4096)
-LLAMA_3_8B = ModelShape("llama-3-8b", "a100_llama-3-8b_mlp.csv", 32, 4096, 32, 8, 14336, 128256, 8192)
-LLAMA_3_70B = ModelShape("llama-3-70b", "a100_llama-3-70b_mlp.csv", 80, 8192, 64, 8, 28672, 128256, 8192)
+LLAMA_2_7B = TabledShape("llama-2-7b", 32, 4096, 32, 32, 11008, 32000, 4096, table="a100_llama-2-7b_mlp.csv")
+LLAMA_3_8B = TabledShape("llama-3-8b", 32, 4096, 32, 8, 14336, 128256, 8192, table="a100_llama-3-8b_mlp.csv")
+LLAMA_3_70B = TabledShape(
+    "llama-3-70b", 80, 8192, 64, 8, 28672, 128256, 8192, table="a100_llama-3-70b_mlp.csv"
+)
 
 
-def opt(name: str, num_layers: int, hidden: int, num_heads: int) -> ModelShape:
+def opt(name: str, num_layers: int, hidden: int, num_heads: int) -> TabledShape:
     """An OPT model (Zhang et al., 2022, table 1).
 
     A device's part of a layer, with two devices for 13B and four for 30B, has 3/4 of the weights of a whole
     layer of Llama-2-7B: of all measured parts the nearest.
     """
     source = LLAMA_2_7B
-    return ModelShape(
-        name, source.table, num_layers, hidden, num_heads, num_heads, 4 * hidden, 50272, 2048, source, True
+    return TabledShape(
+        name, num_layers, hidden, num_heads, num_heads, 4 * hidden, 50272, 2048, True, source.table, source
     )
 
 
 OPT_13B = opt("opt-13b", 40, 5120, 40)
 OPT_30B = opt("opt-30b", 48, 7168, 56)
-A100_40G = Device("a100-40g", 39.4 * GIB, 1.555e12)
-A100_80G = Device("a100-80g", 79.2 * GIB, 2.039e12)
+A100_40G = Device("a100-40g", 39.4 * GIB, 1.555e12, PEAK_FLOPS)
+A100_80G = Device("a100-80g", 79.2 * GIB, 2.039e12, PEAK_FLOPS)
 MEASURED_DEVICE = A100_80G
 PCIE_BYTES_PER_S = 25e9  # PCIe 4.0 x16: 32 GB/s nominal (ConServe, section 4.4), about 25 reached
 TARGETS = (
@@ -220,7 +156,7 @@ def main() -> None:
         print(f"{shape.name} on {num_devices}: {error.median:.1%}, {error.p95:.1%} ({error.num_steps})")
 
 
-def operators_of(shape: ModelShape, num_devices: int, folder: Path) -> dict[int, dict[str, float]]:
+def operators_of(shape: TabledShape, num_devices: int, folder: Path) -> dict[int, dict[str, float]]:
     """Seconds of each operator by number of tokens, measured or derived."""
     if shape.derived_from is None:
         return read_operators(folder / shape.table, num_devices)
@@ -228,7 +164,7 @@ def operators_of(shape: ModelShape, num_devices: int, folder: Path) -> dict[int,
 
 
 def derived_operators(
-    source: ModelShape, shape: ModelShape, num_devices: int, measured: Mapping[int, Mapping[str, float]]
+    source: TabledShape, shape: TabledShape, num_devices: int, measured: Mapping[int, Mapping[str, float]]
 ) -> dict[int, dict[str, float]]:
     """Times of one of the devices that share ``shape``, from those of ``source`` on one device.
 
@@ -239,13 +175,16 @@ def derived_operators(
     for num_tokens, seconds in measured.items():
         before, after = operator_work(source, num_tokens, 1), operator_work(shape, num_tokens, num_devices)
         derived[num_tokens] = {
-            name: seconds[name] * after[name].roofline_s / before[name].roofline_s for name in after
+            name: seconds[name]
+            * after[name].roofline_s(MEASURED_DEVICE)
+            / before[name].roofline_s(MEASURED_DEVICE)
+            for name in after
         }
     return derived
 
 
 def derivation_error(
-    shape: ModelShape,
+    shape: TabledShape,
     num_devices: int,
     source: Mapping[int, Mapping[str, float]],
     measured: Mapping[int, Mapping[str, float]],
@@ -351,42 +290,10 @@ def rows_time_s(
     }
     layer = sum(seconds[name] * count for name, count in shape.layer_operators.items())
     layer += shape.layer_kernels * KERNEL_GAP_S
-    kv_write_bytes = 2 * num_tokens * shape.kv_bytes_per_token / shape.num_layers / tp  # read, then written
-    layer += kv_write_bytes / memory_rate(target.device)
+    layer += kv_write_bytes(shape, num_tokens) / tp / target.device.memory_rate
     if tp > 1:
         layer += 2 * (interpolate(num_tokens * shape.hidden * VALUE_BYTES, *all_reduce) + KERNEL_GAP_S)
     return seconds["emb"] + shape.num_layers * layer
-
-
-def operator_work(shape: ModelShape, num_tokens: int, num_devices: int) -> dict[str, Work]:
-    """Work of each operator on one of the devices that share the model.
-
-    Each device has its part of the heads and of the MLP, and the whole of the norms, additions and rows of
-    the embedding. Biases are left out.
-    """
-    n, h, kv = num_tokens, shape.hidden, shape.kv_width // num_devices
-    heads, ffn = shape.hidden // num_devices, shape.intermediate // num_devices
-
-    def product(inner: int, outer: int) -> Work:
-        return Work(2 * n * inner * outer, VALUE_BYTES * (inner * outer + n * (inner + outer)))
-
-    def row_wise(values: int) -> Work:
-        return Work(0, VALUE_BYTES * n * values)
-
-    work = {
-        # OPT looks up a token and a position and adds them.
-        "emb": row_wise(7 * h if shape.is_opt else 2 * h),
-        "input_layernorm": row_wise(2 * h),
-        "attn_pre_proj": product(h, heads + 2 * kv),
-        "attn_rope": row_wise(2 * (heads + kv)),
-        "attn_post_proj": product(heads, h),
-        "post_attention_layernorm": row_wise(2 * h),
-        "mlp_up_proj": product(h, ffn if shape.is_opt else 2 * ffn),
-        "mlp_act": row_wise(2 * ffn if shape.is_opt else 3 * ffn),
-        "mlp_down_proj": product(ffn, h),
-        "add": row_wise(3 * h),
-    }
-    return {name: each for name, each in work.items() if name == "emb" or name in shape.layer_operators}
 
 
 def on_device(device: Device, num_bytes: float, measured_s: float) -> float:
@@ -396,12 +303,7 @@ def on_device(device: Device, num_bytes: float, measured_s: float) -> float:
     measured time times the ratio of bandwidths: some of its bytes may have come from a cache.
     """
     at_most = measured_s * MEASURED_DEVICE.bandwidth / device.bandwidth
-    return max(measured_s, min(at_most, num_bytes / memory_rate(device)))
-
-
-def memory_rate(device: Device) -> float:
-    """Bytes a second that memory-bound kernels reach."""
-    return device.bandwidth * BANDWIDTH_FRAC
+    return max(measured_s, min(at_most, num_bytes / device.memory_rate))
 
 
 def interpolate(at: float, x: list[float], y: list[float]) -> float:
@@ -427,27 +329,10 @@ def timed_steps(target: Target, num_tokens: int, rows_s: float) -> list[TimedSte
         chunk = num_tokens - num_decodes
         steps += [[(1024, 1, True)] * num_decodes + [(start, chunk, False)] for start in (0, longest // 2)]
     loads = [StepLoad.of(slices) for slices in steps]
-    return [TimedStep(load, rows_s + modelled_time_s(target, load)) for load in loads]
-
-
-def modelled_time_s(target: Target, load: StepLoad) -> float:
-    """Seconds of attention, the output projection and sampling, from their bytes and FLOPs.
-
-    Prefill attention takes its arithmetic and then reads its context. Kernels overlap the two in part, so
-    this is an upper bound.
-    """
-    shape, tp = target.shape, target.num_devices
-    rate, flops = memory_rate(target.device) * tp, PEAK_FLOPS * FLOPS_FRAC * tp
-    pair_s = 4 * shape.hidden * shape.num_layers / flops
-    context_s = shape.kv_bytes_per_token / rate
-    attention = load.prefill_pairs * pair_s
-    attention += (load.prefill_context_tokens + load.decode_context_tokens) * context_s
-    if not load.num_sampled:
-        return attention
-    weights = shape.vocab * shape.hidden
-    output = max(weights * VALUE_BYTES / rate, 2 * weights * load.num_sampled / flops)
-    logits_bytes = SAMPLER_PASSES * 4 * shape.vocab * load.num_sampled
-    return attention + output + logits_bytes / memory_rate(target.device)
+    return [
+        TimedStep(load, rows_s + modelled_time_s(target.shape, target.device, target.num_devices, load))
+        for load in loads
+    ]
 
 
 def provenance(target: Target) -> str:

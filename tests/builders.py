@@ -216,7 +216,9 @@ class TwoTierExecutor(ScriptedExecutor):
         self.num_copies = {"checkpoint": 0, "restore": 0}
         self._rng = rng
         self._completes, self._fails, self._stops = completes, fails, stops
-        self._device = self._undefined(info.num_blocks)
+        self._device = self._undefined(info.max_num_blocks)
+        self._num_blocks = info.num_blocks  # that have memory
+        self.num_moves = 0
         self._host = self._undefined(info.num_host_blocks)
         self._layers_done = 0
         self._suspended: dict[RequestId, ScheduledSlice] = {}
@@ -228,6 +230,7 @@ class TwoTierExecutor(ScriptedExecutor):
             root = hash(self.namespaces.get(admitted.request_id, ""))
             hashes = itertools.accumulate(admitted.prompt_token_ids, _next_hash, initial=root)
             self._hashes[admitted.request_id] = list(hashes)[1:]
+        self._change_memory(plan)
         self._begin(plan.copies)
         waits = isinstance(plan.work, WaitForCopies)
         assert waits == (not plan.slices and bool(self.in_flight))
@@ -259,6 +262,27 @@ class TwoTierExecutor(ScriptedExecutor):
             completed_slot_copies=tuple(copy for copy in completed if isinstance(copy, SlotCopy)),
         )
 
+    def _change_memory(self, plan: StepPlan) -> None:
+        """What lies beyond the pool's end is lost, and a move takes place at once."""
+        if plan.memory is not None:
+            self._num_blocks = plan.memory.num_blocks
+            assert self.info.num_blocks <= self._num_blocks <= self.info.max_num_blocks
+            for slots in self._device[self._num_blocks :]:
+                slots[:] = [None] * len(slots)
+        copied = {each.copy.device for each in self.in_flight}
+        suspended = {ref >> 1 for each in self._suspended.values() for ref in each.blocks}
+        keeps_suspended = isinstance(plan.work, Resume) or plan.work.keeps_suspended
+        for move in plan.moves:
+            assert max(move) < self._num_blocks
+            assert copied.isdisjoint(move), "a block in a copy is moved"
+            if isinstance(plan.work, Resume):
+                suspended = {ref >> 1 for each in plan.slices for ref in each.blocks}
+                assert move.source not in suspended, "a resumed slice has the table of before"
+            elif keeps_suspended:
+                assert move.target not in suspended, "a move overwrites what a suspended slice reads"
+            self._device[move.target] = list(self._device[move.source])
+            self.num_moves += 1
+
     def _slots_in_flight(self, *, to_host: bool) -> set[tuple[int, int]]:
         """Block and slot, on the device, of each slot in a copy of this direction."""
         return {
@@ -282,6 +306,7 @@ class TwoTierExecutor(ScriptedExecutor):
         restores: list[BlockCopy | SlotCopy] = [*copies.restore, *copies.slot_restore]
         self.num_copies["checkpoint"] += len(checkpoints)
         self.num_copies["restore"] += len(restores)
+        assert all(copy.device < self._num_blocks for copy in (*checkpoints, *restores))
         for to_host, of_kind in ((True, checkpoints), (False, restores)):
             waits = (CopyDirections.CHECKPOINT if to_host else CopyDirections.RESTORE) in copies.blocking
             for copy in of_kind:
@@ -327,6 +352,7 @@ class TwoTierExecutor(ScriptedExecutor):
     ) -> None:
         blocks, expected = [ref >> 1 for ref in scheduled.blocks], self._hashes[scheduled.request_id]
         slots = self._slots_of(scheduled)
+        assert max(blocks) < self._num_blocks, "a block without memory"
         for (block, slot), hashed in zip(slots[: scheduled.start], expected, strict=False):
             assert self._device[block][slot] == hashed, f"{scheduled.request_id} in block {block}: other KV"
         whole = {

@@ -19,7 +19,9 @@ PLOTS = (
     "bench/plot.py",
     "bench/coserve_plot.py",
     "simulation/blend_plot.py",
+    "simulation/bros_plot.py",
     "simulation/plot.py",
+    "simulation/selectn_plot.py",
     "simulation/sweep_plot.py",
 )
 

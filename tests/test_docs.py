@@ -93,7 +93,7 @@ def exposed_metrics() -> dict[str, str]:
         make_info(),
         slo=SLO(1.5, 0.11),
         loop_lag=LoopLag("m"),
-        preparation=PreparationClient(PreparationSetup(model=model)),
+        preparation=PreparationClient(PreparationSetup(model=model, order="fcfs")),
         jobs=jobs,
         vllm_names=True,
     )

@@ -75,13 +75,20 @@ PARSED = {
     f"{_BACKFILL} simulate bros-tradeoff --jobs 2 --json": "minutes; tests/simulation runs it short",
     f"{_BACKFILL} simulate bros-tradeoff --models opt-13b --rates all --duration 600 "
     "--online-lengths sharegpt_lengths.csv": "minutes; tests/simulation runs it short",
-    f"{_BACKFILL} simulate bros-tradeoff --models opt-13b --workloads sharegpt --rates 11,15 --policies "
-    "bros-recompute,bros-swap,bros,bros-bidirectional": "half a minute; tests/simulation runs it short",
+    f"{_BACKFILL} simulate bros-cache --workloads sharegpt --seeds 3 --json": (
+        "minutes; tests/simulation runs it short"
+    ),
+    f"{_BACKFILL} simulate bros-overhead --workloads sharegpt --duration 30 --json": (
+        "a minute; tests/simulation runs it short"
+    ),
     f"{_BACKFILL} simulate blendserve-table2 --jobs 2 --json": "an hour; tests/simulation runs it short",
     f"{_BACKFILL} simulate blendserve-grid --jobs 2 --json": "hours; tests/simulation runs it short",
     f"{_BACKFILL} simulate blendserve-grid --source sharegpt --source-lengths sharegpt_lengths.csv "
     "--densities 0.8,1.1,1.4 --sharings 0.05,0.45 --requests 20000": (
         "minutes; tests/simulation runs it short"
+    ),
+    f"{_BACKFILL} simulate blendserve-grid --jobs 2 --output points.jsonl": (
+        "hours; tests/simulation runs it short"
     ),
     f"{_BACKFILL} simulate blendserve-usage --trace 2 --plot usage.png": (
         "minutes; tests/simulation runs it short"
@@ -95,6 +102,11 @@ PARSED = {
     f"{_BACKFILL} simulate blendserve-lengths --json": "minutes; tests/simulation runs it short",
     f"{_BACKFILL} simulate blendserve-lengths --lengths sharegpt --source-lengths sharegpt_lengths.csv "
     "--requests 4000": "minutes; tests/simulation runs it short",
+    f"{_BACKFILL} simulate selectn-slo --jobs 2 --json": "a minute; tests/simulation runs it short",
+    f"{_BACKFILL} simulate selectn-memory --batches 8 --steps 200": "as above",
+    f"{_BACKFILL} simulate selectn-interval --models qwen2-beta-7b --slacks 0.2,1": "as above",
+    f"{_BACKFILL} simulate selectn-contention --plot bus.png": "as above",
+    f"{_BACKFILL} simulate selectn-maxlen": "as above",
     f"{_BACKFILL} bench serve --phases 10:4,20:0 --num-prompts 80 --input-len 128 --output-len 32": "80 s",
     f"{_BACKFILL} bench serve --backend openai-chat --max-concurrency 8 --num-prompts 64 --input-len 200 "
     "--json": "tests/bench sends such chats",
@@ -111,6 +123,16 @@ PARSED = {
     ),
     "backfill serve --offload-interval 4": "tests/api/test_offloading.py serves a small model so",
     "backfill serve --offload-interval 2 --device-memory 0.5": "as above",
+    "backfill serve --offload-interval 8 --min-offload-interval 2": "as above",
+    "backfill serve --offload-interval auto --tpot-slo 0.2": "as above",
+    "backfill profile --offload": "minutes; tests/cli runs it short",
+    "backfill profile --offload --quick --json": "tests/cli runs it",
+    "backfill serve --port 8001 --offload-interval 2 --offload-bus left --offload-bus-gib-per-s 12": (
+        "tests/engine/test_bus.py runs engines so"
+    ),
+    "backfill serve --port 8002 --offload-interval 4 --offload-bus left --offload-bus-gib-per-s 12": (
+        "as above"
+    ),
     # Names of commands in a sentence.
     "backfill serve": "a name",
     "backfill serve --help": "a name",

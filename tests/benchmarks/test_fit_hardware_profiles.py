@@ -27,7 +27,7 @@ def test_a_layer_of_opt_has_no_gate_and_no_rotation() -> None:
     ("shape", "parameters"),
     [(fit.OPT_13B, 12.85e9), (fit.OPT_30B, 29.97e9), (fit.LLAMA_2_7B, 6.74e9), (fit.LLAMA_3_8B, 8.03e9)],
 )
-def test_weights_are_as_many_as_published(shape: fit.ModelShape, parameters: float) -> None:
+def test_weights_are_as_many_as_published(shape: fit.TabledShape, parameters: float) -> None:
     assert shape.weight_bytes == pytest.approx(2 * parameters, rel=0.003)
 
 
@@ -47,8 +47,8 @@ def test_few_tokens_cost_their_weights_bytes_and_many_their_flops() -> None:
     assert derived[1]["mlp_act"] == pytest.approx(1e-4 * 2 * 10240 / (3 * 11008))
     assert derived[1]["add"] == pytest.approx(1e-4 * 5120 / 4096)
     one, many = (fit.operator_work(fit.OPT_13B, n, 2)["mlp_up_proj"] for n in (1, 4096))
-    assert one.roofline_s == one.num_bytes / fit.MEASURED_DEVICE.bandwidth
-    assert many.roofline_s == many.flops / fit.PEAK_FLOPS
+    assert one.roofline_s(fit.MEASURED_DEVICE) == one.num_bytes / fit.MEASURED_DEVICE.bandwidth
+    assert many.roofline_s(fit.MEASURED_DEVICE) == many.flops / fit.PEAK_FLOPS
 
 
 def test_a_model_on_one_device_needs_no_all_reduce(tmp_path: Path) -> None:

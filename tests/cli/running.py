@@ -35,6 +35,13 @@ def assert_refused(result: subprocess.CompletedProcess[str], part: str) -> None:
     assert len([line for line in result.stderr.splitlines() if line.startswith("backfill: ")]) == 1
 
 
+def assert_fits(stdout: str) -> None:
+    """Nothing is cut off, and tables are no wider than a terminal of 80 columns."""
+    assert "…" not in stdout
+    tables = [line for line in stdout.splitlines() if line.startswith(("┏", "│", "┃"))]
+    assert max(map(len, tables)) <= 80
+
+
 @contextlib.contextmanager
 def signal_handlers_kept() -> Iterator[None]:
     """The tests' handlers come back after a block that sets others."""

@@ -73,8 +73,10 @@ def test_a_batch_on_a_running_server_beside_an_earlier_result(server: RunningSer
     result = coserve("--base-url", server.url, "--label", "alone", *SHORT, "--duration", "2",
                      "--offline-mode", "none", "--result", str(earlier))  # fmt: skip
     assert result.returncode == 0, result.stderr
-    result = coserve("--base-url", server.url, "--label", "ours", *SHORT, "--offline-mode", "batch",
-                     "--offline-lines", "40", "--seed", "1", "--compare", str(earlier), "--json")  # fmt: skip
+    # Batches that end in it, however late the first one begins.
+    result = coserve("--base-url", server.url, "--label", "ours", *SHORT, "--duration", "8",
+                     "--offline-mode", "batch", "--offline-lines", "40", "--seed", "1",
+                     "--compare", str(earlier), "--json")  # fmt: skip
     assert result.returncode == 0, result.stderr
     content = json.loads(result.stdout.splitlines()[-1])
     ours, alone = content["policies"]["ours"], content["policies"]["alone"]

@@ -9,6 +9,7 @@ import pytest
 
 from backfill.costs.load import StepLoad
 from backfill.costs.profile import CostProfile
+from backfill.offloading.record import PerformanceRecord
 from tests.cli.running import run_cli, run_cli_here
 from tests.models.tiny import save_tiny_llama_config
 
@@ -46,13 +47,37 @@ def test_a_profile_is_measured_written_and_printed(model: str, cache: Path, tmp_
     assert not (cache / "profiles").exists(), "--out is written instead"
 
 
-def test_without_a_file_it_goes_where_serve_looks(model: str, cache: Path) -> None:
-    done = run_cli("profile", model, *SMALL, "--quick")
+def test_without_a_file_it_goes_where_serve_looks(model: str, cache: Path, tmp_path: Path) -> None:
+    bus = ("--offload-interval", "1", "--offload-bus", str(tmp_path / "bus"), "--offload-bus-gib-per-s", "1")
+    done = run_cli("profile", model, *SMALL, *bus, "--quick")
     assert done.returncode == 0, done.stderr
     (path,) = (cache / "profiles").glob("*.json")
-    assert CostProfile.load(path).key.model.startswith("llama-3x48-")
+    key = CostProfile.load(path).key
+    assert key.model.startswith("llama-3x48-")
+    assert key.device.endswith(", offload interval 1, bus of 1 GiB/s")
     assert path.name in done.stdout.replace("\n", "")
     assert not done.stdout.rstrip().endswith("}"), "JSON only where it is asked for"
+
+
+def test_a_performance_record_is_measured_written_and_printed(model: str, cache: Path) -> None:
+    """The table is as wide as 80 columns allow, and nothing in it is cut."""
+    done = run_cli("profile", model, *SMALL, "--offload", "--quick", "--json", "--tpot-slo", "1000")
+    assert done.returncode == 0, done.stderr
+    (path,) = (cache / "profiles").glob("*.offload.json")
+    record = PerformanceRecord.load(path)
+    content = json.loads(done.stdout.splitlines()[-1])
+    assert content["path"] == str(path)
+    assert content["objectives"] == {"ttft_s": 1.0, "tpot_s": 1000.0}
+    assert content["transfer_s"] == record.transfer_s == max(content["alone_s"], content["beside_s"])
+    assert "…" not in done.stdout
+    rows = [line.strip("│ ").split() for line in done.stdout.splitlines() if line.startswith("│")]
+    cells = [[cell for cell in row if cell != "│"] for row in rows]
+    assert [each[:3] for each in cells] == [
+        [each.phase, str(each.batch_size), str(each.length)] for each in record.loads
+    ]
+    assert {each[6] for each in cells if each[0] == "decode"} == {"1"}
+    assert [str(each["interval"]) for each in content["loads"]] == [each[6] for each in cells]
+    assert all(len(line) <= 80 for line in done.stdout.splitlines() if line.startswith(("│", "┃")))
 
 
 @pytest.mark.parametrize(
@@ -67,6 +92,8 @@ def test_without_a_file_it_goes_where_serve_looks(model: str, cache: Path) -> No
         (("--max-model-len", "100000"), "--max-model-len 100000"),
         (("--max-model-len", "1"), "no step to time"),
         (("--quick", "--out", "/dev/null/profile.json"), "/dev/null/profile.json cannot be written"),
+        (("--offload", "--quick", "--out", "/dev/null/a.json"), "/dev/null/a.json cannot be written"),
+        (("--offload", "--max-model-len", "16"), "no load to time within a context of 16 tokens"),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
