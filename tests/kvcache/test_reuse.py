@@ -207,7 +207,8 @@ class Account:
 
     def evict(self, num_blocks: int) -> None:
         before = self.unused()
-        take(self.model, min(num_blocks, self.model.cache.num_available(Evictable.ALL)))
+        if (num_available := self.model.cache.num_available(Evictable.ALL)) > 0:
+            take(self.model, min(num_blocks, num_available))
         self.check_evictions(before)
 
     def check_evictions(self, before: set[BlockKey]) -> None:
