@@ -7,19 +7,9 @@ import os
 
 import torch
 
-from backfill.core.block import KVLayout, SlotCopy, pack_block_ref
+from backfill.core.block import KVLayout
 from backfill.core.config import GIB, EngineConfig
 from backfill.core.errors import ConfigError, InsufficientMemory
-from backfill.core.plan import (
-    AdmittedRequest,
-    BlockCopies,
-    Compute,
-    CopyDirections,
-    ScheduledSlice,
-    StepPlan,
-)
-from backfill.core.request import RequestId
-from backfill.core.sampling import SamplingParams
 from backfill.execution.bus import Bus
 from backfill.execution.bus_throttle import BusThrottle
 from backfill.execution.copies import BlockCopier, create_copier
@@ -34,6 +24,7 @@ from backfill.execution.micro_batches import MicroBatchStreams
 from backfill.execution.offloading import LayerStreamer, create_streamer
 from backfill.execution.reserved_memory import ReservedMemory
 from backfill.execution.torch_executor import TorchExecutor
+from backfill.execution.warm_up import warm_up, warm_up_slot_copies
 from backfill.kernels import create_kernels
 from backfill.models.build import build_model, build_without_layers
 from backfill.models.config import ModelConfig
@@ -92,9 +83,9 @@ def create_torch_executor(config: EngineConfig, bus: Bus | None = None) -> Torch
         throttle = bus.copies if bus is not None and device.type == "cpu" else None
         copier = _create_copier(kv_pool, layout, info.num_host_blocks, throttle)
     executor = TorchExecutor(model, kv_pool, info, streams, copier, streamer, pool_memory)
-    _warm_up(executor)
+    warm_up(executor)
     if copier is not None and config.scheduler.shares_blocks:
-        _warm_up_slot_copies(executor)
+        warm_up_slot_copies(executor)
     return executor
 
 
@@ -349,32 +340,3 @@ def _create_copier(
         ) from error
     logger.info("KV pool in host memory: %d blocks, %.2f GiB", num_host_blocks, pool_gib)
     return copier
-
-
-def _warm_up(executor: TorchExecutor) -> None:
-    """Run one prefill and one decode step: libraries do slow work on their first use."""
-    info = executor.info
-    num_tokens = min(64, info.max_model_len - 1, info.num_blocks * info.block_size - 1)
-    if num_tokens < 1:
-        return
-    request_id = RequestId("warm-up")
-    blocks = tuple(pack_block_ref(index) for index in range(-(-(num_tokens + 1) // info.block_size)))
-    admitted = AdmittedRequest(request_id, (0,) * num_tokens, SamplingParams(max_tokens=2, temperature=0.0))
-    prefill = ScheduledSlice(request_id, 0, num_tokens, blocks, samples=True)
-    decode = prefill._replace(start=num_tokens, num_tokens=1)
-    executor.run(StepPlan(step=0, work=Compute((prefill,)), admitted=(admitted,)))
-    executor.run(StepPlan(step=1, work=Compute((decode,))))
-    executor.run(StepPlan(step=2, work=Compute(slices=()), released=(request_id,)))
-
-
-def _warm_up_slot_copies(executor: TorchExecutor) -> None:
-    """Copy slots both ways: on CUDA the first copies allocate buffers and compile kernels.
-
-    There is a kernel for each power of two that the values of a head's slots are padded to, so the numbers of
-    slots are powers of two, and the largest one.
-    """
-    size, both = executor.info.block_size, CopyDirections.CHECKPOINT | CopyDirections.RESTORE
-    for num in {*(1 << exponent for exponent in range(size.bit_length())), size}:
-        slots = (SlotCopy(0, 0, 0, num),)
-        copies = BlockCopies(blocking=both, slot_checkpoint=slots, slot_restore=slots)
-        executor.run(StepPlan(step=0, work=Compute(slices=()), copies=copies))
