@@ -98,7 +98,7 @@ class MemoryDivision:
         resizing.resize(target.num_blocks)
         if resizing.num_draining:
             self._drain()
-        else:
+        if not resizing.num_draining:
             self._num_waited = 0
         moves = resizing.take_moves()
         if target is not self.present and not resizing.num_draining and not moves:
@@ -154,7 +154,7 @@ class MemoryDivision:
         kv, holds = self.kv, self.kv.resizing.holds
         victims = sorted(self._victims, key=lambda each: (holds(each.request_id), self.preemption.key(each)))
         batch = Batch(self.config.max_num_seqs, self.config.max_num_batched_tokens)  # they are in none yet
-        while victims and kv.resizing.num_referenced > kv.num_available(Evictable.OFFLINE):
+        while victims and kv.resizing.num_kept(Evictable.OFFLINE) > kv.num_available(Evictable.OFFLINE):
             self.preemption.preempt(victims.pop(), batch)
 
     @property
