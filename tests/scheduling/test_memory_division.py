@@ -17,6 +17,7 @@ from backfill.core.plan import StepOutcome, StepPlan
 from backfill.core.request import Request, ServiceClass
 from backfill.core.slo import SLO
 from backfill.costs.behaviour import DeviceBehaviour
+from backfill.costs.model import CostModel
 from backfill.costs.profile import CopySpeed
 from backfill.engine.engine import Engine
 from backfill.execution.executor import ExecutorInfo
@@ -104,7 +105,13 @@ class Sample:
 class Server:
     """An engine on a simulated device, and what it did."""
 
-    def __init__(self, interval: int, min_interval: int | None, policy: PolicyName = "slo") -> None:
+    def __init__(
+        self,
+        interval: int,
+        min_interval: int | None,
+        policy: PolicyName = "slo",
+        predicted: CostModel = COST,
+    ) -> None:
         changed = replace(INFO, offload_interval=interval, min_offload_interval=min_interval)
         base = replace(INFO, min_offload_interval=1)
         sizes = {each.num_layers: each.num_blocks for each in base.residencies}
@@ -112,7 +119,7 @@ class Server:
         self.clock = VirtualClock()
         self.executor = SimulatedExecutor(self.info, DEVICE, self.clock)
         config = SchedulerConfig(policy=policy, checkpointing="adaptive")
-        self.engine = Engine(config, self.executor, self.clock, make_profile(COST))
+        self.engine = Engine(config, self.executor, self.clock, make_profile(predicted))
         self.samples: list[Sample] = []
         self.tokens_at_s: dict[str, list[float]] = {}
 
@@ -181,6 +188,19 @@ def test_offline_work_takes_the_memory_and_online_work_gets_its_time_back() -> N
     assert max(gaps[len(gaps) // 2 :]) <= slo.tpot_s * 1.001
     counters = server.engine.scheduler.counters
     assert counters[ONLINE].num_preemptions == 0
+
+
+def test_online_work_gets_its_time_back_where_steps_are_faster_than_predicted() -> None:
+    """Transfers take no less time for that."""
+    server = Server(8, 2, predicted=linear_cost(token_s=1e-4, step_s=0.064, context_s=2e-7))
+    add_offline(server, 300)
+    server.serve(15.0)
+    assert server.samples[-1].interval == 2
+    slo = SLO(ttft_s=1.0, tpot_s=0.045)
+    server.add(make_request(50, 60, request_id="online", arrived_at_s=server.clock.now_s(), slo=slo))
+    server.serve(20.0)
+    gaps = server.gaps_s("online")
+    assert max(gaps[len(gaps) // 2 :]) <= slo.tpot_s * 1.001
 
 
 def throughput(interval: int, min_interval: int | None) -> tuple[float, float]:
