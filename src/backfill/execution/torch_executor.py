@@ -281,6 +281,7 @@ class TorchExecutor:
             self._streams.synchronize()  # nothing was read from the device, so it may still compute
             return ()
         logits = self._model.logits(*_sampled_rows(running.micro_batches))
+        assert logits is not None, "only rank 0 of the last stage samples"
         states = [self._states[request_id] for request_id in sampling]
         sampled = self._sampler.sample(logits, states)
         for state, (token_id, _) in zip(states, sampled, strict=True):
