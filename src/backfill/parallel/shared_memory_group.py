@@ -73,7 +73,7 @@ class SharedMemoryGroup:
         if len(flat) <= part_len:
             self._add_up(flat)
         else:
-            for part in flat.split(part_len):
+            for part in torch.split(flat, part_len):
                 self._add_up(part)
         return x
 
