@@ -3,11 +3,11 @@
     words     [written | read by 0, 0 sleeps | read by 1, 1 sleeps | ...]     each pair on a cache line
     bytes     [ .............................................................. ]
 
-``written`` and ``read`` count bytes since the start; a byte's place is its count modulo the capacity. A message
-is its length and its bytes, and may be longer than the ring: the writer goes on as readers make room.
+``written`` and ``read`` count bytes since the start; a byte's place is its count modulo the capacity. A
+message is its length and its bytes. It may be longer than the ring: the writer goes on as readers make room.
 
-A reader that finds nothing looks again for a moment, then sleeps on its doorbell, a socket to the writer, so a
-writer or a reader that has ended is noticed as the socket's end.
+A reader that finds nothing looks again for a moment, then sleeps on its doorbell, a socket to the writer. The
+socket's end shows that the other process has ended.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class RingMemory:
         return create_memory(_header_bytes(num_readers) + capacity)
 
     def fence(self) -> None:
-        """Order what was written before against what is written or read after, also on weakly ordered CPUs."""
+        """What was written before is seen before what is written after, also where CPUs reorder."""
         with self._fence:
             pass
 
@@ -157,7 +157,7 @@ class RingReader:
         words[self._place + 1] = 1
         self._memory.fence()
         try:
-            # A time limit, as no fence of Python's is known to order this flag against the counter on each CPU.
+            # The time limit is for a CPU that reads the counter before the flag is seen.
             while words[0] == read:
                 if select.select([self._doorbell], (), (), _RECHECK_S)[0] and not self._doorbell.recv(4096):
                     raise RingClosed

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from backfill.parallel.memory import create_memory, map_memory
 
 _NUM_WORDS = 64  # more than the steps that are ever in flight
@@ -28,3 +30,9 @@ class StopWords:
 
     def is_requested(self, step: int) -> bool:
         return self._words[step % _NUM_WORDS] == step + 1
+
+    def close(self) -> None:
+        """Close the file; the words stay readable here. May be called again."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
