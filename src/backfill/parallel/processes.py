@@ -73,7 +73,7 @@ class RankProcesses:
             shared = _Shared(ring_fd, memory_fd, store.fileno(), store.getsockname()[1])
             for rank in range(num_ranks):
                 self._start_rank(rank, shared)
-            return RingWriter(RingMemory(ring_fd, num_ranks), self._links, self.check)
+            return RingWriter(RingMemory(ring_fd, num_ranks), self.check)
 
     def _start_rank(self, rank: int, shared: _Shared) -> None:
         config = self._config
