@@ -13,7 +13,7 @@ from backfill.core.errors import BackfillError
 from backfill.core.plan import Compute, SampledToken, StepOutcome, StepPlan
 from backfill.execution.executor import ExecutorInfo
 from backfill.parallel.merge import CompletedOnAll, merge_infos
-from backfill.parallel.messages import Loaded, LoadFailed, StepDone, StepRaised, outcome_of
+from backfill.parallel.messages import FromRank, Loaded, LoadFailed, StepDone, StepRaised, outcome_of
 from backfill.parallel.plan_codec import PlanEncoder
 from backfill.parallel.processes import RankProcesses
 from backfill.parallel.rank import RankLoader, output_rank
