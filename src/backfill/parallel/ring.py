@@ -24,7 +24,7 @@ from backfill.parallel.memory import create_memory, map_memory
 
 _LINE = 8  # words of a cache line: processes that write different lines do not slow each other down
 _LENGTH = struct.Struct("<Q")
-_SPIN_S = 50e-6
+_SPIN_S = 0.0
 _RECHECK_S = 0.05  # see RingReader._wait
 _FULL_WAIT_S = 0.0005  # a full ring is rare: only long prompts fill it
 
