@@ -385,8 +385,8 @@ class EngineConfig:
             raise ConfigError(f"`num_micro_batches` {self.num_micro_batches} is not supported with {split}.")
         if self.threads is not None and self.threads < self.num_ranks:
             raise ConfigError(
-                f"`threads` {self.threads} is less than the {self.num_ranks} processes of {split}, which have "
-                "one each."
+                f"`threads` {self.threads} is less than the {self.num_ranks} processes of {split}, each "
+                "of which needs one."
             )
 
     def with_checkpointing(self) -> EngineConfig:
