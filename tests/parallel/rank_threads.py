@@ -104,7 +104,12 @@ class RankThreads:
             self._done.append(queue.SimpleQueue())
             self._threads.append(threading.Thread(target=self._serve, args=(rank,), daemon=True))
         os.close(memory_fd)
-        self.info = self.ranks[0].info
+        stages = [rank._shard.layers for rank in self.ranks[:: sizes.tensor]]
+        self.info = replace(
+            self.ranks[0].info,
+            max_steps_in_flight=sizes.pipeline,
+            stage_layers=tuple(map(len, stages)) if sizes.pipeline > 1 else (),
+        )
         for thread in self._threads:
             thread.start()
 
