@@ -24,26 +24,24 @@ from backfill.execution.bus import Bus
 from backfill.execution.bus_throttle import BusThrottle
 from backfill.execution.copies import BlockCopier, create_copier
 from backfill.execution.executor import ExecutorInfo
-from backfill.execution.machine import (
-    available_host_bytes,
-    available_processors,
-    check_host_pool_fits,
-)
-from backfill.execution.memory import MemoryPlan, WeightSizes, activation_bytes, plan_memory
+from backfill.execution.machine import available_processors
+from backfill.execution.memory import MemoryPlan
 from backfill.execution.micro_batches import MicroBatchStreams
 from backfill.execution.offloading import LayerStreamer, create_streamer
 from backfill.execution.reserved_memory import ReservedMemory
+from backfill.execution.sizing import kv_layout, plan_device, plan_rank, step_bytes, weight_sizes
 from backfill.execution.torch_executor import TorchExecutor
 from backfill.kernels import create_kernels
 from backfill.models.build import build_model, build_without_layers
 from backfill.models.config import ModelConfig
 from backfill.models.generation_config import GenerationDefaults, end_token_ids
+from backfill.models.placement import ModelPlacement
+from backfill.models.shard import whole_model
 from backfill.models.weights import Checkpoint
 from backfill.offloading.interval import offloaded_layers
 
 logger = logging.getLogger(__name__)
 
-_DEFAULT_HOST_KV_FRAC = 0.25  # of the host memory that is left, as an upper limit
 _TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -63,24 +61,18 @@ def create_torch_executor(config: EngineConfig, bus: Bus | None = None) -> Torch
         raise ConfigError(f"`threads` must be at most {num_processors} here, got {config.threads}.")
     if device.type == "cpu":
         torch.set_num_threads(config.threads or available_processors())
-    layout = _kv_layout(config, model_config, dtype)
     if config.min_offload_interval is not None and device.type != "cpu":
         # A tensor of torch has memory for all of it. Memory that is mapped later needs cuMemCreate, cuMemMap.
         raise ConfigError("`min_offload_interval` is supported with `device` cpu only.")
-    memory = _plan_memory(config, model_config, layout, device)
-    num_blocks = memory.num_blocks
-    max_model_len = _choose_max_model_len(config, model_config, num_blocks, layout)
-    taken_bytes = memory.host_layers_bytes
-    if device.type == "cpu":
-        taken_bytes = memory.weights_bytes + memory.kv_bytes
-    num_host_blocks = _choose_num_host_blocks(config, layout, memory.kv_bytes, taken_bytes)
+    plan = plan_rank(config, ModelPlacement.of(model_config), 0, device, dtype)
+    memory, layout = plan.memory, plan.layout
     checkpoint = Checkpoint.open(
         config.model_dir, dtype=dtype, load_format=config.load_format, seed=config.seed
     )
     streams = MicroBatchStreams(device, config.num_micro_batches)
     kernels, interval = create_kernels(device), config.offload_every
     build = build_model if interval is None else build_without_layers
-    model = build(model_config, checkpoint, kernels, max_positions=max_model_len, device=device)
+    model = build(model_config, checkpoint, kernels, max_positions=plan.max_model_len, device=device)
     streamer: LayerStreamer | None = None
     if interval is not None:
         name = f"{model_config.shape_key}-{str(dtype).removeprefix('torch.')}"
@@ -98,16 +90,16 @@ def create_torch_executor(config: EngineConfig, bus: Bus | None = None) -> Torch
         )
         _log_offloading(model_config.num_layers, interval, memory)
     info = ExecutorInfo(
-        num_blocks=num_blocks,
+        num_blocks=plan.num_blocks,
         block_size=config.block_size,
-        max_model_len=max_model_len,
+        max_model_len=plan.max_model_len,
         vocab_size=model_config.vocab_size,
         end_token_ids=end_token_ids(model_config, GenerationDefaults.from_folder(config.model_dir)),
         device=str(device),
         dtype=str(dtype).removeprefix("torch."),
         num_layers=model_config.num_layers,
         can_stop=True,
-        num_host_blocks=num_host_blocks,
+        num_host_blocks=plan.num_host_blocks,
         block_bytes=layout.block_bytes,
         offload_interval=interval,
         min_offload_interval=config.min_offload_interval,
@@ -115,15 +107,15 @@ def create_torch_executor(config: EngineConfig, bus: Bus | None = None) -> Torch
     )
     pool_memory = None
     if config.min_offload_interval is None:
-        kv_pool = _allocate_pool(layout, num_blocks, dtype, device)
+        kv_pool = _allocate_pool(layout, plan.num_blocks, dtype, device)
     else:
         pool_memory = _reserve_pool(layout, info.max_num_blocks)
         kv_pool = pool_memory.bytes.view(dtype).view(layout.shape(info.max_num_blocks))
         logger.info("the KV pool may grow to %d blocks", info.max_num_blocks)
     copier: BlockCopier | None = None
-    if num_host_blocks:
+    if plan.num_host_blocks:
         throttle = bus.copies if bus is not None and device.type == "cpu" else None
-        copier = _create_copier(kv_pool, layout, num_host_blocks, throttle)
+        copier = _create_copier(kv_pool, layout, plan.num_host_blocks, throttle)
     executor = TorchExecutor(model, kv_pool, info, streams, copier, streamer, pool_memory)
     _warm_up(executor)
     if copier is not None and config.scheduler.shares_blocks:
@@ -138,8 +130,8 @@ def planned_memory(config: EngineConfig) -> MemoryPlan:
     """
     model_config = ModelConfig.from_folder(config.model_dir)
     device = choose_device(config)
-    layout = _kv_layout(config, model_config, choose_dtype(config, model_config, device))
-    return _plan_memory(config, model_config, layout, device)
+    dtype = choose_dtype(config, model_config, device)
+    return plan_device(config, ModelPlacement.of(model_config), 0, device, dtype)
 
 
 def least_device_bytes(config: EngineConfig) -> int:
@@ -151,10 +143,11 @@ def least_device_bytes(config: EngineConfig) -> int:
     """
     model_config = ModelConfig.from_folder(config.model_dir)
     device = choose_device(config)
-    layout = _kv_layout(config, model_config, choose_dtype(config, model_config, device))
-    weights_bytes = _weight_sizes(model_config, layout, device).device_bytes(config.offload_every)
-    kv_bytes = layout.block_bytes if config.kv_bytes is None else config.kv_bytes
-    return weights_bytes + _activation_bytes(config, model_config, layout) + kv_bytes
+    shard, dtype = whole_model(model_config), choose_dtype(config, model_config, device)
+    weights_bytes = weight_sizes((shard,), dtype, device).device_bytes(config.offload_every)
+    block_bytes = kv_layout(config, shard, dtype).block_bytes
+    kv_bytes = block_bytes if config.kv_bytes is None else config.kv_bytes
+    return weights_bytes + step_bytes(config, (shard,), dtype) + kv_bytes
 
 
 def choose_device(config: EngineConfig) -> torch.device:
@@ -178,46 +171,6 @@ def choose_dtype(config: EngineConfig, model_config: ModelConfig, device: torch.
     return _TORCH_DTYPES[name]
 
 
-def _kv_layout(config: EngineConfig, model_config: ModelConfig, dtype: torch.dtype) -> KVLayout:
-    return KVLayout(
-        num_layers=model_config.num_layers,
-        num_kv_heads=model_config.num_kv_heads,
-        head_dim=model_config.head_dim,
-        block_size=config.block_size,
-        dtype_bytes=dtype.itemsize,
-    )
-
-
-def _plan_memory(
-    config: EngineConfig, model_config: ModelConfig, layout: KVLayout, device: torch.device
-) -> MemoryPlan:
-    on_cpu = device.type == "cpu"
-    return plan_memory(
-        _weight_sizes(model_config, layout, device),
-        device=str(device),
-        block_bytes=layout.block_bytes,
-        default_kv_bytes=GIB if on_cpu else None,
-        interval=config.offload_every,
-        kv_bytes=config.kv_bytes,
-        limit_bytes=config.device_memory_bytes,
-        activation_bytes=_activation_bytes(config, model_config, layout),
-        available_bytes=available_host_bytes()
-        if on_cpu
-        else _available_cuda_bytes(device, config.gpu_memory_utilization),
-    )
-
-
-def _weight_sizes(model_config: ModelConfig, layout: KVLayout, device: torch.device) -> WeightSizes:
-    return WeightSizes.of(model_config, layout.dtype_bytes, packs_tables=device.type == "cpu")
-
-
-def _activation_bytes(config: EngineConfig, model_config: ModelConfig, layout: KVLayout) -> int:
-    limits = config.scheduler
-    return activation_bytes(
-        model_config, limits.max_num_batched_tokens, limits.max_num_seqs, layout.dtype_bytes
-    )
-
-
 def _log_offloading(num_layers: int, interval: int, memory: MemoryPlan) -> None:
     num_offloaded = len(offloaded_layers(num_layers, interval))
     logger.info(
@@ -235,64 +188,6 @@ def _log_offloading(num_layers: int, interval: int, memory: MemoryPlan) -> None:
             interval,
             num_offloaded,
         )
-
-
-def _available_cuda_bytes(device: torch.device, utilization: float) -> int:
-    """Bytes of device memory that this process may still allocate, up to ``utilization`` of the total."""
-    free, total = torch.cuda.mem_get_info(device)
-    return max(0, int(total * utilization) - (total - free))
-
-
-def _choose_num_host_blocks(config: EngineConfig, layout: KVLayout, kv_bytes: int, taken_bytes: int) -> int:
-    """Blocks of the host pool, 0 for none. Weights and device pool use ``taken_bytes`` of the host."""
-    if config.scheduler.checkpointing in (None, "none") or config.host_kv_bytes == 0:
-        return 0
-    available = available_host_bytes()
-    left = None if available is None else available - taken_bytes
-    if config.host_kv_bytes is None:
-        host_kv_bytes = kv_bytes
-        if left is not None:
-            host_kv_bytes = min(host_kv_bytes, max(0, int(left * _DEFAULT_HOST_KV_FRAC)))
-        return host_kv_bytes // layout.block_bytes
-    check_host_pool_fits(host_kv_bytes=config.host_kv_bytes, left_bytes=left)
-    if config.host_kv_bytes < layout.block_bytes:
-        raise InsufficientMemory(
-            f"The KV pool in host memory holds no block: one takes {layout.block_bytes / GIB:.4f} GiB; raise "
-            "`host_kv_gib`, or use 0 to have none."
-        )
-    return config.host_kv_bytes // layout.block_bytes
-
-
-def _choose_max_model_len(
-    config: EngineConfig, model_config: ModelConfig, num_blocks: int, layout: KVLayout
-) -> int:
-    model_limit = model_config.max_position_embeddings
-    if model_config.sliding_window is not None:
-        # Attention here has no window: the results are equal only up to the window's length.
-        model_limit = min(model_limit, model_config.sliding_window)
-    pool_limit = num_blocks * layout.block_size
-    asked = config.max_model_tokens
-    if asked is not None:
-        if asked > model_limit:
-            raise ConfigError(f"`max_model_len` {asked} exceeds the model's context of {model_limit} tokens.")
-        if asked > pool_limit:
-            needed_gib = -(-asked // layout.block_size) * layout.block_bytes / GIB
-            raise InsufficientMemory(
-                f"`max_model_len` {asked} needs a KV pool of {needed_gib:.3f} GiB, and it "
-                f"holds {pool_limit} tokens; raise `kv_gib` or lower `max_model_len`."
-            )
-        return asked
-    if pool_limit < 1:
-        raise InsufficientMemory(
-            f"The KV pool holds no block: one takes {layout.block_bytes / GIB:.4f} GiB; raise `kv_gib`."
-        )
-    if pool_limit < model_limit:
-        logger.warning(
-            "the KV pool holds %d tokens, fewer than the model's context of %d: longer requests are refused",
-            pool_limit,
-            model_limit,
-        )
-    return min(model_limit, pool_limit)
 
 
 def _allocate_pool(

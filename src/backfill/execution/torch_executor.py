@@ -243,7 +243,7 @@ class TorchExecutor:
             self._streams.synchronize()  # nothing was read from the device, so it may still compute
             return ()
         logits = self._model.logits(*sampled_rows(running.micro_batches))
-        assert logits is not None, "only rank 0 of the last stage samples"
+        assert logits is not None, "the model is whole"
         sampled = self._drawn(logits, running, plan)
         for token in sampled:
             self._states[token.request_id].append(token.token_id)

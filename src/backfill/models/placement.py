@@ -39,6 +39,10 @@ class ModelPlacement:
         stage, tensor_rank = divmod(rank, self.tensor_parallel_size)
         return ShardSizes(self.config, self.stages[stage], tensor_rank, self.tensor_parallel_size)
 
+    def shards(self) -> list[ShardSizes]:
+        """Of all ranks."""
+        return [self.sizes(rank) for rank in range(self.num_ranks)]
+
 
 def check_parallel(config: ModelConfig, tensor_parallel_size: int, pipeline_parallel_size: int) -> None:
     """Raise ConfigError, with the allowed values, if the model cannot be divided so."""

@@ -57,7 +57,7 @@ class ShardLoader:
         return self._kernels.linear(weight.to(self._device), bias)
 
     def vocabulary_table(self, name: str, width: int) -> Tensor:
-        """The rank's rows of a table with a row for each token id: ``[vocabulary_rows, width]``, the last 0."""
+        """The rank's rows of a table with one for each token id, and zeros: ``[vocabulary_rows, width]``."""
         span = self._sizes.vocabulary
         table = self._part(f"{name}.weight", (span.size, width), 0, span)
         missing = self._sizes.vocabulary_rows - span.length

@@ -137,7 +137,9 @@ class TorchLink:
         device: of the rows.
     """
 
-    def __init__(self, headers: ProcessGroup, rows: ProcessGroup, shape: RowShape, device: torch.device) -> None:
+    def __init__(
+        self, headers: ProcessGroup, rows: ProcessGroup, shape: RowShape, device: torch.device
+    ) -> None:
         self._headers = headers
         self._rows = rows
         self._shape = shape
