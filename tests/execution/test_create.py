@@ -14,7 +14,7 @@ from backfill.core.errors import InsufficientMemory
 from backfill.core.plan import Compute, CopyDirections, StepPlan, WaitForCopies
 from backfill.core.request import FinishReason
 from backfill.engine.engine import Engine
-from backfill.execution import create
+from backfill.execution import sizing
 from backfill.execution.copy_groups import CopyGroup
 from backfill.execution.create import create_torch_executor
 from backfill.execution.machine import check_host_pool_fits
@@ -58,7 +58,7 @@ def padded(num_values: int) -> int:
 
 
 def available(monkeypatch: pytest.MonkeyPatch, num_bytes: int | None) -> None:
-    monkeypatch.setattr(create, "available_host_bytes", lambda: num_bytes)
+    monkeypatch.setattr(sizing, "available_host_bytes", lambda: num_bytes)
 
 
 def test_the_host_pool_is_as_large_as_asked_for(model_dir: Path) -> None:

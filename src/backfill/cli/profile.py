@@ -72,8 +72,8 @@ app = command(
     profile,
     {
         "Model": "model revision dtype load_format max_model_len",
-        "Engine": "device threads num_micro_batches gpu_memory_utilization device_memory offload_interval "
-        "offload_bus offload_bus_gib_per_s",
+        "Engine": "device tensor_parallel_size pipeline_parallel_size threads num_micro_batches "
+        "gpu_memory_utilization device_memory offload_interval offload_bus offload_bus_gib_per_s",
         "Scheduling": "max_num_seqs max_num_batched_tokens ttft_slo tpot_slo",
         "KV memory": "kv_gib block_size",
         "Profile": "quick offload out json",
@@ -88,11 +88,11 @@ def _measure(config: EngineConfig, options: ProfileOptions, console: Console) ->
     from backfill.costs.profiler import FULL, QUICK
     from backfill.engine.interval_choice import with_chosen_interval
     from backfill.execution.bus import open_bus
-    from backfill.execution.create import create_torch_executor
     from backfill.execution.profile import measure_profile, profile_path, save_in_cache
+    from backfill.parallel.create import create_executor
 
     config = with_chosen_interval(config)
-    executor = create_torch_executor(config, open_bus(config))
+    executor = create_executor(config, open_bus(config))
     with interruptible(), _bar(console) as bar:
         measured = measure_profile(config, executor, QUICK if options.quick else FULL, _advance(bar))
     path = options.out or profile_path(measured.key)

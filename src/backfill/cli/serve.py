@@ -63,9 +63,9 @@ app = command(
     serve,
     {
         "Model": MODEL_SECTION,
-        "Engine": "device threads num_micro_batches gpu_memory_utilization device_memory "
-        "offload_interval min_offload_interval offload_bus offload_bus_gib_per_s profile "
-        "engine_hang_timeout",
+        "Engine": "device tensor_parallel_size pipeline_parallel_size threads num_micro_batches "
+        "gpu_memory_utilization device_memory offload_interval min_offload_interval offload_bus "
+        "offload_bus_gib_per_s profile engine_hang_timeout",
         "Scheduling": f"{LIMITS_SECTION} policy ttft_slo tpot_slo min_ttft_slo min_tpot_slo "
         "promote_before safepoints preemption max_stop_s",
         "KV memory": "kv_gib block_size host_kv_gib checkpointing checkpoint_from checkpoint_all_from "

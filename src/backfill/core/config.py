@@ -23,6 +23,7 @@ KVLayoutName = Literal["unidirectional", "bidirectional"]
 PolicyName = Literal["slo", "conserve", "bros", "online-only", "fcfs", "priority", "round-robin"]
 
 GIB = 1 << 30
+MAX_RANKS = 64
 _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 _CLASS_PATH = re.compile(r"[^\W\d]\w*(?:\.[^\W\d]\w*)*:[^\W\d]\w*")
 _TOKEN_UNITS = {"k": 1000, "K": 1024, "m": 10**6, "M": 1 << 20}
@@ -203,7 +204,11 @@ class EngineConfig:
             They divide its bandwidth by what their objectives need. Default: the engine shares no bus.
         offload_bus_gib_per_s: bandwidth of ``offload_bus`` in GiB a second, the same for all. On CPU
             transfers are held to it.
-        threads: threads of the CPU kernels. Default: the processors available.
+        tensor_parallel_size: processes that share every layer: each has a part of its heads and columns. They
+            are GPUs of one machine, or share its processors.
+        pipeline_parallel_size: groups of processes that share the layers, each having some of them. As many
+            steps are computed at a time.
+        threads: threads of the CPU kernels, of all processes together. Default: the processors available.
         num_micro_batches: 1 or 2. With 2, the prefills and the decodes of a step are computed beside each
             other, on two CUDA streams. On CPU they take turns, which gains nothing.
         profile: cost profile that predicts step times. Default: the one saved for this model and device.
@@ -226,6 +231,8 @@ class EngineConfig:
     min_offload_interval: int | None = None
     offload_bus: str | None = None
     offload_bus_gib_per_s: float | None = None
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
     threads: int | None = None
     num_micro_batches: int = 1
     profile: str | Path | None = None
@@ -277,6 +284,11 @@ class EngineConfig:
         return given
 
     @property
+    def num_ranks(self) -> int:
+        """Processes that hold a part of the model each; with 1 the engine process holds all of it."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
     def offload_bus_bytes_per_s(self) -> float | None:
         return None if self.offload_bus_gib_per_s is None else self.offload_bus_gib_per_s * GIB
 
@@ -300,6 +312,7 @@ class EngineConfig:
         _ = self.offload_every
         self._validate_intervals()
         self._validate_bus()
+        self._validate_ranks()
         if self.max_model_tokens is not None:
             at_least("max_model_len", self.max_model_tokens, 1)
         if self.threads is not None:
@@ -352,6 +365,29 @@ class EngineConfig:
         )
         if self.offload_interval == "none":
             raise ConfigError("`offload_bus` is of no use with `offload_interval` none.")
+
+    def _validate_ranks(self) -> None:
+        sizes = {name: getattr(self, name) for name in ("tensor_parallel_size", "pipeline_parallel_size")}
+        for name, size in sizes.items():
+            at_least(name, size, 1)
+        if self.num_ranks > MAX_RANKS:
+            raise ConfigError(
+                f"`tensor_parallel_size` {self.tensor_parallel_size} times `pipeline_parallel_size` "
+                f"{self.pipeline_parallel_size} is {self.num_ranks} processes, and at most {MAX_RANKS} are "
+                "supported."
+            )
+        split = next((f"`{name}` {size}" for name, size in sizes.items() if size > 1), None)
+        if split is None:
+            return
+        if self.offload_interval != "none":
+            raise ConfigError(f"`offload_interval` {self.offload_interval} is not supported with {split}.")
+        if self.num_micro_batches != 1:
+            raise ConfigError(f"`num_micro_batches` {self.num_micro_batches} is not supported with {split}.")
+        if self.threads is not None and self.threads < self.num_ranks:
+            raise ConfigError(
+                f"`threads` {self.threads} is less than the {self.num_ranks} processes of {split}, each "
+                "of which needs one."
+            )
 
     def with_checkpointing(self) -> EngineConfig:
         """With the checkpointing that suits the policy and the host pool, where none is named."""

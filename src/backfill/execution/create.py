@@ -14,27 +14,25 @@ from backfill.execution.bus import Bus
 from backfill.execution.bus_throttle import BusThrottle
 from backfill.execution.copies import BlockCopier, create_copier
 from backfill.execution.executor import ExecutorInfo
-from backfill.execution.machine import (
-    available_host_bytes,
-    available_processors,
-    check_host_pool_fits,
-)
-from backfill.execution.memory import MemoryPlan, WeightSizes, activation_bytes, plan_memory
+from backfill.execution.machine import available_processors
+from backfill.execution.memory import MemoryPlan
 from backfill.execution.micro_batches import MicroBatchStreams
 from backfill.execution.offloading import LayerStreamer, create_streamer
 from backfill.execution.reserved_memory import ReservedMemory
+from backfill.execution.sizing import RankPlan, kv_layout, plan_device, plan_rank, step_bytes, weight_sizes
 from backfill.execution.torch_executor import TorchExecutor
 from backfill.execution.warm_up import warm_up, warm_up_slot_copies
 from backfill.kernels import create_kernels
 from backfill.models.build import build_model, build_without_layers
 from backfill.models.config import ModelConfig
 from backfill.models.generation_config import GenerationDefaults, end_token_ids
+from backfill.models.placement import ModelPlacement
+from backfill.models.shard import whole_model
 from backfill.models.weights import Checkpoint
 from backfill.offloading.interval import offloaded_layers
 
 logger = logging.getLogger(__name__)
 
-_DEFAULT_HOST_KV_FRAC = 0.25  # of the host memory that is left, as an upper limit
 _TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -49,12 +47,14 @@ def create_torch_executor(config: EngineConfig, bus: Bus | None = None) -> Torch
     model_config = ModelConfig.from_folder(config.model_dir)
     device = choose_device(config)
     dtype = choose_dtype(config, model_config, device)
-    _check_device(config, device)
+    check_threads(config)
+    if config.min_offload_interval is not None and device.type != "cpu":
+        # A tensor of torch has memory for all of it. Memory that is mapped later needs cuMemCreate, cuMemMap.
+        raise ConfigError("`min_offload_interval` is supported with `device` cpu only.")
     if device.type == "cpu":
         torch.set_num_threads(config.threads or available_processors())
-    layout = _kv_layout(config, model_config, dtype)
-    memory = _plan_memory(config, model_config, layout, device)
-    info = _executor_info(config, model_config, layout, memory, device, dtype)
+    plan = plan_rank(config, ModelPlacement.of(model_config), 0, device, dtype)
+    info = _executor_info(config, model_config, plan, device, dtype)
     checkpoint = Checkpoint.open(
         config.model_dir, dtype=dtype, load_format=config.load_format, seed=config.seed
     )
@@ -70,18 +70,18 @@ def create_torch_executor(config: EngineConfig, bus: Bus | None = None) -> Torch
             checkpoint,
             name=f"{model_config.shape_key}-{info.dtype}",
             interval=info.offload_interval,
-            num_buffers=memory.num_device_layers,
+            num_buffers=plan.memory.num_device_layers,
             device=device,
             streams=streams,
             resizable=info.min_offload_interval is not None,
             throttle=None if bus is None else bus.weights,
         )
-        _log_offloading(info.num_layers, info.offload_interval, memory)
-    kv_pool, pool_memory = _create_pool(layout, info, dtype, device)
+        _log_offloading(info.num_layers, info.offload_interval, plan.memory)
+    kv_pool, pool_memory = _create_pool(plan.layout, info, dtype, device)
     copier: BlockCopier | None = None
     if info.num_host_blocks:
         throttle = bus.copies if bus is not None and device.type == "cpu" else None
-        copier = _create_copier(kv_pool, layout, info.num_host_blocks, throttle)
+        copier = create_host_copier(kv_pool, plan.layout, info.num_host_blocks, throttle)
     executor = TorchExecutor(model, kv_pool, info, streams, copier, streamer, pool_memory)
     warm_up(executor)
     if copier is not None and config.scheduler.shares_blocks:
@@ -89,44 +89,29 @@ def create_torch_executor(config: EngineConfig, bus: Bus | None = None) -> Torch
     return executor
 
 
-def _check_device(config: EngineConfig, device: torch.device) -> None:
-    """Raises: ConfigError for what the device, or this machine, does not have."""
-    num_processors = os.cpu_count() or 1
-    if config.threads is not None and config.threads > num_processors:
-        raise ConfigError(f"`threads` must be at most {num_processors} here, got {config.threads}.")
-    if config.min_offload_interval is not None and device.type != "cpu":
-        # A tensor of torch has memory for all of it. Memory that is mapped later needs cuMemCreate, cuMemMap.
-        raise ConfigError("`min_offload_interval` is supported with `device` cpu only.")
-
-
 def _executor_info(
     config: EngineConfig,
     model_config: ModelConfig,
-    layout: KVLayout,
-    memory: MemoryPlan,
+    plan: RankPlan,
     device: torch.device,
     dtype: torch.dtype,
 ) -> ExecutorInfo:
-    """What the executor will be: known before anything is loaded. Raises: ConfigError, InsufficientMemory."""
-    max_model_len = _choose_max_model_len(config, model_config, memory.num_blocks, layout)
-    taken_bytes = memory.host_layers_bytes
-    if device.type == "cpu":
-        taken_bytes = memory.weights_bytes + memory.kv_bytes
+    """What the executor will be: known before anything is loaded."""
     return ExecutorInfo(
-        num_blocks=memory.num_blocks,
+        num_blocks=plan.num_blocks,
         block_size=config.block_size,
-        max_model_len=max_model_len,
+        max_model_len=plan.max_model_len,
         vocab_size=model_config.vocab_size,
         end_token_ids=end_token_ids(model_config, GenerationDefaults.from_folder(config.model_dir)),
         device=str(device),
         dtype=str(dtype).removeprefix("torch."),
         num_layers=model_config.num_layers,
         can_stop=True,
-        num_host_blocks=_choose_num_host_blocks(config, layout, memory.kv_bytes, taken_bytes),
-        block_bytes=layout.block_bytes,
+        num_host_blocks=plan.num_host_blocks,
+        block_bytes=plan.layout.block_bytes,
         offload_interval=config.offload_every,
         min_offload_interval=config.min_offload_interval,
-        layer_bytes=memory.host_layers_bytes // model_config.num_layers,
+        layer_bytes=plan.memory.host_layers_bytes // model_config.num_layers,
     )
 
 
@@ -135,7 +120,7 @@ def _create_pool(
 ) -> tuple[torch.Tensor, ReservedMemory | None]:
     """The KV pool, and its memory if it may grow. Raises: InsufficientMemory."""
     if info.min_offload_interval is None:
-        return _allocate_pool(layout, info.num_blocks, dtype, device), None
+        return allocate_pool(layout, info.num_blocks, dtype, device), None
     memory = _reserve_pool(layout, info.max_num_blocks)
     logger.info("the KV pool may grow to %d blocks", info.max_num_blocks)
     return memory.bytes.view(dtype).view(layout.shape(info.max_num_blocks)), memory
@@ -148,8 +133,8 @@ def planned_memory(config: EngineConfig) -> MemoryPlan:
     """
     model_config = ModelConfig.from_folder(config.model_dir)
     device = choose_device(config)
-    layout = _kv_layout(config, model_config, choose_dtype(config, model_config, device))
-    return _plan_memory(config, model_config, layout, device)
+    dtype = choose_dtype(config, model_config, device)
+    return plan_device(config, ModelPlacement.of(model_config), 0, device, dtype)
 
 
 def least_device_bytes(config: EngineConfig) -> int:
@@ -161,10 +146,11 @@ def least_device_bytes(config: EngineConfig) -> int:
     """
     model_config = ModelConfig.from_folder(config.model_dir)
     device = choose_device(config)
-    layout = _kv_layout(config, model_config, choose_dtype(config, model_config, device))
-    weights_bytes = _weight_sizes(model_config, layout, device).device_bytes(config.offload_every)
-    kv_bytes = layout.block_bytes if config.kv_bytes is None else config.kv_bytes
-    return weights_bytes + _activation_bytes(config, model_config, layout) + kv_bytes
+    shard, dtype = whole_model(model_config), choose_dtype(config, model_config, device)
+    weights_bytes = weight_sizes((shard,), dtype, device).device_bytes(config.offload_every)
+    block_bytes = kv_layout(config, shard, dtype).block_bytes
+    kv_bytes = block_bytes if config.kv_bytes is None else config.kv_bytes
+    return weights_bytes + step_bytes(config, (shard,), dtype) + kv_bytes
 
 
 def choose_device(config: EngineConfig) -> torch.device:
@@ -174,6 +160,13 @@ def choose_device(config: EngineConfig) -> torch.device:
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("`device` cuda: torch finds no CUDA device here; use `device` cpu.")
     return torch.device(config.device)
+
+
+def check_threads(config: EngineConfig) -> None:
+    """Raises: ConfigError for more threads than this machine has processors."""
+    num_processors = os.cpu_count() or 1
+    if config.threads is not None and config.threads > num_processors:
+        raise ConfigError(f"`threads` must be at most {num_processors} here, got {config.threads}.")
 
 
 def choose_dtype(config: EngineConfig, model_config: ModelConfig, device: torch.device) -> torch.dtype:
@@ -186,46 +179,6 @@ def choose_dtype(config: EngineConfig, model_config: ModelConfig, device: torch.
     if name == "float16" and device.type == "cpu":
         raise ConfigError("`dtype` float16 is not supported on CPU; use bfloat16 or float32.")
     return _TORCH_DTYPES[name]
-
-
-def _kv_layout(config: EngineConfig, model_config: ModelConfig, dtype: torch.dtype) -> KVLayout:
-    return KVLayout(
-        num_layers=model_config.num_layers,
-        num_kv_heads=model_config.num_kv_heads,
-        head_dim=model_config.head_dim,
-        block_size=config.block_size,
-        dtype_bytes=dtype.itemsize,
-    )
-
-
-def _plan_memory(
-    config: EngineConfig, model_config: ModelConfig, layout: KVLayout, device: torch.device
-) -> MemoryPlan:
-    on_cpu = device.type == "cpu"
-    return plan_memory(
-        _weight_sizes(model_config, layout, device),
-        device=str(device),
-        block_bytes=layout.block_bytes,
-        default_kv_bytes=GIB if on_cpu else None,
-        interval=config.offload_every,
-        kv_bytes=config.kv_bytes,
-        limit_bytes=config.device_memory_bytes,
-        activation_bytes=_activation_bytes(config, model_config, layout),
-        available_bytes=available_host_bytes()
-        if on_cpu
-        else _available_cuda_bytes(device, config.gpu_memory_utilization),
-    )
-
-
-def _weight_sizes(model_config: ModelConfig, layout: KVLayout, device: torch.device) -> WeightSizes:
-    return WeightSizes.of(model_config, layout.dtype_bytes, packs_tables=device.type == "cpu")
-
-
-def _activation_bytes(config: EngineConfig, model_config: ModelConfig, layout: KVLayout) -> int:
-    limits = config.scheduler
-    return activation_bytes(
-        model_config, limits.max_num_batched_tokens, limits.max_num_seqs, layout.dtype_bytes
-    )
 
 
 def _log_offloading(num_layers: int, interval: int, memory: MemoryPlan) -> None:
@@ -247,67 +200,10 @@ def _log_offloading(num_layers: int, interval: int, memory: MemoryPlan) -> None:
         )
 
 
-def _available_cuda_bytes(device: torch.device, utilization: float) -> int:
-    """Bytes of device memory that this process may still allocate, up to ``utilization`` of the total."""
-    free, total = torch.cuda.mem_get_info(device)
-    return max(0, int(total * utilization) - (total - free))
-
-
-def _choose_num_host_blocks(config: EngineConfig, layout: KVLayout, kv_bytes: int, taken_bytes: int) -> int:
-    """Blocks of the host pool, 0 for none. Weights and device pool use ``taken_bytes`` of the host."""
-    if config.scheduler.checkpointing in (None, "none") or config.host_kv_bytes == 0:
-        return 0
-    available = available_host_bytes()
-    left = None if available is None else available - taken_bytes
-    if config.host_kv_bytes is None:
-        host_kv_bytes = kv_bytes
-        if left is not None:
-            host_kv_bytes = min(host_kv_bytes, max(0, int(left * _DEFAULT_HOST_KV_FRAC)))
-        return host_kv_bytes // layout.block_bytes
-    check_host_pool_fits(host_kv_bytes=config.host_kv_bytes, left_bytes=left)
-    if config.host_kv_bytes < layout.block_bytes:
-        raise InsufficientMemory(
-            f"The KV pool in host memory holds no block: one takes {layout.block_bytes / GIB:.4f} GiB; raise "
-            "`host_kv_gib`, or use 0 to have none."
-        )
-    return config.host_kv_bytes // layout.block_bytes
-
-
-def _choose_max_model_len(
-    config: EngineConfig, model_config: ModelConfig, num_blocks: int, layout: KVLayout
-) -> int:
-    model_limit = model_config.max_position_embeddings
-    if model_config.sliding_window is not None:
-        # Attention here has no window: the results are equal only up to the window's length.
-        model_limit = min(model_limit, model_config.sliding_window)
-    pool_limit = num_blocks * layout.block_size
-    asked = config.max_model_tokens
-    if asked is not None:
-        if asked > model_limit:
-            raise ConfigError(f"`max_model_len` {asked} exceeds the model's context of {model_limit} tokens.")
-        if asked > pool_limit:
-            needed_gib = -(-asked // layout.block_size) * layout.block_bytes / GIB
-            raise InsufficientMemory(
-                f"`max_model_len` {asked} needs a KV pool of {needed_gib:.3f} GiB, and it "
-                f"holds {pool_limit} tokens; raise `kv_gib` or lower `max_model_len`."
-            )
-        return asked
-    if pool_limit < 1:
-        raise InsufficientMemory(
-            f"The KV pool holds no block: one takes {layout.block_bytes / GIB:.4f} GiB; raise `kv_gib`."
-        )
-    if pool_limit < model_limit:
-        logger.warning(
-            "the KV pool holds %d tokens, fewer than the model's context of %d: longer requests are refused",
-            pool_limit,
-            model_limit,
-        )
-    return min(model_limit, pool_limit)
-
-
-def _allocate_pool(
+def allocate_pool(
     layout: KVLayout, num_blocks: int, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
+    """An uninitialised KV pool. Raises: InsufficientMemory."""
     try:
         return torch.empty(layout.shape(num_blocks), dtype=dtype, device=device)
     except (RuntimeError, MemoryError) as error:
@@ -328,9 +224,10 @@ def _reserve_pool(layout: KVLayout, num_blocks: int) -> ReservedMemory:
         ) from error
 
 
-def _create_copier(
+def create_host_copier(
     kv_pool: torch.Tensor, layout: KVLayout, num_host_blocks: int, throttle: BusThrottle | None
 ) -> BlockCopier:
+    """A copier with a pool in host memory. Raises: InsufficientMemory."""
     pool_gib = num_host_blocks * layout.block_bytes / GIB
     try:
         copier = create_copier(kv_pool, num_host_blocks, throttle)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from backfill.core.config import GIB
 from backfill.core.errors import ConfigError, InsufficientMemory
 from backfill.execution.machine import at_most
 from backfill.models.config import ModelConfig
+from backfill.models.shard import ShardSizes, whole_model
 from backfill.offloading.interval import num_device_layers, offloaded_layers
 
 
@@ -22,11 +24,16 @@ class WeightSizes:
     @classmethod
     def of(cls, config: ModelConfig, dtype_bytes: int, *, packs_tables: bool) -> WeightSizes:
         """``packs_tables``: a tied embedding is kept twice, as a table and packed for the projection."""
-        others = config.num_parameters - config.num_layers * config.layer_parameters
-        if packs_tables and config.tie_word_embeddings:
-            others += config.vocab_size * (config.word_embed_proj_dim or config.hidden_size)
-        layer_bytes = config.layer_parameters * dtype_bytes
-        return cls(config.num_layers, layer_bytes, others * dtype_bytes)
+        return cls.of_shards((whole_model(config),), dtype_bytes, packs_tables=packs_tables)
+
+    @classmethod
+    def of_shards(cls, shards: Sequence[ShardSizes], dtype_bytes: int, *, packs_tables: bool) -> WeightSizes:
+        """Of what lies in one memory: one rank's shard, or all ranks' shards of a model."""
+        num_layers = sum(len(layers) for layers in {each.layers for each in shards})
+        of_stage = (each for each in shards if each.layers == shards[0].layers)
+        layer_bytes = dtype_bytes * sum(each.layer_parameters for each in of_stage)
+        others = sum(each.other_parameters(packs_tables=packs_tables) for each in shards)
+        return cls(num_layers, layer_bytes, others * dtype_bytes)
 
     def device_bytes(self, interval: int | None) -> int:
         """With the staging buffers of an offloading interval; None: without offloading."""
@@ -53,15 +60,21 @@ class MemoryPlan:
     num_blocks: int
 
 
-def activation_bytes(config: ModelConfig, max_num_tokens: int, max_num_seqs: int, dtype_bytes: int) -> int:
-    """An estimate of what a step takes beside weights and KV.
+def activation_bytes(shard: ShardSizes, max_num_tokens: int, max_num_seqs: int, dtype_bytes: int) -> int:
+    """An estimate of what a step takes on a rank beside weights and KV.
 
-    A layer's input, sum and projections for each token, and for each sampled row its logits and two float32
-    tensors of the sampler.
+    A layer's input, sum and projections for each token. For each sampled row, on the last stage, the rank's
+    logits, and on its rank 0 those of all ranks and two float32 tensors of the sampler.
     """
-    heads = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-    of_token = (4 * config.hidden_size + heads + 3 * config.intermediate_size) * dtype_bytes
-    return max_num_tokens * of_token + max_num_seqs * config.vocab_size * (dtype_bytes + 8)
+    config = shard.config
+    heads = (2 * shard.heads.length + 2 * shard.kv_heads.length) * config.head_dim
+    of_token = (4 * config.hidden_size + heads + 3 * shard.inner.length) * dtype_bytes
+    of_row = 0
+    if shard.is_last and shard.size > 1:
+        of_row += shard.vocabulary_rows * dtype_bytes
+    if shard.is_last and shard.rank == 0:
+        of_row += config.vocab_size * (dtype_bytes + 8)
+    return max_num_tokens * of_token + max_num_seqs * of_row
 
 
 def plan_memory(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,12 +26,13 @@ from backfill.execution.batch import FlatBatch, build_batch
 from backfill.execution.copies import BlockCopier
 from backfill.execution.copy_groups import CompletedCopies
 from backfill.execution.executor import ExecutorInfo
+from backfill.execution.layer_pass import LayerPass, MicroBatch, sampled_rows
 from backfill.execution.micro_batches import MicroBatchStreams, split_step
 from backfill.execution.offloading import LayerStreamer
 from backfill.execution.request_state import RequestState
 from backfill.execution.reserved_memory import ReservedMemory
 from backfill.execution.sampler import Sampler
-from backfill.models.decoder import DecoderModel, HiddenState
+from backfill.models.decoder import DecoderModel
 
 logger = logging.getLogger(__name__)
 
@@ -38,29 +40,18 @@ logger = logging.getLogger(__name__)
 _MAX_WAIT_S = 0.05
 
 
-@dataclass(slots=True)
-class _MicroBatch:
-    """Slices that are computed together, at least one, and their state between two layers.
+class Stop(NamedTuple):
+    """Preemptible slices left the step at a safepoint.
 
-    Its tensors are allocated, used and freed on its stream, see ``MicroBatchStreams``.
+    Attributes:
+        ids: of their requests.
+        at_s: when, on the executor's clock.
     """
 
-    slices: tuple[ScheduledSlice, ...]
-    batch: FlatBatch
-    state: HiddenState
-    stream: int
-
-
-@dataclass(slots=True)
-class _Pass:
-    """A forward pass between two layers; all its micro-batches have passed the same layers."""
-
-    micro_batches: list[_MicroBatch]
+    ids: Set[RequestId]
     layers_done: int
-
-    @property
-    def slices(self) -> list[ScheduledSlice]:
-        return [scheduled for each in self.micro_batches for scheduled in each.slices]
+    at_s: float
+    is_suspended: bool
 
 
 class TorchExecutor:
@@ -97,7 +88,7 @@ class TorchExecutor:
         self._streams = streams
         self._sampler = Sampler(info.end_token_ids)
         self._states: dict[RequestId, RequestState] = {}
-        self._suspended: _Pass | None = None
+        self._suspended: LayerPass | None = None
         self._step_to_stop = -1  # written by another thread; a step compares it with its own number
 
     @property
@@ -113,43 +104,36 @@ class TorchExecutor:
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepOutcome:
-        self._change_memory(plan)
-        for request_id in plan.released:
-            self._states.pop(request_id, None)
-        work, copies = plan.work, plan.copies
-        if self._copier is not None:
-            # Before anything that may fail: the copies of a failed step count as begun.
-            self._copier.begin(copies)
-        else:
-            assert not copies, "there is no host pool to copy to and from"
-        for admitted in plan.admitted:
-            self._states[admitted.request_id] = RequestState(admitted)
-        if not (isinstance(work, Resume) or work.keeps_suspended):
-            self._suspended = None
-        match work:
+        self._prepare(plan)
+        match plan.work:
             case WaitForCopies():
                 if self._copier is not None:
                     self._copier.wait(_MAX_WAIT_S)
                 return self._outcome(())
             case Compute(slices=()):
                 return self._outcome(())
-        with self._streams.forked():
-            running, last = self._begun(work)
-            stopped, stopped_at_s = self._run_layers(running, plan, last)
-        # Completed copies are taken last: if the step failed after this, they would not be reported.
-        outcome = self._outcome(self._sample(running, plan))
-        if stopped is None:
-            return outcome
-        stopped_ids = {scheduled.request_id for scheduled in stopped.slices}
-        ids = tuple(each.request_id for each in plan.slices if each.request_id in stopped_ids)
-        is_suspended = stopped is self._suspended
-        return replace(
-            outcome,
-            suspended=ids if is_suspended else (),
-            discarded=() if is_suspended else ids,
-            layers_done=stopped.layers_done,
-            stopped_at_s=stopped_at_s,
-        )
+            case work:
+                with self._streams.forked():
+                    running, last = self._begun(work)
+                    stop = self._run_layers(running, plan, last)
+                # Completed copies are taken last: if the step failed after this, they would not be reported.
+                outcome = self._outcome(self._sample(running, plan))
+                return outcome if stop is None else _stopped_outcome(outcome, stop, plan)
+
+    def _prepare(self, plan: StepPlan) -> None:
+        """All that precedes the work of a step."""
+        self._change_memory(plan)
+        for request_id in plan.released:
+            self._states.pop(request_id, None)
+        if self._copier is not None:
+            # Before anything that may fail: the copies of a failed step count as begun.
+            self._copier.begin(plan.copies)
+        else:
+            assert not plan.copies, "there is no host pool to copy to and from"
+        for admitted in plan.admitted:
+            self._states[admitted.request_id] = RequestState(admitted)
+        if not (isinstance(plan.work, Resume) or plan.work.keeps_suspended):
+            self._drop_suspended()
 
     def _change_memory(self, plan: StepPlan) -> None:
         """Divide the memory, change the interval and move blocks. If that fails, no later step can run."""
@@ -190,24 +174,19 @@ class TorchExecutor:
             weight_transfers=WeightTransfers() if self._streamer is None else self._streamer.take_transfers(),
         )
 
-    def _run_layers(self, running: _Pass, plan: StepPlan, last: int) -> tuple[_Pass | None, float | None]:
-        """Run the pass to its end, its preemptible slices to layer ``last`` at most.
-
-        Returns: the slices that were stopped, as a pass, and when.
-        """
+    def _run_layers(self, running: LayerPass, plan: StepPlan, last: int) -> Stop | None:
+        """Run the pass to its end, its preemptible slices to layer ``last`` at most."""
         model, points, streams, streamer = self._model, plan.safepoints, self._streams, self._streamer
         first = running.layers_done
-        stopped: _Pass | None = None
-        stopped_at_s: float | None = None
+        stop: Stop | None = None
         while running.micro_batches and running.layers_done < model.num_layers:
             layer = running.layers_done
-            if points is not None and stopped is None and layer > first:
+            if points is not None and stop is None and layer > first:
                 at_safepoint = (layer - first) % points.layers_apart == 0
                 if at_safepoint:
                     streams.wait_for_previous_group()
                 if layer == last or (at_safepoint and self._step_to_stop == plan.step):
-                    stopped_at_s = self._clock.now_s()
-                    stopped = self._take_out(running, suspends=points.suspends)
+                    stop = self._take_out(running, suspends=points.suspends)
                     continue
             if streamer is not None:
                 streamer.before(layer)
@@ -217,18 +196,28 @@ class TorchExecutor:
             if streamer is not None:
                 streamer.after(layer)
             running.layers_done += 1
-        return stopped, stopped_at_s
+        return stop
 
-    def _take_out(self, running: _Pass, *, suspends: bool) -> _Pass:
-        """Split the preemptible slices off the pass and return them; keep them if the step suspends them."""
+    def _take_out(self, running: LayerPass, *, suspends: bool) -> Stop:
+        """Split the preemptible slices off the pass; keep them if the step suspends them."""
+        at_s = self._clock.now_s()
         preemptible = {each.request_id for each in running.slices if each.preemptible}
         others = {each.request_id for each in running.slices if not each.preemptible}
-        taken = _Pass(self._with_only(preemptible, running.micro_batches), running.layers_done)
-        running.micro_batches = self._with_only(others, running.micro_batches)
-        self._suspended = taken if suspends else None
-        return taken
+        if suspends:
+            self._suspend(self._only(preemptible, running))
+        running.micro_batches = self._only(others, running).micro_batches
+        return Stop(preemptible, running.layers_done, at_s, suspends)
 
-    def _begun(self, work: Compute | Resume) -> tuple[_Pass, int]:
+    def _only(self, kept: Set[RequestId], of: LayerPass) -> LayerPass:
+        return of.with_only(kept, self._batch_of, self._streams)
+
+    def _suspend(self, taken: LayerPass) -> None:
+        self._suspended = taken
+
+    def _drop_suspended(self) -> None:
+        self._suspended = None
+
+    def _begun(self, work: Compute | Resume) -> tuple[LayerPass, int]:
         """A pass before its first layer, or the suspended pass, and the layer before which it ends."""
         if isinstance(work, Resume):
             running = self._resumed(work.slices)
@@ -238,55 +227,35 @@ class TorchExecutor:
             with self._streams.of(stream):
                 batch = self._batch_of(slices)
                 state = self._model.embed(batch.token_ids, batch.attention)
-                micro_batches.append(_MicroBatch(slices, batch, state, stream))
-        return _Pass(micro_batches, layers_done=0), self._model.num_layers
+                micro_batches.append(MicroBatch(slices, batch, state, stream))
+        return LayerPass(micro_batches, layers_done=0), self._model.num_layers
 
-    def _resumed(self, slices: tuple[ScheduledSlice, ...]) -> _Pass:
+    def _resumed(self, slices: tuple[ScheduledSlice, ...]) -> LayerPass:
         """The suspended pass with the resumed slices only."""
         suspended, self._suspended = self._suspended, None
         assert suspended is not None, "nothing is suspended"
         resumed = {scheduled.request_id for scheduled in slices}
         assert resumed <= {scheduled.request_id for scheduled in suspended.slices}
-        return _Pass(self._with_only(resumed, suspended.micro_batches), suspended.layers_done)
+        return self._only(resumed, suspended)
 
-    def _with_only(self, kept: Set[RequestId], micro_batches: Sequence[_MicroBatch]) -> list[_MicroBatch]:
-        """The micro-batches with the slices of these requests only, without empty ones.
-
-        A micro-batch with all its slices is itself, one with some of them has a copy of their rows.
-        """
-        found: list[_MicroBatch] = []
-        for each in micro_batches:
-            keep = [scheduled.request_id in kept for scheduled in each.slices]
-            if all(keep):
-                found.append(each)
-            elif any(keep):
-                with self._streams.of(each.stream):
-                    found.append(self._split(each, keep))
-        return found
-
-    def _split(self, whole: _MicroBatch, keep: Sequence[bool]) -> _MicroBatch:
-        """A micro-batch of the kept slices only, with a copy of their rows."""
-        slices = tuple(scheduled for scheduled, kept in zip(whole.slices, keep, strict=True) if kept)
-        counts = torch.tensor([scheduled.num_tokens for scheduled in whole.slices])
-        rows = torch.repeat_interleave(torch.tensor(keep), counts).nonzero().squeeze(1)
-        rows = rows.to(whole.state.residual.device)
-        residual, delta = whole.state
-        state = HiddenState(residual[rows], None if delta is None else delta[rows])
-        return _MicroBatch(slices, self._batch_of(slices), state, whole.stream)
-
-    def _sample(self, running: _Pass, plan: StepPlan) -> tuple[SampledToken, ...]:
-        sampling = [scheduled.request_id for scheduled in running.slices if scheduled.samples]
-        if not sampling:
+    def _sample(self, running: LayerPass, plan: StepPlan) -> tuple[SampledToken, ...]:
+        if not any(scheduled.samples for scheduled in running.slices):
             self._streams.synchronize()  # nothing was read from the device, so it may still compute
             return ()
-        logits = self._model.logits(*_sampled_rows(running.micro_batches))
-        states = [self._states[request_id] for request_id in sampling]
-        sampled = self._sampler.sample(logits, states)
-        for state, (token_id, _) in zip(states, sampled, strict=True):
-            state.append(token_id)
+        logits = self._model.logits(*sampled_rows(running.micro_batches))
+        assert logits is not None, "the model is whole"
+        sampled = self._drawn(logits, running, plan)
+        for token in sampled:
+            self._states[token.request_id].append(token.token_id)
+        return sampled
+
+    def _drawn(self, logits: Tensor, running: LayerPass, plan: StepPlan) -> tuple[SampledToken, ...]:
+        """A token for each row of ``logits``, in the plan's order."""
+        sampling = [scheduled.request_id for scheduled in running.slices if scheduled.samples]
+        drawn = self._sampler.sample(logits, [self._states[request_id] for request_id in sampling])
         tokens = {
             request_id: SampledToken(request_id, token_id, logprobs)
-            for request_id, (token_id, logprobs) in zip(sampling, sampled, strict=True)
+            for request_id, (token_id, logprobs) in zip(sampling, drawn, strict=True)
         }
         return tuple(tokens[each.request_id] for each in plan.slices if each.request_id in tokens)
 
@@ -298,20 +267,12 @@ class TorchExecutor:
         return build_batch(slices, tokens, self.info.block_size, self._kv_pool.device)
 
 
-def _sampled_rows(micro_batches: Sequence[_MicroBatch]) -> tuple[HiddenState, Tensor]:
-    """Hidden states, and the indices of their rows that are sampled, one micro-batch after another.
-
-    At least one is: the output projection reads its weights once for all.
-    """
-    sampling = [each for each in micro_batches if any(scheduled.samples for scheduled in each.slices)]
-    if len(sampling) == 1:
-        return sampling[0].state, sampling[0].batch.sampled_rows
-    rows = [each.batch.sampled_rows for each in sampling]
-    residual = torch.cat([each.state.residual[index] for each, index in zip(sampling, rows, strict=True)])
-    deltas = [
-        each.state.delta[index]
-        for each, index in zip(sampling, rows, strict=True)
-        if each.state.delta is not None
-    ]
-    state = HiddenState(residual, torch.cat(deltas) if deltas else None)
-    return state, torch.arange(len(residual), device=residual.device)
+def _stopped_outcome(outcome: StepOutcome, stop: Stop, plan: StepPlan) -> StepOutcome:
+    ids = tuple(each.request_id for each in plan.slices if each.request_id in stop.ids)
+    return replace(
+        outcome,
+        suspended=ids if stop.is_suspended else (),
+        discarded=() if stop.is_suspended else ids,
+        layers_done=stop.layers_done,
+        stopped_at_s=stop.at_s,
+    )

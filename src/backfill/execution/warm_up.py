@@ -13,10 +13,10 @@ from backfill.core.plan import (
 )
 from backfill.core.request import RequestId
 from backfill.core.sampling import SamplingParams
-from backfill.execution.torch_executor import TorchExecutor
+from backfill.execution.executor import Executor
 
 
-def warm_up(executor: TorchExecutor) -> None:
+def warm_up(executor: Executor) -> None:
     """Run one prefill and one decode step."""
     info = executor.info
     num_tokens = min(64, info.max_model_len - 1, info.num_blocks * info.block_size - 1)
@@ -32,7 +32,7 @@ def warm_up(executor: TorchExecutor) -> None:
     executor.run(StepPlan(step=2, work=Compute(slices=()), released=(request_id,)))
 
 
-def warm_up_slot_copies(executor: TorchExecutor) -> None:
+def warm_up_slot_copies(executor: Executor) -> None:
     """Copy slots both ways: on CUDA the first copies allocate buffers and compile kernels.
 
     There is a kernel for each power of two that the values of a head's slots are padded to, so the numbers of

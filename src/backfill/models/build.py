@@ -9,25 +9,43 @@ from backfill.models.config import Architecture, ModelConfig
 from backfill.models.decoder import DecoderModel
 from backfill.models.llama import LlamaModel
 from backfill.models.opt import OPTModel
+from backfill.models.shard import ModelShard
 from backfill.models.weights import Checkpoint
 
 
 def build_model(
-    config: ModelConfig, checkpoint: Checkpoint, kernels: Kernels, *, max_positions: int, device: torch.device
+    config: ModelConfig,
+    checkpoint: Checkpoint,
+    kernels: Kernels,
+    *,
+    max_positions: int,
+    device: torch.device,
+    shard: ModelShard | None = None,
 ) -> DecoderModel:
-    """Load every weight through ``checkpoint`` and pack it for ``kernels``.
+    """Load every weight of a shard through ``checkpoint`` and pack it for ``kernels``.
 
+    Args:
+        shard: None: the whole model.
     Raises: CorruptModel if a weight is missing or does not have the shape that ``config`` implies.
     """
-    model = build_without_layers(config, checkpoint, kernels, max_positions=max_positions, device=device)
-    for index in range(config.num_layers):
+    model = build_without_layers(
+        config, checkpoint, kernels, max_positions=max_positions, device=device, shard=shard
+    )
+    for index in model.shard.layers:
         model.layers[index] = model.load_layer(checkpoint, index)
     return model
 
 
 def build_without_layers(
-    config: ModelConfig, checkpoint: Checkpoint, kernels: Kernels, *, max_positions: int, device: torch.device
+    config: ModelConfig,
+    checkpoint: Checkpoint,
+    kernels: Kernels,
+    *,
+    max_positions: int,
+    device: torch.device,
+    shard: ModelShard | None = None,
 ) -> DecoderModel:
     """The same with the weights outside the layers only; the caller fills ``layers``."""
     model = OPTModel if config.architecture is Architecture.OPT else LlamaModel
-    return model(config, checkpoint, kernels, max_positions=max_positions, device=device)
+    shard = ModelShard.whole(config.num_layers) if shard is None else shard
+    return model(config, checkpoint, kernels, max_positions=max_positions, device=device, shard=shard)

@@ -92,65 +92,72 @@ class ModelConfig:
         return float(self.head_dim**-0.5)
 
     @property
+    def embedding_size(self) -> int:
+        """Width of the embedding table and of the output projection's input."""
+        return self.word_embed_proj_dim or self.hidden_size
+
+    @property
     def num_parameters(self) -> int:
         """Weights as stored, a tied output projection counted once."""
-        if self.architecture is Architecture.OPT:
-            return _opt_parameters(self)
-        return _llama_parameters(self)
+        tables = 1 if self.tie_word_embeddings else 2
+        return (
+            tables * self.vocab_size * self.embedding_size
+            + self.input_parameters
+            + self.num_layers * self.layer_parameters
+            + self.output_parameters
+        )
 
     @property
     def layer_parameters(self) -> int:
         """Weights of one layer."""
-        if self.architecture is Architecture.OPT:
-            return _opt_layer_parameters(self)
-        return _llama_layer_parameters(self)
+        return self.parameters_of_layer(self.num_heads, self.num_kv_heads, self.intermediate_size)
+
+    @property
+    def input_parameters(self) -> int:
+        """Weights before the first layer, without the embedding table."""
+        if self.architecture is Architecture.LLAMA:
+            return 0
+        num_positions = self.max_position_embeddings + OPT_POSITION_OFFSET
+        return num_positions * self.hidden_size + self._projection_parameters
+
+    @property
+    def output_parameters(self) -> int:
+        """Weights after the last layer, without the output projection to the vocabulary."""
+        if self.architecture is Architecture.LLAMA:
+            return self.hidden_size
+        return 2 * self.hidden_size * self.final_layer_norm + self._projection_parameters
+
+    @property
+    def _projection_parameters(self) -> int:
+        """Of one of opt-350m's two projections between embedding and layers; 0 without them."""
+        width = self.embedding_size
+        return width * self.hidden_size if width != self.hidden_size else 0
+
+    def parameters_of_layer(
+        self, num_heads: int, num_kv_heads: int, intermediate_size: int, *, has_output_biases: bool = True
+    ) -> int:
+        """Weights of a part of a layer.
+
+        Args:
+            has_output_biases: the biases of the projections back to ``hidden_size`` are in this part.
+        """
+        hidden, is_opt = self.hidden_size, self.architecture is Architecture.OPT
+        query, kv = num_heads * self.head_dim, num_kv_heads * self.head_dim
+        num_inner = 1 if is_opt else 2  # projections to intermediate_size: OPT has no gate
+        num_norms = 4 if is_opt else 2  # vectors of hidden_size: LayerNorm has a bias
+        return (
+            hidden * (2 * query + 2 * kv)
+            + self.qkv_bias * (query + 2 * kv)
+            + self.qk_norm * 2 * self.head_dim
+            + (num_inner + 1) * hidden * intermediate_size
+            + self.mlp_bias * num_inner * intermediate_size
+            + has_output_biases * (self.o_bias + self.mlp_bias) * hidden
+            + num_norms * hidden
+        )
 
     def kv_bytes_per_token(self, dtype_bytes: int) -> int:
         """Bytes of a token's keys and values, all layers together."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype_bytes
-
-
-def _llama_layer_parameters(config: ModelConfig) -> int:
-    hidden, inner = config.hidden_size, config.intermediate_size
-    query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    return (
-        hidden * (2 * query + 2 * kv)
-        + config.qkv_bias * (query + 2 * kv)
-        + config.o_bias * hidden
-        + config.qk_norm * 2 * config.head_dim
-        + 3 * hidden * inner
-        + config.mlp_bias * (2 * inner + hidden)
-        + 2 * hidden
-    )
-
-
-def _llama_parameters(config: ModelConfig) -> int:
-    tables, hidden = 1 if config.tie_word_embeddings else 2, config.hidden_size
-    return tables * config.vocab_size * hidden + config.num_layers * config.layer_parameters + hidden
-
-
-def _opt_layer_parameters(config: ModelConfig) -> int:
-    hidden, inner = config.hidden_size, config.intermediate_size
-    return (
-        4 * hidden * hidden
-        + config.qkv_bias * 3 * hidden
-        + config.o_bias * hidden
-        + 2 * hidden * inner
-        + config.mlp_bias * (inner + hidden)
-        + 4 * hidden
-    )
-
-
-def _opt_parameters(config: ModelConfig) -> int:
-    hidden, width = config.hidden_size, config.word_embed_proj_dim
-    tables = 1 if config.tie_word_embeddings else 2
-    return (
-        tables * config.vocab_size * width
-        + (config.max_position_embeddings + OPT_POSITION_OFFSET) * hidden
-        + (2 * width * hidden if width != hidden else 0)
-        + config.num_layers * config.layer_parameters
-        + (2 * hidden if config.final_layer_norm else 0)
-    )
 
 
 def _supported_architecture(fields: Fields) -> str:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from backfill.kernels.base import AttentionMetadata
 from backfill.models.movable import MovableWeights
+from backfill.models.shard import ModelShard
 from backfill.models.weights import Checkpoint
 
 
@@ -24,9 +25,14 @@ class HiddenState(NamedTuple):
 
 
 class DecoderModel(Protocol):
-    """A decoder-only transformer whose KV lives in a pool of blocks."""
+    """A decoder-only transformer whose KV lives in a pool of blocks, or a rank's part of one.
+
+    ``num_layers`` and the indices of layers are those of the whole model; ``shard.layers`` are here. All
+    ranks of ``shard.group`` make the same calls: a layer exchanges data twice, at last in its result.
+    """
 
     num_layers: int
+    shard: ModelShard
 
     @property
     def layers(self) -> MutableMapping[int, Any]:
@@ -36,12 +42,18 @@ class DecoderModel(Protocol):
         """Load and pack the weights of a layer, for ``layers``. Raises: CorruptModel."""
 
     def embed(self, token_ids: Tensor, batch: AttentionMetadata) -> HiddenState:
-        """``token_ids`` int64 ``[T]`` to the first layer's input."""
+        """``token_ids`` int64 ``[T]`` to the first layer's input, on the first stage."""
 
     def run_layer(
         self, index: int, state: HiddenState, kv_pool: Tensor, batch: AttentionMetadata
     ) -> HiddenState:
-        """Run layer ``index`` of ``layers`` and write its KV of the batch's tokens. ``state`` is consumed."""
+        """Run layer ``index`` of ``layers`` and write its KV of the batch's tokens. ``state`` is consumed.
 
-    def logits(self, state: HiddenState, rows: Tensor) -> Tensor:
-        """Logits ``[len(rows), vocab]`` of the rows named by ``rows`` (int64) after the last layer."""
+        ``kv_pool`` has the layers of ``shard`` and the rank's KV heads only.
+        """
+
+    def logits(self, state: HiddenState, rows: Tensor) -> Tensor | None:
+        """Logits ``[len(rows), vocab]`` of the rows named by ``rows`` (int64) after the last layer.
+
+        On rank 0 of the last stage; None on its other ranks.
+        """

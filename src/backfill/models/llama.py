@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from backfill.kernels.base import AttentionMetadata, Kernels, Linear
@@ -13,6 +12,9 @@ from backfill.models.config import ModelConfig
 from backfill.models.decoder import HiddenState
 from backfill.models.frequencies import inverse_frequencies
 from backfill.models.movable import MovableWeights
+from backfill.models.shard import ModelShard
+from backfill.models.shard_loader import ShardLoader
+from backfill.models.vocabulary import OutputProjection, TokenEmbedding
 from backfill.models.weights import Checkpoint
 
 
@@ -41,81 +43,84 @@ class LlamaModel:
         *,
         max_positions: int,
         device: torch.device,
+        shard: ModelShard,
     ) -> None:
         self.config = config
         self.kernels = kernels
+        self.shard = shard
         self.num_layers = config.num_layers
         self.layers: dict[int, LlamaLayer] = {}
         self._device = device
+        self._group = shard.group
+        self._sizes = sizes = shard.sizes(config)
+        self._num_heads = sizes.heads.length
         self._scale = config.attention_scale
-        shape = (config.vocab_size, config.hidden_size)
-        self._embedding = checkpoint.get("model.embed_tokens.weight", shape).to(device, copy=True)
-        self._norm = checkpoint.get("model.norm.weight", (config.hidden_size,)).to(device, copy=True)
-        if config.tie_word_embeddings:
-            self._lm_head = kernels.linear(self._embedding)
-        else:
-            self._lm_head = kernels.linear(checkpoint.get("lm_head.weight", shape).to(device))
+        loader = ShardLoader(checkpoint, kernels, device, sizes, "")
+        self._embedding: TokenEmbedding | None = None
+        self._norm: Tensor | None = None
+        self._lm_head: OutputProjection | None = None
+        table: Tensor | None = None
+        if shard.is_first or config.tie_word_embeddings:
+            table = loader.vocabulary_table("model.embed_tokens", config.hidden_size)
+        if shard.is_first:
+            assert table is not None
+            self._embedding = TokenEmbedding(table, sizes.vocabulary, shard.group)
+        if shard.is_last:
+            self._norm = loader.tensor("model.norm.weight", config.hidden_size)
+            if not config.tie_word_embeddings:
+                table = loader.vocabulary_table("lm_head", config.hidden_size)
+            assert table is not None
+            self._lm_head = OutputProjection(kernels.linear(table), config.vocab_size, shard.group)
         self._cos_sin = rotary_table(config, max_positions).to(device)
 
     def load_layer(self, checkpoint: Checkpoint, index: int) -> LlamaLayer:
-        config, device = self.config, self._device
-        prefix = f"model.layers.{index}"
-        hidden, inner = config.hidden_size, config.intermediate_size
-        q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-
-        def norm(name: str, size: int) -> Tensor:
-            return checkpoint.get(f"{prefix}.{name}.weight", (size,)).to(device, copy=True)
-
-        def linear(names: dict[str, int], in_size: int, has_bias: bool) -> Linear:
-            """One matrix of the named ones; ``names`` has their output sizes."""
-            weights = [
-                checkpoint.get(f"{prefix}.{name}.weight", (size, in_size)) for name, size in names.items()
-            ]
-            bias = None
-            if has_bias:
-                biases = [checkpoint.get(f"{prefix}.{name}.bias", (size,)) for name, size in names.items()]
-                bias = torch.cat(biases).to(device)
-            return self.kernels.linear(torch.cat(weights).to(device), bias)
-
-        qkv_sizes = {"self_attn.q_proj": q_size, "self_attn.k_proj": kv_size, "self_attn.v_proj": kv_size}
+        config, sizes = self.config, self._sizes
+        loader = ShardLoader(checkpoint, self.kernels, self._device, sizes, f"model.layers.{index}.")
+        hidden, inner = config.hidden_size, sizes.inner
+        query, kv = sizes.heads.times(config.head_dim), sizes.kv_heads.times(config.head_dim)
+        qkv = {"self_attn.q_proj": query, "self_attn.k_proj": kv, "self_attn.v_proj": kv}
+        gate_up = {"mlp.gate_proj": inner, "mlp.up_proj": inner}
         return LlamaLayer(
-            input_norm=norm("input_layernorm", hidden),
-            qkv=linear(qkv_sizes, hidden, config.qkv_bias),
-            q_norm=norm("self_attn.q_norm", config.head_dim) if config.qk_norm else None,
-            k_norm=norm("self_attn.k_norm", config.head_dim) if config.qk_norm else None,
-            output=linear({"self_attn.o_proj": hidden}, q_size, config.o_bias),
-            post_attention_norm=norm("post_attention_layernorm", hidden),
-            gate_up=linear({"mlp.gate_proj": inner, "mlp.up_proj": inner}, hidden, config.mlp_bias),
-            down=linear({"mlp.down_proj": hidden}, inner, config.mlp_bias),
+            input_norm=loader.tensor("input_layernorm.weight", hidden),
+            qkv=loader.column_linear(qkv, hidden, config.qkv_bias),
+            q_norm=loader.tensor("self_attn.q_norm.weight", config.head_dim) if config.qk_norm else None,
+            k_norm=loader.tensor("self_attn.k_norm.weight", config.head_dim) if config.qk_norm else None,
+            output=loader.row_linear("self_attn.o_proj", hidden, query, config.o_bias),
+            post_attention_norm=loader.tensor("post_attention_layernorm.weight", hidden),
+            gate_up=loader.column_linear(gate_up, hidden, config.mlp_bias),
+            down=loader.row_linear("mlp.down_proj", hidden, inner, config.mlp_bias),
         )
 
     def embed(self, token_ids: Tensor, batch: AttentionMetadata) -> HiddenState:
-        return HiddenState(F.embedding(token_ids, self._embedding), None)
+        assert self._embedding is not None, "the first stage embeds"
+        return HiddenState(self._embedding(token_ids), None)
 
     def run_layer(
         self, index: int, state: HiddenState, kv_pool: Tensor, batch: AttentionMetadata
     ) -> HiddenState:
         layer, kernels, config = self.layers[index], self.kernels, self.config
+        kv_layer, num_heads = index - self.shard.layers.start, self._num_heads
         x = self._norm_of(state, layer.input_norm)
         qkv = layer.qkv(x)
         kernels.rotate_and_write_kv(
             qkv,
             kv_pool,
-            index,
+            kv_layer,
             batch,
-            config.num_heads,
+            num_heads,
             self._cos_sin,
             layer.q_norm,
             layer.k_norm,
             config.norm_eps,
         )
-        attended = kernels.attention(qkv, kv_pool, index, batch, config.num_heads, self._scale)
-        x = layer.output(attended)
+        attended = kernels.attention(qkv, kv_pool, kv_layer, batch, num_heads, self._scale)
+        x = self._group.all_reduce(layer.output(attended))
         x = kernels.add_rms_norm(x, state.residual, layer.post_attention_norm, config.norm_eps)
-        x = layer.down(kernels.silu_and_mul(layer.gate_up(x)))
+        x = self._group.all_reduce(layer.down(kernels.silu_and_mul(layer.gate_up(x))))
         return HiddenState(state.residual, x)
 
-    def logits(self, state: HiddenState, rows: Tensor) -> Tensor:
+    def logits(self, state: HiddenState, rows: Tensor) -> Tensor | None:
+        assert self._norm is not None and self._lm_head is not None, "the last stage has the projection"
         delta = None if state.delta is None else state.delta[rows]
         return self._lm_head(self._norm_of(HiddenState(state.residual[rows], delta), self._norm))
 

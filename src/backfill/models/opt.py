@@ -12,6 +12,9 @@ from backfill.kernels.base import AttentionMetadata, Kernels, Linear
 from backfill.models.config import OPT_POSITION_OFFSET, ModelConfig
 from backfill.models.decoder import HiddenState
 from backfill.models.movable import MovableWeights
+from backfill.models.shard import ModelShard
+from backfill.models.shard_loader import ShardLoader
+from backfill.models.vocabulary import OutputProjection, TokenEmbedding
 from backfill.models.weights import Checkpoint
 
 
@@ -49,66 +52,64 @@ class OPTModel:
         *,
         max_positions: int,
         device: torch.device,
+        shard: ModelShard,
     ) -> None:
         self.config = config
         self.kernels = kernels
+        self.shard = shard
         self.num_layers = config.num_layers
         self.layers: dict[int, OPTLayer] = {}
         self._scale = config.attention_scale
         self._device = device
-        hidden, embed_dim = config.hidden_size, config.word_embed_proj_dim or config.hidden_size
-
-        def tensor(name: str, *shape: int) -> Tensor:
-            return checkpoint.get(f"model.decoder.{name}", shape).to(device)
-
-        self._embedding = tensor("embed_tokens.weight", config.vocab_size, embed_dim).clone()
-        num_rows = config.max_position_embeddings + OPT_POSITION_OFFSET
-        self._positions = tensor("embed_positions.weight", num_rows, hidden)[
-            OPT_POSITION_OFFSET : OPT_POSITION_OFFSET + max_positions
-        ].clone()
+        self._group = shard.group
+        self._sizes = sizes = shard.sizes(config)
+        self._num_heads = sizes.heads.length
+        hidden, embed_dim = config.hidden_size, config.embedding_size
+        loader = ShardLoader(checkpoint, kernels, device, sizes, "model.decoder.")
+        self._embedding: TokenEmbedding | None = None
         self._project_in: Linear | None = None
-        self._project_out: Linear | None = None
-        if embed_dim != hidden:
-            self._project_in = kernels.linear(tensor("project_in.weight", hidden, embed_dim))
-            self._project_out = kernels.linear(tensor("project_out.weight", embed_dim, hidden))
         self._final_norm: LayerNorm | None = None
-        if config.final_layer_norm:
-            self._final_norm = LayerNorm(
-                tensor("final_layer_norm.weight", hidden).clone(),
-                tensor("final_layer_norm.bias", hidden).clone(),
-            )
-        head = self._embedding
-        if not config.tie_word_embeddings:
-            head = checkpoint.get("lm_head.weight", (config.vocab_size, embed_dim)).to(device)
-        self._lm_head = kernels.linear(head)
+        self._project_out: Linear | None = None
+        self._lm_head: OutputProjection | None = None
+        table: Tensor | None = None
+        if shard.is_first or config.tie_word_embeddings:
+            table = loader.vocabulary_table("embed_tokens", embed_dim)
+        if shard.is_first:
+            assert table is not None
+            self._embedding = TokenEmbedding(table, sizes.vocabulary, shard.group)
+            if embed_dim != hidden:
+                self._project_in = loader.linear("project_in", hidden, embed_dim)
+            num_rows = config.max_position_embeddings + OPT_POSITION_OFFSET
+            positions = loader.tensor("embed_positions.weight", num_rows, hidden)
+            self._positions = positions[OPT_POSITION_OFFSET : OPT_POSITION_OFFSET + max_positions].clone()
+        if shard.is_last:
+            if config.final_layer_norm:
+                self._final_norm = _layer_norm(loader, "final_layer_norm", hidden)
+            if embed_dim != hidden:
+                self._project_out = loader.linear("project_out", embed_dim, hidden)
+            if not config.tie_word_embeddings:
+                head = ShardLoader(checkpoint, kernels, device, sizes, "")
+                table = head.vocabulary_table("lm_head", embed_dim)
+            assert table is not None
+            self._lm_head = OutputProjection(kernels.linear(table), config.vocab_size, shard.group)
 
     def load_layer(self, checkpoint: Checkpoint, index: int) -> OPTLayer:
-        hidden, inner = self.config.hidden_size, self.config.intermediate_size
-        prefix = f"model.decoder.layers.{index}"
-
-        def tensor(name: str, *shape: int) -> Tensor:
-            return checkpoint.get(f"{prefix}.{name}", shape).to(self._device)
-
-        def norm(name: str) -> LayerNorm:
-            weight, bias = tensor(f"{name}.weight", hidden), tensor(f"{name}.bias", hidden)
-            return LayerNorm(weight.clone(), bias.clone())
-
-        def linear(names: tuple[str, ...], out_size: int, in_size: int) -> Linear:
-            weight = torch.cat([tensor(f"{name}.weight", out_size, in_size) for name in names])
-            bias = torch.cat([tensor(f"{name}.bias", out_size) for name in names])
-            return self.kernels.linear(weight, bias)
-
+        config, sizes = self.config, self._sizes
+        loader = ShardLoader(checkpoint, self.kernels, self._device, sizes, f"model.decoder.layers.{index}.")
+        hidden, query = config.hidden_size, sizes.heads.times(config.head_dim)
+        qkv = dict.fromkeys(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), query)
         return OPTLayer(
-            attention_norm=norm("self_attn_layer_norm"),
-            qkv=linear(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), hidden, hidden),
-            output=linear(("self_attn.out_proj",), hidden, hidden),
-            final_norm=norm("final_layer_norm"),
-            fc1=linear(("fc1",), inner, hidden),
-            fc2=linear(("fc2",), hidden, inner),
+            attention_norm=_layer_norm(loader, "self_attn_layer_norm", hidden),
+            qkv=loader.column_linear(qkv, hidden, config.qkv_bias),
+            output=loader.row_linear("self_attn.out_proj", hidden, query, config.o_bias),
+            final_norm=_layer_norm(loader, "final_layer_norm", hidden),
+            fc1=loader.column_linear({"fc1": sizes.inner}, hidden, config.mlp_bias),
+            fc2=loader.row_linear("fc2", hidden, sizes.inner, config.mlp_bias),
         )
 
     def embed(self, token_ids: Tensor, batch: AttentionMetadata) -> HiddenState:
-        hidden = F.embedding(token_ids, self._embedding)
+        assert self._embedding is not None, "the first stage embeds"
+        hidden = self._embedding(token_ids)
         if self._project_in is not None:
             hidden = self._project_in(hidden)
         return HiddenState(hidden + F.embedding(batch.positions, self._positions), None)
@@ -123,12 +124,13 @@ class OPTModel:
         if not norm_first:
             hidden = layer.attention_norm(hidden)
         x = layer.final_norm(hidden) if norm_first else hidden
-        hidden = hidden + layer.fc2(F.relu(layer.fc1(x)))
+        hidden = hidden + self._group.all_reduce(layer.fc2(F.relu(layer.fc1(x))))
         if not norm_first:
             hidden = layer.final_norm(hidden)
         return HiddenState(hidden, None)
 
-    def logits(self, state: HiddenState, rows: Tensor) -> Tensor:
+    def logits(self, state: HiddenState, rows: Tensor) -> Tensor | None:
+        assert self._lm_head is not None, "the last stage has the projection"
         hidden = state.residual[rows]
         if self._final_norm is not None:
             hidden = self._final_norm(hidden)
@@ -139,6 +141,11 @@ class OPTModel:
     def _attend(
         self, layer: OPTLayer, index: int, x: Tensor, kv_pool: Tensor, batch: AttentionMetadata
     ) -> Tensor:
-        qkv, num_heads = layer.qkv(x), self.config.num_heads
-        self.kernels.rotate_and_write_kv(qkv, kv_pool, index, batch, num_heads, None)
-        return layer.output(self.kernels.attention(qkv, kv_pool, index, batch, num_heads, self._scale))
+        qkv, kv_layer, num_heads = layer.qkv(x), index - self.shard.layers.start, self._num_heads
+        self.kernels.rotate_and_write_kv(qkv, kv_pool, kv_layer, batch, num_heads, None)
+        attended = self.kernels.attention(qkv, kv_pool, kv_layer, batch, num_heads, self._scale)
+        return self._group.all_reduce(layer.output(attended))
+
+
+def _layer_norm(loader: ShardLoader, name: str, size: int) -> LayerNorm:
+    return LayerNorm(loader.tensor(f"{name}.weight", size), loader.tensor(f"{name}.bias", size))

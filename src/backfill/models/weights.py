@@ -1,16 +1,18 @@
 """Reads a model's tensors one at a time, by name and expected shape.
 
-The model gets each tensor when it packs it and drops it afterwards, so that loading needs little more
-memory than one copy of the weights.
+The model gets each tensor, or the part of it that its rank holds, when it packs it and drops it afterwards,
+so that loading needs little more memory than one copy of the weights.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,15 @@ from backfill.core.errors import CorruptModel, ModelNotFound, UnsupportedModel
 _DUMMY_STD = 0.02
 _DUMMY_CHUNK = 1 << 22  # elements drawn at once: 16 MiB of float32
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Indices ``[start, stop)`` along dimension ``dim`` of a tensor."""
+
+    dim: int
+    start: int
+    stop: int
 
 
 class Checkpoint(ABC):
@@ -52,9 +63,12 @@ class Checkpoint(ABC):
         return SafetensorsCheckpoint(folder, dtype=dtype)
 
     @abstractmethod
-    def get(self, name: str, shape: Sequence[int]) -> Tensor:
+    def get(self, name: str, shape: Sequence[int], part: Part | None = None) -> Tensor:
         """The tensor ``name``, contiguous, on the CPU, cast to ``dtype``.
 
+        Args:
+            shape: of the whole tensor.
+            part: what of it is wanted, and nothing else is kept; None: all.
         Raises:
             CorruptModel: it is missing, unreadable or has another shape.
             UnsupportedModel: it holds integers, as quantized weights do.
@@ -80,19 +94,20 @@ class SafetensorsCheckpoint(Checkpoint):
         files = [(str(path.resolve()), stat.st_size, stat.st_mtime_ns) for path, stat in stats]
         return hashlib.sha256(repr((files, self.dtype)).encode()).hexdigest()
 
-    def get(self, name: str, shape: Sequence[int]) -> Tensor:
+    def get(self, name: str, shape: Sequence[int], part: Part | None = None) -> Tensor:
         stored = self._stored_name(name)
         path = self._path_of.get(stored)
         if path is None:
             raise CorruptModel(f"tensor {name} {list(shape)} is missing from {self._where}")
         try:
-            tensor: Tensor = self._open(path).get_tensor(stored)
+            whole = self._open(path).get_slice(stored)
+            if list(whole.get_shape()) != list(shape):
+                raise CorruptModel(
+                    f"{path}: tensor {name} has shape {whole.get_shape()}, expected {list(shape)}"
+                )
+            tensor: Tensor = whole[_index_of(part)]
         except (SafetensorError, OSError, ValueError) as error:
             raise CorruptModel(f"{path}: tensor {name} cannot be read: {error}") from None
-        if tuple(tensor.shape) != tuple(shape):
-            raise CorruptModel(
-                f"{path}: tensor {name} has shape {list(tensor.shape)}, expected {list(shape)}"
-            )
         if tensor.dtype not in _FLOATS:
             raise UnsupportedModel(
                 f"{path}: tensor {name} is {tensor.dtype}; only float weights are supported"
@@ -149,19 +164,45 @@ class DummyCheckpoint(Checkpoint):
     def digest(self) -> str:
         return hashlib.sha256(f"dummy {self._seed} {self.dtype}".encode()).hexdigest()
 
-    def get(self, name: str, shape: Sequence[int]) -> Tensor:
+    def get(self, name: str, shape: Sequence[int], part: Part | None = None) -> Tensor:
+        tensor = torch.empty(_shape_of(shape, part), dtype=self.dtype)
         if "norm" in name.split(".")[-2]:
-            fill = 1.0 if name.endswith("weight") else 0.0
-            return torch.full(tuple(shape), fill, dtype=self.dtype)
+            return tensor.fill_(1.0 if name.endswith("weight") else 0.0)
         digest = hashlib.sha256(f"{self._seed}:{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
         std = min(_DUMMY_STD, shape[-1] ** -0.5)
-        tensor = torch.empty(tuple(shape), dtype=self.dtype)
-        flat = tensor.view(-1)
-        for start in range(0, flat.numel(), _DUMMY_CHUNK):
-            chunk = flat[start : start + _DUMMY_CHUNK]
-            chunk.copy_(torch.empty(chunk.numel()).normal_(0.0, std, generator=generator))
+        flat, num_kept = tensor.view(-1), 0
+        for start in range(0, math.prod(shape), _DUMMY_CHUNK):
+            if num_kept == flat.numel():
+                break
+            size = min(_DUMMY_CHUNK, math.prod(shape) - start)
+            chunk = torch.empty(size).normal_(0.0, std, generator=generator)
+            if part is not None:
+                chunk = chunk[_within(part, shape, start, size)]
+            flat[num_kept : num_kept + chunk.numel()] = chunk
+            num_kept += chunk.numel()
         return tensor
+
+
+def _shape_of(shape: Sequence[int], part: Part | None) -> tuple[int, ...]:
+    """Of a part of a tensor of this shape."""
+    sizes = list(shape)
+    if part is not None:
+        sizes[part.dim] = part.stop - part.start
+    return tuple(sizes)
+
+
+def _index_of(part: Part | None) -> tuple[Any, ...]:
+    if part is None:
+        return (...,)
+    return (*[slice(None)] * part.dim, slice(part.start, part.stop))
+
+
+def _within(part: Part, shape: Sequence[int], start: int, size: int) -> Tensor:
+    """Which of the elements ``[start, start + size)`` of a tensor, row by row, are in the part: bool."""
+    width = math.prod(shape[part.dim + 1 :])
+    index = torch.arange(start, start + size).div_(width, rounding_mode="floor").remainder_(shape[part.dim])
+    return (index >= part.start) & (index < part.stop)
 
 
 def _read_index(path: Path) -> dict[str, str]:

@@ -1,0 +1,129 @@
+"""What the executor of one rank exchanges with other ranks. ``backfill.parallel`` implements it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from backfill.models.decoder import HiddenState
+from backfill.models.shard import TensorGroup
+
+
+class PeerFailed(RuntimeError):
+    """Another rank has left the step, or has ended: the step fails on this rank too."""
+
+
+class SafepointGroup(TensorGroup, Protocol):
+    """A group whose ranks agree, at safepoints, whether a step stops.
+
+    ConServe (section 4.3) synchronises the workers at each safepoint and broadcasts the flag. Here rank 0's
+    decision travels with the sums of the layer before, so no rank can enter a collective that another left.
+    """
+
+    def begin_step(self) -> None:
+        """Every rank begins every step with this, also after one that failed."""
+
+    def fail_step(self) -> None:
+        """This rank leaves the step; the others leave it with ``PeerFailed`` at their next collective."""
+
+    def arm(self, is_stop_asked: Callable[[], bool] | None) -> None:
+        """Sums carry rank 0's answer from now on; None: they carry none."""
+
+    @property
+    def stop_agreed(self) -> bool:
+        """What the last sum carried, the same on all ranks; False if it carried nothing."""
+
+    def close(self) -> None:
+        """Free what the group holds. Ranks that wait for this one get ``PeerFailed``."""
+
+
+class SoleSafepointGroup:
+    """A group of one: nothing is exchanged."""
+
+    rank = 0
+    size = 1
+
+    def __init__(self) -> None:
+        self._is_stop_asked: Callable[[], bool] | None = None
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return x
+
+    def gather_columns(self, x: Tensor) -> Tensor:
+        return x
+
+    def begin_step(self) -> None:
+        self._is_stop_asked = None
+
+    def fail_step(self) -> None:
+        pass
+
+    def arm(self, is_stop_asked: Callable[[], bool] | None) -> None:
+        self._is_stop_asked = is_stop_asked
+
+    @property
+    def stop_agreed(self) -> bool:
+        return self._is_stop_asked is not None and self._is_stop_asked()
+
+    def close(self) -> None:
+        pass
+
+
+class StageHeader(NamedTuple):
+    """What one stage tells the next of a step.
+
+    Attributes:
+        number: counts the steps that a rank has begun.
+        last_layer: the layer before which preemptible slices end.
+        stopped_layers: layers that the preemptible slices have passed; None if they were not stopped.
+        stopped_at_s: when they were stopped, on the executor's clock.
+        failed: the step has failed.
+    """
+
+    number: int
+    last_layer: int = 0
+    stopped_layers: int | None = None
+    stopped_at_s: float = 0.0
+    failed: bool = False
+
+
+class StageLink(Protocol):
+    """A queue of messages from a rank to that of the next stage with the same tensor rank."""
+
+    def send(self, header: StageHeader, state: HiddenState | None) -> None:
+        """Queue a message; blocks while the queue is full. ``state`` may be changed afterwards.
+
+        Raises: PeerFailed if the receiver has ended.
+        """
+
+    def receive(self) -> tuple[StageHeader, HiddenState | None]:
+        """The next message, in the order of sending. Blocks until it is there.
+
+        Raises: PeerFailed if the sender has ended.
+        """
+
+    def close(self) -> None:
+        """Free what the link holds. The other end, if it waits, gets ``PeerFailed``."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankLinks:
+    """How a rank is connected with others.
+
+    Attributes:
+        group: the tensor ranks of its stage.
+        previous: from the stage before; None for the first.
+        following: to the next stage; None for the last.
+    """
+
+    group: SafepointGroup
+    previous: StageLink | None = None
+    following: StageLink | None = None
+
+    def close(self) -> None:
+        for each in (self.group, self.previous, self.following):
+            if each is not None:
+                each.close()

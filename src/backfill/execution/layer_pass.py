@@ -1,0 +1,89 @@
+"""A forward pass between two layers: which slices it has, their batch, and their hidden states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from backfill.core.plan import ScheduledSlice
+from backfill.core.request import RequestId
+from backfill.execution.batch import FlatBatch
+from backfill.execution.micro_batches import MicroBatchStreams
+from backfill.models.decoder import HiddenState
+
+BatchOf: TypeAlias = Callable[[Sequence[ScheduledSlice]], FlatBatch]
+
+
+@dataclass(slots=True)
+class MicroBatch:
+    """Slices that are computed together, at least one, and their state between two layers.
+
+    Its tensors are allocated, used and freed on its stream, see ``MicroBatchStreams``.
+    """
+
+    slices: tuple[ScheduledSlice, ...]
+    batch: FlatBatch
+    state: HiddenState
+    stream: int
+
+
+@dataclass(slots=True)
+class LayerPass:
+    """A forward pass between two layers; all its micro-batches have passed the same layers."""
+
+    micro_batches: list[MicroBatch]
+    layers_done: int
+
+    @property
+    def slices(self) -> list[ScheduledSlice]:
+        return [scheduled for each in self.micro_batches for scheduled in each.slices]
+
+    def with_only(self, kept: Set[RequestId], batch_of: BatchOf, streams: MicroBatchStreams) -> LayerPass:
+        """The slices of these requests only.
+
+        A micro-batch with all its slices is itself, one with some of them has a copy of their rows, one with
+        none is left out.
+        """
+        found: list[MicroBatch] = []
+        for each in self.micro_batches:
+            keep = [scheduled.request_id in kept for scheduled in each.slices]
+            if all(keep):
+                found.append(each)
+            elif any(keep):
+                with streams.of(each.stream):
+                    found.append(_split(each, keep, batch_of))
+        return LayerPass(found, self.layers_done)
+
+
+def _split(whole: MicroBatch, keep: Sequence[bool], batch_of: BatchOf) -> MicroBatch:
+    """A micro-batch of the kept slices only, with a copy of their rows."""
+    slices = tuple(scheduled for scheduled, kept in zip(whole.slices, keep, strict=True) if kept)
+    counts = torch.tensor([scheduled.num_tokens for scheduled in whole.slices])
+    rows = torch.repeat_interleave(torch.tensor(keep), counts).nonzero().squeeze(1)
+    rows = rows.to(whole.state.residual.device)
+    residual, delta = whole.state
+    state = HiddenState(residual[rows], None if delta is None else delta[rows])
+    return MicroBatch(slices, batch_of(slices), state, whole.stream)
+
+
+def sampled_rows(micro_batches: Sequence[MicroBatch]) -> tuple[HiddenState, Tensor]:
+    """Hidden states, and the indices of their rows that are sampled, one micro-batch after another.
+
+    At least one is: the output projection reads its weights once for all.
+    """
+    sampling = [each for each in micro_batches if any(scheduled.samples for scheduled in each.slices)]
+    if len(sampling) == 1:
+        return sampling[0].state, sampling[0].batch.sampled_rows
+    rows = [each.batch.sampled_rows for each in sampling]
+    residual = torch.cat([each.state.residual[index] for each, index in zip(sampling, rows, strict=True)])
+    deltas = [
+        each.state.delta[index]
+        for each, index in zip(sampling, rows, strict=True)
+        if each.state.delta is not None
+    ]
+    state = HiddenState(residual, torch.cat(deltas) if deltas else None)
+    return state, torch.arange(len(residual), device=residual.device)

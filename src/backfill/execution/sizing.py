@@ -1,0 +1,185 @@
+"""Sizes of what a rank allocates: its KV blocks, on the device and on the host, and its longest request.
+
+The KV pool is one pool, and each rank has a part of every block. So ``kv_gib`` and ``host_kv_gib`` are of all
+ranks together. ``device_memory`` is of one device: on CPU all ranks share it, on CUDA each rank has its own.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from backfill.core.block import KVLayout
+from backfill.core.config import GIB, EngineConfig
+from backfill.core.errors import ConfigError, InsufficientMemory
+from backfill.execution.machine import available_host_bytes, check_host_pool_fits
+from backfill.execution.memory import MemoryPlan, WeightSizes, activation_bytes, plan_memory
+from backfill.models.config import ModelConfig
+from backfill.models.placement import ModelPlacement
+from backfill.models.shard import ShardSizes
+
+logger = logging.getLogger(__name__)
+
+_DEFAULT_HOST_KV_FRAC = 0.25  # of the host memory that is left, as an upper limit
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlan:
+    """What a rank allocates.
+
+    Ranks with devices of their own may differ in the numbers of blocks and the length; the least one holds.
+
+    Attributes:
+        layout: of the rank's part of each block.
+        memory: of the rank's device; on CPU of the memory that all ranks share.
+        block_bytes: of a block, on all ranks together.
+        num_blocks, num_host_blocks: in the KV pools of device and host.
+        max_model_len: tokens of prompt and output a request can have.
+    """
+
+    layout: KVLayout
+    memory: MemoryPlan
+    block_bytes: int
+    num_blocks: int
+    num_host_blocks: int
+    max_model_len: int
+
+
+def plan_rank(
+    config: EngineConfig, placement: ModelPlacement, rank: int, device: torch.device, dtype: torch.dtype
+) -> RankPlan:
+    """Size what one rank allocates. Where ranks share a memory: before any of them allocates.
+
+    Raises: ConfigError, InsufficientMemory.
+    """
+    memory = plan_device(config, placement, rank, device, dtype)
+    num_blocks, block_bytes = memory.num_blocks, _block_bytes(config, placement.shards(), dtype)
+    kv_bytes = num_blocks * block_bytes if placement.num_ranks > 1 else memory.kv_bytes
+    taken_bytes = memory.host_layers_bytes
+    if device.type == "cpu":
+        taken_bytes = memory.weights_bytes + memory.kv_bytes
+    return RankPlan(
+        kv_layout(config, placement.sizes(rank), dtype),
+        memory,
+        block_bytes,
+        num_blocks,
+        num_host_blocks=_choose_num_host_blocks(config, block_bytes, kv_bytes, taken_bytes),
+        max_model_len=_choose_max_model_len(
+            config, placement.config, num_blocks, block_bytes, warns=rank == 0
+        ),
+    )
+
+
+def plan_device(
+    config: EngineConfig, placement: ModelPlacement, rank: int, device: torch.device, dtype: torch.dtype
+) -> MemoryPlan:
+    """Divide the memory of a rank's device. Raises: ConfigError, InsufficientMemory."""
+    on_cpu = device.type == "cpu"
+    shards = placement.shards() if on_cpu else [placement.sizes(rank)]
+    block_bytes, kv_bytes = _block_bytes(config, shards, dtype), config.kv_bytes
+    if kv_bytes is not None and len(shards) < placement.num_ranks:
+        kv_bytes = kv_bytes // _block_bytes(config, placement.shards(), dtype) * block_bytes
+    return plan_memory(
+        weight_sizes(shards, dtype, device),
+        device=str(device),
+        block_bytes=block_bytes,
+        default_kv_bytes=GIB if on_cpu else None,
+        interval=config.offload_every,
+        kv_bytes=kv_bytes,
+        limit_bytes=config.device_memory_bytes,
+        activation_bytes=step_bytes(config, shards, dtype),
+        available_bytes=available_host_bytes()
+        if on_cpu
+        else _available_cuda_bytes(device, config.gpu_memory_utilization),
+    )
+
+
+def kv_layout(config: EngineConfig, shard: ShardSizes, dtype: torch.dtype) -> KVLayout:
+    """Of a rank's part of a KV block."""
+    return KVLayout(
+        num_layers=len(shard.layers),
+        num_kv_heads=shard.kv_heads.length,
+        head_dim=shard.config.head_dim,
+        block_size=config.block_size,
+        dtype_bytes=dtype.itemsize,
+    )
+
+
+def weight_sizes(shards: Sequence[ShardSizes], dtype: torch.dtype, device: torch.device) -> WeightSizes:
+    """Of shards in the memory of one device."""
+    return WeightSizes.of_shards(shards, dtype.itemsize, packs_tables=device.type == "cpu")
+
+
+def step_bytes(config: EngineConfig, shards: Sequence[ShardSizes], dtype: torch.dtype) -> int:
+    """What a step takes beside weights and KV, on ranks that share a memory."""
+    limits = config.scheduler
+    return sum(
+        activation_bytes(each, limits.max_num_batched_tokens, limits.max_num_seqs, dtype.itemsize)
+        for each in shards
+    )
+
+
+def _block_bytes(config: EngineConfig, shards: Sequence[ShardSizes], dtype: torch.dtype) -> int:
+    """Of a KV block, on several ranks together."""
+    return sum(kv_layout(config, each, dtype).block_bytes for each in shards)
+
+
+def _available_cuda_bytes(device: torch.device, utilization: float) -> int:
+    """Bytes of device memory that this process may still allocate, up to ``utilization`` of the total."""
+    free, total = torch.cuda.mem_get_info(device)
+    return max(0, int(total * utilization) - (total - free))
+
+
+def _choose_num_host_blocks(config: EngineConfig, block_bytes: int, kv_bytes: int, taken_bytes: int) -> int:
+    """Blocks of the host pool, 0 for none. Weights and device pool use ``taken_bytes`` of the host."""
+    if config.scheduler.checkpointing in (None, "none") or config.host_kv_bytes == 0:
+        return 0
+    available = available_host_bytes()
+    left = None if available is None else available - taken_bytes
+    if config.host_kv_bytes is None:
+        host_kv_bytes = kv_bytes
+        if left is not None:
+            host_kv_bytes = min(host_kv_bytes, max(0, int(left * _DEFAULT_HOST_KV_FRAC)))
+        return host_kv_bytes // block_bytes
+    check_host_pool_fits(host_kv_bytes=config.host_kv_bytes, left_bytes=left)
+    if config.host_kv_bytes < block_bytes:
+        raise InsufficientMemory(
+            f"The KV pool in host memory holds no block: one takes {block_bytes / GIB:.4f} GiB; raise "
+            "`host_kv_gib`, or use 0 to have none."
+        )
+    return config.host_kv_bytes // block_bytes
+
+
+def _choose_max_model_len(
+    config: EngineConfig, model_config: ModelConfig, num_blocks: int, block_bytes: int, *, warns: bool
+) -> int:
+    model_limit = model_config.max_position_embeddings
+    if model_config.sliding_window is not None:
+        # Attention here has no window: the results are equal only up to the window's length.
+        model_limit = min(model_limit, model_config.sliding_window)
+    pool_limit = num_blocks * config.block_size
+    asked = config.max_model_tokens
+    if asked is not None:
+        if asked > model_limit:
+            raise ConfigError(f"`max_model_len` {asked} exceeds the model's context of {model_limit} tokens.")
+        if asked > pool_limit:
+            needed_gib = -(-asked // config.block_size) * block_bytes / GIB
+            raise InsufficientMemory(
+                f"`max_model_len` {asked} needs a KV pool of {needed_gib:.3f} GiB, and it "
+                f"holds {pool_limit} tokens; raise `kv_gib` or lower `max_model_len`."
+            )
+        return asked
+    if pool_limit < 1:
+        raise InsufficientMemory(
+            f"The KV pool holds no block: one takes {block_bytes / GIB:.4f} GiB; raise `kv_gib`."
+        )
+    if pool_limit < model_limit and warns:
+        logger.warning(
+            "the KV pool holds %d tokens, fewer than the model's context of %d: longer requests are refused",
+            pool_limit,
+            model_limit,
+        )
+    return min(model_limit, pool_limit)

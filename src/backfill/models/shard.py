@@ -1,0 +1,182 @@
+"""What of a model one rank holds: layers of a pipeline stage, and a part of each (tensor parallel).
+
+Megatron-LM's split (Shoeybi et al. 2019, section 3): the first matrix of attention and of the MLP is cut by
+columns, the second by rows, so that each half of a layer needs one sum over the ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from backfill.models.config import ModelConfig
+
+if TYPE_CHECKING:  # the control plane, too, asks for sizes, and has no torch
+    from torch import Tensor
+
+
+class TensorGroup(Protocol):
+    """The ranks that share every layer of a stage. All of them make the same calls in the same order."""
+
+    @property
+    def rank(self) -> int:
+        """In ``[0, size)``."""
+
+    @property
+    def size(self) -> int: ...
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum of ``x`` over the ranks, on each of them; ``x``, contiguous, is consumed."""
+
+    def gather_columns(self, x: Tensor) -> Tensor | None:
+        """``[T, C]`` of all ranks side by side, ``[T, size * C]``, on rank 0; None on the others."""
+
+
+@dataclass(frozen=True, slots=True)
+class SoleRank:
+    """A group of one: nothing is exchanged."""
+
+    rank: int = 0
+    size: int = 1
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return x
+
+    def gather_columns(self, x: Tensor) -> Tensor:
+        return x
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShard:
+    """The part of a model that one rank holds and computes.
+
+    Attributes:
+        layers: those of the rank's pipeline stage, by their index in the model.
+        num_layers: of the whole model.
+    """
+
+    group: TensorGroup
+    layers: range
+    num_layers: int
+
+    @classmethod
+    def whole(cls, num_layers: int) -> ModelShard:
+        """All of a model, on a rank of its own."""
+        return cls(SoleRank(), range(num_layers), num_layers)
+
+    @property
+    def is_first(self) -> bool:
+        """The stage embeds the tokens."""
+        return self.layers.start == 0
+
+    @property
+    def is_last(self) -> bool:
+        """The stage has the final norm and the output projection."""
+        return self.layers.stop == self.num_layers
+
+    def sizes(self, config: ModelConfig) -> ShardSizes:
+        return ShardSizes(config, self.layers, self.group.rank, self.group.size)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Elements ``[start, stop)`` of a dimension of ``size``."""
+
+    size: int
+    start: int
+    stop: int
+
+    @property
+    def length(self) -> int:
+        return self.stop - self.start
+
+    def times(self, width: int) -> Span:
+        """The same with ``width`` elements for each."""
+        return Span(self.size * width, self.start * width, self.stop * width)
+
+
+@dataclass(frozen=True, slots=True)
+class ShardSizes:
+    """How much of a model one rank holds: what is known without the other ranks.
+
+    Rank 0 of a stage holds the most.
+
+    Attributes:
+        layers: of the stage, by their index in the model.
+        rank: in ``[0, size)``, among the ranks that share every layer of the stage.
+    """
+
+    config: ModelConfig
+    layers: range
+    rank: int = 0
+    size: int = 1
+
+    @property
+    def is_first(self) -> bool:
+        return self.layers.start == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.layers.stop == self.config.num_layers
+
+    @property
+    def heads(self) -> Span:
+        return self._part_of(self.config.num_heads)
+
+    @property
+    def kv_heads(self) -> Span:
+        """Those that the rank's query heads read; ranks have the same one if there are more ranks."""
+        num, size = self.config.num_kv_heads, self.size
+        if size <= num:
+            return self._part_of(num)
+        head = self.rank * num // size
+        return Span(num, head, head + 1)
+
+    @property
+    def inner(self) -> Span:
+        """Of ``intermediate_size``: as even as can be."""
+        return self._part_of(self.config.intermediate_size)
+
+    @property
+    def vocabulary(self) -> Span:
+        """Of the token ids; the last parts may be shorter, see ``vocabulary_rows``."""
+        size, rows = self.config.vocab_size, self.vocabulary_rows
+        return Span(size, min(self.rank * rows, size), min((self.rank + 1) * rows, size))
+
+    @property
+    def vocabulary_rows(self) -> int:
+        """Rows of the embedding table and of the output projection: the same on all ranks, with padding."""
+        return -(-self.config.vocab_size // self.size)
+
+    @property
+    def layer_parameters(self) -> int:
+        """Weights of one layer that the rank holds."""
+        return self.config.parameters_of_layer(
+            self.heads.length, self.kv_heads.length, self.inner.length, has_output_biases=self.rank == 0
+        )
+
+    def other_parameters(self, *, packs_tables: bool) -> int:
+        """Weights outside the layers that the rank holds.
+
+        Args:
+            packs_tables: the projection has a copy of its own of a tied embedding that is also looked up.
+        """
+        config, table = self.config, self.vocabulary_rows * self.config.embedding_size
+        shares_table = self.is_first and config.tie_word_embeddings and not packs_tables
+        parameters = 0
+        if self.is_first:
+            parameters += table + config.input_parameters
+        if self.is_last:
+            parameters += config.output_parameters + (0 if shares_table else table)
+        return parameters
+
+    def _part_of(self, number: int) -> Span:
+        """This rank's part of a dimension; the first ranks have one more where it does not divide."""
+        least, more = divmod(number, self.size)
+        start = self.rank * least + min(self.rank, more)
+        return Span(number, start, start + least + (self.rank < more))
+
+
+def whole_model(config: ModelConfig) -> ShardSizes:
+    """On a rank of its own."""
+    return ShardSizes(config, range(config.num_layers))

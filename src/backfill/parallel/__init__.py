@@ -1,0 +1,1 @@
+"""One model on several processes: tensor and pipeline parallel ranks behind one executor."""

@@ -1,0 +1,80 @@
+"""What the ranks report to the driver. The other direction has plans alone (``plan_codec.py``)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import repeat
+
+import msgspec
+
+from backfill.core.plan import SampledToken, StepOutcome, StepPlan, TokenLogprobs
+from backfill.core.request import RequestId
+from backfill.execution.executor import ExecutorInfo
+
+
+class Loaded(msgspec.Struct, tag=True, frozen=True):
+    """Once: the rank's part of the model is loaded."""
+
+    info: ExecutorInfo
+
+
+class LoadFailed(msgspec.Struct, tag=True, frozen=True):
+    """In place of Loaded. The message is for the user."""
+
+    message: str
+
+
+class StepDone(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
+    """What a rank knows of a step's outcome.
+
+    Attributes:
+        token_ids: sampled ones.
+        request_ids: whose they are; None if each slice of the plan that samples has one.
+        logprobs: theirs; None without any.
+        others: the outcome's other fields; None if they have their defaults.
+    """
+
+    step: int
+    token_ids: tuple[int, ...] = ()
+    request_ids: tuple[RequestId, ...] | None = None
+    logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    others: StepOutcome | None = None
+
+
+class StepRaised(msgspec.Struct, tag=True, frozen=True):
+    """The step failed on the rank."""
+
+    step: int
+    message: str
+
+
+FromRank = Loaded | LoadFailed | StepDone | StepRaised
+
+_NOTHING = StepOutcome(())
+
+
+def step_done(plan: StepPlan, outcome: StepOutcome) -> StepDone:
+    """The report of an outcome: tokens by column, and names only where the driver cannot know them."""
+    others = replace(outcome, sampled=()) if outcome.sampled else outcome
+    if not outcome.sampled:
+        return StepDone(plan.step, request_ids=(), others=None if others == _NOTHING else others)
+    request_ids, token_ids, logprobs = zip(*outcome.sampled, strict=True)
+    return StepDone(
+        plan.step,
+        token_ids,
+        None if request_ids == _sampling_ids(plan) else request_ids,
+        logprobs if any(logprobs) else None,
+        None if others == _NOTHING else others,
+    )
+
+
+def outcome_of(plan: StepPlan, report: StepDone) -> StepOutcome:
+    """What ``step_done`` was made of."""
+    request_ids = _sampling_ids(plan) if report.request_ids is None else report.request_ids
+    logprobs = repeat(None) if report.logprobs is None else report.logprobs
+    sampled = tuple(map(SampledToken._make, zip(request_ids, report.token_ids, logprobs, strict=False)))
+    return replace(report.others, sampled=sampled) if report.others is not None else StepOutcome(sampled)
+
+
+def _sampling_ids(plan: StepPlan) -> tuple[RequestId, ...]:
+    return tuple([scheduled[0] for scheduled in plan.slices if scheduled.samples])

@@ -1,0 +1,212 @@
+"""Sums over ranks and messages between stages with torch.distributed: NCCL on CUDA, gloo elsewhere.
+
+NCCL has not been measured here.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from backfill.execution.collectives import PeerFailed, StageHeader
+from backfill.models.decoder import HiddenState
+from backfill.parallel.shared_memory_link import NUM_MESSAGES, RowShape
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import ProcessGroup, Store, Work
+
+# A rank that has ended closes its connections, which the others notice at once. This is for one that hangs.
+_TIMEOUT = timedelta(seconds=60)
+_NOT_STOPPED = -1
+
+
+def create_process_group(store: Store, name: str, rank: int, size: int, device: torch.device) -> ProcessGroup:
+    """A group of the ranks that call this with the same name. Blocks until all ``size`` of them have."""
+    prefixed = dist.distributed_c10d.PrefixStore(name, store)
+    if device.type == "cuda":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = _TIMEOUT
+        return cast("ProcessGroup", dist.ProcessGroupNCCL(prefixed, rank, size, options))
+    return cast("ProcessGroup", dist.ProcessGroupGloo(prefixed, rank, size, _TIMEOUT))
+
+
+class TorchGroup:
+    """See ``SafepointGroup``.
+
+    With gloo every rank gets all parts and adds them up in the order of ranks, so that a row's sum depends
+    neither on its place nor on timing; NCCL chooses its order.
+
+    A rank that fails in a step leaves others in a collective, which torch cannot take back. So it closes its
+    connections, and every later step fails on all ranks.
+
+    With NCCL the host would have to wait for the device to read what was decided. ``stop_agreed`` is
+    therefore what travelled to the safepoint before: the executor has waited for that already.
+    """
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self.rank = group.rank()
+        self.size = group.size()
+        self._group: ProcessGroup | None = group
+        self._is_nccl = group.name() == "nccl"
+        self._is_stop_asked: Callable[[], bool] | None = None
+        self._answers: deque[Tensor] = deque(maxlen=2)  # one for each safepoint that sums travelled to
+
+    def begin_step(self) -> None:
+        self._is_stop_asked = None
+        self._answers.clear()
+
+    def fail_step(self) -> None:
+        self.close()
+
+    def arm(self, is_stop_asked: Callable[[], bool] | None) -> None:
+        self._is_stop_asked = is_stop_asked
+        if is_stop_asked is not None:
+            self._answers.append(torch.zeros(1))
+        elif not self._is_nccl:
+            self._answers.clear()
+
+    @property
+    def stop_agreed(self) -> bool:
+        which = -2 if self._is_nccl else -1
+        return len(self._answers) >= -which and bool(self._answers[which] > 0)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        flat, asked = x.view(-1), self._is_stop_asked
+        if asked is not None:
+            answer = x.new_full((1,), float(self.rank == 0 and asked()))
+            flat = torch.cat((flat, answer))
+        with _PeerErrors():
+            summed = self._sum(flat)
+        if asked is None:
+            return summed.view(x.shape)
+        answer = summed[-1:]
+        if self._is_nccl:
+            answer = answer.to("cpu", non_blocking=True)
+        self._answers[-1] = answer
+        return summed[:-1].view(x.shape)
+
+    def gather_columns(self, x: Tensor) -> Tensor | None:
+        is_root = self.rank == 0
+        parts = [torch.empty_like(x) for _ in range(self.size)] if is_root else []
+        options = dist.GatherOptions()
+        options.rootRank = 0
+        with _PeerErrors():
+            self._open().gather([parts] if is_root else [], [x.contiguous()], options).wait()
+        return torch.cat(parts, dim=1) if is_root else None
+
+    def close(self) -> None:
+        """Others find their connections to this rank closed."""
+        group, self._group = self._group, None
+        if group is not None:
+            group.abort()
+
+    def _sum(self, x: Tensor) -> Tensor:
+        if self._is_nccl:
+            self._open().allreduce([x]).wait()
+            return x
+        parts = [torch.empty_like(x) for _ in range(self.size)]
+        self._open().allgather([parts], [x]).wait()
+        return sum_of(parts)
+
+    def _open(self) -> ProcessGroup:
+        if self._group is None:
+            raise PeerFailed("the ranks were separated by a step that failed")
+        return self._group
+
+
+def sum_of(parts: Sequence[Tensor]) -> Tensor:
+    """The sum of tensors in their order, taken in float32."""
+    total = parts[0].float()  # itself, if it has this type already
+    for part in parts[1:]:
+        total = total.add_(part)
+    return total.to(parts[0].dtype)
+
+
+class TorchLink:
+    """See ``StageLink``. The sender is rank 0 of both groups, the receiver rank 1.
+
+    Args:
+        headers: a gloo group: the receiver reads the header before it allocates memory for the rows.
+        rows: the same group, or one of NCCL for rows on CUDA.
+        device: of the rows.
+    """
+
+    def __init__(
+        self, headers: ProcessGroup, rows: ProcessGroup, shape: RowShape, device: torch.device
+    ) -> None:
+        self._headers = headers
+        self._rows = rows
+        self._shape = shape
+        self._device = device
+        self._sent: deque[list[tuple[Work, Tensor]]] = deque()
+
+    def send(self, header: StageHeader, state: HiddenState | None) -> None:
+        tensors = [] if state is None else [state.residual.clone()]
+        if state is not None and state.delta is not None:
+            tensors.append(state.delta.clone())
+        stopped = _NOT_STOPPED if header.stopped_layers is None else header.stopped_layers
+        values = torch.tensor(
+            [
+                header.number,
+                header.last_layer,
+                stopped,
+                header.stopped_at_s,
+                header.failed,
+                len(tensors),
+                len(tensors[0]) if tensors else 0,
+            ],
+            dtype=torch.float64,
+        )
+        with _PeerErrors():
+            while len(self._sent) >= NUM_MESSAGES:
+                for work, _ in self._sent.popleft():
+                    work.wait()
+            works = [(self._headers.send([values], 1, 0), values)]
+            works += [(self._rows.send([tensor], 1, 1), tensor) for tensor in tensors]
+        self._sent.append(works)
+
+    def receive(self) -> tuple[StageHeader, HiddenState | None]:
+        values = torch.empty(7, dtype=torch.float64)
+        with _PeerErrors():
+            self._headers.recv([values], 0, 0).wait()
+            number, last_layer, stopped, stopped_at_s, failed, num_tensors, num_rows = values.tolist()
+            tensors = [
+                torch.empty(
+                    int(num_rows), self._shape.hidden_size, dtype=self._shape.dtype, device=self._device
+                )
+                for _ in range(int(num_tensors))
+            ]
+            for tensor in tensors:
+                self._rows.recv([tensor], 0, 1).wait()
+        header = StageHeader(
+            int(number),
+            int(last_layer),
+            None if stopped == _NOT_STOPPED else int(stopped),
+            stopped_at_s,
+            bool(failed),
+        )
+        if not tensors:
+            return header, None
+        return header, HiddenState(tensors[0], tensors[1] if len(tensors) > 1 else None)
+
+    def close(self) -> None:
+        """The other end finds its connections closed."""
+        for group in (self._headers, self._rows):
+            group.abort()
+
+
+class _PeerErrors:
+    """Errors of torch.distributed within this become ``PeerFailed``."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, RuntimeError) and not isinstance(error, PeerFailed):
+            raise PeerFailed(f"a rank cannot be reached: {error}") from error
