@@ -95,7 +95,7 @@ class Leases:
         Args:
             only_over: only one that needs no engine: it is being cancelled, or its window has ended.
             takes_over: also one whose lease has ended without a release.
-            model_names: what the server's model is called; a batch of another model is left alone.
+            model_names: what the server's model is called. Batches of other models are claimed only to end.
             others_than: batches not to claim.
 
         Returns: the lease, and the batch's row.
@@ -103,19 +103,20 @@ class Leases:
         is_free: ColumnElement[bool] = leases.c.holder.is_(None)
         if takes_over:
             is_free = or_(is_free, leases.c.expires_at <= self._now_s)
+        is_over = or_(batches.c.status == BatchStatus.CANCELLING.value, batches.c.expires_at <= self._now_s)
         query = (
             select(leases.c.batch_id)
             .join(batches, batches.c.id == leases.c.batch_id)
             .where(batches.c.status.in_(_OPEN), is_free, leases.c.batch_id.not_in(others_than))
-            .where(or_(batches.c.model.is_(None), batches.c.model.in_(model_names)))
             .order_by(batches.c.expires_at, batches.c.sequence)
             .limit(1)
             # Servers that claim at once claim different ones. SQLite, with one writer, has no such clause.
             .with_for_update(of=leases, skip_locked=True)
         )
         if only_over:
-            is_cancelled = batches.c.status == BatchStatus.CANCELLING.value
-            query = query.where(or_(is_cancelled, batches.c.expires_at <= self._now_s))
+            query = query.where(is_over)
+        else:
+            query = query.where(or_(is_over, batches.c.model.is_(None), batches.c.model.in_(model_names)))
         with self._engine.begin() as connection:
             batch_id = connection.execute(query).scalar()
             if batch_id is None:
