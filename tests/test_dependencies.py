@@ -14,7 +14,10 @@ from packaging.utils import canonicalize_name
 from tests.installed import ROOT, names_of, project
 
 # Distribution and the only folder that imports it.
-ELSEWHERE = {"triton": "kernels/triton_ops/"}  # comes with torch's CUDA build, and is of use with that only
+ELSEWHERE = {
+    "triton": "kernels/triton_ops/",  # comes with torch's CUDA build, and is of use with that only
+    "fsspec": "jobs/object_store.py",  # comes with the extra s3
+}
 PLOTS = (
     "bench/plot.py",
     "bench/coserve_plot.py",

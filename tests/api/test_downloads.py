@@ -11,7 +11,7 @@ import pytest
 
 from backfill.api.downloads import DownloadResponse, parse_range
 from backfill.api.errors import error_response
-from backfill.jobs.blobs import CHUNK_BYTES, Download
+from backfill.jobs.blobs import CHUNK_BYTES, Download, LocalFile
 from backfill.jobs.errors import StorageFull, TooMany
 from backfill.jobs.threads import ThreadPool
 
@@ -59,7 +59,7 @@ def download(
                 left.set()
             await asyncio.sleep(0)
 
-        opened = await Download.open(path, ThreadPool("downloads", 1))
+        opened = await Download.open(lambda: LocalFile(path), ThreadPool("downloads", 1))
         await DownloadResponse(opened, "a b.jsonl", byte_range)({"type": "http"}, receive, send)
         return messages
 

@@ -4,49 +4,173 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import AsyncGenerator, Iterable
+import time
+from collections.abc import AsyncGenerator, Callable, Iterable
 from io import FileIO
 from pathlib import Path
+from typing import Protocol
 
-from backfill.jobs.private_files import FILE_MODE, make_folder, sync_folder
+from backfill.jobs.private_files import FILE_MODE, make_folder, sync_folder, write_durably
 from backfill.jobs.threads import ThreadPool
 
 CHUNK_BYTES = 1 << 20
+# What no record names and nobody has written to for so long was left by a server that died.
+GARBAGE_AGE_S = 24 * 3600.0
 _PARTIAL = ".part"
+_ID_FILE = "store.id"
 
 
-class BlobStore:
-    """Files of one folder. An upload is written under a partial name and renamed once it is synced.
+class StoredFile(Protocol):
+    """A stored file, open for reading. Blocking. Raises: OSError."""
 
-    Calls block: run them in threads.
+    @property
+    def num_bytes(self) -> int: ...
+
+    def read(self, start: int, num_bytes: int) -> bytes:
+        """Fewer bytes only at the end of the file."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class FileStore(Protocol):
+    """Keeps files by id: a file is there whole, or it is not. Blocking: run calls in threads.
+
+    It is also a ``database.FilePlace``. Raises: OSError from any method; FileNotFoundError where there is
+    no such file.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    @property
+    def copies_inputs(self) -> bool:
+        """``fetch`` copies files, so each has to be released."""
+        ...
+
+    @property
+    def shown(self) -> str: ...
+
+    @property
+    def is_given(self) -> bool: ...
+
+    @property
+    def to_give_up(self) -> str: ...
+
+    def read_id(self) -> str: ...
+
+    def write_id(self, store_id: str) -> None: ...
+
+    def holds_files(self) -> bool: ...
+
+    def create(self, file_id: str) -> FileIO:
+        """A new file, for ``commit`` or ``discard``, which close it."""
+        ...
+
+    def commit(self, file_id: str, file: FileIO) -> None:
+        """Store a file under its id, durably."""
+        ...
+
+    def discard(self, file_id: str, file: FileIO | None) -> None:
+        """Give a new file up. ``file`` is None where ``create`` was cancelled; it may have made the file."""
+        ...
+
+    def open(self, file_id: str) -> StoredFile: ...
+
+    def delete(self, file_id: str) -> None:
+        """One that is gone already is no error."""
+        ...
+
+    def fetch(self, file_id: str, user: str) -> Path:
+        """A path at which the file can be read until ``release``."""
+        ...
+
+    def release(self, user: str) -> None:
+        """The user's fetched file is not read any more."""
+        ...
+
+    def num_bytes(self) -> int:
+        """Of everything stored, unfinished results included."""
+        ...
+
+    def num_free_bytes(self) -> int:
+        """Bytes that this user may still write to the disk that new files and results go through."""
+        ...
+
+    def garbage(self) -> list[str]:
+        """Names of what may be left over: of files, and of unfinished ones, untouched for a day."""
+        ...
+
+    def delete_garbage(self, names: Iterable[str]) -> None:
+        """Delete those of ``garbage`` that no record names."""
+        ...
+
+
+class FolderStore:
+    """Files in a folder. An upload is written under a partial name and renamed once it is synced.
+
+    Several servers may share the folder, on a file system that renames atomically.
+
+    Args:
+        root: holds the folder ``files``, and the id of the database.
+        option: that names it.
+    """
+
+    copies_inputs = False
+
+    def __init__(self, root: Path, option: str = "data_dir") -> None:
+        self._root = root
+        self._folder = root / "files"
+        self.is_given = option != "data_dir"
+        self.shown = f"`{option}` {root}"
+
+    # ---- The database that the files belong to ----
+
+    @property
+    def to_give_up(self) -> str:
+        return f"{self._folder} and {self._root / _ID_FILE}"
+
+    def read_id(self) -> str:
+        try:
+            return (self._root / _ID_FILE).read_text().strip()
+        except FileNotFoundError:
+            return ""
+
+    def write_id(self, store_id: str) -> None:
+        make_folder(self._root)
+        write_durably(self._root / _ID_FILE, f"{store_id}\n".encode())
+
+    def holds_files(self) -> bool:
+        return self._folder.is_dir() and any(entry.is_file() for entry in os.scandir(self._folder))
+
+    # ---- Files ----
 
     def path(self, file_id: str) -> Path:
         return self._folder / file_id
 
     def create(self, file_id: str) -> FileIO:
-        """A new file for an upload. ``commit`` or ``discard`` closes it."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         return FileIO(os.open(self._partial(file_id), flags, FILE_MODE), "wb")
 
     def commit(self, file_id: str, file: FileIO) -> None:
-        """Make an upload durable under its id, and close it."""
         with file:
             os.fsync(file.fileno())
         os.replace(self._partial(file_id), self.path(file_id))
         sync_folder(self._folder)
 
     def discard(self, file_id: str, file: FileIO | None) -> None:
-        """Delete an upload. ``file`` is None where ``create`` was cancelled; it may have made the file."""
         if file is not None:
             file.close()
         self._partial(file_id).unlink(missing_ok=True)
 
+    def open(self, file_id: str) -> StoredFile:
+        return LocalFile(self.path(file_id))
+
     def delete(self, file_id: str) -> None:
         self.path(file_id).unlink(missing_ok=True)
+
+    def fetch(self, file_id: str, user: str) -> Path:
+        return self.path(file_id)
+
+    def release(self, user: str) -> None:
+        pass
 
     def size_or_delete(self, file_id: str) -> int:
         """Bytes of a file; 0 where there is none. An empty file is deleted."""
@@ -59,7 +183,6 @@ class BlobStore:
         return num_bytes
 
     def num_bytes(self) -> int:
-        """Bytes of everything stored, unfinished results included."""
         num_bytes = 0
         for entry in os.scandir(self._folder):
             with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
@@ -67,47 +190,74 @@ class BlobStore:
         return num_bytes
 
     def num_free_bytes(self) -> int:
-        """Bytes that this user may still write to the disk."""
         disk = os.statvfs(self._folder)
         return disk.f_bavail * disk.f_frsize
 
-    def open_folder(self, known: Iterable[str]) -> None:
-        """Make the folder. Delete what a crash left in it: unfinished uploads, and files not in ``known``."""
+    def open_folder(self, known: Iterable[str] | None) -> None:
+        """Make the folder. Delete what a crash left in it: unfinished uploads, and files not in ``known``.
+
+        With None nothing is deleted, as where other servers use the folder.
+        """
         make_folder(self._folder)
+        if known is None:
+            return
         kept = set(known)
         for entry in list(os.scandir(self._folder)):
             if entry.name not in kept and entry.is_file(follow_symlinks=False):
                 os.unlink(entry.path)
 
+    def garbage(self) -> list[str]:
+        names, before_s = [], time.time() - GARBAGE_AGE_S
+        for entry in os.scandir(self._folder):
+            with contextlib.suppress(FileNotFoundError):
+                if entry.is_file(follow_symlinks=False) and entry.stat().st_mtime < before_s:
+                    names.append(entry.name)
+        return names
+
+    def delete_garbage(self, names: Iterable[str]) -> None:
+        for name in names:
+            self.delete(name)
+
     def _partial(self, file_id: str) -> Path:
         return self._folder / (file_id + _PARTIAL)
+
+
+class LocalFile:
+    """A ``StoredFile`` of this machine."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = FileIO(path, "rb")
+        self.num_bytes = os.fstat(self._file.fileno()).st_size
+
+    def read(self, start: int, num_bytes: int) -> bytes:
+        return os.pread(self._file.fileno(), num_bytes, start)
+
+    def close(self) -> None:
+        self._file.close()
 
 
 class Download:
     """A stored file, open for a client. A slow client holds up no thread. Close it after use."""
 
-    def __init__(self, file: FileIO, threads: ThreadPool) -> None:
+    def __init__(self, file: StoredFile, threads: ThreadPool) -> None:
         self._file = file
         self._threads = threads
-        self.num_bytes = os.fstat(file.fileno()).st_size
+        self.num_bytes = file.num_bytes
 
     @classmethod
-    async def open(cls, path: Path, threads: ThreadPool) -> Download:
+    async def open(cls, open_file: Callable[[], StoredFile], threads: ThreadPool) -> Download:
         """Raises: OSError."""
-        return await threads.run(lambda: cls(FileIO(path, "rb"), threads))
+        return await threads.run(lambda: cls(open_file(), threads))
 
     async def chunks(self, start: int = 0, end: int | None = None) -> AsyncGenerator[bytes, None]:
         """The bytes of [start, end), at most a MiB at a time. Raises: OSError."""
         end = self.num_bytes if end is None else end
         while start < end:
-            chunk = await self._threads.run(self._read, start, min(CHUNK_BYTES, end - start))
+            chunk = await self._threads.run(self._file.read, start, min(CHUNK_BYTES, end - start))
             if not chunk:
-                raise OSError(f"{self._file.name!r} has become shorter")
+                raise OSError("a stored file has become shorter")
             start += len(chunk)
             yield chunk
 
     async def close(self) -> None:
         await self._threads.run(self._file.close)
-
-    def _read(self, start: int, num_bytes: int) -> bytes:
-        return os.pread(self._file.fileno(), num_bytes, start)

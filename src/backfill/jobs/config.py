@@ -35,7 +35,11 @@ class JobsConfig(OrderOptions):
     Attributes:
         data_dir: folder of one server: configuration, files, batches, the lock.
         batch_api: serve /v1/files and /v1/batches.
-        batch_database_url: SQLAlchemy URL of the job store. Default: SQLite in the data folder.
+        batch_database_url: SQLAlchemy URL of the job store, SQLite or PostgreSQL. Several servers may share
+            one on PostgreSQL. Default: SQLite in the data folder.
+        batch_file_store: where files are kept: a folder, or s3://BUCKET/PREFIX. Servers that share a
+            database share it. Default: the data folder.
+        batch_lease_timeout: seconds after which another server takes over the batches of one that is silent.
         batch_max_lines: lines in one batch; a file with more fails validation.
         batch_max_bytes: bytes of one batch's input file; larger ones get HTTP 413.
         batch_max_storage_gib: GiB of all stored files together. Default: no limit.
@@ -53,6 +57,8 @@ class JobsConfig(OrderOptions):
     data_dir: Path = Path("~/.local/share/backfill")
     batch_api: bool = True
     batch_database_url: str | None = secret(None)
+    batch_file_store: str | None = None
+    batch_lease_timeout: float = 30.0
     batch_max_lines: int = 50_000
     batch_max_bytes: int = 200_000_000
     batch_max_storage_gib: float | None = None
@@ -100,6 +106,13 @@ class JobsConfig(OrderOptions):
             limit = getattr(self, field)
             if limit is not None and not 1 <= limit * unit < math.inf:
                 raise ConfigError(f"must be above 0, got {limit:g}.", field=field)
+        if not 1 <= self.batch_lease_timeout <= HOUR_S:
+            raise ConfigError(
+                f"must be 1 to {HOUR_S} seconds, got {self.batch_lease_timeout:g}.",
+                field="batch_lease_timeout",
+            )
+        if self.batch_file_store is not None and not self.batch_file_store.strip():
+            raise ConfigError("must be a folder or s3://BUCKET/PREFIX.", field="batch_file_store")
         if not 0 <= self.batch_min_free_gib < math.inf:
             raise ConfigError(
                 f"must be 0 or more, got {self.batch_min_free_gib:g}.", field="batch_min_free_gib"

@@ -1,24 +1,32 @@
-"""Tables of files and batches."""
+"""Tables of files and batches. SQLite is for one server, PostgreSQL also for several."""
 
 from __future__ import annotations
 
 import os
 import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from sqlalchemy import (
     JSON,
+    URL,
     BigInteger,
+    Boolean,
     Column,
+    Connection,
     Engine,
+    Float,
     Index,
     Integer,
+    LargeBinary,
     MetaData,
     String,
     Table,
     create_engine,
     event,
+    func,
     insert,
     inspect,
     make_url,
@@ -27,9 +35,14 @@ from sqlalchemy import (
 from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
 
 from backfill.core.errors import ConfigError
-from backfill.jobs.private_files import FILE_MODE, write_durably
+from backfill.jobs.private_files import FILE_MODE
 
 _BUSY_TIMEOUT_MS = 5000
+# A server whose host has vanished answers nothing at all.
+_CONNECT_TIMEOUT_S = 5
+_SILENCE_TIMEOUT_MS = 20_000
+# Numbers of PostgreSQL's advisory locks; any that no other program on the database uses.
+_SCHEMA_LOCK, _INPUTS_LOCK = 0x6261636B01, 0x6261636B02
 
 metadata = MetaData()
 
@@ -92,8 +105,66 @@ batches = Table(
 )
 
 
-# One row: the data folder that the records belong to.
+# One row: the id of the stores of files that the records belong to.
 folders = Table("data_folder", metadata, Column("id", String(64), primary_key=True))
+
+# Which server runs a batch (leases.py), where several share the database. Times are the database's.
+leases = Table(
+    "leases",
+    metadata,
+    Column("batch_id", String(64), primary_key=True),
+    Column("holder", String(64), index=True),
+    Column("token", BigInteger, nullable=False),
+    Column("expires_at", Float, nullable=False),
+)
+
+# Lines that are done, of open batches (database_results.py); where files can be appended to they are in them.
+results = Table(
+    "results",
+    metadata,
+    Column("batch_id", String(64), primary_key=True),
+    Column("number", BigInteger, primary_key=True),
+    Column("is_completed", Boolean, nullable=False),
+    Column("input_tokens", BigInteger, nullable=False),
+    Column("cached_tokens", BigInteger, nullable=False),
+    Column("output_tokens", BigInteger, nullable=False),
+    Column("line", LargeBinary, nullable=False),
+)
+
+
+class FilePlace(Protocol):
+    """A place of files, which holds the id of the database that they belong to. Blocking.
+
+    Raises: OSError from any method.
+    """
+
+    @property
+    def shown(self) -> str:
+        """The option and the place, for messages."""
+        ...
+
+    @property
+    def is_given(self) -> bool:
+        """A user named it, so what it holds may be of another program."""
+        ...
+
+    @property
+    def to_give_up(self) -> str:
+        """What a user deletes who gives the files up."""
+        ...
+
+    def read_id(self) -> str:
+        """Empty where there is none."""
+        ...
+
+    def write_id(self, store_id: str) -> None: ...
+
+    def holds_files(self) -> bool: ...
+
+
+def is_shared(engine: Engine) -> bool:
+    """Whether several servers may use the database at once."""
+    return engine.dialect.name == "postgresql"
 
 
 def open_database(url: str | None, data_dir: Path) -> Engine:
@@ -101,60 +172,108 @@ def open_database(url: str | None, data_dir: Path) -> Engine:
     try:
         if url is None:  # SQLite gives the files beside it the same mode
             os.close(os.open(data_dir / "jobs.db", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, FILE_MODE))
-        engine = create_engine(url or f"sqlite:///{data_dir / 'jobs.db'}")
-        if engine.dialect.name == "sqlite":
-            event.listen(engine, "connect", _configure_sqlite)
-        metadata.create_all(engine)
-        _check_columns(engine)
-    except (ArgumentError, NoSuchModuleError, ImportError, ValueError) as error:
+        engine = _engine_of(url, data_dir)
+        with exclusive_schema(engine) as connection:
+            metadata.create_all(connection)
+            _check_columns(connection)
+    except ImportError as error:
+        raise ConfigError(
+            "`batch_database_url`: the driver of the database is not installed "
+            f"({error}). For PostgreSQL: pip install 'backfill[postgres]'."
+        ) from error
+    except (ArgumentError, NoSuchModuleError, ValueError) as error:
         raise ConfigError(f"`batch_database_url` is no database URL that can be used: {error}.") from error
     except SQLAlchemyError as error:
-        shown = make_url(url).render_as_string(hide_password=True) if url else data_dir / "jobs.db"
-        reason = getattr(error, "orig", None) or error
+        reason = str(getattr(error, "orig", None) or error).strip()
         raise ConfigError(
-            f"`batch_database_url`: the database {shown} cannot be opened: {reason}."
+            f"`batch_database_url`: the database {shown_url(url, data_dir)} cannot be opened: {reason}."
         ) from error
     return engine
 
 
-def tie_to_folder(engine: Engine, data_dir: Path) -> None:
-    """Bind the database to the folder for good. To another database the files would be garbage.
+def shown_url(url: str | None, data_dir: Path) -> str:
+    """For messages: without the password, wherever in the URL it is."""
+    if url is None:
+        return str(data_dir / "jobs.db")
+    parsed = make_url(url)
+    query = {name: value for name, value in parsed.query.items() if "password" not in name.lower()}
+    return parsed.set(query=query).render_as_string(hide_password=True)
 
-    Raises: ConfigError when either is bound to another already.
-    """
-    path = data_dir / "store.id"
-    try:
-        folder_id = path.read_text().strip()
-    except FileNotFoundError:
-        folder_id = ""
+
+def _engine_of(url: str | None, data_dir: Path) -> Engine:
+    parsed = URL.create("sqlite", database=str(data_dir / "jobs.db")) if url is None else make_url(url)
+    match parsed.get_backend_name():
+        case "sqlite":
+            engine = create_engine(parsed)
+            event.listen(engine, "connect", _configure_sqlite)
+        case "postgresql":
+            if "+" not in parsed.drivername:
+                parsed = parsed.set(drivername="postgresql+psycopg")
+            options = {
+                "connect_timeout": _CONNECT_TIMEOUT_S,
+                "tcp_user_timeout": _SILENCE_TIMEOUT_MS,
+                "keepalives_idle": _CONNECT_TIMEOUT_S,
+                "application_name": "backfill",
+            }
+            # The user's own go first.
+            options = {name: value for name, value in options.items() if name not in parsed.query}
+            engine = create_engine(parsed, connect_args=options, pool_pre_ping=True)
+        case name:
+            raise ConfigError(
+                f"must be a URL of SQLite or PostgreSQL, got one of {name}.", field="batch_database_url"
+            )
+    return engine
+
+
+@contextmanager
+def exclusive_schema(engine: Engine) -> Iterator[Connection]:
+    """A transaction during which no other server creates tables, or ties the database to its files."""
     with engine.begin() as connection:
+        if is_shared(engine):
+            connection.execute(select(func.pg_advisory_xact_lock(_SCHEMA_LOCK)))
+        yield connection
+
+
+def lock_inputs(connection: Connection) -> None:
+    """Let no other server delete files, or create batches with them, until the transaction has ended."""
+    if is_shared(connection.engine):
+        connection.execute(select(func.pg_advisory_xact_lock(_INPUTS_LOCK)))
+
+
+def tie_to(engine: Engine, places: Sequence[FilePlace]) -> None:
+    """Bind the database to its places of files for good. To another database the files would be garbage.
+
+    Raises: ConfigError when one of them is bound to another already. OSError.
+    """
+    with exclusive_schema(engine) as connection:
         database_id = connection.execute(select(folders.c.id)).scalar()
-        if database_id is None and folder_id and _holds_files(data_dir):
-            raise ConfigError(
-                f"`data_dir` {data_dir} holds files of another database than the one of `batch_database_url` "
-                f"(by default {data_dir / 'jobs.db'}), which is new. Give this server the database the files "
-                f"belong to; or, to give the files up, delete {data_dir / 'files'} and {path}."
-            )
-        if database_id is not None and database_id != folder_id:
-            raise ConfigError(
-                f"`batch_database_url`: the database belongs to another data folder than {data_dir}. "
-                "Each server needs a database and a data folder of its own."
-            )
+        ids = [place.read_id() for place in places]
         if database_id is None:
-            database_id = folder_id or uuid.uuid4().hex
+            for place, place_id in zip(places, ids, strict=True):
+                if (place_id or place.is_given) and place.holds_files():
+                    raise ConfigError(
+                        f"{place.shown} holds files of another database than the one of `batch_database_url` "
+                        "(by default jobs.db in `data_dir`), which is new. Give this server the database the "
+                        f"files belong to; or, to give the files up, delete {place.to_give_up}."
+                    )
+            database_id = next(filter(None, ids), "") or uuid.uuid4().hex
             connection.execute(insert(folders), {"id": database_id})
-            # Before the commit: a later start accepts an id that only the folder has, not the reverse.
-            write_durably(path, f"{database_id}\n".encode())
+            # Before the commit: a later start accepts an id that only a place has, not the reverse.
+            for place in places:
+                place.write_id(database_id)
+            return
+        for place, place_id in zip(places, ids, strict=True):
+            if place_id != database_id:
+                raise ConfigError(
+                    f"`batch_database_url`: the database belongs to another data folder than {place.shown}. "
+                    "Each database has one place of files; servers that share one on PostgreSQL also share "
+                    "`batch_file_store`."
+                )
 
 
-def _holds_files(data_dir: Path) -> bool:
-    folder = data_dir / "files"
-    return folder.is_dir() and any(entry.is_file() for entry in os.scandir(folder))
-
-
-def _check_columns(engine: Engine) -> None:
+def _check_columns(connection: Connection) -> None:
     """Raise ConfigError where tables of these names were made by another version, or another program."""
-    inspector = inspect(engine)
+    inspector = inspect(connection)
     for table in metadata.sorted_tables:
         found = {column["name"] for column in inspector.get_columns(table.name)}
         missing = sorted(column.name for column in table.columns if column.name not in found)

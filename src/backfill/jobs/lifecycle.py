@@ -1,8 +1,9 @@
 """Takes a batch from validation to its end.
 
 A task drives each open batch. Its decisions are made durable first: results in the batch's files
-(results.py), the status in the database. The status changes by compare-and-set: when a cancellation and a
-completion race, one wins. So a batch goes on after any crash.
+(results.py) or the database (database_results.py), the status in the database. The status changes by
+compare-and-set: when a cancellation and a completion race, one wins. So a batch goes on after any crash, on
+any server that shares the database: each of the driver's changes holds the batch's lease (leases.py).
 """
 
 from __future__ import annotations
@@ -12,12 +13,15 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 from backfill.core.errors import NotReady
+from backfill.jobs.database_results import BatchLog
 from backfill.jobs.feed import Feed, InputChanged, LineSource
 from backfill.jobs.feeder import Feeder
+from backfill.jobs.leases import Lease, LeaseLost
 from backfill.jobs.lines import LineResult, unanswered
 from backfill.jobs.records import (
     OPEN_STATUSES,
@@ -28,7 +32,7 @@ from backfill.jobs.records import (
     RequestCounts,
     TokenUsage,
 )
-from backfill.jobs.results import ForeignResults, ResultLog, ResultsLost
+from backfill.jobs.results import ForeignResults, ResultsLost
 from backfill.jobs.retry import append_with_retries, retry_delays_s
 from backfill.jobs.storage import JobStorage
 from backfill.jobs.store import counts_changes
@@ -73,17 +77,24 @@ class InputReader(Protocol):
 class OpenBatch:
     """An open batch in memory.
 
-    The deadline is on the monotonic clock: a change of the wall clock ends no batch early.
+    The deadline is on the monotonic clock: a change of the wall clock ends no batch early. ``lease`` is None
+    where one server has all batches.
     """
 
-    def __init__(self, batch: BatchRecord, log: ResultLog, wall_s: float) -> None:
+    def __init__(self, batch: BatchRecord, log: BatchLog, wall_s: float, lease: Lease | None = None) -> None:
         self.batch = batch
         self.log = log
+        self.lease = lease
         self.cancelled = asyncio.Event()
         # The results of a batch that an earlier server began are unknown until its files are read.
         self.has_counts = batch.status is BatchStatus.VALIDATING
         self.deadline_s = time.monotonic() + batch.expires_at - wall_s
         self.task: asyncio.Task[None] | None = None
+
+    @property
+    def input_user(self) -> str:
+        """To the file store; the next one that runs the batch is another."""
+        return f"{self.batch.id}-{0 if self.lease is None else self.lease.token}"
 
     def counts(self) -> RequestCounts:
         return self.log.counts(self.batch.request_counts.total)
@@ -113,21 +124,17 @@ class BatchDriver:
     _: dataclasses.KW_ONLY
     model_names: Sequence[str]
     on_lines: Callable[[Sequence[LineResult]], None]  # called with results once they are durable
-    num_queued_lines: Callable[[str], int]  # unfinished lines of an owner's open batches
+    num_queued_lines: Callable[[str], Awaitable[int]]  # unfinished lines of an owner's open batches
     # How many batches are checked, and how many with lines that never ran are ended, at once.
     _checking: asyncio.Semaphore = dataclasses.field(default_factory=lambda: asyncio.Semaphore(4), init=False)
     _ending: asyncio.Semaphore = dataclasses.field(default_factory=lambda: asyncio.Semaphore(4), init=False)
 
-    def log_of(self, batch: BatchRecord) -> ResultLog:
+    def log_of(self, batch: BatchRecord, lease: Lease | None) -> BatchLog:
         """The batch's results, not opened yet."""
-        return ResultLog(
-            batch.id.removeprefix("batch_"),
-            self.storage.blobs.path(batch.output_blob),
-            self.storage.blobs.path(batch.error_blob),
-        )
+        return self.storage.results.log_of(batch, lease)
 
     async def drive(self, job: OpenBatch) -> None:
-        """Take the batch to its end. After an error it is tried again, or fails."""
+        """Take the batch to its end, or until another server has it. After an error it goes on, or fails."""
         name = job.batch.id
         num_unexpected = 0
         final_error: LineError | None = None
@@ -138,6 +145,9 @@ class BatchDriver:
                     await self._advance(job)
                 else:
                     await self._fail(job, final_error)
+                return
+            except LeaseLost:
+                logger.warning("%s: another server goes on with it", name)
                 return
             except Exception as error:
                 found = _final_error(error, job.batch)
@@ -160,7 +170,7 @@ class BatchDriver:
             async with self._checking:
                 if not await self._validate(job):
                     return
-        log = self.log_of(job.batch)
+        log = self.log_of(job.batch, job.lease)
         await self.storage.threads.results.run(log.open)
         job.log = log
         job.has_counts = True
@@ -180,7 +190,7 @@ class BatchDriver:
         if report.warning is not None:
             logger.warning("%s: %s", job.batch.id, report.warning)
         stamp = self._timestamp(job)
-        found = report.errors or self._queue_errors(job, report.total)
+        found = report.errors or await self._queue_errors(job, report.total)
         if found:
             logger.info("%s: failed validation: %s", job.batch.id, found[0].message)
             errors = [dataclasses.asdict(error) for error in found]
@@ -203,7 +213,7 @@ class BatchDriver:
             max_lines=self.storage.config.batch_max_lines,
             max_line_bytes=self.storage.config.max_line_bytes,
         )
-        path = str(self.storage.blobs.path(job.batch.input_file_id))
+        path = str(await self._input_path(job))
         check = asyncio.ensure_future(self.reader.check_input(path, limits))
         cancelled = asyncio.ensure_future(job.cancelled.wait())
         try:
@@ -216,13 +226,13 @@ class BatchDriver:
                 task.cancel()
             await asyncio.gather(check, cancelled, return_exceptions=True)
 
-    def _queue_errors(self, job: OpenBatch, num_lines: int) -> list[LineError]:
+    async def _queue_errors(self, job: OpenBatch, num_lines: int) -> list[LineError]:
         """The error where ``num_lines`` more are over the limit of the owner's queue."""
         most = self.storage.config.batch_max_queued_lines
         if num_lines > most:
             message = f"The input file has {num_lines} lines; the batches of one owner are limited to {most}."
             return [LineError("too_many_tasks", message)]
-        num_queued = self.num_queued_lines(job.batch.owner)
+        num_queued = await self.num_queued_lines(job.batch.owner)
         if num_queued + num_lines > most:
             message = (
                 f"Enqueued line limit reached: your other open batches have {num_queued} unfinished lines, "
@@ -246,7 +256,8 @@ class BatchDriver:
             return
         suspects = self._suspects_of(job.batch)
         await self.storage.threads.results.run(suspects.load)
-        with contextlib.closing(self.reader.open_lines(self._unfinished_lines(job))) as lines:
+        path = await self._input_path(job)
+        with contextlib.closing(self.reader.open_lines(self._unfinished_lines(job, path))) as lines:
             feed = Feed(
                 job.batch.id,
                 lines,
@@ -286,7 +297,7 @@ class BatchDriver:
 
     async def _end_unfinished(self, job: OpenBatch, outcome: LineOutcome) -> None:
         """Write a result that says why for each line without one."""
-        lines = self.reader.open_names(self._unfinished_lines(job))
+        lines = self.reader.open_names(self._unfinished_lines(job, await self._input_path(job)))
         try:
             while group := await lines.read(_UNANSWERED_GROUP):
                 results = [unanswered(line, _UNANSWERED_CODES[outcome], outcome) for line in group]
@@ -297,7 +308,7 @@ class BatchDriver:
 
     async def _fail(self, job: OpenBatch, reason: LineError) -> None:
         """End as failed, with the results there are."""
-        log = self.log_of(job.batch)
+        log = self.log_of(job.batch, job.lease)
         with contextlib.suppress(ForeignResults):
             await self.storage.threads.results.run(log.open)
             job.log = log
@@ -314,40 +325,48 @@ class BatchDriver:
         """Record the last status and the result files in one transaction."""
         record = job.batch
         now = self._timestamp(job)
-        records, found = [], {}
-        for column, blob, kind in (
-            ("output_file_id", record.output_blob, "output"),
-            ("error_file_id", record.error_blob, "error"),
-        ):
-            num_bytes = await self.storage.threads.results.run(self.storage.blobs.size_or_delete, blob)
-            if num_bytes == 0:
-                continue
-            found[column] = blob
-            records.append(
-                FileRecord(
-                    id=blob,
-                    owner=record.owner,
-                    num_bytes=num_bytes,
-                    created_at=now,
-                    expires_at=now + record.output_retention_s,
-                    filename=f"{record.id}_{kind}.jsonl",
-                    purpose="batch_output",
-                )
+        published = await self.storage.threads.results.run(self.storage.results.publish, record)
+        records = [
+            FileRecord(
+                id=file_id,
+                owner=record.owner,
+                num_bytes=num_bytes,
+                created_at=now,
+                expires_at=now + record.output_retention_s,
+                filename=f"{record.id}_{column.removesuffix('_file_id')}.jsonl",
+                purpose="batch_output",
             )
+            for column, (file_id, num_bytes) in published.items()
+        ]
         await self.storage.threads.results.run(self._suspects_of(record).delete)
         counts = job.counts()
+        found = {column: file_id for column, (file_id, _) in published.items()}
         changes = {**changes, **found, **counts_changes(counts, job.log.usage)}
-        await self._change(job, status, changes, only_from, records)
+        try:
+            await self._change(job, status, changes, only_from, records)
+        except LeaseLost:
+            for file_id in found.values():
+                await self.storage.threads.results.run(self.storage.blobs.delete, file_id)
+            raise
         logger.info(
             "%s: %s, %d completed, %d failed", record.id, status.value, counts.completed, counts.failed
         )
 
+    async def _input_path(self, job: OpenBatch) -> Path:
+        """Where the input file can be read. Raises: _InputMissing, OSError."""
+        try:
+            return await self.storage.threads.results.run(
+                self.storage.blobs.fetch, job.batch.input_file_id, job.input_user
+            )
+        except FileNotFoundError:
+            raise _InputMissing from None
+
     def _suspects_of(self, batch: BatchRecord) -> Suspects:
         return Suspects(self.storage.config.data_dir / SUSPECTS_FOLDER / batch.id, batch.id)
 
-    def _unfinished_lines(self, job: OpenBatch) -> LineSelection:
+    def _unfinished_lines(self, job: OpenBatch, path: Path) -> LineSelection:
         return LineSelection(
-            path=str(self.storage.blobs.path(job.batch.input_file_id)),
+            path=str(path),
             max_line_bytes=self.storage.config.max_line_bytes,
             done=job.log.done,
             complete_by_s=job.deadline_s,
@@ -371,7 +390,12 @@ class BatchDriver:
         """Compare and set the status, with retries. Returns: whether it is set."""
         row = {"status": status.value, **changes}
         if not await self.storage.query_with_retries(
-            self.storage.store.change_batch, job.batch.id, row, only_from=only_from, new_files=new_files
+            self.storage.store.change_batch,
+            job.batch.id,
+            row,
+            only_from=only_from,
+            new_files=new_files,
+            lease=job.lease,
         ):
             return False
         stamps = {name: value for name, value in changes.items() if name.endswith("_at")}

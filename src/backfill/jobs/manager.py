@@ -14,9 +14,11 @@ from typing import Protocol
 from backfill.core.errors import RequestError
 from backfill.engine.tasks import TaskWatch
 from backfill.jobs.blobs import Download
+from backfill.jobs.claims import BatchClaims
 from backfill.jobs.config import JobsConfig
 from backfill.jobs.errors import Conflict, NotFound, TooMany
 from backfill.jobs.feeder import Feeder, LineRunner
+from backfill.jobs.leases import Lease
 from backfill.jobs.lifecycle import SUSPECTS_FOLDER, BatchDriver, InputReader, OpenBatch
 from backfill.jobs.lines import LineResult, ServiceRunner
 from backfill.jobs.private_files import DataFolderLock
@@ -39,6 +41,7 @@ from backfill.protocol.service import CompletionService
 logger = logging.getLogger(__name__)
 
 SWEEP_INTERVAL_S = 60.0
+_GARBAGE_INTERVAL_S = 3600.0
 # Limit of ``pause`` and ``stop`` together.
 STOP_TIMEOUT_S = 10.0
 
@@ -61,6 +64,9 @@ class JobsSnapshot:
 
 class JobManager:
     """The Files and Batches API without HTTP. One event loop owns it, and one process its data folder.
+
+    Where managers share a database (``JobStorage.is_shared``), each answers for all files and batches, and
+    runs the batches that it has leases on (``BatchClaims``). Else it runs all.
 
     ``owner`` is the name of the caller's API key, the digest of one without a name: nobody sees
     another owner's files and batches.
@@ -102,6 +108,9 @@ class JobManager:
             reports_progress=config.order == "blend",
         )
         self._jobs: dict[str, OpenBatch] = {}
+        self._capacity = 0
+        self._claims: BatchClaims | None = None  # None where this server runs all batches
+        self._claiming: asyncio.Task[None] | None = None
         self._sweeper: asyncio.Task[None] | None = None
         self._is_open = False
         self._is_paused = False
@@ -129,9 +138,20 @@ class JobManager:
             batches = await self._storage.query_with_retries(self._storage.store.open_batches)
             suspects = self.config.data_dir / SUSPECTS_FOLDER
             await self._threads.results.run(sweep_suspects, suspects, {batch.id for batch in batches})
-            for batch in batches:
-                logger.info("%s: resumed, %s", batch.id, batch.status.value)
-                self._begin(batch)
+            if self._storage.store.leases is None:
+                for batch in batches:
+                    logger.info("%s: resumed, %s", batch.id, batch.status.value)
+                    self._begin(batch)
+            else:
+                self._claims = BatchClaims(
+                    self._storage,
+                    self._storage.store.leases,
+                    self._jobs,
+                    begin=self._begin,
+                    capacity=lambda: self._capacity,
+                    model_names=self._model_names,
+                )
+                self._claiming = self._tasks.start(self._claims.run(), "batch-claims")
         except BaseException:
             self._lock.release()
             raise
@@ -139,19 +159,22 @@ class JobManager:
         self._sweeper = self._tasks.start(self._sweep(), "sweeper")
 
     async def pause(self) -> None:
-        """Stop feeding at once. Lines in flight are dropped; the next start runs them again.
+        """Stop feeding at once. Lines in flight run again after the next start, or on another server.
 
         Requests are answered until ``stop``.
         """
         self._is_paused = True
-        self._feeder.set_capacity(0)
-        tasks = [job.task for job in self._jobs.values() if job.task is not None]
-        if self._sweeper is not None:
-            tasks.append(self._sweeper)
-        for task in tasks:
+        self._set_capacity(0)
+        tasks = [job.task for job in self._jobs.values()]
+        ending = [task for task in (*tasks, self._sweeper, self._claiming) if task is not None]
+        for task in ending:
             task.cancel()
-        if tasks:
-            await asyncio.wait(tasks, timeout=self._stop_timeout_s())
+        if ending:
+            await asyncio.wait(ending, timeout=self._stop_timeout_s())
+        if self._claims is not None:
+            # Nothing is claimed any more. A write that hangs is refused once another server has the batch.
+            releasing = asyncio.ensure_future(self._claims.release_all())
+            await asyncio.wait({releasing}, timeout=self._stop_timeout_s())
 
     async def stop(self) -> None:
         """Release the data folder, once no request uses it.
@@ -182,11 +205,12 @@ class JobManager:
         if self._is_paused:
             return
         self._service = service
-        self._feeder.set_capacity(self.config.max_in_flight or 2 * max_num_seqs)
+        self._set_capacity(self.config.max_in_flight or 2 * max_num_seqs)
+        self._wake_claims()
 
     def engine_lost(self) -> None:
         self._service = None
-        self._feeder.set_capacity(0)
+        self._set_capacity(0)
 
     def now(self) -> int:
         return int(self._wall())
@@ -227,9 +251,9 @@ class JobManager:
     async def open_content(self, record: FileRecord) -> Download:
         """Raises: NotFound also where the disk has lost the contents."""
         try:
-            return await Download.open(self._storage.blobs.path(record.id), self._threads.downloads)
+            return await Download.open(partial(self._storage.blobs.open, record.id), self._threads.downloads)
         except FileNotFoundError:
-            logger.error("%s: its contents are missing from the data folder", record.id)
+            logger.error("%s: its contents are missing from the file store", record.id)
             message = f"The contents of the file {record.id} are missing from the server's storage."
             raise NotFound(message) from None
 
@@ -253,7 +277,7 @@ class JobManager:
             message = f"The file {input_file_id} has purpose {file.purpose!r}; a batch needs one of 'batch'."
             raise RequestError(message, param="input_file_id")
         most = self.config.batch_max_queued_lines
-        if self._num_queued_lines(owner) >= most:
+        if await self._num_queued_lines(owner) >= most:
             raise TooMany(
                 f"Your open batches have the {most} unfinished lines that they may "
                 "have together. Wait until some have ended, or cancel them."
@@ -278,7 +302,9 @@ class JobManager:
         )
         await self._storage.query(self._storage.store.add_batch, batch, self.config.batch_max_open)
         logger.info("%s: created for %s, window %s", batch.id, input_file_id, completion_window)
-        if not self._is_paused:  # else the next start begins it
+        if self._claims is not None:
+            self._claims.wake()
+        elif not self._is_paused:  # else the next start begins it
             self._begin(batch)
         return batch
 
@@ -316,20 +342,37 @@ class JobManager:
                     job.cancelled.set()
                 logger.info("%s: cancelled by its owner while %s", batch_id, batch.status.value)
 
-    def _begin(self, batch: BatchRecord) -> None:
-        job = self._jobs[batch.id] = OpenBatch(batch, self._driver.log_of(batch), self._wall())
+    def _begin(self, batch: BatchRecord, lease: Lease | None = None) -> None:
+        log = self._driver.log_of(batch, lease)
+        job = self._jobs[batch.id] = OpenBatch(batch, log, self._wall(), lease)
         if batch.status is BatchStatus.CANCELLING:
             job.cancelled.set()
         job.task = self._tasks.start(self._driver.drive(job), "batch-driver")
         job.task.add_done_callback(partial(self._forget, batch.id))
 
     def _forget(self, batch_id: str, task: asyncio.Task[None]) -> None:
-        del self._jobs[batch_id]
+        job = self._jobs.pop(batch_id)
+        if self._storage.blobs.copies_inputs:
+            self._tasks.start(
+                self._threads.results.run(self._storage.blobs.release, job.input_user), "release"
+            )
         if not task.cancelled() and task.exception() is not None:  # TaskWatch has logged it
             logger.error("%s: stays as it is until the next start", batch_id)
+        if not self._is_paused:
+            self._wake_claims()
 
-    def _num_queued_lines(self, owner: str) -> int:
+    def _wake_claims(self) -> None:
+        if self._claims is not None:
+            self._claims.wake()
+
+    def _set_capacity(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._feeder.set_capacity(capacity)
+
+    async def _num_queued_lines(self, owner: str) -> int:
         """Unfinished lines of an owner's open batches whose counts are known."""
+        if self._claims is not None:
+            return await self._storage.query_with_retries(self._storage.store.num_queued_lines, owner)
         jobs = [job for job in self._jobs.values() if job.batch.owner == owner and job.has_counts]
         return sum(job.counts().unfinished for job in jobs)
 
@@ -350,9 +393,13 @@ class JobManager:
 
     async def _sweep(self) -> None:
         """Delete expired files at an interval. Errors are logged."""
+        next_garbage_s = time.monotonic()
         while True:
             try:
                 await self._delete_expired()
+                if self._claims is not None and time.monotonic() >= next_garbage_s:
+                    next_garbage_s = time.monotonic() + _GARBAGE_INTERVAL_S
+                    await self._storage.sweep_garbage()
             except Exception:
                 logger.exception("expired files could not be deleted; trying again later")
             await asyncio.sleep(SWEEP_INTERVAL_S)

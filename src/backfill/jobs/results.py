@@ -60,26 +60,64 @@ class _Identity:
         return replace(self, size=self.size + num_bytes)
 
 
-class ResultLog:
+class ResultTally:
+    """Which lines of an input are done, and the counts of their results.
+
+    Args:
+        name: distinguishes this input's lines: the ids of results are ``batch_req_NAME_NUMBER``.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._prefix = f"batch_req_{name}_"
+        self._done = bytearray()
+        self.num_completed = 0
+        self.num_failed = 0
+        self.usage = TokenUsage()
+
+    def line_id(self, number: int) -> str:
+        """Of a line's result."""
+        return f"{self._prefix}{number}"
+
+    def is_done(self, number: int) -> bool:
+        byte, bit = divmod(number, 8)
+        return byte < len(self._done) and bool(self._done[byte] >> bit & 1)
+
+    @property
+    def done(self) -> bytes:
+        """A bit for each line that has a result: that of line i is bit i % 8 of byte i // 8."""
+        return bytes(self._done)
+
+    def counts(self, total: int) -> RequestCounts:
+        return RequestCounts(total, self.num_completed, self.num_failed)
+
+    def _note(self, number: int, is_completed: bool, usage: TokenUsage) -> None:
+        byte, bit = divmod(number, 8)
+        if byte >= len(self._done):
+            self._done.extend(bytes(byte + 1 - len(self._done)))
+        self._done[byte] |= 1 << bit
+        if is_completed:
+            self.num_completed += 1
+            self.usage += usage
+        else:
+            self.num_failed += 1
+
+
+class ResultLog(ResultTally):
     """Appends results in groups; a group is durable when ``append`` returns.
 
     Results are never rewritten. A result's id holds its line's number, so the files tell which lines are
     done; counts elsewhere are copies. Between calls no file is open: open batches use no descriptors.
 
     Args:
-        name: distinguishes this input's lines: their ids are ``batch_req_NAME_NUMBER``.
+        name: as of ``ResultTally``.
         output, errors: where completed and failed lines go; may be the same file.
     """
 
     def __init__(self, name: str, output: Path, errors: Path) -> None:
-        self._prefix = f"batch_req_{name}_"
+        super().__init__(name)
         self._paths = (output, errors)
         self._files: dict[Path, _Identity] = {}
         self._is_torn = False  # a write failed, and part of it may still be in the files
-        self._done = bytearray()
-        self.num_completed = 0
-        self.num_failed = 0
-        self.usage = TokenUsage()
 
     def open(self) -> None:
         """Create the files, or read them and cut off a line that a crash left unfinished.
@@ -99,18 +137,6 @@ class ResultLog:
         with contextlib.ExitStack() as stack:
             self._open_files(stack)
 
-    def is_done(self, number: int) -> bool:
-        byte, bit = divmod(number, 8)
-        return byte < len(self._done) and bool(self._done[byte] >> bit & 1)
-
-    @property
-    def done(self) -> bytes:
-        """A bit for each line that has a result: that of line i is bit i % 8 of byte i // 8."""
-        return bytes(self._done)
-
-    def counts(self, total: int) -> RequestCounts:
-        return RequestCounts(total, self.num_completed, self.num_failed)
-
     def append(self, results: Sequence[LineResult]) -> None:
         """Write and sync a group, whole or not at all.
 
@@ -122,7 +148,7 @@ class ResultLog:
         written: dict[Path, bytearray] = {}
         for result in results:
             path = self._paths[result.outcome is not LineOutcome.COMPLETED]
-            written.setdefault(path, bytearray()).extend(result.encode(f"{self._prefix}{result.line.number}"))
+            written.setdefault(path, bytearray()).extend(result.encode(self.line_id(result.line.number)))
         with contextlib.ExitStack() as stack:
             # All files: no result may count beside results that are lost.
             files = self._open_files(stack)
@@ -162,17 +188,6 @@ class ResultLog:
         for path, file in files.items():
             os.ftruncate(file, self._files[path].size)
         self._is_torn = False
-
-    def _note(self, number: int, is_completed: bool, usage: TokenUsage) -> None:
-        byte, bit = divmod(number, 8)
-        if byte >= len(self._done):
-            self._done.extend(bytes(byte + 1 - len(self._done)))
-        self._done[byte] |= 1 << bit
-        if is_completed:
-            self.num_completed += 1
-            self.usage += usage
-        else:
-            self.num_failed += 1
 
     def _read_back(self, path: Path) -> int:
         """Note every whole line. Returns: bytes up to the end of the last one.

@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import ParamSpec, TypeVar
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
 
-from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy import Engine
+from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
 from backfill.core.errors import ConfigError
-from backfill.jobs.blobs import BlobStore
+from backfill.jobs.blobs import FileStore, FolderStore
 from backfill.jobs.config import JobsConfig
-from backfill.jobs.database import open_database, tie_to_folder
+from backfill.jobs.database import exclusive_schema, is_shared, open_database, shown_url, tie_to
+from backfill.jobs.database_results import DatabaseResults, FileResults, ResultStore
 from backfill.jobs.errors import Busy
+from backfill.jobs.leases import Leases, add_missing_leases
+from backfill.jobs.object_store import ObjectStore, open_file_store
 from backfill.jobs.private_files import make_private
 from backfill.jobs.retry import is_temporary, reason_of, retry_delays_s
 from backfill.jobs.store import JobStore
-from backfill.jobs.threads import JobThreads
+from backfill.jobs.threads import JobThreads, until_done
 
 logger = logging.getLogger(__name__)
 
@@ -26,32 +32,66 @@ Args = ParamSpec("Args")
 Result = TypeVar("Result")
 
 
+# A database or an object store that does not answer at the start is an error.
+OPEN_TIMEOUT_S = 25.0
+
+
 @dataclass(frozen=True, slots=True)
 class JobStorage:
-    """Everything that outlives the process."""
+    """Everything that outlives the process.
+
+    Attributes:
+        blobs: the contents of files.
+        results: of open batches.
+        is_shared: other servers may use the database and the files too.
+    """
 
     config: JobsConfig
     threads: JobThreads
     now: Callable[[], int]  # Unix seconds
     store: JobStore
-    blobs: BlobStore
+    blobs: FileStore
+    results: ResultStore
+    is_shared: bool
 
     @classmethod
     async def open(cls, config: JobsConfig, threads: JobThreads, now: Callable[[], int]) -> JobStorage:
-        """Open the folder and the database, or create them. Raises: ConfigError."""
+        """Open the folder, the database and the file store, or create them. Raises: ConfigError."""
         data_dir = config.data_dir
-        blobs = BlobStore(data_dir / "files")
         try:
             await threads.results.run(make_private, data_dir)
-            engine = await threads.database.run(open_database, config.batch_database_url, data_dir)
-            await threads.database.run(tie_to_folder, engine, data_dir)
-            storage = cls(config, threads, now, JobStore(engine), blobs)
-            known = await storage.query_with_retries(storage.store.blob_ids)
-            await threads.results.run(blobs.open_folder, known)
         except OSError as error:
             reason = error.strerror or error
             raise ConfigError(f"`data_dir` {data_dir} cannot be used: {reason}.") from error
+        url = config.batch_database_url
+        database = f"`batch_database_url`: the database {_shown(url, data_dir)}"
+        engine = await _within(threads, threads.database.run(open_database, url, data_dir), database)
+        blobs = open_file_store(config.batch_file_store, data_dir)
+        try:
+            store = await _within(threads, threads.results.run(_tie, engine, blobs, config), blobs.shown)
+            storage = cls(
+                config, threads, now, store, blobs, _results_of(engine, blobs, store), is_shared(engine)
+            )
+            known = None
+            if not storage.is_shared and isinstance(blobs, FolderStore):
+                known = await storage.query_with_retries(store.blob_ids)
+            await threads.results.run(blobs.open_folder, known)
+        except OSError as error:
+            reason = error.strerror or error
+            raise ConfigError(f"{blobs.shown} cannot be used: {reason}.") from error
+        except SQLAlchemyError as error:
+            raise ConfigError(f"{database} cannot be used: {reason_of(error)}.") from error
         return storage
+
+    async def sweep_garbage(self) -> None:
+        """Delete what servers that died left among shared files. Raises: OSError."""
+        names = await self.threads.results.run(self.blobs.garbage)
+        # Only now: a file that was recorded meanwhile is known.
+        known = await self.query_with_retries(self.store.blob_ids)
+        left = [name for name in names if name not in known]
+        if left:
+            await self.threads.results.run(self.blobs.delete_garbage, left)
+            logger.info("%d files that belong to nothing were deleted", len(left))
 
     async def query(self, work: Callable[Args, Result], *args: Args.args, **kwargs: Args.kwargs) -> Result:
         """One query of the database, for a caller who waits. Raises: Busy where it does not answer."""
@@ -75,3 +115,40 @@ class JobStorage:
                 logger.error("the batch database does not answer (%s); trying again in %g s", reason, delay_s)
             await asyncio.sleep(delay_s)
         raise AssertionError("delays have no end")
+
+
+def _tie(engine: Engine, blobs: FolderStore | ObjectStore, config: JobsConfig) -> JobStore:
+    """Raises: ConfigError, OSError."""
+    places: list[FolderStore | ObjectStore] = [blobs]
+    if not is_shared(engine) and blobs.is_given:
+        places.append(FolderStore(config.data_dir))  # so that no second server opens the database
+    tie_to(engine, places)
+    if not is_shared(engine):
+        return JobStore(engine)
+    with exclusive_schema(engine) as connection:
+        add_missing_leases(connection)
+    return JobStore(engine, Leases(engine, uuid.uuid4().hex, config.batch_lease_timeout))
+
+
+def _results_of(engine: Engine, blobs: FolderStore | ObjectStore, store: JobStore) -> ResultStore:
+    if isinstance(blobs, FolderStore) and not is_shared(engine):
+        return FileResults(blobs)
+    return DatabaseResults(engine, blobs, store.leases)
+
+
+async def _within(threads: JobThreads, opening: Coroutine[Any, Any, Result], what: str) -> Result:
+    """Raises: ConfigError where ``what`` does not answer; no thread is waited for then."""
+    task = asyncio.ensure_future(opening)
+    await asyncio.wait({task}, timeout=OPEN_TIMEOUT_S)
+    if not task.done():
+        threads.close()
+        await until_done(task)
+        raise ConfigError(f"{what} does not answer within {OPEN_TIMEOUT_S:g} s.")
+    return task.result()
+
+
+def _shown(url: str | None, data_dir: Path) -> str:
+    try:
+        return shown_url(url, data_dir)
+    except ArgumentError:  # reported when it is opened
+        return ""

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-from sqlalchemy import Engine, RowMapping, Table, delete, func, insert, select, update
+from sqlalchemy import Connection, Engine, RowMapping, Table, delete, func, insert, select, update
 
-from backfill.jobs.database import batches, files
+from backfill.jobs.database import batches, files, lock_inputs, results
 from backfill.jobs.errors import Conflict, NotFound, TooMany
+from backfill.jobs.leases import Lease, Leases, add_lease, delete_lease, lock_lease
 from backfill.jobs.records import (
     OPEN_STATUSES,
     BatchRecord,
@@ -29,11 +31,15 @@ class JobStore:
     """Every method is one transaction, and safe to call from several threads.
 
     Raises: SQLAlchemyError from any method when the database does not answer; nothing has changed then.
+
+    Args:
+        leases: of this server, where several share the database; None: one server owns the records.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, leases: Leases | None = None) -> None:
+        self.leases = leases
         self._engine = engine
-        # No batch starts with a file that is being deleted. A lock suffices: one process owns the records.
+        # Among the threads of this server. ``lock_inputs`` is for several servers.
         self._input_lock = threading.Lock()
 
     def close(self) -> None:
@@ -63,7 +69,7 @@ class JobStore:
         """Raises: NotFound, Conflict while a batch that has not ended reads it."""
         self.get_file(owner, file_id)
         statement = delete(files).where(files.c.id == file_id, files.c.id.not_in(_inputs_in_use()))
-        with self._input_lock, self._engine.begin() as connection:
+        with self._locking_inputs() as connection:
             is_deleted = connection.execute(statement).rowcount == 1
         if not is_deleted:
             raise Conflict(f"The file {file_id} is the input of a batch that has not ended.")
@@ -71,7 +77,7 @@ class JobStore:
     def delete_expired_files(self, now: int) -> list[str]:
         """Remove expired files from the database. Returns: their ids."""
         expired = (files.c.expires_at <= now, files.c.id.not_in(_inputs_in_use()))
-        with self._input_lock, self._engine.begin() as connection:
+        with self._locking_inputs() as connection:
             ids = list(connection.execute(select(files.c.id).where(*expired)).scalars())
             for file_id in ids:
                 connection.execute(delete(files).where(files.c.id == file_id, *expired))
@@ -97,7 +103,7 @@ class JobStore:
     def add_batch(self, batch: BatchRecord, max_open: int) -> None:
         """Raises: NotFound when the input file is gone, TooMany where its owner has ``max_open`` already."""
         num_open = select(func.count()).where(batches.c.owner == batch.owner, batches.c.status.in_(_OPEN))
-        with self._input_lock, self._engine.begin() as connection:
+        with self._locking_inputs() as connection:
             found = connection.execute(
                 select(files.c.id).where(files.c.id == batch.input_file_id, files.c.owner == batch.owner)
             ).first()
@@ -109,6 +115,8 @@ class JobStore:
                     "Wait until some have ended, or cancel them."
                 )
             connection.execute(insert(batches), _batch_row(batch))
+            if self.leases is not None:
+                add_lease(connection, batch.id)
 
     def get_batch(self, owner: str, batch_id: str) -> BatchRecord:
         """Raises: NotFound."""
@@ -126,6 +134,19 @@ class JobStore:
         with self._engine.connect() as connection:
             return [_batch(row) for row in connection.execute(query).mappings()]
 
+    def claim_batch(self, **options: Any) -> tuple[Lease, BatchRecord] | None:
+        """Claim an open batch that no server holds. ``options`` of ``Leases.claim``."""
+        assert self.leases is not None
+        claimed = self.leases.claim(**options)
+        return None if claimed is None else (claimed[0], _batch(claimed[1]))
+
+    def num_queued_lines(self, owner: str) -> int:
+        """Unfinished lines of an owner's open batches, of which servers that share the database run some."""
+        lines = func.sum(batches.c.num_total - batches.c.num_completed - batches.c.num_failed)
+        query = select(func.coalesce(lines, 0)).where(batches.c.owner == owner, batches.c.status.in_(_OPEN))
+        with self._engine.connect() as connection:
+            return int(connection.execute(query).scalar_one())
+
     def change_batch(
         self,
         batch_id: str,
@@ -133,11 +154,15 @@ class JobStore:
         *,
         only_from: Collection[BatchStatus],
         new_files: Sequence[FileRecord] = (),
+        lease: Lease | None = None,
     ) -> bool:
         """Apply ``changes`` (column values) and add files, if the batch has one of the statuses.
 
         Returns: False where it has another status; nothing has changed then. True also where it has the new
         status already: an earlier attempt may have been committed without an answer.
+
+        With ``lease`` the change is its holder's. Raises: LeaseLost. A batch that has ended has no lease, and
+        its results are in its files.
         """
         current = select(batches.c.status).where(batches.c.id == batch_id)
         statement = (
@@ -146,14 +171,28 @@ class JobStore:
             .values(**changes)
         )
         with self._engine.begin() as connection:
+            if self.leases is not None:
+                lock_lease(connection, batch_id)
             if connection.execute(current).scalar() == changes["status"]:
                 return True
+            if self.leases is not None and lease is not None:
+                self.leases.hold(connection, lease)
             for record in new_files:
                 connection.execute(insert(files), dataclasses.asdict(record))
             if connection.execute(statement).rowcount == 1:
+                if BatchStatus(changes["status"]).is_final:
+                    connection.execute(delete(results).where(results.c.batch_id == batch_id))
+                    delete_lease(connection, batch_id)
                 return True
             connection.rollback()
             return False
+
+    @contextmanager
+    def _locking_inputs(self) -> Iterator[Connection]:
+        """A transaction during which no batch starts with a file that is being deleted."""
+        with self._input_lock, self._engine.begin() as connection:
+            lock_inputs(connection)
+            yield connection
 
     def _row(self, table: Table, owner: str, record_id: str, if_missing: str) -> RowMapping:
         """Raises: NotFound with the message ``if_missing``."""

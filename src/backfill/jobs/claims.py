@@ -1,0 +1,143 @@
+"""Which open batches this server runs, of several on one database."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Collection, Mapping
+
+from sqlalchemy.exc import SQLAlchemyError
+
+from backfill.jobs.leases import Lease, Leases
+from backfill.jobs.lifecycle import OpenBatch
+from backfill.jobs.records import BatchRecord, BatchStatus
+from backfill.jobs.retry import is_temporary, reason_of
+from backfill.jobs.storage import JobStorage
+
+logger = logging.getLogger(__name__)
+
+# A cancellation at another server is seen so late.
+_LONGEST_PERIOD_S = 1.0
+_RENEWALS_PER_LEASE = 5
+# A server claims batches while those it has are fewer lines than so many times what it may have in flight.
+_LINES_AHEAD = 16
+_MAX_VALIDATING = 4
+
+
+class BatchClaims:
+    """Renews the leases of this server, and claims batches while its engine has room for them.
+
+    Batches that another server has taken are given up, and cancellations at other servers are passed on. One
+    event loop owns it.
+
+    Args:
+        jobs: the batches that this server runs, by id.
+        begin: runs a batch that was claimed.
+        capacity: lines that may be in flight at once; 0 while no engine is ready.
+    """
+
+    def __init__(
+        self,
+        storage: JobStorage,
+        leases: Leases,
+        jobs: Mapping[str, OpenBatch],
+        *,
+        begin: Callable[[BatchRecord, Lease], None],
+        capacity: Callable[[], int],
+        model_names: Collection[str],
+    ) -> None:
+        self._storage = storage
+        self._leases = leases
+        self._jobs = jobs
+        self._begin = begin
+        self._capacity = capacity
+        self._model_names = list(model_names)
+        self._lease_s = storage.config.batch_lease_timeout
+        self._period_s = min(_LONGEST_PERIOD_S, self._lease_s / _RENEWALS_PER_LEASE)
+        self._woken = asyncio.Event()
+        self._takes_over_from_s = 0.0  # on the monotonic clock
+        self._had_engine_at_s = time.monotonic()
+
+    def wake(self) -> None:
+        """There may be something to claim, or room for it."""
+        self._woken.set()
+
+    async def run(self) -> None:
+        """Without end. While the database does not answer, batches that this server runs wait for it."""
+        while True:
+            self._woken.clear()
+            try:
+                await self._renew()
+                await self._leave_without_engine()
+                await self._claim()
+            except Exception as error:
+                if isinstance(error, SQLAlchemyError) and is_temporary(error):
+                    logger.error("the batch database does not answer: %s", reason_of(error))
+                else:
+                    logger.exception("batches cannot be claimed; trying again")
+                # Leases end meanwhile. Those whose servers live are renewed first when it is back.
+                self._takes_over_from_s = time.monotonic() + 2 * self._period_s
+                await asyncio.sleep(self._period_s)
+            try:
+                await asyncio.wait_for(self._woken.wait(), self._period_s)
+            except TimeoutError:
+                continue
+
+    async def release_all(self) -> None:
+        """Let other servers go on at once. An error is logged: the leases end by themselves."""
+        try:
+            await self._storage.threads.database.run(self._leases.release_all)
+        except SQLAlchemyError as error:
+            logger.error("leases cannot be released, and end in %g s: %s", self._lease_s, reason_of(error))
+
+    async def _renew(self) -> None:
+        held = dict(self._jobs)
+        renewal = await self._storage.threads.database.run(self._leases.renew, list(held))
+        for batch_id, job in held.items():
+            status = renewal.statuses.get(batch_id)
+            if status is None or status.is_final or status is BatchStatus.CANCELLING:
+                job.cancelled.set()
+            elif job.lease is None or renewal.tokens.get(batch_id) != job.lease.token:
+                self._give_up(job, "another server has taken it over")
+
+    async def _leave_without_engine(self) -> None:
+        """Release what runs once no engine was ready for the time of a lease: another server may have one."""
+        if self._capacity() > 0:
+            self._had_engine_at_s = time.monotonic()
+        if time.monotonic() - self._had_engine_at_s < self._lease_s:
+            return
+        for job in list(self._jobs.values()):
+            is_over = job.cancelled.is_set() or job.deadline_s <= time.monotonic()
+            if is_over or job.batch.status is not BatchStatus.IN_PROGRESS:
+                continue  # it needs none
+            if job.lease is not None and job.task is not None:
+                self._give_up(job, "there is no engine for it here")
+                await asyncio.wait({job.task})
+                await self._storage.threads.database.run(self._leases.release, job.lease)
+
+    def _give_up(self, job: OpenBatch, reason: str) -> None:
+        if job.task is not None and not job.task.done():
+            logger.warning("%s: given up: %s", job.batch.id, reason)
+            job.task.cancel()
+
+    async def _claim(self) -> None:
+        while True:
+            claimed = await self._storage.threads.database.run(
+                self._storage.store.claim_batch,
+                only_over=not self._has_room(),
+                takes_over=time.monotonic() >= self._takes_over_from_s,
+                model_names=self._model_names,
+                others_than=list(self._jobs),
+            )
+            if claimed is None:
+                return
+            lease, batch = claimed
+            logger.info("%s: claimed, %s", batch.id, batch.status.value)
+            self._begin(batch, lease)
+
+    def _has_room(self) -> bool:
+        jobs = self._jobs.values()
+        if sum(job.batch.status is BatchStatus.VALIDATING for job in jobs) >= _MAX_VALIDATING:
+            return False
+        return sum(job.counts().unfinished for job in jobs) < _LINES_AHEAD * self._capacity()

@@ -1,0 +1,224 @@
+"""Results in the database, until their batch ends: for servers that share it, and stores without append.
+
+A log file cannot tell a server that lost its lease from the one that has it, and an object store has no
+append. So each group of results is one transaction of the database: it holds the batch's lease, adds a row a
+line, and brings the batch's counts up to date. All of it is durable, or none. The rows' key is the batch and
+the number of the line, so a line has one result, whoever recorded it. When the batch ends the rows are
+written to result files under new ids, and the transaction that ends it names the files and deletes the rows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from sqlalchemy import Connection, Engine, func, select, update
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.exc import SQLAlchemyError
+
+from backfill.jobs.blobs import FileStore, FolderStore
+from backfill.jobs.database import batches, is_shared, results
+from backfill.jobs.leases import Lease, Leases
+from backfill.jobs.lines import LineResult
+from backfill.jobs.private_files import write_all
+from backfill.jobs.records import BatchRecord, LineOutcome, RequestCounts, TokenUsage, new_file_id
+from backfill.jobs.results import ResultLog, ResultsLost, ResultTally
+from backfill.jobs.retry import is_temporary, reason_of
+
+_ROWS_PER_READ = 200
+_WRITE_BYTES = 1 << 20
+
+# By column of the batch: the id of the file, and its bytes.
+Published = dict[str, tuple[str, int]]
+
+
+class BatchLog(Protocol):
+    """The results of one batch; ``ResultLog`` where they are in files."""
+
+    num_completed: int
+    num_failed: int
+    usage: TokenUsage
+
+    @property
+    def done(self) -> bytes: ...
+
+    def counts(self, total: int) -> RequestCounts: ...
+
+    def open(self) -> None: ...
+
+    def append(self, results: Sequence[LineResult]) -> None: ...
+
+    def check_intact(self) -> None: ...
+
+
+class ResultStore(Protocol):
+    """Where the results of open batches are. Blocking, but for ``log_of``."""
+
+    def log_of(self, batch: BatchRecord, lease: Lease | None) -> BatchLog:
+        """The batch's results, not opened yet."""
+        ...
+
+    def publish(self, batch: BatchRecord) -> Published:
+        """Make files of a batch's results, durably. Files without lines are left out. Raises: OSError."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class FileResults:
+    """In files that are appended to, by one server."""
+
+    files: FolderStore
+
+    def log_of(self, batch: BatchRecord, lease: Lease | None) -> ResultLog:
+        paths = self.files.path(batch.output_blob), self.files.path(batch.error_blob)
+        return ResultLog(_name_of(batch), *paths)
+
+    def publish(self, batch: BatchRecord) -> Published:
+        blobs = {"output_file_id": batch.output_blob, "error_file_id": batch.error_blob}
+        found = {column: (blob, self.files.size_or_delete(blob)) for column, blob in blobs.items()}
+        return {column: (blob, num_bytes) for column, (blob, num_bytes) in found.items() if num_bytes}
+
+
+@dataclass(frozen=True, slots=True)
+class DatabaseResults:
+    """In rows of the database. Without leases one server has all batches."""
+
+    engine: Engine
+    files: FileStore
+    leases: Leases | None
+
+    def log_of(self, batch: BatchRecord, lease: Lease | None) -> DatabaseResultLog:
+        def hold(connection: Connection) -> None:
+            if self.leases is not None and lease is not None:
+                self.leases.hold(connection, lease)
+
+        return DatabaseResultLog(self.engine, batch.id, _name_of(batch), hold)
+
+    def publish(self, batch: BatchRecord) -> Published:
+        """Under new ids: a server that lost the batch meanwhile can replace no file that another one made."""
+        found: Published = {}
+        for column, is_completed in (("output_file_id", True), ("error_file_id", False)):
+            file_id, num_bytes = new_file_id(), 0
+            file = self.files.create(file_id)
+            try:
+                for data in self._contents(batch.id, is_completed):
+                    write_all(file.fileno(), data)
+                    num_bytes += len(data)
+            except BaseException:
+                self.files.discard(file_id, file)
+                raise
+            if num_bytes:
+                self.files.commit(file_id, file)
+                found[column] = file_id, num_bytes
+            else:
+                self.files.discard(file_id, file)
+        return found
+
+    def _contents(self, batch_id: str, is_completed: bool) -> Iterator[bytearray]:
+        """The lines of one file, in pieces."""
+        query = (
+            select(results.c.line)
+            .where(results.c.batch_id == batch_id, results.c.is_completed.is_(is_completed))
+            .order_by(results.c.number)
+        )
+        data = bytearray()
+        with _as_os_errors(), self.engine.connect() as connection:
+            options = {"stream_results": True, "yield_per": _ROWS_PER_READ}
+            for line in connection.execute(query, execution_options=options).scalars():
+                data += line
+                if len(data) >= _WRITE_BYTES:
+                    yield data
+                    data = bytearray()
+        if data:
+            yield data
+
+
+class DatabaseResultLog(ResultTally):
+    """The results of one batch in the database.
+
+    Args:
+        name: as of ``ResultLog``.
+        hold: begins a transaction that may write results. Raises: LeaseLost.
+    """
+
+    def __init__(self, engine: Engine, batch_id: str, name: str, hold: Callable[[Connection], None]) -> None:
+        super().__init__(name)
+        self._engine = engine
+        self._batch_id = batch_id
+        self._hold = hold
+
+    def open(self) -> None:
+        """Read which lines are done. Raises: LeaseLost, OSError where the database does not answer."""
+        query = select(results).where(results.c.batch_id == self._batch_id)
+        names = ("number", "is_completed", "input_tokens", "cached_tokens", "output_tokens")
+        query = query.with_only_columns(*(results.c[name] for name in names))
+        with _as_os_errors(), self._engine.begin() as connection:
+            self._hold(connection)  # waits for a write of an earlier holder
+            for row in connection.execute(query):
+                self._note(row.number, row.is_completed, TokenUsage(*row[2:]))
+
+    def append(self, results_of_lines: Sequence[LineResult]) -> None:
+        """Record a group, whole or not at all.
+
+        Raises: LeaseLost; OSError where the database does not answer, and the group may be tried again. A
+        line whose row is there already, as after a commit whose answer was lost, is left as it is.
+        """
+        rows = [self._row(result) for result in results_of_lines]
+        completed = [result for result in results_of_lines if result.outcome is LineOutcome.COMPLETED]
+        usage = sum((result.usage for result in completed), self.usage)
+        changes = {
+            "num_completed": self.num_completed + len(completed),
+            "num_failed": self.num_failed + len(rows) - len(completed),
+            "input_tokens": usage.input_tokens,
+            "cached_tokens": usage.cached_tokens,
+            "output_tokens": usage.output_tokens,
+        }
+        add = (postgresql if is_shared(self._engine) else sqlite).insert(results).on_conflict_do_nothing()
+        with _as_os_errors(), self._engine.begin() as connection:
+            self._hold(connection)
+            connection.execute(add, rows)
+            connection.execute(update(batches).where(batches.c.id == self._batch_id).values(**changes))
+        for result in results_of_lines:
+            self._note(result.line.number, result.outcome is LineOutcome.COMPLETED, result.usage)
+
+    def check_intact(self) -> None:
+        """Raise ResultsLost unless every result is still in the database."""
+        query = select(func.count()).where(results.c.batch_id == self._batch_id)
+        with _as_os_errors(), self._engine.begin() as connection:
+            self._hold(connection)
+            num_found = connection.execute(query).scalar_one()
+        if num_found != self.num_completed + self.num_failed:
+            raise ResultsLost(
+                f"The database has {num_found} results of {self._batch_id}, not those recorded."
+            )
+
+    def _row(self, result: LineResult) -> dict[str, Any]:
+        is_completed = result.outcome is LineOutcome.COMPLETED
+        usage = result.usage if is_completed else TokenUsage()
+        return {
+            "batch_id": self._batch_id,
+            "number": result.line.number,
+            "is_completed": is_completed,
+            "input_tokens": usage.input_tokens,
+            "cached_tokens": usage.cached_tokens,
+            "output_tokens": usage.output_tokens,
+            "line": result.encode(self.line_id(result.line.number)),
+        }
+
+
+def _name_of(batch: BatchRecord) -> str:
+    return batch.id.removeprefix("batch_")
+
+
+@contextlib.contextmanager
+def _as_os_errors() -> Iterator[None]:
+    """A database that does not answer is to its callers what a disk is that refuses."""
+    try:
+        yield
+    except SQLAlchemyError as error:
+        if not is_temporary(error):
+            raise
+        raise OSError(errno.EIO, f"the database does not answer: {reason_of(error)}") from error

@@ -1,0 +1,329 @@
+"""Leases on batches, on a clock that the test moves."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from sqlalchemy import Column, Engine, Float, Integer, MetaData, Table, insert, select, update
+
+from backfill.jobs.database import batches, files, leases, open_database, results
+from backfill.jobs.database_results import DatabaseResults
+from backfill.jobs.leases import Lease, LeaseLost, Leases, add_missing_leases, database_clock
+from backfill.jobs.lines import completed
+from backfill.jobs.object_store import open_file_store
+from backfill.jobs.records import BatchRecord, BatchStatus, FileRecord
+from backfill.jobs.results import ResultsLost
+from backfill.jobs.store import JobStore
+from backfill.preparation.lines import BatchLine
+from tests.postgres import PostgresServer
+
+DURATION_S = 10.0
+clock = Table("clock", MetaData(), Column("id", Integer, primary_key=True), Column("now_s", Float))
+NOW_S = select(clock.c.now_s).scalar_subquery()
+
+
+class Server:
+    """What one of several servers does to the database."""
+
+    def __init__(self, engine: Engine, name: str, folder: Path) -> None:
+        self.leases = Leases(engine, name, DURATION_S, NOW_S)
+        self.store = JobStore(engine, self.leases)
+        self.results = DatabaseResults(engine, open_file_store(str(folder), folder), self.leases)
+        self.held: dict[str, Lease] = {}  # as it believes
+
+    def claim(self, **options: object) -> str | None:
+        claimed = self.store.claim_batch(model_names=["m"], **options)
+        if claimed is None:
+            return None
+        lease, batch = claimed
+        assert lease.batch_id == batch.id
+        self.held[batch.id] = lease
+        return batch.id
+
+    def record(self, batch_id: str, number: int) -> bool:
+        """Whether a result was recorded."""
+        batch = self.store.get_batch("o", batch_id)
+        log = self.results.log_of(batch, self.held[batch_id])
+        try:
+            log.open()
+            line = BatchLine(number=number, custom_id=f"r{number}", request_id="req")
+            log.append([completed(line, {"usage": {"prompt_tokens": 2, "completion_tokens": 1}})])
+        except LeaseLost:
+            return False
+        return True
+
+
+def add_batch(engine: Engine, number: int) -> str:
+    file = FileRecord(
+        id=f"file-{number}",
+        owner="o",
+        num_bytes=1,
+        created_at=0,
+        expires_at=None,
+        filename="in.jsonl",
+        purpose="batch",
+    )
+    batch = BatchRecord(
+        id=f"batch_{number}",
+        owner="o",
+        endpoint="/v1/completions",
+        input_file_id=file.id,
+        completion_window="1h",
+        status=BatchStatus.IN_PROGRESS,
+        created_at=0,
+        expires_at=1000 + number,
+        output_blob=f"file-{number}-output",
+        error_blob=f"file-{number}-error",
+        output_retention_s=1,
+    )
+    store = JobStore(engine, Leases(engine, "front", DURATION_S, NOW_S))
+    store.add_file(file)
+    store.add_batch(batch, 100)
+    return batch.id
+
+
+def set_clock(engine: Engine, now_s: float) -> None:
+    with engine.begin() as connection:
+        connection.execute(update(clock).values(now_s=now_s))
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def engine(request: pytest.FixtureRequest, tmp_path: Path, postgres: PostgresServer) -> Iterator[Engine]:
+    url = postgres.new_database() if request.param == "postgresql" else None
+    opened = open_database(url, tmp_path)
+    with opened.begin() as connection:
+        clock.metadata.create_all(connection)
+        connection.execute(insert(clock), {"id": 1, "now_s": 0.0})
+    yield opened
+    opened.dispose()
+
+
+def servers(engine: Engine, folder: Path, num_servers: int = 2) -> list[Server]:
+    return [Server(engine, f"s{number}", folder) for number in range(num_servers)]
+
+
+class LeaseMachine(RuleBasedStateMachine):
+    """Servers claim, renew, write, release, and die, in any order, as time goes by.
+
+    The model knows for each batch who claimed it last, and until when nobody else may.
+    """
+
+    engine: Engine
+    folder: Path
+
+    def __init__(self) -> None:
+        super().__init__()
+        with self.engine.begin() as connection:
+            for table in (leases, batches, results, files):
+                connection.execute(table.delete())
+        self.now_s = 0.0
+        set_clock(self.engine, 0.0)
+        self.batches = [add_batch(self.engine, number) for number in range(2)]
+        self.servers = servers(self.engine, self.folder, 3)
+        self.holder: dict[str, Server | None] = dict.fromkeys(self.batches)
+        self.ends_at_s = dict.fromkeys(self.batches, 0.0)
+        self.tokens: dict[str, int] = dict.fromkeys(self.batches, 0)
+        self.recorded: dict[str, int] = dict.fromkeys(self.batches, 0)
+
+    @rule(seconds=st.sampled_from([0.5, 4.0, 9.5, 10.0, 25.0]))
+    def wait(self, seconds: float) -> None:
+        self.now_s += seconds
+        set_clock(self.engine, self.now_s)
+
+    @rule(number=st.integers(0, 2), takes_over=st.booleans())
+    def claim(self, number: int, takes_over: bool) -> None:
+        server = self.servers[number]
+        mine = [batch for batch, holder in self.holder.items() if holder is server]
+        claimed = server.claim(takes_over=takes_over, others_than=mine)
+        free = [
+            batch
+            for batch in self.batches
+            if batch not in mine
+            and (self.holder[batch] is None or (takes_over and self.ends_at_s[batch] <= self.now_s))
+        ]
+        assert claimed == (free[0] if free else None), "whose window ends first"
+        if claimed is not None:
+            assert server.held[claimed].token > self.tokens[claimed], "tokens rise"
+            self.tokens[claimed] = server.held[claimed].token
+            self.holder[claimed] = server
+            self.ends_at_s[claimed] = self.now_s + DURATION_S
+
+    @rule(number=st.integers(0, 2))
+    def renew(self, number: int) -> None:
+        server = self.servers[number]
+        renewal = server.leases.renew(self.batches)
+        mine = {batch for batch, holder in self.holder.items() if holder is server}
+        assert renewal.tokens == {batch: self.tokens[batch] for batch in mine}
+        for batch in mine:
+            self.ends_at_s[batch] = self.now_s + DURATION_S
+
+    @precondition(lambda self: any(server.held for server in self.servers))
+    @rule(data=st.data())
+    def write(self, data: st.DataObject) -> None:
+        server = data.draw(st.sampled_from([server for server in self.servers if server.held]))
+        batch = data.draw(st.sampled_from(sorted(server.held)))
+        is_recorded = server.record(batch, self.recorded[batch] + 1)
+        assert is_recorded == (
+            self.holder[batch] is server and server.held[batch].token == self.tokens[batch]
+        )
+        if is_recorded:
+            self.recorded[batch] += 1
+            self.ends_at_s[batch] = self.now_s + DURATION_S
+
+    @precondition(lambda self: any(server.held for server in self.servers))
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        server = data.draw(st.sampled_from([server for server in self.servers if server.held]))
+        batch = data.draw(st.sampled_from(sorted(server.held)))
+        server.leases.release(server.held[batch])
+        if self.holder[batch] is server and server.held[batch].token == self.tokens[batch]:
+            self.holder[batch] = None
+
+    @invariant()
+    def what_was_recorded_is_there_once(self) -> None:
+        for batch in self.batches:
+            record = self.servers[0].store.get_batch("o", batch)
+            assert record.request_counts.completed == self.recorded[batch]
+            assert record.usage.input_tokens == 2 * self.recorded[batch]
+        with self.engine.connect() as connection:
+            assert len(connection.execute(select(results.c.number)).all()) == sum(self.recorded.values())
+
+
+def test_at_most_one_server_holds_a_batch_and_only_it_records(engine: Engine, tmp_path: Path) -> None:
+    machine = type("Machine", (LeaseMachine,), {"engine": engine, "folder": tmp_path})
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=25, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)
+        ),
+    )
+
+
+def test_claims_at_the_same_time_take_different_batches(postgres: PostgresServer, tmp_path: Path) -> None:
+    engine = open_database(postgres.new_database(), tmp_path)
+    with engine.begin() as connection:
+        clock.metadata.create_all(connection)
+        connection.execute(insert(clock), {"id": 1, "now_s": 0.0})
+    made = [add_batch(engine, number) for number in range(24)]
+    all_ready = threading.Barrier(6)
+
+    def claim_all(server: Server) -> list[str]:
+        all_ready.wait()
+        found = []
+        while (batch := server.claim()) is not None:
+            found.append(batch)
+        return found
+
+    with ThreadPoolExecutor(6) as threads:
+        claimed = list(threads.map(claim_all, servers(engine, tmp_path, 6)))
+    assert sorted(batch for found in claimed for batch in found) == sorted(made)
+    engine.dispose()
+
+
+def test_a_claim_waits_for_a_write_that_has_begun(postgres: PostgresServer, tmp_path: Path) -> None:
+    engine = open_database(postgres.new_database(), tmp_path)
+    short, long = (Leases(engine, name, duration_s) for name, duration_s in (("a", 0.05), ("b", 1000.0)))
+    batch = add_batch_of(engine)
+    first = short.claim(model_names=["m"])
+    assert first is not None
+    with engine.begin() as writing, ThreadPoolExecutor(1) as threads:
+        short.hold(writing, first[0])
+        time.sleep(0.1)  # the lease has ended
+        assert long.claim(model_names=["m"]) is None, "its row is locked"
+        renewing = threads.submit(short.renew, [batch])
+        writing.commit()
+        assert renewing.result().tokens == {batch: 1}
+    time.sleep(0.1)
+    second = long.claim(model_names=["m"])
+    assert second is not None
+    with pytest.raises(LeaseLost, match=batch), engine.begin() as writing:
+        short.hold(writing, first[0])
+    engine.dispose()
+
+
+def add_batch_of(engine: Engine) -> str:
+    """A batch on the database's own clock."""
+    with engine.begin() as connection:
+        clock.metadata.create_all(connection)
+        connection.execute(insert(clock), {"id": 1, "now_s": 0.0})
+    return add_batch(engine, 1)
+
+
+def test_which_batches_a_server_claims(engine: Engine, tmp_path: Path) -> None:
+    first, second, third = (add_batch(engine, number) for number in range(3))
+    (server,) = servers(engine, tmp_path, 1)
+    with engine.begin() as connection:
+        connection.execute(update(batches).where(batches.c.id == first).values(model="another"))
+        connection.execute(update(batches).where(batches.c.id == third).values(status="cancelling"))
+    assert server.claim(only_over=True) == third, "to end it takes no engine"
+    assert server.claim(only_over=True) is None
+    assert server.claim() == second
+    assert server.claim() is None, "the other is of another model"
+    set_clock(engine, 1000.5)
+    assert server.claim(only_over=True, others_than=[second, third]) == first, "its window has ended"
+
+
+def test_a_batch_that_has_ended_has_no_lease_and_no_rows(engine: Engine, tmp_path: Path) -> None:
+    batch = add_batch(engine, 1)
+    first, second = servers(engine, tmp_path)
+    first.claim()
+    assert first.record(batch, 1)
+    ended = {"status": "completed", "completed_at": 5}
+    set_clock(engine, 20.0)
+    second.claim()
+    in_progress = [BatchStatus.IN_PROGRESS]
+    with pytest.raises(LeaseLost):
+        first.store.change_batch(batch, ended, only_from=in_progress, lease=first.held[batch])
+    lease = second.held[batch]
+    assert second.store.change_batch(batch, ended, only_from=in_progress, lease=lease)
+    assert second.store.change_batch(batch, ended, only_from=in_progress, lease=lease), "the answer was lost"
+    with engine.connect() as connection:
+        assert connection.execute(select(leases)).all() == connection.execute(select(results)).all() == []
+    assert not second.record(batch, 2)
+    assert second.claim() is None
+
+
+def test_results_that_vanish_from_the_database_are_noticed(engine: Engine, tmp_path: Path) -> None:
+    batch = add_batch(engine, 1)
+    (server,) = servers(engine, tmp_path, 1)
+    server.claim()
+    server.record(batch, 1)
+    server.record(batch, 2)
+    log = server.results.log_of(server.store.get_batch("o", batch), server.held[batch])
+    log.open()
+    log.check_intact()
+    with engine.begin() as connection:
+        connection.execute(results.delete().where(results.c.number == 1))
+    with pytest.raises(ResultsLost):
+        log.check_intact()
+
+
+def test_batches_of_an_earlier_version_get_leases(engine: Engine, tmp_path: Path) -> None:
+    batch = add_batch(engine, 1)
+    (server,) = servers(engine, tmp_path, 1)
+    with engine.begin() as connection:
+        connection.execute(leases.delete())
+    assert server.claim() is None
+    for _ in range(2):
+        with engine.begin() as connection:
+            add_missing_leases(connection)
+    assert server.claim() == batch
+
+
+def test_the_database_clock_is_in_seconds(engine: Engine) -> None:
+    with engine.connect() as connection:
+        assert abs(connection.execute(select(database_clock(engine))).scalar_one() - time.time()) < 60

@@ -1,0 +1,387 @@
+"""Several servers on one PostgreSQL database and one place of files."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from backfill.core.errors import ConfigError
+from backfill.jobs import claims as claims_module
+from backfill.jobs import storage as storage_module
+from backfill.jobs.blobs import GARBAGE_AGE_S
+from backfill.jobs.errors import Busy, Conflict, NotFound, TooMany
+from backfill.jobs.manager import JobManager
+from backfill.jobs.records import BatchRecord, BatchStatus
+from tests.api.servers import TIMEOUT_S
+from tests.jobs.doubles import (
+    OWNER,
+    InstantRunner,
+    check_accounts,
+    check_completed,
+    content_of,
+    create,
+    ended,
+    input_of,
+    make_manager,
+    ready,
+    results_of,
+    started,
+    store_input,
+    submit,
+)
+from tests.postgres import PostgresServer
+
+pytestmark = pytest.mark.anyio
+
+LONG_S = 3600.0  # a lease that ends in no test
+
+
+@pytest.fixture(autouse=True)
+def short_delays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("backfill.jobs.retry.FIRST_RETRY_S", 0.01)
+    monkeypatch.setattr(claims_module, "_LONGEST_PERIOD_S", 0.02)
+
+
+class Fleet:
+    """Managers that share a database and a folder of files, each with a data folder of its own."""
+
+    def __init__(self, folder: Path, url: str) -> None:
+        self.folder = folder
+        self.options = {"batch_database_url": url, "batch_file_store": str(folder / "shared")}
+        self.managers: list[JobManager] = []
+        self._numbers = itertools.count()
+
+    async def add(
+        self,
+        runner: InstantRunner | None = None,
+        *,
+        lease_s: float = LONG_S,
+        has_engine: bool = True,
+        **options: Any,
+    ) -> JobManager:
+        limits = {**self.options, "batch_lease_timeout": lease_s, **options.pop("limits", {})}
+        manager = await started(self.folder / f"{next(self._numbers)}", runner, limits=limits, **options)
+        self.managers.append(manager)
+        if has_engine:
+            ready(manager)
+        return manager
+
+    async def stop(self) -> None:
+        await asyncio.gather(*(manager.stop() for manager in self.managers))
+
+
+@pytest.fixture
+async def fleet(tmp_path: Path, database_url: str) -> Any:
+    made = Fleet(tmp_path, database_url)
+    yield made
+    await made.stop()
+
+
+async def until_some_done(manager: JobManager, batch: BatchRecord, num_lines: int = 1) -> None:
+    async with asyncio.timeout(TIMEOUT_S):
+        while (await manager.get_batch(OWNER, batch.id)).request_counts.completed < num_lines:
+            await asyncio.sleep(0.002)
+
+
+async def hold_after(manager: JobManager, runner: InstantRunner, batch: BatchRecord, num_lines: int) -> None:
+    """Let about so many lines have results; the others wait in the engine."""
+    async with asyncio.timeout(TIMEOUT_S):
+        while sum(runner.runs.values()) < num_lines:
+            await asyncio.sleep(0)
+    runner.hold()
+    await until_some_done(manager, batch, num_lines)
+
+
+async def test_every_server_answers_for_the_batches_of_all(fleet: Fleet) -> None:
+    runner = InstantRunner()
+    front = await fleet.add(has_engine=False)
+    back = await fleet.add(runner)
+    file_id = await store_input(front, input_of(40))
+    assert await content_of(back, await back.get_file(OWNER, file_id)) == input_of(40)
+    batch = await create(front, file_id)
+    await hold_after(front, runner, batch, 6)
+    assert [found.id for found in (await front.list_batches(OWNER, limit=9, after=None)).items] == [batch.id]
+    for server in (front, back):
+        with pytest.raises(Conflict):
+            await server.delete_file(OWNER, file_id)
+        with pytest.raises(NotFound):
+            await server.get_batch("other", batch.id)
+    runner.release()
+    batch = await ended(front, batch.id)
+    await check_completed(front, batch, 40)
+    assert set(runner.runs.values()) == {1}
+    assert await results_of(back, batch) == await results_of(front, batch)
+    await front.delete_file(OWNER, file_id)
+    with pytest.raises(NotFound):
+        await back.get_file(OWNER, file_id)
+
+
+async def test_batches_are_spread_and_each_runs_on_one_server(fleet: Fleet) -> None:
+    runners = [InstantRunner() for _ in range(3)]
+    for runner in runners:
+        runner.hold()
+        await fleet.add(runner, num_in_flight=2)
+    front = fleet.managers[0]
+    batches = [await submit(front, input_of(40)) for _ in range(3)]
+    async with asyncio.timeout(TIMEOUT_S):
+        while not all(runner.held for runner in runners):
+            await asyncio.sleep(0.002)
+    for runner in runners:
+        runner.release()
+    for batch in batches:
+        await check_completed(front, await ended(front, batch.id), 40)
+    assert sum((runner.runs for runner in runners[1:]), runners[0].runs).total() == 120
+
+
+async def test_a_cancellation_reaches_the_server_that_runs_the_batch(fleet: Fleet) -> None:
+    runner = InstantRunner()
+    front = await fleet.add(has_engine=False)
+    await fleet.add(runner)
+    batch = await submit(front, input_of(40))
+    await hold_after(front, runner, batch, 6)
+    assert (await front.cancel_batch(OWNER, batch.id)).status is BatchStatus.CANCELLING
+    batch = await ended(front, batch.id)
+    assert batch.status is BatchStatus.CANCELLED
+    assert batch.request_counts.completed >= 6
+    await check_accounts(front, batch, 40)
+
+
+async def test_a_batch_that_no_server_runs_can_be_cancelled(fleet: Fleet) -> None:
+    front = await fleet.add(has_engine=False)
+    batch = await submit(front, input_of(4))
+    assert (await front.cancel_batch(OWNER, batch.id)).status is BatchStatus.CANCELLED
+    back = await fleet.add()
+    other = await submit(back, input_of(4))
+    await check_completed(front, await ended(front, other.id), 4)
+
+
+async def test_a_stop_gives_batches_to_another_server_at_once(fleet: Fleet) -> None:
+    runners = InstantRunner(), InstantRunner()
+    first = await fleet.add(runners[0])
+    batch = await submit(first, input_of(60))
+    await hold_after(first, runners[0], batch, 6)
+    second = await fleet.add(runners[1])
+    await first.pause()  # as a drain begins
+    batch = await ended(second, batch.id)
+    await check_completed(second, batch, 60)
+    assert runners[1].runs.total() == 60 - runners[0].runs.total() > 0
+
+
+async def test_a_server_that_is_silent_loses_its_batches_and_records_nothing_more(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runners = InstantRunner(), InstantRunner()
+    first = await fleet.add(runners[0], lease_s=1.0)
+    batch = await submit(first, input_of(60))
+    await hold_after(first, runners[0], batch, 6)
+    assert first._claiming is not None
+    first._claiming.cancel()  # it hangs: nothing is renewed
+    second = await fleet.add(runners[1])
+    await hold_after(second, runners[1], batch, 3)
+    runners[0].release()  # it goes on, with lines in the engine
+    async with asyncio.timeout(TIMEOUT_S):
+        while batch.id in first._jobs:
+            await asyncio.sleep(0.002)
+    runners[1].release()
+    batch = await ended(second, batch.id)
+    await check_completed(second, batch, 60)
+    assert runners[0].runs.total() + runners[1].runs.total() > 60, "lines of the first ran in vain"
+
+
+async def test_a_batch_whose_engine_stays_away_goes_to_another_server(fleet: Fleet) -> None:
+    runners = InstantRunner(), InstantRunner()
+    first = await fleet.add(runners[0], lease_s=1.0)
+    batch = await submit(first, input_of(60))
+    await hold_after(first, runners[0], batch, 6)
+    first.engine_lost()
+    second = await fleet.add(runners[1])
+    await check_completed(second, await ended(second, batch.id), 60)
+    assert batch.id not in first._jobs
+
+
+async def test_a_window_ends_without_any_engine(fleet: Fleet) -> None:
+    front = await fleet.add(has_engine=False)
+    batch = await submit(front, input_of(20), window_s=0)
+    batch = await ended(front, batch.id)
+    assert batch.status is BatchStatus.EXPIRED
+    await check_accounts(front, batch, 20)
+
+
+async def test_limits_of_an_owner_hold_over_all_servers(fleet: Fleet) -> None:
+    runner = InstantRunner()
+    runner.hold()
+    limits = {"batch_max_queued_lines": 25, "batch_max_open": 3}
+    first = await fleet.add(runner, limits=limits)
+    second = await fleet.add(has_engine=False, limits=limits)
+    batches = [await submit(server, input_of(20)) for server in (first, second)]
+    statuses = []
+    async with asyncio.timeout(TIMEOUT_S):
+        while len(statuses) < 2:
+            found = [await second.get_batch(OWNER, batch.id) for batch in batches]
+            statuses = [batch.status for batch in found if batch.status is not BatchStatus.VALIDATING]
+            await asyncio.sleep(0.002)
+    assert sorted(status.value for status in statuses) == ["failed", "in_progress"]
+    assert [error.code for batch in found for error in batch.errors] == ["token_limit_exceeded"]
+    for _ in range(2):
+        await submit(second, input_of(1))
+    with pytest.raises(TooMany, match="At most 3 of your batches"):
+        await submit(first, input_of(1))
+    runner.release()
+
+
+async def test_servers_that_start_at_once_share_an_empty_database(fleet: Fleet) -> None:
+    managers = await asyncio.gather(*(fleet.add() for _ in range(4)))
+    batch = await submit(managers[0], input_of(9))
+    for manager in managers:
+        await check_completed(manager, await ended(manager, batch.id), 9)
+
+
+async def test_files_of_other_servers_are_not_swept_away(fleet: Fleet) -> None:
+    first = await fleet.add()
+    upload = await first.begin_upload(OWNER)
+    await upload.write(input_of(3))
+    kept = await store_input(first, input_of(3))
+    files = fleet.folder / "shared" / "files"
+    garbage = [files / "file-1", files / "file-2.part"]
+    old_s = time.time() - GARBAGE_AGE_S - 1
+    for path in (*garbage, files / kept):
+        path.touch()
+        os.utime(path, (old_s, old_s))
+    (files / "file-3").touch()
+    second = await fleet.add()
+    async with asyncio.timeout(TIMEOUT_S):
+        while any(path.exists() for path in garbage):
+            await asyncio.sleep(0.002)
+    record = await upload.finish(filename="in.jsonl", purpose="batch", expires_after_s=None)
+    assert await content_of(second, record) == input_of(3)
+    assert {path.name for path in files.iterdir()} == {kept, record.id, "file-3"}
+
+
+async def test_batches_wait_for_a_database_that_is_away(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = PostgresServer()
+    try:
+        fleet = Fleet(tmp_path, server.new_database())
+        runner = InstantRunner()
+        manager = await fleet.add(runner, lease_s=1.0)
+        batch = await submit(manager, input_of(60))
+        await hold_after(manager, runner, batch, 6)
+        await asyncio.to_thread(server.stop)
+        runner.release()
+        with pytest.raises(Busy, match="database of files and batches does not answer"):
+            await manager.get_batch(OWNER, batch.id)
+        with pytest.raises(Busy):
+            await manager.list_files(OWNER, purpose=None, order="asc", limit=9, after=None)
+        async with asyncio.timeout(TIMEOUT_S):
+            while "results cannot be written" not in caplog.text:
+                await asyncio.sleep(0.002)
+        await asyncio.to_thread(server.start)
+        await check_completed(manager, await ended(manager, batch.id), 60)
+        await asyncio.to_thread(server.stop)
+        await asyncio.wait_for(fleet.stop(), TIMEOUT_S)
+    finally:
+        server.close()
+
+
+async def test_a_database_has_one_place_of_files(fleet: Fleet) -> None:
+    await fleet.add()
+    for place in (None, str(fleet.folder / "elsewhere")):
+        fleet.options["batch_file_store"] = place  # type: ignore[assignment]
+        with pytest.raises(ConfigError, match="one place of files"):
+            await fleet.add()
+
+
+async def test_a_folder_that_holds_other_files_is_refused(fleet: Fleet) -> None:
+    (fleet.folder / "shared" / "files").mkdir(parents=True)
+    (fleet.folder / "shared" / "files" / "thesis").touch()
+    with pytest.raises(ConfigError, match=r"`batch_file_store` .* holds files of another database"):
+        await fleet.add()
+    assert (fleet.folder / "shared" / "files" / "thesis").exists()
+
+
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [
+        ("postgresql://u:hidden@127.0.0.1:1/db", "127.0.0.1:1/db cannot be opened: .*refused"),
+        ("postgresql+psycopg://u@127.0.0.1:1/db?password=hidden", "cannot be opened"),
+        ("postgresql://u:hidden@nowhere.invalid/db", "nowhere.invalid"),
+        ("mysql://u:hidden@host/db", "SQLite or PostgreSQL, got one of mysql"),
+        ("hidden", "no database URL"),
+    ],
+)
+async def test_a_database_that_cannot_be_opened(tmp_path: Path, url: str, expected: str) -> None:
+    manager = make_manager(tmp_path, InstantRunner(), limits={"batch_database_url": url})
+    with pytest.raises(ConfigError, match="(?s)`batch_database_url`.*" + expected) as raised:
+        await manager.start()
+    assert "hidden" not in str(raised.value)
+    other = await started(tmp_path)  # the data folder is free
+    await other.stop()
+
+
+async def test_a_database_that_never_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage_module, "OPEN_TIMEOUT_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"postgresql://u:hidden@127.0.0.1:{silent.getsockname()[1]}/db"
+        manager = make_manager(tmp_path, InstantRunner(), limits={"batch_database_url": url})
+        with pytest.raises(ConfigError, match=r"127\.0\.0\.1.* does not answer within 0\.1 s"):
+            await manager.start()
+
+
+# ---- Death ----
+
+_SERVER = """
+import asyncio, json, sys
+from pathlib import Path
+from tests.jobs.doubles import InstantRunner, make_manager, ready
+
+class SlowRunner(InstantRunner):
+    async def run(self, line, count=None):
+        await asyncio.sleep(0.002)
+        return await super().run(line, count)
+
+async def main():
+    manager = make_manager(Path(sys.argv[1]), SlowRunner(), limits=json.loads(sys.argv[2]))
+    await manager.start()
+    ready(manager)
+    print("ready", flush=True)
+    await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+def start_process(folder: Path, limits: Mapping[str, Any]) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", _SERVER, str(folder), json.dumps(limits)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2])
+
+
+async def test_a_killed_server_is_replaced_and_each_line_has_one_result(fleet: Fleet) -> None:
+    runner = InstantRunner()
+    limits = {**fleet.options, "batch_lease_timeout": 1.0, "batch_min_free_gib": 0}
+    front = await fleet.add(has_engine=False)
+    batch = await submit(front, input_of(2000))
+    process = start_process(fleet.folder / "process", limits)
+    try:
+        await until_some_done(front, batch, 100)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait(TIMEOUT_S)
+    num_before = (await front.get_batch(OWNER, batch.id)).request_counts.completed
+    assert 100 <= num_before < 2000
+    await fleet.add(runner, num_in_flight=100)
+    await check_completed(front, await ended(front, batch.id), 2000)
+    # Less where a last commit of the killed server came through.
+    assert 0 < runner.runs.total() <= 2000 - num_before, "what was recorded does not run again"
