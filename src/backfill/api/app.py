@@ -68,5 +68,5 @@ def create_app(state: ServerState) -> FastAPI:
             allow_private_network=True,
         )
     app.add_middleware(CountingMiddleware, state=state)
-    app.add_middleware(RequestIdMiddleware, state=state)
+    app.add_middleware(RequestIdMiddleware, clock=state.clock)
     return app
