@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import uuid
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from backfill.core.errors import ModelError
 from backfill.engine.messages import StepReport
+from backfill.models.config import ModelConfig
+from backfill.preparation.resources import resources_of
+from backfill.protocol.preparer import EngineFacts
 
 if TYPE_CHECKING:
     from backfill.api.state import ServerState
@@ -34,6 +39,7 @@ class ReplicaState(msgspec.Struct, frozen=True, kw_only=True):
         waiting_prompt_tokens: of online requests without a first token. None without a cost model.
         num_online, online_tokens: online choices that have not ended, and about their tokens.
         num_offline: offline choices that have not ended.
+        resources: fields of ``ResourceModel``, by which batches are divided; None until the engine was ready.
     """
 
     instance: str
@@ -51,6 +57,7 @@ class ReplicaState(msgspec.Struct, frozen=True, kw_only=True):
     num_online: int = 0
     online_tokens: int = 0
     num_offline: int = 0
+    resources: tuple[float, float, float] | None = None
 
 
 class StateReporter:
@@ -64,7 +71,10 @@ class StateReporter:
         self._instance = uuid.uuid4().hex
         self._names = names
         self._digest = model_digest(folder)
+        self._folder = folder
         self._step_s = 0.0
+        self._resources_of: EngineFacts | None = None
+        self._resources: tuple[float, float, float] | None = None
 
     def on_report(self, report: StepReport) -> None:
         """Count a step."""
@@ -95,6 +105,7 @@ class StateReporter:
                 max_num_seqs=server.engine_config.scheduler.max_num_seqs,
                 kv_tokens=facts.info.num_blocks * facts.info.block_size,
                 ttft_slo_s=facts.default_slo.ttft_s,
+                resources=self._resources_on(facts),
             )
         if load is not None:
             state = msgspec.structs.replace(
@@ -104,6 +115,14 @@ class StateReporter:
                 online_tokens=load.num_context_tokens,
             )
         return state
+
+    def _resources_on(self, facts: EngineFacts) -> tuple[float, float, float] | None:
+        if self._resources_of is not facts:
+            self._resources_of = facts
+            with suppress(ModelError):
+                found = resources_of(facts, ModelConfig.from_folder(self._folder))
+                self._resources = found.token_s, found.prompt_pair_s, found.cached_token_s
+        return self._resources
 
 
 def model_digest(folder: Path) -> str:
