@@ -18,6 +18,7 @@ PolicyName = Literal["slo", "round-robin", "least-loaded", "prefix"]
 
 _WEIGHT = 0.05  # of a new ratio of a measured to a predicted TTFT
 _MOST_CORRECTION = 4.0
+_LEAST_PREDICTED_S = 0.02  # below, the time of messages counts more than that of the prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,10 +226,10 @@ class Replica:
         if not has_token:
             return
         self._progress_since_s = now_s
-        if placement.predicted_s > 0:
-            ratio = (now_s - placement.sent_at_s) / placement.predicted_s * self.correction
-            mean = self.correction + _WEIGHT * (ratio - self.correction)
-            self.correction = min(max(mean, 1 / _MOST_CORRECTION), _MOST_CORRECTION)
+        if placement.predicted_s >= _LEAST_PREDICTED_S:
+            ratio = self.correction * (now_s - placement.sent_at_s) / placement.predicted_s
+            ratio = min(max(ratio, 1 / _MOST_CORRECTION), _MOST_CORRECTION)
+            self.correction += _WEIGHT * (ratio - self.correction)
 
     def end(self, placement: Placement) -> None:
         self._own.num_online -= 1

@@ -67,18 +67,29 @@ class RouterServer:
         """Serve until a signal, then drain.
 
         Returns: the signal, if it came before the engines had joined.
-        Raises: ConfigError, EngineRefused when an engine cannot join; ConfigError when the data folder is
-            another server's.
+        Raises: as ``serve``.
         """
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal, number)
+        return None if await self.serve(listener) else self._stopped_by
+
+    def stop(self) -> None:
+        """Let ``serve`` drain and return."""
+        self._stop_asked.set()
+
+    async def serve(self, listener: socket.socket) -> bool:
+        """Serve until ``stop``. Returns: whether the engines had joined before it.
+
+        Raises: ConfigError, EngineRefused when an engine cannot join; ConfigError when the data folder is
+            another server's.
+        """
         clock = WallClock()
         engines = Engines(self._config, clock, self._tasks)
         jobs: RouterJobs | None = None
         try:
             if not await self._unless_stopped(engines):
-                return self._stopped_by
+                return False
             metrics = RouterMetrics(clock)
             metrics.watch(engines)
             config = self._server_config
@@ -102,7 +113,7 @@ class RouterServer:
             if jobs is not None:
                 await jobs.stop()
             await engines.stop()
-        return None
+        return True
 
     async def _unless_stopped(self, engines: Engines) -> bool:
         """Let the engines join. Returns: False where a signal came first."""
@@ -156,4 +167,4 @@ class RouterServer:
             self._on_second_signal()
             os._exit(1)
         self._stopped_by = number
-        self._stop_asked.set()
+        self.stop()
