@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+from aiohttp import web
 
 from tests.router.stubs import COMPLETIONS, TIMEOUT_S, RunningRouter, StubEngine, routing, until
 
@@ -75,11 +76,18 @@ def test_lines_that_begin_alike_go_to_one_engine(tmp_path: Path) -> None:
         lines = lines_of(64)
         for number, line in enumerate(lines):
             line["body"] = {"prompt": f"document {number % 8} " * 100 + str(number), "max_tokens": 4}
+        for engine in engines:
+            engine.gate.clear()
         async with routing(engines, tmp_path) as router:
-            batch, _ = await ended(router, await create_batch(router, lines))
-            assert batch["status"] == "completed"
-        documents = [{body["prompt"][:11] for _, body in engine.seen} for engine in engines]
-        assert len(documents[0] & documents[1]) <= 3, "only those on the cuts are computed twice"
+            batch_id = await create_batch(router, lines)
+            # As many as run at once, so that neither engine has taken lines of the other's part.
+            await until(lambda: [len(engine.seen) for engine in engines] == [8, 8])
+            first = [{body["prompt"][:11] for _, body in engine.seen} for engine in engines]
+            assert len(first[0] & first[1]) <= 2, "only those on the cuts are computed twice"
+            for engine in engines:
+                engine.gate.set()
+            batch, _ = await ended(router, batch_id)
+            assert batch["request_counts"]["completed"] == 64
 
     asyncio.run(run())
 
@@ -88,17 +96,19 @@ def test_an_engine_that_dies_again_and_again_loses_and_doubles_no_line(tmp_path:
     async def run() -> None:
         engines = [StubEngine(), StubEngine()]
         async with routing(engines, tmp_path) as router:
+            for engine in engines:
+                engine.gate.clear()
             batch_id = await create_batch(router, lines_of(120))
-            for kill in range(2):
-                dying = engines[kill]
-                await until(lambda dying=dying: len(dying.seen) > 10)
-                dying.gate.clear()
-                num_seen = len(dying.seen)
-                await until(lambda dying=dying, num_seen=num_seen: len(dying.seen) > num_seen)
+            for dying in engines:
+                known = router.engines.get(dying.url)
+                assert known is not None
+                await until(lambda known=known: known.num_in_flight == 8)
                 await dying.die()
                 await router.until_status(dying, "down")
-                dying.gate.set()
                 await dying.start()
+                await router.until_status(dying, "up")
+            for engine in engines:
+                engine.gate.set()
             batch, results = await ended(router, batch_id)
             assert batch["request_counts"] == {"total": 120, "completed": 120, "failed": 0}
             assert sorted(result["custom_id"] for result in results) == sorted(f"c{n}" for n in range(120))
@@ -128,38 +138,26 @@ def test_lines_wait_while_no_engine_is_up_and_a_restarted_router_goes_on(tmp_pat
 
 def test_a_line_over_which_engines_are_lost_is_given_up_and_no_other(tmp_path: Path) -> None:
     class Fragile(StubEngine):
-        """Loses what it runs whenever it is given the bad prompt."""
+        """Is lost over the bad prompt, and answers at once that it was."""
 
-        async def _complete(self, request: Any) -> Any:
-            body = json.loads(await request.text())
-            if body["prompt"] == "bad":
-                self.status, self.headers = 503, {"x-backfill-lost": str(len(self.running))}
-                for other in self.running:
-                    other.set()
-            mine = asyncio.Event()
-            self.running.append(mine)
-            try:
-                await asyncio.sleep(0)
-                if mine.is_set() or body["prompt"] == "bad":
-                    self.status = 503
-                response = await super()._complete(request)
-            finally:
-                self.running.remove(mine)
-                self.status = 200
-            return response
+        async def _complete(self, request: web.Request) -> web.StreamResponse:
+            if (await request.json())["prompt"] != "bad":
+                return await super()._complete(request)
+            self.num_lost += 1
+            return web.json_response({}, status=503, headers={"x-backfill-lost": "0"})
 
-        def __post_init__(self) -> None:
-            super().__post_init__()
-            self.running: list[asyncio.Event] = []
+        num_lost = 0
 
     async def run() -> None:
         lines = lines_of(12)
         lines[5]["body"]["prompt"] = "bad"
-        async with routing([Fragile(max_num_seqs=1), Fragile(max_num_seqs=1)], tmp_path) as router:
+        engines = [Fragile(), Fragile()]
+        async with routing(engines, tmp_path) as router:
             batch, results = await ended(router, await create_batch(router, lines))
             assert batch["request_counts"] == {"total": 12, "completed": 11, "failed": 1}
             failed = [result for result in results if result["error"] is not None]
             assert [(each["custom_id"], each["error"]["code"]) for each in failed] == [("c5", "engine_error")]
+            assert sum(engine.num_lost for engine in engines) == 6
 
     asyncio.run(run())
 

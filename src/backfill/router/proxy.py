@@ -17,6 +17,7 @@ from starlette.types import Message, Receive, Scope, Send
 from backfill.api.bodies import json_body, owner_of
 from backfill.api.body_budget import BodyBudget, HeldBytes, Unavailable
 from backfill.api.connected import while_connected
+from backfill.api.errors import LOST_HEADER
 from backfill.api.middleware import OWNER_HEADER
 from backfill.api.streaming import sse_event
 from backfill.core.clock import Clock
@@ -48,6 +49,7 @@ _HOP_BY_HOP = frozenset(
 # Of a client, and not for an engine. An engine would refuse the Origin of a page that the router allows.
 _NOT_FORWARDED = _HOP_BY_HOP | {b"host", b"content-length", b"origin", b"expect", OWNER_HEADER.encode()}
 _NOT_RETURNED = _HOP_BY_HOP | {b"date", b"server", b"x-request-id"}
+_LOST_HEADER = LOST_HEADER.encode()
 _DONE = b"data: [DONE]\n\n"
 _EVENT_END = b"\n\n"
 _LOST = "The engine that served this request was lost after the answer had begun."
@@ -63,12 +65,13 @@ class _Head:
 
 
 class _Refusal(Exception):
-    """An engine has no room for the request now; another one may have."""
+    """An engine cannot run the request now; another one may."""
 
     def __init__(self, head: _Head, body: bytes) -> None:
         super().__init__(head.status)
         self.head = head
         self.body = body
+        self.was_lost = any(name == _LOST_HEADER for name, _ in head.headers)
 
 
 @dataclass(slots=True)
@@ -184,8 +187,11 @@ class Proxy:
         besides: set[str] = set()
         refusal: _Refusal | None = None
         num_lost = 0
+        give_up_at_s = self.clock.now_s() + self.retry_timeout_s
         while True:
-            placement = await self._place(exchange.peeked, besides, may_wait=refusal is None)
+            # A queue that is full is the client's to wait for; an engine that is not there is the router's.
+            may_wait = refusal is None or refusal.head.status != 429
+            placement = await self._place(exchange.peeked, besides, give_up_at_s if may_wait else 0.0)
             if placement is None:
                 if refusal is None:
                     raise _no_engine()
@@ -204,34 +210,31 @@ class Proxy:
                 if exchange.has_begun:
                     await self._end_broken(exchange, engine)
                     return
-                if num_lost == MAX_LOSSES:
-                    raise Unavailable(
-                        f"{MAX_LOSSES} engines were lost while they ran this request."
-                    ) from None
-                logger.warning("a request runs elsewhere, %s: %s", engine.url, error)
+                logger.warning("a request runs elsewhere, %s is lost: %s", engine.url, error)
             except _Refusal as other:
-                self.metrics.retries["refused"] += 1
+                self.metrics.retries["lost" if other.was_lost else "refused"] += 1
+                num_lost += other.was_lost
                 refusal = other
-                if other.head.status == 503:
+                if other.head.status != 429:
                     self.engines.note_failure(engine)
             finally:
                 placement.on_end(self.clock.now_s())
+            if num_lost == MAX_LOSSES:
+                raise Unavailable(f"{MAX_LOSSES} engines were lost while they ran this request.")
             besides.add(engine.url)
 
     async def _place(
-        self, peeked: Peeked, besides: set[str], *, may_wait: bool
+        self, peeked: Peeked, besides: set[str], wait_until_s: float
     ) -> Placement | LinePlacement | None:
-        """The engine to try next. One that was tried is tried again where no other is up."""
-        while True:
-            placement = self._choose(peeked, besides)
-            if placement is not None or not may_wait:
-                return placement
+        """The engine to try next. One that was tried is tried again only if it may be waited for."""
+        placement = self._choose(peeked, besides)
+        while placement is None:
+            left_s = wait_until_s - self.clock.now_s()
+            if left_s <= 0 or not await self.engines.until_up(left_s):
+                return None
             besides.clear()
             placement = self._choose(peeked, besides)
-            if placement is not None:
-                return placement
-            if not await self.engines.until_up(self.retry_timeout_s):
-                return None
+        return placement
 
     def _choose(self, peeked: Peeked, besides: set[str]) -> Placement | LinePlacement | None:
         replicas = self.engines.replicas
