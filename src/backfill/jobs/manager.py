@@ -208,6 +208,11 @@ class JobManager:
         self._set_capacity(self.config.max_in_flight or 2 * max_num_seqs)
         self._wake_claims()
 
+    def feed(self, capacity: int) -> None:
+        """Let so many lines be with the runner at once; with 0 no line starts. For a runner of one's own."""
+        if not self._is_paused:
+            self._feeder.set_capacity(capacity)
+
     def engine_lost(self) -> None:
         self._service = None
         self._set_capacity(0)
