@@ -6,7 +6,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from backfill.core.clock import Clock
 from backfill.core.config import SchedulerConfig
@@ -32,6 +32,15 @@ if TYPE_CHECKING:  # these import numpy and torch, which the server does not nee
 logger = logging.getLogger(__name__)
 
 _NO_STEP = StepStats("none", 0, 0.0, 0.0)
+
+
+class BegunStep(NamedTuple):
+    """A step that was planned and has not been committed."""
+
+    plan: StepPlan
+    kind: StepKind
+    planned_at_s: float
+    started_at_s: float
 
 
 class Engine:
@@ -159,6 +168,23 @@ class Engine:
     def step(self) -> list[TokenOutput]:
         """Plan a step, run it, commit it. If the executor raises, the step is lost (``Scheduler.fail``)."""
         outputs = self.admit_arrived()
+        begun = self.begin_step()
+        plan = begun.plan
+        try:
+            if self._bus is not None and plan.slices:
+                self._bus.begin_step(self.default_slo.tpot_s)
+            outcome = self.executor.run(plan)
+        except Exception as error:
+            logger.exception("step %d failed", plan.step)
+            self.num_failed_steps_in_a_row += 1
+            self._busy_since_s = None
+            return outputs + self._fail(plan, error)
+        finally:
+            self._running_plan = None
+        return outputs + self.end_step(begun, outcome)
+
+    def begin_step(self) -> BegunStep:
+        """Plan a step that the executor is about to run. Requests that arrive from now on may stop it."""
         planned_at_s = self._clock.now_s()
         planning_at = time.perf_counter()
         plan = self.scheduler.plan_step(planned_at_s)
@@ -171,18 +197,13 @@ class Engine:
         self._running_plan = plan
         if self._arrived:  # while the plan was made; they are not in it
             self._maybe_stop_step()
-        running_at = time.perf_counter()
-        try:
-            if self._bus is not None and plan.slices:
-                self._bus.begin_step(self.default_slo.tpot_s)
-            outcome = self.executor.run(plan)
-        except Exception as error:
-            logger.exception("step %d failed", plan.step)
-            self.num_failed_steps_in_a_row += 1
-            self._busy_since_s = None
-            return outputs + self._fail(plan, error)
-        finally:
-            self._running_plan = None
+        self.scheduling_s += time.perf_counter() - planning_at
+        return BegunStep(plan, kind, planned_at_s, started_at_s)
+
+    def end_step(self, begun: BegunStep, outcome: StepOutcome) -> list[TokenOutput]:
+        """Commit what the executor made of the step."""
+        self._running_plan = None
+        plan, started_at_s = begun.plan, begun.started_at_s
         if plan.slices:  # a step without slices does not show that the device works
             self.num_failed_steps_in_a_row = 0
         ended_at, now_s = time.perf_counter(), self._clock.now_s()
@@ -190,14 +211,14 @@ class Engine:
         self._offload_interval = transfers.interval or 0
         self._num_transferred_weight_bytes += transfers.num_bytes
         self._weight_stall_s += transfers.stall_s
-        outputs += [_token_output(token) for token in self.scheduler.commit(plan, outcome, now_s)]
+        outputs = [_token_output(token) for token in self.scheduler.commit(plan, outcome, now_s)]
         stop_latency_s = self._stop_latency_s(plan, outcome)
         if stop_latency_s is not None:
             self.num_stopped_steps += 1
         is_whole = isinstance(plan.work, Compute) and not outcome.stopped
         if plan.slices and is_whole and not plan.copies.stalls:
             if self.predictor is not None:
-                began_s = planned_at_s if self._busy_since_s is None else self._busy_since_s
+                began_s = begun.planned_at_s if self._busy_since_s is None else self._busy_since_s
                 self.predictor.observe(plan.predicted_s, now_s - started_at_s, now_s - began_s)
             is_profiled = transfers.interval == self.executor.info.offload_interval
             if self._refiner is not None and is_profiled:
@@ -207,14 +228,14 @@ class Engine:
         self._busy_since_s = now_s if self.has_work else None
         self._leave_bus_if_idle()
         self._last_step = StepStats(
-            kind,
+            begun.kind,
             plan.num_tokens,
             now_s - started_at_s,
             plan.predicted_s,
             bool(outcome.stopped),
             stop_latency_s,
         )
-        self.scheduling_s += (running_at - planning_at) + (time.perf_counter() - ended_at)
+        self.scheduling_s += time.perf_counter() - ended_at
         return outputs
 
     def refine_profile(self) -> CostProfile | None:
