@@ -18,7 +18,7 @@ from backfill.core.slo import SLO
 from backfill.costs.behaviour import DeviceBehaviour
 from backfill.costs.hardware import HardwareProfile
 from backfill.costs.profile import CostProfile
-from backfill.engine.engine import BegunStep, Engine
+from backfill.engine.engine import Engine
 from backfill.engine.messages import TokenOutput
 from backfill.router.policy import Placement, ReplicaReport, ReplicaSet, RoutedRequest, create_policy
 from backfill.router.prefixes import token_keys
@@ -128,13 +128,13 @@ class SimulatedReplica:
         self._max_num_seqs = spec.config.max_num_seqs
         tokens = spec.config.max_num_batched_tokens
         self._prefill_tokens_per_s = tokens / spec.profile.cost.prefill_time_s(tokens, tokens)
-        self._begun: BegunStep | None = None
+        self._began_at_s: float | None = None  # the step that runs
         self._step_s = 0.0
 
     @property
     def is_running(self) -> bool:
         """A step has begun and not ended."""
-        return self._begun is not None
+        return self._began_at_s is not None
 
     @property
     def is_idle(self) -> bool:
@@ -142,29 +142,29 @@ class SimulatedReplica:
 
     def begin(self) -> None:
         """Start the next step, or rest until a request comes."""
-        self.engine.admit_arrived()
         if not self.engine.has_work:
             self.wakes_at_s = math.inf
             return
-        self._begun = self.engine.begin_step()
-        self.executor.begin(self._begun.plan)
+        refusals = self.engine.submit_steps()
+        assert not refusals, f"{refusals}"
+        self._began_at_s = self._clock.now_s()
         self.wakes_at_s = self.executor.ends_at_s
 
     def arrive(self, request: Request) -> None:
         """An online request comes, perhaps within a step, which it may stop."""
         self.engine.arrive(request)
-        if self._begun is not None:
+        if self.is_running:
             self.wakes_at_s = self.executor.ends_at_s
         elif self.is_idle:
             self.wakes_at_s = self._clock.now_s()
 
     def end(self) -> list[TokenOutput]:
         """The step has ended. Its outputs are to be delivered after the host's time, when it wakes again."""
-        begun, self._begun = self._begun, None
-        assert begun is not None, "no step runs"
-        outputs = self.engine.end_step(begun, self.executor.end())
+        began_at_s, self._began_at_s = self._began_at_s, None
+        assert began_at_s is not None, "no step runs"
+        outputs = self.engine.collect_step()
         now_s = self._clock.now_s()
-        self._step_s += _STEP_WEIGHT * (now_s - begun.started_at_s - self._step_s)
+        self._step_s += _STEP_WEIGHT * (now_s - began_at_s - self._step_s)
         self.wakes_at_s = now_s + self._host_s
         self.num_steps += 1
         return outputs

@@ -8,15 +8,15 @@ from collections import deque
 from backfill.core.clock import VirtualClock
 from backfill.core.plan import SampledToken, ScheduledSlice, StepOutcome, StepPlan
 from backfill.costs.behaviour import DeviceBehaviour, NoiseSource
-from backfill.execution.executor import ExecutorInfo
+from backfill.execution.executor import ExecutorInfo, PipelinedExecutor
 from backfill.execution.simulated_executor import SimulatedExecutor
 from backfill.simulation.fleet_traffic import answer_token
 
 
-class SplitExecutor(SimulatedExecutor):
-    """Computes the outcome of a step when it begins, and again if the step is stopped.
+class SplitExecutor(PipelinedExecutor, SimulatedExecutor):
+    """Computes the outcome of a step when it is submitted, and again if the step is stopped.
 
-    Between ``begin`` and ``end`` the shared clock is moved by others, and ``request_stop`` may be called at
+    Between ``submit`` and ``collect`` the shared clock is moved by others, and ``request_stop`` may be called at
     any instant of it. Sampled tokens are those of ``answer_token``, so that a later prompt can hold them.
 
     Attributes:
@@ -26,7 +26,7 @@ class SplitExecutor(SimulatedExecutor):
     def __init__(
         self, info: ExecutorInfo, device: DeviceBehaviour, clock: VirtualClock, *, seed: int = 0
     ) -> None:
-        super().__init__(info, device, clock, seed=seed)
+        SimulatedExecutor.__init__(self, info, device, clock, seed=seed)
         self.ends_at_s = math.inf
         self._shared = clock
         self._draws = self._noise
@@ -34,7 +34,10 @@ class SplitExecutor(SimulatedExecutor):
         self._outcome_of_step = StepOutcome(())
         self._num_prompt_tokens: dict[str, int] = {}
 
-    def begin(self, plan: StepPlan) -> None:
+    def run(self, plan: StepPlan) -> StepOutcome:
+        return PipelinedExecutor.run(self, plan)
+
+    def submit(self, plan: StepPlan) -> None:
         """Start a step now. The one before has ended."""
         for admitted in plan.admitted:
             self._num_prompt_tokens[admitted.request_id] = len(admitted.prompt_token_ids)
@@ -54,7 +57,7 @@ class SplitExecutor(SimulatedExecutor):
         self._attempt(plan)
         self.events = None
 
-    def end(self) -> StepOutcome:
+    def collect(self) -> StepOutcome:
         """What the step did; the shared clock is at ``ends_at_s``."""
         assert self._plan is not None and self._shared.now_s() >= self.ends_at_s, "the step has not ended"
         for request_id in self._plan.released:
@@ -64,11 +67,11 @@ class SplitExecutor(SimulatedExecutor):
         return self._outcome_of_step
 
     def stop_now(self, step: int) -> None:
-        super().request_stop(step)
+        SimulatedExecutor.request_stop(self, step)
 
     def _attempt(self, plan: StepPlan) -> None:
         self._clock = VirtualClock(self._began_at_s)
-        self._outcome_of_step = self.run(plan)
+        self._outcome_of_step = SimulatedExecutor.run(self, plan)
         self.ends_at_s = self._clock.now_s()
 
     def _sample(self, slices: tuple[ScheduledSlice, ...]) -> tuple[SampledToken, ...]:
