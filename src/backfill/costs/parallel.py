@@ -1,7 +1,7 @@
 """Cost of a model on several devices: tensor parallel within a stage, stages one after another.
 
 A rank of a tensor-parallel group has its part of the heads and of the MLP (Megatron-LM, arXiv 1909.08053,
-section 3), and two all-reduces of the hidden states follow in each layer. Between two stages of a pipeline the
+section 3), and each layer has two all-reduces of the hidden states. Between two stages of a pipeline the
 hidden states are sent.
 """
 

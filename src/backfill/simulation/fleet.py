@@ -74,7 +74,7 @@ class FleetResult:
     Attributes:
         counters: of each replica, by class.
         offline_done: offline requests that ended, of each replica.
-        num_waiting: waiting online requests of each replica in every ``REPORT_S``, one row after another.
+        num_online: unfinished online requests of each replica, every ``REPORT_S``.
         scheduling_s: CPU time of planning and committing, all replicas together.
     """
 
@@ -90,11 +90,10 @@ class FleetResult:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSpec:
-    """What each replica is.
+    """What each replica is. It has no KV pool in host memory.
 
     Attributes:
         profile: what its engine predicts with.
-        host_kv_tokens: size of its KV pool in host memory.
         slo: of every online request.
     """
 
@@ -102,7 +101,6 @@ class ReplicaSpec:
     hardware: HardwareProfile
     behaviour: DeviceBehaviour
     profile: CostProfile
-    host_kv_tokens: int
     slo: SLO
 
 
@@ -115,7 +113,7 @@ class SimulatedReplica:
     """
 
     def __init__(self, number: int, spec: ReplicaSpec, clock: FleetClock, seed: int) -> None:
-        info = executor_info(spec.hardware, spec.host_kv_tokens)
+        info = executor_info(spec.hardware, 0)
         self.number = number
         self.name = f"{number:03}"
         self.executor = SplitExecutor(info, spec.behaviour, clock, seed=seed)
@@ -195,7 +193,6 @@ class Fleet:
 
     Args:
         router: name of a routing policy.
-        speeds: how many replicas.
         seed: of the devices' noise.
     """
 

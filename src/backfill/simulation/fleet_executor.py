@@ -16,12 +16,14 @@ from backfill.simulation.fleet_traffic import answer_token
 class SplitExecutor(PipelinedExecutor, SimulatedExecutor):
     """Computes the outcome of a step when it is submitted, and again if the step is stopped.
 
-    Between ``submit`` and ``collect`` the shared clock is moved by others, and ``request_stop`` may be called at
-    any instant of it. Sampled tokens are those of ``answer_token``, so that a later prompt can hold them.
+    Between ``submit`` and ``collect`` the shared clock is moved by others, and ``request_stop`` may be called
+    at any instant of it. Sampled tokens are those of ``answer_token``, so that a later prompt can hold them.
 
     Attributes:
         ends_at_s: when the step that has begun ends, as far as is known.
     """
+
+    info: ExecutorInfo
 
     def __init__(
         self, info: ExecutorInfo, device: DeviceBehaviour, clock: VirtualClock, *, seed: int = 0
@@ -44,7 +46,12 @@ class SplitExecutor(PipelinedExecutor, SimulatedExecutor):
         self._plan = plan
         self._began_at_s = self._shared.now_s()
         self._noise = _OneRatio(self._draws.draw()) if plan.slices else self._draws
-        self._before = (dict(self._num_tokens), tuple(self._copies), self._copying_until_s, self._suspended_at)
+        self._before = (
+            dict(self._num_tokens),
+            tuple(self._copies),
+            self._copying_until_s,
+            self._suspended_at,
+        )
         self._attempt(plan)
 
     def request_stop(self, step: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,7 +18,9 @@ VOCABULARY = 32_000
 _FILLER = 5
 _FIRST_ANSWER = 1 << 28
 _LEAST_OWN_TOKENS = 16  # of a prompt, after what it shares
-_JITTER_S = 5.0
+_JITTER_S = 5.0  # of the trace, divided by its speed
+_DRAWN_PER_S = 5.5  # the rate of Azure's trace
+_LONGER = 1.03  # a trace's last seconds may lack arrivals
 _SYSTEM_PROMPT = LengthDistribution(800, 0.8, "lognormal")
 # From a turn of a conversation to the next at least.
 _THINK_S = 30.0
@@ -55,16 +57,19 @@ class FleetTraffic:
 
     Attributes:
         trace: CSV with arrival times; None draws requests with the means and variation of Azure's.
-        rate_per_s: mean over the duration, to which the trace's requests are repeated or thinned out.
-        duration_s: of the trace to use, from its start.
+        rate_per_s: mean over the duration, to which the trace's requests are repeated or thinned out; None
+            for each of them once.
+        duration_s: of the run; the part of the trace that falls into it is used.
+        speed: how many seconds of the trace pass in a second.
         zipf: exponent; 0 spreads requests evenly.
         turn_share: of the requests that go on with a conversation if one fits.
         seed: of all draws.
     """
 
     trace: Path | None
-    rate_per_s: float
+    rate_per_s: float | None
     duration_s: float
+    speed: float
     num_applications: int
     zipf: float
     turn_share: float
@@ -75,7 +80,8 @@ class FleetTraffic:
         rng = np.random.default_rng(self.seed)
         source = self._source(max_len, rng)
         assert source.arrivals_at_s is not None
-        count = max(1, round(self.rate_per_s * self.duration_s))
+        rate_per_s = self.rate_per_s
+        count = len(source) if rate_per_s is None else max(1, round(rate_per_s * self.duration_s))
         # Whole copies of the trace and a random part of one more.
         rows = np.concatenate(
             [
@@ -83,27 +89,40 @@ class FleetTraffic:
                 rng.choice(len(source), count % len(source), replace=False),
             ]
         )
-        at_s = source.arrivals_at_s[rows] + rng.uniform(0.0, _JITTER_S, count)
+        # Copies of a request do not arrive at one instant.
+        at_s = (
+            source.arrivals_at_s[rows] + rng.uniform(0.0, _JITTER_S / self.speed, count)
+        ) % self.duration_s
         order = np.argsort(at_s, kind="stable")
         rows = rows[order]
         return _with_prefixes(
-            at_s[order].tolist(), source.input_lens[rows].tolist(), source.output_lens[rows].tolist(), self, rng
+            at_s[order].tolist(),
+            source.input_lens[rows].tolist(),
+            source.output_lens[rows].tolist(),
+            self,
+            rng,
         )
 
     def _source(self, max_len: int, rng: np.random.Generator) -> Trace:
         if self.trace is None:
-            drawn = drawn_conversations(max(200, round(5.5 * self.duration_s)), max_len, rng)
+            drawn = drawn_conversations(
+                max(200, round(_DRAWN_PER_S * self.speed * self.duration_s)), max_len, rng
+            )
             assert drawn.arrivals_at_s is not None
             scale = self.duration_s / float(drawn.arrivals_at_s[-1])
             return Trace(drawn.input_lens, drawn.output_lens, drawn.arrivals_at_s * scale)
         whole = within_context(read_trace(self.trace), max_len)
         if whole.arrivals_at_s is None:
-            raise ConfigError(f"{self.trace} has no arrival times; a fleet's traffic needs them.", field="online")
-        if self.duration_s > whole.arrivals_at_s[-1] * 1.03:
             raise ConfigError(
-                f"must be at most {whole.arrivals_at_s[-1]:g}: {self.trace} lasts no longer.", field="duration"
+                f"{self.trace} has no arrival times; a fleet's traffic needs them.", field="online"
             )
-        return whole.select(np.flatnonzero(whole.arrivals_at_s <= self.duration_s).tolist())
+        lasts_s = float(whole.arrivals_at_s[-1]) / self.speed
+        if self.duration_s > _LONGER * lasts_s:
+            raise ConfigError(f"must be at most {lasts_s:g}: {self.trace} lasts no longer.", field="duration")
+        at_s = whole.arrivals_at_s / self.speed
+        used = whole.select(np.flatnonzero(at_s <= self.duration_s).tolist())
+        assert used.arrivals_at_s is not None
+        return replace(used, arrivals_at_s=used.arrivals_at_s / self.speed)
 
 
 class _Conversation(NamedTuple):
@@ -150,7 +169,7 @@ def _with_prefixes(
 
 
 def _longest_that_fits(known: Sequence[_Conversation], now_s: float, most_tokens: int) -> int | None:
-    """Index of the conversation with the most tokens, at most so many, whose user may have read the answer."""
+    """Index of the longest conversation of at most so many tokens whose user may have read the answer."""
     best, best_length = None, 0
     for index, (at_s, _, length) in enumerate(known):
         if best_length < length <= most_tokens and _THINK_S <= now_s - at_s <= _FORGOTTEN_S:
