@@ -126,6 +126,7 @@ TARGETS = (
     Target(LLAMA_3_8B, A100_80G, 1, PCIE_BYTES_PER_S),
     # In a DGX A100 two GPUs share a switch's x16 link to the host.
     Target(LLAMA_3_70B, A100_80G, 8, 4 * PCIE_BYTES_PER_S),
+    Target(LLAMA_3_70B, A100_80G, 4, 2 * PCIE_BYTES_PER_S),
     # In a server of four GPUs each has a link of its own. BROS's testbed (section 7.1).
     Target(OPT_13B, A100_40G, 2, 2 * PCIE_BYTES_PER_S),
     Target(OPT_30B, A100_40G, 4, 4 * PCIE_BYTES_PER_S),
@@ -138,6 +139,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--profiles", type=Path, required=True, help="folder of the operator times")
     parser.add_argument("--out", type=Path, default=Path("src/backfill/costs/hardware_profiles"))
+    parser.add_argument("--collectives", type=Path, default=Path("src/backfill/costs/collectives"))
     args = parser.parse_args()
     print(HEADINGS)
     args.out.mkdir(parents=True, exist_ok=True)
@@ -149,6 +151,9 @@ def main() -> None:
         path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         profile = CostProfile.parse(content["costs"], str(path))
         print_row(target, profile, rows_error(profile.cost, target, operators, all_reduce))
+    path = args.collectives / "a100-dgx.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(collectives(args.profiles), indent=1) + "\n", encoding="utf-8")
     print("\na layer's operators, derived from llama-2-7b's, against the measured ones: median, P95")
     source = read_operators(args.profiles / LLAMA_2_7B.table, 1)
     for shape, num_devices in DERIVED_CHECKS:
@@ -234,6 +239,22 @@ def read_all_reduce(path: Path, num_devices: int) -> tuple[list[float], list[flo
         return [], []
     lowest = np.minimum.accumulate([seconds for _, seconds in reversed(found)])[::-1]
     return [size for size, _ in found], lowest.tolist()
+
+
+def collectives(folder: Path) -> dict[str, object]:
+    """Seconds of an all-reduce by bytes, at powers of two, for each number of devices of a machine."""
+    all_reduce = {}
+    for num_devices in (2, 4, 8):
+        sizes, seconds = read_all_reduce(folder / "a100_dgx_all_reduce.csv", num_devices)
+        at = [float(1 << power) for power in range(11, 27) if sizes[0] <= 1 << power <= sizes[-1]]
+        times = [float(f"{each:.4g}") for each in np.interp(at, sizes, seconds)]
+        all_reduce[str(num_devices)] = {"x": at, "y": times}
+    return {
+        "provenance": "Measured (microsoft/vidur profiling data, MIT; a100_dgx_all_reduce.csv): medians of "
+        "all-reduces among devices of one DGX A100, each lowered to the least median of any larger size. Made "
+        "by benchmarks/fit_hardware_profiles.py.",
+        "all_reduce": all_reduce,
+    }
 
 
 def fit_target(

@@ -174,6 +174,7 @@ app = command(
     prefix="BACKFILL_SIMULATE_",
 )
 app.command("backfill.cli.simulate_run:app", name="run", help="Run your own traffic in simulated time.")
+app.command("backfill.cli.simulate_fleet:app", name="fleet", help="Compare routers of a fleet of replicas.")
 app.command("backfill.cli.simulate_goodput:app", name="goodput", help="Sweep goodput against load.")
 app.command("backfill.cli.simulate_bros:app", name="bros-tradeoff", help="Run BROS's figures 10 and 11.")
 for _name, _help in (("cache", "Run BROS's figure 13."), ("overhead", "Run BROS's figure 14.")):

@@ -22,6 +22,7 @@ from backfill.costs.model_work import (
 )
 from backfill.costs.profile import FitError
 
+A100_40G = Device("a100-40g", 39.4 * GIB, 1.555e12, 312e12)
 A100_80G = Device("a100-80g", 79.2 * GIB, 2.039e12, 312e12)
 LLAMA_2_7B = ModelShape("llama-2-7b", 32, 4096, 32, 32, 11008, 32000, 4096)
 MEASURED_PROFILE = "a100-80g-llama-2-7b"
@@ -34,26 +35,30 @@ _SAMPLED = (1, 64, 128, 256, 512)
 _MANY = 1 << 20  # of a load from which a linear term is read
 
 
-def rows_roofline_s(shape: ModelShape, device: Device, num_tokens: int) -> float:
-    """Least seconds of all row-wise operators of a step, one after another."""
-    work = operator_work(shape, num_tokens, 1)
+def rows_roofline_s(shape: ModelShape, device: Device, num_tokens: int, num_devices: int = 1) -> float:
+    """Least seconds of all row-wise operators of a step, one after another, on one of so many devices."""
+    work = operator_work(shape, num_tokens, num_devices)
     layer_s = sum(work[name].roofline_s(device) * count for name, count in shape.layer_operators.items())
-    layer_s += kv_write_bytes(shape, num_tokens) / device.bandwidth
+    layer_s += kv_write_bytes(shape, num_tokens) / num_devices / device.bandwidth
     return work["emb"].roofline_s(device) + shape.num_layers * layer_s
 
 
-def derive_cost_model(shape: ModelShape, device: Device) -> CostModel:
-    """Steps of a model on a device of which the data sheet is known."""
+def derive_cost_model(shape: ModelShape, device: Device, num_devices: int = 1) -> CostModel:
+    """Steps of a model on a device of which the data sheet is known.
+
+    Args:
+        num_devices: among which weights and heads are divided, without what they then exchange.
+    """
     measured = load_hardware_profile(MEASURED_PROFILE).costs.cost.rows_s
     rows_s = [
         seconds
-        * rows_roofline_s(shape, device, int(num_tokens))
+        * rows_roofline_s(shape, device, int(num_tokens), num_devices)
         / rows_roofline_s(LLAMA_2_7B, A100_80G, int(num_tokens))
         for num_tokens, seconds in zip(measured.x, measured.y, strict=True)
     ]
 
     def modelled_s(load: StepLoad) -> float:
-        return modelled_time_s(shape, device, 1, load)
+        return modelled_time_s(shape, device, num_devices, load)
 
     return CostModel(
         rows_s=PiecewiseLinear(measured.x, tuple(np.maximum.accumulate(rows_s).tolist())),

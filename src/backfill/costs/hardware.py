@@ -23,6 +23,7 @@ class HardwareProfile:
         kv_tokens: tokens of KV that fit beside the weights.
         kv_bytes_per_token: all layers, all devices together.
         max_model_len: the model's context, in tokens.
+        stage_layers: layers of each stage of a pipeline; empty for one stage.
     """
 
     name: str
@@ -30,6 +31,7 @@ class HardwareProfile:
     kv_tokens: int
     kv_bytes_per_token: int
     max_model_len: int
+    stage_layers: tuple[int, ...] = ()
 
 
 class _Numbers(msgspec.Struct):

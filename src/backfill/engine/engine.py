@@ -207,11 +207,19 @@ class Engine:
 
         Raises: ExecutorDead if no step can run any more.
         """
+        return self.submit_steps() + self.collect_step()
+
+    def submit_steps(self) -> list[TokenOutput]:
+        """Submit steps, as many as may be in flight. Returns: outputs of requests that cannot be served."""
         outputs = self.admit_arrived()
         planning_at = time.perf_counter()
         while len(self._in_flight) < self.executor.info.max_steps_in_flight and self._submit_next():
             pass
-        collecting_at = time.perf_counter()
+        self.scheduling_s += time.perf_counter() - planning_at
+        return outputs
+
+    def collect_step(self) -> list[TokenOutput]:
+        """Collect and commit the oldest step in flight."""
         submitted = self._in_flight[0]
         try:
             if self._bus is not None and submitted.plan.slices:
@@ -223,12 +231,12 @@ class Engine:
             logger.exception("step %d failed", submitted.plan.step)
             self.num_failed_steps_in_a_row += 1
             self._busy_since_s = None
-            return outputs + self._fail(submitted.plan, error)
+            return self._fail(submitted.plan, error)
         finally:
             self._in_flight = self._in_flight[1:]
         ended_at = time.perf_counter()
-        outputs += self._commit(submitted, outcome)
-        self.scheduling_s += (collecting_at - planning_at) + (time.perf_counter() - ended_at)
+        outputs = self._commit(submitted, outcome)
+        self.scheduling_s += time.perf_counter() - ended_at
         return outputs
 
     def _submit_next(self) -> bool:

@@ -41,9 +41,9 @@ def conversation_workload(
     duration_s = sum(phase.duration_s for phase in phases)
     count = round(rate_per_s * duration_s)
     if trace is None:
-        source = _drawn_conversations(4 * count, max_len, rng)
+        source = drawn_conversations(4 * count, max_len, rng)
     else:
-        source = _within_context(read_trace(trace), max_len)
+        source = within_context(read_trace(trace), max_len)
     if source.arrivals_at_s is None:
         raise ConfigError(f"{trace} has no arrival times; a conversation trace needs them.")
     if len(source) < count:
@@ -91,7 +91,7 @@ def summarization_lengths(path: Path | None, *, count: int, max_len: int, seed: 
         outputs = np.minimum(outputs, max_len // 2)
         inputs = np.minimum(inputs, max_len - outputs)
     else:
-        trace = _within_context(read_trace(path), max_len)
+        trace = within_context(read_trace(path), max_len)
         order = rng.permutation(len(trace))[:count]
         inputs, outputs = trace.input_lens[order], trace.output_lens[order]
     return tuple(Lengths(int(i), int(o)) for i, o in zip(inputs, outputs, strict=True))
@@ -118,7 +118,7 @@ def trace_workload(
     Raises: ConfigError for a trace without times or a rate, or one that is too short.
     """
     everything = read_trace(path)
-    trace = _within_context(everything, max_len)
+    trace = within_context(everything, max_len)
     if not len(trace):
         raise ConfigError(f"{path}: no request fits a context of {max_len} tokens.")
     if trace.arrivals_at_s is None:
@@ -143,7 +143,7 @@ def trace_workload(
         for at_s, input_len, output_len in zip(instants, trace.input_lens, trace.output_lens, strict=True)
         if at_s <= duration_s
     )
-    return Workload(online, duration_s, offline), len(everything) - len(_within_context(everything, max_len))
+    return Workload(online, duration_s, offline), len(everything) - len(within_context(everything, max_len))
 
 
 def offline_lengths(path: Path, *, max_len: int, seed: int) -> tuple[Lengths, ...]:
@@ -151,20 +151,20 @@ def offline_lengths(path: Path, *, max_len: int, seed: int) -> tuple[Lengths, ..
 
     Raises: ConfigError if none is left.
     """
-    trace = _within_context(read_trace(path), max_len)
+    trace = within_context(read_trace(path), max_len)
     if not len(trace):
         raise ConfigError(f"{path}: no request fits a context of {max_len} tokens.")
     trace = trace.select(np.random.default_rng(seed).permutation(len(trace)).tolist())
     return tuple(Lengths(int(i), int(o)) for i, o in zip(trace.input_lens, trace.output_lens, strict=True))
 
 
-def _drawn_conversations(count: int, max_len: int, rng: np.random.Generator) -> Trace:
+def drawn_conversations(count: int, max_len: int, rng: np.random.Generator) -> Trace:
     outputs = np.minimum(_CONVERSATION_OUTPUT.sample(count, rng), max_len // 2)
     inputs = np.minimum(_CONVERSATION_INPUT.sample(count, rng), max_len - outputs)
     return Trace(inputs, outputs, gamma_arrivals(count, 1.0, burstiness_of_cv(_CONVERSATION_CV), rng))
 
 
-def _within_context(trace: Trace, max_len: int) -> Trace:
+def within_context(trace: Trace, max_len: int) -> Trace:
     return trace.select(np.flatnonzero(trace.input_lens + trace.output_lens <= max_len).tolist())
 
 
