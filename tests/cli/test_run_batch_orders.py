@@ -25,9 +25,7 @@ def answers(model: Path, folder: Path, name: str, *options: str) -> dict[str, st
     return {line["custom_id"]: line["response"]["body"]["choices"][0]["text"] for line in lines}
 
 
-def test_answers_are_the_same_in_every_order_and_without_the_cache(
-    small_model: Path, tmp_path: Path
-) -> None:
+def test_answers_are_the_same_in_every_order_and_without_the_cache(small_model: Path, tmp_path: Path) -> None:
     lines = [
         completion_line(
             f"line-{number}",
