@@ -145,7 +145,12 @@ PARSED = {
 # Run by tests/api/test_readme.py with the default model, or here with the small server.
 REQUESTS = r"curl http://127\.0\.0\.1:8000/v1/(chat/)?completions "
 # Of what is not ours, and a name; the library's snippets are run by tests/llm/test_documents.py.
-OTHERS = {"pip install openai", "pip install 'backfill[plot]'", ".venv/bin/python"}
+OTHERS = {
+    "pip install openai",
+    "pip install 'backfill[plot]'",
+    "pip install 'backfill[ray]'",
+    ".venv/bin/python",
+}
 
 _START = re.compile(r"(\.venv/bin/)?(backfill|python|make|pip|curl|benchmarks/\w+\.py)(?![\w:.-])")
 _BLOCK = re.compile(r"^```\w*\n(.*?)^```", re.MULTILINE | re.DOTALL)

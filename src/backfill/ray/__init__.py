@@ -1,0 +1,8 @@
+"""Backfill on Ray (``pip install 'backfill[ray]'``): datasets of Ray Data as offline work."""
+
+from __future__ import annotations
+
+from backfill.ray.config import ProcessorConfig
+from backfill.ray.processor import Processor, build_processor
+
+__all__ = ["Processor", "ProcessorConfig", "build_processor"]
