@@ -85,14 +85,16 @@ def test_every_line_is_answered_and_a_second_run_has_nothing_to_do(folder: Folde
     folder.input.write_bytes(
         as_jsonl([chat_line("chat", "What is gravity?"), completion_line("text"), chat_line("more")]) + b"\n"
     )
-    result = folder.run("--json")
+    result = folder.run("--json", "--offload-interval", "1")
     assert (result.returncode, result.stderr.count("Traceback")) == (0, 0), result.stderr
     output = {line["custom_id"]: line for line in parse_jsonl(folder.output.read_bytes())}
     assert output.keys() == {"chat", "text", "more"}
     assert output["chat"]["response"]["body"]["object"] == "chat.completion"
     assert output["text"]["response"]["body"]["object"] == "text_completion"
     assert "3 of 3 lines: 3 completed, 0 failed" in result.stderr
+    assert "Offload interval 1 was used." in result.stderr
     facts = summary(result)
+    assert facts["offload_interval"] == 1
     assert (facts["total"], facts["completed"], facts["failed"], facts["resumed"]) == (3, 3, 0, 0)
     assert facts["output_tokens"] == sum(
         line["response"]["body"]["usage"]["completion_tokens"] for line in output.values()
@@ -408,6 +410,7 @@ def running(phase: str = "checking the input", **fields: Any) -> Any:
         "num_resumed": 0,
         "rates": None,
         "work": None,
+        "offload_interval": None,
         "time_left": None,
         "order": "blend",
         "planned": None,
@@ -444,6 +447,9 @@ def test_what_a_run_does_is_told_in_words() -> None:
     pace = "tok/s: 1,200 in, 345 out; 0:26:41 left; 3 failed"
     assert describe(paced(199, num_failed=3), 399.0) == f"{pace}; order blend"
     assert describe(paced(199, num_failed=3), 399.0, len(pace)) == pace
+    offloading = paced(199, num_failed=3)
+    offloading.offload_interval = 6
+    assert describe(offloading, 399.0) == f"{pace}; order blend; offload interval 6"
     begun = running(rates=TokenRates(0.0), time_left=TimeLeft(10, 8, 0.0))
     begun.rates.prompts.add(30_000, 0.1)
     assert describe(begun, 0.2) == "running"
