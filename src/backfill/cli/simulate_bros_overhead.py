@@ -81,7 +81,7 @@ app = command(
 )
 
 _CAPTION = (
-    "requests: that have blocks; share: of decisions in an iteration; copies: their time over that of steps"
+    "requests: that have blocks; share: of decisions in an iteration; copies: their time over the steps'"
 )
 
 
