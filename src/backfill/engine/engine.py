@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 from backfill.core.clock import Clock
 from backfill.core.config import SchedulerConfig
-from backfill.core.errors import RequestError
+from backfill.core.errors import ExecutorDead, RequestError
 from backfill.core.plan import Compute, Resume, Safepoints, StepOutcome, StepPlan
 from backfill.core.request import FinishReason, PriorityLevel, Request, RequestId, ServiceClass
 from backfill.costs.load import StepLoad
@@ -60,6 +60,7 @@ class Engine:
         refiner: refines the profile; None leaves it as it is.
         policy: makes a policy instead of that of the configuration.
         bus: decides the offloading interval with the other engines on a bus; None without one.
+        check: raises ExecutorDead if the executor can run no more steps; None if it always can.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class Engine:
         *,
         policy: PolicyFactory | None = None,
         bus: BusMember | None = None,
+        check: Callable[[], None] | None = None,
     ) -> None:
         info = executor.info
         cost = profile.cost if profile is not None else None
@@ -111,6 +113,7 @@ class Engine:
         self._clock = clock
         self._refiner = refiner
         self._bus = bus
+        self._check = check
         self._is_stalled = False
         self._arrived: deque[Request] = deque()
         self._in_flight: tuple[_Submitted, ...] = ()  # the oldest first; replaced, as another thread reads it
@@ -186,6 +189,11 @@ class Engine:
         refusals = [self.add(self._arrived.popleft()) for _ in range(len(self._arrived))]
         return [refusal for refusal in refusals if refusal is not None]
 
+    def check(self) -> None:
+        """Raises: ExecutorDead if no step can run any more. Steps notice it too; this is for an idle engine."""
+        if self._check is not None:
+            self._check()
+
     def abort(self, request_ids: Iterable[RequestId]) -> None:
         self._is_stalled = False
         for request_id in request_ids:
@@ -196,6 +204,8 @@ class Engine:
         """Submit steps, as many as may be in flight, then collect and commit the oldest.
 
         If that one failed, it is lost (``Scheduler.fail``); those behind it are collected by later calls.
+
+        Raises: ExecutorDead if no step can run any more.
         """
         outputs = self.admit_arrived()
         planning_at = time.perf_counter()
@@ -207,6 +217,8 @@ class Engine:
             if self._bus is not None and submitted.plan.slices:
                 self._bus.begin_step(self.default_slo.tpot_s)
             outcome = self._steps.collect()
+        except ExecutorDead:
+            raise
         except Exception as error:
             logger.exception("step %d failed", submitted.plan.step)
             self.num_failed_steps_in_a_row += 1

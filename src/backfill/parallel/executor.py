@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import replace
 
 from backfill.core.block import BlockMove
@@ -12,7 +13,8 @@ from backfill.core.errors import BackfillError
 from backfill.core.plan import Compute, SampledToken, StepOutcome, StepPlan
 from backfill.execution.executor import ExecutorInfo
 from backfill.parallel.merge import CompletedOnAll, merge_infos
-from backfill.parallel.messages import FromRank, Loaded, LoadFailed, PlanEncoder, StepDone, StepRaised
+from backfill.parallel.messages import FromRank, Loaded, LoadFailed, StepDone, StepRaised, outcome_of
+from backfill.parallel.plan_codec import PlanEncoder
 from backfill.parallel.processes import RankProcesses
 from backfill.parallel.rank import RankLoader, output_rank
 
@@ -90,21 +92,23 @@ class ParallelExecutor:
         plan = self._in_flight[0]
         self._wait_for_reports(plan.step)
         self._in_flight.popleft()
-        failed: str | None = None
-        outcome: StepOutcome | None = None
-        for rank, reports in enumerate(self._ranks.reports):
-            report = reports.popleft()
-            if isinstance(report, StepDone) and report.step == plan.step:
-                self._completed.add(report.outcome)
-                if rank == self._output_rank:
-                    outcome = report.outcome
-            elif failed is None:
-                failed = _failure(rank, report)
-        if failed is not None:
-            raise RankFailed(failed)
-        assert outcome is not None
-        self._sampled += [SampledToken(each.request_id, each.token_id) for each in outcome.sampled]
+        reports = [each.popleft() for each in self._ranks.reports]
+        failed = [
+            f"{each.message} on rank {rank}"
+            for rank, each in enumerate(reports)
+            if isinstance(each, StepRaised)
+        ]
+        done = [each for each in reports if isinstance(each, StepDone)]
+        for each in done:
+            if each.others is not None:
+                self._completed.add(each.others)
+        if failed:
+            raise RankFailed("; ".join(failed))
+        outcome = outcome_of(plan, done[self._output_rank])
+        self._sampled += outcome.sampled
         copies, slot_copies = self._completed.take()
+        if copies == outcome.completed_copies and slot_copies == outcome.completed_slot_copies:
+            return outcome
         return replace(outcome, completed_copies=copies, completed_slot_copies=slot_copies)
 
     def run(self, plan: StepPlan) -> StepOutcome:
@@ -132,27 +136,23 @@ class ParallelExecutor:
         reports = self._ranks.reports
         give_up_at_s: float | None = None
         while not all(reports):
-            timeout_s = None
-            if give_up_at_s is not None:
-                timeout_s = give_up_at_s - time.monotonic()
-                if timeout_s <= 0:
-                    self._give_up(step)
+            timeout_s = None if give_up_at_s is None else max(0.0, give_up_at_s - time.monotonic())
             self._ranks.receive(timeout_s)
-            if give_up_at_s is None and any(each and isinstance(each[0], StepRaised) for each in reports):
+            failed = _failures([each[0] if each else None for each in reports])
+            if not failed:
+                continue
+            if give_up_at_s is None:
                 give_up_at_s = time.monotonic() + self._failed_step_s
-
-    def _give_up(self, step: int) -> None:
-        heads = [each[0] if each else None for each in self._ranks.reports]
-        failure = next(
-            _failure(rank, head) for rank, head in enumerate(heads) if isinstance(head, StepRaised)
-        )
-        waiting = ", ".join(f"rank {rank}" for rank, head in enumerate(heads) if head is None)
-        self._ranks.fail(
-            f"Step {step} failed: {failure}; {waiting} did not come out of it within "
-            f"{self._failed_step_s:g} s."
-        )
+            elif timeout_s == 0:
+                waiting = ", ".join(str(rank) for rank, each in enumerate(reports) if not each)
+                self._ranks.fail(
+                    f"Step {step} failed ({failed[0]}), and within {self._failed_step_s:g} s these ranks did "
+                    f"not come out of it: {waiting}."
+                )
 
 
-def _failure(rank: int, report: FromRank) -> str:
-    assert isinstance(report, StepRaised), f"unexpected {report!r} of rank {rank}"
-    return f"{report.message} on rank {rank}"
+def _failures(reports: Sequence[FromRank | None]) -> list[str]:
+    """Of the ranks that have reported one; reports are by rank."""
+    return [
+        f"{each.message} on rank {rank}" for rank, each in enumerate(reports) if isinstance(each, StepRaised)
+    ]

@@ -19,7 +19,7 @@ from backfill.parallel.messages import FromRank
 from backfill.parallel.rank import RankContext, RankLoader
 from backfill.parallel.reports import ReportReader
 from backfill.parallel.ring import RingMemory, RingWriter
-from backfill.parallel.stop_words import StopWords
+from backfill.parallel.shared_words import Barrier, StopWords
 from backfill.parallel.worker import WorkerSetup, run_worker
 
 _RING_BYTES = 1 << 20
@@ -53,6 +53,7 @@ class RankProcesses:
     def __init__(self, config: EngineConfig, threads: int, load: RankLoader) -> None:
         self.reports: list[deque[FromRank]] = [deque() for _ in range(config.num_ranks)]
         self.stop = StopWords()
+        self._barrier = Barrier(config.num_ranks)
         self._config, self._load = replace(config, threads=threads), load
         self._processes: list[PythonProcess] = []
         self._links: list[socket.socket] = []
@@ -73,7 +74,7 @@ class RankProcesses:
             shared = _Shared(ring_fd, memory_fd, store.fileno(), store.getsockname()[1])
             for rank in range(num_ranks):
                 self._start_rank(rank, shared)
-            return RingWriter(RingMemory(ring_fd, num_ranks), self._links, self.check)
+            return RingWriter(RingMemory(ring_fd, num_ranks), self.check)
 
     def _start_rank(self, rank: int, shared: _Shared) -> None:
         config = self._config
@@ -90,11 +91,12 @@ class RankProcesses:
             shared.store_port,
             shared.store_fd if rank == 0 else None,
             shared.memory_fd,
+            self._barrier,
         )
         with theirs:
             level = logging.getLogger().getEffectiveLevel()
             setup = WorkerSetup(config, context, self._load, shared.ring_fd, theirs.fileno(), level)
-            inherited = [shared.ring_fd, shared.memory_fd, self.stop.fd, theirs.fileno()]
+            inherited = [shared.ring_fd, shared.memory_fd, self.stop.fd, self._barrier.fd, theirs.fileno()]
             if context.store_fd is not None:
                 inherited.append(context.store_fd)
             process = PythonProcess(f"backfill-rank{rank}", run_worker, (setup,), pass_fds=inherited)
@@ -144,6 +146,7 @@ class RankProcesses:
         for link in self._links:
             link.close()
         self.stop.close()
+        self._barrier.close()
 
     def _how_it_ended(self, rank: int) -> str:
         process = self._processes[rank]

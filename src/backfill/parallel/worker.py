@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import logging
+import select
 import signal
 import socket
 import sys
@@ -14,7 +15,8 @@ from dataclasses import dataclass
 from backfill.core.config import EngineConfig
 from backfill.core.errors import BackfillError
 from backfill.core.heap import freeze_heap
-from backfill.parallel.messages import FromRank, Loaded, LoadFailed, PlanDecoder, StepDone, StepRaised
+from backfill.parallel.messages import FromRank, Loaded, LoadFailed, StepRaised, step_done
+from backfill.parallel.plan_codec import PlanDecoder
 from backfill.parallel.rank import RankContext, RankExecutor, RankLoader
 from backfill.parallel.reports import send_report
 from backfill.parallel.ring import RingClosed, RingMemory, RingReader
@@ -53,7 +55,8 @@ def run_worker(setup: WorkerSetup) -> None:
     with socket.socket(fileno=setup.socket_fd) as link, suppress(RingClosed, OSError):
         executor = _load(setup, link)
         if executor is not None:
-            _run_plans(executor, RingReader(memory, context.rank, link), link)
+            ring = RingReader(memory, context.rank, lambda: _check_open(link))
+            _run_plans(executor, ring, link)
 
 
 def _load(setup: WorkerSetup, link: socket.socket) -> RankExecutor | None:
@@ -73,13 +76,19 @@ def _load(setup: WorkerSetup, link: socket.socket) -> RankExecutor | None:
     return None
 
 
+def _check_open(link: socket.socket) -> None:
+    """Raises: RingClosed if the driver has closed its end. It sends nothing."""
+    if select.select([link], (), (), 0)[0]:
+        raise RingClosed
+
+
 def _run_plans(executor: RankExecutor, ring: RingReader, link: socket.socket) -> None:
     decoder = PlanDecoder()
     while True:
         plan, sampled = decoder.decode(ring.read())
         report: FromRank
         try:
-            report = StepDone(plan.step, executor.run(plan, sampled))
+            report = step_done(plan, executor.run(plan, sampled))
         except Exception as error:
             logger.exception("step %d failed", plan.step)
             report = StepRaised(plan.step, f"{type(error).__name__}: {error}")
