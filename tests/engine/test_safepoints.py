@@ -187,9 +187,8 @@ def run_disturbed(
     arrived = set()
 
     def before_layer(layer: int) -> None:
-        plan = engine._running_plan
-        assert plan is not None
-        number = arrivals.get((plan.step, layer))
+        (running,) = engine._in_flight
+        number = arrivals.get((running.plan.step, layer))
         if number is not None and number not in arrived:
             arrived.add(number)
             engine.arrive(online[number])
@@ -278,7 +277,7 @@ def stop_the_second_step(executor: TorchExecutor, engine: Engine) -> Request:
     (online,) = requests(ServiceClass.ONLINE, [(13, 5)])
 
     def before_layer(layer: int) -> None:
-        if engine._running_plan is not None and engine._running_plan.step == 1 and layer == 1:
+        if [each.plan.step for each in engine._in_flight] == [1] and layer == 1:
             model_of(executor).before_layer = lambda layer: None  # this layer may run for two micro-batches
             engine.arrive(online)
 

@@ -26,7 +26,7 @@ class Arriving(Engine):
         self.has_arrived = threading.Event()
 
     def arrive(self, request: Request) -> None:
-        self.arrived_in_step.append(self._running_plan is not None)
+        self.arrived_in_step.append(bool(self._in_flight))
         super().arrive(request)
         self.has_arrived.set()
 

@@ -79,9 +79,9 @@ class _Runner:
     """One executor, and a new engine on it for each run."""
 
     def __init__(self, config: EngineConfig, seed: int) -> None:
-        from backfill.execution.create import create_torch_executor
+        from backfill.parallel.create import create_executor
 
-        self._executor = create_torch_executor(config)
+        self._executor = create_executor(config)
         self._config = config
         self._random = random.Random(seed)
 

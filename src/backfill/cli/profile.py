@@ -88,11 +88,11 @@ def _measure(config: EngineConfig, options: ProfileOptions, console: Console) ->
     from backfill.costs.profiler import FULL, QUICK
     from backfill.engine.interval_choice import with_chosen_interval
     from backfill.execution.bus import open_bus
-    from backfill.execution.create import create_torch_executor
     from backfill.execution.profile import measure_profile, profile_path, save_in_cache
+    from backfill.parallel.create import create_executor
 
     config = with_chosen_interval(config)
-    executor = create_torch_executor(config, open_bus(config))
+    executor = create_executor(config, open_bus(config))
     with interruptible(), _bar(console) as bar:
         measured = measure_profile(config, executor, QUICK if options.quick else FULL, _advance(bar))
     path = options.out or profile_path(measured.key)

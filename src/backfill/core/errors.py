@@ -8,6 +8,7 @@ BackfillError
 │   └── CorruptModel       a file is truncated, damaged or does not fit its config
 ├── InsufficientMemory     the machine cannot hold what was asked for
 ├── RequestError           a request that can never be served as it stands
+├── ExecutorDead           a process that holds a part of the model has ended; the engine must start again
 ├── NotReady               what the request needs is not there now; it may be sent again
 ├── RequestAborted         its caller aborted it
 └── RequestLost            the engine lost a request; it may be run again
@@ -55,6 +56,10 @@ class CorruptModel(ModelError):
 
 class InsufficientMemory(BackfillError):
     """The weights or the KV pool do not fit; the message says what would."""
+
+
+class ExecutorDead(BackfillError):
+    """No step can run any more: a process that holds a part of the model has ended, or is out of step."""
 
 
 class RequestError(BackfillError):

@@ -16,7 +16,7 @@ from backfill.core.config import EngineConfig
 from backfill.core.errors import BackfillError
 from backfill.engine.environment import engine_environment
 from backfill.engine.hang import Watchdog
-from backfill.engine.messages import FromEngine, ToEngine
+from backfill.engine.messages import EngineFailed, FromEngine, ToEngine
 from backfill.engine.process import DUMP_SIGNAL, EngineLoader, run_engine_process
 from backfill.engine.tasks import TaskWatch
 from backfill.ipc.python_process import PythonProcess
@@ -29,6 +29,8 @@ _KILL_TIMEOUT_S = 1.0
 # Time for a process to write its stacks.
 _DUMP_S = 0.5
 _POLL_S = 0.2
+# The last message and the end of the process are noticed in any order.
+_LAST_MESSAGE_S = 0.1
 
 
 class EngineConnection:
@@ -131,10 +133,16 @@ class EngineConnection:
             while True:
                 arrival = asyncio.ensure_future(reports.recv())
                 await asyncio.wait({arrival, ending, hanging}, return_when=asyncio.FIRST_COMPLETED)
+                if not arrival.done():  # it may have sent why it ends
+                    await asyncio.wait({arrival}, timeout=_LAST_MESSAGE_S)
                 if not arrival.done():
                     arrival.cancel()
                     break
-                on_message(self._decoder.decode(arrival.result()))
+                message = self._decoder.decode(arrival.result())
+                if isinstance(message, EngineFailed):
+                    self._end_reason = message.message
+                else:
+                    on_message(message)
         except Exception:
             self._end_reason = "The engine's reports could not be read."
             raise

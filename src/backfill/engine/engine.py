@@ -5,18 +5,19 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 from backfill.core.clock import Clock
 from backfill.core.config import SchedulerConfig
-from backfill.core.errors import RequestError
+from backfill.core.errors import ExecutorDead, RequestError
 from backfill.core.plan import Compute, Resume, Safepoints, StepOutcome, StepPlan
 from backfill.core.request import FinishReason, PriorityLevel, Request, RequestId, ServiceClass
 from backfill.costs.load import StepLoad
 from backfill.costs.profile import CostProfile
 from backfill.engine.messages import ClassStats, EngineStats, StepKind, StepStats, TokenOutput
-from backfill.execution.executor import Executor, StoppableExecutor
+from backfill.execution.executor import Executor, StoppableExecutor, pipelined
 from backfill.kvcache.create import create_kv_cache
 from backfill.offloading.residency import ResidencyPolicy
 from backfill.scheduling.arrival import ArrivedPrompt, RunningStep, online_load, should_stop
@@ -34,6 +35,23 @@ logger = logging.getLogger(__name__)
 _NO_STEP = StepStats("none", 0, 0.0, 0.0)
 
 
+@dataclass(frozen=True, slots=True)
+class _Submitted:
+    """A step in flight.
+
+    Attributes:
+        waits_s: seconds, as predicted, for which it waits behind the steps before it.
+        is_alone: no other step is in flight beside it.
+    """
+
+    plan: StepPlan
+    kind: StepKind
+    planned_at_s: float
+    submitted_at_s: float
+    waits_s: float
+    is_alone: bool
+
+
 class Engine:
     """One scheduler driving one executor. Calls must not overlap, except for ``arrive``.
 
@@ -42,6 +60,7 @@ class Engine:
         refiner: refines the profile; None leaves it as it is.
         policy: makes a policy instead of that of the configuration.
         bus: decides the offloading interval with the other engines on a bus; None without one.
+        check: raises ExecutorDead if the executor can run no more steps; None if it always can.
     """
 
     def __init__(
@@ -54,9 +73,12 @@ class Engine:
         *,
         policy: PolicyFactory | None = None,
         bus: BusMember | None = None,
+        check: Callable[[], None] | None = None,
     ) -> None:
         info = executor.info
         cost = profile.cost if profile is not None else None
+        # Between two stages is not soon: policies then bound steps as if none could be stopped.
+        stops_soon = info.can_stop and info.max_steps_in_flight == 1
         self.executor = executor
         self.profile = profile
         self.default_slo = server_slo(config, cost)
@@ -66,7 +88,7 @@ class Engine:
         self.scheduler = Scheduler(
             config,
             create_kv_cache(config, info.num_blocks, info.block_size, info.num_host_blocks, max_num_blocks),
-            create_policy(config, self.predictor, default_slo=self.default_slo, can_stop=info.can_stop)
+            create_policy(config, self.predictor, default_slo=self.default_slo, can_stop=stops_soon)
             if policy is None
             else policy(config, self.predictor),
             predictor=self.predictor,
@@ -76,7 +98,12 @@ class Engine:
             num_layers=info.num_layers if info.can_stop else None,
             end_token_ids=info.end_token_ids,
             residency=ResidencyPolicy(residencies, info.num_layers) if residencies else None,
+            max_steps_in_flight=info.max_steps_in_flight,
+            stage_layers=info.stage_layers,
         )
+        self._steps = pipelined(executor)
+        # The part of a step that runs beside the one in front of it.
+        self._overlap = 1.0 - max(info.stage_layers, default=1) / max(1, sum(info.stage_layers))
         self.num_failed_steps_in_a_row = 0
         self.num_stopped_steps = 0
         self._offload_interval = info.offload_interval or 0
@@ -86,11 +113,11 @@ class Engine:
         self._clock = clock
         self._refiner = refiner
         self._bus = bus
+        self._check = check
         self._is_stalled = False
         self._arrived: deque[Request] = deque()
-        self._running_plan: StepPlan | None = None
-        self._online_load = StepLoad()  # of the step after the running one, without those that arrive
-        self._step_started_at_s = 0.0
+        self._in_flight: tuple[_Submitted, ...] = ()  # the oldest first; replaced, as another thread reads it
+        self._online_load = StepLoad()  # of the step after those in flight, without those that arrive
         self._busy_since_s: float | None = None  # the last commit; None if nothing was left to do then
         self._stop_request: tuple[int, float] | None = None  # which step to stop, and when that was asked
         self._last_step = _NO_STEP
@@ -98,7 +125,9 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """A step now would do something. Requests that the policy does not serve do not count."""
-        return bool(self._arrived) or (self.scheduler.has_work and not self._is_stalled)
+        if self._arrived or self._in_flight:
+            return True
+        return self.scheduler.has_work and not self._is_stalled
 
     @property
     def has_unfinished(self) -> bool:
@@ -115,22 +144,27 @@ class Engine:
         return None
 
     def arrive(self, request: Request) -> None:
-        """Take in a request while a step may be running, and stop that step if the request gains enough.
+        """Take in a request while steps may be running, and stop one of them if the request gains enough.
 
         May be called from any thread. The request is queued when the next step is planned. It can only stop
-        the step that it arrives in.
+        a step that it arrives in.
         """
         self.scheduler.give_objectives(request)
         self._arrived.append(request)
         try:
             self._maybe_stop_step()
         except Exception:  # then the request waits for the end of the step
-            logger.exception("whether to stop the running step could not be decided")
+            logger.exception("whether to stop a running step could not be decided")
 
     def _maybe_stop_step(self) -> None:
-        """Stop the running step if the requests that arrived during it gain enough (``should_stop``)."""
-        plan, predictor = self._running_plan, self.predictor
-        if plan is None or plan.safepoints is None or self._stop_requested_at_s(plan) is not None:
+        """Stop a step in flight if the requests that arrived meanwhile gain enough (``should_stop``).
+
+        One at a time: the next one only once the outcome of that step has come.
+        """
+        in_flight, predictor = self._in_flight, self.predictor
+        if not any(each.plan.safepoints is not None for each in in_flight):
+            return
+        if any(self._stop_requested_at_s(each.plan) is not None for each in in_flight):
             return
         assert predictor is not None
         arrived = [
@@ -139,16 +173,26 @@ class Engine:
             if each.service_class is ServiceClass.ONLINE
         ]
         now_s = self._clock.now_s()
-        step = self._running_step(plan, plan.safepoints, predictor)
         cost, scale = predictor.cost, predictor.time_scale
-        if should_stop(step, arrived, self._online_load, now_s, cost, scale):
-            self._stop_request = plan.step, now_s
-            cast(StoppableExecutor, self.executor).request_stop(plan.step)
+        for submitted in in_flight:
+            plan = submitted.plan
+            if plan.safepoints is None:
+                continue
+            step = self._running_step(submitted, plan.safepoints, predictor)
+            if should_stop(step, arrived, self._online_load, now_s, cost, scale):
+                self._stop_request = plan.step, now_s
+                cast(StoppableExecutor, self.executor).request_stop(plan.step)
+                return
 
     def admit_arrived(self) -> list[TokenOutput]:
         """Queue the requests that have arrived; returns the outputs of those that can never be served."""
         refusals = [self.add(self._arrived.popleft()) for _ in range(len(self._arrived))]
         return [refusal for refusal in refusals if refusal is not None]
+
+    def check(self) -> None:
+        """Raises: ExecutorDead if no step can run any more. Steps notice it too; this is for an idle engine."""
+        if self._check is not None:
+            self._check()
 
     def abort(self, request_ids: Iterable[RequestId]) -> None:
         self._is_stalled = False
@@ -157,64 +201,92 @@ class Engine:
         self._leave_bus_if_idle()
 
     def step(self) -> list[TokenOutput]:
-        """Plan a step, run it, commit it. If the executor raises, the step is lost (``Scheduler.fail``)."""
+        """Submit steps, as many as may be in flight, then collect and commit the oldest.
+
+        If that one failed, it is lost (``Scheduler.fail``); those behind it are collected by later calls.
+
+        Raises: ExecutorDead if no step can run any more.
+        """
         outputs = self.admit_arrived()
-        planned_at_s = self._clock.now_s()
         planning_at = time.perf_counter()
-        plan = self.scheduler.plan_step(planned_at_s)
-        self._is_stalled = plan.does_nothing
-        started_at_s = self._step_started_at_s = self._clock.now_s()
-        if plan.safepoints is not None and not plan.safepoints.suspends:
-            # Here, and not when a request arrives: that is in another thread.
-            self._online_load = self._online_load_after(plan)
-        kind = self._kind_of(plan)
-        self._running_plan = plan
-        if self._arrived:  # while the plan was made; they are not in it
-            self._maybe_stop_step()
-        running_at = time.perf_counter()
+        while len(self._in_flight) < self.executor.info.max_steps_in_flight and self._submit_next():
+            pass
+        collecting_at = time.perf_counter()
+        submitted = self._in_flight[0]
         try:
-            if self._bus is not None and plan.slices:
+            if self._bus is not None and submitted.plan.slices:
                 self._bus.begin_step(self.default_slo.tpot_s)
-            outcome = self.executor.run(plan)
+            outcome = self._steps.collect()
+        except ExecutorDead:
+            raise
         except Exception as error:
-            logger.exception("step %d failed", plan.step)
+            logger.exception("step %d failed", submitted.plan.step)
             self.num_failed_steps_in_a_row += 1
             self._busy_since_s = None
-            return outputs + self._fail(plan, error)
+            return outputs + self._fail(submitted.plan, error)
         finally:
-            self._running_plan = None
+            self._in_flight = self._in_flight[1:]
+        ended_at = time.perf_counter()
+        outputs += self._commit(submitted, outcome)
+        self.scheduling_s += (collecting_at - planning_at) + (time.perf_counter() - ended_at)
+        return outputs
+
+    def _submit_next(self) -> bool:
+        """Plan a step and submit it. Returns: whether another one may be worth planning."""
+        planned_at_s = self._clock.now_s()
+        plan = self.scheduler.plan_step(planned_at_s)
+        is_alone = not self._in_flight
+        if plan.does_nothing and not is_alone:
+            return False
+        self._is_stalled = plan.does_nothing
+        if plan.safepoints is not None and (self._overlap or not plan.safepoints.suspends):
+            # Here, and not when a request arrives: that is in another thread.
+            self._online_load = self._online_load_next()
+        waits_s = 0.0 if is_alone else self.scheduler.in_flight.waits_s(plan)
+        submitted = _Submitted(
+            plan, self._kind_of(plan), planned_at_s, self._clock.now_s(), waits_s, is_alone
+        )
+        self._steps.submit(plan)
+        self._in_flight = (*self._in_flight, submitted)
+        if self._arrived:  # while the plan was made; they are not in it
+            self._maybe_stop_step()
+        return bool(plan.slices)
+
+    def _commit(self, submitted: _Submitted, outcome: StepOutcome) -> list[TokenOutput]:
+        plan, started_at_s, now_s = submitted.plan, submitted.submitted_at_s, self._clock.now_s()
         if plan.slices:  # a step without slices does not show that the device works
             self.num_failed_steps_in_a_row = 0
-        ended_at, now_s = time.perf_counter(), self._clock.now_s()
         transfers = outcome.weight_transfers
         self._offload_interval = transfers.interval or 0
         self._num_transferred_weight_bytes += transfers.num_bytes
         self._weight_stall_s += transfers.stall_s
-        outputs += [_token_output(token) for token in self.scheduler.commit(plan, outcome, now_s)]
+        interval = self.scheduler.in_flight.interval_s(plan)
+        outputs = [_token_output(token) for token in self.scheduler.commit(plan, outcome, now_s)]
         stop_latency_s = self._stop_latency_s(plan, outcome)
         if stop_latency_s is not None:
             self.num_stopped_steps += 1
         is_whole = isinstance(plan.work, Compute) and not outcome.stopped
         if plan.slices and is_whole and not plan.copies.stalls:
-            if self.predictor is not None:
-                began_s = planned_at_s if self._busy_since_s is None else self._busy_since_s
-                self.predictor.observe(plan.predicted_s, now_s - started_at_s, now_s - began_s)
+            if self.predictor is not None and interval is not None:
+                since_s, predicted_s = interval
+                began_s = submitted.planned_at_s if self._busy_since_s is None else self._busy_since_s
+                self.predictor.observe(predicted_s, now_s - max(since_s, started_at_s), now_s - began_s)
+            is_alone = submitted.is_alone and not self._in_flight
             is_profiled = transfers.interval == self.executor.info.offload_interval
-            if self._refiner is not None and is_profiled:
+            if self._refiner is not None and is_profiled and is_alone:
                 self._refiner.observe(plan, now_s - started_at_s)
             if self._bus is not None:
                 self._bus.end_step(max(0.0, now_s - started_at_s - transfers.stall_s))
         self._busy_since_s = now_s if self.has_work else None
         self._leave_bus_if_idle()
         self._last_step = StepStats(
-            kind,
+            submitted.kind,
             plan.num_tokens,
             now_s - started_at_s,
             plan.predicted_s,
             bool(outcome.stopped),
             stop_latency_s,
         )
-        self.scheduling_s += (running_at - planning_at) + (time.perf_counter() - ended_at)
         return outputs
 
     def refine_profile(self) -> CostProfile | None:
@@ -289,22 +361,27 @@ class Engine:
             return None
         return stopped_at_s - requested_at_s
 
-    def _online_load_after(self, plan: StepPlan) -> StepLoad:
+    def _online_load_next(self) -> StepLoad:
         requests = self.scheduler.requests
         held = (*requests.running.values(), *requests.restoring.values())
         online = [each for each in held if each.priority_level is PriorityLevel.ONLINE]
-        return online_load(online, requests.waiting[PriorityLevel.ONLINE].requests, plan.slices)
+        slices = self.scheduler.in_flight.slices.values()
+        return online_load(online, requests.waiting[PriorityLevel.ONLINE].requests, slices)
 
-    def _running_step(self, plan: StepPlan, points: Safepoints, predictor: StepPredictor) -> RunningStep:
+    def _running_step(
+        self, submitted: _Submitted, points: Safepoints, predictor: StepPredictor
+    ) -> RunningStep:
+        plan = submitted.plan
         online = StepLoad.of_slices(each for each in plan.slices if not each.preemptible)
         num_layers = plan.work.num_layers if isinstance(plan.work, Resume) else self.executor.info.num_layers
         scale = predictor.time_scale
         return RunningStep(
-            started_at_s=self._step_started_at_s,
+            started_at_s=submitted.submitted_at_s + submitted.waits_s,
             predicted_s=scale * plan.predicted_s,
             online_s=scale * predictor.cost.step_time_s(online),
             stop_s=scale * points.layers_apart * plan.predicted_s / num_layers,
             suspends=points.suspends,
+            overlap=self._overlap,
         )
 
     def _kind_of(self, plan: StepPlan) -> StepKind:

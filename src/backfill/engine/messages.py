@@ -58,6 +58,12 @@ class StartFailed(msgspec.Struct, tag=True, frozen=True):
     message: str
 
 
+class EngineFailed(msgspec.Struct, tag=True, frozen=True):
+    """Engine to client, as its last message: why the process ends. Without one, its exit code is all."""
+
+    message: str
+
+
 class TokenOutput(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     """One step's output of one request.
 
@@ -176,4 +182,4 @@ class StepReport(msgspec.Struct, tag=True, frozen=True):
     stats: EngineStats
 
 
-FromEngine = Ready | StartFailed | ProfileRefined | StepReport
+FromEngine = Ready | StartFailed | ProfileRefined | StepReport | EngineFailed

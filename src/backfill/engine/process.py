@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from backfill.core.clock import WallClock
 from backfill.core.config import EngineConfig, SchedulerConfig
-from backfill.core.errors import BackfillError
+from backfill.core.errors import BackfillError, ExecutorDead
 from backfill.core.heap import freeze_heap
 from backfill.core.slo import SLO
 from backfill.costs.profile import CostProfile
@@ -20,6 +20,7 @@ from backfill.engine.hang import hang_timeout_s, heartbeat_s
 from backfill.engine.messages import (
     AbortRequests,
     AddRequest,
+    EngineFailed,
     FromEngine,
     ProfileRefined,
     Ready,
@@ -47,19 +48,22 @@ def load_engine(config: EngineConfig) -> Engine:
     from backfill.engine.bus import BusMember, OffloadedModel
     from backfill.engine.interval_choice import with_chosen_interval
     from backfill.execution.bus import open_bus
-    from backfill.execution.create import create_torch_executor
     from backfill.execution.profile import create_refiner, load_or_measure_profile
+    from backfill.execution.torch_executor import TorchExecutor
+    from backfill.parallel.create import create_executor
+    from backfill.parallel.executor import ParallelExecutor
 
     config = with_chosen_interval(config)
     bus, clock = open_bus(config), WallClock()
     try:
-        executor = create_torch_executor(config, bus)
+        executor = create_executor(config, bus)
     except BaseException:
         if bus is not None:
             bus.file.close()
         raise
+    check = executor.check if isinstance(executor, ParallelExecutor) else None
     member: BusMember | None = None
-    if bus is not None and executor.streamer is not None:
+    if bus is not None and isinstance(executor, TorchExecutor) and executor.streamer is not None:
         streamer, info = executor.streamer, executor.info
         assert info.offload_interval is not None
         model = OffloadedModel(
@@ -67,10 +71,10 @@ def load_engine(config: EngineConfig) -> Engine:
         )
         member = BusMember(bus, model, clock, streamer.set_interval)
     if not config.scheduler.needs_cost_model and config.profile_path is None:
-        return Engine(config.scheduler, executor, clock, bus=member)
+        return Engine(config.scheduler, executor, clock, bus=member, check=check)
     profile = load_or_measure_profile(config, executor)
     refiner = create_refiner(config, executor.info, profile, clock)
-    return Engine(config.scheduler, executor, clock, profile, refiner, bus=member)
+    return Engine(config.scheduler, executor, clock, profile, refiner, bus=member, check=check)
 
 
 def run_engine_process(
@@ -102,7 +106,12 @@ def _serve(config: EngineConfig, channel: EngineChannel, load: EngineLoader) -> 
         logger.warning("%s has no effect with %s", option, reason.replace("`", ""))
     channel.send(Ready(info, slo, profile, timeout_s))
     freeze_heap()  # while the client completes its own start
-    EngineLoop(engine, channel, heartbeat_s(timeout_s)).run()
+    try:
+        EngineLoop(engine, channel, heartbeat_s(timeout_s)).run()
+    except ExecutorDead as error:
+        logger.error("the engine ends: %s", error)
+        channel.send(EngineFailed(f"The engine process ended: {error}"))
+        raise SystemExit(1) from error
 
 
 def _log_objectives(config: SchedulerConfig, slo: SLO) -> None:
@@ -179,6 +188,8 @@ class EngineLoop:
                 outputs += engine.step()
             elif not (commands or outputs) and self._has_news.wait(self._heartbeat_s):
                 continue
+            else:
+                engine.check()
             self._channel.send(StepReport(outputs, engine.stats()))
 
     def _refine_profile(self) -> None:

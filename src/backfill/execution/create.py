@@ -23,7 +23,7 @@ from backfill.core.sampling import SamplingParams
 from backfill.execution.bus import Bus
 from backfill.execution.bus_throttle import BusThrottle
 from backfill.execution.copies import BlockCopier, create_copier
-from backfill.execution.executor import ExecutorInfo
+from backfill.execution.executor import Executor, ExecutorInfo
 from backfill.execution.machine import available_processors
 from backfill.execution.memory import MemoryPlan
 from backfill.execution.micro_batches import MicroBatchStreams
@@ -56,9 +56,7 @@ def create_torch_executor(config: EngineConfig, bus: Bus | None = None) -> Torch
     model_config = ModelConfig.from_folder(config.model_dir)
     device = choose_device(config)
     dtype = choose_dtype(config, model_config, device)
-    num_processors = os.cpu_count() or 1
-    if config.threads is not None and config.threads > num_processors:
-        raise ConfigError(f"`threads` must be at most {num_processors} here, got {config.threads}.")
+    check_threads(config)
     if device.type == "cpu":
         torch.set_num_threads(config.threads or available_processors())
     if config.min_offload_interval is not None and device.type != "cpu":
@@ -107,7 +105,7 @@ def create_torch_executor(config: EngineConfig, bus: Bus | None = None) -> Torch
     )
     pool_memory = None
     if config.min_offload_interval is None:
-        kv_pool = _allocate_pool(layout, plan.num_blocks, dtype, device)
+        kv_pool = allocate_pool(layout, plan.num_blocks, dtype, device)
     else:
         pool_memory = _reserve_pool(layout, info.max_num_blocks)
         kv_pool = pool_memory.bytes.view(dtype).view(layout.shape(info.max_num_blocks))
@@ -115,11 +113,11 @@ def create_torch_executor(config: EngineConfig, bus: Bus | None = None) -> Torch
     copier: BlockCopier | None = None
     if plan.num_host_blocks:
         throttle = bus.copies if bus is not None and device.type == "cpu" else None
-        copier = _create_copier(kv_pool, layout, plan.num_host_blocks, throttle)
+        copier = create_host_copier(kv_pool, layout, plan.num_host_blocks, throttle)
     executor = TorchExecutor(model, kv_pool, info, streams, copier, streamer, pool_memory)
-    _warm_up(executor)
+    warm_up(executor)
     if copier is not None and config.scheduler.shares_blocks:
-        _warm_up_slot_copies(executor)
+        warm_up_slot_copies(executor)
     return executor
 
 
@@ -159,6 +157,13 @@ def choose_device(config: EngineConfig) -> torch.device:
     return torch.device(config.device)
 
 
+def check_threads(config: EngineConfig) -> None:
+    """Raises: ConfigError for more threads than this machine has processors."""
+    num_processors = os.cpu_count() or 1
+    if config.threads is not None and config.threads > num_processors:
+        raise ConfigError(f"`threads` must be at most {num_processors} here, got {config.threads}.")
+
+
 def choose_dtype(config: EngineConfig, model_config: ModelConfig, device: torch.device) -> torch.dtype:
     """The type of weights and KV. Raises: ConfigError if the device does not have it."""
     name: str = config.dtype
@@ -190,9 +195,10 @@ def _log_offloading(num_layers: int, interval: int, memory: MemoryPlan) -> None:
         )
 
 
-def _allocate_pool(
+def allocate_pool(
     layout: KVLayout, num_blocks: int, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
+    """An uninitialised KV pool. Raises: InsufficientMemory."""
     try:
         return torch.empty(layout.shape(num_blocks), dtype=dtype, device=device)
     except (RuntimeError, MemoryError) as error:
@@ -213,9 +219,10 @@ def _reserve_pool(layout: KVLayout, num_blocks: int) -> ReservedMemory:
         ) from error
 
 
-def _create_copier(
+def create_host_copier(
     kv_pool: torch.Tensor, layout: KVLayout, num_host_blocks: int, throttle: BusThrottle | None
 ) -> BlockCopier:
+    """A copier with a pool in host memory. Raises: InsufficientMemory."""
     pool_gib = num_host_blocks * layout.block_bytes / GIB
     try:
         copier = create_copier(kv_pool, num_host_blocks, throttle)
@@ -227,7 +234,7 @@ def _create_copier(
     return copier
 
 
-def _warm_up(executor: TorchExecutor) -> None:
+def warm_up(executor: Executor) -> None:
     """Run one prefill and one decode step: libraries do slow work on their first use."""
     info = executor.info
     num_tokens = min(64, info.max_model_len - 1, info.num_blocks * info.block_size - 1)
@@ -243,7 +250,7 @@ def _warm_up(executor: TorchExecutor) -> None:
     executor.run(StepPlan(step=2, work=Compute(slices=()), released=(request_id,)))
 
 
-def _warm_up_slot_copies(executor: TorchExecutor) -> None:
+def warm_up_slot_copies(executor: Executor) -> None:
     """Copy slots both ways: on CUDA the first copies allocate buffers and compile kernels.
 
     There is a kernel for each power of two that the values of a head's slots are padded to, so the numbers of

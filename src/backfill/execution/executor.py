@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from backfill.core.errors import RequestError
 from backfill.core.plan import StepOutcome, StepPlan
@@ -31,6 +31,10 @@ class ExecutorInfo:
         min_offload_interval: the smallest to which it may change; None if it does not. What layers then need
             less memory is KV blocks.
         layer_bytes: of the weights of one layer; 0 without offloading.
+        max_steps_in_flight: steps that may be submitted and not collected yet: the stages of a pipeline. If
+            more than 1, the executor is a ``PipelinedExecutor``.
+        stage_layers: layers of each stage, in their order; empty where there is one stage. Steps then stop
+            only between two stages.
     """
 
     num_blocks: int
@@ -47,6 +51,8 @@ class ExecutorInfo:
     offload_interval: int | None = None
     min_offload_interval: int | None = None
     layer_bytes: int = 0
+    max_steps_in_flight: int = 1
+    stage_layers: tuple[int, ...] = ()
 
     @property
     def residencies(self) -> tuple[Residency, ...]:
@@ -118,5 +124,55 @@ class StoppableExecutor(Executor, Protocol):
         """Stop the preemptible slices of the step at its next safepoint.
 
         No effect if that step is not running, is past its last safepoint, or has none. May be called from
-        another thread during ``run``.
+        another thread during ``run``, ``submit`` or ``collect``.
         """
+
+
+@runtime_checkable
+class PipelinedExecutor(Executor, Protocol):
+    """An executor with several steps in flight, at most ``ExecutorInfo.max_steps_in_flight``.
+
+    Steps pass the stages in the order in which they were submitted, so on each rank a plan takes effect after
+    all of the plan before it. What ``Executor.run`` says of a plan and its outcome holds for each step.
+
+    Requests of the slices of steps in flight differ. A plan that is submitted while a step is in flight moves
+    no block, changes no memory and waits for no copy, and keeps what the steps in flight may suspend.
+    """
+
+    def submit(self, plan: StepPlan) -> None:
+        """Begin a step. It does not wait for its end, and reports no failure of a step."""
+
+    def collect(self) -> StepOutcome:
+        """The outcome of the oldest step that was submitted and not collected. Blocks until the step is done.
+
+        Raises: what made the step fail. It then counts as collected, no rank writes for it any more, and the
+            steps behind it are still to be collected: they have run, or fail too.
+        """
+
+    def run(self, plan: StepPlan) -> StepOutcome:
+        """``submit`` and ``collect``, with no other step in flight."""
+        self.submit(plan)
+        return self.collect()
+
+
+class OneStepAtATime(PipelinedExecutor):
+    """``submit`` and ``collect`` of an executor that has ``run`` alone: a step runs when it is collected."""
+
+    def __init__(self, executor: Executor) -> None:
+        self.info = executor.info
+        self._executor = executor
+        self._submitted: StepPlan | None = None
+
+    def submit(self, plan: StepPlan) -> None:
+        assert self._submitted is None, "a step is in flight"
+        self._submitted = plan
+
+    def collect(self) -> StepOutcome:
+        plan, self._submitted = self._submitted, None
+        assert plan is not None, "no step is in flight"
+        return self._executor.run(plan)
+
+
+def pipelined(executor: Executor) -> PipelinedExecutor:
+    """The executor itself if it is a ``PipelinedExecutor``, else with one step in flight."""
+    return executor if isinstance(executor, PipelinedExecutor) else OneStepAtATime(executor)

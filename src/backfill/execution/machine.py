@@ -7,7 +7,7 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from backfill.core.config import GIB
+from backfill.core.config import GIB, EngineConfig
 from backfill.core.errors import InsufficientMemory
 
 _CGROUP = Path("/sys/fs/cgroup")
@@ -47,6 +47,11 @@ def available_processors() -> int:
         return allowed if quota == "max" else max(1, min(allowed, math.ceil(int(quota) / int(period))))
     except (OSError, ValueError):
         return allowed
+
+
+def threads_of_rank(config: EngineConfig) -> int:
+    """Threads of each process that has a part of the model: they share the CPU evenly."""
+    return max(1, (config.threads or available_processors()) // config.num_ranks)
 
 
 def proc_value(file: str, name: str) -> str | None:

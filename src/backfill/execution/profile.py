@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import astuple
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -22,9 +23,8 @@ from backfill.costs.load import StepLoad
 from backfill.costs.profile import CostProfile, ProfileKey
 from backfill.costs.profiler import FULL, QUICK, Capacity, Grid, profile_executor
 from backfill.costs.refine import ProfileRefiner
-from backfill.execution.executor import ExecutorInfo
-from backfill.execution.machine import proc_value
-from backfill.execution.torch_executor import TorchExecutor
+from backfill.execution.executor import Executor, ExecutorInfo
+from backfill.execution.machine import proc_value, threads_of_rank
 from backfill.kernels.cpu import CpuKernels
 from backfill.models.config import ModelConfig
 from backfill.models.resolve import cache_root
@@ -34,14 +34,25 @@ logger = logging.getLogger(__name__)
 _LOCK_TIMEOUT_S = 10.0  # a save takes milliseconds; a start may wait for it
 
 
-def profile_key(config: EngineConfig, executor: TorchExecutor) -> ProfileKey:
+class MeasuredExecutor(Executor, Protocol):
+    """An executor whose steps are timed."""
+
+    def fill_kv_pool(self, num_blocks: int) -> None:
+        """Write to the first blocks of the pool, so that their pages are mapped."""
+
+
+def profile_key(config: EngineConfig, executor: MeasuredExecutor) -> ProfileKey:
     """Key of this executor's profile: the model's shape, the device and its kernels, the dtype.
 
-    Micro-batches, offloading and a bus that transfers are held to are part of how the device is used.
+    Micro-batches, offloading, a bus that transfers are held to and the division among ranks are part of how
+    the device is used.
     """
     model = ModelConfig.from_folder(config.model_dir)
     info = executor.info
-    device = device_name(config, torch.device(info.device), torch.get_num_threads())
+    num_threads = torch.get_num_threads() if config.num_ranks == 1 else threads_of_rank(config)
+    device = device_name(config, torch.device(info.device), num_threads)
+    if config.num_ranks > 1:
+        device += f", {config.tensor_parallel_size} x {config.pipeline_parallel_size} ranks"
     if config.offload_every is not None:
         device += f", offload interval {config.offload_every}"
         if config.offload_bus_gib_per_s is not None and info.device == "cpu":
@@ -70,7 +81,7 @@ def profile_path(key: ProfileKey) -> Path:
 
 def measure_profile(
     config: EngineConfig,
-    executor: TorchExecutor,
+    executor: MeasuredExecutor,
     grid: Grid = FULL,
     on_step: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> CostProfile:
@@ -168,7 +179,7 @@ def _is_full(path: Path) -> bool:
         return False
 
 
-def load_or_measure_profile(config: EngineConfig, executor: TorchExecutor) -> CostProfile:
+def load_or_measure_profile(config: EngineConfig, executor: MeasuredExecutor) -> CostProfile:
     """The profile named by the configuration, else the saved one, else a quick measurement, which is saved.
 
     Raises: ConfigError if the named profile cannot be read, or is of another model, device or dtype.

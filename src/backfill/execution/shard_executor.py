@@ -25,7 +25,6 @@ from backfill.execution.layer_pass import LayerPass, MicroBatch, sampled_rows
 from backfill.execution.micro_batches import MicroBatchStreams
 from backfill.execution.torch_executor import Stop, TorchExecutor
 from backfill.models.decoder import DecoderModel, HiddenState
-from backfill.models.shard import ModelShard
 
 
 @dataclass(slots=True)
@@ -55,7 +54,7 @@ class ShardExecutor(TorchExecutor):
     step that computes, also without rows or after a failure, so that the next one never waits in vain.
 
     Args:
-        model: the shard of it.
+        model: the rank's shard of it, whose group is that of ``links``.
         kv_pool: the rank's part of each block.
         is_stop_asked: whether a step of this number is to stop; asked on tensor rank 0.
     """
@@ -65,17 +64,16 @@ class ShardExecutor(TorchExecutor):
         model: DecoderModel,
         kv_pool: Tensor,
         info: ExecutorInfo,
-        shard: ModelShard,
         links: RankLinks,
         is_stop_asked: Callable[[int], bool],
         copier: BlockCopier | None = None,
     ) -> None:
         super().__init__(model, kv_pool, info, MicroBatchStreams(kv_pool.device, 1), copier)
-        self._shard = shard
+        self._shard = model.shard
         self._links = links
         self._is_stop_asked = is_stop_asked
         self._suspended_in: dict[int, LayerPass] = {}  # by the plan's step; several may be in flight
-        self._message = _Exchanged(0, 0, shard.num_layers)
+        self._message = _Exchanged(0, 0, model.num_layers)
 
     def run(self, plan: StepPlan, sampled: Sequence[SampledToken] = ()) -> StepOutcome:
         """Run the rank's part of a plan.

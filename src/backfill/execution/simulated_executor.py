@@ -99,7 +99,8 @@ class SimulatedExecutor:
             self._num_tokens.pop(request_id, None)
         for admitted in plan.admitted:
             self._num_tokens[admitted.request_id] = len(admitted.prompt_token_ids)
-        self._begin_copies(plan.copies)
+        now_s = self._clock.now_s()
+        self._wait(self._begin_copies(plan.copies, now_s) - now_s)
         match plan.work:
             case WaitForCopies():
                 self._wait(self._copies[0][0] - self._clock.now_s())
@@ -150,8 +151,8 @@ class SimulatedExecutor:
             weight_transfers=WeightTransfers() if self._streamer is None else self._streamer.take_transfers(),
         )
 
-    def _begin_copies(self, copies: BlockCopies) -> None:
-        """Queue the copies; wait for the blocking ones."""
+    def _begin_copies(self, copies: BlockCopies, at_s: float) -> float:
+        """Queue the copies, which begin at this time; returns when the blocking ones have completed."""
         checkpoints: list[BlockCopy | SlotCopy] = [*copies.checkpoint, *copies.slot_checkpoint]
         restores: list[BlockCopy | SlotCopy] = [*copies.restore, *copies.slot_restore]
         for direction, of_direction in (
@@ -159,13 +160,14 @@ class SimulatedExecutor:
             (CopyDirections.RESTORE, restores),
         ):
             for copy in of_direction:
-                began_s = max(self._copying_until_s, self._clock.now_s())
+                began_s = max(self._copying_until_s, at_s)
                 share = copy.num / self.info.block_size if isinstance(copy, SlotCopy) else 1.0
                 self._copying_until_s = began_s + self._copy_block_s(direction) * share
                 if direction not in copies.blocking:
                     self._copies.append((self._copying_until_s, copy))
             if of_direction and direction in copies.blocking:
-                self._wait(self._copying_until_s - self._clock.now_s())
+                at_s += self._copying_until_s - at_s
+        return at_s
 
     def _copy_block_s(self, direction: CopyDirections) -> float:
         speed = self._device.copies

@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -35,6 +35,7 @@ class PythonProcess:
         name: shown in its command line.
         target: a function at module level; pickled by name.
         environment: added to this process's environment.
+        pass_fds: file descriptors that it inherits, under the same numbers.
 
     Attributes:
         sentinel: once started, a file descriptor that becomes readable when the process ends.
@@ -46,8 +47,10 @@ class PythonProcess:
         target: Callable[..., None],
         args: tuple[Any, ...],
         environment: Mapping[str, str] | None = None,
+        pass_fds: Sequence[int] = (),
     ) -> None:
         self._name = name
+        self._pass_fds = tuple(pass_fds)
         self._work = (target, args)
         self._environment = environment or {}
         self._process: subprocess.Popen[bytes] | None = None
@@ -65,7 +68,7 @@ class PythonProcess:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-c", _BOOTSTRAP, self._name, str(os.getpid())],
                 stdin=subprocess.PIPE,
-                pass_fds=(held_by_child,),
+                pass_fds=(held_by_child, *self._pass_fds),
                 env={**os.environ, **self._environment},
             )
         finally:

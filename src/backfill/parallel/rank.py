@@ -9,7 +9,7 @@ from typing import Protocol
 from backfill.core.config import EngineConfig
 from backfill.core.plan import SampledToken, StepOutcome, StepPlan
 from backfill.execution.executor import ExecutorInfo
-from backfill.parallel.stop_words import StopWords
+from backfill.parallel.shared_words import Barrier, StopWords
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +22,7 @@ class RankContext:
         store_port: TCP port on 127.0.0.1 where rank 0 serves the store through which the ranks meet.
         store_fd: rank 0's listening socket on that port, for ``torch.distributed.TCPStore``; else None.
         memory_fd: an empty file in memory without a name, the same for all ranks. It ends with them.
+        barrier: where ranks that load at the same time wait for each other, once; None if they do not.
     """
 
     rank: int
@@ -31,6 +32,7 @@ class RankContext:
     store_port: int
     store_fd: int | None
     memory_fd: int
+    barrier: Barrier | None = None
 
     @property
     def num_ranks(self) -> int:

@@ -1,31 +1,28 @@
 """A ring of bytes in shared memory: one process writes messages, several read all of them.
 
-    words     [written | read by 0, 0 sleeps | read by 1, 1 sleeps | ...]     each pair on a cache line
-    bytes     [ .............................................................. ]
+    words     [written | read by 0 | read by 1 | ...]     each on a cache line of its own
+    bytes     [ ...................................... ]
 
-``written`` and ``read`` count bytes since the start; a byte's place is its count modulo the capacity. A message
-is its length and its bytes, and may be longer than the ring: the writer goes on as readers make room.
+The words count bytes since the start; a byte's place is its count modulo the capacity. A message is its
+length and its bytes. It may be longer than the ring: the writer goes on as readers make room.
 
-A reader that finds nothing looks again for a moment, then sleeps on its doorbell, a socket to the writer, so a
-writer or a reader that has ended is noticed as the socket's end.
+Readers that find nothing sleep until the writer wakes them all with one call. They do not spin first: where
+ranks and driver share cores, that takes the time of those they wait for.
 """
 
 from __future__ import annotations
 
-import select
-import socket
 import struct
-import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable
 
+from backfill.parallel.futex import Futex, fence
 from backfill.parallel.memory import create_memory, map_memory
 
 _LINE = 8  # words of a cache line: processes that write different lines do not slow each other down
+_WRITTEN = 0
 _LENGTH = struct.Struct("<Q")
-_SPIN_S = 50e-6
-_RECHECK_S = 0.05  # see RingReader._wait
+_SLEEP_S = 0.25
 _FULL_WAIT_S = 0.0005  # a full ring is rare: only long prompts fill it
 
 
@@ -41,23 +38,17 @@ class RingMemory:
     """
 
     def __init__(self, fd: int, num_readers: int) -> None:
-        header = _header_bytes(num_readers)
-        memory = map_memory(fd)
-        self.num_readers = num_readers
+        memory, header = map_memory(fd), _header_bytes(num_readers)
         self.words = memory[:header].cast("Q")
         self.data = memory[header:]
         self.capacity = len(self.data)
-        self._fence = threading.Lock()
+        self.futex = Futex(memory)
+        self.places = [_LINE * (1 + reader) for reader in range(num_readers)]  # of the readers' words
 
     @staticmethod
     def create(capacity: int, num_readers: int) -> int:
         """File descriptor of the memory of a new ring that holds ``capacity`` bytes."""
         return create_memory(_header_bytes(num_readers) + capacity)
-
-    def fence(self) -> None:
-        """Order what was written before against what is written or read after, also on weakly ordered CPUs."""
-        with self._fence:
-            pass
 
 
 def _header_bytes(num_readers: int) -> int:
@@ -66,102 +57,81 @@ def _header_bytes(num_readers: int) -> int:
 
 class RingWriter:
     """Args:
-    doorbells: one socket for each reader.
-    wait_for_room: called while the ring is full; raises if a reader has ended.
+    check: called while the ring is full; raises if a reader has ended.
     """
 
-    def __init__(
-        self, memory: RingMemory, doorbells: Sequence[socket.socket], wait_for_room: Callable[[], None]
-    ) -> None:
+    def __init__(self, memory: RingMemory, check: Callable[[], None]) -> None:
         self._memory = memory
-        self._doorbells = doorbells
-        self._wait_for_room = wait_for_room
+        self._check = check
         self._written = 0
-        for doorbell in doorbells:
-            doorbell.setblocking(False)
 
     def write(self, message: bytes) -> None:
         """Blocks while the ring is full."""
         rest = memoryview(_LENGTH.pack(len(message)) + message)
         while rest:
             num_bytes = min(self._room(), len(rest))
-            if num_bytes == 0:
-                self._wait_for_room()
+            if num_bytes:
+                self._put(rest[:num_bytes])
+                rest = rest[num_bytes:]
+            else:
+                self._check()
                 time.sleep(_FULL_WAIT_S)
-                continue
-            self._put(rest[:num_bytes])
-            rest = rest[num_bytes:]
 
     def _room(self) -> int:
-        words, num_readers = self._memory.words, self._memory.num_readers
-        read = min(words[_LINE * (1 + reader)] for reader in range(num_readers))
-        return self._memory.capacity - (self._written - read)
+        memory = self._memory
+        return memory.capacity - self._written + min(memory.words[place] for place in memory.places)
 
     def _put(self, part: memoryview) -> None:
         memory, place = self._memory, self._written % self._memory.capacity
         before_end = min(len(part), memory.capacity - place)
         memory.data[place : place + before_end] = part[:before_end]
-        memory.data[: len(part) - before_end] = part[before_end:]
+        if before_end < len(part):
+            memory.data[: len(part) - before_end] = part[before_end:]
         self._written += len(part)
-        memory.fence()
-        memory.words[0] = self._written
-        memory.fence()
-        for reader, doorbell in enumerate(self._doorbells):
-            if memory.words[_LINE * (1 + reader) + 1]:
-                with suppress(OSError):  # it has been rung already, or the reader has ended
-                    doorbell.send(b"\0")
+        fence()
+        memory.words[_WRITTEN] = self._written
+        memory.futex.wake(_WRITTEN)
 
 
 class RingReader:
     """Args:
     reader: its number, from 0.
-    doorbell: the other end of the writer's socket for this reader.
+    check: called now and then while there is nothing to read; raises if the writer has ended.
     """
 
-    def __init__(self, memory: RingMemory, reader: int, doorbell: socket.socket) -> None:
+    def __init__(self, memory: RingMemory, reader: int, check: Callable[[], None]) -> None:
         self._memory = memory
-        self._place = _LINE * (1 + reader)
-        self._doorbell = doorbell
+        self._place = memory.places[reader]
+        self._check = check
         self._read = 0
 
     def read(self) -> bytes:
-        """The next message; blocks until it is there. Raises: RingClosed."""
+        """The next message; blocks until it is there."""
         (length,) = _LENGTH.unpack(self._take(_LENGTH.size))
-        return bytes(self._take(length))
+        return self._take(length)
 
-    def _take(self, num_bytes: int) -> bytearray:
-        memory, taken = self._memory, bytearray(num_bytes)
-        done = 0
-        while done < num_bytes:
-            available = memory.words[0] - self._read
+    def _take(self, num_bytes: int) -> bytes:
+        memory, parts, left = self._memory, [], num_bytes
+        while left:
+            available = memory.words[_WRITTEN] - self._read
             if available == 0:
                 self._wait()
                 continue
-            memory.fence()
+            fence()
             place = self._read % memory.capacity
-            count = min(available, num_bytes - done, memory.capacity - place)
-            taken[done : done + count] = memory.data[place : place + count]
-            done += count
+            count = min(available, left, memory.capacity - place)
+            parts.append(bytes(memory.data[place : place + count]))
+            left -= count
             self._read += count
-            memory.fence()
+            fence()
             memory.words[self._place] = self._read
-        return taken
+        return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def _wait(self) -> None:
         """Return when there is something to read."""
-        words, read = self._memory.words, self._read
-        until = time.perf_counter() + _SPIN_S
-        while time.perf_counter() < until:
-            if words[0] != read:
+        memory, read = self._memory, self._read
+        while True:
+            memory.futex.wait(_WRITTEN, read, _SLEEP_S)
+            if memory.words[_WRITTEN] != read:
                 return
-        words[self._place + 1] = 1
-        self._memory.fence()
-        try:
-            # A time limit, as no fence of Python's is known to order this flag against the counter on each CPU.
-            while words[0] == read:
-                if select.select([self._doorbell], (), (), _RECHECK_S)[0] and not self._doorbell.recv(4096):
-                    raise RingClosed
-        except OSError as error:
-            raise RingClosed from error
-        finally:
-            words[self._place + 1] = 0
+            self._check()

@@ -6,7 +6,6 @@ import math
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from backfill.execution.collectives import PeerFailed, StageHeader
 from backfill.models.decoder import HiddenState
@@ -109,4 +108,3 @@ class SharedMemoryLink:
         self._signals.wait_for(end, count)
         if self._signals.count(end) >= CLOSED:
             raise PeerFailed(f"the {'next' if end == _RECEIVER else 'previous'} stage has ended")
-

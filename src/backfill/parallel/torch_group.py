@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
@@ -17,21 +18,22 @@ from backfill.execution.collectives import PeerFailed, StageHeader
 from backfill.models.decoder import HiddenState
 from backfill.parallel.shared_memory_link import NUM_MESSAGES, RowShape
 
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import ProcessGroup, Store, Work
+
 # A rank that has ended closes its connections, which the others notice at once. This is for one that hangs.
 _TIMEOUT = timedelta(seconds=60)
 _NOT_STOPPED = -1
 
 
-def create_process_group(
-    store: dist.Store, name: str, rank: int, size: int, device: torch.device
-) -> dist.ProcessGroup:
+def create_process_group(store: Store, name: str, rank: int, size: int, device: torch.device) -> ProcessGroup:
     """A group of the ranks that call this with the same name. Blocks until all ``size`` of them have."""
-    prefixed = dist.PrefixStore(name, store)
+    prefixed = dist.distributed_c10d.PrefixStore(name, store)
     if device.type == "cuda":
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = _TIMEOUT
-        return dist.ProcessGroupNCCL(prefixed, rank, size, options)
-    return dist.ProcessGroupGloo(prefixed, rank, size, _TIMEOUT)
+        return cast("ProcessGroup", dist.ProcessGroupNCCL(prefixed, rank, size, options))
+    return cast("ProcessGroup", dist.ProcessGroupGloo(prefixed, rank, size, _TIMEOUT))
 
 
 class TorchGroup:
@@ -43,14 +45,14 @@ class TorchGroup:
     A rank that fails in a step leaves others in a collective, which torch cannot take back. So it closes its
     connections, and every later step fails on all ranks.
 
-    With NCCL the host would have to wait for the device to read what was decided. ``stop_agreed`` is therefore
-    what travelled to the safepoint before: the executor has waited for that already.
+    With NCCL the host would have to wait for the device to read what was decided. ``stop_agreed`` is
+    therefore what travelled to the safepoint before: the executor has waited for that already.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: ProcessGroup) -> None:
         self.rank = group.rank()
         self.size = group.size()
-        self._group: dist.ProcessGroup | None = group
+        self._group: ProcessGroup | None = group
         self._is_nccl = group.name() == "nccl"
         self._is_stop_asked: Callable[[], bool] | None = None
         self._answers: deque[Tensor] = deque(maxlen=2)  # one for each safepoint that sums travelled to
@@ -112,7 +114,7 @@ class TorchGroup:
         self._open().allgather([parts], [x]).wait()
         return sum_of(parts)
 
-    def _open(self) -> dist.ProcessGroup:
+    def _open(self) -> ProcessGroup:
         if self._group is None:
             raise PeerFailed("the ranks were separated by a step that failed")
         return self._group
@@ -136,13 +138,13 @@ class TorchLink:
     """
 
     def __init__(
-        self, headers: dist.ProcessGroup, rows: dist.ProcessGroup, shape: RowShape, device: torch.device
+        self, headers: ProcessGroup, rows: ProcessGroup, shape: RowShape, device: torch.device
     ) -> None:
         self._headers = headers
         self._rows = rows
         self._shape = shape
         self._device = device
-        self._sent: deque[list[tuple[dist.Work, Tensor]]] = deque()
+        self._sent: deque[list[tuple[Work, Tensor]]] = deque()
 
     def send(self, header: StageHeader, state: HiddenState | None) -> None:
         tensors = [] if state is None else [state.residual.clone()]

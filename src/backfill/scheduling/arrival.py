@@ -12,6 +12,8 @@ from backfill.costs.model import CostModel
 
 # With suspending, a step is stopped only if that saves more than this many times the wait for a safepoint.
 _MIN_GAIN = 2.0
+# Steps of a pipeline stop between two stages, where a stop costs nothing: only what gains little is left out.
+_MIN_STAGE_GAIN = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +25,7 @@ class RunningStep:
         online_s: what the step would take with its online slices alone; 0 without any.
         stop_s: longest time to its next safepoint.
         suspends: stopped slices are suspended; otherwise they are discarded.
+        overlap: the part of the next step that runs beside this one, in the stages that it has left.
     """
 
     started_at_s: float
@@ -30,6 +33,7 @@ class RunningStep:
     online_s: float
     stop_s: float
     suspends: bool
+    overlap: float = 0.0
 
     def ends_in_s(self, now_s: float) -> float:
         return max(0.0, self.predicted_s - (now_s - self.started_at_s))
@@ -87,7 +91,8 @@ def should_stop(
     discarded: only as in the paper, when a prompt would miss its TTFT objective if the step ran to its end,
     and would not if it stopped. A prompt that would be late either way does not cost offline work as well
     (Niyama's relegation). The estimate computes all prompts together in the next step, the queued ones too,
-    beside the online decodes: they go with or before those that arrived.
+    beside the online decodes: they go with or before those that arrived. In a pipeline a part of that step
+    runs beside the running one, and does not wait for it.
 
     The printed algorithm's test on line 10 is inverted (it leaves when the objective would be missed), and it
     charges the next step for the offline requests of this one, which the policy does not put beside a prompt.
@@ -101,12 +106,16 @@ def should_stop(
     if not arrived:
         return False
     at_end_s, stopped_s = step.ends_in_s(now_s), step.ends_stopped_in_s(now_s)
-    if step.suspends:
+    if step.suspends and not step.overlap:
         return at_end_s - stopped_s > _MIN_GAIN * step.stop_s
     load = online.copy()
     for prompt in arrived:
         load.put(0, prompt.num_tokens, True)
     next_step_s = time_scale * cost.step_time_s(load)
+    # What is left of this step when the next one can be beside it no more.
+    at_end_s, stopped_s = (max(0.0, each - step.overlap * next_step_s) for each in (at_end_s, stopped_s))
+    if step.suspends:
+        return at_end_s - stopped_s > _MIN_STAGE_GAIN * step.stop_s
     return any(
         now_s + stopped_s + next_step_s <= prompt.ttft_deadline_at_s < now_s + at_end_s + next_step_s
         for prompt in arrived

@@ -14,6 +14,7 @@ from backfill.costs.model import CostModel
 from backfill.kvcache.content import BlockKey, Evictable, Match
 from backfill.kvcache.manager import KVCacheManager
 from backfill.scheduling.batch import Batch
+from backfill.scheduling.in_flight import StepsInFlight
 from backfill.scheduling.policy import MIN_PREFILL_CHUNK_TOKENS, NO_LIMITS, Admission, ChunkLimits
 from backfill.scheduling.preemption import Preemption, may_be_preempted
 from backfill.scheduling.queues import UnfinishedRequests
@@ -41,11 +42,12 @@ class StepBuilder:
     preemption: Preemption
     cost: CostModel | None
     now_s: float
+    in_flight: StepsInFlight = field(default_factory=StepsInFlight)
     batch: Batch = field(init=False)
     # Requests that came to hold blocks with all their KV on the device.
     started: list[Request] = field(init=False, default_factory=list)
-    # The blocks that this step computes, each with the most urgent request that does, and the indices where
-    # its prompts begin.
+    # The blocks that this step computes, or one in flight, each with the most urgent request that does, and
+    # the indices where prompts begin.
     _in_step: dict[BlockKey, Request] = field(init=False, default_factory=dict)
     _starts: set[int] = field(init=False, default_factory=set)
     _num_looked_up: int = field(init=False, default=0)
@@ -53,6 +55,9 @@ class StepBuilder:
 
     def __post_init__(self) -> None:
         self.batch = Batch(self.config.max_num_seqs, self.config.max_num_batched_tokens)
+        self.preemption.held_back = ()
+        for request_id, scheduled in self.in_flight.slices.items():
+            self._note_blocks(self.requests.by_id[request_id], scheduled.start, scheduled.num_tokens)
 
     @property
     def predicted_s(self) -> float:
@@ -102,6 +107,9 @@ class StepBuilder:
         return max(0, request.num_ever_computed_tokens - num_on_device) // self.kv.block_size
 
     def add_decodes(self, requests: Sequence[Request], max_step_s: float = math.inf) -> int:
+        held_back = self.preemption.held_back
+        if held_back:
+            requests = [each for each in requests if each.priority_level not in held_back]
         num_fitting = min(self._num_fitting(requests, max_step_s), self.seqs_left, self.tokens_left)
         requests = requests[:num_fitting]
         batch, size = self.batch, self.kv.block_size
@@ -129,6 +137,8 @@ class StepBuilder:
     def try_add(self, request: Request, limits: ChunkLimits = NO_LIMITS) -> int:
         if request.status is not RequestStatus.RUNNING or not self.batch.has_headroom:
             return 0
+        if request.priority_level in self.preemption.held_back:
+            return 0
         if not request.is_decoding:
             self.kv.match_more(request)
             if self._waits_for_next_block(request):
@@ -146,6 +156,8 @@ class StepBuilder:
     ) -> Admission:
         if request.status not in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
             return Admission.DEFERRED  # preempted for another one in this step, and moved within its queue
+        if request.priority_level in self.preemption.held_back:
+            return Admission.REFUSED
         if any(self._waits_for_prefix(request, index) for index in self._starts):
             return Admission.DEFERRED  # it was looked up before, and has all blocks before this in common
         match = self.kv.match(request)
@@ -225,8 +237,12 @@ class StepBuilder:
 
     def _add(self, request: Request, num_tokens: int) -> None:
         self.batch.add(request, num_tokens)
+        self._note_blocks(request, request.num_computed_tokens, num_tokens)
+
+    def _note_blocks(self, request: Request, start: int, num_tokens: int) -> None:
+        """Prompts with the same next block wait for these tokens to be computed."""
         if num_tokens >= self.kv.block_size:
-            start, level = request.num_computed_tokens, request.priority_level.value
+            level = request.priority_level.value
             self._starts.add(start // self.kv.block_size)
             for key in self.kv.keys_of(request, start, start + num_tokens):
                 known = self._in_step.get(key)
@@ -251,7 +267,9 @@ class StepBuilder:
             self._add(request, num_tokens)
 
     def _waits_for_prefix(self, request: Request, index: int) -> bool:
-        """Whether another request computes this one's block in this step; the next step then finds it.
+        """Whether another request computes this one's block in this step, or in one in flight.
+
+        A later step then finds it.
 
         A request never waits for one that is less urgent. It waits a bounded number of steps beyond those
         that found it a block: who is waited for may be stopped.
@@ -260,7 +278,8 @@ class StepBuilder:
         other = None if key is None else self._in_step.get(key)
         if other is None or other.priority_level.value > request.priority_level.value:
             return False
-        if other.request_id not in self.batch.members:  # it was preempted meanwhile
+        name = other.request_id
+        if name not in self.batch.members and name not in self.in_flight.slices:  # it was preempted meanwhile
             return False
         request.num_prefix_waits += 1
         return request.num_prefix_waits <= _MAX_PREFIX_WAITS + index

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -19,8 +20,9 @@ from backfill.kvcache.manager import KVCacheManager
 from backfill.scheduling.batch import Batch
 from backfill.scheduling.builder import StepBuilder
 from backfill.scheduling.copy_budget import copy_limits
+from backfill.scheduling.in_flight import StepsInFlight
 from backfill.scheduling.memory_division import OFFLINE_LEVELS, MemoryChanges, MemoryDivision
-from backfill.scheduling.policy import Policy, Snapshot
+from backfill.scheduling.policy import Policy, RequestView, Snapshot
 from backfill.scheduling.prediction import StepPredictor
 from backfill.scheduling.preemption import Preemption
 from backfill.scheduling.queues import UnfinishedRequests
@@ -43,11 +45,15 @@ class StepPlanner:
     pool alone, and the first slice of a step has no time limit, so every step with a request that the policy
     serves makes progress.
 
+    With several steps in flight, a step gets its share of the requests of each priority level. So as many
+    batches of about one size are in rotation as there may be steps in flight, and all stages have work.
+
     Args:
         predictor: predicts steps for policies that bound their time; None for policies that do not.
         block_copy_s: seconds that a copy of one block between device and host takes; None if not known.
         copy_interference: seconds by which a step becomes longer for each second of copying beside it.
         division: divides device memory between weights and KV; None where that does not change.
+        in_flight: steps whose outcomes are to come.
     """
 
     config: SchedulerConfig
@@ -60,6 +66,7 @@ class StepPlanner:
     block_copy_s: float | None
     copy_interference: float
     division: MemoryDivision | None
+    in_flight: StepsInFlight
     _known_to_executor: set[RequestId] = field(init=False, default_factory=set)
     _to_admit: dict[RequestId, Request] = field(init=False, default_factory=dict)
     _to_release: list[RequestId] = field(init=False, default_factory=list)
@@ -79,7 +86,7 @@ class StepPlanner:
 
     def plan(self, now_s: float) -> StepPlan:
         """See ``Scheduler.plan_step``."""
-        self.requests.change_levels(now_s)
+        self.requests.change_levels(now_s, self.in_flight.slices)
         self.kv.advance(now_s)
         if self.division is not None:
             self.division.prepare(now_s)
@@ -88,25 +95,31 @@ class StepPlanner:
             self.kv.start(request)
             self._on_started(request)
         view = self._snapshot(now_s)
-        if self.suspension.requests:
+        if self.suspension.may_resume:
             resumed = self.suspension.resume(self.policy.resume_s(view))
             if resumed is not None:
                 return self._plan_of(view, resumed)
-        batch = self._build(view)
+        batch = self._build(view, now_s)
         if batch.has_preempted and not batch.members:  # others may run in its place
-            batch = self._build(self._snapshot(now_s))
+            batch = self._build(self._snapshot(now_s), now_s)
         predicted_s = 0.0 if self.predictor is None else self.predictor.cost.step_time_s(batch.load)
         work = Compute(
             self._slices_of(batch),
             predicted_s,
-            self.suspension.safepoints(batch, predicted_s),
-            keeps_suspended=bool(self.suspension.requests),
+            self.suspension.safepoints(batch, predicted_s, self.in_flight.may_suspend),
+            keeps_suspended=self._keeps_suspended,
         )
         return self._plan_of(view, work, self._take_admitted(batch))
 
-    def _build(self, view: Snapshot[Request]) -> Batch:
+    @property
+    def _keeps_suspended(self) -> bool:
+        return bool(self.suspension.requests) or self.in_flight.may_suspend
+
+    def _build(self, view: Snapshot[Request], now_s: float) -> Batch:
         cost = None if self.predictor is None else self.predictor.cost
-        builder = StepBuilder(self.config, self.kv, self.requests, self.preemption, cost, view.now_s)
+        builder = StepBuilder(
+            self.config, self.kv, self.requests, self.preemption, cost, now_s, self.in_flight
+        )
         self.policy.build(view, builder)
         for request in builder.started:
             self._on_started(request)
@@ -141,9 +154,10 @@ class StepPlanner:
         copies = self.kv.take_copies()
         changes = MemoryChanges() if self.division is None else self.division.take_changes()
         waits = isinstance(work, Compute) and not work.slices and self.kv.num_copies_in_flight > 0
+        waits = waits and not self.in_flight  # else an outcome to come reports copies
         plan = StepPlan(
             step=self._num_plans,
-            work=WaitForCopies(bool(self.suspension.requests)) if waits else work,
+            work=WaitForCopies(self._keeps_suspended) if waits else work,
             admitted=admitted,
             released=tuple(self._to_release),
             copies=copies,
@@ -157,22 +171,54 @@ class StepPlanner:
 
     def _snapshot(self, now_s: float) -> Snapshot[Request]:
         kv, requests = self.kv, self.requests
-        num_most = self.config.max_num_seqs + _MAX_PASSED_OVER
+        in_flight, num_most = self.in_flight, self.config.max_num_seqs + _MAX_PASSED_OVER
+        running = requests.running_by_level(excluded=self.suspension.requests | in_flight.slices.keys())
+        elsewhere: Mapping[PriorityLevel, Sequence[RequestView]] = {}
+        if in_flight.max_steps > 1:
+            elsewhere = self._leave_shares(running, now_s)
         is_draining = self.division is not None and self.division.is_draining
         held_back = OFFLINE_LEVELS if is_draining else ()
         return Snapshot(
-            now_s=now_s,
-            running=requests.running_by_level(excluded=self.suspension.requests),
+            now_s=in_flight.begins_at_s(now_s),
+            running=running,
             restoring=tuple(requests.restoring.values()),
             waiting={
-                level: () if level in held_back else tuple(islice(queue.requests, num_most))
+                level: ()
+                if level in held_back
+                else tuple(islice(queue.requests, min(num_most, -(-len(queue) // in_flight.max_more))))
                 for level, queue in requests.waiting.items()
             },
             num_blocks=kv.num_blocks,
             online_blocks=kv.num_online_blocks,
             suspended_s=self.suspension.left_s(),
             reclaimable_blocks=kv.num_reclaimable_blocks + kv.num_protected_blocks,
+            elsewhere=elsewhere,
         )
+
+    def _leave_shares(
+        self, running: dict[PriorityLevel, list[Request]], now_s: float
+    ) -> Mapping[PriorityLevel, Sequence[RequestView]]:
+        """Leave in ``running`` what this step has of each level; returns the others, and those in flight.
+
+        Its share is that of one in ``max_steps`` steps. Requests that wait for blocks of one in flight are in
+        it, so that they are tried whenever that one is in flight no more.
+        """
+        in_flight = self.in_flight
+        elsewhere: dict[PriorityLevel, list[RequestView]] = {level: [] for level in PriorityLevel}
+        for view in in_flight.views(self.requests.by_id, now_s):
+            elsewhere[view.priority_level].append(view)
+        for level, requests in running.items():
+            num_of_step = -(-(len(requests) + len(elsewhere[level])) // in_flight.max_steps)
+            of_step = [
+                each
+                for index, each in enumerate(requests)
+                if index < num_of_step or each.request_id in in_flight.blocked
+            ]
+            if len(of_step) < len(requests):
+                chosen = {each.request_id for each in of_step}
+                elsewhere[level] += [each for each in requests if each.request_id not in chosen]
+                running[level] = of_step
+        return elsewhere
 
     def _slices_of(self, batch: Batch) -> tuple[ScheduledSlice, ...]:
         table, online = self.kv.table, PriorityLevel.ONLINE

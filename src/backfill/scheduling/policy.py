@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Generic, Protocol, TypeAlias, TypeVar
 
@@ -78,6 +78,7 @@ class Snapshot(Generic[R_co]):
     """What a policy sees before a step.
 
     Attributes:
+        now_s: when the step can begin. With steps in flight that is when they are predicted to leave room.
         running: requests that can take part in the step, by priority level, the most urgent first.
             Those of a suspended step are left out.
         restoring: requests that hold blocks to which KV is being copied.
@@ -88,6 +89,8 @@ class Snapshot(Generic[R_co]):
         suspended_s: predicted seconds that the suspended slices still need; 0 without any.
         reclaimable_blocks: blocks that an online request can have at once though they are not empty:
             checkpointed ones of offline requests, and those that are protected from offline requests.
+        elsewhere: requests that could run but for the steps in flight: those in one of them, as they will be
+            when it ends, and those that are left to the next step. The step delays their next tokens too.
     """
 
     now_s: float
@@ -98,6 +101,7 @@ class Snapshot(Generic[R_co]):
     online_blocks: int
     suspended_s: float = 0.0
     reclaimable_blocks: int = 0
+    elsewhere: Mapping[PriorityLevel, Sequence[RequestView]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

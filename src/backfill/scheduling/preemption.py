@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from backfill.core.counters import ClassCounters
 from backfill.core.request import PriorityLevel, Request, RequestStatus, ServiceClass
 from backfill.kvcache.content import Evictable, Match
 from backfill.kvcache.manager import KVCacheManager
 from backfill.scheduling.batch import Batch
+from backfill.scheduling.in_flight import StepsInFlight
 from backfill.scheduling.policy import Policy, PreemptionKey
 from backfill.scheduling.queues import UnfinishedRequests
 from backfill.scheduling.suspension import Suspension
@@ -33,6 +34,12 @@ class Preemption:
     An allocation takes first what costs nobody anything, then the KV of preempted offline requests that has
     no host copy yet. Under a policy that protects the online requests' cache, only they may take it, and
     only once no offline request is left to preempt.
+
+    A request in flight is not preempted. Who needs its blocks waits until its step has committed.
+
+    Attributes:
+        held_back: priority levels whose requests join no step of this plan: some of them in flight are to be
+            preempted for a waiting request.
     """
 
     policy: Policy
@@ -40,6 +47,8 @@ class Preemption:
     kv: KVCacheManager
     suspension: Suspension
     counters: Mapping[ServiceClass, ClassCounters]
+    in_flight: StepsInFlight = field(default_factory=StepsInFlight)
+    held_back: Collection[PriorityLevel] = field(init=False, default=frozenset[PriorityLevel]())
 
     @property
     def block_holders(self) -> tuple[Request, ...]:
@@ -60,13 +69,16 @@ class Preemption:
         """
         victim = self.kv.in_the_way(request, num_tokens)
         if victim is not None:
+            if victim.request_id in self.in_flight.slices:
+                self.in_flight.blocked.add(request.request_id)
+                return False
             self.preempt(victim, batch)
         return victim is not request and self.kv.claim(request, num_tokens)
 
     def make_room(self, request: Request, num_tokens: int, batch: Batch) -> Evictable | None:
         """What a running request may evict for its first ``num_tokens`` tokens; preempts until that suffices.
 
-        Returns: None if the request has to wait for copies in flight, or was preempted itself.
+        Returns: None if the request has to wait for copies or a step in flight, or was preempted itself.
         """
         kv, protects = self.kv, self.policy.protects_online_cache
         is_online = request.priority_level is PriorityLevel.ONLINE
@@ -84,6 +96,9 @@ class Preemption:
             is_last = victim is request and len(holders) == 1
             if may_take_all and (is_last or (is_online and victim.priority_level is PriorityLevel.ONLINE)):
                 return Evictable.ALL
+            if victim.request_id in self.in_flight.slices:
+                self.in_flight.blocked.add(request.request_id)
+                return None
             self.preempt(victim, batch)
             if victim is request:
                 return None
@@ -99,7 +114,8 @@ class Preemption:
     ) -> tuple[Match, Evictable] | None:
         """The waiting request's match and what it may evict for all its tokens; None if it does not fit.
 
-        Requests of the ``preemptible`` levels are preempted if that suffices. ``num_reserved`` blocks must be
+        Requests of the ``preemptible`` levels are preempted if that suffices. If it does only once those in
+        flight are preempted too, no request of these levels joins the step. ``num_reserved`` blocks must be
         left.
         """
         kv = self.kv
@@ -114,6 +130,11 @@ class Preemption:
         lack = kv.shortage(request, match, num_reserved, last_limit)
         victims = [each for each in self.block_holders if may_be_preempted(each, preemptible)]
         if victims and lack <= kv.num_freed((each.request_id for each in victims), match, last_limit):
+            if self.in_flight.slices:
+                victims = [each for each in victims if each.request_id not in self.in_flight.slices]
+                if lack > kv.num_freed((each.request_id for each in victims), match, last_limit):
+                    self.held_back = frozenset((*self.held_back, *preemptible))
+                    return None
             victims.sort(key=self.key)
             while victims:
                 self.preempt(victims.pop(), batch)
@@ -125,6 +146,8 @@ class Preemption:
 
     def preempt(self, request: Request, batch: Batch) -> None:
         """Drop the request's references to its blocks and queue it again."""
+        assert request.request_id not in self.in_flight.slices, f"{request.request_id} is in flight"
+        self.in_flight.forget(request.request_id)
         batch.remove(request)
         batch.has_preempted = True
         if request.status is RequestStatus.RUNNING:
@@ -134,6 +157,7 @@ class Preemption:
 
     def preempt_without_kv(self, request: Request) -> None:
         """Queue a running request again as if it had never run."""
+        self.in_flight.forget(request.request_id)
         self._count(request)
         self.kv.free(request)
         request.num_computed_tokens = 0

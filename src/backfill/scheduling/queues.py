@@ -124,11 +124,15 @@ class UnfinishedRequests:
         del self.by_id[request.request_id]
         self.num_online -= request.service_class is ServiceClass.ONLINE
 
-    def change_levels(self, now_s: float) -> None:
-        """Promote and relegate the requests that are due."""
+    def change_levels(self, now_s: float, in_flight: Collection[RequestId] = ()) -> None:
+        """Promote and relegate the requests that are due. Those in flight keep their level until later."""
+        put_off = []
         while self._changes and self._changes[0][0] <= now_s:
             request = heapq.heappop(self._changes)[2]
             if request.status is RequestStatus.FINISHED:
+                continue
+            if request.request_id in in_flight:
+                put_off.append(request)
                 continue
             assert self._rule is not None
             if self._rule.changes_at_s(request) > now_s:  # it has come further since
@@ -140,6 +144,8 @@ class UnfinishedRequests:
             request.priority_level = self._rule.next_level(request)
             if is_queued:
                 self.waiting[request.priority_level].push(request)
+            self._await_change(request, now_s)
+        for request in put_off:
             self._await_change(request, now_s)
 
     def _await_change(self, request: Request, now_s: float) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from backfill.core.config import SchedulerConfig
@@ -13,6 +13,7 @@ from backfill.core.request import FinishReason, PriorityLevel, Request, RequestI
 from backfill.core.slo import SLO
 from backfill.kvcache.manager import KVCacheManager
 from backfill.offloading.residency import ResidencyPolicy
+from backfill.scheduling.in_flight import StepsInFlight
 from backfill.scheduling.levels import LevelRule
 from backfill.scheduling.memory_division import MemoryDivision
 from backfill.scheduling.planner import StepPlanner
@@ -44,6 +45,8 @@ class Scheduler:
         copy_interference: seconds by which a step becomes longer for each second of copying beside it.
         num_layers: of the model; None where the executor cannot stop a step.
         residency: divides device memory between weights and KV; None where that does not change.
+        max_steps_in_flight: plans that may be made before the outcome of the first is committed.
+        stage_layers: layers of each stage of a pipeline; empty for one stage.
     """
 
     def __init__(
@@ -59,7 +62,10 @@ class Scheduler:
         num_layers: int | None = None,
         end_token_ids: Collection[int] = (),
         residency: ResidencyPolicy | None = None,
+        max_steps_in_flight: int = 1,
+        stage_layers: Sequence[int] = (),
     ) -> None:
+        assert residency is None or max_steps_in_flight == 1, "memory changes between two steps only"
         self.config = config
         self.kv = kv
         self.policy = policy
@@ -80,8 +86,16 @@ class Scheduler:
             num_layers or 1,
             num_layers is not None,
             self._count_discarded,
+            stage_layers,
         )
-        self._preemption = Preemption(policy, self.requests, kv, self._suspension, self.counters)
+        self.in_flight = StepsInFlight(
+            max_steps_in_flight,
+            stage_layers,
+            lambda: 1.0 if predictor is None else predictor.time_scale,
+        )
+        self._preemption = Preemption(
+            policy, self.requests, kv, self._suspension, self.counters, self.in_flight
+        )
         self._division: MemoryDivision | None = None
         if residency is not None:
             assert predictor is not None, "residency is chosen by predicted steps"
@@ -106,6 +120,7 @@ class Scheduler:
             block_copy_s=block_copy_s,
             copy_interference=copy_interference,
             division=self._division,
+            in_flight=self.in_flight,
         )
 
     @property
@@ -147,31 +162,44 @@ class Scheduler:
             request.slo = self._default_slo
 
     def finish(self, request_id: RequestId, reason: FinishReason) -> Request | None:
-        """End a request from outside (abort, error). None if it has ended already or never existed."""
+        """End a request from outside (abort, error). None if it has ended already or never existed.
+
+        A request in flight ends when its step commits, and has no token of it.
+        """
         request = self.requests.by_id.get(request_id)
-        if request is not None:
+        if request_id in self.in_flight.slices:
+            self.in_flight.ending[request_id] = reason
+        elif request is not None:
             self._end(request, reason)
         return request
 
     def plan_step(self, now_s: float) -> StepPlan:
         """Choose what the next step computes; a plan without slices means there is nothing to compute.
 
-        Called once for each step, after the outcome of the step before was committed.
+        Every plan is committed, or has failed, in the order of the plans, except that one that does nothing
+        need not be. At most ``max_steps_in_flight`` are not committed yet.
         """
-        return self._planner.plan(now_s)
+        plan = self._planner.plan(now_s)
+        if not plan.does_nothing:
+            self.in_flight.add(plan, now_s)
+        return plan
 
     def commit(self, plan: StepPlan, outcome: StepOutcome, now_s: float) -> list[CommittedToken]:
         """Enter the outcome of ``plan`` into the requests. Requests of stopped slices stay as they were."""
+        self.in_flight.remove(plan, None if outcome.stopped else now_s)
         self.kv.complete((*outcome.completed_copies, *outcome.completed_slot_copies))
         self._suspension.commit(plan, outcome)
         if self._division is not None:
             self._division.observe(outcome.weight_transfers)
         self._commit_computed(plan, set(outcome.stopped))
         committed = []
+        self._end_aborted(plan)
         by_id, end_token_ids = self.requests.by_id, self._end_token_ids
         if self.predictor is not None and self.requests.num_online:
             self._observe_gaps(self.predictor, outcome, now_s)
         for sampled in outcome.sampled:
+            if sampled.request_id not in by_id:
+                continue  # it was aborted while its step ran
             request, token_id, stop_token_id = by_id[sampled.request_id], sampled.token_id, None
             request.append(token_id)
             if request.last_token_at_s is None:
@@ -197,12 +225,19 @@ class Scheduler:
         released and admitted again, which gives the executor their prompts alone: a request with output
         tokens cannot run again. What earlier steps computed of them stays in the cache.
 
+        Steps that are in flight behind it hold none of its requests, and are committed as ever.
+
         Returns: the requests that ended.
         """
+        self.in_flight.remove(plan, None)
+        self._suspension.fail(plan)
         for admitted in plan.admitted:
             self._planner.release(admitted.request_id)
+        self._end_aborted(plan)
         ended = []
         for scheduled in plan.slices:
+            if scheduled.request_id not in self.requests.by_id:
+                continue
             request = self.requests.by_id[scheduled.request_id]
             if request.output_token_ids or request.was_retried:
                 self._end(request, FinishReason.ERROR)
@@ -217,6 +252,11 @@ class Scheduler:
         """Raise AssertionError if blocks, queues and requests disagree."""
         kv, requests = self.kv, self.requests
         kv.check_integrity()
+        self.in_flight.check_integrity(requests.by_id)
+        for request_id, scheduled in self.in_flight.slices.items():
+            assert request_id in requests.running, f"{request_id} is in flight and does not run"
+            assert kv.table(request_id) == scheduled.blocks, f"{request_id} has other blocks than its step"
+            assert requests.by_id[request_id].num_computed_tokens == scheduled.start
         num_waiting = sum(map(len, requests.waiting.values()))
         assert len(requests.running) + len(requests.restoring) + num_waiting == len(requests.by_id)
         online = [each for each in requests.by_id.values() if each.service_class is ServiceClass.ONLINE]
@@ -256,7 +296,9 @@ class Scheduler:
         by_id, online = self.requests.by_id, PriorityLevel.ONLINE
         num_gaps = num_kept = 0
         for sampled in outcome.sampled:
-            request = by_id[sampled.request_id]
+            request = by_id.get(sampled.request_id)
+            if request is None:
+                continue
             slo, last_at_s = request.slo, request.last_token_at_s
             if slo is not None and last_at_s is not None and request.priority_level is online:
                 num_gaps += 1
@@ -266,8 +308,17 @@ class Scheduler:
     def _count_discarded(self, request_id: RequestId, num_tokens: float) -> None:
         self.counters[self.requests.by_id[request_id].service_class].num_discarded_tokens += num_tokens
 
+    def _end_aborted(self, plan: StepPlan) -> None:
+        """End the requests of the plan that were aborted while it was in flight."""
+        if self.in_flight.ending:
+            for scheduled in plan.slices:
+                reason = self.in_flight.ending.pop(scheduled.request_id, None)
+                if reason is not None:
+                    self._end(self.requests.by_id[scheduled.request_id], reason)
+
     def _end(self, request: Request, reason: FinishReason) -> None:
         request_id = request.request_id
+        self.in_flight.forget(request_id)
         self._suspension.discard(request_id)
         self.kv.free(request)
         self.requests.remove(request)

@@ -144,7 +144,8 @@ class Residuals:
         """
         least_s = math.inf
         restoring = (each for each in view.restoring if each.priority_level is PriorityLevel.ONLINE)
-        for request in chain(running, restoring):
+        elsewhere = view.elsewhere.get(PriorityLevel.ONLINE, ())
+        for request in chain[RequestView](running, restoring, elsewhere):
             residual_s = self.residual_s(request)
             if 0.0 < residual_s < least_s and self._can_be_in_time(request):
                 least_s = residual_s

@@ -99,7 +99,7 @@ class ConServePolicy(Policy):
 
     def _objective_s(self, view: Snapshot[RequestView]) -> float:
         """The tightest TPOT objective of online requests that decode; without any, the tightest TTFT."""
-        running = view.running[PriorityLevel.ONLINE]
+        running = [*view.running[PriorityLevel.ONLINE], *view.elsewhere.get(PriorityLevel.ONLINE, ())]
         slos = [each.slo or self._default_slo for each in running if each.is_decoding]
         if slos:
             return min(slo.tpot_s for slo in slos)
@@ -107,7 +107,8 @@ class ConServePolicy(Policy):
         return min((each.slo or self._default_slo).ttft_s for each in prompts)
 
 
-def _online(view: Snapshot[R]) -> Sequence[R]:
+def _online(view: Snapshot[RequestView]) -> Sequence[RequestView]:
     """Online requests that run or are being restored."""
-    restoring = [each for each in view.restoring if each.priority_level is PriorityLevel.ONLINE]
-    return [*view.running[PriorityLevel.ONLINE], *restoring]
+    online = PriorityLevel.ONLINE
+    restoring = [each for each in view.restoring if each.priority_level is online]
+    return [*view.running[online], *restoring, *view.elsewhere.get(online, ())]

@@ -118,7 +118,7 @@ class SloPolicy(Policy):
 
         Relegated requests do not count: the blocks that they wait for may be those of the suspended slices.
         """
-        online = _holders(view, PriorityLevel.ONLINE)
+        online = _everywhere(view, PriorityLevel.ONLINE)
         if view.waiting[PriorityLevel.ONLINE] or any(each.last_token_at_s is None for each in online):
             return 0.0
         if not online:
@@ -184,7 +184,7 @@ class SloPolicy(Policy):
             decodes_s: of a step of these decodes alone.
             bank_share: part of what each decode has banked that the step may take too.
         """
-        decodes = [each for each in _holders(view, PriorityLevel.ONLINE) if each.is_decoding]
+        decodes = [each for each in _everywhere(view, PriorityLevel.ONLINE) if each.is_decoding]
         if not decodes:
             return (
                 self.config.prompt_step_share * self.config.default_slo.ttft_s * self._predictor.usable_share
@@ -293,7 +293,7 @@ class SloPolicy(Policy):
         batch.add_decodes([each for each in decodes if not batch.tokens_of(each)], limit_s)
 
     def _serve_offline(
-        self, view: Snapshot[R], batch: BatchBuilder[R], online: Sequence[R], reserved: int
+        self, view: Snapshot[R], batch: BatchBuilder[R], online: Sequence[RequestView], reserved: int
     ) -> None:
         """Promoted requests, then the others, in the time that all online requests leave."""
         ttft_slack_s = _ttft_slack(online, view.now_s)
@@ -311,9 +311,11 @@ class SloPolicy(Policy):
         limits = ChunkLimits(max_step_s=lowered_s, step_sizes=self._step_sizes)
         serve(view, batch, _OFFLINE, limits, reserved_blocks=reserved)
 
-    def _serve_offline_decodes(self, view: Snapshot[R], batch: BatchBuilder[R], online: Sequence[R]) -> None:
+    def _serve_offline_decodes(
+        self, view: Snapshot[R], batch: BatchBuilder[R], online: Sequence[RequestView]
+    ) -> None:
         """Offline decodes beside an online prompt, as far as they hardly delay its first token."""
-        prompts = [*online, *view.waiting[PriorityLevel.ONLINE]]
+        prompts: Sequence[RequestView] = [*online, *view.waiting[PriorityLevel.ONLINE]]
         slack_s = min(self._slack_s(online, view.now_s), _ttft_slack(prompts, view.now_s))
         limit_s = min(slack_s * self._predictor.usable_share, batch.predicted_s * (1.0 + _BESIDE_PROMPTS))
         for level in (PriorityLevel.PROMOTED, PriorityLevel.OFFLINE):
@@ -335,7 +337,7 @@ class SloPolicy(Policy):
 
         Blocks that can be reclaimed count as free.
         """
-        elapsed_s = 0.0 if self._peak_at_s is None else view.now_s - self._peak_at_s
+        elapsed_s = 0.0 if self._peak_at_s is None else max(0.0, view.now_s - self._peak_at_s)
         self._peak_at_s = view.now_s
         decayed = self._peak_blocks * math.exp(-elapsed_s / self.config.reserve_decay_s)
         self._peak_blocks = max(decayed, float(view.online_blocks))
@@ -348,9 +350,14 @@ def _holders(view: Snapshot[R], level: PriorityLevel) -> Sequence[R]:
     return [*view.running[level], *(each for each in view.restoring if each.priority_level is level)]
 
 
-def _online(view: Snapshot[R]) -> Sequence[R]:
+def _everywhere(view: Snapshot[RequestView], level: PriorityLevel) -> Sequence[RequestView]:
+    """The same, with those that are not for this step."""
+    return [*_holders(view, level), *view.elsewhere.get(level, ())]
+
+
+def _online(view: Snapshot[RequestView]) -> Sequence[RequestView]:
     """Online requests that run or are being restored: they wait for their next token."""
-    return [*_holders(view, PriorityLevel.ONLINE), *_holders(view, PriorityLevel.RELEGATED)]
+    return [*_everywhere(view, PriorityLevel.ONLINE), *_everywhere(view, PriorityLevel.RELEGATED)]
 
 
 def _decode_load(requests: Iterable[RequestView]) -> StepLoad:

@@ -1,0 +1,60 @@
+"""Creates the executor that a configuration asks for: in this process, or on several."""
+
+from __future__ import annotations
+
+import torch
+
+from backfill.core.config import EngineConfig
+from backfill.core.errors import ConfigError
+from backfill.execution.bus import Bus
+from backfill.execution.create import (
+    check_threads,
+    choose_device,
+    create_torch_executor,
+    warm_up,
+    warm_up_slot_copies,
+)
+from backfill.execution.machine import threads_of_rank
+from backfill.execution.torch_executor import TorchExecutor
+from backfill.parallel.executor import ParallelExecutor
+from backfill.parallel.load import load_rank
+from backfill.parallel.rank import RankLoader
+
+
+def create_executor(config: EngineConfig, bus: Bus | None = None) -> TorchExecutor | ParallelExecutor:
+    """Load the model, by rank if there are several.
+
+    Raises: ConfigError, ModelError, InsufficientMemory, each with a message for the user.
+    """
+    if config.num_ranks > 1:
+        return create_parallel_executor(config)
+    return create_torch_executor(config, bus)
+
+
+def create_parallel_executor(config: EngineConfig, load: RankLoader = load_rank) -> ParallelExecutor:
+    """Start the ranks' processes and load the model there.
+
+    Raises: BackfillError with a message for the user; no process is left then.
+    """
+    check_threads(config)
+    if choose_device(config).type == "cuda":
+        check_device_count(config, torch.cuda.device_count())
+    executor = ParallelExecutor(config, threads_of_rank(config), load)
+    try:
+        warm_up(executor)
+        if executor.info.num_host_blocks and config.scheduler.shares_blocks:
+            warm_up_slot_copies(executor)
+    except BaseException:
+        executor.close()
+        raise
+    return executor
+
+
+def check_device_count(config: EngineConfig, num_devices: int) -> None:
+    """Raise ConfigError if there are more ranks than CUDA devices."""
+    if config.num_ranks > num_devices:
+        raise ConfigError(
+            f"`tensor_parallel_size` {config.tensor_parallel_size} times `pipeline_parallel_size` "
+            f"{config.pipeline_parallel_size} needs {config.num_ranks} CUDA devices, and torch finds "
+            f"{num_devices} here."
+        )

@@ -1,0 +1,110 @@
+"""Stages on the virtual clock: when steps end, where they stop, and what one engine gets out of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from backfill.core.clock import VirtualClock
+from backfill.core.plan import (
+    AdmittedRequest,
+    Compute,
+    Resume,
+    Safepoints,
+    ScheduledSlice,
+    StepOutcome,
+    StepPlan,
+)
+from backfill.core.request import RequestId
+from backfill.core.sampling import SamplingParams
+from backfill.costs.behaviour import DeviceBehaviour
+from backfill.execution.executor import OneStepAtATime, PipelinedExecutor, pipelined
+from backfill.execution.simulated_executor import SimulatedExecutor, hashed_token
+from backfill.execution.simulated_pipeline import SimulatedPipeline
+from tests.builders import flat_cost, make_info
+
+STEP_S = 4.0
+SUSPENDS = Safepoints(2, suspends=True)
+
+
+def make_pipeline(*stage_layers: int) -> tuple[SimulatedPipeline, VirtualClock]:
+    """Every step takes 4 s in all stages together."""
+    clock = VirtualClock()
+    info = replace(
+        make_info(num_layers=sum(stage_layers), can_stop=True),
+        stage_layers=stage_layers,
+        max_steps_in_flight=len(stage_layers),
+    )
+    return SimulatedPipeline(info, DeviceBehaviour(flat_cost(STEP_S)), clock), clock
+
+
+def plan_of(step: int, *, preemptible: bool = False, safepoints: Safepoints | None = None) -> StepPlan:
+    """One prompt of a request of its own."""
+    name = RequestId(f"r{step}")
+    admitted = AdmittedRequest(name, (5, 6, 7), SamplingParams(max_tokens=4))
+    scheduled = ScheduledSlice(name, 0, 3, (), samples=True, preemptible=preemptible)
+    return StepPlan(step, Compute((scheduled,), STEP_S, safepoints), admitted=(admitted,))
+
+
+def test_steps_follow_each_other_by_the_slowest_stage() -> None:
+    pipeline, clock = make_pipeline(3, 1)
+    ends = []
+    pipeline.submit(plan_of(0))
+    for step in range(1, 5):
+        pipeline.submit(plan_of(step))
+        pipeline.collect()
+        ends.append(clock.now_s())
+    assert ends == [4.0, 7.0, 10.0, 13.0]
+
+
+def test_a_step_alone_takes_all_stages() -> None:
+    pipeline, clock = make_pipeline(2, 2)
+    for step in range(2):
+        outcome = pipeline.run(plan_of(step))
+        token = hashed_token(RequestId(f"r{step}"), 3, pipeline.info)
+        assert [sampled.token_id for sampled in outcome.sampled] == [token]
+    assert clock.now_s() == 2 * STEP_S
+
+
+def test_a_stopped_step_is_suspended_behind_its_stage_and_resumes_there() -> None:
+    pipeline, clock = make_pipeline(2, 2, 4)
+    plan = plan_of(0, preemptible=True, safepoints=SUSPENDS)
+    pipeline.submit(plan)
+    pipeline.submit(plan_of(1))
+    clock.advance(1.5)  # in the second stage
+    pipeline.request_stop(0)
+    outcome = pipeline.collect()
+    assert (outcome.suspended, outcome.layers_done, outcome.stopped_at_s) == (("r0",), 4, 2.0)
+    assert clock.now_s() == 2.0
+    pipeline.collect()
+    assert clock.now_s() == 5.0, "the step behind it finds the last stage empty"
+    outcome = pipeline.run(StepPlan(2, Resume(plan.slices, 4, STEP_S / 2, SUSPENDS)))
+    assert [sampled.request_id for sampled in outcome.sampled] == ["r0"]
+    assert clock.now_s() == 7.0
+
+
+def test_a_step_in_its_last_stage_is_not_stopped() -> None:
+    pipeline, clock = make_pipeline(2, 2)
+    pipeline.submit(plan_of(0, preemptible=True, safepoints=SUSPENDS))
+    clock.advance(2.5)
+    pipeline.request_stop(0)
+    assert pipeline.collect().stopped == ()
+    assert clock.now_s() == STEP_S
+
+
+def test_an_executor_with_run_alone_has_one_step_in_flight() -> None:
+    clock = VirtualClock()
+    executor = SimulatedExecutor(make_info(), DeviceBehaviour(flat_cost(STEP_S)), clock)
+    steps = pipelined(executor)
+    assert isinstance(steps, OneStepAtATime)
+    steps.submit(plan_of(0))
+    assert clock.now_s() == 0.0
+    outcome: StepOutcome = steps.collect()
+    assert len(outcome.sampled) == 1 and clock.now_s() == STEP_S
+    pipeline, _ = make_pipeline(1, 1)
+    assert isinstance(pipeline, PipelinedExecutor) and pipelined(pipeline) is pipeline
+    for step in range(2):
+        pipeline.submit(plan_of(step))
+    with pytest.raises(AssertionError, match="2 steps are in flight"):
+        pipeline.submit(plan_of(2))

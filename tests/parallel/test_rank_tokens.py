@@ -1,0 +1,93 @@
+"""Tokens of a model on several ranks are those of one process, on every architecture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from backfill.core.clock import VirtualClock
+from backfill.core.config import GIB, EngineConfig, SchedulerConfig
+from backfill.core.request import Request
+from backfill.engine.engine import Engine
+from backfill.execution.create import create_torch_executor
+from backfill.execution.executor import Executor
+from tests.builders import make_request
+from tests.models.tiny import CONFIGS, save_tiny_model
+from tests.parallel.rank_threads import RankThreads, Sizes, load_tiny
+
+LAYOUTS = [Sizes(tensor=2), Sizes(pipeline=2), Sizes(2, 2)]
+SHAPES = [(21, 9), (5, 12), (40, 6), (1, 10)]
+
+
+def requests() -> list[Request]:
+    """Greedy and sampled ones, with penalties; the third begins with a cached prefix of the first."""
+    generator = torch.Generator().manual_seed(7)
+    prompts = [torch.randint(3, 190, (length,), generator=generator).tolist() for length, _ in SHAPES]
+    prompts[2][:16] = prompts[0][:16]
+    sampling = [
+        {},
+        {"temperature": 0.9, "top_p": 0.9, "seed": 3, "num_logprobs": 2},
+        {"frequency_penalty": 0.7, "min_tokens": 3},
+        {"temperature": 1.0, "seed": 11, "presence_penalty": 0.5},
+    ]
+    return [
+        make_request(
+            prompt_token_ids=prompt,
+            max_tokens=max_tokens,
+            request_id=f"r{index}",
+            ignore_eos=True,
+            **sampling[index],  # type: ignore[arg-type]
+        )
+        for index, (prompt, (_, max_tokens)) in enumerate(zip(prompts, SHAPES, strict=True))
+    ]
+
+
+def tokens(executor: Executor) -> list[list[int]]:
+    """Chunks of prompts beside decodes; one request begins after the others."""
+    engine = Engine(
+        SchedulerConfig(max_num_batched_tokens=24, max_num_seqs=8, prefix_caching=True),
+        executor,
+        VirtualClock(),
+    )
+    first, second, third, fourth = all_of_them = requests()
+    for request in (first, second, fourth):
+        engine.add(request)
+    for _ in range(6):
+        engine.step()
+    engine.add(third)
+    while engine.has_unfinished:
+        engine.step()
+    engine.step()
+    assert third.num_cached_tokens == 16
+    return [list(request.output_token_ids) for request in all_of_them]
+
+
+@pytest.fixture(params=sorted(CONFIGS), scope="module")
+def model_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder: Path = tmp_path_factory.mktemp("model")
+    save_tiny_model(request.param, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def expected(model_dir: Path) -> list[list[int]]:
+    config = EngineConfig(
+        model_dir=str(model_dir), dtype="float32", block_size=8, kv_gib=2**20 / GIB, device="cpu", threads=1
+    )
+    return tokens(create_torch_executor(config))
+
+
+@pytest.fixture(params=LAYOUTS, ids=str)
+def ranks(request: pytest.FixtureRequest, model_dir: Path) -> Iterator[RankThreads]:
+    threads = RankThreads(request.param, load_tiny(model_dir, request.param))
+    yield threads
+    threads.close()
+
+
+def test_tokens_are_those_of_one_process(ranks: RankThreads, expected: list[list[int]]) -> None:
+    assert len({tuple(each) for each in expected}) == len(SHAPES)
+    assert tokens(ranks) == expected
+    assert all(rank._states == {} for rank in ranks.ranks)
