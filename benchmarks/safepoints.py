@@ -1,7 +1,7 @@
 """The cost of safepoints to a step, and the latency of a stop.
 
     python benchmarks/safepoints.py
-    python benchmarks/safepoints.py --tensor-parallel-size 2
+    python benchmarks/safepoints.py --tensor-parallel-size 3
 
 Steps of 64 decodes and a chunk of a prompt alternate with and without safepoints on the real model. Then
 another thread stops steps at random instants, as an arrival does, and each step is resumed.
