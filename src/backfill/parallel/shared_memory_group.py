@@ -10,8 +10,10 @@ from torch import Tensor
 from backfill.execution.collectives import PeerFailed
 from backfill.parallel.signals import CLOSED, Signals
 
-_FAILED, _STOP = 0, 1  # words of a rank: the last step that failed on it; rank 0's answers, one for each half
-_NUM_WORDS = 3
+# Words of a rank: rank 0's answers, one for each half; steps that failed, at their number modulo so many.
+# That is more than a rank may be ahead of another, which has not seen the failure yet.
+_STOP, _FAILED, _NUM_FAILED = 0, 2, 64
+_NUM_WORDS = _FAILED + _NUM_FAILED
 _STEP = 1 << 24  # counts in a step, at most
 _PART_BYTES = 1 << 20
 
@@ -55,7 +57,7 @@ class SharedMemoryGroup:
 
     def fail_step(self) -> None:
         signals = self._signals
-        signals.words[signals.first_words[self.rank] + _FAILED] = self._step
+        signals.words[self._failed_word(self.rank)] = self._step
         # The end of the step, so that no rank waits for this one in it.
         signals.raise_to((self._step + 1) * _STEP - 1)
 
@@ -140,10 +142,13 @@ class SharedMemoryGroup:
                 continue
             signals.wait_for(rank, count)
             # A rank that failed in this step has counted on, and may be in a later step.
-            if signals.words[signals.first_words[rank] + _FAILED] >= self._step:
+            if signals.words[self._failed_word(rank)] == self._step:
                 raise PeerFailed(f"tensor rank {rank} has failed in this step")
             if signals.count(rank) >= CLOSED:
                 raise PeerFailed(f"tensor rank {rank} has ended")
+
+    def _failed_word(self, rank: int) -> int:
+        return self._signals.first_words[rank] + _FAILED + self._step % _NUM_FAILED
 
     def _view_as(self, dtype: torch.dtype) -> list[list[Tensor]]:
         parts = self._data.view(2, self.size, self._part_bytes)

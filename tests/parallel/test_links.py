@@ -1,0 +1,119 @@
+"""Hidden states from one stage to the next."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from backfill.execution.collectives import PeerFailed, StageHeader, StageLink
+from backfill.models.decoder import HiddenState
+from backfill.parallel.memory import create_memory, map_memory
+from backfill.parallel.shared_memory_link import NUM_MESSAGES, RowShape, SharedMemoryLink
+from backfill.parallel.torch_group import TorchLink, create_process_group
+
+CPU = torch.device("cpu")
+SHAPE = RowShape(6, 5, torch.float32)
+Links = tuple[StageLink, StageLink]
+
+
+def shared_memory_links() -> Links:
+    fd = create_memory(SharedMemoryLink.num_bytes(SHAPE))
+    ends = [SharedMemoryLink(map_memory(fd), SHAPE, sends=sends) for sends in (True, False)]
+    os.close(fd)
+    return ends[0], ends[1]
+
+
+def gloo_links() -> Links:
+    store = dist.HashStore()  # type: ignore[attr-defined]
+
+    def make(end: int) -> StageLink:
+        group = create_process_group(store, "link", end, 2, CPU)
+        return TorchLink(group, group, SHAPE, CPU)
+
+    with ThreadPoolExecutor(2) as threads:
+        sender, receiver = threads.map(make, range(2))
+    return sender, receiver
+
+
+def message(number: int) -> tuple[StageHeader, HiddenState | None]:
+    if number % 4 == 3:
+        return StageHeader(number, failed=True), None
+    rows = torch.full((1 + number % 6, 5), float(number))
+    header = StageHeader(number, 12, 6 if number % 2 else None, 1e9 + number / 8)
+    return header, HiddenState(rows, rows + 0.5 if number % 3 else None)
+
+
+def assert_same(found: tuple[StageHeader, HiddenState | None], number: int) -> None:
+    header, state = message(number)
+    assert found[0] == header
+    if state is None:
+        assert found[1] is None
+        return
+    assert found[1] is not None and torch.equal(found[1].residual, state.residual)
+    if state.delta is None:
+        assert found[1].delta is None
+    else:
+        assert found[1].delta is not None and torch.equal(found[1].delta, state.delta)
+
+
+@pytest.mark.parametrize("make", [shared_memory_links, gloo_links])
+def test_messages_arrive_in_order_and_the_sender_may_be_ahead(make: Callable[[], Links]) -> None:
+    sender, receiver = make()
+    num_messages, begins = 20, threading.Event()
+
+    def send() -> None:
+        for number in range(num_messages):
+            header, state = message(number)
+            sender.send(header, state)
+            if state is not None:
+                state.residual.fill_(-1.0)  # the sender may change what it has sent
+            if number == NUM_MESSAGES - 1:
+                begins.set()
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    assert begins.wait(60)  # nothing was received until then
+    for number in range(num_messages):
+        assert_same(receiver.receive(), number)
+    thread.join(60)
+    assert not thread.is_alive()
+    sender.close()
+    receiver.close()
+
+
+def test_a_full_queue_blocks_the_sender_until_a_message_is_taken() -> None:
+    sender, receiver = shared_memory_links()
+    for number in range(NUM_MESSAGES):
+        sender.send(*message(number))
+    thread = threading.Thread(target=sender.send, args=message(NUM_MESSAGES))
+    thread.start()
+    thread.join(0.05)
+    assert thread.is_alive()
+    assert_same(receiver.receive(), 0)
+    thread.join(60)
+    assert not thread.is_alive()
+
+
+def test_the_other_end_closes_while_one_waits() -> None:
+    sender, receiver = shared_memory_links()
+    closing = threading.Timer(0.05, sender.close)
+    closing.start()
+    with pytest.raises(PeerFailed, match="previous stage"):
+        receiver.receive()
+    closing.join()
+    sender, receiver = shared_memory_links()
+    receiver.close()
+    with pytest.raises(PeerFailed, match="next stage"):
+        sender.send(*message(0))
+
+
+def test_a_message_that_does_not_fit_is_refused() -> None:
+    sender, _ = shared_memory_links()
+    with pytest.raises(AssertionError, match="7 rows, at most 6 fit"):
+        sender.send(StageHeader(0), HiddenState(torch.zeros(7, 5), None))
