@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 import random
 import zlib
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Collection, Sequence, Set
 from dataclasses import dataclass, replace
 
 from backfill.core.block import BlockCopy, BlockRef, SlotCopy
 from backfill.core.plan import (
     BlockCopies,
+    Compute,
     CopyDirections,
     Resume,
     SampledToken,
@@ -25,7 +26,7 @@ from backfill.core.sampling import SamplingParams
 from backfill.core.slo import SLO
 from backfill.costs.model import CostModel, PiecewiseLinear
 from backfill.costs.profile import CopySpeed, CostProfile, FitError, ProfileKey
-from backfill.execution.executor import ExecutorInfo
+from backfill.execution.executor import ExecutorInfo, PipelinedExecutor
 from backfill.execution.simulated_executor import hashed_token
 
 # In the vocabularies of ``make_info`` and of tests/models/tiny.py; special tokens are below.
@@ -224,6 +225,7 @@ class TwoTierExecutor(ScriptedExecutor):
         self._suspended: dict[RequestId, ScheduledSlice] = {}
         self._hashes: dict[RequestId, list[int]] = {}  # what each request's slots must hold
         self.namespaces: dict[RequestId, str] = {}
+        self.is_pipelined = False  # then a step without slices need not wait for copies
 
     def run(self, plan: StepPlan) -> StepOutcome:
         for admitted in plan.admitted:
@@ -233,7 +235,7 @@ class TwoTierExecutor(ScriptedExecutor):
         self._change_memory(plan)
         self._begin(plan.copies)
         waits = isinstance(plan.work, WaitForCopies)
-        assert waits == (not plan.slices and bool(self.in_flight))
+        assert waits == (not plan.slices and bool(self.in_flight)) or (self.is_pipelined and not waits)
         reading = self._slots_in_flight(to_host=True)
         writing = self._slots_in_flight(to_host=False)
         for scheduled in plan.slices:
@@ -387,7 +389,11 @@ class TwoTierExecutor(ScriptedExecutor):
             first, last = self._layers_done, self._layers_done + plan.work.num_layers
             assert first < last <= num_layers
         if plan.safepoints is not None and last - first > 1 and self._rng.random() < self._stops:
-            last = self._rng.randint(first + 1, last - 1)
+            if self.info.stage_layers:
+                ends = itertools.accumulate(self.info.stage_layers)
+                last = self._rng.choice([each for each in ends if first < each <= last])
+            else:
+                last = self._rng.randint(first + 1, last - 1)
         stopped = [scheduled for scheduled in plan.slices if scheduled.preemptible and last < num_layers]
         if stopped and plan.safepoints is not None and plan.safepoints.suspends:
             self._suspended = {scheduled.request_id: scheduled for scheduled in stopped}
@@ -396,6 +402,57 @@ class TwoTierExecutor(ScriptedExecutor):
 
     def _undefined(self, num_blocks: int) -> list[list[int | None]]:
         return [[None] * self.info.block_size for _ in range(num_blocks)]
+
+
+class InFlightExecutor(PipelinedExecutor):
+    """A TwoTierExecutor with several steps in flight: each runs at some time until it is collected.
+
+    A plan fails that a pipeline could not run: one with a request in flight, one that waits for copies beside
+    another step, and one that drops what a step in flight may suspend.
+    """
+
+    def __init__(self, executor: TwoTierExecutor, rng: random.Random) -> None:
+        self.info = executor.info
+        self.executor = executor
+        executor.is_pipelined = True
+        self._rng = rng
+        self._submitted: deque[StepPlan] = deque()  # and not collected
+        self._done: deque[StepOutcome | Exception] = deque()  # of the first of them
+
+    def submit(self, plan: StepPlan) -> None:
+        in_flight = [scheduled.request_id for each in self._submitted for scheduled in each.slices]
+        assert len(self._submitted) < self.info.max_steps_in_flight, "too many steps are in flight"
+        assert not {scheduled.request_id for scheduled in plan.slices}.intersection(in_flight)
+        assert not set(plan.released).intersection(in_flight), "a request in flight is released"
+        if self._submitted:
+            assert not isinstance(plan.work, WaitForCopies), "it would wait for the step before it"
+            assert not plan.moves and plan.memory is None
+        for each in self._submitted:
+            if each.safepoints is not None and each.safepoints.suspends:
+                assert plan.safepoints is None, "a second step may be suspended"
+                assert isinstance(plan.work, Compute) and plan.work.keeps_suspended
+        self._submitted.append(plan)
+        if self._rng.random() < 0.5:
+            self._run_some(self._rng.randint(0, len(self._submitted)))
+
+    def collect(self) -> StepOutcome:
+        self._run_some(max(1, self._rng.randint(0, len(self._submitted))))
+        self._submitted.popleft()
+        outcome = self._done.popleft()
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    def request_stop(self, step: int) -> None:
+        """Steps stop at random."""
+
+    def _run_some(self, num_steps: int) -> None:
+        """Run the first steps in flight, up to so many."""
+        for plan in list(self._submitted)[len(self._done) : num_steps]:
+            try:
+                self._done.append(self.executor.run(plan))
+            except RuntimeError as error:
+                self._done.append(error)
 
 
 def _next_hash(before: int, token_id: int) -> int:

@@ -1,0 +1,281 @@
+"""Several steps in flight: random schedules against an executor that knows the contents of every slot."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from dataclasses import replace
+from typing import Any, get_args
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from backfill.core.clock import VirtualClock
+from backfill.core.config import (
+    CheckpointingName,
+    KVLayoutName,
+    PolicyName,
+    PreemptionMode,
+    RestoreMode,
+)
+from backfill.core.plan import StepPlan
+from backfill.core.request import FinishReason, Request, RequestStatus, ServiceClass
+from backfill.core.slo import SLO
+from backfill.execution.simulated_executor import hashed_token
+from backfill.kvcache.create import create_kv_cache
+from backfill.scheduling.objectives import server_slo
+from backfill.scheduling.policies.create import create_policy
+from backfill.scheduling.prediction import StepPredictor
+from backfill.scheduling.scheduler import Scheduler
+from tests.builders import InFlightExecutor, linear_cost, make_request
+from tests.scheduling.test_two_tier_schedules import (
+    BLOCK_SIZE,
+    MAX_STEPS,
+    Setting,
+    all_settings,
+    assert_whole,
+    shared_prompt,
+)
+
+STAGES = ((2, 2), (1, 3), (1, 2, 1))
+
+
+class Flight:
+    """A scheduler, and an executor with several steps in flight, which are collected at any time."""
+
+    def __init__(self, setting: Setting, stages: tuple[int, ...], seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.clock = VirtualClock()
+        self.inner = inner = setting.executor(seed)
+        inner.info = replace(
+            inner.info,
+            max_steps_in_flight=len(stages),
+            stage_layers=stages if setting.can_stop else (),
+        )
+        self.executor = InFlightExecutor(inner, self.rng)
+        config, cost = setting.config(), linear_cost(step_s=0.001)
+        predictor, slo = StepPredictor(cost), server_slo(config, cost)
+        self.scheduler = Scheduler(
+            config,
+            create_kv_cache(config, setting.num_blocks, BLOCK_SIZE, setting.num_host_blocks),
+            create_policy(config, predictor, default_slo=slo, can_stop=False),
+            predictor=predictor,
+            default_slo=slo,
+            block_copy_s=setting.block_copy_s,
+            num_layers=inner.info.num_layers if setting.can_stop else None,
+            max_steps_in_flight=len(stages),
+            stage_layers=inner.info.stage_layers,
+        )
+        self.in_flight: deque[StepPlan] = deque()
+        self.requests: list[Request] = []
+        self.aborted: set[str] = set()
+        self.num_failed = self.num_suspended = self.num_beside = 0
+
+    @property
+    def may_submit(self) -> bool:
+        return len(self.in_flight) < self.executor.info.max_steps_in_flight
+
+    @property
+    def unfinished(self) -> list[Request]:
+        return [each for each in self.requests if each.finish_reason is None]
+
+    def arrive(self, rng: random.Random, count: int, num_shared: int) -> None:
+        """A few requests, of which two or three fill the pool."""
+        now_s = self.clock.now_s()
+        for _ in range(count):
+            prompt_tokens = rng.randint(1, 36)
+            is_online = rng.random() < 0.4
+            request = make_request(
+                prompt_tokens,
+                rng.randint(1, 48 - prompt_tokens),
+                request_id=f"r{len(self.requests)}",
+                prompt_token_ids=shared_prompt(prompt_tokens, num_shared, len(self.requests) % 2),
+                service_class=ServiceClass.ONLINE if is_online else ServiceClass.OFFLINE,
+                arrived_at_s=now_s,
+                slo=rng.choice((None, SLO(0.05, 0.01))) if is_online else None,
+                complete_by_s=None if is_online else rng.choice((None, now_s + 0.2)),
+                owner=rng.choice(("", "", "", "other")),
+                ignore_eos=True,
+            )
+            self.requests.append(request)
+            self.inner.namespaces[request.request_id] = request.owner
+            self.scheduler.add(request)
+
+    def abort(self, request: Request) -> None:
+        """One that is in flight ends when its step commits."""
+        self.aborted.add(request.request_id)
+        assert self.scheduler.finish(request.request_id, FinishReason.ABORT) is request
+        is_in_flight = request.request_id in self.scheduler.in_flight.slices
+        assert (request.status is RequestStatus.FINISHED) is not is_in_flight
+        self.scheduler.check_integrity()
+
+    def submit(self) -> bool:
+        """Returns: whether there was something to do beside the steps in flight."""
+        plan = self.scheduler.plan_step(self.clock.now_s())
+        self.scheduler.check_integrity()
+        if self.in_flight and plan.does_nothing:
+            return False
+        self.num_beside += bool(self.in_flight)
+        self.executor.submit(plan)
+        self.in_flight.append(plan)
+        self.clock.advance(0.0005)
+        return bool(plan.slices)
+
+    def collect(self) -> None:
+        plan = self.in_flight.popleft()
+        self.clock.advance(plan.predicted_s or 0.001)
+        aborted = set(self.aborted)
+        try:
+            outcome = self.executor.collect()
+        except RuntimeError:
+            self.num_failed += 1
+            for request in self.scheduler.fail(plan):
+                is_aborted = request.request_id in aborted
+                assert request.finish_reason is (FinishReason.ABORT if is_aborted else FinishReason.ERROR)
+        else:
+            self.num_suspended += bool(outcome.suspended)
+            committed = self.scheduler.commit(plan, outcome, self.clock.now_s())
+            names = {token.request.request_id for token in committed}
+            assert names == {sampled.request_id for sampled in outcome.sampled} - aborted
+        assert aborted.isdisjoint({each.request_id for each in self.unfinished} & _names(plan))
+        self.scheduler.check_integrity()
+
+    def step(self) -> None:
+        """As an engine's: as many steps are in flight as may be."""
+        while self.may_submit and self.submit():
+            pass
+        self.collect()
+
+    def end(self) -> None:
+        """All requests to their end. Their tokens are those that one step in flight gives."""
+        num_steps = 0
+        while self.in_flight or self.scheduler.has_work:
+            self.step()
+            num_steps += 1
+            assert num_steps < MAX_STEPS, "it hangs"
+        assert_whole(self.scheduler.kv)
+        assert not self.inner.num_tokens, "the executor was told to forget all"
+        for request in self.requests:
+            positions = range(request.num_prompt_tokens, request.num_tokens)
+            expected = [hashed_token(request.request_id, each, self.inner.info) for each in positions]
+            assert request.output_token_ids == expected
+            if request.finish_reason is FinishReason.LENGTH:
+                assert len(expected) == request.sampling.max_tokens
+            elif request.finish_reason is FinishReason.ABORT:
+                assert request.request_id in self.aborted
+            else:
+                assert request.finish_reason is FinishReason.ERROR and self.num_failed
+
+
+def _names(plan: StepPlan) -> set[str]:
+    return {scheduled.request_id for scheduled in plan.slices}
+
+
+class StepsInFlightMachine(RuleBasedStateMachine):
+    """Plans, outcomes, arrivals and aborts in any order that a pipeline allows."""
+
+    @initialize(
+        setting=all_settings(),
+        stages=st.sampled_from(STAGES),
+        fails=st.sampled_from((0.0, 0.05)),
+        seed=st.integers(0, 2**32),
+    )
+    def begin(self, setting: Setting, stages: tuple[int, ...], fails: float, seed: int) -> None:
+        self.flight = Flight(replace(setting, fails=fails), stages, seed)
+
+    @rule(count=st.integers(1, 6), num_shared=st.sampled_from((0, 9, 24)), seed=st.integers(0, 2**32))
+    @precondition(lambda self: len(self.flight.requests) < 36)
+    def arrive(self, count: int, num_shared: int, seed: int) -> None:
+        self.flight.arrive(random.Random(seed), count, num_shared)
+
+    @rule(index=st.integers(0, 35))
+    @precondition(lambda self: self.flight.unfinished)
+    def abort(self, index: int) -> None:
+        unfinished = self.flight.unfinished
+        self.flight.abort(unfinished[index % len(unfinished)])
+
+    @rule()
+    @precondition(lambda self: self.flight.may_submit)
+    def submit(self) -> None:
+        self.flight.submit()
+
+    @rule()
+    @precondition(lambda self: self.flight.in_flight)
+    def collect(self) -> None:
+        self.flight.collect()
+
+    @rule(count=st.integers(1, 12))
+    def go_on(self, count: int) -> None:
+        for _ in range(count):
+            self.flight.step()
+
+    def teardown(self) -> None:
+        if hasattr(self, "flight"):
+            self.flight.end()
+
+
+TestStepsInFlight = StepsInFlightMachine.TestCase
+TestStepsInFlight.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+
+
+def crowded_flight(rng: random.Random, **setting: Any) -> Flight:
+    """More requests of both classes than the pool holds, some of which are aborted."""
+    most = Setting(max_num_seqs=rng.randint(2, 6), **setting)
+    flight = Flight(most, rng.choice(STAGES), rng.getrandbits(32))
+    for _ in range(60):
+        if rng.random() < 0.15 and len(flight.requests) < 24:
+            flight.arrive(rng, rng.randint(1, 6), rng.choice((0, 0, 9, 24)))
+        if rng.random() < 0.05 and flight.unfinished:
+            flight.abort(rng.choice(flight.unfinished))
+        if flight.may_submit and (not flight.in_flight or rng.random() < 0.7):
+            flight.submit()
+        else:
+            flight.collect()
+    flight.end()
+    return flight
+
+
+@pytest.mark.parametrize("policy", ["slo", "conserve", "bros", "priority", "fcfs", "round-robin"])
+def test_crowded_schedules_compute_every_token_from_its_own_context(policy: PolicyName) -> None:
+    num_beside = num_preempted = num_restored = 0
+    for seed in range(7):
+        rng = random.Random(f"{policy} {seed}")
+        flight = crowded_flight(
+            rng,
+            policy=policy,
+            checkpointing=rng.choice(get_args(CheckpointingName)),
+            restore=rng.choice(get_args(RestoreMode)),
+            num_host_blocks=rng.choice((0, 3, 20)),
+            max_num_batched_tokens=rng.choice((5, 12, 32)),
+            can_stop=False,
+            block_copy_s=rng.choice((None, 0.02)),
+            fails=rng.choice((0.0, 0.05)),
+            prefix_caching=rng.random() < 0.7,
+            kv_layout=rng.choice(get_args(KVLayoutName)),
+        )
+        num_beside += flight.num_beside
+        num_preempted += sum(each.num_preemptions for each in flight.requests)
+        num_restored += flight.inner.num_copies["restore"]
+    assert num_beside > 100 and num_preempted > 20 and num_restored > 20
+
+
+@pytest.mark.parametrize("preemption", get_args(PreemptionMode))
+@pytest.mark.parametrize("policy", ["slo", "conserve"])
+def test_steps_that_are_stopped_beside_others(policy: PolicyName, preemption: PreemptionMode) -> None:
+    num_suspended = num_discarded = 0.0
+    for seed in range(7):
+        rng = random.Random(f"{policy} {preemption} {seed}")
+        flight = crowded_flight(
+            rng,
+            policy=policy,
+            preemption=preemption,
+            can_stop=True,
+            fails=rng.choice((0.0, 0.05)),
+            kv_layout=rng.choice(get_args(KVLayoutName)),
+        )
+        num_suspended += flight.num_suspended
+        num_discarded += flight.scheduler.counters[ServiceClass.OFFLINE].num_discarded_tokens
+    assert num_discarded > 0
+    assert (num_suspended > 10) is (preemption == "suspend")
