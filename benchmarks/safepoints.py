@@ -1,6 +1,7 @@
 """The cost of safepoints to a step, and the latency of a stop.
 
     python benchmarks/safepoints.py
+    python benchmarks/safepoints.py --tensor-parallel-size 3
 
 Steps of 64 decodes and a chunk of a prompt alternate with and without safepoints on the real model. Then
 another thread stops steps at random instants, as an arrival does, and each step is resumed.
@@ -24,16 +25,20 @@ from backfill.core.config import EngineConfig
 from backfill.core.plan import AdmittedRequest, Compute, Resume, Safepoints, ScheduledSlice, StepPlan
 from backfill.core.request import RequestId
 from backfill.core.sampling import SamplingParams
-from backfill.execution.create import create_torch_executor
 from backfill.execution.torch_executor import TorchExecutor
 from backfill.models.resolve import resolve_model
+from backfill.parallel.create import create_executor
+from backfill.parallel.executor import ParallelExecutor
 
 _NUM_DECODES, _CONTEXT, _CHUNK = 64, 256, 256
 _MAX_STOP_S = 0.005
 
 
 def make_plan(
-    executor: TorchExecutor, num_decodes: int = _NUM_DECODES, context: int = _CONTEXT, chunk: int = _CHUNK
+    executor: TorchExecutor | ParallelExecutor,
+    num_decodes: int = _NUM_DECODES,
+    context: int = _CONTEXT,
+    chunk: int = _CHUNK,
 ) -> StepPlan:
     """Offline decodes and a chunk of a prompt. None samples, so the plan can run any number of times."""
     blocks_each = -(-max(context + 1, chunk) // executor.info.block_size)
@@ -62,13 +67,13 @@ def make_plan(
     return StepPlan(step=0, work=Compute(slices))
 
 
-def seconds(executor: TorchExecutor, plan: StepPlan) -> float:
+def seconds(executor: TorchExecutor | ParallelExecutor, plan: StepPlan) -> float:
     began = time.perf_counter()
     executor.run(plan)
     return time.perf_counter() - began
 
 
-def overhead(executor: TorchExecutor, plan: StepPlan, rounds: int) -> tuple[float, float]:
+def overhead(executor: TorchExecutor | ParallelExecutor, plan: StepPlan, rounds: int) -> tuple[float, float]:
     """Median seconds of a step without safepoints, and the median ratio of steps with and without them."""
     armed = replace(plan, work=Compute(plan.slices, safepoints=Safepoints(1, suspends=True)))
     plain_s, ratios = [], []
@@ -82,7 +87,7 @@ def overhead(executor: TorchExecutor, plan: StepPlan, rounds: int) -> tuple[floa
 
 
 def stop_latencies(
-    executor: TorchExecutor, plan: StepPlan, step_s: float, rounds: int
+    executor: TorchExecutor | ParallelExecutor, plan: StepPlan, step_s: float, rounds: int
 ) -> tuple[int, list[float]]:
     """Layers between safepoints, and seconds from each stop request to its safepoint."""
     apart = max(1, int(_MAX_STOP_S / (step_s / executor.info.num_layers)))
@@ -112,9 +117,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument("--tensor-parallel-size", type=int, default=1)
     options = parser.parse_args()
     restart_in_engine_environment()
-    executor = create_torch_executor(EngineConfig(model_dir=str(resolve_model(options.model))))
+    executor = create_executor(
+        EngineConfig(
+            model_dir=str(resolve_model(options.model)), tensor_parallel_size=options.tensor_parallel_size
+        )
+    )
     plan = make_plan(executor)
     step_s, ratio = overhead(executor, plan, options.rounds)
     apart, latencies = stop_latencies(executor, plan, step_s, options.rounds)
@@ -126,7 +136,8 @@ def main() -> None:
           f"{apart} layers apart, {group_s * 1000:.2f} ms")  # fmt: skip
     print(json.dumps({
         "benchmark": "safepoints", "step_s": step_s, "armed_over_plain": ratio, "layers_apart": apart,
-        "layer_group_s": group_s, "stop_p50_s": p50, "stop_p99_s": p99, "num_stops": len(latencies),
+        "layer_group_s": group_s, "tensor_parallel_size": options.tensor_parallel_size,
+        "stop_p50_s": p50, "stop_p99_s": p99, "num_stops": len(latencies),
     }))  # fmt: skip
 
 

@@ -125,6 +125,9 @@ PARSED = {
     "backfill serve --offload-interval 2 --device-memory 0.5": "as above",
     "backfill serve --offload-interval 8 --min-offload-interval 2": "as above",
     "backfill serve --offload-interval auto --tpot-slo 0.2": "as above",
+    "backfill serve --tensor-parallel-size 3": "tests/api/test_ranks.py serves a small model so",
+    "backfill serve --pipeline-parallel-size 2": "as above",
+    "backfill run-batch -i questions.jsonl -o answers.jsonl --pipeline-parallel-size 2": "as above",
     "backfill profile --offload": "minutes; tests/cli runs it short",
     "backfill profile --offload --quick --json": "tests/cli runs it",
     "backfill serve --port 8001 --offload-interval 2 --offload-bus left --offload-bus-gib-per-s 12": (

@@ -190,7 +190,7 @@ class Engine:
         return [refusal for refusal in refusals if refusal is not None]
 
     def check(self) -> None:
-        """Raises: ExecutorDead if no step can run any more. Steps notice it too; this is for an idle engine."""
+        """Raises: ExecutorDead if no step can run any more. Steps raise it, but an engine may be idle."""
         if self._check is not None:
             self._check()
 

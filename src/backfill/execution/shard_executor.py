@@ -180,8 +180,9 @@ class ShardExecutor(TorchExecutor):
             if layer == layers.stop:
                 break
             if points is not None:
-                precedes = stop is None and self._is_safepoint(layer + 1, first, points)
-                group.arm(asked if precedes else None)
+                # Two layers: a group may know only what the one before the last has carried.
+                precedes = any(self._is_safepoint(layer + ahead, first, points) for ahead in (1, 2))
+                group.arm(asked if precedes and stop is None else None)
             for each in running.micro_batches:
                 each.state = model.run_layer(layer, each.state, self._kv_pool, each.batch.attention)
             running.layers_done += 1

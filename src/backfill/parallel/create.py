@@ -11,6 +11,8 @@ from backfill.execution.create import check_threads, choose_device, create_torch
 from backfill.execution.machine import threads_of_rank
 from backfill.execution.torch_executor import TorchExecutor
 from backfill.execution.warm_up import warm_up, warm_up_slot_copies
+from backfill.models.config import ModelConfig
+from backfill.models.placement import ModelPlacement
 from backfill.parallel.executor import ParallelExecutor
 from backfill.parallel.load import load_rank
 from backfill.parallel.rank import RankLoader
@@ -31,6 +33,9 @@ def create_parallel_executor(config: EngineConfig, load: RankLoader = load_rank)
 
     Raises: BackfillError with a message for the user; no process is left then.
     """
+    # Before any process is started, which takes seconds.
+    sizes = config.tensor_parallel_size, config.pipeline_parallel_size
+    ModelPlacement.of(ModelConfig.from_folder(config.model_dir), *sizes)
     check_threads(config)
     if choose_device(config).type == "cuda":
         check_device_count(config, torch.cuda.device_count())

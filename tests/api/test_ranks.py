@@ -1,0 +1,76 @@
+"""A server whose model is on several processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+from backfill.core.clock import VirtualClock
+from backfill.core.config import EngineConfig, SchedulerConfig
+from backfill.engine.engine import Engine
+from backfill.execution.create import create_torch_executor
+from tests.api.servers import MODEL, TIMEOUT_S, ending, launch, serve_command, wait_until
+from tests.builders import make_request
+from tests.parallel.processes import children, wait_ended
+
+PROMPT = list(range(100, 160))
+OPTIONS = ("--dtype", "float32", "--kv-gib", "0.05", "--threads", "2", "--policy", "priority")
+RANKS = ("--tensor-parallel-size", "2", "--pipeline-parallel-size", "1")
+
+
+def tokens_of_one_process(model: Path) -> list[int]:
+    config = EngineConfig(model_dir=str(model), dtype="float32", kv_gib=0.05, device="cpu", threads=1)
+    engine = Engine(SchedulerConfig(), create_torch_executor(config), VirtualClock())
+    request = make_request(max_tokens=16, prompt_token_ids=PROMPT, ignore_eos=True)
+    engine.add(request)
+    while engine.has_unfinished:
+        engine.step()
+    return request.output_token_ids
+
+
+def test_a_server_on_two_processes_answers_as_one_and_survives_the_death_of_a_rank(
+    small_model: Path, tmp_path: Path
+) -> None:
+    expected = tokens_of_one_process(small_model)
+    body = {
+        "prompt": PROMPT,
+        "max_tokens": 16,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+    options = (*OPTIONS, *RANKS, "--served-model-name", MODEL)
+    with ending(launch(str(small_model), *options, data_dir=tmp_path)) as server:
+        server.wait_ready()
+        answer = server.http.post("/v1/completions", json=body)
+        assert answer.json()["choices"][0]["token_ids"] == expected
+
+        ranks = children(server.engine_pid())
+        os.kill(ranks[1], signal.SIGKILL)
+        wait_ended(ranks)  # an idle engine notices it too
+        wait_until(
+            lambda: any(
+                "The process of rank 1 of 2 was killed by signal 9" in line for line in server.output
+            ),
+            "the reason in the log",
+        )
+        wait_until(lambda: server.http.get("/health").status_code == 503, "the engine to be missed")
+        server.wait_ready()
+        again = server.http.post("/v1/completions", json=body)
+        assert again.json()["choices"][0]["token_ids"] == expected
+        left = [server.engine_pid(), *children(server.engine_pid())]
+    wait_ended(left)
+
+
+def test_a_size_that_does_not_divide_the_model_is_refused_with_those_that_do(
+    small_model: Path, tmp_path: Path
+) -> None:
+    command = serve_command(
+        str(small_model), "--data-dir", str(tmp_path), "--port", "0", "--tensor-parallel-size", "3"
+    )
+    refused = subprocess.run(command, check=False, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert refused.returncode == 1
+    assert "Traceback" not in refused.stderr
+    assert "--tensor-parallel-size 3: the model has 4 attention heads" in refused.stderr

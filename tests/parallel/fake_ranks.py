@@ -1,0 +1,123 @@
+"""Ranks without a model for the processes of a ``ParallelExecutor``: they do what requests are called.
+
+A request ``r0:raise`` makes rank 0 raise, ``*:raise`` all ranks, ``r1:kill`` kills rank 1, ``r1:hang`` makes
+it wait forever, ``r1:slow`` for a moment.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Sequence
+
+from backfill.core.block import BlockCopy
+from backfill.core.clock import WallClock
+from backfill.core.config import EngineConfig
+from backfill.core.errors import ConfigError
+from backfill.core.plan import SampledToken, ScheduledSlice, StepOutcome, StepPlan
+from backfill.core.request import RequestId
+from backfill.engine.engine import Engine
+from backfill.parallel.executor import ParallelExecutor
+from backfill.parallel.rank import RankContext, output_rank
+from tests.builders import make_info
+
+NUM_BLOCKS = 4096
+
+
+def token_of(tokens: Sequence[int], scheduled: ScheduledSlice) -> int:
+    """What a fake rank samples: it depends on all that a plan says of the request."""
+    return (sum(tokens) + 7 * sum(scheduled.blocks) + 13 * scheduled.start) % 991 + 3
+
+
+class FakeRank:
+    def __init__(self, context: RankContext) -> None:
+        sizes = context.tensor_parallel_size, context.pipeline_parallel_size
+        # Ranks have different memories.
+        self.info = make_info(num_blocks=NUM_BLOCKS + context.rank, can_stop=True)
+        self._samples = context.rank == output_rank(*sizes)
+        self._context = context
+        self._tokens: dict[RequestId, list[int]] = {}
+        self._copying: tuple[BlockCopy, ...] = ()
+
+    def run(self, plan: StepPlan, sampled: Sequence[SampledToken]) -> StepOutcome:
+        for token in sampled:
+            self._tokens[token.request_id].append(token.token_id)
+        for request_id in plan.released:
+            self._tokens.pop(request_id, None)
+        for admitted in plan.admitted:
+            self._tokens[admitted.request_id] = list(admitted.prompt_token_ids)
+        for scheduled in plan.slices:
+            self._obey(scheduled.request_id)
+        stopped = tuple(each.request_id for each in plan.slices if each.preemptible)
+        if not (stopped and self._context.stop.is_requested(plan.step)):
+            stopped = ()
+        return StepOutcome(
+            tuple(
+                SampledToken(each.request_id, token_of(self._tokens[each.request_id], each))
+                for each in plan.slices
+                if each.samples and self._samples and each.request_id not in stopped
+            ),
+            discarded=stopped if self._samples else (),
+            completed_copies=self._complete(plan.copies.checkpoint),
+        )
+
+    def _complete(self, begun: tuple[BlockCopy, ...]) -> tuple[BlockCopy, ...]:
+        """Rank 0 completes copies at once, others those of the step before."""
+        if self._context.rank == 0:
+            return begun
+        completed, self._copying = self._copying, begun
+        return completed
+
+    def _obey(self, name: str) -> None:
+        who, _, what = name.partition(":")
+        if who not in ("*", f"r{self._context.rank}"):
+            return
+        if what == "raise":
+            raise ValueError(f"asked by {name}")
+        if what == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if what == "hang":
+            time.sleep(3600.0)
+        if what == "slow":
+            time.sleep(0.2)
+
+
+def load_fake(_config: EngineConfig, context: RankContext) -> FakeRank:
+    assert context.barrier is not None
+    context.barrier.wait(context.rank)
+    return FakeRank(context)
+
+
+def load_refused(config: EngineConfig, context: RankContext) -> FakeRank:
+    """Rank 1 refuses the configuration, and the others never end."""
+    if context.rank == 1:
+        raise ConfigError(f"`threads` {config.threads} is refused here.")
+    time.sleep(3600.0)
+    return FakeRank(context)
+
+
+def load_broken(_config: EngineConfig, context: RankContext) -> FakeRank:
+    """Rank 0 has a bug."""
+    if context.rank == 0:
+        raise ValueError("a bug")
+    return FakeRank(context)
+
+
+def load_killed(_config: EngineConfig, context: RankContext) -> FakeRank:
+    """Rank 1 is killed while it loads, for example for the memory that it takes."""
+    if context.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(3600.0)
+    return FakeRank(context)
+
+
+def load_fake_engine(config: EngineConfig) -> Engine:
+    """An engine on fake ranks, which ends if one of them does."""
+    executor = ParallelExecutor(config, 1, load_fake)
+    return Engine(config.scheduler, executor, WallClock(), check=executor.check)
+
+
+def load_refused_engine(config: EngineConfig) -> Engine:
+    """An engine whose rank 1 refuses the configuration."""
+    return Engine(config.scheduler, ParallelExecutor(config, 1, load_refused), WallClock())

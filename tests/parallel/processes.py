@@ -1,0 +1,36 @@
+"""What is left of processes."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+TIMEOUT_S = 60.0
+
+
+def wait_ended(pids: Iterable[int | None]) -> None:
+    """Until the processes have ended. Those that nobody has waited for yet have."""
+    until_s = time.monotonic() + TIMEOUT_S
+    for pid in pids:
+        assert pid is not None
+        while is_running(pid):
+            assert time.monotonic() < until_s, f"process {pid} is still there"
+            time.sleep(0.01)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state not in "ZX"
+
+
+def children(pid: int) -> list[int]:
+    return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def num_open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))

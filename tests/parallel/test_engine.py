@@ -1,0 +1,89 @@
+"""An engine process whose ranks end, as its client sees it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from backfill.core.config import EngineConfig
+from backfill.core.errors import BackfillError, EngineDead, StepFailed
+from backfill.engine.client import EngineClient
+from tests.builders import make_request
+from tests.parallel.fake_ranks import load_fake_engine, load_refused_engine
+from tests.parallel.processes import TIMEOUT_S, children, wait_ended
+
+TWO = EngineConfig(tensor_parallel_size=2)
+
+
+def with_engine(check: Callable[[EngineClient, list[int]], Awaitable[None]]) -> None:
+    """Run ``check`` with a client and its ranks, which must have ended after it."""
+
+    async def run() -> None:
+        client = EngineClient(TWO, on_report=lambda _: None, load=load_fake_engine)
+        try:
+            await client.start()
+            assert client.pid is not None
+            ranks = children(client.pid)
+            assert len(ranks) == 2
+            await asyncio.wait_for(check(client, ranks), TIMEOUT_S)
+        finally:
+            await client.stop()
+        wait_ended(ranks)
+
+    asyncio.run(run())
+
+
+async def generate(client: EngineClient, name: str, max_tokens: int = 4) -> int:
+    request = make_request(2, max_tokens, request_id=name, ignore_eos=True)
+    return len([output async for output in client.generate(request)])
+
+
+def test_an_idle_engine_ends_with_a_rank_and_says_which() -> None:
+    async def check(client: EngineClient, ranks: list[int]) -> None:
+        assert await generate(client, "a") == 4
+        os.kill(ranks[1], signal.SIGKILL)
+        await client.wait_dead()
+        with pytest.raises(EngineDead):
+            await generate(client, "b")
+
+    with_engine(check)
+
+
+def test_requests_learn_which_rank_has_ended() -> None:
+    async def check(client: EngineClient, _ranks: list[int]) -> None:
+        with pytest.raises(EngineDead, match=r"engine process ended: .*rank 1 of 2 was killed by signal 9"):
+            await generate(client, "r1:kill")
+
+    with_engine(check)
+
+
+def test_a_step_that_fails_on_a_rank_loses_its_requests_and_the_engine_continues() -> None:
+    async def check(client: EngineClient, _ranks: list[int]) -> None:
+        with pytest.raises(StepFailed, match="The step failed: RankFailed"):
+            await generate(client, "r1:raise")
+        assert await generate(client, "a") == 4
+
+    with_engine(check)
+
+
+def test_ranks_end_with_an_engine_that_is_killed() -> None:
+    async def check(client: EngineClient, ranks: list[int]) -> None:
+        assert client.pid is not None
+        os.kill(client.pid, signal.SIGKILL)
+        await client.wait_dead()
+        wait_ended(ranks)
+
+    with_engine(check)
+
+
+def test_an_engine_whose_rank_is_refused_does_not_start() -> None:
+    async def run() -> None:
+        client = EngineClient(TWO, on_report=lambda _: None, load=load_refused_engine)
+        with pytest.raises(BackfillError, match="`threads` 1 is refused here"):
+            await client.start()
+
+    asyncio.run(run())

@@ -1,0 +1,208 @@
+"""The driver and its ranks' processes, with ranks that compute nothing."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from backfill.core.block import BlockCopy, pack_block_ref
+from backfill.core.config import EngineConfig
+from backfill.core.errors import BackfillError, ExecutorDead
+from backfill.core.plan import AdmittedRequest, BlockCopies, Compute, Safepoints, ScheduledSlice, StepPlan
+from backfill.core.request import RequestId
+from backfill.core.sampling import SamplingParams
+from backfill.execution.executor import PipelinedExecutor
+from backfill.parallel.executor import ParallelExecutor, RankFailed
+from backfill.parallel.rank import RankLoader
+from tests.parallel.fake_ranks import (
+    NUM_BLOCKS,
+    load_broken,
+    load_fake,
+    load_killed,
+    load_refused,
+    token_of,
+)
+from tests.parallel.processes import num_open_files, wait_ended
+
+TWO = EngineConfig(tensor_parallel_size=2)
+NAMES = ("a", "b", "r0:raise", "r1:raise", "*:raise")
+BLOCKS = tuple(pack_block_ref(index) for index in range(3))
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[ParallelExecutor]:
+    created = ParallelExecutor(TWO, 1, load_fake)
+    yield created
+    pids = created.pids
+    created.close()
+    wait_ended(pids)
+
+
+@pytest.fixture
+def executor(shared: ParallelExecutor) -> Iterator[ParallelExecutor]:
+    """For tests after which it still runs."""
+    yield shared
+    shared.run(StepPlan(0, Compute(()), released=tuple(map(RequestId, NAMES))))
+
+
+@pytest.fixture
+def mortal() -> Iterator[ParallelExecutor]:
+    created = ParallelExecutor(TWO, 1, load_fake)
+    yield created
+    created.close()
+
+
+def plan_of(step: int, *names: str, start: int = 0, admits: bool = True, stops: bool = False) -> StepPlan:
+    """One token of each request, whose prompt is 1."""
+    slices = tuple(
+        ScheduledSlice(RequestId(name), start, 1, BLOCKS, samples=True, preemptible=stops) for name in names
+    )
+    sampling = SamplingParams(max_tokens=8)
+    admitted = tuple(AdmittedRequest(RequestId(name), (1,), sampling) for name in names) if admits else ()
+    return StepPlan(step, Compute(slices, safepoints=Safepoints(1, False) if stops else None), admitted)
+
+
+def test_ranks_know_the_tokens_of_steps_before(executor: ParallelExecutor) -> None:
+    assert isinstance(executor, PipelinedExecutor)
+    assert executor.info.num_blocks == NUM_BLOCKS, "the least of the ranks"
+    tokens = [1]
+    for step in range(5):
+        plan = plan_of(step, "a", start=step, admits=step == 0)
+        (sampled,) = executor.run(plan).sampled
+        assert sampled == ("a", token_of(tokens, plan.slices[0]), None)
+        tokens.append(sampled.token_id)
+
+
+def test_several_steps_are_in_flight() -> None:
+    executor = ParallelExecutor(EngineConfig(pipeline_parallel_size=2), 1, load_fake)
+    try:
+        assert executor.info.max_steps_in_flight == 2
+        plans = [plan_of(0, "a"), plan_of(1, "r1:slow")]
+        executor.submit(plans[0])
+        executor.submit(plans[1])
+        first = executor.collect()
+        # Its token goes to the ranks with the next plan, which is submitted before the second is collected.
+        plans.append(plan_of(2, "a", start=1, admits=False))
+        executor.submit(plans[2])
+        outcomes = [first, executor.collect(), executor.collect()]
+        expected = [token_of([1], plans[0].slices[0]), token_of([1], plans[1].slices[0])]
+        expected.append(token_of([1, expected[0]], plans[2].slices[0]))
+        assert [each.sampled[0].token_id for each in outcomes] == expected
+    finally:
+        executor.close()
+
+
+def test_a_copy_is_complete_when_all_ranks_have_completed_it(executor: ParallelExecutor) -> None:
+    copies = (BlockCopy(1, 2), BlockCopy(3, 4))
+    begun = executor.run(StepPlan(0, Compute(()), copies=BlockCopies(checkpoint=copies)))
+    assert begun.completed_copies == ()
+    assert executor.run(StepPlan(1, Compute(()))).completed_copies == copies
+    assert executor.run(StepPlan(2, Compute(()))).completed_copies == ()
+
+
+def test_a_stop_request_reaches_the_ranks(executor: ParallelExecutor) -> None:
+    executor.request_stop(1)
+    assert executor.run(plan_of(0, "a", stops=True)).stopped == ()
+    stopped = executor.run(plan_of(1, "b", stops=True))
+    assert (stopped.sampled, stopped.discarded) == ((), ("b",))
+
+
+def test_a_plan_larger_than_the_ring_arrives(executor: ParallelExecutor) -> None:
+    prompt = tuple(range(300_000))
+    request = AdmittedRequest(RequestId("a"), prompt, SamplingParams(max_tokens=1))
+    scheduled = ScheduledSlice(RequestId("a"), 0, 1, BLOCKS, samples=True)
+    outcome = executor.run(StepPlan(0, Compute((scheduled,)), (request,)))
+    assert outcome.sampled[0].token_id == token_of(prompt, scheduled)
+
+
+@pytest.mark.parametrize("who", ["r0", "r1", "*"])
+def test_a_step_fails_if_it_fails_on_a_rank_and_the_next_one_runs(
+    executor: ParallelExecutor, who: str
+) -> None:
+    name = f"{who}:raise"
+    rank = who.replace("*", "0").strip("r")
+    with pytest.raises(RankFailed, match=rf"ValueError: asked by .* on rank {rank}"):
+        executor.run(plan_of(0, name))
+    # No token of the failed step is known to any rank.
+    assert len(executor.run(plan_of(1, "a")).sampled) == 1
+    assert len(executor.run(plan_of(2, "a", start=1, admits=False)).sampled) == 1
+
+
+def test_ranks_that_do_not_come_out_of_a_failed_step_are_ended() -> None:
+    executor = ParallelExecutor(TWO, 1, load_fake, failed_step_s=0.2)
+    pids = executor.pids
+    with pytest.raises(ExecutorDead, match=r"Step 3 failed \(ValueError.* on rank 0\).*come out of it: 1\."):
+        executor.run(plan_of(3, "r1:hang", "r0:raise"))
+    wait_ended(pids)
+    with pytest.raises(ExecutorDead, match="Step 3 failed"):
+        executor.run(plan_of(4, "a"))
+
+
+def test_a_rank_that_is_killed_in_a_step_ends_all(mortal: ParallelExecutor) -> None:
+    with pytest.raises(ExecutorDead, match="rank 1 of 2 was killed by signal 9"):
+        mortal.run(plan_of(0, "r0:hang", "r1:kill"))
+    wait_ended(mortal.pids)
+
+
+def test_a_rank_that_is_killed_while_nothing_runs_is_noticed(mortal: ParallelExecutor) -> None:
+    mortal.check()
+    pid = mortal.pids[0]
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    wait_ended([pid])
+    with pytest.raises(ExecutorDead, match="rank 0 of 2 was killed by signal 9"):
+        mortal.check()
+    with pytest.raises(ExecutorDead, match="rank 0 of 2 was killed by signal 9"):
+        mortal.submit(plan_of(0, "a"))
+    wait_ended(mortal.pids)
+
+
+@pytest.mark.parametrize(
+    ("load", "message"),
+    [
+        (load_refused, "`threads` 3 is refused here."),
+        (load_broken, "Rank 0 could not start: ValueError: a bug"),
+        (load_killed, "rank 1 of 2 was killed by signal 9"),
+    ],
+)
+def test_a_rank_that_cannot_be_loaded_ends_all(load: RankLoader, message: str) -> None:
+    gc.collect()
+    before = num_open_files()
+    with pytest.raises(BackfillError, match=message):
+        ParallelExecutor(TWO, 3, load)
+    gc.collect()
+    assert num_open_files() == before
+
+
+_DRIVER = """
+from backfill.core.config import EngineConfig
+from backfill.parallel.executor import ParallelExecutor
+from tests.parallel.fake_ranks import load_fake
+from tests.parallel.test_executor import plan_of
+import time
+
+executor = ParallelExecutor(EngineConfig(tensor_parallel_size=2), 1, load_fake)
+print(*executor.pids, flush=True)
+{then}
+"""
+
+
+@pytest.mark.parametrize(
+    "then", ["time.sleep(3600)", "executor.run(plan_of(0, 'r0:hang', 'r1:hang'))"], ids=["idle", "in-a-step"]
+)
+def test_ranks_end_with_a_driver_that_is_killed(then: str) -> None:
+    command: Sequence[str] = [sys.executable, "-c", _DRIVER.format(then=then)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as driver:
+        assert driver.stdout is not None
+        pids = [int(each) for each in driver.stdout.readline().split()]
+        assert len(pids) == 2
+        time.sleep(0.1)  # so that a step has perhaps begun
+        driver.kill()
+    wait_ended(pids)

@@ -1,0 +1,170 @@
+"""Plans and outcomes come out of their codecs as they went in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
+
+from backfill.core.block import BlockCopy, BlockMove, BlockRef, SlotCopy
+from backfill.core.plan import (
+    AdmittedRequest,
+    BlockCopies,
+    Compute,
+    CopyDirections,
+    DeviceMemory,
+    Resume,
+    Safepoints,
+    SampledToken,
+    ScheduledSlice,
+    StepOutcome,
+    StepPlan,
+    TokenLogprobs,
+    WaitForCopies,
+    WeightTransfers,
+    Work,
+)
+from backfill.core.request import RequestId
+from backfill.core.sampling import SamplingParams
+from backfill.parallel.messages import StepDone, outcome_of, step_done
+from backfill.parallel.plan_codec import PlanDecoder, PlanEncoder
+
+IDS = st.sampled_from([RequestId(name) for name in "abcdef"])
+NUMBERS = st.integers(0, 2000)
+TABLES = st.lists(NUMBERS.map(BlockRef), max_size=5).map(tuple)
+SAFEPOINTS = st.builds(Safepoints, st.integers(1, 9), st.booleans())
+BLOCK_COPIES = st.lists(st.builds(BlockCopy, NUMBERS, NUMBERS), max_size=2).map(tuple)
+SLOT_COPIES = st.lists(st.builds(SlotCopy, NUMBERS, NUMBERS, NUMBERS, NUMBERS), max_size=2).map(tuple)
+DIRECTIONS = st.integers(0, 3).map(CopyDirections)
+COPIES = st.builds(BlockCopies, BLOCK_COPIES, BLOCK_COPIES, DIRECTIONS, SLOT_COPIES, SLOT_COPIES)
+SAMPLING = st.builds(
+    SamplingParams,
+    max_tokens=st.integers(1, 9),
+    temperature=st.floats(0, 2),
+    stop_token_ids=st.lists(NUMBERS, max_size=2).map(tuple),
+    logit_bias=st.lists(st.tuples(NUMBERS, st.floats(-9, 9)), max_size=2).map(tuple),
+)
+ADMITTED = st.builds(AdmittedRequest, IDS, st.lists(NUMBERS, min_size=1, max_size=4).map(tuple), SAMPLING)
+SAMPLED = st.lists(st.builds(SampledToken, IDS, NUMBERS), max_size=4)
+SLICES = st.lists(
+    st.builds(ScheduledSlice, IDS, NUMBERS, st.integers(1, 9), TABLES, st.booleans(), st.booleans()),
+    max_size=4,
+    unique_by=lambda scheduled: scheduled.request_id,
+).map(tuple)
+OTHERS: dict[str, st.SearchStrategy[Any]] = {
+    "admitted": st.lists(ADMITTED, max_size=2).map(tuple),
+    "released": st.lists(IDS, max_size=2).map(tuple),
+    "copies": COPIES,
+    "offload_interval": st.none() | st.integers(1, 9),
+    "memory": st.none() | st.builds(DeviceMemory, NUMBERS, NUMBERS),
+    "moves": st.lists(st.builds(BlockMove, NUMBERS, NUMBERS), max_size=2).map(tuple),
+}
+
+
+class Codec(RuleBasedStateMachine):
+    """Any plans, and those that follow the plan before as decodes do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoders = PlanEncoder(), [PlanDecoder(), PlanDecoder()]
+        self.slices: tuple[ScheduledSlice, ...] = ()
+        self.step = 0
+
+    def send(self, work: Work, sampled: Sequence[SampledToken], **others: Any) -> int:
+        plan = StepPlan(self.step, work, **others)
+        self.step += 1
+        data = self.encoder.encode(plan, sampled)
+        for decoder in self.decoders:
+            decoded, tokens = decoder.decode(data)
+            assert decoded == plan
+            assert list(tokens) == [each._replace(logprobs=None) for each in sampled]
+        if not isinstance(work, WaitForCopies):
+            self.slices = work.slices
+        return len(data)
+
+    @rule(slices=SLICES, points=st.none() | SAFEPOINTS, keeps=st.booleans(), sampled=SAMPLED, data=st.data())
+    def compute(
+        self,
+        slices: tuple[ScheduledSlice, ...],
+        points: Safepoints | None,
+        keeps: bool,
+        sampled: list[SampledToken],
+        data: st.DataObject,
+    ) -> None:
+        others = {name: data.draw(strategy) for name, strategy in OTHERS.items() if data.draw(st.booleans())}
+        self.send(Compute(slices, 0.5, points, keeps), sampled, **others)
+
+    @rule(slices=SLICES, points=SAFEPOINTS, num_layers=st.integers(1, 9), sampled=SAMPLED)
+    def resume(
+        self,
+        slices: tuple[ScheduledSlice, ...],
+        points: Safepoints,
+        num_layers: int,
+        sampled: list[SampledToken],
+    ) -> None:
+        self.send(Resume(slices, num_layers, 0.25, points), sampled)
+
+    @rule(keeps=st.booleans())
+    def wait(self, keeps: bool) -> None:
+        self.send(WaitForCopies(keeps), ())
+
+    @precondition(lambda self: self.slices)
+    @rule(new_block=st.none() | NUMBERS)
+    def decode(self, new_block: int | None) -> None:
+        sampled = [SampledToken(each.request_id, 5) for each in self.slices]
+        tail = () if new_block is None else (BlockRef(new_block),)
+        slices = tuple(
+            each._replace(
+                start=each.start + each.num_tokens, blocks=each.blocks + tail if tail else each.blocks
+            )
+            for each in self.slices
+        )
+        self.send(Compute(slices), sampled)
+
+
+TestCodec = Codec.TestCase
+TestCodec.settings = settings(max_examples=40, stateful_step_count=10, deadline=None)
+
+
+def test_a_step_of_decodes_costs_bytes_for_its_tokens_alone() -> None:
+    ids = [RequestId(f"chatcmpl-{number:032x}") for number in range(256)]
+    tables = [tuple(BlockRef(300 + number) for number in range(200))] * 256
+    codec = Codec()
+    for step in range(3):
+        slices = tuple(
+            ScheduledSlice(each, 3200 + step, 1, table, samples=True)
+            for each, table in zip(ids, tables, strict=True)
+        )
+        size = codec.send(Compute(slices), [SampledToken(each, 1000) for each in ids] if step else ())
+    assert size < 4 * 256
+
+
+OUTCOMES = st.builds(
+    StepOutcome,
+    sampled=st.just(()),
+    suspended=st.lists(IDS, max_size=2).map(tuple),
+    discarded=st.lists(IDS, max_size=2).map(tuple),
+    layers_done=st.integers(0, 9),
+    stopped_at_s=st.none() | st.floats(0, 1e6),
+    completed_copies=BLOCK_COPIES,
+    completed_slot_copies=SLOT_COPIES,
+    weight_transfers=st.builds(WeightTransfers, st.none() | NUMBERS, NUMBERS),
+)
+
+
+@given(SLICES, OUTCOMES | st.just(StepOutcome(())), st.data())
+def test_outcomes(slices: tuple[ScheduledSlice, ...], outcome: StepOutcome, data: st.DataObject) -> None:
+    plan = StepPlan(3, Compute(slices))
+    sampling = [each.request_id for each in slices if each.samples]
+    if sampling and data.draw(st.booleans()):
+        sampling.remove(data.draw(st.sampled_from(sampling)))  # its slice was stopped
+    logprobs = st.none() | st.builds(TokenLogprobs, st.just(-0.5), st.just(((7, -0.5),)))
+    tokens = tuple(SampledToken(each, data.draw(NUMBERS), data.draw(logprobs)) for each in sampling)
+    outcome = replace(outcome, sampled=tokens)
+    report = msgspec.msgpack.decode(msgspec.msgpack.encode(step_done(plan, outcome)), type=StepDone)
+    assert outcome_of(plan, report) == outcome

@@ -1,0 +1,38 @@
+"""A real model on ranks in processes of their own: the same tokens as in one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from backfill.core.config import GIB, EngineConfig
+from backfill.execution.create import create_torch_executor
+from backfill.execution.profile import profile_key
+from backfill.parallel.create import create_executor
+from backfill.parallel.executor import ParallelExecutor
+from tests.models.tiny import save_tiny_model
+from tests.parallel.processes import wait_ended
+from tests.parallel.test_rank_tokens import tokens
+
+
+@pytest.mark.parametrize("name", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_tokens_of_processes_are_those_of_one(name: str, tmp_path: Path) -> None:
+    save_tiny_model("llama", tmp_path)
+    common = {"model_dir": str(tmp_path), "dtype": "float32", "block_size": 8, "device": "cpu", "threads": 2}
+    alone = EngineConfig(kv_gib=2**20 / GIB, **common)  # type: ignore[arg-type]
+    divided = EngineConfig(kv_gib=2**20 / GIB, **common, **{name: 2})  # type: ignore[arg-type]
+    expected = create_torch_executor(alone)
+    executor = create_executor(divided)
+    assert isinstance(executor, ParallelExecutor)
+    try:
+        assert tokens(executor) == tokens(expected)
+        assert executor.info.block_bytes == expected.info.block_bytes
+        assert executor.info.num_blocks == expected.info.num_blocks
+        executor.fill_kv_pool(executor.info.num_blocks)
+        # Times of one process must not be taken for those of several.
+        assert profile_key(divided, executor) != profile_key(alone, expected)
+    finally:
+        pids = executor.pids
+        executor.close()
+        wait_ended(pids)

@@ -1,0 +1,162 @@
+"""Plans of a pipeline with several steps in flight, one by one, and KV copies of its ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from backfill.core.block import BlockCopy, pack_block_ref
+from backfill.core.plan import (
+    AdmittedRequest,
+    BlockCopies,
+    Compute,
+    CopyDirections,
+    Resume,
+    Safepoints,
+    ScheduledSlice,
+    StepOutcome,
+    StepPlan,
+    WaitForCopies,
+    Work,
+)
+from backfill.core.request import RequestId
+from backfill.core.sampling import SamplingParams
+from tests.models.tiny import save_tiny_model
+from tests.parallel.rank_threads import RankThreads, Sizes, load_tiny
+
+BLOCK_SIZE = 8
+NAMES = ("offline-a", "online-a", "offline-b", "online-b")
+SUSPENDS = Safepoints(1, suspends=True)
+HOST_BLOCKS = 12
+
+
+def scheduled(name: str, start: int, count: int, first_block: int | None = None) -> ScheduledSlice:
+    first = 4 * NAMES.index(name) if first_block is None else first_block
+    blocks = tuple(pack_block_ref(first + each) for each in range(-(-(start + count) // BLOCK_SIZE)))
+    return ScheduledSlice(RequestId(name), start, count, blocks, True, name.startswith("offline"))
+
+
+def admission(number: int) -> AdmittedRequest:
+    prompt = tuple(range(3 + 11 * number, 20 + 11 * number))
+    return AdmittedRequest(RequestId(NAMES[number]), prompt, SamplingParams(max_tokens=8, temperature=0.0))
+
+
+ADMITTED = tuple(map(admission, range(4)))
+FIRST, SECOND = ([scheduled(name, 0, 17) for name in names] for names in (NAMES[:2], NAMES[2:]))
+
+
+def tokens(*outcomes: StepOutcome) -> dict[str, int]:
+    return {each.request_id: each.token_id for outcome in outcomes for each in outcome.sampled}
+
+
+@pytest.fixture(scope="module", params=["llama", "opt", "opt-350m"])
+def model_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder: Path = tmp_path_factory.mktemp("model")
+    save_tiny_model(request.param, folder, num_hidden_layers=6)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def expected(model_dir: Path) -> list[dict[str, int]]:
+    """Tokens of two steps of all requests, on one rank."""
+    alone = Sizes()
+    ranks = RankThreads(alone, load_tiny(model_dir, alone))
+    first = ranks.run(StepPlan(0, Compute((*FIRST, *SECOND)), ADMITTED))
+    second = ranks.run(StepPlan(1, Compute(tuple(scheduled(name, 17, 1) for name in NAMES))))
+    ranks.close()
+    return [tokens(first), tokens(second)]
+
+
+@pytest.fixture(params=[Sizes(pipeline=3), Sizes(2, 3)], ids=str)
+def ranks(request: pytest.FixtureRequest, model_dir: Path) -> Iterator[RankThreads]:
+    stages = [range(0, 2), range(2, 4), range(4, 6)]
+    load = load_tiny(model_dir, request.param, stages=stages, num_host_blocks=HOST_BLOCKS)
+    threads = RankThreads(request.param, load)
+    yield threads
+    threads.close()
+
+
+def test_a_step_is_suspended_while_the_one_behind_it_runs_and_resumes_stage_by_stage(
+    ranks: RankThreads, expected: list[dict[str, int]]
+) -> None:
+    ranks.request_stop(0)
+    ranks.submit(StepPlan(0, Compute(tuple(FIRST), safepoints=SUSPENDS), ADMITTED[:2]))
+    ranks.submit(StepPlan(1, Compute(tuple(SECOND), safepoints=SUSPENDS, keeps_suspended=True), ADMITTED[2:]))
+    ranks.request_stop(2)  # not submitted yet
+    first, second = ranks.collect(), ranks.collect()
+    assert (first.suspended, first.layers_done) == (("offline-a",), 2)
+    assert first.stopped_at_s is not None
+    assert second.stopped == ()
+    # One stage more: the second one then keeps what the first one kept before.
+    partly = ranks.run(StepPlan(3, Resume((FIRST[0],), 2, 0.0, SUSPENDS)))
+    assert (partly.suspended, partly.layers_done, partly.sampled) == (("offline-a",), 4, ())
+    assert [bool(rank._suspended_in) for rank in ranks.ranks[:: len(ranks.ranks) // 3]] == [
+        False,
+        True,
+        False,
+    ]
+    ranks.submit(StepPlan(4, Compute((scheduled("online-a", 17, 1),), keeps_suspended=True)))
+    ranks.submit(StepPlan(5, Resume((FIRST[0],), 2, 0.0, SUSPENDS)))
+    decoded, resumed = ranks.collect(), ranks.collect()
+    assert resumed.stopped == ()
+    assert tokens(first, second, resumed) == expected[0]
+    rest = tuple(scheduled(name, 17, 1) for name in NAMES if name != "online-a")
+    assert tokens(decoded, ranks.run(StepPlan(6, Compute(rest)))) == expected[1]
+
+
+def test_two_steps_are_suspended_at_a_time(ranks: RankThreads, expected: list[dict[str, int]]) -> None:
+    for step, slices in enumerate((FIRST, SECOND)):
+        ranks.request_stop(step)
+        work = Compute(tuple(slices), safepoints=SUSPENDS, keeps_suspended=True)
+        ranks.submit(StepPlan(step, work, ADMITTED[2 * step : 2 * step + 2]))
+    outcomes = [ranks.collect(), ranks.collect()]
+    assert [outcome.suspended for outcome in outcomes] == [("offline-a",), ("offline-b",)]
+    for step, slices in ((2, FIRST), (3, SECOND)):
+        outcomes.append(ranks.run(StepPlan(step, Resume((slices[0],), 4, 0.0, SUSPENDS))))
+    assert tokens(*outcomes) == expected[0]
+    ranks.run(StepPlan(4, Compute(())))
+    assert all(rank._suspended_in == {} for rank in ranks.ranks)
+
+
+@pytest.mark.parametrize("keeps_suspended", [True, False])
+def test_discarded_and_dropped_slices_are_computed_again(
+    ranks: RankThreads, expected: list[dict[str, int]], keeps_suspended: bool
+) -> None:
+    ranks.request_stop(0)
+    suspended = ranks.run(StepPlan(0, Compute(tuple(FIRST), safepoints=SUSPENDS), ADMITTED[:2]))
+    assert suspended.suspended == ("offline-a",)
+    ranks.request_stop(1)
+    points = Safepoints(1, suspends=False)
+    work = Compute(tuple(SECOND), safepoints=points, keeps_suspended=keeps_suspended)
+    discarded = ranks.run(StepPlan(1, work, ADMITTED[2:]))
+    assert (discarded.discarded, discarded.layers_done) == (("offline-b",), 2)
+    assert [bool(rank._suspended_in) for rank in ranks.ranks[:: len(ranks.ranks) // 3]] == [
+        keeps_suspended,
+        False,
+        False,
+    ]
+    again: Work = Compute((FIRST[0], SECOND[0]))
+    assert tokens(suspended, discarded, ranks.run(StepPlan(2, again))) == expected[0]
+
+
+def test_each_rank_copies_its_part_of_a_block(ranks: RankThreads, expected: list[dict[str, int]]) -> None:
+    both = CopyDirections.CHECKPOINT | CopyDirections.RESTORE
+    first = ranks.run(StepPlan(0, Compute((*FIRST, *SECOND)), ADMITTED))
+    saved = [(4 * number + block, 3 * number + block) for number in range(4) for block in range(3)]
+    checkpoint = tuple(BlockCopy(device, host) for device, host in saved)
+    completed = list(
+        ranks.run(StepPlan(1, Compute(()), copies=BlockCopies(checkpoint=checkpoint))).completed_copies
+    )
+    for step in range(2, 5000):
+        if len(completed) == len(checkpoint):
+            break
+        completed += ranks.run(StepPlan(step, WaitForCopies())).completed_copies
+    assert set(completed) == set(checkpoint)
+    for rank in ranks.ranks:
+        rank._kv_pool.fill_(float("nan"))
+    restore = tuple(BlockCopy(30 + host, host) for _, host in saved)
+    decodes = tuple(scheduled(name, 17, 1, 30 + 3 * number) for number, name in enumerate(NAMES))
+    plan = StepPlan(5000, Compute(decodes), copies=BlockCopies(restore=restore, blocking=both))
+    assert [tokens(first), tokens(ranks.run(plan))] == expected
