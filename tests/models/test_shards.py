@@ -90,13 +90,16 @@ def chunks_of(prompts: Sequence[Tensor]) -> list[FlatBatch]:
 
 
 def run_stage(
-    model: DecoderModel, batches: Sequence[FlatBatch], states: Sequence[HiddenState] | None
+    model: DecoderModel,
+    batches: Sequence[FlatBatch],
+    states: Sequence[HiddenState] | None,
+    dtype: torch.dtype,
 ) -> tuple[list[HiddenState], list[Tensor | None]]:
     """Run a stage's layers on each batch, one after the other, over a KV pool of their own."""
     shard, config = model.shard, model.config  # type: ignore[attr-defined]
     sizes = shard.sizes(config)
-    layout = KVLayout(len(shard.layers), sizes.kv_heads.length, config.head_dim, BLOCK_SIZE, dtype_bytes=4)
-    pool = torch.full(layout.shape(16), torch.nan)
+    layout = KVLayout(len(shard.layers), sizes.kv_heads.length, config.head_dim, BLOCK_SIZE, dtype.itemsize)
+    pool = torch.full(layout.shape(16), torch.nan, dtype=dtype)
     results, logits = [], []
     for number, batch in enumerate(batches):
         state = model.embed(batch.token_ids, batch.attention) if states is None else states[number]
@@ -122,10 +125,8 @@ def logits_of(
         ) -> tuple[list[HiddenState], list[Tensor | None]]:
             shard = ModelShard(SoleRank() if group.size == 1 else group, layers, config.num_layers)
             model = build_model(config, checkpoint, kernels(), max_positions=64, device=CPU, shard=shard)
-            copies = states and [
-                HiddenState(*(x if x is None else x.clone() for x in each)) for each in states
-            ]
-            return run_stage(model, batches, copies)
+            copies = states and [copied(each) for each in states]
+            return run_stage(model, batches, copies, checkpoint.dtype)
 
         results = on_ranks(placement.tensor_parallel_size, run)
         states, logits = results[0]
@@ -188,6 +189,19 @@ def test_the_cpu_kernels_take_parts_of_any_size(
     placement = ModelPlacement.of(ModelConfig.from_folder(folder), size)
     logits = logits_of(Checkpoint.open(folder, dtype=torch.float32), placement, CpuKernels)
     torch.testing.assert_close(logits, expected, rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize(("kind", "size"), [("llama-biased", 2), ("qwen3", 6), ("opt-350m", 3)])
+def test_bfloat16_on_ranks_is_as_near_as_in_one_process(
+    kind: str, size: int, folders: dict[str, tuple[Path, Tensor]]
+) -> None:
+    folder, expected = folders[kind]
+    config, checkpoint = ModelConfig.from_folder(folder), Checkpoint.open(folder, dtype=torch.bfloat16)
+    whole, on_ranks = (
+        (logits_of(checkpoint, ModelPlacement.of(config, each), CpuKernels).float() - expected).norm()
+        for each in (1, size)
+    )
+    assert on_ranks < 2 * whole < 0.1 * expected.norm()
 
 
 @pytest.mark.parametrize("kind", CONFIGS)

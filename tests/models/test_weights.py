@@ -1,4 +1,5 @@
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from backfill.core.errors import CorruptModel, ModelNotFound, UnsupportedModel
-from backfill.models.weights import Checkpoint
+from backfill.models import weights
+from backfill.models.weights import Checkpoint, Part
 
 
 def make_tensors() -> dict[str, Tensor]:
@@ -43,6 +45,35 @@ def test_reads_and_casts(sharded: bool, tmp_path: Path) -> None:
     checkpoint = Checkpoint.open(tmp_path, dtype=torch.bfloat16)
     for name, tensor in tensors.items():
         assert torch.equal(checkpoint.get(name, tensor.shape), tensor.bfloat16())
+
+
+def parts_of(checkpoint: Checkpoint, name: str, shape: tuple[int, ...], dim: int) -> Tensor:
+    """Three parts of different sizes, put together."""
+    size = shape[dim]
+    stops = (0, size // 4, size // 2 + 1, size)
+    parts = [checkpoint.get(name, shape, Part(dim, *each)) for each in pairwise(stops)]
+    assert all(part.is_contiguous() for part in parts)
+    return torch.cat(parts, dim)
+
+
+def test_parts_of_stored_tensors(tmp_path: Path) -> None:
+    tensors = make_tensors()
+    save_file(tensors, tmp_path / "model.safetensors")
+    checkpoint = Checkpoint.open(tmp_path, dtype=torch.bfloat16)
+    for name, tensor in tensors.items():
+        for dim in range(tensor.dim()):
+            assert torch.equal(parts_of(checkpoint, name, tuple(tensor.shape), dim), tensor.bfloat16())
+    with pytest.raises(CorruptModel, match=r"model\.a\.weight has shape \[4, 6\], expected \[2, 6\]"):
+        checkpoint.get("model.a.weight", (2, 6), Part(0, 0, 1))
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 999, 1 << 22])
+def test_parts_of_dummy_tensors(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "_DUMMY_CHUNK", chunk)
+    checkpoint = Checkpoint.open("nowhere", dtype=torch.float32, load_format="dummy")
+    for name, shape in (("a.bias", (30,)), ("a.weight", (20, 30)), ("a.norm.weight", (30,))):
+        for dim in range(len(shape)):
+            assert torch.equal(parts_of(checkpoint, name, shape, dim), checkpoint.get(name, shape))
 
 
 def test_bare_decoder_names(tmp_path: Path) -> None:
