@@ -274,7 +274,7 @@ async def test_batches_wait_for_a_database_that_is_away(
 ) -> None:
     server = PostgresServer()
     try:
-        fleet = Fleet(tmp_path, server.new_database())
+        fleet = Fleet(tmp_path, server.new_schema())
         runner = InstantRunner()
         manager = await fleet.add(runner, lease_s=1.0)
         batch = await submit(manager, input_of(60))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -79,10 +80,10 @@ class BatchClaims:
                 # Leases end meanwhile. Those whose servers live are renewed first when it is back.
                 self._takes_over_from_s = time.monotonic() + 2 * self._period_s
                 await asyncio.sleep(self._period_s)
-            try:
-                await asyncio.wait_for(self._woken.wait(), self._period_s)
-            except TimeoutError:
-                continue
+            # Not ``wait_for``: on Python 3.11 it may swallow a cancellation.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._period_s):
+                    await self._woken.wait()
 
     async def release_all(self) -> None:
         """Let other servers go on at once. An error is logged: the leases end by themselves."""
