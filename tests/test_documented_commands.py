@@ -133,6 +133,12 @@ PARSED = {
     "backfill serve --port 8002 --offload-interval 4 --offload-bus left --offload-bus-gib-per-s 12": (
         "as above"
     ),
+    f"{_BACKFILL} serve smollm2-135m-instruct --host 10.0.0.1 --batch-database-url "
+    "postgresql://backfill@db/backfill --batch-file-store s3://bucket/backfill": (
+        "tests/jobs/test_object_store.py runs servers so"
+    ),
+    f"{_BACKFILL} serve smollm2-135m-instruct --host 10.0.0.2 --batch-database-url "
+    "postgresql://backfill@db/backfill --batch-file-store s3://bucket/backfill": "as above",
     # Names of commands in a sentence.
     "backfill serve": "a name",
     "backfill serve --help": "a name",
@@ -145,7 +151,13 @@ PARSED = {
 # Run by tests/api/test_readme.py with the default model, or here with the small server.
 REQUESTS = r"curl http://127\.0\.0\.1:8000/v1/(chat/)?completions "
 # Of what is not ours, and a name; the library's snippets are run by tests/llm/test_documents.py.
-OTHERS = {"pip install openai", "pip install 'backfill[plot]'", ".venv/bin/python"}
+OTHERS = {
+    "pip install openai",
+    "pip install 'backfill[plot]'",
+    "pip install 'backfill[s3]'",
+    "pip install 'backfill[postgres]'",
+    ".venv/bin/python",
+}
 
 _START = re.compile(r"(\.venv/bin/)?(backfill|python|make|pip|curl|benchmarks/\w+\.py)(?![\w:.-])")
 _BLOCK = re.compile(r"^```\w*\n(.*?)^```", re.MULTILINE | re.DOTALL)
