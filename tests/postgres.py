@@ -6,6 +6,7 @@ programs run as an existing user, in a folder of their own.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import itertools
 import os
@@ -86,9 +87,24 @@ class PostgresServer:
             self._process.wait(TIMEOUT_S)
             self._process = None
 
+    def freeze(self) -> None:
+        """Answer nothing, and keep connections open, until ``thaw``."""
+        self._signal_all(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        self._signal_all(signal.SIGCONT)
+
     def close(self) -> None:
+        self.thaw()
         self.stop()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _signal_all(self, number: signal.Signals) -> None:
+        if self._process is not None:
+            children = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children").read_text()
+            for process_id in (self._process.pid, *map(int, children.split())):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process_id, number)
 
     def _run(self, program: str, *arguments: str) -> None:
         command = [self._programs / program, "-D", self._folder / "data", *arguments]

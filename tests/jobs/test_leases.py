@@ -50,7 +50,7 @@ class Server:
         claimed = self.store.claim_batch(model_names=["m"], **options)
         if claimed is None:
             return None
-        lease, batch = claimed
+        lease, batch = claimed.lease, claimed.batch
         assert lease.batch_id == batch.id
         self.held[batch.id] = lease
         self.all.append(lease)
