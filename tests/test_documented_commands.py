@@ -136,6 +136,12 @@ PARSED = {
     "backfill serve --port 8002 --offload-interval 4 --offload-bus left --offload-bus-gib-per-s 12": (
         "as above"
     ),
+    f"{_BACKFILL} serve smollm2-135m-instruct --host 10.0.0.1 --batch-database-url "
+    "postgresql://backfill@db/backfill --batch-file-store s3://bucket/backfill": (
+        "tests/jobs/test_object_store.py runs servers so"
+    ),
+    f"{_BACKFILL} serve smollm2-135m-instruct --host 10.0.0.2 --batch-database-url "
+    "postgresql://backfill@db/backfill --batch-file-store s3://bucket/backfill": "as above",
     # Names of commands in a sentence.
     "backfill serve": "a name",
     "backfill serve --help": "a name",
@@ -152,6 +158,8 @@ OTHERS = {
     "pip install openai",
     "pip install 'backfill[plot]'",
     "pip install 'backfill[ray]'",
+    "pip install 'backfill[s3]'",
+    "pip install 'backfill[postgres]'",
     ".venv/bin/python",
 }
 

@@ -20,7 +20,7 @@ from backfill.costs import copy_profiler, profiler
 from backfill.costs.hardware import hardware_profile_names, load_hardware_profile
 from backfill.engine import hang, process, supervisor
 from backfill.generation import tokenizer
-from backfill.jobs import feeder, lines, manager, suspects
+from backfill.jobs import claims, feeder, lines, manager, storage, suspects
 from backfill.jobs.config import JobsConfig
 from backfill.kvcache import protection
 from backfill.preparation import process as preparation_process
@@ -119,6 +119,8 @@ PROSE = [
     ("batch.md", f"or {suspects.MAX_ONLY_LINE_LOSSES} times as the only line"),
     ("batch.md", f"waits for it {manager.STOP_TIMEOUT_S:g} s"),
     ("batch.md", f"at most {feeder.MAX_BUFFERED_BYTES >> 20} MiB"),
+    ("batch.md", f"enough lines for {claims._LINES_AHEAD} times"),
+    ("batch.md", f"answer within {storage.OPEN_TIMEOUT_S:g} s"),
     ("batch.md", f"died {supervisor._MAX_QUICK_DEATHS} times in a row"),
 ]
 

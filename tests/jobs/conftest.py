@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.jobs.doubles import DEFAULT_LIMITS
 from tests.postgres import PostgresServer
 
 
@@ -21,5 +22,13 @@ def postgres() -> Iterator[PostgresServer]:
 
 @pytest.fixture
 def database_url(postgres: PostgresServer) -> str:
-    """An empty PostgreSQL database."""
-    return postgres.new_database()
+    """Of a PostgreSQL database without tables."""
+    return postgres.new_schema()
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def each_database(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Managers have SQLite, and in another run of the test an empty PostgreSQL database."""
+    if request.param == "postgresql":
+        url = request.getfixturevalue("database_url")
+        monkeypatch.setitem(DEFAULT_LIMITS, "batch_database_url", url)

@@ -26,6 +26,8 @@ from tests.api.servers import TIMEOUT_S
 
 OWNER = "owner"
 URL = "/v1/completions"
+# Of every manager. The fixture ``each_database`` changes it.
+DEFAULT_LIMITS: dict[str, Any] = {"batch_min_free_gib": 0}  # no test depends on the free space of the disk
 
 
 class InstantRunner:
@@ -135,8 +137,7 @@ def make_manager(
     limits: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> JobManager:
-    # No test depends on the free space of the disk.
-    values = {"batch_min_free_gib": 0, **(limits or {})}
+    values = {**DEFAULT_LIMITS, **(limits or {})}
     config = JobsConfig(data_dir=folder, max_in_flight=num_in_flight, **values)
     return JobManager(
         config, reader or InThreadReader(), model_names=["m", "alias"], runner=runner, **options

@@ -71,6 +71,7 @@ async def test_one_server_for_one_folder(tmp_path: Path) -> None:
     await second.stop()
 
 
+@pytest.mark.usefixtures("each_database")
 async def test_other_owners_see_nothing(tmp_path: Path) -> None:
     manager = await started(tmp_path)
     batch = await submit(manager, input_of(1))
@@ -86,6 +87,7 @@ async def test_other_owners_see_nothing(tmp_path: Path) -> None:
     await manager.stop()
 
 
+@pytest.mark.usefixtures("each_database")
 async def test_limits_of_storage(tmp_path: Path) -> None:
     manager = make_manager(tmp_path, InstantRunner())
     object.__setattr__(manager.config, "batch_max_storage_gib", 100 / GIB)

@@ -18,7 +18,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from sqlalchemy import Column, Engine, Float, Integer, MetaData, Table, insert, select, update
+from sqlalchemy import Column, Engine, Float, Integer, MetaData, Table, event, insert, select, update
 
 from backfill.jobs.database import batches, files, leases, open_database, results
 from backfill.jobs.database_results import DatabaseResults
@@ -44,20 +44,22 @@ class Server:
         self.store = JobStore(engine, self.leases)
         self.results = DatabaseResults(engine, open_file_store(str(folder), folder), self.leases)
         self.held: dict[str, Lease] = {}  # as it believes
+        self.all: list[Lease] = []  # ever claimed
 
     def claim(self, **options: object) -> str | None:
         claimed = self.store.claim_batch(model_names=["m"], **options)
         if claimed is None:
             return None
-        lease, batch = claimed
+        lease, batch = claimed.lease, claimed.batch
         assert lease.batch_id == batch.id
         self.held[batch.id] = lease
+        self.all.append(lease)
         return batch.id
 
-    def record(self, batch_id: str, number: int) -> bool:
+    def record(self, lease: Lease, number: int) -> bool:
         """Whether a result was recorded."""
-        batch = self.store.get_batch("o", batch_id)
-        log = self.results.log_of(batch, self.held[batch_id])
+        batch = self.store.get_batch("o", lease.batch_id)
+        log = self.results.log_of(batch, lease)
         try:
             log.open()
             line = BatchLine(number=number, custom_id=f"r{number}", request_id="req")
@@ -103,8 +105,11 @@ def set_clock(engine: Engine, now_s: float) -> None:
 
 @pytest.fixture(params=["sqlite", "postgresql"])
 def engine(request: pytest.FixtureRequest, tmp_path: Path, postgres: PostgresServer) -> Iterator[Engine]:
-    url = postgres.new_database() if request.param == "postgresql" else None
+    url = postgres.new_schema() if request.param == "postgresql" else None
     opened = open_database(url, tmp_path)
+    if url is None:
+        event.listen(opened, "connect", lambda connection, _: connection.execute("PRAGMA synchronous=OFF"))
+        opened.dispose()
     with opened.begin() as connection:
         clock.metadata.create_all(connection)
         connection.execute(insert(clock), {"id": 1, "now_s": 0.0})
@@ -139,12 +144,12 @@ class LeaseMachine(RuleBasedStateMachine):
         self.tokens: dict[str, int] = dict.fromkeys(self.batches, 0)
         self.recorded: dict[str, int] = dict.fromkeys(self.batches, 0)
 
-    @rule(seconds=st.sampled_from([0.5, 4.0, 9.5, 10.0, 25.0]))
+    @rule(seconds=st.sampled_from([4.0, 9.5, 10.0]))
     def wait(self, seconds: float) -> None:
         self.now_s += seconds
         set_clock(self.engine, self.now_s)
 
-    @rule(number=st.integers(0, 2), takes_over=st.booleans())
+    @rule(number=st.integers(0, 2), takes_over=st.sampled_from([True, True, True, False]))
     def claim(self, number: int, takes_over: bool) -> None:
         server = self.servers[number]
         mine = [batch for batch, holder in self.holder.items() if holder is server]
@@ -171,27 +176,32 @@ class LeaseMachine(RuleBasedStateMachine):
         for batch in mine:
             self.ends_at_s[batch] = self.now_s + DURATION_S
 
-    @precondition(lambda self: any(server.held for server in self.servers))
+    @precondition(lambda self: any(self.tokens.values()))
     @rule(data=st.data())
     def write(self, data: st.DataObject) -> None:
-        server = data.draw(st.sampled_from([server for server in self.servers if server.held]))
-        batch = data.draw(st.sampled_from(sorted(server.held)))
-        is_recorded = server.record(batch, self.recorded[batch] + 1)
-        assert is_recorded == (
-            self.holder[batch] is server and server.held[batch].token == self.tokens[batch]
-        )
+        server, lease = self.any_claim(data)
+        is_recorded = server.record(lease, self.recorded[lease.batch_id] + 1)
+        assert is_recorded == self.is_held(server, lease)
         if is_recorded:
-            self.recorded[batch] += 1
-            self.ends_at_s[batch] = self.now_s + DURATION_S
+            self.recorded[lease.batch_id] += 1
+            self.ends_at_s[lease.batch_id] = self.now_s + DURATION_S
 
-    @precondition(lambda self: any(server.held for server in self.servers))
+    @precondition(lambda self: any(self.tokens.values()))
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
-        server = data.draw(st.sampled_from([server for server in self.servers if server.held]))
-        batch = data.draw(st.sampled_from(sorted(server.held)))
-        server.leases.release(server.held[batch])
-        if self.holder[batch] is server and server.held[batch].token == self.tokens[batch]:
-            self.holder[batch] = None
+        server, lease = self.any_claim(data)
+        server.leases.release(lease)
+        if self.is_held(server, lease):
+            self.holder[lease.batch_id] = None
+
+    def any_claim(self, data: st.DataObject) -> tuple[Server, Lease]:
+        """Of now or earlier, by a server that may have forgotten it, been slow or hung meanwhile."""
+        return data.draw(
+            st.sampled_from([(server, lease) for server in self.servers for lease in server.all])
+        )
+
+    def is_held(self, server: Server, lease: Lease) -> bool:
+        return self.holder[lease.batch_id] is server and self.tokens[lease.batch_id] == lease.token
 
     @invariant()
     def what_was_recorded_is_there_once(self) -> None:
@@ -204,17 +214,21 @@ class LeaseMachine(RuleBasedStateMachine):
 
 
 def test_at_most_one_server_holds_a_batch_and_only_it_records(engine: Engine, tmp_path: Path) -> None:
+    max_examples = 40 if engine.dialect.name == "sqlite" else 12  # a server takes longer
     machine = type("Machine", (LeaseMachine,), {"engine": engine, "folder": tmp_path})
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=25, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)
+            max_examples=max_examples,
+            stateful_step_count=25,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
         ),
     )
 
 
 def test_claims_at_the_same_time_take_different_batches(postgres: PostgresServer, tmp_path: Path) -> None:
-    engine = open_database(postgres.new_database(), tmp_path)
+    engine = open_database(postgres.new_schema(), tmp_path)
     with engine.begin() as connection:
         clock.metadata.create_all(connection)
         connection.execute(insert(clock), {"id": 1, "now_s": 0.0})
@@ -235,7 +249,7 @@ def test_claims_at_the_same_time_take_different_batches(postgres: PostgresServer
 
 
 def test_a_claim_waits_for_a_write_that_has_begun(postgres: PostgresServer, tmp_path: Path) -> None:
-    engine = open_database(postgres.new_database(), tmp_path)
+    engine = open_database(postgres.new_schema(), tmp_path)
     short, long = (Leases(engine, name, duration_s) for name, duration_s in (("a", 0.05), ("b", 1000.0)))
     batch = add_batch_of(engine)
     first = short.claim(model_names=["m"])
@@ -281,7 +295,7 @@ def test_a_batch_that_has_ended_has_no_lease_and_no_rows(engine: Engine, tmp_pat
     batch = add_batch(engine, 1)
     first, second = servers(engine, tmp_path)
     first.claim()
-    assert first.record(batch, 1)
+    assert first.record(first.held[batch], 1)
     ended = {"status": "completed", "completed_at": 5}
     set_clock(engine, 20.0)
     second.claim()
@@ -293,7 +307,7 @@ def test_a_batch_that_has_ended_has_no_lease_and_no_rows(engine: Engine, tmp_pat
     assert second.store.change_batch(batch, ended, only_from=in_progress, lease=lease), "the answer was lost"
     with engine.connect() as connection:
         assert connection.execute(select(leases)).all() == connection.execute(select(results)).all() == []
-    assert not second.record(batch, 2)
+    assert not second.record(second.held[batch], 2)
     assert second.claim() is None
 
 
@@ -301,8 +315,8 @@ def test_results_that_vanish_from_the_database_are_noticed(engine: Engine, tmp_p
     batch = add_batch(engine, 1)
     (server,) = servers(engine, tmp_path, 1)
     server.claim()
-    server.record(batch, 1)
-    server.record(batch, 2)
+    server.record(server.held[batch], 1)
+    server.record(server.held[batch], 2)
     log = server.results.log_of(server.store.get_batch("o", batch), server.held[batch])
     log.open()
     log.check_intact()

@@ -136,6 +136,7 @@ async def test_a_temporary_error_only_delays_a_batch(
     await manager.stop()
 
 
+@pytest.mark.usefixtures("each_database")
 async def test_a_lasting_error_fails_a_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     manager = await started(tmp_path)
 
@@ -200,6 +201,7 @@ async def test_open_batches_take_no_descriptors(tmp_path: Path) -> None:
     await manager.stop()
 
 
+@pytest.mark.usefixtures("each_database")
 @pytest.mark.parametrize("status", ["in_progress", "finalizing", "completed"])
 async def test_a_commit_whose_answer_is_lost_counts_once(tmp_path: Path, status: str) -> None:
     manager = await started(tmp_path)
@@ -272,6 +274,7 @@ async def test_a_folder_among_the_files_is_left_alone(tmp_path: Path) -> None:
     assert (tmp_path / "files" / "lost+found").is_dir()
 
 
+@pytest.mark.usefixtures("each_database")
 async def test_concurrent_uploads_share_the_free_storage(tmp_path: Path) -> None:
     manager = make_manager(tmp_path, InstantRunner())
     object.__setattr__(manager.config, "batch_max_storage_gib", 100 / GIB)

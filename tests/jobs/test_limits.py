@@ -34,6 +34,7 @@ from tests.jobs.doubles import (
 pytestmark = pytest.mark.anyio
 
 
+@pytest.mark.usefixtures("each_database")
 async def test_open_batches_of_one_owner_are_limited(tmp_path: Path) -> None:
     manager = await started(tmp_path, limits={"batch_max_open": 5})
     file_id = await store_input(manager, input_of(3))

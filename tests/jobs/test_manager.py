@@ -50,6 +50,7 @@ from tests.jobs.feeder_doubles import until
 pytestmark = pytest.mark.anyio
 
 
+@pytest.mark.usefixtures("each_database")
 async def test_a_batch_runs_every_line_once(tmp_path: Path) -> None:
     runner = InstantRunner()
     manager = await started(tmp_path, runner)
@@ -79,6 +80,7 @@ async def test_lines_know_the_end_of_their_window(tmp_path: Path) -> None:
     await manager.stop()
 
 
+@pytest.mark.usefixtures("each_database")
 async def test_a_bad_input_fails_before_a_line_runs(tmp_path: Path) -> None:
     runner = InstantRunner()
     manager = await started(tmp_path, runner)
@@ -172,6 +174,7 @@ def has_ended(folder: Path) -> bool:
     return BatchStatus(status).is_final
 
 
+@pytest.mark.usefixtures("each_database")
 async def test_cancelling_keeps_finished_lines(tmp_path: Path) -> None:
     runner = InstantRunner()
     manager = await started(tmp_path, runner)
@@ -190,6 +193,7 @@ async def test_cancelling_keeps_finished_lines(tmp_path: Path) -> None:
     await manager.stop()
 
 
+@pytest.mark.usefixtures("each_database")
 @pytest.mark.parametrize("seed", range(12))
 async def test_a_cancellation_that_races_completion_has_one_winner(tmp_path: Path, seed: int) -> None:
     manager = await started(tmp_path)
@@ -227,6 +231,7 @@ async def test_an_interrupted_cancellation_is_ended_at_the_next_start(tmp_path: 
     await manager.stop()
 
 
+@pytest.mark.usefixtures("each_database")
 async def test_a_window_that_ends_keeps_finished_lines(tmp_path: Path) -> None:
     runner = InstantRunner()
     runner.hold()
@@ -341,6 +346,7 @@ class DyingEngine(InstantRunner):
         return await super().run(line, count)
 
 
+@pytest.mark.usefixtures("each_database")
 async def test_a_line_that_ends_the_engine_is_given_up_in_time(tmp_path: Path) -> None:
     managers: list[JobManager] = []
     runner = DyingEngine(managers, {"r3"})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 import os
@@ -274,7 +275,7 @@ async def test_batches_wait_for_a_database_that_is_away(
 ) -> None:
     server = PostgresServer()
     try:
-        fleet = Fleet(tmp_path, server.new_database())
+        fleet = Fleet(tmp_path, server.new_schema())
         runner = InstantRunner()
         manager = await fleet.add(runner, lease_s=1.0)
         batch = await submit(manager, input_of(60))
@@ -294,6 +295,50 @@ async def test_batches_wait_for_a_database_that_is_away(
         await asyncio.wait_for(fleet.stop(), TIMEOUT_S)
     finally:
         server.close()
+
+
+async def test_a_database_that_hangs_delays_no_reader_for_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage_module, "READ_TIMEOUT_S", 0.1)
+    server = PostgresServer()
+    try:
+        fleet = Fleet(tmp_path, server.new_schema())
+        manager = await fleet.add(lease_s=1.0)
+        batch = await submit(manager, input_of(60))
+        server.freeze()
+        with pytest.raises(Busy):
+            await asyncio.wait_for(manager.get_batch(OWNER, batch.id), TIMEOUT_S)
+        server.thaw()
+        await check_completed(manager, await ended_despite_pauses(manager, batch.id), 60)
+        await fleet.stop()
+    finally:
+        server.close()
+
+
+async def ended_despite_pauses(manager: JobManager, batch_id: str) -> BatchRecord:
+    """As ``ended``, where the database may still be slow."""
+    async with asyncio.timeout(TIMEOUT_S):
+        while True:
+            with contextlib.suppress(Busy):
+                return await ended(manager, batch_id)
+
+
+async def test_windows_end_by_the_clock_of_the_database(fleet: Fleet) -> None:
+    ahead = await fleet.add(wall=lambda: time.time() + 7200)
+    behind = await fleet.add(wall=lambda: time.time() - 7200, has_engine=False)
+    batch = await submit(ahead, input_of(9))
+    assert batch.expires_at > time.time() + 7200
+    batch = await submit(behind, input_of(9))
+    assert (await ended(behind, batch.id)).status is BatchStatus.EXPIRED
+
+
+async def test_sqlite_is_for_one_server(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, f"sqlite:///{tmp_path / 'jobs.db'}")
+    await fleet.add()
+    with pytest.raises(ConfigError, match="belongs to another data folder"):
+        await fleet.add()
+    await fleet.stop()
 
 
 async def test_a_database_has_one_place_of_files(fleet: Fleet) -> None:

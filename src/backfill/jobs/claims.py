@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping
 
 from sqlalchemy.exc import SQLAlchemyError
 
-from backfill.jobs.leases import Lease, Leases
+from backfill.jobs.leases import Leases
 from backfill.jobs.lifecycle import OpenBatch
-from backfill.jobs.records import BatchRecord, BatchStatus
+from backfill.jobs.records import BatchStatus
 from backfill.jobs.retry import is_temporary, reason_of
 from backfill.jobs.storage import JobStorage
+from backfill.jobs.store import Claim
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +24,6 @@ _LONGEST_PERIOD_S = 1.0
 _RENEWALS_PER_LEASE = 5
 # A server claims batches while those it has are fewer lines than so many times what it may have in flight.
 _LINES_AHEAD = 16
-_MAX_VALIDATING = 4
 
 
 class BatchClaims:
@@ -43,7 +44,7 @@ class BatchClaims:
         leases: Leases,
         jobs: Mapping[str, OpenBatch],
         *,
-        begin: Callable[[BatchRecord, Lease], None],
+        begin: Callable[[Claim], None],
         capacity: Callable[[], int],
         model_names: Collection[str],
     ) -> None:
@@ -79,10 +80,10 @@ class BatchClaims:
                 # Leases end meanwhile. Those whose servers live are renewed first when it is back.
                 self._takes_over_from_s = time.monotonic() + 2 * self._period_s
                 await asyncio.sleep(self._period_s)
-            try:
-                await asyncio.wait_for(self._woken.wait(), self._period_s)
-            except TimeoutError:
-                continue
+            # Not ``wait_for``: on Python 3.11 it may swallow a cancellation.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._period_s):
+                    await self._woken.wait()
 
     async def release_all(self) -> None:
         """Let other servers go on at once. An error is logged: the leases end by themselves."""
@@ -132,12 +133,11 @@ class BatchClaims:
             )
             if claimed is None:
                 return
-            lease, batch = claimed
-            logger.info("%s: claimed, %s", batch.id, batch.status.value)
-            self._begin(batch, lease)
+            logger.info("%s: claimed, %s", claimed.batch.id, claimed.batch.status.value)
+            self._begin(claimed)
 
     def _has_room(self) -> bool:
         jobs = self._jobs.values()
-        if sum(job.batch.status is BatchStatus.VALIDATING for job in jobs) >= _MAX_VALIDATING:
-            return False
+        if any(job.batch.status is BatchStatus.VALIDATING for job in jobs):
+            return False  # it may fill the server: how many lines it has is not known yet
         return sum(job.counts().unfinished for job in jobs) < _LINES_AHEAD * self._capacity()

@@ -98,7 +98,7 @@ class Leases:
             model_names: what the server's model is called. Batches of other models are claimed only to end.
             others_than: batches not to claim.
 
-        Returns: the lease, and the batch's row.
+        Returns: the lease, and the batch's row, in which ``now_s`` is the time on the database's clock.
         """
         is_free: ColumnElement[bool] = leases.c.holder.is_(None)
         if takes_over:
@@ -129,7 +129,8 @@ class Leases:
             ).scalar()
             if taken is None:
                 return None
-            row = connection.execute(select(batches).where(batches.c.id == batch_id)).mappings().one()
+            found = select(batches, self._now_s.label("now_s")).where(batches.c.id == batch_id)
+            row = connection.execute(found).mappings().one()
         return Lease(batch_id, taken), row
 
     def renew(self, batch_ids: Sequence[str]) -> Renewal:

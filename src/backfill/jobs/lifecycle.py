@@ -125,6 +125,7 @@ class BatchDriver:
     model_names: Sequence[str]
     on_lines: Callable[[Sequence[LineResult]], None]  # called with results once they are durable
     num_queued_lines: Callable[[str], Awaitable[int]]  # unfinished lines of an owner's open batches
+    on_validated: Callable[[], None] = lambda: None  # called when a batch is in progress
     # How many batches are checked, and how many with lines that never ran are ended, at once.
     _checking: asyncio.Semaphore = dataclasses.field(default_factory=lambda: asyncio.Semaphore(4), init=False)
     _ending: asyncio.Semaphore = dataclasses.field(default_factory=lambda: asyncio.Semaphore(4), init=False)
@@ -203,7 +204,9 @@ class BatchDriver:
         changes = {"in_progress_at": stamp, "model": model, **counts_changes(counts, TokenUsage())}
         logger.info("%s: %d lines", job.batch.id, report.total)
         job.batch = dataclasses.replace(job.batch, request_counts=counts)
-        return await self._change(job, BatchStatus.IN_PROGRESS, changes, [BatchStatus.VALIDATING])
+        is_begun = await self._change(job, BatchStatus.IN_PROGRESS, changes, [BatchStatus.VALIDATING])
+        self.on_validated()
+        return is_begun
 
     async def _check_input(self, job: OpenBatch) -> InputReport | None:
         """None where the owner cancels the batch meanwhile."""

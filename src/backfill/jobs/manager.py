@@ -33,6 +33,7 @@ from backfill.jobs.records import (
     new_file_id,
 )
 from backfill.jobs.storage import JobStorage
+from backfill.jobs.store import Claim
 from backfill.jobs.suspects import sweep as sweep_suspects
 from backfill.jobs.threads import JobThreads
 from backfill.jobs.uploads import Upload, Uploads
@@ -134,6 +135,7 @@ class JobManager:
                 model_names=self._model_names,
                 on_lines=self._count,
                 num_queued_lines=self._num_queued_lines,
+                on_validated=self._wake_claims,
             )
             batches = await self._storage.query_with_retries(self._storage.store.open_batches)
             suspects = self.config.data_dir / SUSPECTS_FOLDER
@@ -147,7 +149,7 @@ class JobManager:
                     self._storage,
                     self._storage.store.leases,
                     self._jobs,
-                    begin=self._begin,
+                    begin=self._begin_claimed,
                     capacity=lambda: self._capacity,
                     model_names=self._model_names,
                 )
@@ -239,14 +241,14 @@ class JobManager:
 
     async def get_file(self, owner: str, file_id: str) -> FileRecord:
         """Raises: NotFound."""
-        return await self._storage.query(self._storage.store.get_file, owner, file_id)
+        return await self._storage.read(self._storage.store.get_file, owner, file_id)
 
     async def list_files(
         self, owner: str, *, purpose: str | None, order: str, limit: int, after: str | None
     ) -> Page[FileRecord]:
         """In order of creation, ``asc`` or ``desc``. Raises: NotFound for an unknown ``after``."""
         query = self._storage.store.list_files
-        return await self._storage.query(query, owner, purpose=purpose, order=order, limit=limit, after=after)
+        return await self._storage.read(query, owner, purpose=purpose, order=order, limit=limit, after=after)
 
     async def delete_file(self, owner: str, file_id: str) -> None:
         """Raises: NotFound, Conflict while a batch that has not ended reads it."""
@@ -315,17 +317,17 @@ class JobManager:
 
     async def get_batch(self, owner: str, batch_id: str) -> BatchRecord:
         """Raises: NotFound."""
-        return self._with_counts(await self._storage.query(self._storage.store.get_batch, owner, batch_id))
+        return self._with_counts(await self._storage.read(self._storage.store.get_batch, owner, batch_id))
 
     async def list_batches(self, owner: str, *, limit: int, after: str | None) -> Page[BatchRecord]:
         """Newest first. Raises: NotFound for an unknown ``after``."""
-        page = await self._storage.query(self._storage.store.list_batches, owner, limit=limit, after=after)
+        page = await self._storage.read(self._storage.store.list_batches, owner, limit=limit, after=after)
         return Page([self._with_counts(batch) for batch in page.items], page.has_more)
 
     async def cancel_batch(self, owner: str, batch_id: str) -> BatchRecord:
         """Raises: NotFound, Conflict when the batch has ended otherwise or is about to."""
         while True:
-            batch = await self._storage.query(self._storage.store.get_batch, owner, batch_id)
+            batch = await self._storage.read(self._storage.store.get_batch, owner, batch_id)
             if batch.status in (BatchStatus.CANCELLING, BatchStatus.CANCELLED):
                 return self._with_counts(batch)
             if batch.status is BatchStatus.VALIDATING:
@@ -347,9 +349,13 @@ class JobManager:
                     job.cancelled.set()
                 logger.info("%s: cancelled by its owner while %s", batch_id, batch.status.value)
 
-    def _begin(self, batch: BatchRecord, lease: Lease | None = None) -> None:
+    def _begin_claimed(self, claim: Claim) -> None:
+        self._begin(claim.batch, claim.lease, claim.now_s)
+
+    def _begin(self, batch: BatchRecord, lease: Lease | None = None, now_s: float | None = None) -> None:
         log = self._driver.log_of(batch, lease)
-        job = self._jobs[batch.id] = OpenBatch(batch, log, self._wall(), lease)
+        job = OpenBatch(batch, log, self._wall() if now_s is None else now_s, lease)
+        self._jobs[batch.id] = job
         if batch.status is BatchStatus.CANCELLING:
             job.cancelled.set()
         job.task = self._tasks.start(self._driver.drive(job), "batch-driver")

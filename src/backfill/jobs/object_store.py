@@ -18,8 +18,9 @@ from typing import Any
 from backfill.core.errors import ConfigError
 from backfill.jobs.blobs import GARBAGE_AGE_S, FolderStore, StoredFile
 
-# Object stores, by the schemes of fsspec. File systems that it also knows promise less.
-SCHEMES = ("s3", "gs", "abfs", "memory")
+# By the schemes of fsspec, of which the second is of this process alone. File systems that it also knows
+# promise less than an object store.
+_SCHEMES = ("s3", "memory")
 _S3_CONFIG = {"connect_timeout": 5, "read_timeout": 60, "retries": {"max_attempts": 2, "mode": "standard"}}
 
 
@@ -33,10 +34,9 @@ def open_file_store(place: str | None, data_dir: Path) -> FolderStore | ObjectSt
         if not folder.is_absolute():
             folder = Path.cwd() / folder
         return FolderStore(folder, "batch_file_store")
-    if scheme not in SCHEMES or not rest.strip("/"):
-        allowed = ", ".join(f"{name}://BUCKET/PREFIX" for name in SCHEMES if name != "memory")
+    if scheme not in _SCHEMES or not rest.strip("/"):
         raise ConfigError(
-            f"must be a folder or one of {allowed}, got {place!r:.200}.", field="batch_file_store"
+            f"must be a folder or s3://BUCKET/PREFIX, got {place!r:.200}.", field="batch_file_store"
         )
     return ObjectStore(place, FolderStore(data_dir))
 
@@ -179,7 +179,7 @@ class _Object:
 
 def _changed_at_s(found: dict[str, Any]) -> float:
     """When an object was stored; now where the store does not say."""
-    changed_at = found.get("LastModified") or found.get("created")
+    changed_at = found.get("LastModified")
     return time.time() if changed_at is None else float(changed_at.timestamp())
 
 

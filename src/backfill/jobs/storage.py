@@ -34,6 +34,9 @@ Result = TypeVar("Result")
 
 # A database or an object store that does not answer at the start is an error.
 OPEN_TIMEOUT_S = 25.0
+# A client that reads waits no longer for a database that hangs. A change waits: nobody else can know its end.
+READ_TIMEOUT_S = 10.0
+_NO_ANSWER = "The database of files and batches does not answer. Please retry."
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,13 +96,23 @@ class JobStorage:
             await self.threads.results.run(self.blobs.delete_garbage, left)
             logger.info("%d files that belong to nothing were deleted", len(left))
 
+    async def read(self, work: Callable[Args, Result], *args: Args.args, **kwargs: Args.kwargs) -> Result:
+        """As ``query``, for what changes nothing. Raises: Busy also where the database hangs."""
+        reading = asyncio.ensure_future(self.query(work, *args, **kwargs))
+        await asyncio.wait({reading}, timeout=READ_TIMEOUT_S)
+        if not reading.done():
+            reading.add_done_callback(_note_late)
+            logger.error("the batch database has not answered for %g s", READ_TIMEOUT_S)
+            raise Busy(_NO_ANSWER)
+        return reading.result()
+
     async def query(self, work: Callable[Args, Result], *args: Args.args, **kwargs: Args.kwargs) -> Result:
         """One query of the database, for a caller who waits. Raises: Busy where it does not answer."""
         try:
             return await self.threads.database.run(work, *args, **kwargs)
         except SQLAlchemyError as error:
             logger.error("the batch database does not answer: %s", reason_of(error))
-            raise Busy("The database of files and batches does not answer. Please retry.") from error
+            raise Busy(_NO_ANSWER) from error
 
     async def query_with_retries(
         self, work: Callable[Args, Result], *args: Args.args, **kwargs: Args.kwargs
@@ -115,6 +128,12 @@ class JobStorage:
                 logger.error("the batch database does not answer (%s); trying again in %g s", reason, delay_s)
             await asyncio.sleep(delay_s)
         raise AssertionError("delays have no end")
+
+
+def _note_late(reading: asyncio.Future[Any]) -> None:
+    """Nobody awaits it any more."""
+    if not reading.cancelled():
+        reading.exception()
 
 
 def _tie(engine: Engine, blobs: FolderStore | ObjectStore, config: JobsConfig) -> JobStore:

@@ -27,6 +27,15 @@ from backfill.preparation.lines import LineError
 _OPEN = [status.value for status in OPEN_STATUSES]
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Claim:
+    """A batch that this server is to run. ``now_s`` is the database's time, in Unix seconds."""
+
+    batch: BatchRecord
+    lease: Lease
+    now_s: float
+
+
 class JobStore:
     """Every method is one transaction, and safe to call from several threads.
 
@@ -134,11 +143,14 @@ class JobStore:
         with self._engine.connect() as connection:
             return [_batch(row) for row in connection.execute(query).mappings()]
 
-    def claim_batch(self, **options: Any) -> tuple[Lease, BatchRecord] | None:
+    def claim_batch(self, **options: Any) -> Claim | None:
         """Claim an open batch that no server holds. ``options`` of ``Leases.claim``."""
         assert self.leases is not None
         claimed = self.leases.claim(**options)
-        return None if claimed is None else (claimed[0], _batch(claimed[1]))
+        if claimed is None:
+            return None
+        lease, row = claimed
+        return Claim(_batch(row), lease, row["now_s"])
 
     def num_queued_lines(self, owner: str) -> int:
         """Unfinished lines of an owner's open batches, of which servers that share the database run some."""
