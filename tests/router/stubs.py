@@ -176,7 +176,7 @@ async def routing(
         options: fields of ``RouterConfig``.
     """
     for engine in engines:
-        if not engine.port:
+        if not engine.port:  # else it was started, or is to be found missing
             await engine.start()
     listener = socket.create_server(("127.0.0.1", 0), backlog=128)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"

@@ -8,7 +8,9 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 from backfill.core.errors import ConfigError
-from backfill.core.options import check_types, secret
+from backfill.core.options import check_types, internal, secret
+
+MAX_REPLICAS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +25,7 @@ class RouterConfig:
         poll_interval: seconds between two looks at an engine's state.
         engine_timeout: seconds for an engine to be reached at the start, and to answer a look at its state.
         retry_timeout: seconds that a request waits for an engine where none is up; then HTTP 503.
+        join_timeout: seconds for all engines to be reached at the start; None for ``engine_timeout``.
     """
 
     engines: tuple[str, ...] = ()
@@ -31,6 +34,7 @@ class RouterConfig:
     poll_interval: float = 0.25
     engine_timeout: float = 10.0
     retry_timeout: float = 30.0
+    join_timeout: float | None = internal(None)
 
     def validate(self) -> None:
         """Raises: ConfigError for the first field out of range."""
@@ -47,6 +51,27 @@ class RouterConfig:
         if not 0 <= self.retry_timeout < math.inf:
             raise ConfigError(
                 f"must be at least 0 seconds, got {self.retry_timeout:g}.", field="retry_timeout"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaOptions:
+    """Replicas of a server.
+
+    Attributes:
+        data_parallel_size: servers of the model that are started behind one address, each with an engine of
+            its own. They divide the threads on CPU; on CUDA each has a GPU.
+    """
+
+    data_parallel_size: int = 1
+
+    def validate(self) -> None:
+        """Raises: ConfigError for a field out of range."""
+        check_types(self)
+        if not 1 <= self.data_parallel_size <= MAX_REPLICAS:
+            raise ConfigError(
+                f"must be between 1 and {MAX_REPLICAS}, got {self.data_parallel_size}.",
+                field="data_parallel_size",
             )
 
 

@@ -155,7 +155,8 @@ class Engines:
 
     async def start(self) -> None:
         """Join all configured engines, which may still load. Raises: ConfigError, EngineRefused."""
-        deadline_at_s = asyncio.get_running_loop().time() + self._config.engine_timeout
+        timeout_s = self._config.join_timeout or self._config.engine_timeout
+        deadline_at_s = asyncio.get_running_loop().time() + timeout_s
         for url in dict.fromkeys(map(engine_url, self._config.engines)):
             await self.join(url, until_s=deadline_at_s)
 

@@ -33,6 +33,9 @@ _DRAIN_POLL_S = 0.05
 class RouterServer:
     """One HTTP server in front of engines that run elsewhere.
 
+    Attributes:
+        engines: from ``serve`` on.
+
     Args:
         url: the router's address, shown to a process that finds the data folder locked.
         api_keys: None passes on clients' keys unchecked.
@@ -62,6 +65,7 @@ class RouterServer:
         self._tasks = TaskWatch()
         self._stop_asked = asyncio.Event()
         self._stopped_by: signal.Signals | None = None
+        self.engines: Engines | None = None
 
     async def run(self, listener: socket.socket) -> signal.Signals | None:
         """Serve until a signal, then drain.
@@ -85,7 +89,7 @@ class RouterServer:
             another server's.
         """
         clock = WallClock()
-        engines = Engines(self._config, clock, self._tasks)
+        engines = self.engines = Engines(self._config, clock, self._tasks)
         jobs: RouterJobs | None = None
         try:
             if not await self._unless_stopped(engines):
