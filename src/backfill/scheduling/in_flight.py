@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 from backfill.core.plan import ScheduledSlice, StepPlan
 from backfill.core.request import FinishReason, OrderKey, PriorityLevel, Request, RequestId
@@ -54,10 +53,13 @@ class RequestInFlight:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Step:
+    """Attributes: left_at_s: when it is predicted to leave each stage."""
+
     plan: StepPlan
     submitted_at_s: float
+    left_at_s: list[float]
 
 
 class StepsInFlight:
@@ -67,7 +69,8 @@ class StepsInFlight:
     other plan, is not preempted, and ends only then. A step depends on nothing of the steps before it that
     has not committed, so each can be stopped, or fail, without the others.
 
-    Steps are predicted to spend in each stage the share of their time that it has of the layers.
+    A step is predicted to spend in each stage the share of its time that the stage has of the layers, and to
+    enter it when the step in front has left it. What is predicted is moved by what the ends of steps show.
 
     Attributes:
         max_steps: that may be in flight.
@@ -93,11 +96,10 @@ class StepsInFlight:
         self._steps: dict[int, _Step] = {}
         num_layers = sum(stage_layers)
         self._shares = [layers / num_layers for layers in stage_layers] or [1.0]
-        # Of a step's time, what it spends in the stages behind each one.
-        self._left = [1.0 - share for share in accumulate(self._shares)]
         self._time_scale = time_scale
-        # Of the last step that ended: its predicted time, and when it ended. None: it says nothing of stages.
-        self._last_ended: tuple[float, float] | None = None
+        # When the last step that ended left each stage, and whether it passed all of them.
+        self._left_at_s = [0.0] * len(self._shares)
+        self._was_whole = True
 
     def __len__(self) -> int:
         return len(self._steps)
@@ -118,17 +120,18 @@ class StepsInFlight:
     def add(self, plan: StepPlan, now_s: float) -> None:
         """The plan is about to be submitted."""
         assert len(self._steps) < self.max_steps, f"{len(self._steps)} steps are in flight"
-        self._steps[plan.step] = _Step(plan, now_s)
+        step = self._steps[plan.step] = _Step(plan, now_s, [])
+        self._pass_stages(step, self._in_front(plan.step))
         slices = {scheduled.request_id: scheduled for scheduled in plan.slices}
         assert self.slices.keys().isdisjoint(slices), "a request is in two steps"
         self.slices |= slices
         self.blocked -= slices.keys()
 
-    def remove(self, plan: StepPlan, ended_at_s: float | None) -> None:
+    def remove(self, plan: StepPlan, now_s: float | None) -> None:
         """The oldest step is not in flight any more.
 
         Args:
-            ended_at_s: None if it failed or was stopped, and does not show how long a step takes.
+            now_s: when it has ended; None if it failed or was stopped, and does not show how long steps take.
         """
         step = self._steps.pop(plan.step, None)
         if step is None:
@@ -136,7 +139,11 @@ class StepsInFlight:
         assert all(each > plan.step for each in self._steps), f"step {plan.step} is not the oldest"
         for scheduled in plan.slices:
             del self.slices[scheduled.request_id]
-        self._last_ended = None if ended_at_s is None else (plan.predicted_s, ended_at_s)
+        late_s = 0.0 if now_s is None else now_s - step.left_at_s[-1]
+        in_front = self._left_at_s = [each + late_s for each in step.left_at_s]
+        self._was_whole = now_s is not None
+        for behind in self._steps.values():
+            in_front = self._pass_stages(behind, in_front)
 
     def forget(self, request_id: RequestId) -> None:
         """The request has ended, or was preempted."""
@@ -144,67 +151,61 @@ class StepsInFlight:
 
     def begins_at_s(self, now_s: float) -> float:
         """When a step that is submitted now is predicted to enter the first stage."""
-        return max(now_s, self._pass_stages(now_s, {})[0]) if self._steps else now_s
+        if not self._steps:
+            return now_s
+        return max(now_s, self._in_front(None)[0] + self._late_s(now_s))
 
     def waits_s(self, plan: StepPlan) -> float:
-        """Seconds for which a step that has just been added waits behind those before it, as predicted."""
-        if len(self._steps) == 1:
-            return 0.0
-        submitted_at_s = self._steps[plan.step].submitted_at_s
-        ends_at_s = self._ends_at_s(submitted_at_s)[plan.step]
-        return max(0.0, ends_at_s - submitted_at_s - self._time_scale() * plan.predicted_s)
+        """Seconds for which a step in flight waits behind those before it, as predicted."""
+        step = self._steps[plan.step]
+        seconds = step.left_at_s[-1] - step.submitted_at_s
+        return max(0.0, seconds - self._time_scale() * plan.predicted_s)
 
     def interval_s(self, plan: StepPlan) -> tuple[float, float] | None:
-        """From when the oldest step is timed, and the time that it is predicted to take from then on.
+        """From when the oldest step is timed, and the time that its plan predicts from then on.
 
-        It is timed from its submission, or from the end of the step before it if that is later: then the
-        stages are full, and it takes the time of one stage. None where that is not predicted.
+        It is timed from its submission, or from the end of the step before it if that is later: where the
+        stages are full, that is the time of one stage. None where that is not predicted.
         """
         step = self._steps.get(plan.step)
         if step is None or plan.predicted_s <= 0.0:
             return None
         if self.max_steps == 1:
             return step.submitted_at_s, plan.predicted_s
-        if self._last_ended is None:
+        since_s = max(step.submitted_at_s, self._left_at_s[-1])
+        if not self._was_whole and since_s > step.submitted_at_s:
             return None
-        since_s = max(step.submitted_at_s, self._last_ended[1])
-        free_at_s, at_s = self._free_when_last_ended(), step.submitted_at_s
-        for free_s, share in zip(free_at_s, self._shares, strict=True):
-            at_s = max(at_s, free_s) + share * plan.predicted_s
-        return since_s, at_s - since_s
+        return since_s, (step.left_at_s[-1] - since_s) / self._time_scale()
 
     def views(self, by_id: Mapping[RequestId, Request], now_s: float) -> list[RequestInFlight]:
         """Of the requests in flight that go on after their step."""
-        views, ends = [], self._ends_at_s(now_s)
+        views, late_s = [], self._late_s(now_s)
         for step in self._steps.values():
             for scheduled in step.plan.slices:
                 if scheduled.request_id not in self.ending:
                     request = by_id[scheduled.request_id]
-                    views.append(RequestInFlight.of(request, scheduled, ends[step.plan.step]))
+                    views.append(RequestInFlight.of(request, scheduled, step.left_at_s[-1] + late_s))
         return views
 
-    def _ends_at_s(self, now_s: float) -> dict[int, float]:
-        ends: dict[int, float] = {}
-        self._pass_stages(now_s, ends)
-        return ends
+    def _in_front(self, number: int | None) -> list[float]:
+        """When the step in front of this one, or else the last one, leaves each stage."""
+        numbers = [each for each in self._steps if each != number]
+        return self._steps[numbers[-1]].left_at_s if numbers else self._left_at_s
 
-    def _pass_stages(self, now_s: float, ends: dict[int, float]) -> list[float]:
-        """When each stage is predicted to be free. Enters in ``ends`` when the steps in flight end."""
-        free_at_s, scale = self._free_when_last_ended(), self._time_scale()
-        for number, step in self._steps.items():
-            at_s = step.submitted_at_s
-            for index, share in enumerate(self._shares):
-                at_s = free_at_s[index] = max(at_s, free_at_s[index]) + share * scale * step.plan.predicted_s
-            # It has not ended yet, whatever was predicted.
-            ends[number] = free_at_s[-1] = max(at_s, now_s)
-        return free_at_s
+    def _late_s(self, now_s: float) -> float:
+        """Seconds by which the oldest step is late by now."""
+        oldest = next(iter(self._steps.values()), None)
+        return 0.0 if oldest is None else max(0.0, now_s - oldest.left_at_s[-1])
 
-    def _free_when_last_ended(self) -> list[float]:
-        """When the last step that ended left each stage."""
-        if self._last_ended is None:
-            return [0.0] * len(self._shares)
-        seconds, ended_at_s = self._time_scale() * self._last_ended[0], self._last_ended[1]
-        return [ended_at_s - left * seconds for left in self._left]
+    def _pass_stages(self, step: _Step, in_front: list[float]) -> list[float]:
+        """Predict when the step leaves each stage, behind the one that is in front."""
+        left_at_s, at_s = [], step.submitted_at_s
+        seconds = self._time_scale() * step.plan.predicted_s
+        for free_at_s, share in zip(in_front, self._shares, strict=True):
+            at_s = max(at_s, free_at_s) + share * seconds
+            left_at_s.append(at_s)
+        step.left_at_s = left_at_s
+        return left_at_s
 
     def check_integrity(self, unfinished: Collection[RequestId]) -> None:
         """Raise AssertionError unless the steps and their requests agree."""

@@ -1,0 +1,256 @@
+"""The engine with a pipeline: steps in flight, on the virtual clock."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+
+import pytest
+
+from backfill.core.clock import VirtualClock
+from backfill.core.config import PreemptionMode, SchedulerConfig
+from backfill.core.plan import StepOutcome, StepPlan
+from backfill.core.request import FinishReason, Request, RequestId, ServiceClass
+from backfill.core.slo import SLO
+from backfill.costs.behaviour import DeviceBehaviour
+from backfill.engine.engine import Engine
+from backfill.execution.executor import PipelinedExecutor
+from backfill.execution.simulated_executor import SimulatedExecutor
+from backfill.execution.simulated_pipeline import SimulatedPipeline
+from tests.builders import linear_cost, make_info, make_profile, make_request
+
+TPOT_S = 0.1
+# Of whole steps: 20 ms, and 0.2 ms for each token.
+STEP_S, TOKEN_S = 2e-2, 2e-4
+
+
+class NotingPipeline(SimulatedPipeline):
+    """Notes its plans, and how many steps were in flight when each was submitted; some of them fail."""
+
+    failing: Sequence[int] = ()
+
+    def submit(self, plan: StepPlan) -> None:
+        self.plans.append(plan)
+        self.num_in_front.append(len(self._steps))
+        super().submit(plan)
+
+    def collect(self) -> StepOutcome:
+        number = self._steps[0].plan.step
+        outcome = super().collect()
+        if number in self.failing:
+            raise RuntimeError("scripted failure")
+        return outcome
+
+    def __init__(self, *args: object, **named: object) -> None:
+        super().__init__(*args, **named)  # type: ignore[arg-type]
+        self.plans: list[StepPlan] = []
+        self.num_in_front: list[int] = []
+
+
+@dataclass
+class Run:
+    """Requests that arrive at their times, in the middle of steps too, and all tokens of each."""
+
+    stages: tuple[int, ...]
+    requests: list[Request]
+    preemption: PreemptionMode = "suspend"
+    policy: str = "slo"
+    slowness: float = 1.0
+    max_num_seqs: int = 64
+    failing: Sequence[int] = ()
+    step_s: float = STEP_S
+    token_at_s: dict[RequestId, list[float]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.clock = VirtualClock()
+        is_pipeline = len(self.stages) > 1
+        info = replace(
+            make_info(1024, 16, max_model_len=4096, num_layers=sum(self.stages), can_stop=True),
+            stage_layers=self.stages if is_pipeline else (),
+            max_steps_in_flight=len(self.stages),
+        )
+        device = DeviceBehaviour(linear_cost(self.slowness * TOKEN_S, self.slowness * self.step_s))
+        kind = NotingPipeline if is_pipeline else SimulatedExecutor
+        self.executor = kind(info, device, self.clock)
+        if isinstance(self.executor, NotingPipeline):
+            self.executor.failing = self.failing
+        config = SchedulerConfig(
+            policy=self.policy,  # type: ignore[arg-type]
+            max_num_seqs=self.max_num_seqs,
+            ttft_slo=1.0,
+            tpot_slo=TPOT_S,
+            preemption=self.preemption,
+        )
+        self.engine = Engine(
+            config, self.executor, self.clock, make_profile(linear_cost(TOKEN_S, self.step_s))
+        )
+        self.executor.events = self
+        self.to_come = sorted(self.requests, key=lambda each: each.arrived_at_s)
+
+    def next_at_s(self) -> float:
+        return self.to_come[0].arrived_at_s if self.to_come else math.inf
+
+    def deliver(self) -> None:
+        while self.next_at_s() <= self.clock.now_s():
+            self.engine.arrive(self.to_come.pop(0))
+
+    def run(self) -> Run:
+        while self.to_come or self.engine.has_work:
+            if not self.engine.has_work and self.next_at_s() > self.clock.now_s():
+                self.clock.advance(self.next_at_s() - self.clock.now_s())
+                continue
+            self.step()
+        assert not self.engine.has_unfinished
+        self.engine.scheduler.kv.check_integrity()
+        return self
+
+    def step(self) -> None:
+        self.deliver()
+        for output in self.engine.step():
+            self.token_at_s.setdefault(output.request_id, []).append(self.clock.now_s())
+
+    @property
+    def tokens(self) -> dict[str, list[int]]:
+        return {each.request_id: each.output_token_ids for each in self.requests}
+
+    @property
+    def gaps_s(self) -> list[float]:
+        """Between the tokens of online requests, ascending."""
+        online = (each for each in self.requests if each.service_class is ServiceClass.ONLINE)
+        return sorted(
+            late - early for each in online for early, late in pairwise(self.token_at_s[each.request_id])
+        )
+
+
+def workload(num_offline: int, num_online: int, seed: int = 0) -> list[Request]:
+    rng, at_s = random.Random(seed), 0.0
+    requests = [
+        make_request(
+            rng.randint(50, 400),
+            rng.randint(10, 40),
+            request_id=f"offline-{index}",
+            service_class=ServiceClass.OFFLINE,
+            ignore_eos=True,
+        )
+        for index in range(num_offline)
+    ]
+    for index in range(num_online):
+        at_s += rng.expovariate(4.0)
+        requests.append(
+            make_request(
+                rng.randint(20, 300),
+                rng.randint(2, 30),
+                request_id=f"online-{index}",
+                arrived_at_s=at_s,
+                slo=SLO(1.0, TPOT_S),
+                ignore_eos=True,
+            )
+        )
+    return requests
+
+
+@pytest.mark.parametrize("preemption", ["suspend", "discard"])
+@pytest.mark.parametrize("stages", [(2, 2), (3, 1), (2, 1, 1)])
+def test_tokens_are_those_of_one_step_in_flight(stages: tuple[int, ...], preemption: PreemptionMode) -> None:
+    one = Run((4,), workload(24, 12)).run()
+    run = Run(stages, workload(24, 12), preemption).run()
+    assert run.tokens == one.tokens
+    assert isinstance(run.executor, NotingPipeline)
+    assert max(run.executor.num_in_front) == len(stages) - 1
+
+
+def test_two_stages_compute_side_by_side() -> None:
+    """32 decodes take 7.4 ms in one step, or 4.2 ms in two batches that are each in one of the stages."""
+    ends = []
+    for stages in ((4,), (2, 2)):
+        requests = [make_request(64, 40, request_id=f"r{index}", ignore_eos=True) for index in range(32)]
+        ends.append(Run(stages, requests, policy="fcfs", step_s=1e-3).run().clock.now_s())
+    assert ends[1] < 0.7 * ends[0]
+
+
+def test_batches_in_rotation_are_of_one_size() -> None:
+    requests = [make_request(8, 40, request_id=f"r{index}", ignore_eos=True) for index in range(12)]
+    late = [make_request(8, 30, request_id=f"l{i}", arrived_at_s=0.2, ignore_eos=True) for i in range(7)]
+    run = Run((2, 2), [*requests, *late], policy="fcfs")
+    sizes = []
+    while run.to_come or run.engine.has_work:
+        run.step()
+        assert isinstance(run.executor, NotingPipeline)
+        if not run.to_come and run.clock.now_s() < 0.5:
+            sizes.append(len(run.executor.plans[-1].slices))
+    assert {len(plan.slices) for plan in run.executor.plans[:6]} == {6}
+    assert set(sizes[-6:]) == {9, 10}
+
+
+@pytest.mark.parametrize("slowness", [1.0, 1.3])
+@pytest.mark.parametrize("stages", [(2, 2), (3, 1), (1, 1, 1, 1)])
+def test_online_requests_keep_their_objectives_on_a_device_of_another_speed(
+    stages: tuple[int, ...], slowness: float
+) -> None:
+    run = Run(stages, workload(40, 16), slowness=slowness).run()
+    assert run.engine.predictor is not None
+    assert run.engine.predictor.time_scale == pytest.approx(slowness, rel=0.02)
+    online = [each for each in run.requests if each.service_class is ServiceClass.ONLINE]
+    assert all(run.token_at_s[each.request_id][0] - each.arrived_at_s < 1.0 for each in online)
+    assert run.gaps_s[int(0.95 * len(run.gaps_s))] < TPOT_S
+
+
+def test_an_arrival_stops_a_long_offline_step_between_two_stages() -> None:
+    ends = []
+    for can_stop in (True, False):
+        requests = [
+            make_request(900, 4, request_id=f"o{index}", service_class=ServiceClass.OFFLINE, ignore_eos=True)
+            for index in range(2)
+        ]
+        online = make_request(16, 2, arrived_at_s=0.03, slo=SLO(1.0, TPOT_S), ignore_eos=True)
+        run = Run((1, 1, 1, 1), [*requests, online])
+        if not can_stop:
+            run.executor.request_stop = lambda step: None  # type: ignore[method-assign]
+        run.run()
+        assert (run.engine.num_stopped_steps == 1) is can_stop
+        ends.append(run.token_at_s[online.request_id][0])
+        assert run.tokens == Run((4,), run.requests).tokens
+    assert ends[0] < ends[1]
+
+
+def test_a_failed_step_leaves_those_behind_it() -> None:
+    """Two batches of prompts: the first fails, and its requests run once more; then one fails with tokens."""
+    requests = [make_request(8, 6, request_id=f"r{index}", ignore_eos=True) for index in range(4)]
+    run = Run((2, 2), requests, policy="fcfs", failing=(0, 4))
+    run.step()
+    assert run.engine.num_failed_steps_in_a_row == 1
+    first, second, *_ = run.executor.plans  # type: ignore[union-attr]
+    assert not run.token_at_s
+    run.step()
+    assert run.engine.num_failed_steps_in_a_row == 0
+    assert set(run.token_at_s) == {each.request_id for each in second.slices}
+    run.run()
+    plans = run.executor.plans  # type: ignore[union-attr]
+    lost = {each.request_id for plan in plans if plan.step == 4 for each in plan.slices}
+    assert lost
+    for request in requests:
+        is_lost = request.request_id in lost
+        assert request.finish_reason is (FinishReason.ERROR if is_lost else FinishReason.LENGTH)
+        assert request.was_retried is any(each.request_id == request.request_id for each in first.slices)
+
+
+def test_an_aborted_request_in_flight_ends_with_its_step() -> None:
+    requests = [make_request(8, 6, request_id=f"r{index}", ignore_eos=True) for index in range(4)]
+    run = Run((2, 2), requests, policy="fcfs")
+    run.step()
+    in_flight = run.engine.scheduler.in_flight.slices
+    aborted = next(each for each in requests if each.request_id in in_flight)
+    run.engine.abort([aborted.request_id])
+    assert aborted.finish_reason is None and run.engine.has_work
+    run.step()
+    assert aborted.finish_reason is FinishReason.ABORT and aborted.output_token_ids == []
+    run.run()
+    others = [each for each in requests if each is not aborted]
+    assert all(len(each.output_token_ids) == 6 for each in others)
+
+
+def test_an_executor_with_run_alone_is_no_pipeline() -> None:
+    assert not isinstance(Run((4,), []).executor, PipelinedExecutor)
