@@ -38,7 +38,7 @@ def test_an_unknown_policy_is_refused() -> None:
 def test_no_replica_is_none() -> None:
     replicas, _ = replica_set(names="")
     assert replicas.place(RoutedRequest(10)) is None
-    assert replicas.choose_for_line(RoutedRequest(10)) is None
+    assert replicas.place_line(RoutedRequest(10), may_exceed=True) is None
 
 
 def test_the_least_wait_is_chosen_for_new_prefixes() -> None:
@@ -126,13 +126,16 @@ def test_lines_go_where_online_requests_leave_room() -> None:
     replicas.report("a", report(num_online=7))
     replica = replicas.get("a")
     assert replica is not None and replica.line_room == 2
-    chosen = replicas.choose_for_line(RoutedRequest(10))
-    assert chosen is not None and chosen.name == "b"
-    chosen.num_lines = 16
-    other = replicas.choose_for_line(RoutedRequest(10))
-    assert other is replica
-    replica.num_lines = 2
-    assert replicas.choose_for_line(RoutedRequest(10)) is None
+    placements = [replicas.place_line(RoutedRequest(10)) for _ in range(18)]
+    assert Counter(each.replica.name for each in placements if each is not None) == {"a": 2, "b": 16}
+    assert replicas.place_line(RoutedRequest(10)) is None
+    more = replicas.place_line(RoutedRequest(10), may_exceed=True)
+    assert more is not None and more.replica is replica
+    for _ in range(2):
+        more.on_end(0.0)
+    assert replica.num_lines == 2
+    replica.takes_lines = False
+    assert replicas.place_line(RoutedRequest(10), besides={"b"}, may_exceed=True) is None
 
 
 def test_a_replica_that_left_gets_nothing_and_its_requests_may_end() -> None:

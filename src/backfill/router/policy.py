@@ -1,7 +1,7 @@
 """Which replica serves a request. Pure: no I/O, and time comes from a clock.
 
 ``ReplicaSet`` knows what each replica reported and what it was sent since. A ``RoutingPolicy`` chooses among
-the replicas for an online request. Offline lines go where online requests leave room (``choose_for_line``).
+the replicas for an online request. Offline lines go where online requests leave room.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ PolicyName = Literal["slo", "round-robin", "least-loaded", "prefix"]
 
 _WEIGHT = 0.05  # of a new ratio of a measured to a predicted TTFT
 _MOST_CORRECTION = 4.0
+_LEAST_PREDICTED_S = 0.02  # below, the time of messages counts more than that of the prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,11 +85,11 @@ class Placement:
         self._is_open = self._waits = True
         replica.begin(self)
 
-    def on_first_token(self, now_s: float) -> None:
-        """Its prompt is computed."""
+    def on_first_token(self, now_s: float, *, is_measured: bool = True) -> None:
+        """Its prompt is computed, as its first token shows, or by the prediction if not ``is_measured``."""
         if self._waits:
             self._waits = False
-            self.replica.end_wait(self, now_s, has_token=True)
+            self.replica.end_wait(self, now_s, has_token=is_measured)
 
     def on_end(self, now_s: float) -> None:
         """It has its whole answer, or was given up."""
@@ -98,6 +99,25 @@ class Placement:
         if self._is_open:
             self._is_open = False
             self.replica.end(self)
+
+
+class LinePlacement:
+    """An offline request on a replica, until it ends; made by ``ReplicaSet.place_line``."""
+
+    __slots__ = ("_is_open", "replica")
+
+    def __init__(self, replica: Replica) -> None:
+        self.replica = replica
+        self._is_open = True
+        replica.num_lines += 1
+
+    def on_first_token(self, now_s: float) -> None:
+        """Nothing waits for an offline request."""
+
+    def on_end(self, now_s: float) -> None:
+        if self._is_open:
+            self._is_open = False
+            self.replica.num_lines -= 1
 
 
 @dataclass(slots=True)
@@ -117,7 +137,7 @@ class Replica:
         name: unique in its ``ReplicaSet``.
         correction: measured over predicted TTFT, smoothed.
         num_lines: offline lines that it was sent and that have not ended.
-        is_open: it may be sent requests.
+        is_open: it may be sent requests; takes_lines: offline ones too.
     """
 
     name: str
@@ -125,6 +145,7 @@ class Replica:
     correction: float = 1.0
     num_lines: int = 0
     is_open: bool = True
+    takes_lines: bool = True
     _own: _OnlineWork = field(init=False)
     _others: _OnlineWork = field(init=False)
     _num_waiting: int = field(init=False, default=0)  # own requests without a first token
@@ -183,7 +204,7 @@ class Replica:
         Twice the requests of a step, so that lines wait in the engine as they would in one server, less the
         share of the KV cache and of the places that online requests have.
         """
-        if not self.is_open:
+        if not (self.is_open and self.takes_lines):
             return 0
         report = self.report
         used = max(self.num_online / report.max_num_seqs, self.num_online_tokens / report.kv_tokens)
@@ -205,10 +226,10 @@ class Replica:
         if not has_token:
             return
         self._progress_since_s = now_s
-        if placement.predicted_s > 0:
-            ratio = (now_s - placement.sent_at_s) / placement.predicted_s * self.correction
-            mean = self.correction + _WEIGHT * (ratio - self.correction)
-            self.correction = min(max(mean, 1 / _MOST_CORRECTION), _MOST_CORRECTION)
+        if placement.predicted_s >= _LEAST_PREDICTED_S:
+            ratio = self.correction * (now_s - placement.sent_at_s) / placement.predicted_s
+            ratio = min(max(ratio, 1 / _MOST_CORRECTION), _MOST_CORRECTION)
+            self.correction += _WEIGHT * (ratio - self.correction)
 
     def end(self, placement: Placement) -> None:
         self._own.num_online -= 1
@@ -379,24 +400,33 @@ class ReplicaSet:
         self._prefixes.note_sent(replica.name, request.keys)
         return Placement(replica, request.num_tokens, chosen.tokens_to_compute, chosen.ttft_s, now_s)
 
-    def choose_for_line(self, request: RoutedRequest, among: Collection[str] | None = None) -> Replica | None:
-        """The replica with most of a line's prompt in its cache, of those with room, and the most room then.
+    def place_line(
+        self, request: RoutedRequest, besides: Collection[str] = (), *, may_exceed: bool = False
+    ) -> LinePlacement | None:
+        """Choose a replica for an offline request, and count it there.
 
-        The caller counts the line in ``num_lines``.
+        The replica with most of its prompt in the cache, of those with room; else the one with most room.
 
-        Returns: None where no replica has room.
+        Args:
+            besides: replicas that are not to be chosen.
+            may_exceed: where none has room, the one with the fewest is chosen.
+
+        Returns: None where no replica has room, or there is none.
         """
-        found = [
+        takers = [
             replica
             for name, replica in self._replicas.items()
-            if replica.line_room > 0 and (among is None or name in among)
+            if replica.is_open and replica.takes_lines and name not in besides
         ]
+        found = [replica for replica in takers if replica.line_room > 0]
+        if not found and may_exceed and takers:
+            found = [min(takers, key=lambda replica: replica.num_lines)]
         if not found:
             return None
         matches = self._prefixes.match(request.keys, [replica.name for replica in found])
         chosen = max(found, key=lambda replica: (matches[replica.name], replica.line_room))
         self._prefixes.note_sent(chosen.name, request.keys)
-        return chosen
+        return LinePlacement(chosen)
 
     def _candidates(self, request: RoutedRequest, names: Sequence[str], now_s: float) -> list[Candidate]:
         matches = self._prefixes.match(request.keys, names)
