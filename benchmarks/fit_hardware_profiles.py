@@ -251,8 +251,8 @@ def collectives(folder: Path) -> dict[str, object]:
         all_reduce[str(num_devices)] = {"x": at, "y": times}
     return {
         "provenance": "Measured (microsoft/vidur profiling data, MIT; a100_dgx_all_reduce.csv): medians of "
-        "all-reduces among devices of one DGX A100, each lowered to the least median of any larger size. Made "
-        "by benchmarks/fit_hardware_profiles.py.",
+        "all-reduces among devices of one DGX A100, each lowered to the least median of any larger size. "
+        "Made by benchmarks/fit_hardware_profiles.py.",
         "all_reduce": all_reduce,
     }
 

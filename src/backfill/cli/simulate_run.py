@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -23,6 +23,7 @@ from backfill.core.config import SchedulerConfig, at_least
 from backfill.core.errors import ConfigError
 from backfill.core.options import check_types
 from backfill.costs.hardware import HardwareProfile, load_device
+from backfill.costs.parallel import parallel_hardware
 from backfill.costs.profile import CostProfile
 from backfill.scheduling.objectives import check_server_slo, server_slo
 from backfill.simulation.device import BLOCK_SIZE
@@ -52,6 +53,9 @@ class RunOptions:
         rate: mean online requests per second, to which the trace's times are stretched. Default: its own.
         duration: seconds of the trace to run, after stretching. Default: all.
         max_num_batched_tokens: tokens computed in one step, prefill and decode together.
+        tensor_parallel_size: devices among which each layer is divided; `hardware` is then a device and a
+            model, such as a100-80g-llama-3-70b.
+        pipeline_parallel_size: stages of layers, each on so many devices.
         kv_tokens: tokens of KV that fit on the device; needed with a cost profile. Default: the hardware
             profile's.
         kv_bytes_per_token: bytes of KV per token. Default: the hardware profile's; with a cost profile
@@ -71,6 +75,8 @@ class RunOptions:
     rate: float | None = None
     duration: float | None = None
     max_num_batched_tokens: int = SchedulerConfig().max_num_batched_tokens
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
     kv_tokens: int | None = None
     kv_bytes_per_token: int | None = None
     max_model_len: int | None = None
@@ -85,6 +91,8 @@ class RunOptions:
             if value is not None and not 0.0 < value < math.inf:
                 raise ConfigError(f"must be a number above 0, got {value:g}.", field=field)
         for field, count, least in (
+            ("tensor_parallel_size", self.tensor_parallel_size, 1),
+            ("pipeline_parallel_size", self.pipeline_parallel_size, 1),
             ("kv_tokens", self.kv_tokens, BLOCK_SIZE),
             ("kv_bytes_per_token", self.kv_bytes_per_token, 1),
             ("max_model_len", self.max_model_len, 2),
@@ -107,9 +115,7 @@ def run(options: RunOptions, seeds: SeedOptions) -> None:
     console = Console()
     plot = plot_path(options.plot, "simulate-run.png")
     policies = policy_names(options.policies) or _POLICIES
-    hardware, measured = load_device(
-        options.hardware, options.kv_tokens, options.kv_bytes_per_token, options.max_model_len
-    )
+    hardware, measured = _device(options)
     for warning in check_server_slo(options.scheduler(), hardware.costs):
         console.print(warning, style="yellow", markup=False)
     first, num_too_long = _build(options, hardware, measured, seeds.first_seed)
@@ -135,13 +141,31 @@ app = command(
     run,
     {
         "Traffic": "online offline rate duration ttft_slo tpot_slo",
-        "Device": "hardware kv_tokens kv_bytes_per_token max_model_len",
+        "Device": "hardware tensor_parallel_size pipeline_parallel_size kv_tokens kv_bytes_per_token "
+        "max_model_len",
         "Scheduling": "policies max_num_batched_tokens",
         "Seeds": "seeds first_seed",
         "Output": "plot json",
     },
     prefix="BACKFILL_SIMULATE_RUN_",
 )
+
+
+def _device(options: RunOptions) -> tuple[HardwareProfile, CostProfile | None]:
+    """See ``load_device``. Raises: ConfigError."""
+    sizes = options.tensor_parallel_size, options.pipeline_parallel_size
+    if sizes == (1, 1):
+        return load_device(
+            options.hardware, options.kv_tokens, options.kv_bytes_per_token, options.max_model_len
+        )
+    hardware = parallel_hardware(options.hardware, *sizes)
+    changed = replace(
+        hardware,
+        kv_tokens=options.kv_tokens or hardware.kv_tokens,
+        kv_bytes_per_token=options.kv_bytes_per_token or hardware.kv_bytes_per_token,
+        max_model_len=options.max_model_len or hardware.max_model_len,
+    )
+    return changed, None
 
 
 def _build(

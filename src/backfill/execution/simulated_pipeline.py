@@ -55,6 +55,8 @@ class SimulatedPipeline(PipelinedExecutor, SimulatedExecutor):
         seed: of the device's noise.
     """
 
+    info: ExecutorInfo
+
     def __init__(
         self, info: ExecutorInfo, device: DeviceBehaviour, clock: VirtualClock, *, seed: int = 0
     ) -> None:

@@ -12,6 +12,7 @@ from backfill.costs.profile import CostProfile
 from backfill.costs.profiler import FULL, Capacity, profile_executor
 from backfill.execution.executor import ExecutorInfo
 from backfill.execution.simulated_executor import SimulatedExecutor
+from backfill.execution.simulated_pipeline import SimulatedPipeline
 
 BLOCK_SIZE = 16
 # Planning, committing and delivering, between two steps of the real engine (docs/simulation.md). What a
@@ -45,7 +46,7 @@ def measured_profile(hardware: HardwareProfile, behaviour: DeviceBehaviour, seed
     info = executor_info(hardware, hardware.kv_tokens)
     clock = VirtualClock()
     return profile_executor(
-        SimulatedExecutor(info, behaviour, clock, seed=seed),
+        create_simulated_executor(info, behaviour, clock, seed),
         clock,
         Capacity(
             kv_tokens=info.num_blocks * info.block_size,
@@ -77,4 +78,15 @@ def executor_info(hardware: HardwareProfile, host_kv_tokens: int) -> ExecutorInf
         can_stop=True,
         num_host_blocks=host_kv_tokens // BLOCK_SIZE if costs.copies is not None else 0,
         block_bytes=hardware.kv_bytes_per_token * BLOCK_SIZE,
+        max_steps_in_flight=max(1, len(hardware.stage_layers)),
+        stage_layers=hardware.stage_layers,
     )
+
+
+def create_simulated_executor(
+    info: ExecutorInfo, behaviour: DeviceBehaviour, clock: VirtualClock, seed: int
+) -> SimulatedExecutor:
+    """A pipeline where the model has several stages."""
+    if info.stage_layers:
+        return SimulatedPipeline(info, behaviour, clock, seed=seed)
+    return SimulatedExecutor(info, behaviour, clock, seed=seed)

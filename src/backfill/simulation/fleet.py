@@ -20,7 +20,14 @@ from backfill.costs.hardware import HardwareProfile
 from backfill.costs.profile import CostProfile
 from backfill.engine.engine import Engine
 from backfill.engine.messages import TokenOutput
-from backfill.router.policy import Placement, ReplicaReport, ReplicaSet, RoutedRequest, create_policy
+from backfill.router.policy import (
+    LinePlacement,
+    Placement,
+    ReplicaReport,
+    ReplicaSet,
+    RoutedRequest,
+    create_policy,
+)
 from backfill.router.prefixes import token_keys
 from backfill.simulation.device import executor_info
 from backfill.simulation.fleet_executor import SplitExecutor
@@ -188,7 +195,7 @@ class SimulatedReplica:
 class Fleet:
     """Runs replicas side by side: of all arrivals and ends of steps the earliest is next.
 
-    Offline requests come from one pool, which repeats, and go where ``ReplicaSet.choose_for_line`` says. The
+    Offline requests come from one pool, which repeats, and go where ``ReplicaSet.place_line`` says. The
     fleet runs until every online request has ended.
 
     Args:
@@ -217,6 +224,7 @@ class Fleet:
         self._offline: Iterator[Lengths] | None = itertools.cycle(offline) if offline else None
         self._duration_s = duration_s
         self._online: dict[RequestId, _Online] = {}
+        self._lines: dict[RequestId, LinePlacement] = {}
         self._numbers = itertools.count(len(online))  # of offline requests
         self._wakes: list[tuple[float, int]] = []
         self._due: list[list[TokenOutput]] = [[] for _ in self.replicas]
@@ -287,7 +295,9 @@ class Fleet:
             assert output.message is None, f"{output.request_id}: {output.message}"
             online = self._online.get(output.request_id)
             if online is None:
-                num_lines += output.finish_reason is not None
+                if output.finish_reason is not None:
+                    num_lines += 1
+                    self._lines.pop(output.request_id).on_end(now_s)
                 continue
             online.num_tokens += 1
             if online.num_tokens == 1:
@@ -298,9 +308,6 @@ class Fleet:
                 online.result.tpot_s = (now_s - online.first_at_s) / max(online.num_tokens - 1, 1)
                 online.placement.on_end(now_s)
                 del self._online[output.request_id]
-        known = self._set.get(replica.name)
-        assert known is not None, "no replica ever leaves"
-        known.num_lines -= num_lines
         replica.offline_done += num_lines
         return num_lines
 
@@ -319,13 +326,13 @@ class Fleet:
         """Send offline lines as long as a replica has room."""
         if self._offline is None:
             return
-        while (chosen := self._set.choose_for_line(_LINE)) is not None:
+        while (placement := self._set.place_line(_LINE)) is not None:
             lengths = next(self._offline)
             number = next(self._numbers)
             prompt = prompt_tokens((Segment(answer_number(number), lengths.input_len),))
             request = _request(number, prompt, lengths.output_len, ServiceClass.OFFLINE, self.clock.now_s())
-            chosen.num_lines += 1
-            replica = self.replicas[int(chosen.name)]
+            self._lines[request.request_id] = placement
+            replica = self.replicas[int(placement.replica.name)]
             refusal = replica.engine.add(request)
             assert refusal is None, f"{request.request_id}: {refusal}"
             if replica.is_idle:

@@ -19,9 +19,8 @@ from backfill.costs.hardware import HardwareProfile
 from backfill.costs.profile import CostProfile
 from backfill.engine.engine import Engine
 from backfill.engine.messages import TokenOutput
-from backfill.execution.simulated_executor import SimulatedExecutor
 from backfill.scheduling.policies.create import PolicyFactory
-from backfill.simulation.device import exact_behaviour, executor_info
+from backfill.simulation.device import create_simulated_executor, exact_behaviour, executor_info
 
 _FILLER_TOKEN = 5  # every model has this id
 _QUEUE_DEPTH = 32
@@ -317,7 +316,8 @@ def simulate(
     """
     clock = VirtualClock()
     behaviour = behaviour or exact_behaviour(hardware.costs)
-    executor = SimulatedExecutor(executor_info(hardware, host_kv_tokens), behaviour, clock, seed=seed)
+    info = executor_info(hardware, host_kv_tokens)
+    executor = create_simulated_executor(info, behaviour, clock, seed)
     engine = Engine(config, executor, clock, profile or hardware.costs, policy=policy)
     if config.policy == "online-only":
         workload = replace(workload, offline=())

@@ -1,0 +1,215 @@
+from __future__ import annotations
+
+import json
+import math
+import pickle
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from backfill.core.block import pack_block_ref
+from backfill.core.clock import VirtualClock
+from backfill.core.errors import ConfigError
+from backfill.core.plan import AdmittedRequest, Compute, Safepoints, ScheduledSlice, StepPlan
+from backfill.core.request import RequestId, ServiceClass
+from backfill.core.sampling import SamplingParams
+from backfill.core.slo import SLO
+from backfill.costs.behaviour import DeviceBehaviour, StepNoise
+from backfill.execution.simulated_executor import SimulatedExecutor
+from backfill.simulation import fleet_run
+from backfill.simulation.fleet import Fleet, FleetClock, FleetResult
+from backfill.simulation.fleet_executor import SplitExecutor
+from backfill.simulation.fleet_plot import save_fleet_plot
+from backfill.simulation.fleet_run import (
+    ONE_ENGINE,
+    FleetComparison,
+    FleetExperiment,
+    FleetRun,
+    compare_routers,
+    run_fleet,
+)
+from backfill.simulation.fleet_traffic import FleetTraffic, answer_token
+from tests.builders import linear_cost, make_info
+from tests.cli.running import run_cli_here
+
+TRAFFIC = FleetTraffic(
+    trace=None,
+    rate_per_s=12.0,
+    duration_s=4.0,
+    speed=10.0,
+    num_applications=4,
+    zipf=1.0,
+    turn_share=0.5,
+    seed=0,
+)
+EXPERIMENT = FleetExperiment(
+    hardware="a100-80g-llama-3-8b",
+    traffic=TRAFFIC,
+    slo=SLO(1.5, 0.11),
+    num_replicas=2,
+    kv_tokens=40_000,
+    max_num_seqs=8,
+    routers=("slo", "round-robin", ONE_ENGINE),
+)
+
+
+@pytest.fixture(scope="module")
+def comparison() -> FleetComparison:
+    return compare_routers(EXPERIMENT)
+
+
+class StopAt:
+    """Asks for a stop at an instant, which falls into a step."""
+
+    def __init__(self, executor: SimulatedExecutor, at_s: float) -> None:
+        self.executor, self.at_s = executor, at_s
+
+    def next_at_s(self) -> float:
+        return self.at_s
+
+    def deliver(self) -> None:
+        self.at_s = math.inf
+        self.executor.request_stop(7)
+
+
+def step_of_two(*, suspends: bool) -> StepPlan:
+    """An online request of 100 tokens and an offline one of 300, which may be stopped."""
+    slices, admitted = [], []
+    for number, num_tokens in ((0, 100), (1, 300)):
+        request_id = RequestId(str(number))
+        blocks = (pack_block_ref(number),)
+        slices.append(ScheduledSlice(request_id, 0, num_tokens, blocks, True, number == 1))
+        admitted.append(AdmittedRequest(request_id, (5,) * num_tokens, SamplingParams(max_tokens=4)))
+    work = Compute(tuple(slices), safepoints=Safepoints(1, suspends=suspends))
+    return StepPlan(7, work, admitted=tuple(admitted))
+
+
+@pytest.mark.parametrize("suspends", [True, False])
+@pytest.mark.parametrize("at_s", [0.0, 0.1234, 0.39, 0.3999])
+def test_a_split_step_stops_as_one_that_runs_at_once(at_s: float, suspends: bool) -> None:
+    info = replace(make_info(num_layers=10), can_stop=True)
+    device = DeviceBehaviour(linear_cost(token_s=0.001), noise=StepNoise((0.0, 1.0), (0.9, 1.1)))
+    whole_clock, clock = VirtualClock(), FleetClock()
+    whole = SimulatedExecutor(info, device, whole_clock, seed=3)
+    whole.events = StopAt(whole, at_s)
+    expected = whole.run(step_of_two(suspends=suspends))
+
+    split = SplitExecutor(info, device, clock, seed=3)
+    split.submit(step_of_two(suspends=suspends))
+    clock.move_to(at_s)
+    split.request_stop(7)
+    assert split.ends_at_s == pytest.approx(whole_clock.now_s())
+    clock.move_to(split.ends_at_s)
+    outcome = split.collect()
+    assert (outcome.stopped, outcome.layers_done) == (expected.stopped, expected.layers_done)
+    assert outcome.stopped_at_s == pytest.approx(expected.stopped_at_s)
+    sampled = [(each.request_id, each.token_id) for each in outcome.sampled]
+    assert sampled == [(each.request_id, answer_token(int(each.request_id), 0)) for each in expected.sampled]
+
+
+def fleet_result(router: str, seed: int = 1, **changes: object) -> FleetResult:
+    """Of a run in this process, with its fleet's invariants checked at the end."""
+    experiment = replace(EXPERIMENT, **changes)  # type: ignore[arg-type]
+    found: list[Fleet] = []
+
+    class Recorded(Fleet):
+        def run(self) -> FleetResult:
+            found.append(self)
+            return super().run()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fleet_run, "Fleet", Recorded)
+        run_fleet(FleetRun(experiment, router, seed))
+    (fleet,) = found
+    for replica in fleet.replicas:
+        replica.engine.scheduler.check_integrity()
+    return fleet.result
+
+
+@pytest.mark.parametrize("router", ["slo", "least-loaded", "prefix"])
+def test_every_online_request_ends_on_one_replica(router: str) -> None:
+    result = fleet_result(router)
+    assert len(result.online) == 48
+    assert all(each.ttft_s > 0 and each.tpot_s >= 0 for each in result.online)
+    assert {each.replica for each in result.online} == {0, 1}
+    assert len(result.counters) == len(result.offline_done) == 2
+    computed = [each[ServiceClass.OFFLINE].num_computed_tokens for each in result.counters]
+    assert min(computed) > 0.5 * max(computed)
+
+
+def test_round_robin_takes_turns() -> None:
+    result = fleet_result("round-robin", has_offline=False)
+    assert [each.replica for each in result.online] == [0, 1] * 24
+    assert not any(each[ServiceClass.OFFLINE].num_computed_tokens for each in result.counters)
+
+
+def test_a_run_depends_on_its_seed_alone(comparison: FleetComparison) -> None:
+    for router in ("slo", "round-robin"):
+        again = run_fleet(FleetRun(EXPERIMENT, router, 1))
+        first = comparison.outcomes[router][0]
+        assert again.ttft_s.tolist() == first.ttft_s.tolist()
+        assert replace(again.figures, scheduling_s=0.0) == replace(first.figures, scheduling_s=0.0)
+    other = run_fleet(FleetRun(EXPERIMENT, "slo", 2))
+    assert other.ttft_s.tolist() != comparison.outcomes["slo"][0].ttft_s.tolist()
+    assert pickle.loads(pickle.dumps(FleetRun(EXPERIMENT, "slo", 2))) == FleetRun(EXPERIMENT, "slo", 2)
+
+
+def test_the_prefixes_of_one_engine_are_found_and_no_more_elsewhere(comparison: FleetComparison) -> None:
+    one = comparison.figures(ONE_ENGINE)["hit_rate"]
+    assert 0.05 < comparison.figures("round-robin")["hit_rate"] < one
+    assert comparison.figures("slo")["hit_rate"] <= 1.05 * one
+    ratios = comparison.ratios("slo")
+    assert ratios["hit_rate_over_one-engine"] == pytest.approx(comparison.figures("slo")["hit_rate"] / one)
+    assert "ttft_p99_s_over_round-robin" in ratios
+
+
+def test_results_are_json_and_a_picture(comparison: FleetComparison, tmp_path: Path) -> None:
+    content = json.loads(json.dumps(comparison.as_json()))
+    assert content["kv_tokens_per_replica"] == 40_000
+    assert content["routers"]["slo"]["num_online"] == 48
+    save_fleet_plot(tmp_path / "fleet.png", comparison)
+    assert (tmp_path / "fleet.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"routers": ("best",)}, "`routers`: there is no 'best'"),
+        ({"num_replicas": 0}, "`replicas` must be 1 to 256"),
+        ({"tensor_parallel_size": 8, "hardware": "a100-80g-opt-13b"}, "cannot be put on several devices"),
+        ({"traffic": replace(TRAFFIC, turn_share=1.5)}, "`turns` must be 0 to 1"),
+        ({"traffic": replace(TRAFFIC, zipf=-1.0)}, "`zipf` must be a number of at least 0"),
+        ({"traffic": replace(TRAFFIC, rate_per_s=0.0)}, "`rate` must be above 0"),
+        ({"traffic": replace(TRAFFIC, speed=0.0)}, "`speed` must be above 0"),
+    ],
+)
+def test_experiments_that_cannot_be_are_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        replace(EXPERIMENT, **changes).validate()  # type: ignore[arg-type]
+
+
+def test_the_command_compares_routers(tmp_path: Path) -> None:
+    size = [
+        "--replicas",
+        "2",
+        "--rate",
+        "3",
+        "--duration",
+        "2",
+        "--kv-tokens",
+        "40000",
+        "--max-num-seqs",
+        "8",
+    ]
+    plot = str(tmp_path / "fleet.png")
+    result = run_cli_here(
+        "simulate", "fleet", *size, "--routers", "slo,round-robin", "--json", "--plot", plot
+    )
+    assert result.returncode == 0, result.stderr
+    content = json.loads(result.stdout.splitlines()[-1])
+    assert list(content["routers"]) == ["slo", "round-robin"]
+    assert content["hardware"] == "a100-80g-llama-3-70b-tp4"
+    refused = run_cli_here("simulate", "fleet", "--tensor-parallel-size", "3")
+    assert refused.returncode == 1
+    assert "--tensor-parallel-size must be one of 1, 2, 4, 8" in refused.stderr
