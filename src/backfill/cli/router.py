@@ -81,9 +81,9 @@ app = command(
         "log_level",
         "Limits": "max_body_bytes max_inflight_body_bytes max_connections head_timeout body_timeout "
         "write_timeout",
-        "Batches": "order batch_api batch_database_url batch_file_store batch_lease_timeout batch_max_lines batch_max_bytes batch_max_storage_gib "
-        "batch_max_owner_gib batch_min_free_gib batch_max_uploads batch_max_open batch_max_queued_lines "
-        "batch_retention_hours",
+        "Batches": "order batch_api batch_database_url batch_file_store batch_lease_timeout batch_max_lines "
+        "batch_max_bytes batch_max_storage_gib batch_max_owner_gib batch_min_free_gib batch_max_uploads "
+        "batch_max_open batch_max_queued_lines batch_retention_hours",
     },
     variables=VARIABLES,
     many="engines",
