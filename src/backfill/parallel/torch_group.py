@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import ProcessGroup, Store, Work
 
 # A rank that has ended closes its connections, which the others notice at once. This is for one that hangs.
-_TIMEOUT = timedelta(seconds=60)
+_TIMEOUT = timedelta(minutes=10)
 _NOT_STOPPED = -1
 
 
@@ -39,8 +39,8 @@ def create_process_group(store: Store, name: str, rank: int, size: int, device: 
 class TorchGroup:
     """See ``SafepointGroup``.
 
-    With gloo every rank gets all parts and adds them up in the order of ranks, so that a row's sum depends
-    neither on its place nor on timing; NCCL chooses its order.
+    With gloo every rank gets all parts and adds them up in the order of ranks, so that the sum of a row does
+    not depend on its place, as it would where each rank adds up a part of the rows. NCCL chooses its order.
 
     A rank that fails in a step leaves others in a collective, which torch cannot take back. So it closes its
     connections, and every later step fails on all ranks.
@@ -102,7 +102,7 @@ class TorchGroup:
             group.abort()
 
     def _sum(self, x: Tensor) -> Tensor:
-        if self._is_nccl:
+        if self._is_nccl or (self.size == 2 and x.dtype == torch.float32):  # two have no order
             self._open().allreduce([x]).wait()
             return x
         parts = [torch.empty_like(x) for _ in range(self.size)]
