@@ -1,10 +1,8 @@
-"""Time of a plan's way to the ranks' processes and of the outcome's way back, with ranks that compute nothing.
+"""Time of a plan's way to the ranks' processes and of the outcome's way back; they compute nothing.
 
 Every request decodes one token a step, and one in ``block_size`` gets a new block. A step is timed from the
-plan object to the outcome object: encoding, transport, decoding on all ranks, and the way back. Steps follow
-one another as in a busy engine, ``--pause`` apart, in which the ranks go to sleep. ``--socket`` sends the plans
-through sockets, one after another, and not through the ring. Prints a table, and one JSON object as the last
-line.
+plan object to the outcome object: encoding, transport, decoding on all ranks, and the way back. Between two
+steps the ranks sleep for ``--pause``. Prints a table, and one JSON object as the last line.
 """
 
 from __future__ import annotations
@@ -64,11 +62,14 @@ class IdleRank:
     def __init__(self, *, samples: bool) -> None:
         self.info = ExecutorInfo(1 << 20, _BLOCK_SIZE, 1 << 17, 1 << 16, (), "none", "none")
         self._samples = samples
+        self._tokens: tuple[SampledToken, ...] = ()
 
-    def run(self, plan: StepPlan, sampled: Sequence[SampledToken]) -> StepOutcome:
-        if not self._samples:
+    def run(self, plan: StepPlan, sampled: Sequence[tuple[RequestId, int]]) -> StepOutcome:
+        if not self._samples or not plan.slices:
             return StepOutcome(())
-        return StepOutcome(tuple(SampledToken(each.request_id, 12345) for each in plan.slices))
+        if len(self._tokens) != len(plan.slices):
+            self._tokens = tuple(SampledToken(each.request_id, 12345) for each in plan.slices)
+        return StepOutcome(self._tokens)
 
 
 def load_idle_rank(_config: EngineConfig, context: RankContext) -> IdleRank:
