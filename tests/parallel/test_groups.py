@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from backfill.execution.collectives import PeerFailed, SafepointGroup
+from backfill.parallel import torch_group
 from backfill.parallel.memory import create_memory, map_memory
 from backfill.parallel.shared_memory_group import SharedMemoryGroup
 from backfill.parallel.torch_group import TorchGroup, create_process_group
@@ -123,6 +124,28 @@ def test_what_rank_0_answers_travels_with_armed_sums(make: Callable[[int], Group
         group.close()
 
 
+def test_an_answer_on_a_device_is_read_a_layer_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With gloo in NCCL's place."""
+    monkeypatch.setattr(torch_group, "_answer_on_device", torch_group._answer)
+    groups = gloo_groups(2)
+
+    def run(group: SafepointGroup) -> list[bool]:
+        assert isinstance(group, TorchGroup)
+        group._is_nccl = True
+        group.begin_step()
+        found = []
+        for layer in range(5):
+            group.arm(None if layer == 3 else lambda layer=layer: layer == 1)
+            for _ in range(2):
+                assert torch.equal(group.all_reduce(torch.ones(2, 3)), torch.full((2, 3), 2.0))
+            found.append(group.stop_agreed)
+        return found
+
+    assert on_ranks(groups, run) == [[False, False, True, False, False]] * 2
+    for group in groups:
+        group.close()
+
+
 @pytest.mark.parametrize("failing", [0, 1, 2])
 @pytest.mark.parametrize("num_sums", [0, 1, 2, 3])  # done before the failure
 def test_ranks_meet_again_after_a_step_that_one_of_them_left(failing: int, num_sums: int) -> None:
@@ -186,6 +209,7 @@ def test_gloo_ranks_notice_one_that_left_a_step_and_stay_apart() -> None:
 
 _DIES = """
 import os, sys, torch
+from backfill.parallel import torch_group
 from backfill.parallel.memory import map_memory
 from backfill.parallel.shared_memory_group import SharedMemoryGroup
 group = SharedMemoryGroup(map_memory(int(sys.argv[1])), 1, 2)

@@ -74,7 +74,7 @@ def before_layers(ranks: RankThreads, callback: Callable[[int, int, int], None] 
             model.before_layer = lambda layer: None
         else:
             model.before_layer = lambda layer, number=number, rank=rank: callback(
-                number, rank._message.step, layer
+                number, rank._exchanged.step, layer
             )
 
 

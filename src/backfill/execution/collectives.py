@@ -30,11 +30,14 @@ class SafepointGroup(TensorGroup, Protocol):
         """This rank leaves the step; the others leave it with ``PeerFailed`` at their next collective."""
 
     def arm(self, is_stop_asked: Callable[[], bool] | None) -> None:
-        """Sums carry rank 0's answer from now on; None: they carry none."""
+        """Called before each layer: its sums carry rank 0's answer; None: they carry none."""
 
     @property
     def stop_agreed(self) -> bool:
-        """What the last sum carried, the same on all ranks; False if it carried nothing."""
+        """What the last sum carried, the same on all ranks; False if it carried nothing.
+
+        Where the device computes behind the host: what the layer before the last one carried, if it did.
+        """
 
     def close(self) -> None:
         """Free what the group holds. Ranks that wait for this one get ``PeerFailed``."""

@@ -74,7 +74,7 @@ class ShardExecutor(TorchExecutor):
         self._links = links
         self._is_stop_asked = is_stop_asked
         self._suspended_in: dict[int, LayerPass] = {}  # by the plan's step; several may be in flight
-        self._message = _Exchanged(0, 0, model.num_layers)
+        self._exchanged = _Exchanged(0, 0, model.num_layers)
 
     def run(self, plan: StepPlan, sampled: Sequence[tuple[RequestId, int]] = ()) -> StepOutcome:
         """Run the rank's part of a plan.
@@ -85,9 +85,9 @@ class ShardExecutor(TorchExecutor):
 
         Returns: on tensor rank 0 of the last stage the step's outcome. The last stage knows all stops, others
             their own and earlier ones. Each rank reports its own copies.
-        Raises: PeerFailed if another rank failed in the step.
+        Raises: PeerFailed if another rank failed in the step; else as ``Executor.run``.
         """
-        self._message = _Exchanged(self._message.number + 1, plan.step, self._shard.num_layers)
+        self._exchanged = _Exchanged(self._exchanged.number + 1, plan.step, self._shard.num_layers)
         self._links.group.begin_step()
         try:
             for request_id, token_id in sampled:
@@ -109,40 +109,40 @@ class ShardExecutor(TorchExecutor):
 
     def _exchange_failure(self) -> None:
         """Send and receive the messages of the step that were not exchanged when it failed."""
-        message, links = self._message, self._links
-        if links.following is not None and not message.is_sent:
+        exchanged, links = self._exchanged, self._links
+        if links.following is not None and not exchanged.is_sent:
             with suppress(PeerFailed):
-                links.following.send(StageHeader(message.number, failed=True), None)
-        if links.previous is not None and not message.is_received:
+                links.following.send(StageHeader(exchanged.number, failed=True), None)
+        if links.previous is not None and not exchanged.is_received:
             with suppress(PeerFailed):
                 links.previous.receive()
 
     def _suspend(self, taken: LayerPass) -> None:
-        self._suspended_in[self._message.step] = taken
+        self._suspended_in[self._exchanged.step] = taken
 
     def _drop_suspended(self) -> None:
         self._suspended_in.clear()
 
     def _begun(self, work: Compute | Resume) -> tuple[LayerPass, int]:
-        message, previous = self._message, self._links.previous
+        exchanged, previous = self._exchanged, self._links.previous
         suspended = self._take_suspended(work) if isinstance(work, Resume) else None
         if previous is not None:
             header, state = previous.receive()
-            message.is_received = True
+            exchanged.is_received = True
             if header.failed:
                 raise PeerFailed("the stage before has failed in this step")
-            assert header.number == message.number, f"{header} in step {message.number}"
+            assert header.number == exchanged.number, f"{header} in step {exchanged.number}"
             if suspended is None:
-                return self._received(header, state, work.slices), message.last_layer
+                return self._received(header, state, work.slices), exchanged.last_layer
         if suspended is not None:
             assert isinstance(work, Resume)
-            message.last_layer = suspended.layers_done + work.num_layers
-            return suspended, message.last_layer
+            exchanged.last_layer = suspended.layers_done + work.num_layers
+            return suspended, exchanged.last_layer
         if isinstance(work, Resume):  # a later stage has suspended the slices
             assert self._links.following is not None, "nothing is suspended"
-            return LayerPass([], self._shard.layers.start), message.last_layer
+            return LayerPass([], self._shard.layers.start), exchanged.last_layer
         running, _ = super()._begun(work)
-        return running, message.last_layer
+        return running, exchanged.last_layer
 
     def _take_suspended(self, work: Resume) -> LayerPass | None:
         """The resumed slices. None if this stage did not suspend them."""
@@ -156,8 +156,9 @@ class ShardExecutor(TorchExecutor):
         self, header: StageHeader, state: HiddenState | None, slices: tuple[ScheduledSlice, ...]
     ) -> LayerPass:
         """The pass that the stage before has sent, without the slices that were stopped."""
-        self._message.last_layer = header.last_layer
-        self._message.stopped_layers, self._message.stopped_at_s = header.stopped_layers, header.stopped_at_s
+        exchanged = self._exchanged
+        exchanged.last_layer = header.last_layer
+        exchanged.stopped_layers, exchanged.stopped_at_s = header.stopped_layers, header.stopped_at_s
         if header.stopped_layers is not None:
             slices = tuple(each for each in slices if not each.preemptible)
         if state is None:
@@ -182,8 +183,9 @@ class ShardExecutor(TorchExecutor):
             if layer == layers.stop:
                 break
             if points is not None:
-                precedes = stop is None and self._is_safepoint(layer + 1, first, points)
-                group.arm(asked if precedes else None)
+                # Two layers: a group may know only what the one before the last has carried.
+                precedes = any(self._is_safepoint(layer + ahead, first, points) for ahead in (1, 2))
+                group.arm(asked if precedes and stop is None else None)
             for each in running.micro_batches:
                 each.state = model.run_layer(layer, each.state, self._kv_pool, each.batch.attention)
             running.layers_done += 1
@@ -199,25 +201,25 @@ class ShardExecutor(TorchExecutor):
 
     def _earlier_stop(self, plan: StepPlan) -> Stop | None:
         """Of an earlier stage in this step."""
-        message = self._message
-        if message.stopped_layers is None:
+        exchanged = self._exchanged
+        if exchanged.stopped_layers is None:
             return None
         assert plan.safepoints is not None, "a step without safepoints was stopped"
         ids = {each.request_id for each in plan.slices if each.preemptible}
-        return Stop(ids, message.stopped_layers, message.stopped_at_s, plan.safepoints.suspends)
+        return Stop(ids, exchanged.stopped_layers, exchanged.stopped_at_s, plan.safepoints.suspends)
 
     def _send(self, running: LayerPass, stop: Stop | None) -> None:
-        message, following = self._message, self._links.following
+        exchanged, following = self._exchanged, self._links.following
         assert following is not None and len(running.micro_batches) <= 1
         state = running.micro_batches[0].state if running.micro_batches else None
         header = StageHeader(
-            message.number,
-            message.last_layer,
+            exchanged.number,
+            exchanged.last_layer,
             None if stop is None else stop.layers_done,
             0.0 if stop is None else stop.at_s,
         )
         following.send(header, state)
-        message.is_sent = True
+        exchanged.is_sent = True
 
     def _sample(self, running: LayerPass, plan: StepPlan) -> tuple[SampledToken, ...]:
         """Tokens on tensor rank 0 of the last stage. All ranks get them with the next plan."""

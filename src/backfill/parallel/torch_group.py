@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import ProcessGroup, Store, Work
 
 # A rank that has ended closes its connections, which the others notice at once. This is for one that hangs.
-_TIMEOUT = timedelta(seconds=60)
+_TIMEOUT = timedelta(minutes=10)
 _NOT_STOPPED = -1
 
 
@@ -39,14 +39,14 @@ def create_process_group(store: Store, name: str, rank: int, size: int, device: 
 class TorchGroup:
     """See ``SafepointGroup``.
 
-    With gloo every rank gets all parts and adds them up in the order of ranks, so that a row's sum depends
-    neither on its place nor on timing; NCCL chooses its order.
+    With gloo every rank gets all parts and adds them up in the order of ranks, so that the sum of a row does
+    not depend on its place, as it would where each rank adds up a part of the rows. NCCL chooses its order.
 
     A rank that fails in a step leaves others in a collective, which torch cannot take back. So it closes its
     connections, and every later step fails on all ranks.
 
-    With NCCL the host would have to wait for the device to read what was decided. ``stop_agreed`` is
-    therefore what travelled to the safepoint before: the executor has waited for that already.
+    With NCCL the host would have to wait for all that it has issued to read what was decided. ``stop_agreed``
+    is therefore what travelled with the last sum of the layer before: the device still has one to compute.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
@@ -55,7 +55,7 @@ class TorchGroup:
         self._group: ProcessGroup | None = group
         self._is_nccl = group.name() == "nccl"
         self._is_stop_asked: Callable[[], bool] | None = None
-        self._answers: deque[Tensor] = deque(maxlen=2)  # one for each safepoint that sums travelled to
+        self._answers: deque[Callable[[], bool]] = deque(maxlen=2)  # of the last armed layers
 
     def begin_step(self) -> None:
         self._is_stop_asked = None
@@ -66,29 +66,24 @@ class TorchGroup:
 
     def arm(self, is_stop_asked: Callable[[], bool] | None) -> None:
         self._is_stop_asked = is_stop_asked
-        if is_stop_asked is not None:
-            self._answers.append(torch.zeros(1))
-        elif not self._is_nccl:
+        if is_stop_asked is None:
             self._answers.clear()
+        else:
+            self._answers.append(lambda: False)
 
     @property
     def stop_agreed(self) -> bool:
-        which = -2 if self._is_nccl else -1
-        return len(self._answers) >= -which and bool(self._answers[which] > 0)
+        return bool(self._answers) and self._answers[0 if self._is_nccl else -1]()
 
     def all_reduce(self, x: Tensor) -> Tensor:
         flat, asked = x.view(-1), self._is_stop_asked
         if asked is not None:
-            answer = x.new_full((1,), float(self.rank == 0 and asked()))
-            flat = torch.cat((flat, answer))
+            flat = torch.cat((flat, x.new_full((1,), float(self.rank == 0 and asked()))))
         with _PeerErrors():
             summed = self._sum(flat)
         if asked is None:
             return summed.view(x.shape)
-        answer = summed[-1:]
-        if self._is_nccl:
-            answer = answer.to("cpu", non_blocking=True)
-        self._answers[-1] = answer
+        self._answers[-1] = _answer_on_device(summed[-1:]) if self._is_nccl else _answer(summed[-1:])
         return summed[:-1].view(x.shape)
 
     def gather_columns(self, x: Tensor) -> Tensor | None:
@@ -107,7 +102,7 @@ class TorchGroup:
             group.abort()
 
     def _sum(self, x: Tensor) -> Tensor:
-        if self._is_nccl:
+        if self._is_nccl or (self.size == 2 and x.dtype == torch.float32):  # two have no order
             self._open().allreduce([x]).wait()
             return x
         parts = [torch.empty_like(x) for _ in range(self.size)]
@@ -126,6 +121,24 @@ def sum_of(parts: Sequence[Tensor]) -> Tensor:
     for part in parts[1:]:
         total = total.add_(part)
     return total.to(parts[0].dtype)
+
+
+def _answer(value: Tensor) -> Callable[[], bool]:
+    return lambda: bool(value > 0)
+
+
+def _answer_on_device(value: Tensor) -> Callable[[], bool]:
+    """Waits, when it is called, until the device has computed the value."""
+    copy = torch.empty(1, dtype=value.dtype, pin_memory=True)
+    copy.copy_(value, non_blocking=True)
+    copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    copied.record()
+
+    def read() -> bool:
+        copied.synchronize()
+        return bool(copy > 0)
+
+    return read
 
 
 class TorchLink:
