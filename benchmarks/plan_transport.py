@@ -11,18 +11,15 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Sequence
+
+from idle_ranks import BLOCK_SIZE, load_idle_rank
 
 from backfill.core.block import pack_block_ref
 from backfill.core.config import EngineConfig
-from backfill.core.plan import AdmittedRequest, Compute, SampledToken, ScheduledSlice, StepOutcome, StepPlan
+from backfill.core.plan import AdmittedRequest, Compute, ScheduledSlice, StepPlan
 from backfill.core.request import RequestId
 from backfill.core.sampling import SamplingParams
-from backfill.execution.executor import ExecutorInfo
 from backfill.parallel.executor import ParallelExecutor
-from backfill.parallel.rank import RankContext, output_rank
-
-_BLOCK_SIZE = 16
 
 
 def main() -> None:
@@ -35,9 +32,6 @@ def main() -> None:
     args = parser.parse_args()
     results = []
     for num_ranks in args.ranks:
-        # Imported by the ranks' processes, so not by its name in this main module.
-        from benchmarks.plan_transport import load_idle_rank
-
         config = EngineConfig(tensor_parallel_size=num_ranks)
         executor = ParallelExecutor(config, 1, load_idle_rank)
         try:
@@ -56,36 +50,15 @@ def main() -> None:
     print(json.dumps({"arguments": vars(args), "steps": results}))
 
 
-class IdleRank:
-    """Computes nothing. The output rank samples a token for each slice."""
-
-    def __init__(self, *, samples: bool) -> None:
-        self.info = ExecutorInfo(1 << 20, _BLOCK_SIZE, 1 << 17, 1 << 16, (), "none", "none")
-        self._samples = samples
-        self._tokens: tuple[SampledToken, ...] = ()
-
-    def run(self, plan: StepPlan, sampled: Sequence[tuple[RequestId, int]]) -> StepOutcome:
-        if not self._samples or not plan.slices:
-            return StepOutcome(())
-        if len(self._tokens) != len(plan.slices):
-            self._tokens = tuple(SampledToken(each.request_id, 12345) for each in plan.slices)
-        return StepOutcome(self._tokens)
-
-
-def load_idle_rank(_config: EngineConfig, context: RankContext) -> IdleRank:
-    sizes = context.tensor_parallel_size, context.pipeline_parallel_size
-    return IdleRank(samples=context.rank == output_rank(*sizes))
-
-
 def step_times(
     executor: ParallelExecutor, num_requests: int, context: int, num_steps: int, pause_s: float
 ) -> list[float]:
     """Seconds of each step, without the first one, which admits the requests."""
     ids = [RequestId(f"chatcmpl-{number:032x}") for number in range(num_requests)]
     # Staggered, so that in each step as many requests get a new block.
-    starts = [context + number % _BLOCK_SIZE for number in range(num_requests)]
+    starts = [context + number % BLOCK_SIZE for number in range(num_requests)]
     tables = [
-        tuple(pack_block_ref(number * 1000 + index) for index in range(-(-start // _BLOCK_SIZE)))
+        tuple(pack_block_ref(number * 1000 + index) for index in range(-(-start // BLOCK_SIZE)))
         for number, start in enumerate(starts)
     ]
     sampling = SamplingParams(max_tokens=1 << 16)
@@ -93,7 +66,7 @@ def step_times(
     times = []
     for step in range(num_steps + 1):
         for number, table in enumerate(tables):
-            if starts[number] + step >= len(table) * _BLOCK_SIZE:
+            if starts[number] + step >= len(table) * BLOCK_SIZE:
                 tables[number] = (*table, pack_block_ref(number * 1000 + len(table)))
         slices = tuple(
             ScheduledSlice(each, start + step, 1, table, samples=True)
