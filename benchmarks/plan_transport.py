@@ -1,10 +1,8 @@
-"""Time of a plan's way to the ranks' processes and of the outcome's way back, with ranks that compute nothing.
+"""Time of a plan's way to the ranks' processes and of the outcome's way back; they compute nothing.
 
 Every request decodes one token a step, and one in ``block_size`` gets a new block. A step is timed from the
-plan object to the outcome object: encoding, transport, decoding on all ranks, and the way back. Steps follow
-one another as in a busy engine, ``--pause`` apart, in which the ranks go to sleep. ``--socket`` sends the plans
-through sockets, one after another, and not through the ring. Prints a table, and one JSON object as the last
-line.
+plan object to the outcome object: encoding, transport, decoding on all ranks, and the way back. Between two
+steps the ranks sleep for ``--pause``. Prints a table, and one JSON object as the last line.
 """
 
 from __future__ import annotations
@@ -13,18 +11,15 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Sequence
+
+from idle_ranks import BLOCK_SIZE, load_idle_rank
 
 from backfill.core.block import pack_block_ref
 from backfill.core.config import EngineConfig
-from backfill.core.plan import AdmittedRequest, Compute, SampledToken, ScheduledSlice, StepOutcome, StepPlan
+from backfill.core.plan import AdmittedRequest, Compute, ScheduledSlice, StepPlan
 from backfill.core.request import RequestId
 from backfill.core.sampling import SamplingParams
-from backfill.execution.executor import ExecutorInfo
 from backfill.parallel.executor import ParallelExecutor
-from backfill.parallel.rank import RankContext, output_rank
-
-_BLOCK_SIZE = 16
 
 
 def main() -> None:
@@ -37,9 +32,6 @@ def main() -> None:
     args = parser.parse_args()
     results = []
     for num_ranks in args.ranks:
-        # Imported by the ranks' processes, so not by its name in this main module.
-        from benchmarks.plan_transport import load_idle_rank
-
         config = EngineConfig(tensor_parallel_size=num_ranks)
         executor = ParallelExecutor(config, 1, load_idle_rank)
         try:
@@ -58,33 +50,15 @@ def main() -> None:
     print(json.dumps({"arguments": vars(args), "steps": results}))
 
 
-class IdleRank:
-    """Computes nothing. The output rank samples a token for each slice."""
-
-    def __init__(self, *, samples: bool) -> None:
-        self.info = ExecutorInfo(1 << 20, _BLOCK_SIZE, 1 << 17, 1 << 16, (), "none", "none")
-        self._samples = samples
-
-    def run(self, plan: StepPlan, sampled: Sequence[SampledToken]) -> StepOutcome:
-        if not self._samples:
-            return StepOutcome(())
-        return StepOutcome(tuple(SampledToken(each.request_id, 12345) for each in plan.slices))
-
-
-def load_idle_rank(_config: EngineConfig, context: RankContext) -> IdleRank:
-    sizes = context.tensor_parallel_size, context.pipeline_parallel_size
-    return IdleRank(samples=context.rank == output_rank(*sizes))
-
-
 def step_times(
     executor: ParallelExecutor, num_requests: int, context: int, num_steps: int, pause_s: float
 ) -> list[float]:
     """Seconds of each step, without the first one, which admits the requests."""
     ids = [RequestId(f"chatcmpl-{number:032x}") for number in range(num_requests)]
     # Staggered, so that in each step as many requests get a new block.
-    starts = [context + number % _BLOCK_SIZE for number in range(num_requests)]
+    starts = [context + number % BLOCK_SIZE for number in range(num_requests)]
     tables = [
-        tuple(pack_block_ref(number * 1000 + index) for index in range(-(-start // _BLOCK_SIZE)))
+        tuple(pack_block_ref(number * 1000 + index) for index in range(-(-start // BLOCK_SIZE)))
         for number, start in enumerate(starts)
     ]
     sampling = SamplingParams(max_tokens=1 << 16)
@@ -92,7 +66,7 @@ def step_times(
     times = []
     for step in range(num_steps + 1):
         for number, table in enumerate(tables):
-            if starts[number] + step >= len(table) * _BLOCK_SIZE:
+            if starts[number] + step >= len(table) * BLOCK_SIZE:
                 tables[number] = (*table, pack_block_ref(number * 1000 + len(table)))
         slices = tuple(
             ScheduledSlice(each, start + step, 1, table, samples=True)

@@ -40,9 +40,9 @@ class FakeRank:
         self._tokens: dict[RequestId, list[int]] = {}
         self._copying: tuple[BlockCopy, ...] = ()
 
-    def run(self, plan: StepPlan, sampled: Sequence[SampledToken]) -> StepOutcome:
-        for token in sampled:
-            self._tokens[token.request_id].append(token.token_id)
+    def run(self, plan: StepPlan, sampled: Sequence[tuple[RequestId, int]]) -> StepOutcome:
+        for request_id, token_id in sampled:
+            self._tokens[request_id].append(token_id)
         for request_id in plan.released:
             self._tokens.pop(request_id, None)
         for admitted in plan.admitted:

@@ -122,7 +122,7 @@ class RankThreads:
                 self._done[rank].put(_Done(None, error))
 
     def submit(self, plan: StepPlan) -> None:
-        message = plan, tuple(self._sampled)
+        message = plan, [(each.request_id, each.token_id) for each in self._sampled]
         self._sampled = []
         self._in_flight.append(plan)
         for each in self._queues:

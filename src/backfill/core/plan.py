@@ -6,6 +6,7 @@ simulation.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Flag
 from typing import NamedTuple, TypeAlias
@@ -28,7 +29,8 @@ class ScheduledSlice(NamedTuple):
     """What one request computes in one step: its tokens at positions ``[start, start + num_tokens)``.
 
     Attributes:
-        blocks: the request's block table, with slots for at least ``start + num_tokens`` tokens.
+        blocks: the request's block table, with slots for at least ``start + num_tokens`` tokens. It may grow
+            afterwards.
         samples: the last token's logits yield the next output token.
         preemptible: the slice may be stopped at a safepoint; true for offline requests.
     """
@@ -36,7 +38,7 @@ class ScheduledSlice(NamedTuple):
     request_id: RequestId
     start: int
     num_tokens: int
-    blocks: tuple[BlockRef, ...]
+    blocks: Sequence[BlockRef]
     samples: bool
     preemptible: bool = False
 

@@ -18,6 +18,7 @@ from backfill.core.plan import (
     StepOutcome,
     StepPlan,
 )
+from backfill.core.request import RequestId
 from backfill.execution.collectives import PeerFailed, RankLinks, StageHeader
 from backfill.execution.copies import BlockCopier
 from backfill.execution.executor import ExecutorInfo
@@ -75,11 +76,12 @@ class ShardExecutor(TorchExecutor):
         self._suspended_in: dict[int, LayerPass] = {}  # by the plan's step; several may be in flight
         self._exchanged = _Exchanged(0, 0, model.num_layers)
 
-    def run(self, plan: StepPlan, sampled: Sequence[SampledToken] = ()) -> StepOutcome:
+    def run(self, plan: StepPlan, sampled: Sequence[tuple[RequestId, int]] = ()) -> StepOutcome:
         """Run the rank's part of a plan.
 
         Args:
-            sampled: tokens of steps that were collected since the plan before; no rank knows them yet.
+            sampled: requests and tokens of steps that were collected since the plan before; no rank knows
+                them yet.
 
         Returns: on tensor rank 0 of the last stage the step's outcome. The last stage knows all stops, others
             their own and earlier ones. Each rank reports its own copies.
@@ -88,10 +90,10 @@ class ShardExecutor(TorchExecutor):
         self._exchanged = _Exchanged(self._exchanged.number + 1, plan.step, self._shard.num_layers)
         self._links.group.begin_step()
         try:
-            for token in sampled:
-                state = self._states.get(token.request_id)
+            for request_id, token_id in sampled:
+                state = self._states.get(request_id)
                 if state is not None:  # else it was released
-                    state.append(token.token_id)
+                    state.append(token_id)
             return super().run(plan)
         except BaseException:
             self._links.group.fail_step()

@@ -11,9 +11,18 @@ from backfill.core.block import BlockMove
 from backfill.core.config import EngineConfig
 from backfill.core.errors import BackfillError
 from backfill.core.plan import Compute, SampledToken, StepOutcome, StepPlan
+from backfill.core.request import RequestId
 from backfill.execution.executor import ExecutorInfo
 from backfill.parallel.merge import CompletedOnAll, merge_infos
-from backfill.parallel.messages import FromRank, Loaded, LoadFailed, StepDone, StepRaised, outcome_of
+from backfill.parallel.messages import (
+    FromRank,
+    Loaded,
+    LoadFailed,
+    StepDone,
+    StepRaised,
+    outcome_of,
+    sampling_ids,
+)
 from backfill.parallel.plan_codec import PlanEncoder
 from backfill.parallel.processes import RankProcesses
 from backfill.parallel.rank import RankLoader, output_rank
@@ -60,7 +69,7 @@ class ParallelExecutor:
         self._failed_step_s = failed_step_s
         self._encoder = PlanEncoder()
         self._completed = CompletedOnAll(config.num_ranks)
-        self._in_flight: deque[StepPlan] = deque()
+        self._in_flight: deque[tuple[int, list[RequestId]]] = deque()  # steps, and the requests that sample
         self._sampled: list[SampledToken] = []  # of steps collected since the last plan
 
     def _wait_loaded(self) -> list[ExecutorInfo]:
@@ -86,11 +95,11 @@ class ParallelExecutor:
     def submit(self, plan: StepPlan) -> None:
         self._ranks.send(self._encoder.encode(plan, self._sampled))
         self._sampled = []
-        self._in_flight.append(plan)
+        self._in_flight.append((plan.step, sampling_ids(plan)))
 
     def collect(self) -> StepOutcome:
-        plan = self._in_flight[0]
-        self._wait_for_reports(plan.step)
+        step, sampling = self._in_flight[0]
+        self._wait_for_reports(step)
         self._in_flight.popleft()
         reports = [each.popleft() for each in self._ranks.reports]
         failed = [
@@ -104,7 +113,7 @@ class ParallelExecutor:
                 self._completed.add(each.others)
         if failed:
             raise RankFailed("; ".join(failed))
-        outcome = outcome_of(plan, done[self._output_rank])
+        outcome = outcome_of(done[self._output_rank], sampling)
         self._sampled += outcome.sampled
         copies, slot_copies = self._completed.take()
         if copies == outcome.completed_copies and slot_copies == outcome.completed_slot_copies:

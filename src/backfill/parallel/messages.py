@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import repeat
 
 import msgspec
@@ -29,7 +31,7 @@ class StepDone(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
 
     Attributes:
         token_ids: sampled ones.
-        request_ids: whose they are; None if each slice of the plan that samples has one.
+        request_ids: whose they are; None for those of all slices of the plan that sample.
         logprobs: theirs; None without any.
         others: the outcome's other fields; None if they have their defaults.
     """
@@ -51,30 +53,34 @@ class StepRaised(msgspec.Struct, tag=True, frozen=True):
 FromRank = Loaded | LoadFailed | StepDone | StepRaised
 
 _NOTHING = StepOutcome(())
+_new_token = partial(tuple.__new__, SampledToken)
 
 
 def step_done(plan: StepPlan, outcome: StepOutcome) -> StepDone:
     """The report of an outcome: tokens by column, and names only where the driver cannot know them."""
-    others = replace(outcome, sampled=()) if outcome.sampled else outcome
+    others: StepOutcome | None = replace(outcome, sampled=()) if outcome.sampled else outcome
+    if others == _NOTHING:
+        others = None
     if not outcome.sampled:
-        return StepDone(plan.step, request_ids=(), others=None if others == _NOTHING else others)
+        return StepDone(plan.step, request_ids=(), others=others)
     request_ids, token_ids, logprobs = zip(*outcome.sampled, strict=True)
     return StepDone(
         plan.step,
         token_ids,
-        None if request_ids == _sampling_ids(plan) else request_ids,
+        request_ids if outcome.stopped else None,
         logprobs if any(logprobs) else None,
-        None if others == _NOTHING else others,
+        others,
     )
 
 
-def outcome_of(plan: StepPlan, report: StepDone) -> StepOutcome:
-    """What ``step_done`` was made of."""
-    request_ids = _sampling_ids(plan) if report.request_ids is None else report.request_ids
+def outcome_of(report: StepDone, sampling: Sequence[RequestId]) -> StepOutcome:
+    """What ``step_done`` was made of. ``sampling``: ``sampling_ids`` of the plan."""
+    request_ids = sampling if report.request_ids is None else report.request_ids
     logprobs = repeat(None) if report.logprobs is None else report.logprobs
-    sampled = tuple(map(SampledToken._make, zip(request_ids, report.token_ids, logprobs, strict=False)))
+    sampled = tuple(map(_new_token, zip(request_ids, report.token_ids, logprobs, strict=False)))
     return replace(report.others, sampled=sampled) if report.others is not None else StepOutcome(sampled)
 
 
-def _sampling_ids(plan: StepPlan) -> tuple[RequestId, ...]:
-    return tuple([scheduled[0] for scheduled in plan.slices if scheduled.samples])
+def sampling_ids(plan: StepPlan) -> list[RequestId]:
+    """Of the slices that sample, in the plan's order."""
+    return [scheduled.request_id for scheduled in plan.slices if scheduled.samples]

@@ -1,15 +1,14 @@
 """Plans as MessagePack: the same bytes for all ranks, and nothing twice that they know already.
 
 Encoder and decoder remember the block tables of requests and the slices of the last step. Of a table only its
-new end is sent. In most steps the same requests decode one more token each: then no more of the slices is.
+new end is sent. In most steps the same requests decode one more token each: then of the slices only their
+starts are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from itertools import repeat
-from operator import add
 from typing import NamedTuple, TypeAlias
 
 import msgspec
@@ -31,10 +30,9 @@ from backfill.core.plan import (
 )
 from backfill.core.request import RequestId
 
-Table: TypeAlias = tuple[BlockRef, ...]
+Table: TypeAlias = Sequence[BlockRef]
 
 _new_slice = partial(tuple.__new__, ScheduledSlice)
-_new_token = partial(tuple.__new__, SampledToken)
 
 
 class _Columns(NamedTuple):
@@ -46,25 +44,20 @@ class _Columns(NamedTuple):
     samples: tuple[bool, ...] = ()
     preemptible: tuple[bool, ...] = ()
 
-    @property
-    def next_starts(self) -> tuple[int, ...]:
-        """Where the slices of these requests start in the next step, if they go on."""
-        return tuple(map(add, self.starts, self.num_tokens))
-
 
 class _TableChange(NamedTuple):
-    """A block table is what the decoder knows of it up to ``num_kept`` blocks, and then ``tail``."""
+    """Blocks of a request, which ``extend`` its table or replace it."""
 
     request_id: RequestId
-    num_kept: int
-    tail: Table
+    extend: bool
+    blocks: Table
 
 
 class _Slices(msgspec.Struct, array_like=True, frozen=True, omit_defaults=True):
-    """Columns that are None are as in the last step, ``starts`` the ends of its slices."""
+    """Columns that are None are as in the last step."""
 
+    starts: tuple[int, ...]
     tables: tuple[_TableChange, ...] = ()
-    starts: tuple[int, ...] | None = None
     num_tokens: tuple[int, ...] | None = None
     samples: tuple[bool, ...] | None = None
     preemptible: tuple[bool, ...] | None = None
@@ -148,8 +141,8 @@ class PlanEncoder:
             changes, columns = (), _Columns()
         self._last = columns
         return _Slices(
+            columns.starts,
             changes,
-            None if columns.starts == last.next_starts else columns.starts,
             None if columns.num_tokens == last.num_tokens else columns.num_tokens,
             None if columns.samples == last.samples else columns.samples,
             None if columns.preemptible == last.preemptible else columns.preemptible,
@@ -160,12 +153,13 @@ class PlanEncoder:
         self, request_ids: tuple[RequestId, ...], tables: tuple[Table, ...]
     ) -> tuple[_TableChange, ...]:
         known, changes = self._tables, []
-        for request_id, table in zip(request_ids, tables, strict=True):
-            before = known.get(request_id)
+        before_of = map(known.get, request_ids)
+        for request_id, table, before in zip(request_ids, tables, before_of, strict=True):
             if before is table:  # a table that has not changed is the same object
                 continue
-            num_kept = 0 if before is None or table[: len(before)] != before else len(before)
-            changes.append(_TableChange(request_id, num_kept, table[num_kept:]))
+            extend = before is not None and table[: len(before)] == before
+            new_blocks = table[len(before) :] if before is not None and extend else table
+            changes.append(_TableChange(request_id, extend, new_blocks))
             known[request_id] = table
         return tuple(changes)
 
@@ -175,16 +169,15 @@ class PlanDecoder:
 
     def __init__(self) -> None:
         self._decoder: msgspec.msgpack.Decoder[_Plan] = msgspec.msgpack.Decoder(_Plan)
-        self._tables: dict[RequestId, Table] = {}
+        self._tables: dict[RequestId, list[BlockRef]] = {}
         self._last = _Columns()
 
-    def decode(self, data: bytes) -> tuple[StepPlan, tuple[SampledToken, ...]]:
-        """The plan, and the tokens that were sampled in steps before it."""
+    def decode(self, data: bytes) -> tuple[StepPlan, list[tuple[RequestId, int]]]:
+        """The plan, and the requests and tokens that were sampled in steps before it."""
         wire = self._decoder.decode(data)
         for request_id in wire.released:
             self._tables.pop(request_id, None)
         sampled_ids = self._last.request_ids if wire.sampled_ids is None else wire.sampled_ids
-        sampled = tuple(map(_new_token, zip(sampled_ids, wire.token_ids, repeat(None), strict=False)))
         plan = StepPlan(
             wire.step,
             self._work(wire),
@@ -195,7 +188,7 @@ class PlanDecoder:
             wire.memory,
             wire.moves,
         )
-        return plan, sampled
+        return plan, list(zip(sampled_ids, wire.token_ids, strict=True))
 
     def _work(self, wire: _Plan) -> Work:
         if wire.slices is None:
@@ -208,11 +201,14 @@ class PlanDecoder:
 
     def _rows(self, wire: _Slices) -> tuple[ScheduledSlice, ...]:
         last, tables = self._last, self._tables
-        for request_id, num_kept, tail in wire.tables:
-            tables[request_id] = tables[request_id][:num_kept] + tail if num_kept else tail
+        for request_id, extend, blocks in wire.tables:
+            if extend:
+                tables[request_id] += blocks  # in place: copying a long table costs more than all else here
+            else:
+                tables[request_id] = list(blocks)
         request_ids, starts, num_tokens, samples, preemptible = self._last = _Columns(
             last.request_ids if wire.request_ids is None else wire.request_ids,
-            last.next_starts if wire.starts is None else wire.starts,
+            wire.starts,
             last.num_tokens if wire.num_tokens is None else wire.num_tokens,
             last.samples if wire.samples is None else wire.samples,
             last.preemptible if wire.preemptible is None else wire.preemptible,

@@ -58,6 +58,7 @@ class RankProcesses:
         self._processes: list[PythonProcess] = []
         self._links: list[socket.socket] = []
         self._readers: list[ReportReader] = []
+        self._rank_of: dict[int, int] = {}
         self._poll = select.poll()
         self._error: ExecutorDead | None = None
         with ExitStack() as on_error:
@@ -83,6 +84,7 @@ class RankProcesses:
         self._links.append(ours)
         self._readers.append(ReportReader(ours))
         self._poll.register(ours, select.POLLIN)
+        self._rank_of[ours.fileno()] = rank
         context = RankContext(
             rank,
             config.tensor_parallel_size,
@@ -109,8 +111,9 @@ class RankProcesses:
         return [process.pid for process in self._processes]
 
     def send(self, message: bytes) -> None:
-        """To all ranks. Raises: ExecutorDead."""
-        self.check()
+        """To all ranks. Raises: ExecutorDead if they are known to have ended; ``receive`` notices it."""
+        if self._error is not None:
+            raise self._error
         self._ring.write(message)
 
     def receive(self, timeout_s: float | None) -> None:
@@ -121,7 +124,7 @@ class RankProcesses:
         if self._error is not None:
             raise self._error
         for fd, _ in self._poll.poll(None if timeout_s is None else timeout_s * 1000):
-            rank = next(rank for rank, link in enumerate(self._links) if link.fileno() == fd)
+            rank = self._rank_of[fd]
             reports = self._readers[rank].take()
             if reports is None:
                 self.fail(self._how_it_ended(rank))

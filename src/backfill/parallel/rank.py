@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from backfill.core.config import EngineConfig
-from backfill.core.plan import SampledToken, StepOutcome, StepPlan
+from backfill.core.plan import StepOutcome, StepPlan
+from backfill.core.request import RequestId
 from backfill.execution.executor import ExecutorInfo
 from backfill.parallel.shared_words import Barrier, StopWords
 
@@ -62,15 +63,15 @@ class RankExecutor(Protocol):
 
     info: ExecutorInfo
 
-    def run(self, plan: StepPlan, sampled: Sequence[SampledToken]) -> StepOutcome:
+    def run(self, plan: StepPlan, sampled: Sequence[tuple[RequestId, int]]) -> StepOutcome:
         """Run this rank's part of a plan.
 
         All ranks get all plans in the same order. The contract of ``Executor.run`` holds for each of them.
 
         Args:
-            sampled: tokens of steps that the driver has collected since the previous plan, without log
-                probabilities. They are appended to their requests before anything else is done; those of
-                unknown requests are ignored. No rank appends a token that it has sampled itself.
+            sampled: requests and their tokens of the steps that the driver has collected since the previous
+                plan. They are appended before anything else is done; those of unknown requests are ignored.
+                No rank appends a token that it has sampled itself.
         Returns: what this rank knows. The output rank (``output_rank``) knows the tokens and which slices
             were stopped; others may leave that empty. Each rank reports its own completed copies.
         Raises: any error, for a step that failed on this rank. The driver then waits until all other ranks

@@ -10,7 +10,7 @@ import msgspec
 from backfill.parallel.messages import FromRank
 
 _LENGTH = struct.Struct("<I")
-_CHUNK = 1 << 18
+_CHUNK = 1 << 14  # a larger buffer is mapped anew for each call
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
 
