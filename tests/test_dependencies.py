@@ -20,6 +20,7 @@ PLOTS = (
     "bench/coserve_plot.py",
     "simulation/blend_plot.py",
     "simulation/bros_plot.py",
+    "simulation/fleet_plot.py",
     "simulation/plot.py",
     "simulation/selectn_plot.py",
     "simulation/sweep_plot.py",
