@@ -115,7 +115,8 @@ class Run:
             server.start()
         port = free_port()
         urls = " ".join(server.url for server in self._servers)
-        options = f"--engines {urls} --port {port} --retry-timeout 300 --engine-timeout 60 --data-dir {self._folder}/router"
+        options = f"--engines {urls} --port {port} --retry-timeout 300 --engine-timeout 60"
+        options += f" --data-dir {self._folder}/router"
         with Path(self._folder, "router.log").open("wb") as log:
             router = subprocess.Popen(
                 [*_BACKFILL, "router", *options.split()],

@@ -339,7 +339,7 @@ def test_a_second_server_on_the_data_folder_is_refused(server: RunningServer) ->
 
 
 def test_shutdown_leaves_unfinished_lines_for_the_next_start(small_model: Path, tmp_path: Path) -> None:
-    lengths = [1, *[400] * 29]
+    lengths = [1, *[400] * 11]
     lines = [chat_line(f"line-{n}", max_tokens=each, ignore_eos=True) for n, each in enumerate(lengths)]
     few = ("--max-num-seqs", "4")
     with small_server(small_model, *few, data_dir=tmp_path) as server:

@@ -47,12 +47,14 @@ def test_preemption_does_not_change_tokens(small_model: Path, tmp_path: Path) ->
                 assert online == alone[len(OFFLINE) :]
 
         assert [each.result() for each in offline] == alone[: len(OFFLINE)]
-        assert server.metric("backfill:num_preemptions_total", **{"class": "offline"}) > 0
+        num_preempted = server.metric("backfill:num_preemptions_total", **{"class": "offline"})
+        assert num_preempted > 0
         checkpointed = server.metric("backfill:checkpointed_tokens_total")
         restored = server.metric("backfill:restored_tokens_total", **{"class": "offline"})
         taken = server.metric("backfill:reclaimed_tokens_total")
         overwritten = server.metric("backfill:kv_slots_overwritten_total")  # in shared blocks
-        assert 0 < restored <= taken + overwritten
+        # A last block comes back whole, also if only a part of it was overwritten.
+        assert 0 < restored <= taken + overwritten + 15 * num_preempted
         assert server.metric("backfill:checkpointed_bytes_total") == checkpointed * 1024
         computed = server.metric("backfill:iteration_tokens_total_sum")
         assert server.metric("backfill:recomputed_tokens_total") < 0.05 * computed

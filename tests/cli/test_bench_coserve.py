@@ -20,7 +20,7 @@ from tests.api.servers import SMALL_MODEL, TIMEOUT_S, RunningServer, small_serve
 from tests.cli.running import run_cli_here
 
 SHORT = (
-    *("--duration", "3", "--warmup", "1", "--rate", "3", "--input-len", "20", "--output-len", "8"),
+    *("--duration", "2", "--warmup", "1", "--rate", "3", "--input-len", "20", "--output-len", "8"),
     *("--offline-input-len", "16:32", "--offline-output-len", "4:8", "--offline-concurrency", "4"),
 )
 CONTEXT = ("--max-model-len", "512")

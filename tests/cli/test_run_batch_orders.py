@@ -1,4 +1,4 @@
-"""``backfill run-batch`` with the default model: the order of lines and the cache change no answer."""
+"""``backfill run-batch``: the order of lines and the cache change no answer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.api.batch_inputs import as_jsonl, completion_line, parse_jsonl
 from tests.api.servers import MODEL, TIMEOUT_S
 
 _RULES = "Answer in one word. The answer must be the name of a colour, a city or an animal. "
-_OPTIONS = ("--dtype", "float32", "--kv-gib", "0.02", "--max-num-seqs", "4", "--threads", "1")
+_OPTIONS = ("--dtype", "float32", "--kv-gib", "0.00045", "--max-num-seqs", "4", "--threads", "1")
 
 
 def answers(model: Path, folder: Path, name: str, *options: str) -> dict[str, str]:
@@ -26,7 +26,7 @@ def answers(model: Path, folder: Path, name: str, *options: str) -> dict[str, st
 
 
 def test_answers_are_the_same_in_every_order_and_without_the_cache(
-    default_model: Path, tmp_path: Path
+    small_model: Path, tmp_path: Path
 ) -> None:
     lines = [
         completion_line(
@@ -38,7 +38,7 @@ def test_answers_are_the_same_in_every_order_and_without_the_cache(
         for number in range(24)
     ]
     (tmp_path / "in.jsonl").write_bytes(as_jsonl(lines))
-    expected = answers(default_model, tmp_path, "no-cache", "--no-enable-prefix-caching")
+    expected = answers(small_model, tmp_path, "no-cache", "--no-enable-prefix-caching")
     assert len(expected) == 24
     for order in ("fcfs", "random", "blend"):
-        assert answers(default_model, tmp_path, order, "--order", order) == expected, order
+        assert answers(small_model, tmp_path, order, "--order", order) == expected, order

@@ -34,7 +34,7 @@ def test_no_use_of_the_cache_loses_mixes_or_overwrites_kv(setup: Setup, seed: in
     Driver(setup, seed).run(num_rounds=25)
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(setup=setups(), block_size=st.sampled_from((4, 8, 16, 32)), seed=st.integers(0, 2**32))
 def test_two_requests_in_one_block_lose_mix_or_overwrite_no_kv(
     setup: Setup, block_size: int, seed: int

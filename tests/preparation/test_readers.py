@@ -296,7 +296,7 @@ async def test_a_file_whose_prepared_lines_cannot_be_read_back_costs_no_other_of
 async def test_files_that_wait_for_room_are_tried_now_and_then(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(line_pool, "MAX_LINES", 1000)
+    monkeypatch.setattr(line_pool, "MAX_LINES", 500)
     process, num_jobs = Process(), 0
 
     def count(work: Work) -> None:
@@ -304,9 +304,9 @@ async def test_files_that_wait_for_room_are_tried_now_and_then(
         num_jobs += isinstance(work, IndexLines)
 
     process.before_job = count
-    path = write(tmp_path / "in", *[[n] for n in range(3000)])
+    path = write(tmp_path / "in", *[[n] for n in range(1500)])
     async with process.running() as readers:
-        opened = [readers.open(selection_of(path, owner=str(index))) for index in range(20)]
+        opened = [readers.open(selection_of(path, owner=str(index))) for index in range(12)]
         while not all(lines.is_held_up for lines in opened):
             await asyncio.sleep(0)
         num_jobs = 0
@@ -316,7 +316,7 @@ async def test_files_that_wait_for_room_are_tried_now_and_then(
             await asyncio.sleep(0)
         assert num_jobs < 3 * 32, "each read lets its own file be tried, not all of them"
         for lines in opened:
-            assert len(numbers(await rest(lines, 256))) == 3000 - 256 * (lines is opened[0])
+            assert len(numbers(await rest(lines, 256))) == 1500 - 256 * (lines is opened[0])
 
 
 async def test_lines_of_a_file_that_is_closed_are_not_returned(tmp_path: Path) -> None:

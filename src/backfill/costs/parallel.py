@@ -11,12 +11,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from backfill.core.errors import ConfigError
+from backfill.core.measured_on import MeasuredOn
 from backfill.costs.collectives import A100_DGX, load_collectives
 from backfill.costs.derived import A100_40G, A100_80G, LLAMA_2_7B, derive_cost_model, measured_error
 from backfill.costs.hardware import HardwareProfile, hardware_profile_names, load_hardware_profile
 from backfill.costs.model import CostModel, PiecewiseLinear
 from backfill.costs.model_work import VALUE_BYTES, Device, ModelShape
-from backfill.costs.profile import CopySpeed, CostProfile, ProfileKey
+from backfill.costs.profile import CopySpeed, CostProfile
 
 LLAMA_3_8B = ModelShape("llama-3-8b", 32, 4096, 32, 8, 14336, 128256, 8192)
 LLAMA_3_70B = ModelShape("llama-3-70b", 80, 8192, 64, 8, 28672, 128256, 8192)
@@ -133,7 +134,7 @@ def _check_sizes(shape: ModelShape, tensor_parallel_size: int, pipeline_parallel
 def _derived(shape: ModelShape, device: Device, tensor_parallel_size: int) -> CostProfile:
     parallel = f"-tp{tensor_parallel_size}" if tensor_parallel_size > 1 else ""
     return CostProfile(
-        key=ProfileKey(shape.name, device.name + parallel, "float16"),
+        key=MeasuredOn(shape.name, device.name + parallel, "float16"),
         quality="full",
         num_layers=shape.num_layers,
         cost=derive_parallel_cost(shape, device, tensor_parallel_size),
