@@ -68,6 +68,16 @@ PARSED = {
     f"{_BACKFILL} run-batch -i questions.jsonl -o answers.jsonl --model smollm2-135m-instruct": "run above",
     f"{_BACKFILL} profile": "tests/api/servers.py runs it for every small server",
     f"{_BACKFILL} simulate conserve-fig5": "run above, with traces; without: tests/simulation",
+    f"{_BACKFILL} simulate run --hardware a100-80g-llama-3-70b --tensor-parallel-size 4 "
+    "--pipeline-parallel-size 2 --online online.csv --offline offline.csv --ttft-slo 3 --tpot-slo 0.2": (
+        "as the one above; tests/costs and tests/simulation have its parts"
+    ),
+    f"{_BACKFILL} simulate fleet --replicas 4 --kv-tokens 150000 --online azure_conv_2023.csv --offline "
+    "arxiv_summarization_lengths.csv --rate 8 --duration 300 --routers slo,least-loaded,round-robin,one-engine": (
+        "minutes; tests/simulation runs it short"
+    ),
+    f"{_BACKFILL} simulate fleet --replicas 16 --kv-tokens 150000 --online azure_conv_2023.csv --offline "
+    "arxiv_summarization_lengths.csv --speed 30 --rate 32 --duration 116 --jobs 2 --json": "as above",
     f"{_BACKFILL} simulate goodput --jobs 2 --json": "half an hour; tests/simulation runs it short",
     f"{_BACKFILL} simulate goodput --workloads code --loads 0.5,1 --cvs 1 --seeds 3": (
         "a minute; tests/simulation runs it short"

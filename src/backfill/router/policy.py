@@ -92,9 +92,9 @@ class SloPolicy:
         tie: share of the TTFT objective by which predicted TTFTs differ without meaning.
     """
 
-    imbalance: float = 0.2
+    imbalance: float = 0.4
     margin: float = 0.8
-    min_match: float = 0.5
+    min_match: float = 0.1
     tie: float = 0.01
 
     def choose(self, request: RoutedRequest, candidates: Sequence[Candidate]) -> Candidate:
