@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 
 import pytest
 
@@ -15,15 +16,18 @@ from backfill.engine.client import EngineClient
 from tests.builders import make_request
 from tests.parallel.fake_ranks import load_fake_engine, load_refused_engine
 from tests.parallel.processes import TIMEOUT_S, children, wait_ended
+from tests.patience import with_more_time
 
 TWO = EngineConfig(tensor_parallel_size=2)
 
 
-def with_engine(check: Callable[[EngineClient, list[int]], Awaitable[None]]) -> None:
+def with_engine(
+    check: Callable[[EngineClient, list[int]], Awaitable[None]], config: EngineConfig = TWO
+) -> None:
     """Run ``check`` with a client and its ranks, which must have ended after it."""
 
     async def run() -> None:
-        client = EngineClient(TWO, on_report=lambda _: None, load=load_fake_engine)
+        client = EngineClient(config, on_report=lambda _: None, load=load_fake_engine)
         try:
             await client.start()
             assert client.pid is not None
@@ -68,6 +72,15 @@ def test_a_step_that_fails_on_a_rank_loses_its_requests_and_the_engine_continues
         assert await generate(client, "a") == 4
 
     with_engine(check)
+
+
+def test_an_engine_whose_rank_hangs_is_killed_with_its_ranks() -> None:
+    async def check(client: EngineClient, ranks: list[int]) -> None:
+        with pytest.raises(EngineDead, match="hung for"):
+            await generate(client, "r0:hang")
+        wait_ended(ranks)
+
+    with_more_time(lambda factor: with_engine(check, replace(TWO, engine_hang_timeout=factor)))
 
 
 def test_ranks_end_with_an_engine_that_is_killed() -> None:
