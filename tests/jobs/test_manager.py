@@ -20,9 +20,10 @@ from backfill.engine.tasks import TaskWatch
 from backfill.jobs import feeder as feeder_module
 from backfill.jobs import manager as manager_module
 from backfill.jobs.errors import Conflict
-from backfill.jobs.lifecycle import BatchDriver, OpenBatch
+from backfill.jobs.lifecycle import BatchDriver
 from backfill.jobs.lines import LineResult
 from backfill.jobs.manager import JobManager
+from backfill.jobs.open_batch import OpenBatch
 from backfill.jobs.records import BatchStatus, LineOutcome, TokenUsage
 from backfill.jobs.suspects import MAX_LONE_LOSSES
 from backfill.preparation.lines import BatchLine

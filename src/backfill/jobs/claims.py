@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 from sqlalchemy.exc import SQLAlchemyError
 
 from backfill.jobs.leases import Leases
-from backfill.jobs.lifecycle import OpenBatch
+from backfill.jobs.open_batch import OpenBatch
 from backfill.jobs.records import BatchStatus
 from backfill.jobs.retry import is_temporary, reason_of
 from backfill.jobs.storage import JobStorage

@@ -12,17 +12,17 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
-import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from backfill.core.errors import NotReady
 from backfill.jobs.database_results import BatchLog
-from backfill.jobs.feed import Feed, InputChanged, LineSource
+from backfill.jobs.feed import Feed, InputChanged
 from backfill.jobs.feeder import Feeder
 from backfill.jobs.leases import Lease, LeaseLost
 from backfill.jobs.lines import LineResult, unanswered
+from backfill.jobs.open_batch import InputReader, OpenBatch
 from backfill.jobs.records import (
     OPEN_STATUSES,
     BatchRecord,
@@ -37,7 +37,7 @@ from backfill.jobs.retry import append_with_retries, retry_delays_s
 from backfill.jobs.storage import JobStorage
 from backfill.jobs.store import counts_changes
 from backfill.jobs.suspects import Suspects
-from backfill.preparation.lines import BadLine, BatchLine, LineError
+from backfill.preparation.lines import BadLine, LineError
 from backfill.preparation.messages import InputLimits, InputReport, LineSelection
 
 logger = logging.getLogger(__name__)
@@ -48,66 +48,6 @@ MAX_UNEXPECTED = 5
 _UNANSWERED_GROUP = 1000
 
 _UNANSWERED_CODES = {LineOutcome.CANCELLED: "batch_cancelled", LineOutcome.EXPIRED: "batch_expired"}
-
-
-class LineReader(LineSource, Protocol):
-    """The lines of one file. ``read`` raises: BadLine, OSError."""
-
-    def close(self) -> None: ...
-
-
-class NameReader(Protocol):
-    async def read(self, max_lines: int) -> Sequence[BatchLine]:
-        """The next lines in the order of their file, without bodies. Raises: BadLine, OSError."""
-        ...
-
-
-class InputReader(Protocol):
-    """Reads input files. Outside of tests it is a ``PreparationClient``."""
-
-    async def check_input(self, path: str, limits: InputLimits) -> InputReport:
-        """Raises: OSError."""
-        ...
-
-    def open_lines(self, selection: LineSelection) -> LineReader: ...
-
-    def open_names(self, selection: LineSelection) -> NameReader: ...
-
-
-class OpenBatch:
-    """An open batch in memory.
-
-    The deadline is on the monotonic clock: a change of the wall clock ends no batch early. ``lease`` is None
-    where one server has all batches.
-    """
-
-    def __init__(self, batch: BatchRecord, log: BatchLog, wall_s: float, lease: Lease | None = None) -> None:
-        self.batch = batch
-        self.log = log
-        self.lease = lease
-        self.cancelled = asyncio.Event()
-        # The results of a batch that an earlier server began are unknown until its files are read.
-        self.has_counts = batch.status is BatchStatus.VALIDATING
-        self.deadline_s = time.monotonic() + batch.expires_at - wall_s
-        self.task: asyncio.Task[None] | None = None
-
-    @property
-    def input_user(self) -> str:
-        """To the file store; the next one that runs the batch is another."""
-        return f"{self.batch.id}-{0 if self.lease is None else self.lease.token}"
-
-    def counts(self) -> RequestCounts:
-        return self.log.counts(self.batch.request_counts.total)
-
-    async def until_over(self, feed: Feed) -> None:
-        """Wait for the first of: the end of the window, a cancellation, the end of the feed."""
-        cancelled = asyncio.ensure_future(self.cancelled.wait())
-        timeout_s = max(0.0, self.deadline_s - time.monotonic())
-        ends: set[asyncio.Future[Any]] = {cancelled, feed.finished}
-        try:
-            await asyncio.wait(ends, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            cancelled.cancel()
 
 
 class _InputMissing(Exception):

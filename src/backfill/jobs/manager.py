@@ -19,8 +19,9 @@ from backfill.jobs.config import JobsConfig
 from backfill.jobs.errors import Conflict, NotFound, TooMany
 from backfill.jobs.feeder import Feeder, LineRunner
 from backfill.jobs.leases import Lease
-from backfill.jobs.lifecycle import SUSPECTS_FOLDER, BatchDriver, InputReader, OpenBatch
+from backfill.jobs.lifecycle import SUSPECTS_FOLDER, BatchDriver
 from backfill.jobs.lines import LineResult, ServiceRunner
+from backfill.jobs.open_batch import InputReader, OpenBatch
 from backfill.jobs.private_files import DataFolderLock
 from backfill.jobs.records import (
     BatchRecord,
