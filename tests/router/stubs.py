@@ -96,6 +96,8 @@ class StubEngine:
     async def _state(self, request: web.Request) -> web.Response:
         while self.hangs:
             await asyncio.sleep(0.01)
+        if self._runner is None and request.transport is not None:
+            request.transport.abort()  # it was accepted while the engine died
         state = ReplicaState(
             instance=str(self.instance),
             phase="ready",
