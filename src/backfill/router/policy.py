@@ -223,15 +223,13 @@ class ReplicaSet:
 
         Args:
             besides: replicas that are not to be chosen.
-            may_exceed: where none has room, the one with the fewest is chosen.
+            may_exceed: where none has room, the one with the fewest is chosen; where none takes offline
+                requests, one that will refuse it.
 
         Returns: None where no replica has room, or there is none.
         """
-        takers = [
-            replica
-            for name, replica in self._replicas.items()
-            if replica.is_open and replica.takes_lines and name not in besides
-        ]
+        is_open = [each for name, each in self._replicas.items() if each.is_open and name not in besides]
+        takers = [replica for replica in is_open if replica.takes_lines] or (is_open if may_exceed else [])
         found = [replica for replica in takers if replica.line_room > 0]
         if not found and may_exceed and takers:
             found = [min(takers, key=lambda replica: replica.num_lines)]
