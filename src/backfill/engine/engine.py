@@ -1,4 +1,4 @@
-"""The engine: plan, run, commit."""
+"""The engine: plan, submit, collect, commit."""
 
 from __future__ import annotations
 
@@ -6,21 +6,19 @@ import logging
 import time
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from backfill.core.clock import Clock
 from backfill.core.config import SchedulerConfig
 from backfill.core.errors import RequestError
-from backfill.core.plan import Compute, Resume, Safepoints, StepOutcome, StepPlan
-from backfill.core.request import FinishReason, PriorityLevel, Request, RequestId, ServiceClass
-from backfill.costs.load import StepLoad
+from backfill.core.plan import Compute, StepOutcome, StepPlan
+from backfill.core.request import FinishReason, Request, RequestId, ServiceClass
 from backfill.costs.profile import CostProfile
 from backfill.engine.messages import ClassStats, EngineStats, StepKind, StepStats, TokenOutput
-from backfill.execution.executor import Executor, StoppableExecutor, pipelined
+from backfill.engine.stopping import StepStopper, SubmittedStep
+from backfill.execution.executor import Executor, pipelined
 from backfill.kvcache.create import create_kv_cache
 from backfill.offloading.residency import ResidencyPolicy
-from backfill.scheduling.arrival import ArrivedPrompt, RunningStep, online_load, should_stop
 from backfill.scheduling.objectives import server_slo
 from backfill.scheduling.policies.create import PolicyFactory, create_policy
 from backfill.scheduling.prediction import StepPredictor
@@ -33,23 +31,6 @@ if TYPE_CHECKING:  # these import numpy and torch, which the server does not nee
 logger = logging.getLogger(__name__)
 
 _NO_STEP = StepStats("none", 0, 0.0, 0.0)
-
-
-@dataclass(frozen=True, slots=True)
-class _Submitted:
-    """A step in flight.
-
-    Attributes:
-        waits_s: seconds, as predicted, for which it waits behind the steps before it.
-        is_alone: no other step is in flight beside it.
-    """
-
-    plan: StepPlan
-    kind: StepKind
-    planned_at_s: float
-    submitted_at_s: float
-    waits_s: float
-    is_alone: bool
 
 
 class Engine:
@@ -100,8 +81,7 @@ class Engine:
             stage_layers=info.stage_layers,
         )
         self._steps = pipelined(executor)
-        # The part of a step that runs beside the one in front of it.
-        self._overlap = 1.0 - max(info.stage_layers, default=1) / max(1, sum(info.stage_layers))
+        self._stopper = StepStopper(self.scheduler, executor)
         self.num_failed_steps_in_a_row = 0
         self.num_stopped_steps = 0
         self._offload_interval = info.offload_interval or 0
@@ -113,10 +93,9 @@ class Engine:
         self._bus = bus
         self._is_stalled = False
         self._arrived: deque[Request] = deque()
-        self._in_flight: tuple[_Submitted, ...] = ()  # the oldest first; replaced, as another thread reads it
-        self._online_load = StepLoad()  # of the step after those in flight, without those that arrive
+        # The oldest first; replaced and not changed, because another thread reads it.
+        self._in_flight: tuple[SubmittedStep, ...] = ()
         self._busy_since_s: float | None = None  # the last commit; None if nothing was left to do then
-        self._stop_request: tuple[int, float] | None = None  # which step to stop, and when that was asked
         self._last_step = _NO_STEP
 
     @property
@@ -149,37 +128,12 @@ class Engine:
         self.scheduler.give_objectives(request)
         self._arrived.append(request)
         try:
-            self._maybe_stop_step()
+            self._maybe_stop()
         except Exception:  # then the request waits for the end of the step
             logger.exception("whether to stop a running step could not be decided")
 
-    def _maybe_stop_step(self) -> None:
-        """Stop a step in flight if the requests that arrived meanwhile gain enough (``should_stop``).
-
-        One at a time: the next one only once the outcome of that step has come.
-        """
-        in_flight, predictor = self._in_flight, self.predictor
-        if not any(each.plan.safepoints is not None for each in in_flight):
-            return
-        if any(self._stop_requested_at_s(each.plan) is not None for each in in_flight):
-            return
-        assert predictor is not None
-        arrived = [
-            ArrivedPrompt(each.num_pending_tokens, each.next_token_by_s)
-            for each in tuple(self._arrived)
-            if each.service_class is ServiceClass.ONLINE
-        ]
-        now_s = self._clock.now_s()
-        cost, scale = predictor.cost, predictor.time_scale
-        for submitted in in_flight:
-            plan = submitted.plan
-            if plan.safepoints is None:
-                continue
-            step = self._running_step(submitted, plan.safepoints, predictor)
-            if should_stop(step, arrived, self._online_load, now_s, cost, scale):
-                self._stop_request = plan.step, now_s
-                cast(StoppableExecutor, self.executor).request_stop(plan.step)
-                return
+    def _maybe_stop(self) -> None:
+        self._stopper.maybe_stop(self._in_flight, tuple(self._arrived), self._clock.now_s())
 
     def admit_arrived(self) -> list[TokenOutput]:
         """Queue the requests that have arrived; returns the outputs of those that can never be served."""
@@ -235,20 +189,18 @@ class Engine:
         if plan.does_nothing and not is_alone:
             return False
         self._is_stalled = plan.does_nothing
-        if plan.safepoints is not None and (self._overlap or not plan.safepoints.suspends):
-            # Here, and not when a request arrives: that is in another thread.
-            self._online_load = self._online_load_next()
+        self._stopper.prepare(plan)
         waits_s = 0.0 if is_alone else self.scheduler.in_flight.waits_s(plan)
-        submitted = _Submitted(
+        submitted = SubmittedStep(
             plan, self._kind_of(plan), planned_at_s, self._clock.now_s(), waits_s, is_alone
         )
         self._steps.submit(plan)
         self._in_flight = (*self._in_flight, submitted)
         if self._arrived:  # while the plan was made; they are not in it
-            self._maybe_stop_step()
+            self._maybe_stop()
         return bool(plan.slices)
 
-    def _commit(self, submitted: _Submitted, outcome: StepOutcome) -> list[TokenOutput]:
+    def _commit(self, submitted: SubmittedStep, outcome: StepOutcome) -> list[TokenOutput]:
         plan, started_at_s, now_s = submitted.plan, submitted.submitted_at_s, self._clock.now_s()
         if plan.slices:  # a step without slices does not show that the device works
             self.num_failed_steps_in_a_row = 0
@@ -258,7 +210,7 @@ class Engine:
         self._weight_stall_s += transfers.stall_s
         interval = self.scheduler.in_flight.interval_s(plan)
         outputs = [_token_output(token) for token in self.scheduler.commit(plan, outcome, now_s)]
-        stop_latency_s = self._stop_latency_s(plan, outcome)
+        stop_latency_s = self._stopper.latency_s(plan, outcome)
         if stop_latency_s is not None:
             self.num_stopped_steps += 1
         is_whole = isinstance(plan.work, Compute) and not outcome.stopped
@@ -345,40 +297,6 @@ class Engine:
     def _leave_bus_if_idle(self) -> None:
         if self._bus is not None and not self.has_work:
             self._bus.idle()
-
-    def _stop_requested_at_s(self, plan: StepPlan) -> float | None:
-        request = self._stop_request
-        return request[1] if request is not None and request[0] == plan.step else None
-
-    def _stop_latency_s(self, plan: StepPlan, outcome: StepOutcome) -> float | None:
-        """From the stop request to its safepoint; None where nothing was stopped, or not by a request."""
-        requested_at_s, stopped_at_s = self._stop_requested_at_s(plan), outcome.stopped_at_s
-        if requested_at_s is None or stopped_at_s is None or stopped_at_s < requested_at_s:
-            return None
-        return stopped_at_s - requested_at_s
-
-    def _online_load_next(self) -> StepLoad:
-        requests = self.scheduler.requests
-        held = (*requests.running.values(), *requests.restoring.values())
-        online = [each for each in held if each.priority_level is PriorityLevel.ONLINE]
-        slices = self.scheduler.in_flight.slices.values()
-        return online_load(online, requests.waiting[PriorityLevel.ONLINE].requests, slices)
-
-    def _running_step(
-        self, submitted: _Submitted, points: Safepoints, predictor: StepPredictor
-    ) -> RunningStep:
-        plan = submitted.plan
-        online = StepLoad.of_slices(each for each in plan.slices if not each.preemptible)
-        num_layers = plan.work.num_layers if isinstance(plan.work, Resume) else self.executor.info.num_layers
-        scale = predictor.time_scale
-        return RunningStep(
-            started_at_s=submitted.submitted_at_s + submitted.waits_s,
-            predicted_s=scale * plan.predicted_s,
-            online_s=scale * predictor.cost.step_time_s(online),
-            stop_s=scale * points.layers_apart * plan.predicted_s / num_layers,
-            suspends=points.suspends,
-            overlap=self._overlap,
-        )
 
     def _kind_of(self, plan: StepPlan) -> StepKind:
         by_id = self.scheduler.requests.by_id

@@ -1,0 +1,108 @@
+"""Stops a step in flight for the requests that arrive meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import cast
+
+from backfill.core.plan import Resume, Safepoints, StepOutcome, StepPlan
+from backfill.core.request import PriorityLevel, Request, ServiceClass
+from backfill.costs.load import StepLoad
+from backfill.engine.messages import StepKind
+from backfill.execution.executor import Executor, StoppableExecutor
+from backfill.scheduling.arrival import ArrivedPrompt, RunningStep, online_load, should_stop
+from backfill.scheduling.scheduler import Scheduler
+
+
+@dataclass(frozen=True, slots=True)
+class SubmittedStep:
+    """A step in flight.
+
+    Attributes:
+        waits_s: seconds, as predicted, for which it waits behind the steps before it.
+        is_alone: no step was in flight before it.
+    """
+
+    plan: StepPlan
+    kind: StepKind
+    planned_at_s: float
+    submitted_at_s: float
+    waits_s: float
+    is_alone: bool
+
+
+class StepStopper:
+    """Decides at an arrival, in any thread, whether to stop a step in flight.
+
+    One at a time: another step may be stopped once the outcome of that one has come.
+    """
+
+    def __init__(self, scheduler: Scheduler, executor: Executor) -> None:
+        info = executor.info
+        self._scheduler = scheduler
+        self._executor = executor
+        # The part of a step that runs beside the one in front of it.
+        self._overlap = 1.0 - max(info.stage_layers, default=1) / max(1, sum(info.stage_layers))
+        self._online_load = StepLoad()  # of the step after those in flight, without those that arrive
+        self._request: tuple[int, float] | None = None  # which step to stop, and when that was asked
+
+    def prepare(self, plan: StepPlan) -> None:
+        """The plan is about to be submitted. Not called when a request arrives: that is in another thread."""
+        if plan.safepoints is None or (plan.safepoints.suspends and not self._overlap):
+            return
+        requests = self._scheduler.requests
+        held = (*requests.running.values(), *requests.restoring.values())
+        online = [each for each in held if each.priority_level is PriorityLevel.ONLINE]
+        slices = self._scheduler.in_flight.slices.values()
+        self._online_load = online_load(online, requests.waiting[PriorityLevel.ONLINE].requests, slices)
+
+    def maybe_stop(
+        self, in_flight: Iterable[SubmittedStep], arrived: Iterable[Request], now_s: float
+    ) -> None:
+        """Stop a step if the requests that arrived meanwhile gain enough (``should_stop``)."""
+        stoppable = [(each, each.plan.safepoints) for each in in_flight if each.plan.safepoints is not None]
+        if not stoppable or any(self._requested_at_s(each.plan) is not None for each, _ in stoppable):
+            return
+        predictor = self._scheduler.predictor
+        assert predictor is not None
+        prompts = [
+            ArrivedPrompt(each.num_pending_tokens, each.next_token_by_s)
+            for each in arrived
+            if each.service_class is ServiceClass.ONLINE
+        ]
+        cost, scale = predictor.cost, predictor.time_scale
+        for submitted, points in stoppable:
+            step = self._running_step(submitted, points)
+            if should_stop(step, prompts, self._online_load, now_s, cost, scale):
+                self._request = submitted.plan.step, now_s
+                cast(StoppableExecutor, self._executor).request_stop(submitted.plan.step)
+                return
+
+    def latency_s(self, plan: StepPlan, outcome: StepOutcome) -> float | None:
+        """From the stop request to its safepoint; None where nothing was stopped, or not by a request."""
+        requested_at_s, stopped_at_s = self._requested_at_s(plan), outcome.stopped_at_s
+        if requested_at_s is None or stopped_at_s is None or stopped_at_s < requested_at_s:
+            return None
+        return stopped_at_s - requested_at_s
+
+    def _requested_at_s(self, plan: StepPlan) -> float | None:
+        request = self._request
+        return request[1] if request is not None and request[0] == plan.step else None
+
+    def _running_step(self, submitted: SubmittedStep, points: Safepoints) -> RunningStep:
+        predictor, plan = self._scheduler.predictor, submitted.plan
+        assert predictor is not None
+        online = StepLoad.of_slices(each for each in plan.slices if not each.preemptible)
+        num_layers = self._executor.info.num_layers
+        if isinstance(plan.work, Resume):
+            num_layers = plan.work.num_layers
+        scale = predictor.time_scale
+        return RunningStep(
+            started_at_s=submitted.submitted_at_s + submitted.waits_s,
+            predicted_s=scale * plan.predicted_s,
+            online_s=scale * predictor.cost.step_time_s(online),
+            stop_s=scale * points.layers_apart * plan.predicted_s / num_layers,
+            suspends=points.suspends,
+            overlap=self._overlap,
+        )
