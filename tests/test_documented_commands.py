@@ -73,11 +73,12 @@ PARSED = {
         "as the one above; tests/costs and tests/simulation have its parts"
     ),
     f"{_BACKFILL} simulate fleet --replicas 4 --kv-tokens 150000 --online azure_conv_2023.csv --offline "
-    "arxiv_summarization_lengths.csv --rate 8 --duration 300 --routers slo,least-loaded,round-robin,one-engine": (
+    "arxiv_summarization_lengths.csv --rate 8 --duration 300 --routers slo,round-robin,one-engine": (
         "minutes; tests/simulation runs it short"
     ),
     f"{_BACKFILL} simulate fleet --replicas 16 --kv-tokens 150000 --online azure_conv_2023.csv --offline "
-    "arxiv_summarization_lengths.csv --speed 30 --rate 32 --duration 116 --jobs 2 --json": "as above",
+    "arxiv_summarization_lengths.csv --speed 30 --rate 32 --duration 116 "
+    "--routers slo,least-loaded,round-robin,one-engine --jobs 2": "as above",
     f"{_BACKFILL} simulate goodput --jobs 2 --json": "half an hour; tests/simulation runs it short",
     f"{_BACKFILL} simulate goodput --workloads code --loads 0.5,1 --cvs 1 --seeds 3": (
         "a minute; tests/simulation runs it short"
