@@ -14,7 +14,7 @@ from backfill.simulation.replay import Arrival, Lengths, Workload
 from tests.builders import ScriptedExecutor, make_info
 
 OFFLINE = (Lengths(20, 4),)
-WORKLOAD = Workload(tuple(Arrival(0.01 * i, Lengths(10, 3)) for i in range(1, 9)), 0.2, OFFLINE)
+WORKLOAD = Workload(tuple(Arrival(0.5 + 0.01 * i, Lengths(10, 3)) for i in range(8)), 0.7, OFFLINE)
 
 
 class Arriving(Engine):
@@ -57,7 +57,7 @@ def test_requests_arrive_while_a_step_runs_and_each_is_recorded() -> None:
 
 def test_the_replay_waits_for_arrivals_when_nothing_runs() -> None:
     executor = ScriptedExecutor(make_info(num_blocks=4000, block_size=16))
-    alone = Workload(WORKLOAD.online, 0.2, ())
+    alone = Workload(WORKLOAD.online, 0.7, ())
     result = LiveReplay(Arriving(executor), WallClock(), alone).run()
     assert [len(record.token_at_s) for record in result.online] == [3] * 8
     assert not [each for each in threading.enumerate() if each.name == "arrivals"]
