@@ -14,6 +14,7 @@ NAMES = (
     "a100-40g-opt-13b-tp2",
     "a100-40g-opt-30b-tp4",
     "a100-80g-llama-2-7b",
+    "a100-80g-llama-3-70b-tp4",
     "a100-80g-llama-3-70b-tp8",
     "a100-80g-llama-3-8b",
 )

@@ -18,9 +18,10 @@ from backfill.core.slo import SLO
 from backfill.costs.behaviour import DeviceBehaviour, StepNoise
 from backfill.execution.simulated_executor import SimulatedExecutor
 from backfill.simulation import fleet_run
-from backfill.simulation.fleet import Fleet, FleetClock, FleetResult
+from backfill.simulation.fleet import Fleet, FleetResult
 from backfill.simulation.fleet_executor import SplitExecutor
 from backfill.simulation.fleet_plot import save_fleet_plot
+from backfill.simulation.fleet_replica import FleetClock
 from backfill.simulation.fleet_run import (
     ONE_ENGINE,
     FleetComparison,

@@ -9,42 +9,24 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from backfill.core.clock import VirtualClock
-from backfill.core.config import SchedulerConfig
 from backfill.core.counters import ClassCounters
 from backfill.core.request import Request, RequestId, ServiceClass
 from backfill.core.sampling import SamplingParams
-from backfill.core.slo import SLO
-from backfill.costs.behaviour import DeviceBehaviour
-from backfill.costs.hardware import HardwareProfile
-from backfill.costs.profile import CostProfile
-from backfill.engine.engine import Engine
 from backfill.engine.messages import TokenOutput
 from backfill.router.policy import (
     LinePlacement,
     Placement,
-    ReplicaReport,
     ReplicaSet,
     RoutedRequest,
     create_policy,
 )
 from backfill.router.prefixes import token_keys
-from backfill.simulation.device import executor_info
-from backfill.simulation.fleet_executor import SplitExecutor
+from backfill.simulation.fleet_replica import FleetClock, ReplicaSpec, SimulatedReplica
 from backfill.simulation.fleet_traffic import FleetArrival, Segment, answer_number, prompt_tokens
 from backfill.simulation.replay import Lengths
 from backfill.simulation.run_progress import RunShare
 
 REPORT_S = 0.5  # from a replica's report to its next
-_STEP_WEIGHT = 0.1  # of a new step in the mean that is reported
-
-
-class FleetClock(VirtualClock):
-    """The one clock of all replicas."""
-
-    def move_to(self, at_s: float) -> None:
-        """Exactly to an instant that is not before now."""
-        self._now_s = max(self._now_s, at_s)
 
 
 @dataclass(slots=True)
@@ -93,103 +75,6 @@ class FleetResult:
     num_steps: int = 0
     num_stopped_steps: int = 0
     scheduling_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class ReplicaSpec:
-    """What each replica is. It has no KV pool in host memory.
-
-    Attributes:
-        profile: what its engine predicts with.
-        slo: of every online request.
-    """
-
-    config: SchedulerConfig
-    hardware: HardwareProfile
-    behaviour: DeviceBehaviour
-    profile: CostProfile
-    slo: SLO
-
-
-class SimulatedReplica:
-    """One engine and its device.
-
-    Attributes:
-        wakes_at_s: when it next has something to do by itself; inf while it is idle.
-        offline_done: offline requests that ended.
-    """
-
-    def __init__(self, number: int, spec: ReplicaSpec, clock: FleetClock, seed: int) -> None:
-        info = executor_info(spec.hardware, 0)
-        self.number = number
-        self.name = f"{number:03}"
-        self.executor = SplitExecutor(info, spec.behaviour, clock, seed=seed)
-        self.engine = Engine(spec.config, self.executor, clock, spec.profile)
-        self.wakes_at_s = math.inf
-        self.offline_done = self.num_steps = 0
-        self._clock = clock
-        self._host_s = spec.behaviour.host_s
-        self._slo = spec.slo
-        self._max_num_seqs = spec.config.max_num_seqs
-        tokens = spec.config.max_num_batched_tokens
-        self._prefill_tokens_per_s = tokens / spec.profile.cost.prefill_time_s(tokens, tokens)
-        self._began_at_s: float | None = None  # the step that runs
-        self._step_s = 0.0
-
-    @property
-    def is_running(self) -> bool:
-        """A step has begun and not ended."""
-        return self._began_at_s is not None
-
-    @property
-    def is_idle(self) -> bool:
-        return self.wakes_at_s == math.inf
-
-    def begin(self) -> None:
-        """Start the next step, or rest until a request comes."""
-        if not self.engine.has_work:
-            self.wakes_at_s = math.inf
-            return
-        refusals = self.engine.submit_steps()
-        assert not refusals, f"{refusals}"
-        self._began_at_s = self._clock.now_s()
-        self.wakes_at_s = self.executor.ends_at_s
-
-    def arrive(self, request: Request) -> None:
-        """An online request comes, perhaps within a step, which it may stop."""
-        self.engine.arrive(request)
-        if self.is_running:
-            self.wakes_at_s = self.executor.ends_at_s
-        elif self.is_idle:
-            self.wakes_at_s = self._clock.now_s()
-
-    def end(self) -> list[TokenOutput]:
-        """The step has ended. Its outputs are to be delivered after the host's time, when it wakes again."""
-        began_at_s, self._began_at_s = self._began_at_s, None
-        assert began_at_s is not None, "no step runs"
-        outputs = self.engine.collect_step()
-        now_s = self._clock.now_s()
-        self._step_s += _STEP_WEIGHT * (now_s - began_at_s - self._step_s)
-        self.wakes_at_s = now_s + self._host_s
-        self.num_steps += 1
-        return outputs
-
-    def report(self) -> ReplicaReport:
-        """What it would say of itself now."""
-        requests = self.engine.scheduler.requests
-        online = [each for each in requests.by_id.values() if each.service_class is ServiceClass.ONLINE]
-        return ReplicaReport(
-            prefill_tokens_per_s=self._prefill_tokens_per_s,
-            max_num_seqs=self._max_num_seqs,
-            kv_tokens=self.executor.info.num_blocks * self.executor.info.block_size,
-            ttft_s=self._slo.ttft_s,
-            step_s=0.0 if self.is_idle else self._step_s,
-            waiting_prompt_tokens=sum(
-                each.num_pending_tokens for each in online if each.first_token_at_s is None
-            ),
-            num_online=len(online),
-            online_tokens=sum(each.num_tokens for each in online),
-        )
 
 
 class Fleet:

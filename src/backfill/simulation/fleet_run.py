@@ -21,7 +21,8 @@ from backfill.costs.model import CostModel, PiecewiseLinear
 from backfill.costs.parallel import parallel_hardware
 from backfill.router.policy import PolicyName
 from backfill.simulation.device import BLOCK_SIZE, HOST_S, measured_profile, typical_behaviour
-from backfill.simulation.fleet import Fleet, FleetResult, ReplicaSpec
+from backfill.simulation.fleet import Fleet, FleetResult
+from backfill.simulation.fleet_replica import ReplicaSpec
 from backfill.simulation.fleet_traffic import FleetTraffic
 from backfill.simulation.metrics import percentile
 from backfill.simulation.run_progress import SweepProgress
