@@ -279,3 +279,43 @@ def test_steps_that_are_stopped_beside_others(policy: PolicyName, preemption: Pr
         num_discarded += flight.scheduler.counters[ServiceClass.OFFLINE].num_discarded_tokens
     assert num_discarded > 0
     assert (num_suspended > 10) is (preemption == "suspend")
+
+
+def test_a_waiting_request_gets_the_blocks_of_requests_that_are_in_flight_in_turn() -> None:
+    """Two offline requests fill the pool, each in a step of its own, so that one is always in flight."""
+    flight = Flight(Setting(policy="slo", num_host_blocks=0, prefix_caching=False), (2, 2), 0)
+    offline = [
+        make_request(
+            16, 8, request_id=f"offline-{index}", service_class=ServiceClass.OFFLINE, ignore_eos=True
+        )
+        for index in range(2)
+    ]
+    for request in offline:
+        flight.scheduler.add(request)
+    while not all(request.output_token_ids for request in offline):
+        flight.step()
+    online = make_request(40, 4, request_id="online", arrived_at_s=flight.clock.now_s(), ignore_eos=True)
+    flight.scheduler.add(online)
+    assert flight.scheduler.in_flight.slices
+    for _ in range(3):
+        flight.step()
+    assert online.first_scheduled_at_s is not None
+    assert [request.num_preemptions for request in offline] == [1, 1]
+    flight.requests = [*offline, online]
+    flight.end()
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_a_running_request_gets_the_block_of_one_that_is_in_flight(policy: PolicyName) -> None:
+    """Of three requests two fit to their ends; the latest gives way, though it is in flight by turns."""
+    flight = Flight(Setting(policy=policy, num_host_blocks=0, prefix_caching=False), (2, 2), 0)
+    requests = [
+        make_request(8, 16, request_id=f"r{index}", arrived_at_s=float(index), ignore_eos=True)
+        for index in range(3)
+    ]
+    for request in requests:
+        flight.scheduler.add(request)
+    flight.requests = requests
+    flight.end()
+    assert [request.num_preemptions for request in requests][:2] == [0, 0]
+    assert requests[2].num_preemptions >= 1
