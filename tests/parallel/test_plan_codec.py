@@ -161,7 +161,7 @@ OUTCOMES = st.builds(
     stopped_at_s=st.none() | st.floats(0, 1e6),
     completed_copies=BLOCK_COPIES,
     completed_slot_copies=SLOT_COPIES,
-    weight_transfers=st.builds(WeightTransfers, st.none() | NUMBERS, NUMBERS),
+    weight_transfers=st.builds(WeightTransfers, st.none() | NUMBERS, NUMBERS, st.just(0.5), st.just(0.25)),
 )
 
 
@@ -176,5 +176,5 @@ def test_outcomes(slices: tuple[ScheduledSlice, ...], outcome: StepOutcome, data
     logprobs = st.none() | st.builds(TokenLogprobs, st.just(-0.5), st.just(((7, -0.5),)))
     tokens = tuple(SampledToken(each, data.draw(NUMBERS), data.draw(logprobs)) for each in sampling)
     outcome = replace(outcome, sampled=tokens)
-    report = msgspec.msgpack.decode(msgspec.msgpack.encode(step_done(plan, outcome)), type=StepDone)
+    report = msgspec.msgpack.decode(msgspec.msgpack.encode(step_done(plan.step, outcome)), type=StepDone)
     assert outcome_of(report, sampling_ids(plan)) == outcome

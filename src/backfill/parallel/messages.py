@@ -56,16 +56,16 @@ _NOTHING = StepOutcome(())
 _new_token = partial(tuple.__new__, SampledToken)
 
 
-def step_done(plan: StepPlan, outcome: StepOutcome) -> StepDone:
+def step_done(step: int, outcome: StepOutcome) -> StepDone:
     """The report of an outcome: tokens by column, and names only where the driver cannot know them."""
     others: StepOutcome | None = replace(outcome, sampled=()) if outcome.sampled else outcome
     if others == _NOTHING:
         others = None
     if not outcome.sampled:
-        return StepDone(plan.step, request_ids=(), others=others)
+        return StepDone(step, request_ids=(), others=others)
     request_ids, token_ids, logprobs = zip(*outcome.sampled, strict=True)
     return StepDone(
-        plan.step,
+        step,
         token_ids,
         request_ids if outcome.stopped else None,
         logprobs if any(logprobs) else None,

@@ -36,11 +36,12 @@ _new_slice = partial(tuple.__new__, ScheduledSlice)
 
 
 class _Columns(NamedTuple):
-    """The slices of a step by column, without their tables."""
+    """The slices of a step by column."""
 
     request_ids: tuple[RequestId, ...] = ()
     starts: tuple[int, ...] = ()
     num_tokens: tuple[int, ...] = ()
+    tables: tuple[Table, ...] = ()
     samples: tuple[bool, ...] = ()
     preemptible: tuple[bool, ...] = ()
 
@@ -109,8 +110,10 @@ class PlanEncoder:
     def encode(self, plan: StepPlan, sampled: Sequence[SampledToken]) -> bytes:
         """``sampled``: tokens of steps before it that are not sent yet. Their log probabilities are not."""
         work, copies = plan.work, plan.copies
-        for request_id in plan.released:
-            self._tables.pop(request_id, None)
+        if plan.released:
+            self._last = self._last._replace(tables=())  # some of them are not known any more
+            for request_id in plan.released:
+                self._tables.pop(request_id, None)
         sampled_ids, token_ids, _ = zip(*sampled, strict=True) if sampled else ((), (), ())
         return self._encoder.encode(
             _Plan(
@@ -132,14 +135,9 @@ class PlanEncoder:
         )
 
     def _slices(self, slices: tuple[ScheduledSlice, ...]) -> _Slices:
-        last = self._last
-        if slices:
-            request_ids, starts, num_tokens, tables, samples, preemptible = zip(*slices, strict=True)
-            changes = self._changed_tables(request_ids, tables)
-            columns = _Columns(request_ids, starts, num_tokens, samples, preemptible)
-        else:
-            changes, columns = (), _Columns()
+        last, columns = self._last, _Columns(*zip(*slices, strict=True))
         self._last = columns
+        changes = self._changed_tables(columns, last)
         return _Slices(
             columns.starts,
             changes,
@@ -149,12 +147,11 @@ class PlanEncoder:
             None if columns.request_ids == last.request_ids else columns.request_ids,
         )
 
-    def _changed_tables(
-        self, request_ids: tuple[RequestId, ...], tables: tuple[Table, ...]
-    ) -> tuple[_TableChange, ...]:
-        known, changes = self._tables, []
-        before_of = map(known.get, request_ids)
-        for request_id, table, before in zip(request_ids, tables, before_of, strict=True):
+    def _changed_tables(self, columns: _Columns, last: _Columns) -> tuple[_TableChange, ...]:
+        request_ids, known, changes = columns.request_ids, self._tables, []
+        is_as_before = last.tables and request_ids == last.request_ids
+        before_of = last.tables if is_as_before else map(known.get, request_ids)
+        for request_id, table, before in zip(request_ids, columns.tables, before_of, strict=True):
             if before is table:  # a table that has not changed is the same object
                 continue
             extend = before is not None and table[: len(before)] == before
@@ -175,8 +172,10 @@ class PlanDecoder:
     def decode(self, data: bytes) -> tuple[StepPlan, list[tuple[RequestId, int]]]:
         """The plan, and the requests and tokens that were sampled in steps before it."""
         wire = self._decoder.decode(data)
-        for request_id in wire.released:
-            self._tables.pop(request_id, None)
+        if wire.released:
+            self._last = self._last._replace(tables=())
+            for request_id in wire.released:
+                self._tables.pop(request_id, None)
         sampled_ids = self._last.request_ids if wire.sampled_ids is None else wire.sampled_ids
         plan = StepPlan(
             wire.step,
@@ -200,22 +199,24 @@ class PlanDecoder:
         return Resume(slices, wire.num_layers, wire.predicted_s, wire.safepoints)
 
     def _rows(self, wire: _Slices) -> tuple[ScheduledSlice, ...]:
-        last, tables = self._last, self._tables
+        last, known = self._last, self._tables
+        request_ids = last.request_ids if wire.request_ids is None else wire.request_ids
+        is_as_before = bool(last.tables) and wire.request_ids is None
         for request_id, extend, blocks in wire.tables:
             if extend:
-                tables[request_id] += blocks  # in place: copying a long table costs more than all else here
+                known[request_id] += blocks  # in place: copying a long table costs more than all else here
             else:
-                tables[request_id] = list(blocks)
-        request_ids, starts, num_tokens, samples, preemptible = self._last = _Columns(
-            last.request_ids if wire.request_ids is None else wire.request_ids,
+                known[request_id] = list(blocks)
+                is_as_before = False
+        columns = self._last = _Columns(
+            request_ids,
             wire.starts,
             last.num_tokens if wire.num_tokens is None else wire.num_tokens,
+            last.tables if is_as_before else tuple(map(known.__getitem__, request_ids)),
             last.samples if wire.samples is None else wire.samples,
             last.preemptible if wire.preemptible is None else wire.preemptible,
         )
-        table_of = map(tables.__getitem__, request_ids)
-        rows = zip(request_ids, starts, num_tokens, table_of, samples, preemptible, strict=True)
-        return tuple(map(_new_slice, rows))
+        return tuple(map(_new_slice, zip(*columns, strict=True)))
 
 
 def _encoded_copies(copies: BlockCopies) -> _Copies:

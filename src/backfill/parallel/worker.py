@@ -88,7 +88,7 @@ def _run_plans(executor: RankExecutor, ring: RingReader, link: socket.socket) ->
         plan, sampled = decoder.decode(ring.read())
         report: FromRank
         try:
-            report = step_done(plan, executor.run(plan, sampled))
+            report = step_done(plan.step, executor.run(plan, sampled))
         except Exception as error:
             logger.exception("step %d failed", plan.step)
             report = StepRaised(plan.step, f"{type(error).__name__}: {error}")
