@@ -18,6 +18,7 @@ import asyncio
 import json
 import multiprocessing
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -51,6 +52,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=300)
     parser.add_argument("--model", help="folder of a model for real engines")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended
     with ExitStack() as stack:
         if args.model is None:
             engines = [stack.enter_context(stub_engine()) for _ in range(NUM_ENGINES)]

@@ -50,6 +50,7 @@ def main() -> None:
     parser.add_argument("--most-s", type=float, default=15.0)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended
     with tempfile.TemporaryDirectory(prefix="router-kills-") as folder:
         result = asyncio.run(Run(args, Path(folder)).run())
     print(json.dumps({"benchmark": "router_kills", **result}))
