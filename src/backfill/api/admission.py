@@ -65,6 +65,11 @@ class Admission:
         """Choices that are reserved."""
         return sum(queue.num_open for queue in self._queues.values())
 
+    @property
+    def num_open_online(self) -> int:
+        """Those of them that are online."""
+        return self._queues[ServiceClass.ONLINE].num_open
+
     def check_capacity(self) -> None:
         """Raise Overloaded if every class is full, so that the request's body need not be read."""
         if all(queue.num_free < 1 for queue in self._queues.values()):

@@ -10,10 +10,12 @@ from starlette.middleware.cors import CORSMiddleware
 
 from backfill import __version__
 from backfill.api.batches import build_batches_router
+from backfill.api.config import ServerConfig
 from backfill.api.docs_page import HEADERS as DOCS_HEADERS
 from backfill.api.docs_page import docs_page
 from backfill.api.errors import install_error_handlers
 from backfill.api.files import build_files_router
+from backfill.api.keys import ApiKeys
 from backfill.api.middleware import (
     ApiKeyMiddleware,
     CountingMiddleware,
@@ -47,26 +49,34 @@ def create_app(state: ServerState) -> FastAPI:
     app.include_router(build_unsupported_router())
     app.openapi = lambda: openapi_document(app)  # type: ignore[method-assign]
 
+    add_docs(app)
+    add_checks(app, state.server_config, state.api_keys)
+    app.add_middleware(CountingMiddleware, state=state)
+    app.add_middleware(RequestIdMiddleware, clock=state.clock)
+    return app
+
+
+def add_docs(app: FastAPI) -> None:
     @app.get("/docs", include_in_schema=False)
     async def docs() -> HTMLResponse:
         return HTMLResponse(docs_page(app.openapi()), headers=DOCS_HEADERS)
 
-    if state.api_keys is not None:
-        app.add_middleware(ApiKeyMiddleware, keys=state.api_keys)
-    app.add_middleware(RequestHeadMiddleware, config=state.server_config)
+
+def add_checks(app: FastAPI, config: ServerConfig, api_keys: ApiKeys | None) -> None:
+    """Check keys and heads of requests, and respond to what no route catches."""
+    if api_keys is not None:
+        app.add_middleware(ApiKeyMiddleware, keys=api_keys)
+    app.add_middleware(RequestHeadMiddleware, config=config)
     app.add_middleware(ErrorMiddleware)
-    if "*" in state.server_config.allowed_origins and state.api_keys is None:
+    if "*" in config.allowed_origins and api_keys is None:
         logger.warning(_ANY_PAGE)
-    if state.server_config.allowed_origins:
+    if config.allowed_origins:
         # Outside the checks: a preflight carries no key, and a page may read errors too.
         app.add_middleware(
             CORSMiddleware,
-            allow_origins=state.server_config.known_origins,
+            allow_origins=config.known_origins,
             allow_methods=_CORS_METHODS,
             allow_headers=("*",),
             expose_headers=_CORS_HEADERS,
             allow_private_network=True,
         )
-    app.add_middleware(CountingMiddleware, state=state)
-    app.add_middleware(RequestIdMiddleware, state=state)
-    return app

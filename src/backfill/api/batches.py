@@ -6,10 +6,9 @@ from dataclasses import asdict
 
 from fastapi import APIRouter, Request, Response
 
-from backfill.api.bodies import json_body, owner_of, query_limit
+from backfill.api.bodies import HasJobs, json_body, owner_of, query_limit
 from backfill.api.files import json_list
 from backfill.api.openapi import takes_json
-from backfill.api.state import ServerState
 from backfill.jobs.records import BatchRecord, TokenUsage
 from backfill.preparation.lines import LineError
 from backfill.protocol.batches import CreateBatchRequest, parse_window_s
@@ -20,7 +19,7 @@ _DEFAULT_PAGE, _MAX_PAGE = 20, 100
 _MAX_BODY_BYTES = 64 << 10
 
 
-def build_batches_router(state: ServerState) -> APIRouter:
+def build_batches_router(state: HasJobs) -> APIRouter:
     router = APIRouter()
 
     @router.post("/v1/batches", openapi_extra=takes_json(CreateBatchRequest))

@@ -6,6 +6,7 @@ import re
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 import msgspec
 from fastapi import Request
@@ -14,6 +15,7 @@ from backfill.api.body_budget import BodyBudget, HeldBytes
 from backfill.api.errors import BodyTooLarge, UnsupportedEncoding
 from backfill.core.errors import RequestError
 from backfill.core.request import ServiceClass
+from backfill.jobs.manager import JobManager
 from backfill.protocol.generation_fields import MAX_CHOICES
 
 _JSON_TYPE = re.compile(r"application/([\w.+-]+\+)?json\s*(;|$)", re.IGNORECASE)
@@ -35,6 +37,17 @@ class Body:
 
     raw: bytes
     held: HeldBytes
+
+
+class HasJobs(Protocol):
+    """What the routes of files and batches need: a server's state, or a router's."""
+
+    @property
+    def bodies(self) -> BodyBudget: ...
+
+    def ready_jobs(self) -> JobManager:
+        """Raises: Unavailable."""
+        ...
 
 
 @asynccontextmanager

@@ -36,6 +36,13 @@ class HeldBytes:
         self._budget.num_bytes += num_bytes
         self.num_bytes += num_bytes
 
+    def release(self) -> None:
+        """Hold nothing any more, before the block is left."""
+        self._budget.num_bytes -= self.num_bytes
+        if self.is_offline:
+            self._budget.num_offline_bytes -= self.num_bytes
+        self.num_bytes = 0
+
     def mark_offline(self) -> None:
         """Count the body as offline. Raises, changing nothing: OfflineUnavailable."""
         if self._budget.num_offline_bytes + self.num_bytes > self._budget.max_offline_bytes:
@@ -74,6 +81,4 @@ class BodyBudget:
         try:
             yield held
         finally:
-            self.num_bytes -= held.num_bytes
-            if held.is_offline:
-                self.num_offline_bytes -= held.num_bytes
+            held.release()

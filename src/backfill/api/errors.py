@@ -17,12 +17,14 @@ from backfill.api.admission import MAX_RETRY_AFTER_S, OfflineSuspended, Overload
 from backfill.api.body_budget import OfflineUnavailable, Unavailable
 from backfill.api.objective_admission import ObjectiveUnavailable
 from backfill.api.shedding import RequestShed
-from backfill.core.errors import BackfillError
+from backfill.core.errors import BackfillError, RequestLost
 from backfill.jobs.errors import Busy, Conflict, NotFound, StorageFull, TooLarge, TooMany, TooManyUploads
 from backfill.protocol.responses import error_body, error_of
 
 logger = logging.getLogger(__name__)
 
+# Requests that the engine lost together with this one: tells a router that this one may be the cause.
+LOST_HEADER = "x-backfill-lost"
 _METHODS = ("DELETE", "GET", "HEAD", "POST")
 
 
@@ -91,7 +93,10 @@ def error_response(error: Exception, request_id: str = "") -> JSONResponse:
             return JSONResponse(body, 429, headers if error.may_retry else headers | _NO_RETRY)
         case BackfillError():
             status, body = error_of(error)
-            return JSONResponse(body, status, _UNAVAILABLE.headers if status == 503 else None)
+            headers = dict(_UNAVAILABLE.headers) if status == 503 else {}
+            if isinstance(error, RequestLost) and error.num_lost > 0:
+                headers[LOST_HEADER] = str(error.num_others)
+            return JSONResponse(body, status, headers)
         case ClientDisconnect():
             return JSONResponse(None, 499)  # the client has left
         case HTTPException():

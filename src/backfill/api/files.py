@@ -9,11 +9,10 @@ import msgspec
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from backfill.api.bodies import check_announced_size, owner_of, query_limit
+from backfill.api.bodies import HasJobs, check_announced_size, owner_of, query_limit
 from backfill.api.downloads import DownloadResponse
 from backfill.api.multipart import MAX_OVERHEAD_BYTES, FileStart, FormField, read_form
 from backfill.api.openapi import answers, takes_upload
-from backfill.api.state import ServerState
 from backfill.core.errors import RequestError
 from backfill.jobs.manager import JobManager
 from backfill.jobs.records import FileRecord
@@ -30,7 +29,7 @@ from backfill.protocol.responses import Json
 _MAX_PAGE = 10_000
 
 
-def build_files_router(state: ServerState) -> APIRouter:
+def build_files_router(state: HasJobs) -> APIRouter:
     router = APIRouter()
 
     @router.post("/v1/files", openapi_extra=takes_upload())

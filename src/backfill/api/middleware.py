@@ -18,7 +18,9 @@ from backfill.api.client_stalls import ClientStalls
 from backfill.api.errors import InvalidApiKey, error_response, response_id_of
 from backfill.api.keys import ApiKeys
 from backfill.api.state import ServerState
+from backfill.core.clock import Clock
 
+OWNER_HEADER = "x-backfill-owner"
 _MAX_REQUEST_ID_CHARS = 128
 # Browsers send no key when they open a page, and these paths show no data of clients.
 _PUBLIC_PATHS = frozenset(
@@ -54,7 +56,7 @@ class RequestIdMiddleware(HttpMiddleware):
     stalls.
     """
 
-    state: ServerState
+    clock: Clock
 
     async def _handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         asked = Headers(scope=scope).get("x-request-id", "")
@@ -63,8 +65,8 @@ class RequestIdMiddleware(HttpMiddleware):
         response_id = asked or f"req_{uuid.uuid4().hex}"
         state = scope.setdefault("state", {})
         state.update(request_id=asked or None, response_id=response_id)
-        state["arrived_at_s"] = state.get("received_at_s", self.state.clock.now_s())
-        state.setdefault("client_stalls", ClientStalls(self.state.clock))
+        state["arrived_at_s"] = state.get("received_at_s", self.clock.now_s())
+        state.setdefault("client_stalls", ClientStalls(self.clock))
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -106,6 +108,9 @@ class ApiKeyMiddleware(HttpMiddleware):
     excluded_paths = _PUBLIC_PATHS
     keys: ApiKeys
 
+    # The key of this name speaks for the owner that the header names: a router that has checked their keys.
+    router_name: ClassVar[str] = "router"
+
     async def _handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
         owner = self.keys.owner_of(key.strip()) if scheme.lower() == "bearer" else None
@@ -113,6 +118,8 @@ class ApiKeyMiddleware(HttpMiddleware):
             error = InvalidApiKey("Incorrect or missing API key. Send it as 'Authorization: Bearer KEY'.")
             await error_response(error)(scope, receive, send)
             return
+        if owner == self.router_name:
+            owner = Headers(scope=scope).get(OWNER_HEADER, owner)
         scope.setdefault("state", {})["owner"] = owner
         await self.app(scope, receive, send)
 

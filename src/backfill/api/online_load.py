@@ -115,6 +115,19 @@ class OnlineLoad:
         return self._num_open
 
     @property
+    def num_waiting_tokens(self) -> int:
+        """Prompt tokens of choices without a first token."""
+        loads = (*self._in_time.values(), *self._relegated.values())
+        return sum(load.num_tokens for load in loads)
+
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        """Predicted for a step of prompt tokens without other requests."""
+        load = StepLoad()
+        self._put(load, self._step_tokens)
+        return self._step_tokens / max(self._prefill_s(load), 1e-9)
+
+    @property
     def num_context_tokens(self) -> int:
         """About the tokens of all open choices, prompts included."""
         num_generated = self._num_decoding * self._num_steps - self._sum_first_steps

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Request
+import msgspec
+from fastapi import APIRouter, HTTPException, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
 from backfill import __version__
@@ -113,6 +114,13 @@ def _add_status_routes(router: APIRouter, state: ServerState) -> None:
     async def version() -> Json:
         """The version of Backfill."""
         return {"version": __version__}
+
+    @router.get("/state", include_in_schema=False)
+    async def replica_state() -> Response:
+        """What a router wants to know."""
+        if state.reporter is None:
+            raise HTTPException(404)
+        return Response(msgspec.json.encode(state.reporter.state(state)), media_type="application/json")
 
     @router.get("/load")
     async def load() -> Json:

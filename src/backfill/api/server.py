@@ -30,6 +30,7 @@ from backfill.api.metrics.registry import Metrics
 from backfill.api.metrics.requests import ObjectiveCounts
 from backfill.api.online_load import OnlineLoad
 from backfill.api.online_traffic import OnlineTrafficMeter
+from backfill.api.replica_state import StateReporter
 from backfill.api.state import Phase, ServerState
 from backfill.api.stats_log import StatsLog
 from backfill.core.clock import Clock
@@ -104,6 +105,8 @@ class Server:
         self.state = ServerState(
             server_config, engine_config, client, self._processes.preparation, api_keys=api_keys
         )
+        self._reporter = StateReporter(model.names, model.folder)
+        self.state.reporter = self._reporter
         self._key_file_watch: KeyFileWatch | None = None
         if api_keys is not None and server_config.api_key_file is not None:
             self._key_file_watch = KeyFileWatch(api_keys)
@@ -138,7 +141,7 @@ class Server:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal, number)
-        limits = _connection_limits(self.state.server_config, raise_open_files_limit())
+        limits = connection_limits(self.state.server_config, raise_open_files_limit())
         http = HttpServer(create_app(self.state), limits, self.state.clock)
         http_task = asyncio.create_task(http.serve(sockets=[listener]))
         log_task = self._tasks.start(self._stats_log.run(), "stats-log")
@@ -262,6 +265,7 @@ class Server:
 
     def _on_report(self, report: StepReport) -> None:
         self._stats_log.on_report(report)
+        self._reporter.on_report(report)
         if self.state.metrics is not None:
             self.state.metrics.engine.on_report(report)
         if self.state.online_load is not None:
@@ -307,7 +311,7 @@ class HttpServer(uvicorn.Server):
         yield
 
 
-def _connection_limits(config: ServerConfig, num_open_files: int) -> ConnectionLimits:
+def connection_limits(config: ServerConfig, num_open_files: int) -> ConnectionLimits:
     return ConnectionLimits(
         max_connections=config.max_connections or default_max_connections(num_open_files),
         head_timeout_s=config.head_timeout,

@@ -16,6 +16,7 @@ from backfill.api.keys import ApiKeys
 from backfill.api.metrics.registry import Metrics
 from backfill.api.objective_admission import ObjectiveUnavailable, check_objectives
 from backfill.api.online_load import OnlineLoad, OpenRequest
+from backfill.api.replica_state import StateReporter
 from backfill.api.shedding import RequestShed, check_hopeless
 from backfill.api.stats_log import FieldWarnings
 from backfill.core.clock import Clock, WallClock
@@ -54,6 +55,7 @@ class ServerState:
     api_keys: ApiKeys | None = None  # None if requests need no key
     jobs: JobManager | None = None  # None if the Batch API is switched off
     online_load: OnlineLoad | None = None  # None without a cost model, and for policies that use none
+    reporter: StateReporter | None = None  # None if no router may ask
     num_unanswered: int = 0  # accepted generation requests whose response is not complete
     clock: Clock = field(default_factory=WallClock)  # of arrivals and of what is measured at the socket
     field_warnings: FieldWarnings = field(default_factory=FieldWarnings)

@@ -34,6 +34,7 @@ app.command("backfill.cli.serve:app", name="serve", help="Serve a model over an 
 app.command(
     "backfill.cli.run_batch:app", name="run-batch", help="Answer requests of a file without a server."
 )
+app.command("backfill.cli.router:app", name="router", help="Divide requests among several servers.")
 app.command("backfill.cli.pull:app", name="pull", help="Fetch a model, and print its folder.")
 app.command("backfill.cli.profile:app", name="profile", help="Time a model and save its cost profile.")
 app.command("backfill.cli.simulate:app", name="simulate", help="Run a scenario in simulated time.")

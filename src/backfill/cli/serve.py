@@ -24,6 +24,7 @@ from backfill.engine.options import ModelOptions, check_profile
 from backfill.generation.chat_template import read_template
 from backfill.jobs.config import JobsConfig
 from backfill.jobs.private_files import DataFolderLock, make_folder, write_durably
+from backfill.router.config import ReplicaOptions
 
 if TYPE_CHECKING:
     from backfill.engine.client import EngineClient
@@ -38,6 +39,7 @@ def serve(
     model: ModelOptions,
     server: ServerConfig,
     jobs: JobsConfig,
+    replicas: ReplicaOptions,
     engine: EngineConfig = EngineConfig(scheduler=SchedulerConfig(policy="slo")),  # noqa: B008  # frozen
 ) -> None:
     """Serve MODEL over an OpenAI-compatible HTTP API. Fetches and converts the model first, where needed.
@@ -56,6 +58,11 @@ def serve(
         # A batch's file may be as large as asked, so any file may.
         max_file_bytes=max(jobs.batch_max_bytes, jobs.max_file_bytes),
     )
+    if replicas.data_parallel_size > 1:
+        from backfill.cli.serve_replicas import serve_replicas
+
+        serve_replicas(model, server, jobs, engine, replicas.data_parallel_size)
+        return
     _run(model, server, engine.with_checkpointing(), jobs, read_template(server.chat_template), started_at_s)
 
 
@@ -63,7 +70,7 @@ app = command(
     serve,
     {
         "Model": MODEL_SECTION,
-        "Engine": "device threads num_micro_batches gpu_memory_utilization device_memory "
+        "Engine": "device threads data_parallel_size num_micro_batches gpu_memory_utilization device_memory "
         "offload_interval min_offload_interval offload_bus offload_bus_gib_per_s profile "
         "engine_hang_timeout",
         "Scheduling": f"{LIMITS_SECTION} policy ttft_slo tpot_slo min_ttft_slo min_tpot_slo "

@@ -184,6 +184,11 @@ class JobManager:
         self._service = service
         self._feeder.set_capacity(self.config.max_in_flight or 2 * max_num_seqs)
 
+    def feed(self, capacity: int) -> None:
+        """Let so many lines be with the runner at once; with 0 no line starts. For a runner of one's own."""
+        if not self._is_paused:
+            self._feeder.set_capacity(capacity)
+
     def engine_lost(self) -> None:
         self._service = None
         self._feeder.set_capacity(0)

@@ -55,7 +55,7 @@ class LineFile:
 
     def read_names(self, position: Position, max_lines: int) -> LinesAt:
         """The same without their bodies."""
-        return self._read(position, max_lines, _named)
+        return self._read(position, max_lines, named)
 
     def _read(
         self, position: Position, max_lines: int, convert: Callable[[InputLine, int], BatchLine]
@@ -81,7 +81,7 @@ class LineFile:
         return LinesAt(group, position)
 
     def _prepared(self, line: InputLine, num_bytes: int) -> BatchLine:
-        read = _named(line, num_bytes)
+        read = named(line, num_bytes)
         read.num_bytes = num_bytes
         if line.number in self.selection.unprepared:
             return read
@@ -101,7 +101,8 @@ class LineFile:
         return read
 
 
-def _named(line: InputLine, num_bytes: int) -> BatchLine:
+def named(line: InputLine, num_bytes: int = 0) -> BatchLine:
+    """The line without its body."""
     return BatchLine(number=line.number, custom_id=line.custom_id, request_id=f"req_{uuid.uuid4().hex}")
 
 

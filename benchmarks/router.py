@@ -1,0 +1,191 @@
+"""What the router costs a request: the same requests through it and straight to the engine it chooses.
+
+Two engines that compute nothing answer at once, each in a process of its own, so that what is measured is
+the router's way: accept, read, choose, send, pass back. With ``--model`` the engines are real servers.
+Requests go one after another over one kept connection, alternating between the router and the engines, with
+a short prompt and with one of 8 KiB, streamed and whole. The cost is the difference of the medians of each
+round; the median of the rounds is reported. On a loaded machine it includes the router's wait for a
+processor, so the processor time that the router's process used for a request is reported too.
+
+Usage: router.py [--rounds 5] [--requests 300] [--model FOLDER]. The last line of output is a JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import aiohttp
+import msgspec
+from aiohttp import web
+
+from backfill.api.replica_state import ReplicaState
+from backfill.cli.own_server import own_server, server_environment
+from backfill.router.replicas import free_port
+
+READY_S = 120.0
+NUM_ENGINES = 2
+LONG_PROMPT_BYTES = 8 << 10
+_EVENTS = b"".join(
+    b"data: " + json.dumps({"choices": [{"index": 0, "text": f" {number}"}]}).encode() + b"\n\n"
+    for number in range(8)
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--requests", type=int, default=300)
+    parser.add_argument("--model", help="folder of a model for real engines")
+    args = parser.parse_args()
+    with ExitStack() as stack:
+        if args.model is None:
+            engines = [stack.enter_context(stub_engine()) for _ in range(NUM_ENGINES)]
+        else:
+            engines = [stack.enter_context(real_engine(args.model)) for _ in range(NUM_ENGINES)]
+        router, pid = stack.enter_context(running_router(engines))
+        result = asyncio.run(measure(router, pid, engines, args.rounds, args.requests))
+    for name, values in result.items():
+        shown = ", ".join(f"{key} {value:.3f}" for key, value in values.items())
+        print(f"{name:16s} {shown}")
+    kind = "stub" if args.model is None else "real"
+    print(json.dumps({"benchmark": "router", "engines": kind, "requests": args.requests, **result}))
+
+
+@contextmanager
+def stub_engine() -> Iterator[str]:
+    ours, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=run_stub, args=(theirs,), daemon=True)
+    process.start()
+    try:
+        yield f"http://127.0.0.1:{ours.recv()}"
+    finally:
+        process.kill()
+        process.join()
+
+
+def run_stub(pipe: Connection) -> None:
+    """Answer every completion with eight tokens."""
+    state = ReplicaState(
+        instance=str(time.time_ns()),
+        phase="ready",
+        models=("stub",),
+        digest="",
+        max_num_seqs=256,
+        kv_tokens=1_000_000,
+        max_model_len=100_000,
+        ttft_slo_s=1.0,
+        prefill_tokens_per_s=1e6,
+    )
+
+    async def show_state(request: web.Request) -> web.Response:
+        return web.Response(body=msgspec.json.encode(state))
+
+    async def complete(request: web.Request) -> web.Response:
+        body = msgspec.json.decode(await request.read())
+        if body.get("stream"):
+            return web.Response(body=_EVENTS + b"data: [DONE]\n\n", content_type="text/event-stream")
+        return web.Response(body=b'{"choices": []}', content_type="application/json")
+
+    async def run() -> None:
+        app = web.Application()
+        app.add_routes([web.get("/state", show_state), web.post("/v1/completions", complete)])
+        runner = web.AppRunner(app, access_log=None)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        pipe.send(runner.addresses[0][1])
+        await asyncio.Event().wait()
+
+    asyncio.run(run())
+
+
+@contextmanager
+def real_engine(model: str) -> Iterator[str]:
+    options = ["--no-batch-api", "--threads", "1", "--kv-gib", "0.1"]
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        own_server(model, options, Path(folder, "log")) as server,
+    ):
+        server.wait_until_ready(READY_S)
+        yield server.url
+
+
+@contextmanager
+def running_router(engines: list[str]) -> Iterator[tuple[str, int]]:
+    """Its URL and process id."""
+    port = free_port()
+    command = [sys.executable, "-m", "backfill", "router", "--port", str(port), "--no-batch-api"]
+    with subprocess.Popen(
+        [*command, "--engines", *engines, "--log-level", "ERROR"],
+        stdout=subprocess.PIPE,
+        env=server_environment(),
+    ) as process:
+        try:
+            assert process.stdout is not None
+            while b"Backfill routes" not in (line := process.stdout.readline()):
+                if not line:
+                    raise SystemExit("the router did not start")
+            yield f"http://127.0.0.1:{port}", process.pid
+        finally:
+            process.terminate()
+
+
+async def measure(
+    router: str, pid: int, engines: list[str], num_rounds: int, num_requests: int
+) -> dict[str, dict[str, float]]:
+    """Milliseconds of the median request, direct and routed, and what the router adds, by kind of request."""
+    kinds = {
+        "whole": {"prompt": "Hi", "max_tokens": 1},
+        "stream": {"prompt": "Hi", "max_tokens": 8, "stream": True},
+        "long stream": {"prompt": "word " * (LONG_PROMPT_BYTES // 5), "max_tokens": 8, "stream": True},
+    }
+    result = {}
+    async with aiohttp.ClientSession() as session:
+        for name, body in kinds.items():
+            rounds = []
+            for number in range(num_rounds + 1):  # the first warms up
+                seconds: dict[str, list[float]] = {"direct": [], "routed": []}
+                used_s = processor_s(pid)
+                for index in range(num_requests):
+                    for way, url in (("direct", engines[index % len(engines)]), ("routed", router)):
+                        started_at_s = time.perf_counter()
+                        async with session.post(f"{url}/v1/completions", json=body) as response:
+                            await response.read()
+                            if response.status != 200:
+                                raise SystemExit(f"{way}: status {response.status}")
+                        seconds[way].append(time.perf_counter() - started_at_s)
+                if number > 0:
+                    medians = {way: 1e3 * statistics.median(each) for way, each in seconds.items()}
+                    rounds.append(medians | {"used": 1e3 * (processor_s(pid) - used_s) / num_requests})
+            added = [each["routed"] - each["direct"] for each in rounds]
+            result[name] = {
+                "direct_ms": statistics.median(each["direct"] for each in rounds),
+                "routed_ms": statistics.median(each["routed"] for each in rounds),
+                "added_ms": statistics.median(added),
+                "most_added_ms": max(added),
+                "processor_ms": statistics.median(each["used"] for each in rounds),
+            }
+    return result
+
+
+def processor_s(pid: int) -> float:
+    """Seconds of processor time that a process has used."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+if __name__ == "__main__":
+    main()

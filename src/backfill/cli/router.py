@@ -1,0 +1,90 @@
+"""``backfill router``: one address for several servers of one model."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from backfill.api.config import ServerConfig
+from backfill.cli.command import VARIABLES, command
+from backfill.cli.interrupts import LOADING, take_from_loop
+from backfill.cli.startup import bind, configure_logging, run_in_loop
+from backfill.jobs.config import JobsConfig
+from backfill.router.config import RouterConfig
+
+if TYPE_CHECKING:
+    from backfill.router.engines import Engines
+
+
+def router(
+    config: RouterConfig,
+    server: ServerConfig = ServerConfig(port=8080),  # noqa: B008  # frozen
+    jobs: JobsConfig = JobsConfig(data_dir=Path("~/.local/share/backfill-router")),  # noqa: B008  # frozen
+) -> None:
+    """Divide requests and batches among ENGINES, which are Backfill servers of one model.
+
+    Exit status: 0 ended by a signal; 1 it cannot serve, or a second signal ended it at once; 130 or 143 ended
+    by SIGINT or SIGTERM before the engines had joined.
+    """
+    configure_logging(server.log_level, "router")
+    from backfill.api.keys import ApiKeys
+    from backfill.router.server import RouterServer
+
+    jobs = dataclasses.replace(
+        jobs,
+        data_dir=jobs.data_dir.expanduser(),
+        max_line_bytes=server.max_body_bytes,
+        max_file_bytes=max(jobs.batch_max_bytes, jobs.max_file_bytes),
+    )
+    keys = ApiKeys(server.api_key, server.api_key_file) if server.asks_for_keys else None
+    listener = bind(server.host, server.port)
+    host, port = listener.getsockname()[:2]
+    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+    def on_ready(engines: Engines) -> None:
+        names = ", ".join(engines.model.models) if engines.model is not None else ""
+        num_up = sum(engine.is_up for engine in engines.all)
+        print(
+            f"\nBackfill routes {names} on {url} to {len(engines.all)} engines, {num_up} of them ready",
+            flush=True,
+        )
+
+    async def run() -> signal.Signals | None:
+        routing = RouterServer(
+            server,
+            config,
+            url=url,
+            api_keys=keys,
+            jobs_config=jobs if jobs.batch_api else None,
+            on_ready=on_ready,
+        )
+        try:
+            return await routing.run(listener)
+        finally:
+            take_from_loop(asyncio.get_running_loop())
+
+    stopped_by = run_in_loop(run())
+    if stopped_by is not None:
+        print(f"backfill: {LOADING}", file=sys.stderr)
+        raise SystemExit(128 + stopped_by)
+
+
+app = command(
+    router,
+    {
+        "Engines": "engines policy engine_api_key poll_interval engine_timeout retry_timeout",
+        "Server": "host port data_dir api_key api_key_file allowed_hosts allowed_origins shutdown_timeout "
+        "log_level",
+        "Limits": "max_body_bytes max_inflight_body_bytes max_connections head_timeout body_timeout "
+        "write_timeout",
+        "Batches": "order batch_api batch_database_url batch_max_lines batch_max_bytes batch_max_storage_gib "
+        "batch_max_owner_gib batch_min_free_gib batch_max_uploads batch_max_open batch_max_queued_lines "
+        "batch_retention_hours",
+    },
+    variables=VARIABLES,
+    many="engines",
+)

@@ -1,0 +1,223 @@
+"""The router's ASGI application: engines' routes are passed on, the others are its own."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from backfill import __version__
+from backfill.api.app import add_checks, add_docs
+from backfill.api.batches import build_batches_router
+from backfill.api.bodies import json_body, owner_of
+from backfill.api.body_budget import BodyBudget, Unavailable
+from backfill.api.config import ServerConfig
+from backfill.api.errors import Forbidden, error_response, install_error_handlers, response_id_of
+from backfill.api.files import build_files_router
+from backfill.api.keys import ApiKeys
+from backfill.api.middleware import HttpMiddleware, RequestIdMiddleware
+from backfill.api.openapi import openapi_document
+from backfill.api.routes import build_unsupported_router
+from backfill.core.clock import Clock
+from backfill.core.errors import ConfigError, RequestError
+from backfill.jobs.errors import Conflict, NotFound
+from backfill.jobs.manager import JobManager
+from backfill.protocol.responses import Json
+from backfill.router.engines import Engine, EngineRefused, Engines
+from backfill.router.metrics import RouterMetrics
+from backfill.router.proxy import Proxy
+
+ADMIN = "admin"
+"""The name of the key that may change the engines."""
+
+_GENERATION_PATHS = frozenset({"/v1/chat/completions", "/v1/completions"})
+_FORWARDED_PATHS = frozenset({"/v1/models", "/tokenize", "/detokenize"})
+_MODEL_PREFIX = "/v1/models/"
+_MAX_ADMIN_BYTES = 64 << 10
+
+
+@dataclass(slots=True)
+class RouterState:
+    """Shared by all routes. Its event loop owns it."""
+
+    server_config: ServerConfig
+    engines: Engines
+    proxy: Proxy
+    metrics: RouterMetrics
+    clock: Clock
+    bodies: BodyBudget
+    api_keys: ApiKeys | None = None  # None if requests need no key
+    jobs: JobManager | None = None  # None if the Batch API is switched off
+    is_draining: bool = field(default=False)
+
+    def ready_jobs(self) -> JobManager:
+        """Raises: Unavailable."""
+        if self.is_draining or self.jobs is None:
+            raise Unavailable("The router is shutting down. Please retry.")
+        return self.jobs
+
+
+@dataclass
+class ProxyMiddleware(HttpMiddleware):
+    """Passes on the requests that engines answer."""
+
+    state: RouterState
+
+    async def _handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path: str = scope["path"]
+        proxy = self.state.proxy
+        if path in _GENERATION_PATHS and scope["method"] == "POST":
+            handle = proxy.generate
+        elif path in _FORWARDED_PATHS or path.startswith(_MODEL_PREFIX):
+            handle = proxy.forward
+        else:
+            await self.app(scope, receive, send)
+            return
+        has_begun = False
+
+        async def send_and_note(message: Any) -> None:
+            nonlocal has_begun
+            has_begun = True
+            await send(message)
+
+        with suppress(ClientDisconnect, OSError):
+            try:
+                if self.state.is_draining:
+                    raise Unavailable("The router is shutting down. Please retry.")
+                await handle(scope, receive, send_and_note)
+            except (ClientDisconnect, OSError):
+                raise
+            except Exception as error:
+                if has_begun:
+                    raise
+                await error_response(error, response_id_of(scope))(scope, receive, send)
+
+
+def create_router_app(state: RouterState) -> ASGIApp:
+    app = FastAPI(title="Backfill router", version=__version__, docs_url=None, redoc_url=None)
+    install_error_handlers(app)
+    app.include_router(_status_routes(state))
+    app.include_router(_engine_routes(state))
+    if state.jobs is not None:
+        app.include_router(build_files_router(state))
+        app.include_router(build_batches_router(state))
+    app.include_router(build_unsupported_router())
+    app.openapi = lambda: openapi_document(app)  # type: ignore[method-assign]
+    add_docs(app)
+    app.add_middleware(ProxyMiddleware, state=state)
+    add_checks(app, state.server_config, state.api_keys)
+    app.add_middleware(RequestIdMiddleware, clock=state.clock)
+    return app
+
+
+def _status_routes(state: RouterState) -> APIRouter:
+    router = APIRouter()
+
+    @router.get("/health", response_class=Response)
+    async def health() -> Response:
+        """200 if an engine accepts requests, else 503."""
+        if state.is_draining:
+            return JSONResponse({"status": "shutting down"}, 503, {"Retry-After": "2"})
+        if not any(engine.is_up for engine in state.engines.all):
+            return JSONResponse({"status": "no engine is up"}, 503, {"Retry-After": "2"})
+        return Response(status_code=200)
+
+    @router.get("/ping", response_class=Response)
+    async def ping() -> Response:
+        """The same as /health."""
+        return await health()
+
+    @router.get("/health/live", response_class=Response)
+    async def live() -> Response:
+        """200 while the router runs."""
+        return Response(status_code=200)
+
+    @router.get("/metrics", response_class=PlainTextResponse)
+    async def metrics() -> Response:
+        """The router's metrics as Prometheus text; engines have their own."""
+        content_type = "text/plain; version=0.0.4; charset=utf-8"
+        return PlainTextResponse(state.metrics.expose(), media_type=content_type)
+
+    @router.get("/version")
+    async def version() -> Json:
+        """The version of Backfill."""
+        return {"version": __version__}
+
+    @router.get("/load")
+    async def load() -> Json:
+        """The number of requests and lines that engines have of this router."""
+        return {"server_load": sum(engine.num_in_flight for engine in state.engines.all)}
+
+    return router
+
+
+def _engine_routes(state: RouterState) -> APIRouter:
+    router = APIRouter()
+
+    def check_admin(request: Request) -> None:
+        if state.api_keys is not None and owner_of(request) != ADMIN:
+            raise Forbidden(f"Engines are shown to, and changed by, the API key named {ADMIN} alone.")
+
+    @router.get("/router/engines")
+    async def engines(request: Request) -> Json:
+        """The engines, and what the router knows of each."""
+        check_admin(request)
+        return {"object": "list", "data": [_engine_body(state, engine) for engine in state.engines.all]}
+
+    @router.post("/router/engines")
+    async def join(request: Request) -> Json:
+        """Add the engine whose ``url`` the JSON body names. It gets requests as soon as it is ready."""
+        check_admin(request)
+        async with json_body(request, state.bodies, _MAX_ADMIN_BYTES) as body:
+            url = _url_in(body.raw)
+        try:
+            return _engine_body(state, await state.engines.join(url))
+        except ConfigError as error:
+            raise RequestError(str(error).replace("`engines`", "url"), param="url") from None
+        except EngineRefused as error:
+            raise Conflict(str(error)) from None
+
+    @router.delete("/router/engines")
+    async def leave(request: Request, url: str = "") -> Json:
+        """Send the engine of the query parameter ``url`` no more requests; those that it has end."""
+        check_admin(request)
+        engine = state.engines.leave(url.rstrip("/"))
+        if engine is None:
+            raise NotFound(f"There is no engine {url[:200]!r}; /router/engines lists them.")
+        return _engine_body(state, engine)
+
+    return router
+
+
+def _url_in(raw: bytes) -> str:
+    try:
+        body = msgspec.json.decode(raw)
+    except (msgspec.DecodeError, RecursionError):
+        raise RequestError("The body is not JSON.") from None
+    if not isinstance(body, dict) or not isinstance(body.get("url"), str):
+        raise RequestError("The body must name the engine's url.", param="url")
+    return str(body["url"])
+
+
+def _engine_body(state: RouterState, engine: Engine) -> Json:
+    known = engine.state
+    replica = state.engines.replicas.get(engine.url)
+    status = "up" if engine.is_up else "leaving" if engine.is_leaving else "down"
+    return {
+        "url": engine.url,
+        "object": "engine",
+        "status": status,
+        "phase": None if known is None else known.phase,
+        "models": [] if known is None else list(known.models),
+        "num_in_flight": engine.num_in_flight,
+        "num_lines": 0 if replica is None else replica.num_lines,
+        "num_online": 0 if replica is None else replica.num_online,
+        "predicted_wait_s": None if replica is None else replica.wait_s(state.clock.now_s()),
+        "num_lost": state.engines.num_lost.get(engine.url, 0),
+    }

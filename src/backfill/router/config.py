@@ -1,0 +1,95 @@
+"""Options of the router."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+from urllib.parse import urlsplit
+
+from backfill.core.errors import ConfigError
+from backfill.core.options import check_types, internal, secret
+
+MAX_REPLICAS = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterConfig:
+    """How requests are divided among engines.
+
+    Attributes:
+        engines: URL of a Backfill server, such as http://10.0.0.1:8000; repeatable. Others may join later.
+        policy: which engine serves an online request. slo: the least predicted TTFT, and the engine that has
+            the prompt's prefix in its cache where that costs no objective. The others are baselines.
+        engine_api_key: key that the router sends to engines, instead of its clients' own.
+        poll_interval: seconds between two looks at an engine's state.
+        engine_timeout: seconds for an engine to be reached at the start, and to answer a look at its state.
+        retry_timeout: seconds that a request waits for an engine where none is up; then HTTP 503.
+        join_timeout: seconds for all engines to be reached at the start; None for ``engine_timeout``.
+    """
+
+    engines: tuple[str, ...] = ()
+    policy: Literal["slo", "round-robin", "least-loaded", "prefix"] = "slo"
+    engine_api_key: str | None = secret(None)
+    poll_interval: float = 0.25
+    engine_timeout: float = 10.0
+    retry_timeout: float = 30.0
+    join_timeout: float | None = internal(None)
+
+    def validate(self) -> None:
+        """Raises: ConfigError for the first field out of range."""
+        check_types(self)
+        if not self.engines:
+            raise ConfigError(
+                "is needed: the URL of a Backfill server, as often as there are.", field="engines"
+            )
+        for url in self.engines:
+            engine_url(url)
+        for field in ("poll_interval", "engine_timeout"):
+            if not (math.isfinite(seconds := getattr(self, field)) and seconds > 0):
+                raise ConfigError(f"must be above 0 seconds, got {seconds:g}.", field=field)
+        if not 0 <= self.retry_timeout < math.inf:
+            raise ConfigError(
+                f"must be at least 0 seconds, got {self.retry_timeout:g}.", field="retry_timeout"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaOptions:
+    """Replicas of a server.
+
+    Attributes:
+        data_parallel_size: servers of the model that are started behind one address, each with an engine of
+            its own. They divide the threads on CPU; on CUDA each has a GPU.
+    """
+
+    data_parallel_size: int = 1
+
+    def validate(self) -> None:
+        """Raises: ConfigError for a field out of range."""
+        check_types(self)
+        if not 1 <= self.data_parallel_size <= MAX_REPLICAS:
+            raise ConfigError(
+                f"must be between 1 and {MAX_REPLICAS}, got {self.data_parallel_size}.",
+                field="data_parallel_size",
+            )
+
+
+def engine_url(text: str) -> str:
+    """The URL of an engine in one spelling. Raises: ConfigError."""
+    try:
+        parts = urlsplit(text.strip())
+        port = parts.port
+    except ValueError:
+        parts, port = urlsplit(""), None
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError(
+            f"must be the URL of a Backfill server, such as http://10.0.0.1:8000, got {text[:80]!r}.",
+            field="engines",
+        )
+    if parts.path.strip("/") not in ("", "v1") or parts.query or parts.username:
+        raise ConfigError(
+            f"must be a URL without a path, a query or a user, got {text[:80]!r}.", field="engines"
+        )
+    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+    return f"{parts.scheme}://{host}" + (f":{port}" if port is not None else "")

@@ -1,0 +1,346 @@
+"""The engines behind a router: who is up, who joins and leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import aiohttp
+import msgspec
+
+from backfill.api.replica_state import ReplicaState
+from backfill.core.clock import Clock
+from backfill.core.errors import BackfillError
+from backfill.engine.tasks import TaskWatch
+from backfill.router.config import RouterConfig, engine_url
+from backfill.router.policy import ReplicaReport, ReplicaSet, create_policy
+
+logger = logging.getLogger(__name__)
+
+_READY = "ready"
+_CONNECT_S = 5.0
+# Below the 5 s after which an engine closes an idle connection: a request must not be sent as it does.
+_KEEP_ALIVE_S = 3.0
+_RETRY_S = 0.25
+_UNKNOWN_PREFILL_TOKENS_PER_S = 2000.0  # of an engine without a cost model; measured TTFTs correct it
+
+_decoder = msgspec.json.Decoder(ReplicaState)
+
+
+class EngineLost(Exception):
+    """The connection to an engine, or the engine, ended before its answer did.
+
+    Attributes:
+        was_reached: the engine may have begun the request.
+        had_company: other requests of this router were there at some time.
+    """
+
+    def __init__(self, message: str, *, was_reached: bool = True, had_company: bool = True) -> None:
+        super().__init__(message)
+        self.was_reached = was_reached
+        self.had_company = had_company
+
+
+class EngineRefused(BackfillError):
+    """A server that cannot be one of the router's engines."""
+
+
+@dataclass(slots=True, eq=False)
+class Engine:
+    """A server as the router knows it.
+
+    Attributes:
+        state: as last seen; None before that.
+        is_up: it accepts requests.
+        is_leaving: it gets no more requests, and is forgotten once those that it has have ended.
+    """
+
+    url: str
+    state: ReplicaState | None = None
+    is_up: bool = False
+    is_leaving: bool = False
+    poll_now: asyncio.Event = field(default_factory=asyncio.Event)
+    watcher: asyncio.Task[None] | None = None
+    _attempts: set[_Attempt] = field(default_factory=set)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Requests and lines of this router."""
+        return len(self._attempts)
+
+    @contextmanager
+    def attempt(self) -> Iterator[None]:
+        """Send a request to the engine in the block. Raises: EngineLost as soon as the engine is lost."""
+        task = asyncio.current_task()
+        assert task is not None
+        attempt = _Attempt(task, had_company=bool(self._attempts))
+        if len(self._attempts) == 1:  # that one was alone until now
+            for other in self._attempts:
+                other.had_company = True
+        self._attempts.add(attempt)
+        try:
+            yield
+        except asyncio.CancelledError:
+            if attempt.is_lost and task.uncancel() == 0:
+                raise EngineLost("it does not answer", had_company=attempt.had_company) from None
+            raise
+        except (aiohttp.ClientConnectorError, aiohttp.ClientConnectorDNSError) as error:
+            raise EngineLost(_reason(error), was_reached=False) from error
+        except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
+            raise EngineLost(_reason(error), had_company=attempt.had_company) from error
+        finally:
+            self._attempts.discard(attempt)
+
+    def lose_attempts(self) -> None:
+        """Each of its requests ends with ``EngineLost``."""
+        for attempt in self._attempts:
+            attempt.is_lost = True
+            attempt.task.cancel()
+
+
+@dataclass(slots=True, eq=False)
+class _Attempt:
+    task: asyncio.Task[object]
+    had_company: bool
+    is_lost: bool = False
+
+
+class Engines:
+    """Engines of one model, each looked at again and again. One event loop owns it.
+
+    Attributes:
+        replicas: those that are up, for the policy.
+        on_change: called when what is up, or its room for lines, may have changed.
+        num_lost: how often each engine was lost.
+    """
+
+    def __init__(self, config: RouterConfig, clock: Clock, tasks: TaskWatch) -> None:
+        self._config = config
+        self._tasks = tasks
+        self._engines: dict[str, Engine] = {}
+        self._joining = asyncio.Lock()
+        self._ups: set[asyncio.Future[None]] = set()
+        self.session: aiohttp.ClientSession = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
+            auto_decompress=False,
+            cookie_jar=aiohttp.DummyCookieJar(),
+            skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
+            read_bufsize=1 << 18,
+        )
+        self.replicas = ReplicaSet(create_policy(config.policy), clock)
+        self.on_change: Callable[[], None] = lambda: None
+        self.num_lost: dict[str, int] = {}
+
+    @property
+    def all(self) -> Collection[Engine]:
+        return self._engines.values()
+
+    @property
+    def model(self) -> ReplicaState | None:
+        """A state of an engine, which says what model all serve; None before the first has joined."""
+        return next((engine.state for engine in self._engines.values() if engine.state is not None), None)
+
+    def get(self, url: str) -> Engine | None:
+        return self._engines.get(url)
+
+    @property
+    def key_headers(self) -> dict[str, str]:
+        """Of the router's own requests to engines."""
+        key = self._config.engine_api_key
+        return {} if key is None else {"Authorization": f"Bearer {key}"}
+
+    async def start(self) -> None:
+        """Join all configured engines, which may still load. Raises: ConfigError, EngineRefused."""
+        timeout_s = self._config.join_timeout or self._config.engine_timeout
+        deadline_at_s = asyncio.get_running_loop().time() + timeout_s
+        for url in dict.fromkeys(map(engine_url, self._config.engines)):
+            await self.join(url, until_s=deadline_at_s)
+
+    async def join(self, url: str, until_s: float = 0.0) -> Engine:
+        """Add an engine, or let one that is leaving stay.
+
+        Args:
+            until_s: on the loop's clock; until then one that cannot be reached is tried again.
+        Raises: ConfigError for what is no URL; EngineRefused.
+        """
+        url = engine_url(url)
+        async with self._joining:
+            engine = self._engines.get(url)
+            if engine is not None:
+                engine.is_leaving = False
+                engine.poll_now.set()
+                return engine
+            state = await self._first_state(url, until_s)
+            self._check_model(url, state)
+            engine = self._engines[url] = Engine(url)
+            self._note(engine, state)
+            logger.info("%s joins: %s", url, state.phase)
+            engine.watcher = self._tasks.start(self._watch(engine), "engine-watch")
+            return engine
+
+    def leave(self, url: str) -> Engine | None:
+        """Send an engine no more requests. Those that it has end. Returns: None for an unknown one."""
+        engine = self._engines.get(url)
+        if engine is not None:
+            logger.info("%s leaves with %d requests in flight", url, engine.num_in_flight)
+            engine.is_leaving = True
+            self._set_up(engine, False)
+            engine.poll_now.set()
+        return engine
+
+    def note_failure(self, engine: Engine) -> None:
+        """A request to the engine failed: it gets no more until it has answered a look at its state."""
+        if engine.is_up:
+            self._set_up(engine, False)
+        engine.poll_now.set()
+
+    async def until_up(self, timeout_s: float) -> bool:
+        """Wait until an engine is up or the next comes up. Returns: False after ``timeout_s``."""
+        if any(engine.is_up for engine in self._engines.values()):
+            return True
+        is_up = asyncio.get_running_loop().create_future()
+        self._ups.add(is_up)
+        try:
+            await asyncio.wait([is_up], timeout=timeout_s)
+            return is_up.done()
+        finally:
+            self._ups.discard(is_up)
+
+    async def stop(self) -> None:
+        watchers = [engine.watcher for engine in self._engines.values() if engine.watcher is not None]
+        for watcher in watchers:
+            watcher.cancel()
+        await asyncio.gather(*watchers, return_exceptions=True)
+        await self.session.close()
+
+    async def _first_state(self, url: str, until_s: float) -> ReplicaState:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                return await self._ask(url)
+            except EngineLost as error:
+                if loop.time() >= until_s:
+                    raise EngineRefused(f"The engine {url} cannot be reached: {error}.") from None
+            await asyncio.sleep(_RETRY_S)
+
+    async def _ask(self, url: str) -> ReplicaState:
+        """Raises: EngineLost, EngineRefused."""
+        timeout = aiohttp.ClientTimeout(total=self._config.engine_timeout)
+        try:
+            async with self.session.get(
+                f"{url}/state", headers=self.key_headers, timeout=timeout, allow_redirects=False
+            ) as response:
+                status, body = response.status, await response.content.read(1 << 16)
+        except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
+            raise EngineLost(_reason(error)) from error
+        if status == 401:
+            raise EngineRefused(f"The engine {url} asks for an API key: give the router --engine-api-key.")
+        if status >= 500:
+            raise EngineLost(f"it answers with status {status}")
+        try:
+            if status == 200:
+                return _decoder.decode(body)
+        except msgspec.MsgspecError:
+            pass
+        raise EngineRefused(f"{url} is not a Backfill server, or one of another version: it has no /state.")
+
+    def _check_model(self, url: str, state: ReplicaState) -> None:
+        """Raises: EngineRefused for another model than the other engines'."""
+        for other in self._engines.values():
+            known = other.state
+            if known is None or (known.models == state.models and known.digest == state.digest):
+                continue
+            name, other_name = ", ".join(state.models), ", ".join(known.models)
+            same = " of the same name, with another configuration or other weights" * (name == other_name)
+            raise EngineRefused(
+                f"All engines must serve one model: {other.url} has {other_name}, and {url} has {name}{same}."
+            )
+
+    async def _watch(self, engine: Engine) -> None:
+        """Look at an engine's state until it has left."""
+        while True:
+            try:
+                self._note(engine, await self._ask(engine.url))
+            except (EngineLost, EngineRefused) as error:
+                self._lose(engine, str(error))
+            if engine.is_leaving and engine.num_in_flight == 0:
+                break
+            engine.poll_now.clear()
+            try:
+                async with asyncio.timeout(self._config.poll_interval):
+                    await engine.poll_now.wait()
+                await asyncio.sleep(
+                    self._config.poll_interval / 10
+                )  # several failures are one reason to look
+            except TimeoutError:
+                pass
+        del self._engines[engine.url]
+        self.replicas.remove(engine.url)
+        logger.info("%s has left", engine.url)
+
+    def _note(self, engine: Engine, state: ReplicaState) -> None:
+        """What an engine says of itself."""
+        if engine.state is not None and engine.state.instance != state.instance:
+            if (engine.state.models, engine.state.digest) != (state.models, state.digest):
+                self._lose(engine, f"it was started again with another model, {', '.join(state.models)}")
+                return
+            logger.warning("%s was started again", engine.url)
+            self._forget(engine)
+        engine.state = state
+        is_up = state.phase == _READY and not engine.is_leaving
+        if is_up:
+            replica = self.replicas.report(engine.url, _report_of(state))
+            replica.takes_lines = not state.is_offline_suspended
+        self._set_up(engine, is_up)
+        self.on_change()
+
+    def _lose(self, engine: Engine, reason: str) -> None:
+        """The engine cannot be reached: its requests run elsewhere, and its cache is taken for lost."""
+        if engine.is_up or engine.num_in_flight:
+            logger.error(
+                "%s is lost with %d requests in flight: %s", engine.url, engine.num_in_flight, reason
+            )
+        self._forget(engine)
+        self._set_up(engine, False)
+        self.on_change()
+
+    def _forget(self, engine: Engine) -> None:
+        if self.replicas.get(engine.url) is not None:
+            self.num_lost[engine.url] = self.num_lost.get(engine.url, 0) + 1
+        self.replicas.remove(engine.url)
+        engine.lose_attempts()
+
+    def _set_up(self, engine: Engine, is_up: bool) -> None:
+        replica = self.replicas.get(engine.url)
+        if replica is not None:
+            replica.is_open = is_up
+        if is_up:
+            for waiting in self._ups:
+                if not waiting.done():
+                    waiting.set_result(None)
+        engine.is_up = is_up
+
+
+def _report_of(state: ReplicaState) -> ReplicaReport:
+    return ReplicaReport(
+        prefill_tokens_per_s=state.prefill_tokens_per_s or _UNKNOWN_PREFILL_TOKENS_PER_S,
+        max_num_seqs=max(1, state.max_num_seqs),
+        kv_tokens=max(1, state.kv_tokens),
+        ttft_s=state.ttft_slo_s or 1.0,
+        step_s=state.step_s,
+        waiting_prompt_tokens=state.waiting_prompt_tokens or 0,
+        num_online=state.num_online,
+        online_tokens=state.online_tokens,
+    )
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, aiohttp.ClientConnectorError):
+        return error.os_error.strerror or str(error.os_error)
+    if isinstance(error, TimeoutError):
+        return "it did not answer in time"
+    return str(error) or type(error).__name__

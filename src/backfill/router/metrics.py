@@ -1,0 +1,79 @@
+"""Metrics of the router."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+
+from backfill.api.metrics.families import Families
+from backfill.core.clock import Clock
+
+if TYPE_CHECKING:
+    from backfill.router.engines import Engines
+
+
+class RouterMetrics(Collector):
+    """Counts what was sent where; gauges are read when scraped.
+
+    Attributes:
+        retries: attempts that were followed by another, by reason.
+        num_broken: answers that were cut off after they had begun.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self.registry = CollectorRegistry()
+        self.registry.register(self)
+        self.retries: Counter[str] = Counter({"lost": 0, "unreachable": 0, "refused": 0})
+        self.num_broken = 0
+        self._clock = clock
+        self._sent: Counter[tuple[str, ...]] = Counter()
+        self._engines: Engines | None = None
+
+    def watch(self, engines: Engines) -> None:
+        """Read the gauges from ``engines``; before this call there are none."""
+        self._engines = engines
+
+    def on_sent(self, engine: str, *, is_offline: bool) -> None:
+        self._sent[engine, "offline" if is_offline else "online"] += 1
+
+    def expose(self) -> bytes:
+        return generate_latest(self.registry)
+
+    def collect(self) -> Iterable[Metric]:
+        families = Families()
+        yield families.counter_by_all(
+            ("engine", "class"), "router_requests", "Requests and lines sent to an engine", self._sent
+        )
+        yield families.counter_by("reason", "router_retries", "Attempts that failed", self.retries)
+        yield families.counter(
+            "router_broken_responses", "Answers cut off after they had begun", self.num_broken
+        )
+        if self._engines is not None:
+            yield from self._gauges(families, self._engines)
+
+    def _gauges(self, families: Families, engines: Engines) -> Iterable[Metric]:
+        now_s = self._clock.now_s()
+        ups = {engine.url: float(engine.is_up) for engine in engines.all}
+        in_flight = {engine.url: float(engine.num_in_flight) for engine in engines.all}
+        replicas = engines.replicas.replicas
+        waits = {replica.name: replica.wait_s(now_s) for replica in replicas}
+        lines = {replica.name: float(replica.num_lines) for replica in replicas}
+        corrections = {replica.name: replica.correction for replica in replicas}
+        yield families.gauge_by("engine", "router_engine_up", "1 if the engine accepts requests", ups)
+        yield families.counter_by("engine", "router_engine_losses", "How often it was lost", engines.num_lost)
+        yield families.gauge_by("engine", "router_in_flight", "Requests and lines that it has", in_flight)
+        yield families.gauge_by("engine", "router_lines", "Lines of batches that it has", lines)
+        yield families.gauge_by(
+            "engine",
+            "router_predicted_ttft_seconds",
+            "Predicted TTFT of a short prompt that comes now",
+            waits,
+        )
+        yield families.gauge_by(
+            "engine", "router_ttft_correction_ratio", "Measured over predicted TTFT", corrections
+        )

@@ -1,0 +1,311 @@
+"""Passes requests on to engines, and their answers back, byte for byte.
+
+An answer begins to be sent when its first event, or all of a body that is no stream, has come. Until then a
+request whose engine is lost runs on another one. After that it cannot: its stream ends with an error event.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass, field
+
+import aiohttp
+from fastapi import Request
+from starlette.types import Message, Receive, Scope, Send
+
+from backfill.api.bodies import json_body, owner_of
+from backfill.api.body_budget import BodyBudget, HeldBytes, Unavailable
+from backfill.api.connected import while_connected
+from backfill.api.errors import LOST_HEADER
+from backfill.api.middleware import OWNER_HEADER
+from backfill.api.streaming import sse_event
+from backfill.core.clock import Clock
+from backfill.protocol.responses import error_body
+from backfill.router.engines import Engine, EngineLost, Engines
+from backfill.router.metrics import RouterMetrics
+from backfill.router.policy import LinePlacement, Placement
+from backfill.router.requests import Peeked, peek
+
+logger = logging.getLogger(__name__)
+
+# A request that one engine after the other is lost over may be the cause.
+MAX_LOSSES = 5
+# A larger body is sent as it comes.
+_WHOLE_BYTES = 8 << 20
+_HOP_BY_HOP = frozenset(
+    {
+        b"connection",
+        b"keep-alive",
+        b"proxy-authenticate",
+        b"proxy-authorization",
+        b"proxy-connection",
+        b"te",
+        b"trailer",
+        b"transfer-encoding",
+        b"upgrade",
+    }
+)
+# Of a client, and not for an engine. An engine would refuse the Origin of a page that the router allows.
+_NOT_FORWARDED = _HOP_BY_HOP | {b"host", b"content-length", b"origin", b"expect", OWNER_HEADER.encode()}
+_NOT_RETURNED = _HOP_BY_HOP | {b"date", b"server", b"x-request-id"}
+_LOST_HEADER = LOST_HEADER.encode()
+_DONE = b"data: [DONE]\n\n"
+_EVENT_END = b"\n\n"
+_LOST = "The engine that served this request was lost after the answer had begun."
+
+
+@dataclass(frozen=True, slots=True)
+class _Head:
+    status: int
+    headers: list[tuple[bytes, bytes]]
+
+    def message(self) -> Message:
+        return {"type": "http.response.start", "status": self.status, "headers": self.headers}
+
+
+class _Refusal(Exception):
+    """An engine cannot run the request now; another one may."""
+
+    def __init__(self, head: _Head, body: bytes) -> None:
+        super().__init__(head.status)
+        self.head = head
+        self.body = body
+        self.was_lost = any(name == _LOST_HEADER for name, _ in head.headers)
+
+
+@dataclass(slots=True)
+class _Exchange:
+    """One request of a client."""
+
+    path: str
+    headers: list[tuple[str, str]]
+    body: bytes
+    held: HeldBytes
+    peeked: Peeked
+    send: Send
+    has_begun: bool = False
+
+    async def begin(self, head: _Head) -> None:
+        self.has_begun = True
+        self.body = b""
+        self.held.release()
+        await self.send(head.message())
+
+    async def write(self, data: bytes, *, is_last: bool = False) -> None:
+        await self.send({"type": "http.response.body", "body": data, "more_body": not is_last})
+
+    async def answer(self, head: _Head, body: bytes) -> None:
+        await self.begin(head)
+        await self.write(body, is_last=True)
+
+
+@dataclass(slots=True)
+class Proxy:
+    """Forwards to ``engines``.
+
+    Attributes:
+        bodies: limits the bytes of bodies that are held until an answer has begun.
+        checks_keys: the router knows its clients' keys, so engines are told the owner.
+        num_open: requests whose answer is not complete.
+    """
+
+    engines: Engines
+    clock: Clock
+    metrics: RouterMetrics
+    bodies: BodyBudget
+    max_body_bytes: int
+    retry_timeout_s: float
+    checks_keys: bool
+    num_open: int = field(default=0, init=False)
+
+    async def generate(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run a generation request. Raises, with nothing sent: what ``json_body`` does, Unavailable."""
+        request = Request(scope, receive)
+        self.num_open += 1
+        try:
+            async with json_body(request, self.bodies, self.max_body_bytes) as body:
+                owner = owner_of(request)
+                peeked = peek(body.raw, request.headers, owner)
+                if peeked.is_offline:
+                    body.held.mark_offline()
+                exchange = _Exchange(
+                    scope["path"], self._headers(request, owner), body.raw, body.held, peeked, send
+                )
+                await while_connected(self._run(exchange), receive)
+        finally:
+            self.num_open -= 1
+
+    async def forward(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on a request that any engine can answer. Raises, with nothing sent: Unavailable."""
+        request = Request(scope, receive)
+        headers = self._headers(request, owner_of(request))
+        if scope["method"] != "POST":
+            await self._forward(scope, headers, b"", send)
+            return
+        async with json_body(request, self.bodies, self.max_body_bytes) as body:
+            await while_connected(self._forward(scope, headers, body.raw, send), receive)
+
+    async def _forward(self, scope: Scope, headers: list[tuple[str, str]], body: bytes, send: Send) -> None:
+        for _ in range(MAX_LOSSES):
+            if not await self.engines.until_up(self.retry_timeout_s):
+                break
+            up = [engine for engine in self.engines.all if engine.is_up]
+            engine = min(up, key=lambda engine: engine.num_in_flight)
+            url = engine.url + scope["path"]
+            try:
+                with engine.attempt():
+                    async with self.engines.session.request(
+                        scope["method"], url, data=body or None, headers=headers, allow_redirects=False
+                    ) as response:
+                        content = await response.read()
+                        head = _head_of(response)
+                await send(head.message())
+                await send({"type": "http.response.body", "body": content})
+                return
+            except EngineLost:
+                self.engines.note_failure(engine)
+        raise _no_engine()
+
+    def _headers(self, request: Request, owner: str) -> list[tuple[str, str]]:
+        """What an engine gets."""
+        replaced = {b"x-request-id"}
+        own = {"x-request-id": request.state.response_id, **self.engines.key_headers}
+        if "Authorization" in own:
+            replaced.add(b"authorization")
+        if self.checks_keys:
+            own[OWNER_HEADER] = owner
+        headers = [
+            (name.decode("latin-1"), value.decode("latin-1"))
+            for name, value in request.scope["headers"]
+            if name not in _NOT_FORWARDED and name not in replaced
+        ]
+        return [*headers, *own.items()]
+
+    async def _run(self, exchange: _Exchange) -> None:
+        """Run a request on one engine, or on others after it."""
+        besides: set[str] = set()
+        refusal: _Refusal | None = None
+        num_lost = 0
+        give_up_at_s = self.clock.now_s() + self.retry_timeout_s
+        while True:
+            # A queue that is full is the client's to wait for; an engine that is not there is the router's.
+            may_wait = refusal is None or refusal.head.status != 429
+            placement = await self._place(exchange.peeked, besides, give_up_at_s if may_wait else 0.0)
+            if placement is None:
+                if refusal is None:
+                    raise _no_engine()
+                await exchange.answer(refusal.head, refusal.body)
+                return
+            engine = self.engines.get(placement.replica.name)
+            assert engine is not None, "replicas are engines that are up"
+            try:
+                with engine.attempt():
+                    await self._attempt(exchange, engine, placement)
+                return
+            except EngineLost as error:
+                self.engines.note_failure(engine)
+                self.metrics.retries["lost" if error.was_reached else "unreachable"] += 1
+                num_lost += error.was_reached
+                if exchange.has_begun:
+                    await self._end_broken(exchange, engine)
+                    return
+                logger.warning("a request runs elsewhere, %s is lost: %s", engine.url, error)
+            except _Refusal as other:
+                self.metrics.retries["lost" if other.was_lost else "refused"] += 1
+                num_lost += other.was_lost
+                refusal = other
+                if other.head.status != 429:
+                    self.engines.note_failure(engine)
+            finally:
+                placement.on_end(self.clock.now_s())
+            if num_lost == MAX_LOSSES:
+                raise Unavailable(f"{MAX_LOSSES} engines were lost while they ran this request.")
+            besides.add(engine.url)
+
+    async def _place(
+        self, peeked: Peeked, besides: set[str], wait_until_s: float
+    ) -> Placement | LinePlacement | None:
+        """The engine to try next. One that was tried is tried again only if it may be waited for."""
+        placement = self._choose(peeked, besides)
+        while placement is None:
+            left_s = wait_until_s - self.clock.now_s()
+            if left_s <= 0 or not await self.engines.until_up(left_s):
+                return None
+            besides.clear()
+            placement = self._choose(peeked, besides)
+        return placement
+
+    def _choose(self, peeked: Peeked, besides: set[str]) -> Placement | LinePlacement | None:
+        replicas = self.engines.replicas
+        if peeked.is_offline:
+            return replicas.place_line(peeked.request, besides, may_exceed=True)
+        return replicas.place(peeked.request, besides)
+
+    async def _attempt(
+        self, exchange: _Exchange, engine: Engine, placement: Placement | LinePlacement
+    ) -> None:
+        """Raises: _Refusal; what ``Engine.attempt`` turns into EngineLost."""
+        self.metrics.on_sent(engine.url, is_offline=exchange.peeked.is_offline)
+        if isinstance(placement, Placement) and not exchange.peeked.streams:
+            # The whole answer comes at once, so its first token is not seen.
+            asyncio.get_running_loop().call_later(placement.predicted_s, self._assume_first_token, placement)
+        async with self.engines.session.post(
+            engine.url + exchange.path, data=exchange.body, headers=exchange.headers, allow_redirects=False
+        ) as response:
+            head = _head_of(response)
+            if response.status in (429, 503):
+                raise _Refusal(head, await response.read())
+            if response.content_type == "text/event-stream":
+                await self._pass_events(exchange, head, response.content, placement)
+            elif (response.content_length or 0) <= _WHOLE_BYTES:
+                await exchange.answer(head, await response.read())
+            else:
+                await exchange.begin(head)
+                async for data in response.content.iter_any():
+                    await exchange.write(data)
+                await exchange.write(b"", is_last=True)
+
+    async def _pass_events(
+        self,
+        exchange: _Exchange,
+        head: _Head,
+        content: aiohttp.StreamReader,
+        placement: Placement | LinePlacement,
+    ) -> None:
+        """Pass on whole events, so that an error can follow."""
+        held = b""
+        async for data in content.iter_any():
+            end = len(data) if data.endswith(_EVENT_END) else data.rfind(_EVENT_END) + len(_EVENT_END)
+            if end < len(_EVENT_END):
+                held += data
+                continue
+            if not exchange.has_begun:
+                placement.on_first_token(self.clock.now_s())
+                await exchange.begin(head)
+            await exchange.write(held + data[:end])
+            held = data[end:]
+        if not exchange.has_begun:
+            await exchange.begin(head)
+        await exchange.write(held, is_last=True)
+
+    async def _end_broken(self, exchange: _Exchange, engine: Engine) -> None:
+        """End an answer that has begun with an error, where it is a stream; else cut it off."""
+        self.metrics.num_broken += 1
+        logger.error("an answer of %s was cut off after it had begun", engine.url)
+        if not exchange.peeked.streams:
+            raise EngineLost(_LOST)
+        event = sse_event(error_body(_LOST, "server_error"))
+        await exchange.write(event + _DONE, is_last=True)
+
+    def _assume_first_token(self, placement: Placement) -> None:
+        placement.on_first_token(self.clock.now_s(), is_measured=False)
+
+
+def _head_of(response: aiohttp.ClientResponse) -> _Head:
+    headers = [(name.lower(), value) for name, value in response.raw_headers]
+    return _Head(response.status, [each for each in headers if each[0] not in _NOT_RETURNED])
+
+
+def _no_engine() -> Unavailable:
+    return Unavailable("No engine is up. Please retry.")

@@ -1,0 +1,141 @@
+"""``--data-parallel-size``: servers of one model as child processes, kept running."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from backfill.core.errors import BackfillError
+from backfill.ipc.python_process import PythonProcess
+
+logger = logging.getLogger(__name__)
+
+_RESTART_DELAY_S = 1.0
+_LONGEST_DELAY_S = 30.0
+_QUICK_DEATH_S = 30.0
+_END_S = 15.0
+_END_POLL_S = 0.02
+
+
+class ReplicaFailed(BackfillError):
+    """A replica ended before it had served."""
+
+
+@dataclass(slots=True, eq=False)
+class ReplicaProcess:
+    """One server, started again on the same port when it ends.
+
+    Attributes:
+        number: among all.
+        target: runs the command line with the arguments that it is given, in a new process.
+        arguments: for a port.
+        environment: added to this process's.
+    """
+
+    number: int
+    target: Callable[[list[str]], None]
+    arguments: Callable[[int], list[str]]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    port: int = field(init=False)
+    process: PythonProcess = field(init=False)
+    _ended: asyncio.Event = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.port = free_port()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        """Raises: OSError."""
+        self._ended = asyncio.Event()
+        name = f"backfill-replica-{self.number}"
+        arguments = self.arguments(self.port)
+        self.process = PythonProcess(name, self.target, (arguments,), self.environment)
+        self.process.start()
+        asyncio.get_running_loop().add_reader(self.process.sentinel, self._on_end)
+
+    async def run(self, may_restart: asyncio.Event) -> None:
+        """Keep it running until cancelled. Raises: ReplicaFailed if it ends before ``may_restart``."""
+        num_quick = 0
+        while True:
+            started_at_s = time.monotonic()
+            await self._ended.wait()
+            if not may_restart.is_set():
+                status = self.process.exitcode
+                raise ReplicaFailed(f"Replica {self.number} ended with status {status} before it was ready.")
+            num_quick = num_quick + 1 if time.monotonic() - started_at_s < _QUICK_DEATH_S else 1
+            delay_s = min(_RESTART_DELAY_S * 2.0 ** (num_quick - 1), _LONGEST_DELAY_S)
+            status = self.process.exitcode
+            logger.error("replica %d ended (%s); it is started again in %g s", self.number, status, delay_s)
+            await asyncio.sleep(delay_s)
+            self.start()
+
+    async def end(self) -> None:
+        """End it, by force if it does not end in time."""
+        deadline_at_s = time.monotonic() + _END_S
+        if self.process.pid is not None and self.process.is_alive():
+            os.kill(self.process.pid, signal.SIGTERM)
+        while self.process.is_alive() and time.monotonic() < deadline_at_s:
+            await asyncio.sleep(_END_POLL_S)
+        self.process.kill()
+        self.process.join(_END_S)
+        asyncio.get_running_loop().remove_reader(self.process.sentinel)
+
+    def _on_end(self) -> None:
+        asyncio.get_running_loop().remove_reader(self.process.sentinel)
+        self.process.join(_END_S)
+        self._ended.set()
+
+
+class Replicas:
+    """Several of them. One event loop owns it."""
+
+    def __init__(self, processes: Sequence[ReplicaProcess]) -> None:
+        self._processes = processes
+        self._may_restart = asyncio.Event()
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        return tuple(process.url for process in self._processes)
+
+    def start(self) -> None:
+        """Raises: OSError."""
+        for process in self._processes:
+            process.start()
+
+    def has_served(self) -> None:
+        """From now on a replica that ends is started again."""
+        self._may_restart.set()
+
+    async def run(self) -> None:
+        """Keep all running until cancelled. Raises: ReplicaFailed."""
+        keeping = [asyncio.create_task(process.run(self._may_restart)) for process in self._processes]
+        try:
+            await asyncio.gather(*keeping)
+        finally:
+            for task in keeping:
+                task.cancel()
+            await asyncio.gather(*keeping, return_exceptions=True)
+
+    async def end(self) -> None:
+        await asyncio.gather(*(process.end() for process in self._processes))
+
+    def kill(self) -> None:
+        """End all at once."""
+        for process in self._processes:
+            process.process.kill()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

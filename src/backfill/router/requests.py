@@ -1,0 +1,81 @@
+"""What a router reads in a request's body: enough to choose an engine, without tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import msgspec
+
+from backfill.protocol.objectives import SLO_HEADERS
+from backfill.router.policy import RoutedRequest
+from backfill.router.prefixes import BYTES_PER_TOKEN, text_keys
+
+_FLEX = b'"flex"'
+_TTFT_HEADER = SLO_HEADERS["ttft"]
+_BYTES_PER_TOKEN_ID = 6  # in JSON, with its comma
+
+
+class _Fields(msgspec.Struct):
+    messages: msgspec.Raw = msgspec.Raw()
+    prompt: msgspec.Raw = msgspec.Raw()
+    cache_salt: msgspec.Raw = msgspec.Raw()
+    service_tier: msgspec.Raw = msgspec.Raw()
+    stream: msgspec.Raw = msgspec.Raw()
+    slo: msgspec.Raw = msgspec.Raw()
+
+
+class _Slo(msgspec.Struct):
+    ttft: float | None = None
+
+
+_fields_decoder = msgspec.json.Decoder(_Fields)
+_slo_decoder = msgspec.json.Decoder(_Slo)
+
+
+@dataclass(frozen=True, slots=True)
+class Peeked:
+    """A request as its body shows it.
+
+    Attributes:
+        streams: it asks for server-sent events.
+        is_offline: its service tier is flex.
+    """
+
+    request: RoutedRequest
+    streams: bool = False
+    is_offline: bool = False
+
+
+def peek(raw: bytes, headers: Mapping[str, str], owner: str = "") -> Peeked:
+    """Look at a body. One that cannot be read is for an engine to refuse.
+
+    Args:
+        headers: by lower-case name.
+        owner: of the request's key; prefixes are not shared between owners.
+    """
+    try:
+        fields = _fields_decoder.decode(raw)
+    except (msgspec.MsgspecError, RecursionError):
+        return Peeked(RoutedRequest(len(raw) // BYTES_PER_TOKEN))
+    prompt = bytes(fields.messages) or bytes(fields.prompt)
+    salt = owner.encode() + b"\0" + bytes(fields.cache_salt)
+    has_ids = prompt[:1] == b"[" and prompt[1:2].isdigit()
+    num_bytes = len(prompt) * (BYTES_PER_TOKEN / _BYTES_PER_TOKEN_ID if has_ids else 1.0)
+    request = RoutedRequest(
+        max(1, round(num_bytes / BYTES_PER_TOKEN)), text_keys(prompt, salt), _ttft_s(fields, headers)
+    )
+    return Peeked(request, bytes(fields.stream) == b"true", bytes(fields.service_tier) == _FLEX)
+
+
+def _ttft_s(fields: _Fields, headers: Mapping[str, str]) -> float | None:
+    """The request's own TTFT objective, if it can be read; the body's goes before the header's."""
+    try:
+        if bytes(fields.slo):
+            own = _slo_decoder.decode(fields.slo).ttft
+            if own is not None and own > 0:
+                return own
+        milliseconds = float(headers.get(_TTFT_HEADER, "nan"))
+    except (msgspec.MsgspecError, ValueError):
+        return None
+    return milliseconds / 1e3 if milliseconds > 0 else None

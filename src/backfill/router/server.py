@@ -1,0 +1,174 @@
+"""The router process: join engines, serve, drain, stop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+
+from backfill.api.body_budget import BodyBudget
+from backfill.api.config import ServerConfig
+from backfill.api.http_protocol import raise_open_files_limit
+from backfill.api.keys import ApiKeys, KeyFileWatch
+from backfill.api.server import HttpServer, connection_limits
+from backfill.core.clock import WallClock
+from backfill.engine.tasks import TaskWatch
+from backfill.jobs.config import JobsConfig
+from backfill.router.app import RouterState, create_router_app
+from backfill.router.batches import RouterJobs
+from backfill.router.config import RouterConfig
+from backfill.router.engines import Engines
+from backfill.router.metrics import RouterMetrics
+from backfill.router.proxy import Proxy
+
+logger = logging.getLogger(__name__)
+
+_DRAIN_POLL_S = 0.05
+
+
+class RouterServer:
+    """One HTTP server in front of engines that run elsewhere.
+
+    Attributes:
+        engines: from ``serve`` on.
+
+    Args:
+        url: the router's address, shown to a process that finds the data folder locked.
+        api_keys: None passes on clients' keys unchecked.
+        jobs_config: None switches the Batch API off.
+        on_ready: called when the engines have joined.
+        on_second_signal: called before the process ends at once.
+    """
+
+    def __init__(
+        self,
+        server_config: ServerConfig,
+        config: RouterConfig,
+        *,
+        url: str,
+        api_keys: ApiKeys | None = None,
+        jobs_config: JobsConfig | None = None,
+        on_ready: Callable[[Engines], None] | None = None,
+        on_second_signal: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._server_config = server_config
+        self._config = config
+        self._url = url
+        self._api_keys = api_keys
+        self._jobs_config = jobs_config
+        self._on_ready = on_ready
+        self._on_second_signal = on_second_signal
+        self._tasks = TaskWatch()
+        self._stop_asked = asyncio.Event()
+        self._stopped_by: signal.Signals | None = None
+        self.engines: Engines | None = None
+
+    async def run(self, listener: socket.socket) -> signal.Signals | None:
+        """Serve until a signal, then drain.
+
+        Returns: the signal, if it came before the engines had joined.
+        Raises: as ``serve``.
+        """
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._on_signal, number)
+        return None if await self.serve(listener) else self._stopped_by
+
+    def stop(self) -> None:
+        """Let ``serve`` drain and return."""
+        self._stop_asked.set()
+
+    async def serve(self, listener: socket.socket) -> bool:
+        """Serve until ``stop``. Returns: whether the engines had joined before it.
+
+        Raises: ConfigError, EngineRefused when an engine cannot join; ConfigError when the data folder is
+            another server's.
+        """
+        clock = WallClock()
+        engines = self.engines = Engines(self._config, clock, self._tasks)
+        jobs: RouterJobs | None = None
+        try:
+            if not await self._unless_stopped(engines):
+                return False
+            metrics = RouterMetrics(clock)
+            metrics.watch(engines)
+            config = self._server_config
+            bodies = BodyBudget(config.max_inflight_body_bytes, config.max_body_bytes)
+            proxy = Proxy(
+                engines,
+                clock,
+                metrics,
+                bodies,
+                config.max_body_bytes,
+                self._config.retry_timeout,
+                checks_keys=self._api_keys is not None,
+            )
+            state = RouterState(config, engines, proxy, metrics, clock, bodies, self._api_keys)
+            if self._jobs_config is not None:
+                jobs = RouterJobs(self._jobs_config, engines, metrics, self._url, self._tasks)
+                await jobs.start()
+                state.jobs = jobs.manager
+            await self._serve(state, jobs, listener)
+        finally:
+            if jobs is not None:
+                await jobs.stop()
+            await engines.stop()
+        return True
+
+    async def _unless_stopped(self, engines: Engines) -> bool:
+        """Let the engines join. Returns: False where a signal came first."""
+        joining = asyncio.ensure_future(engines.start())
+        stopping = asyncio.ensure_future(self._stop_asked.wait())
+        try:
+            await asyncio.wait({joining, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if joining.done():
+                joining.result()
+            return joining.done()
+        finally:
+            for task in (joining, stopping):
+                task.cancel()
+            await asyncio.gather(joining, stopping, return_exceptions=True)
+
+    async def _serve(self, state: RouterState, jobs: RouterJobs | None, listener: socket.socket) -> None:
+        limits = connection_limits(self._server_config, raise_open_files_limit())
+        http = HttpServer(create_router_app(state), limits, state.clock)
+        http_task = asyncio.create_task(http.serve(sockets=[listener]))
+        stop_task = asyncio.create_task(self._stop_asked.wait())
+        watch: KeyFileWatch | None = None
+        if self._api_keys is not None and self._server_config.api_key_file is not None:
+            watch = KeyFileWatch(self._api_keys)
+            watch.start()
+        if self._on_ready is not None:
+            self._on_ready(state.engines)
+        try:
+            await asyncio.wait({stop_task, http_task}, return_when=asyncio.FIRST_COMPLETED)
+            await self._drain(state, jobs)
+        finally:
+            if watch is not None:
+                watch.stop()
+            stop_task.cancel()
+            http.should_exit = True
+            await http_task
+
+    async def _drain(self, state: RouterState, jobs: RouterJobs | None) -> None:
+        """Refuse new requests, leave batches for the next start, and let online requests end in time."""
+        state.is_draining = True
+        timeout_s = self._server_config.shutdown_timeout
+        logger.info("shutting down: %d open requests have %g s to end", state.proxy.num_open, timeout_s)
+        if jobs is not None:
+            await jobs.pause()
+        deadline_at_s = time.monotonic() + timeout_s
+        while state.proxy.num_open > 0 and time.monotonic() < deadline_at_s:
+            await asyncio.sleep(_DRAIN_POLL_S)
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        if self._stop_asked.is_set():
+            logger.warning("stopping now")
+            self._on_second_signal()
+            os._exit(1)
+        self._stopped_by = number
+        self.stop()

@@ -1,0 +1,213 @@
+"""``backfill router`` and ``backfill serve --data-parallel-size``, as a user runs them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+
+from backfill.core.clock import WallClock
+from backfill.router.engines import EngineRefused
+from backfill.router.metrics import RouterMetrics
+from backfill.router.replicas import ReplicaFailed, ReplicaProcess, Replicas
+from tests.api.servers import RunningServer, launch_small, wait_until
+from tests.cli.running import assert_refused, run_cli_here
+from tests.router.stubs import TIMEOUT_S, StubEngine, routing
+from tests.test_docs import ROOT
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        ((), "--engines is needed"),
+        (("--engines", "10.0.0.1:8000"), "--engines must be the URL of a Backfill server, such as http://"),
+        (("--engines", "http://host/path"), "--engines must be a URL without a path"),
+        (("--engines", "http://host:port"), "--engines must be the URL"),
+        (("--engines", "http://host", "--policy", "best"), "--policy must be slo, round-robin"),
+        (("--engines", "http://host", "--poll-interval", "0"), "--poll-interval must be above 0"),
+        (("--engines", "http://host", "--retry-timeout", "-1"), "--retry-timeout must be at least 0"),
+    ],
+)
+def test_bad_options_of_the_router_are_refused(arguments: tuple[str, ...], part: str) -> None:
+    assert_refused(run_cli_here("router", *arguments), part)
+
+
+@pytest.mark.parametrize("size", ["0", "65", "-1"])
+def test_a_bad_number_of_replicas_is_refused(size: str) -> None:
+    part = "--data-parallel-size must be between 1 and 64"
+    assert_refused(run_cli_here("serve", "--data-parallel-size", size), part)
+
+
+def refusal_of(*engines: StubEngine, **options: float) -> str:
+    """Why no router starts in front of these engines."""
+
+    async def run() -> str:
+        with pytest.raises(EngineRefused) as error:
+            async with routing(engines, **options):
+                raise AssertionError("the router has started")
+        return str(error.value)
+
+    return asyncio.run(run())
+
+
+def test_engines_that_cannot_join_are_named_with_the_reason() -> None:
+    first, other = StubEngine(), StubEngine(models=("another",))
+    message = refusal_of(first, other)
+    assert f"{first.url} has m" in message and f"{other.url} has another" in message
+    assert "another configuration or other weights" in refusal_of(StubEngine(), StubEngine(digest="e"))
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        dead = StubEngine(port=nobody.getsockname()[1])
+        assert f"{dead.url} cannot be reached" in refusal_of(dead, engine_timeout=0.1)
+
+
+def test_a_server_that_is_no_engine_is_refused() -> None:
+    async def answer(status: int) -> str:
+        async def handle(request: web.Request) -> web.Response:
+            return web.Response(status=status, text="hello")
+
+        app = web.Application()
+        app.router.add_get("/state", handle)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        try:
+            with pytest.raises(EngineRefused) as error:
+                async with routing([StubEngine(port=runner.addresses[0][1])], engine_timeout=0.1):
+                    raise AssertionError("the router has started")
+            return str(error.value)
+        finally:
+            await runner.cleanup()
+
+    assert "is not a Backfill server" in asyncio.run(answer(404))
+    assert "is not a Backfill server" in asyncio.run(answer(200))
+    assert "asks for an API key: give the router --engine-api-key" in asyncio.run(answer(401))
+    assert "cannot be reached: it answers with status 502" in asyncio.run(answer(502))
+
+
+def wait_for_a_signal(arguments: list[str]) -> None:
+    """Ends at once where it is told to."""
+    if arguments[1:] == ["fail"]:
+        sys.exit(7)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    Path(arguments[0]).write_text(str(os.getpid()))
+    signal.pause()
+
+
+async def pid_in(path: Path, other_than: int = 0) -> int:
+    async with asyncio.timeout(TIMEOUT_S):
+        while not (path.exists() and (text := path.read_text()) and int(text) != other_than):
+            await asyncio.sleep(0.01)
+    return int(text)
+
+
+def replicas_writing(path: Path, *more: str) -> Replicas:
+    arguments: Callable[[int], list[str]] = lambda port: [str(path), *more]  # noqa: E731
+    return Replicas([ReplicaProcess(0, wait_for_a_signal, arguments)])
+
+
+def test_a_replica_that_ends_is_started_again_and_ends_with_the_others(tmp_path: Path) -> None:
+    async def run() -> None:
+        path = tmp_path / "pid"
+        replicas = replicas_writing(path)
+        replicas.start()
+        keeping = asyncio.create_task(replicas.run())
+        replicas.has_served()
+        first = await pid_in(path)
+        os.kill(first, signal.SIGKILL)
+        second = await pid_in(path, other_than=first)
+        keeping.cancel()
+        await asyncio.gather(keeping, return_exceptions=True)
+        await replicas.end()
+        with pytest.raises(ProcessLookupError):
+            os.kill(second, 0)
+
+    asyncio.run(run())
+
+
+def test_a_replica_that_cannot_start_ends_the_command(tmp_path: Path) -> None:
+    async def run() -> None:
+        replicas = replicas_writing(tmp_path / "pid", "fail")
+        replicas.start()
+        with pytest.raises(ReplicaFailed, match="Replica 0 ended with status 7 before it was ready"):
+            await replicas.run()
+        await replicas.end()
+
+    asyncio.run(run())
+
+
+def test_one_command_serves_with_two_engines_and_outlives_one(small_model: Path, tmp_path: Path) -> None:
+    options = ("--data-parallel-size", "2", "--api-key", "alice=first", "--policy", "fcfs")
+    server = launch_small(small_model, *options, data_dir=tmp_path)
+    try:
+        server.logged("with 2 replicas")
+        headers = {"authorization": "Bearer first"}
+        body = {"prompt": "Why?", "max_tokens": 3, "ignore_eos": True}
+        answer = server.http.post("/v1/completions", json=body, headers=headers)
+        assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 3
+        assert server.metric("backfill:router_engine_up") == 2
+        batch_id = create_batch(server, 40, headers)
+        kill_a_replica(server)
+        wait_until(lambda: batch_of(server, batch_id, headers)["status"] == "completed", "the batch")
+        counts = batch_of(server, batch_id, headers)["request_counts"]
+        assert counts == {"total": 40, "completed": 40, "failed": 0}
+        children = children_of(server.process.pid)
+        assert server.stop() == 0
+        for pid in children:
+            wait_until(lambda pid=pid: not Path(f"/proc/{pid}").exists(), f"the end of {pid}")
+    finally:
+        server.kill()
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def kill_a_replica(server: RunningServer) -> None:
+    os.kill(children_of(server.process.pid)[0], signal.SIGKILL)
+
+
+def create_batch(server: RunningServer, num_lines: int, headers: dict[str, str]) -> str:
+    lines = [
+        {
+            "custom_id": f"c{number}",
+            "method": "POST",
+            "url": "/v1/completions",
+            "body": {"prompt": f"Line {number}", "max_tokens": 8},
+        }
+        for number in range(num_lines)
+    ]
+    files = {"file": ("lines.jsonl", "\n".join(map(json.dumps, lines)))}
+    file = server.http.post("/v1/files", data={"purpose": "batch"}, files=files, headers=headers).json()
+    body = {"input_file_id": file["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
+    return str(server.http.post("/v1/batches", json=body, headers=headers).json()["id"])
+
+
+def batch_of(server: RunningServer, batch_id: str, headers: dict[str, str]) -> dict[str, object]:
+    batch: dict[str, object] = server.http.get(f"/v1/batches/{batch_id}", headers=headers).json()
+    return batch
+
+
+def test_the_metrics_of_the_router_are_those_documented() -> None:
+    async def exposed() -> dict[str, str]:
+        engine = StubEngine()
+        async with routing([engine]) as router:
+            metrics = RouterMetrics(WallClock())
+            metrics.watch(router.engines)
+            return {
+                family.name.removeprefix("backfill:") + "_total" * (family.type == "counter"): family.type
+                for family in metrics.collect()
+            }
+
+    text = (ROOT / "docs" / "router.md").read_text()
+    rows = re.findall(r"`(router_\w+)(?:\{[\w,]+\})?` \((gauge|counter|histogram)\)", text)
+    assert dict(rows) == asyncio.run(exposed())

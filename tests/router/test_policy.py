@@ -1,0 +1,149 @@
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from backfill.core.clock import VirtualClock
+from backfill.core.errors import ConfigError
+from backfill.router.policy import ReplicaReport, ReplicaSet, RoutedRequest, create_policy
+from backfill.router.prefixes import CHUNK_TOKENS
+
+
+def report(**changes: float) -> ReplicaReport:
+    values: dict[str, float] = {"prefill_tokens_per_s": 1000.0, "max_num_seqs": 8, "kv_tokens": 100_000}
+    return ReplicaReport(**(values | changes))  # type: ignore[arg-type]
+
+
+def replica_set(policy: str = "slo", names: str = "ab", **changes: float) -> tuple[ReplicaSet, VirtualClock]:
+    clock = VirtualClock()
+    replicas = ReplicaSet(create_policy(policy), clock)
+    for name in names:
+        replicas.report(name, report(**changes))
+    return replicas, clock
+
+
+def place(replicas: ReplicaSet, num_chunks: int, first_key: int = 0, ttft_s: float | None = None) -> str:
+    keys = [hash((first_key, each)) for each in range(num_chunks)]
+    placement = replicas.place(RoutedRequest(num_chunks * CHUNK_TOKENS, keys, ttft_s))
+    assert placement is not None
+    return placement.replica.name
+
+
+def test_an_unknown_policy_is_refused() -> None:
+    with pytest.raises(ConfigError, match="slo, round-robin, least-loaded, prefix"):
+        create_policy("best")
+
+
+def test_no_replica_is_none() -> None:
+    replicas, _ = replica_set(names="")
+    assert replicas.place(RoutedRequest(10)) is None
+    assert replicas.place_line(RoutedRequest(10), may_exceed=True) is None
+
+
+def test_the_least_wait_is_chosen_for_new_prefixes() -> None:
+    replicas, _ = replica_set()
+    first = place(replicas, 10, 1)
+    second = place(replicas, 5, 2)
+    assert {first, second} == {"a", "b"}
+    assert place(replicas, 5, 3) == second
+
+
+def test_a_wait_shrinks_while_the_prompt_is_computed_and_ends_with_its_token() -> None:
+    replicas, clock = replica_set(names="a")
+    placements = [replicas.place(RoutedRequest(500)) for _ in range(2)]
+    replica = replicas.get("a")
+    assert replica is not None and placements[0] is not None and placements[1] is not None
+    assert replica.wait_s(clock.now_s()) == pytest.approx(1.0)
+    assert placements[1].predicted_s == pytest.approx(1.0)
+    clock.advance(0.3)
+    assert replica.wait_s(clock.now_s()) == pytest.approx(0.7)
+    clock.advance(9.0)  # later than predicted: the second one waits in any case
+    assert replica.wait_s(clock.now_s()) == pytest.approx(0.5)
+    placements[1].on_end(clock.now_s())
+    placements[1].on_end(clock.now_s())
+    assert replica.num_online == 1
+    placements[0].on_first_token(clock.now_s())
+    assert replica.wait_s(clock.now_s()) == 0.0
+    assert replica.correction > 1.0
+
+
+def test_requests_of_other_clients_count_as_reported() -> None:
+    replicas, _ = replica_set()
+    replicas.report("a", report(waiting_prompt_tokens=400, num_online=3, online_tokens=400))
+    replica = replicas.get("a")
+    assert replica is not None
+    assert replica.wait_s(0.0) == pytest.approx(0.4)
+    replicas.place(RoutedRequest(100), besides={"b"})
+    assert replica.wait_s(0.0) == pytest.approx(0.5)
+    assert replica.num_online == 4
+    # The next report has this router's request too, which does not count twice.
+    replicas.report("a", report(waiting_prompt_tokens=100, num_online=1, online_tokens=100))
+    assert replica.wait_s(0.0) == pytest.approx(0.1)
+    assert replica.num_online == 1
+
+
+def test_a_known_prefix_is_followed_while_it_costs_no_objective() -> None:
+    replicas, _ = replica_set()
+    home = place(replicas, 4, 1)
+    assert place(replicas, 4, 1, ttft_s=10.0) == home
+    for _ in range(40):
+        place(replicas, 4, 1)
+    waits = [replica.wait_s(0.0) for replica in replicas.replicas]
+    assert max(waits) - min(waits) < 0.3, "the hot prefix has spread"
+
+
+def test_a_replica_without_a_place_is_passed_over() -> None:
+    replicas, _ = replica_set(max_num_seqs=1)
+    home = place(replicas, 4, 1, ttft_s=100.0)
+    assert place(replicas, 4, 1, ttft_s=100.0) != home
+    assert place(replicas, 4, 1, ttft_s=100.0)  # where none has a place, it waits
+
+
+def test_new_prefixes_fill_all_caches_evenly() -> None:
+    replicas, clock = replica_set(names="abcd")
+    for key in range(40):
+        keys = [hash((key, each)) for each in range(4)]
+        placement = replicas.place(RoutedRequest(4 * CHUNK_TOKENS, keys))
+        assert placement is not None
+        clock.advance(1.0)
+        placement.on_end(clock.now_s())
+    found = Counter(place(replicas, 4, key, ttft_s=1000.0) for key in range(40))
+    assert set(found.values()) == {10}
+
+
+def test_the_baselines() -> None:
+    replicas, _ = replica_set("round-robin", "abc")
+    assert [place(replicas, 4, 1) for _ in range(4)] == list("abca")
+    replicas, _ = replica_set("least-loaded", "ab")
+    assert sorted(place(replicas, 4, 1) for _ in range(4)) == list("aabb")
+    replicas, _ = replica_set("prefix", "ab")
+    assert len({place(replicas, 4, 1) for _ in range(6)}) == 1
+
+
+def test_lines_go_where_online_requests_leave_room() -> None:
+    replicas, _ = replica_set()
+    replicas.report("a", report(num_online=7))
+    replica = replicas.get("a")
+    assert replica is not None and replica.line_room == 2
+    placements = [replicas.place_line(RoutedRequest(10)) for _ in range(18)]
+    assert Counter(each.replica.name for each in placements if each is not None) == {"a": 2, "b": 16}
+    assert replicas.place_line(RoutedRequest(10)) is None
+    more = replicas.place_line(RoutedRequest(10), may_exceed=True)
+    assert more is not None and more.replica is replica
+    for _ in range(2):
+        more.on_end(0.0)
+    assert replica.num_lines == 2
+    replica.takes_lines = False
+    assert replicas.place_line(RoutedRequest(10), besides={"b"}, may_exceed=True) is None
+
+
+def test_a_replica_that_left_gets_nothing_and_its_requests_may_end() -> None:
+    replicas, clock = replica_set()
+    placement = replicas.place(RoutedRequest(10), besides={"a"})
+    assert placement is not None
+    replicas.remove("b")
+    placement.on_end(clock.now_s())
+    assert {place(replicas, 1, key) for key in range(4)} == {"a"}
+    replicas.report("b", report())
+    assert place(replicas, 1, 9) == "b"
