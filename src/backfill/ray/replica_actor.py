@@ -46,6 +46,9 @@ class ReplicaActor:
             self._may_restart.set()
         self._is_started = False
 
+    def __repr__(self) -> str:
+        return f"backfill-replica-{self._process.number}"  # before each line that Ray passes on
+
     async def start(self) -> str:
         """Start the server, unless it was. Returns: its URL, at which it will answer once it has loaded."""
         if not self._is_started:
