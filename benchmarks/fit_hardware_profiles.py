@@ -21,6 +21,7 @@ from statistics import fmean
 
 import numpy as np
 
+from backfill.core.measured_on import MeasuredOn
 from backfill.costs.fit import TimedStep, fit_cost_model, fit_error
 from backfill.costs.load import StepLoad
 from backfill.costs.model import CostModel
@@ -38,7 +39,7 @@ from backfill.costs.model_work import (
     modelled_time_s,
     operator_work,
 )
-from backfill.costs.profile import FORMAT_VERSION, CopySpeed, CostProfile, FitError, ProfileKey
+from backfill.costs.profile import FORMAT_VERSION, CopySpeed, CostProfile, FitError
 
 PEAK_FLOPS = 312e12  # fp16 tensor cores, NVIDIA A100 datasheet
 KERNEL_GAP_S = 1e-6
@@ -249,7 +250,7 @@ def fit_target(
     unseen = [step for n in held_out for step in timed_steps(target, n, rows_s[n])]
     cost = fit_cost_model(steps, row_knots, SAMPLED_KNOTS)
     costs = CostProfile(
-        key=ProfileKey(target.shape.name, target.device.name + target.parallel, "float16"),
+        key=MeasuredOn(target.shape.name, target.device.name + target.parallel, "float16"),
         quality="full",
         num_layers=target.shape.num_layers,
         cost=cost,

@@ -41,11 +41,12 @@ import numpy as np
 from mixed_replay import Flood, Kind, KindFigures, Load, figures_of, replay
 
 from backfill.core.config import PolicyName, SchedulerConfig
+from backfill.core.measured_on import MeasuredOn
 from backfill.core.slo import SLO
 from backfill.costs.behaviour import DeviceBehaviour, StepNoise
 from backfill.costs.hardware import HardwareProfile
 from backfill.costs.model import CostModel, PiecewiseLinear
-from backfill.costs.profile import CostProfile, FitError, ProfileKey
+from backfill.costs.profile import CostProfile, FitError
 from backfill.simulation.replay import Arrival, Lengths
 from backfill.simulation.seeds import FIRST_REPORTED_SEED
 from backfill.simulation.workloads import gamma_workload
@@ -57,7 +58,7 @@ HOST_S = 0.002
 HARDWARE = HardwareProfile(
     name="cpu",
     costs=CostProfile(
-        key=ProfileKey("135m", "cpu", "bfloat16"),
+        key=MeasuredOn("135m", "cpu", "bfloat16"),
         quality="full",
         num_layers=30,
         cost=CostModel(

@@ -18,12 +18,13 @@ from dataclasses import asdict, dataclass
 
 from backfill.core.clock import VirtualClock
 from backfill.core.config import SchedulerConfig
+from backfill.core.measured_on import MeasuredOn
 from backfill.core.request import Request, RequestId, ServiceClass
 from backfill.core.sampling import SamplingParams
 from backfill.core.slo import SLO
 from backfill.costs.behaviour import DeviceBehaviour
 from backfill.costs.model import CostModel, PiecewiseLinear
-from backfill.costs.profile import CopySpeed, CostProfile, FitError, ProfileKey
+from backfill.costs.profile import CopySpeed, CostProfile, FitError
 from backfill.engine.engine import Engine
 from backfill.execution.executor import ExecutorInfo
 from backfill.execution.simulated_executor import SimulatedExecutor
@@ -136,7 +137,7 @@ def _create_engine(device: Device, interval: int, min_interval: int | None, cloc
         _COST, copies=_COPIES, layer_transfer_s=device.transfer_s, layer_bytes=_LAYER_BYTES
     )
     profile = CostProfile(
-        key=ProfileKey("made up", "simulated", "bfloat16"),
+        key=MeasuredOn("made up", "simulated", "bfloat16"),
         quality="full",
         num_layers=_NUM_LAYERS,
         # As it would be measured with the interval.

@@ -5,7 +5,8 @@ the router's way: accept, read, choose, send, pass back. With ``--model`` the en
 Requests go one after another over one kept connection, alternating between the router and the engines, with
 a short prompt and with one of 8 KiB, streamed and whole. The cost is the difference of the medians of each
 round; the median of the rounds is reported. On a loaded machine it includes the router's wait for a
-processor, so the processor time that the router's process used for a request is reported too.
+processor, so the difference of the first quartiles and the processor time that the router's process used for
+a request are reported too.
 
 Usage: router.py [--rounds 5] [--requests 300] [--model FOLDER]. The last line of output is a JSON object.
 """
@@ -17,6 +18,7 @@ import asyncio
 import json
 import multiprocessing
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -50,6 +52,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=300)
     parser.add_argument("--model", help="folder of a model for real engines")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended
     with ExitStack() as stack:
         if args.model is None:
             engines = [stack.enter_context(stub_engine()) for _ in range(NUM_ENGINES)]
@@ -168,14 +171,18 @@ async def measure(
                                 raise SystemExit(f"{way}: status {response.status}")
                         seconds[way].append(time.perf_counter() - started_at_s)
                 if number > 0:
-                    medians = {way: 1e3 * statistics.median(each) for way, each in seconds.items()}
-                    rounds.append(medians | {"used": 1e3 * (processor_s(pid) - used_s) / num_requests})
+                    figures = {way: 1e3 * statistics.median(each) for way, each in seconds.items()}
+                    quartiles = {way: statistics.quantiles(each)[0] for way, each in seconds.items()}
+                    figures["quartile_added"] = 1e3 * (quartiles["routed"] - quartiles["direct"])
+                    figures["used"] = 1e3 * (processor_s(pid) - used_s) / num_requests
+                    rounds.append(figures)
             added = [each["routed"] - each["direct"] for each in rounds]
             result[name] = {
                 "direct_ms": statistics.median(each["direct"] for each in rounds),
                 "routed_ms": statistics.median(each["routed"] for each in rounds),
                 "added_ms": statistics.median(added),
                 "most_added_ms": max(added),
+                "quartile_added_ms": statistics.median(each["quartile_added"] for each in rounds),
                 "processor_ms": statistics.median(each["used"] for each in rounds),
             }
     return result

@@ -50,6 +50,7 @@ def main() -> None:
     parser.add_argument("--most-s", type=float, default=15.0)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended
     with tempfile.TemporaryDirectory(prefix="router-kills-") as folder:
         result = asyncio.run(Run(args, Path(folder)).run())
     print(json.dumps({"benchmark": "router_kills", **result}))
@@ -115,7 +116,8 @@ class Run:
             server.start()
         port = free_port()
         urls = " ".join(server.url for server in self._servers)
-        options = f"--engines {urls} --port {port} --retry-timeout 300 --engine-timeout 60 --data-dir {self._folder}/router"
+        options = f"--engines {urls} --port {port} --retry-timeout 300 --engine-timeout 60"
+        options += f" --data-dir {self._folder}/router"
         with Path(self._folder, "router.log").open("wb") as log:
             router = subprocess.Popen(
                 [*_BACKFILL, "router", *options.split()],

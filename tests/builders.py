@@ -10,6 +10,7 @@ from collections.abc import Collection, Sequence, Set
 from dataclasses import dataclass, replace
 
 from backfill.core.block import BlockCopy, BlockRef, SlotCopy
+from backfill.core.measured_on import MeasuredOn
 from backfill.core.plan import (
     BlockCopies,
     CopyDirections,
@@ -24,7 +25,7 @@ from backfill.core.request import Request, RequestId, ServiceClass
 from backfill.core.sampling import SamplingParams
 from backfill.core.slo import SLO
 from backfill.costs.model import CostModel, PiecewiseLinear
-from backfill.costs.profile import CopySpeed, CostProfile, FitError, ProfileKey
+from backfill.costs.profile import CopySpeed, CostProfile, FitError
 from backfill.execution.executor import ExecutorInfo
 from backfill.execution.simulated_executor import hashed_token
 
@@ -404,7 +405,7 @@ def _next_hash(before: int, token_id: int) -> int:
 
 def make_profile(cost: CostModel | None = None, **key: str) -> CostProfile:
     return CostProfile(
-        key=ProfileKey(**{"model": "model", "device": "device", "dtype": "dtype", **key}),
+        key=MeasuredOn(**{"model": "model", "device": "device", "dtype": "dtype", **key}),
         quality="full",
         num_layers=32,
         cost=cost or linear_cost(token_s=1e-4, step_s=5e-3, context_s=1e-6),

@@ -133,9 +133,13 @@ PARSED = {
     "backfill serve --port 8002 --offload-interval 4 --offload-bus left --offload-bus-gib-per-s 12": (
         "as above"
     ),
+    "backfill serve --data-parallel-size 2": "tests/router/test_commands.py runs it",
+    "backfill router --engines http://10.0.0.1:8000 http://10.0.0.2:8000": "tests/router runs it",
+    "backfill serve --executor ray --data-parallel-size 2": "tests/ray serves a small model so",
     # Names of commands in a sentence.
     "backfill serve": "a name",
     "backfill serve --help": "a name",
+    "backfill router": "a name",
     "backfill run-batch": "a name",
     "backfill profile": "a name",
     "backfill simulate": "a name",
@@ -149,7 +153,15 @@ OTHERS = {
     "pip install openai",
     "pip install 'backfill[plot]'",
     "pip install 'backfill[ray]'",
+    "pip install 'ray[default]'",
     ".venv/bin/python",
+}
+# Run by tests/router/test_proxy.py with other addresses.
+_ENGINES = "http://127.0.0.1:8080/router/engines"
+OTHERS |= {
+    f"curl {_ENGINES}",
+    f"curl {_ENGINES} -H 'Content-Type: application/json' -d '{{\"url\": \"http://10.0.0.3:8000\"}}'",
+    f"curl -X DELETE '{_ENGINES}?url=http://10.0.0.3:8000'",
 }
 
 _START = re.compile(r"(\.venv/bin/)?(backfill|python|make|pip|curl|benchmarks/\w+\.py)(?![\w:.-])")

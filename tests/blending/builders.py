@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from typing import get_args
 
 import numpy as np
 from hypothesis import strategies as st
 
-from backfill.blending.requests import PoolRequest
+from backfill.blending.pool import OfflinePool
+from backfill.blending.requests import OrderName, PoolRequest
 from backfill.blending.resources import ResourceModel
 from backfill.blending.tree import PrefixTree
 
@@ -21,9 +23,14 @@ LLAMA_8B_ON_A100 = ResourceModel.from_dimensions(
     bytes_per_s=2.039e12,
 )
 KV_TOKENS = 450_000
+ORDERS: tuple[OrderName, ...] = get_args(OrderName)
 
 prompts = st.lists(st.integers(0, 2), min_size=1, max_size=6)
 """Token ids of short prompts over few tokens, so that many share prefixes and some are equal."""
+
+
+def make_pool(order: OrderName = "blend", *, sample_share: float = 0.0, seed: int = 0) -> OfflinePool:
+    return OfflinePool(order, LLAMA_8B_ON_A100, kv_tokens=KV_TOKENS, sample_share=sample_share, seed=seed)
 
 
 def make_request(

@@ -14,20 +14,15 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from backfill.blending.resources import ResourceModel
-from backfill.cli.run_batch import _LiveProgress, _print_summary, _run, describe
-from backfill.core.counters import ClassCounters
+from backfill.cli.run_batch import _run
 from backfill.core.errors import ConfigError
-from backfill.engine.messages import ClassStats, EngineStats, StepReport, StepStats
 from backfill.jobs.local_files import check_tail, locked
-from backfill.jobs.progress import TimeLeft, TokenRates, WorkShares
-from backfill.jobs.records import RequestCounts, TokenUsage
+from backfill.jobs.records import RequestCounts
 from backfill.jobs.results import ForeignResults
 from backfill.preparation.serving import ServingProcesses
 from tests.api.batch_inputs import as_jsonl, chat_line, completion_line, parse_jsonl
@@ -85,14 +80,16 @@ def test_every_line_is_answered_and_a_second_run_has_nothing_to_do(folder: Folde
     folder.input.write_bytes(
         as_jsonl([chat_line("chat", "What is gravity?"), completion_line("text"), chat_line("more")]) + b"\n"
     )
-    result = folder.run("--json")
+    result = folder.run("--json", "--offload-interval", "1")
     assert (result.returncode, result.stderr.count("Traceback")) == (0, 0), result.stderr
     output = {line["custom_id"]: line for line in parse_jsonl(folder.output.read_bytes())}
     assert output.keys() == {"chat", "text", "more"}
     assert output["chat"]["response"]["body"]["object"] == "chat.completion"
     assert output["text"]["response"]["body"]["object"] == "text_completion"
     assert "3 of 3 lines: 3 completed, 0 failed" in result.stderr
+    assert "Offload interval 1 was used." in result.stderr
     facts = summary(result)
+    assert facts["offload_interval"] == 1
     assert (facts["total"], facts["completed"], facts["failed"], facts["resumed"]) == (3, 3, 0, 0)
     assert facts["output_tokens"] == sum(
         line["response"]["body"]["usage"]["completion_tokens"] for line in output.values()
@@ -339,24 +336,6 @@ class SignalledRun:
         return False
 
 
-@pytest.mark.parametrize(
-    ("num_at_stop", "num_dropped", "part"),
-    [
-        (0, 0, "Interrupted: no line had begun. The same command goes on from here."),
-        (3, 0, "Interrupted: all lines that had begun have ended. The same"),
-        (3, 2, "Interrupted: what was computed of 2 lines is dropped. The same"),
-    ],
-)
-def test_the_summary_of_a_stopped_run_says_what_is_lost(
-    num_at_stop: int, num_dropped: int, part: str
-) -> None:
-    screen = io.StringIO()
-    run = paced(199)
-    run.usage, run.num_at_stop, run.num_dropped = TokenUsage(), num_at_stop, num_dropped
-    _print_summary(run, Console(file=screen, width=60), "", is_whole=False, as_json=False)
-    assert part in screen.getvalue()
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_second_signal_ends_a_run_at_once(number: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> None:
     statuses: list[int] = []
@@ -399,135 +378,3 @@ def test_a_locked_file_is_refused_until_it_is_released(tmp_path: Path) -> None:
         pass
     with locked(path):
         pass
-
-
-def running(phase: str = "checking the input", **fields: Any) -> Any:
-    """A run as its progress is shown."""
-    state = {
-        "counts": RequestCounts(),
-        "num_resumed": 0,
-        "rates": None,
-        "work": None,
-        "time_left": None,
-        "order": "blend",
-        "planned": None,
-        "is_stopping": False,
-        "num_in_flight": 0,
-    }
-    return SimpleNamespace(phase=phase, **{**state, **fields})
-
-
-def paced(num_done: int, num_failed: int = 0) -> Any:
-    """The 400th second of a run of 1,000 lines, of which one ends every two seconds."""
-    rates, left = TokenRates(0.0), TimeLeft(1000, 8, 0.0)
-    for second in range(400):
-        rates.prompts.add(1200, second)
-        rates.outputs.add(345, second)
-        left.update(second // 2, second)
-    counts = RequestCounts(1000, num_done - num_failed, num_failed)
-    return running(counts=counts, rates=rates, time_left=left)
-
-
-async def use_progress(tmp_path: Path) -> None:
-    console = Console(file=(tmp_path / "screen").open("w"), force_terminal=True)
-    async with _LiveProgress(running(), console).drawn():
-        raise ConfigError("no such file")
-
-
-def test_a_run_that_ends_before_anything_is_drawn_says_why(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no such file"):
-        asyncio.run(use_progress(tmp_path))
-
-
-def test_what_a_run_does_is_told_in_words() -> None:
-    assert describe(running("loading the model"), 0.0) == "loading the model"
-    pace = "tok/s: 1,200 in, 345 out; 0:26:41 left; 3 failed"
-    assert describe(paced(199, num_failed=3), 399.0) == f"{pace}; order blend"
-    assert describe(paced(199, num_failed=3), 399.0, len(pace)) == pace
-    begun = running(rates=TokenRates(0.0), time_left=TimeLeft(10, 8, 0.0))
-    begun.rates.prompts.add(30_000, 0.1)
-    assert describe(begun, 0.2) == "running"
-    begun.is_stopping = True
-    assert describe(begun, 0.3) == "stopping"
-    begun.num_in_flight = 3
-    assert describe(begun, 0.3) == "stopping: 3 lines in flight"
-
-
-def report_of(
-    num_tokens: int = 0, kv_usage_frac: float = 0.0, num_queried: int = 0, num_hit: int = 0
-) -> StepReport:
-    totals = ClassCounters(num_prefix_queried_tokens=num_queried, num_prefix_hit_tokens=num_hit)
-    none = ClassStats(0, 0, ClassCounters())
-    step = StepStats("offline", num_tokens, 0.0, 0.0)
-    return StepReport([], EngineStats(none, ClassStats(0, 0, totals), kv_usage_frac, 0, 0.0, 0, step))
-
-
-def test_a_run_tells_its_prefix_hits_and_what_its_work_is_bound_by() -> None:
-    run = paced(199)
-    run.work = WorkShares(ResourceModel(token_s=0.01, prompt_pair_s=0.0, cached_token_s=0.001), 1000, 0.0)
-    for second in range(400):  # 100 tokens computed, and 500 cached tokens read, in a second
-        run.work.on_report(report_of(num_tokens=100, kv_usage_frac=0.5), second)
-    run.rates.on_report(report_of(num_queried=200, num_hit=60), 399.0)
-    text = describe(run, 399.0)
-    assert text.endswith("0:26:41 left; 30% prefix hits; 67% compute, 33% memory; order blend")
-
-
-@pytest.mark.parametrize("width", [60, 120])
-def test_a_second_bar_shows_the_plan_until_it_is_made(width: int) -> None:
-    screen = io.StringIO()
-    console = Console(file=screen, force_terminal=True, width=width, color_system=None)
-    run = running(counts=RequestCounts(400_000), rates=TokenRates(0.0), time_left=TimeLeft(9, 8, 0.0))
-    progress = _LiveProgress(run, console)
-
-    def shown() -> list[str]:
-        progress.show(0.0)
-        screen.seek(0)
-        screen.truncate()
-        console.print(progress._progress.get_renderable())
-        return screen.getvalue().splitlines()
-
-    assert len(shown()) == 1
-    run.planned = 12_288, 390_000
-    plan, lines = shown()
-    assert plan.startswith("plan") and "12288/390000 reading and planning lines" in plan
-    assert lines.startswith("lines") and "0/400000 running" in lines
-    run.planned = None
-    assert len(shown()) == 1
-
-
-def test_where_there_is_no_bar_the_plan_is_told_in_words() -> None:
-    screen = io.StringIO()
-    run = running(counts=RequestCounts(400_000), rates=TokenRates(0.0), time_left=TimeLeft(9, 8, 0.0))
-    run.planned = 12_288, 390_000
-    _LiveProgress(run, Console(file=screen))._print_line(0.0)
-    expected = "0 of 400000 lines; running; reading and planning lines: 12288 of 390000"
-    assert screen.getvalue().strip() == expected
-
-
-@pytest.mark.parametrize("width", [60, 80, 120])
-def test_the_bar_takes_one_line_of_the_terminal(width: int) -> None:
-    screen = io.StringIO()
-    console = Console(file=screen, force_terminal=True, width=width, color_system=None)
-    progress = _LiveProgress(paced(199), console)
-    console.print(progress._progress.get_renderable())
-    progress._progress.update(
-        progress._task, total=1000, completed=199, description="tok/s: 1,200 in, 345 out; 0:26:41 left"
-    )
-    screen.seek(0)
-    screen.truncate()
-    console.print(progress._progress.get_renderable())
-    assert "199/1000 tok/s: 1,200 in, 345 out; 0:26:41 left" in screen.getvalue()
-    assert screen.getvalue().rstrip().count("\n") == 0
-
-
-async def use_progress_without_a_terminal(screen: io.StringIO) -> None:
-    console = Console(file=screen, force_terminal=False)
-    async with _LiveProgress(running("loading the model"), console, line_interval_s=0.0).drawn():
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-
-
-def test_without_a_terminal_it_prints_a_line_now_and_then() -> None:
-    screen = io.StringIO()
-    asyncio.run(use_progress_without_a_terminal(screen))
-    assert screen.getvalue() == "0 of 0 lines; loading the model\n"

@@ -8,12 +8,13 @@ import pytest
 from backfill.core.block import BlockCopy, block_index
 from backfill.core.clock import VirtualClock
 from backfill.core.errors import ConfigError
+from backfill.core.measured_on import MeasuredOn
 from backfill.core.plan import BlockCopies, CopyDirections, SampledToken, StepOutcome, StepPlan, WaitForCopies
 from backfill.core.request import RequestId
 from backfill.costs.copy_profiler import CopyProfiler
 from backfill.costs.load import StepLoad
 from backfill.costs.model import CostModel, PiecewiseLinear
-from backfill.costs.profile import CopySpeed, CostProfile, ProfileKey
+from backfill.costs.profile import CopySpeed, CostProfile
 from backfill.costs.profiler import FULL, QUICK, Capacity, Grid, profile_executor
 
 # A small model on a CPU; its knots are not those of the grids.
@@ -28,7 +29,7 @@ TRUTH = CostModel(
 CAPACITY = Capacity(
     kv_tokens=50_000, block_size=16, max_model_len=4096, max_num_seqs=256, max_num_batched_tokens=2048
 )
-KEY = ProfileKey("model", "device", "dtype")
+KEY = MeasuredOn("model", "device", "dtype")
 SMALL_GRID = Grid(
     quality="full",
     chunks=(1, 16, 128),

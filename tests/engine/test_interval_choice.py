@@ -16,8 +16,9 @@ import pytest
 from backfill.core.clock import VirtualClock
 from backfill.core.config import GIB, EngineConfig, SchedulerConfig
 from backfill.core.errors import ConfigError, InsufficientMemory
+from backfill.core.measured_on import MeasuredOn
 from backfill.costs.behaviour import DeviceBehaviour
-from backfill.costs.profile import CostProfile, ProfileKey
+from backfill.costs.profile import CostProfile
 from backfill.costs.profiler import Capacity, profile_executor
 from backfill.engine.interval_choice import with_chosen_interval
 from backfill.engine.process import load_engine
@@ -312,5 +313,5 @@ def simulated_profile(interval: int | None) -> CostProfile:
         max_num_batched_tokens=2048,
     )
     executor = SimulatedExecutor(info, device, clock)
-    key = ProfileKey("model", "device", "dtype")
+    key = MeasuredOn("model", "device", "dtype")
     return profile_executor(executor, clock, capacity, SMALL_GRID, key=key, num_layers=NUM_LAYERS)

@@ -11,22 +11,20 @@ from typing import Any
 import pytest
 
 from backfill.core.clock import VirtualClock
-from backfill.core.config import GIB, EngineConfig, KVLayoutName, PreemptionMode, SchedulerConfig
+from backfill.core.config import KVLayoutName, PreemptionMode, SchedulerConfig
 from backfill.core.request import ServiceClass
 from backfill.engine import engine as engine_module
 from backfill.engine.engine import Engine
 from backfill.execution import offloading
-from backfill.execution.create import create_torch_executor
 from backfill.execution.torch_executor import TorchExecutor
 from backfill.offloading.residency import Residency
 from tests.builders import make_profile
-from tests.engine.test_restored_tokens import serve_on
+from tests.engine.test_restored_tokens import create_executor, serve_on
 from tests.models.tiny import save_tiny_model
 from tests.scheduling.test_memory_division import ErraticResidency
 
 NUM_LAYERS, LARGEST = 8, 3
-BLOCK_BYTES = NUM_LAYERS * 2 * 2 * 8 * 8 * 4  # K and V of 2 heads of 8 float32, 8 tokens
-LEAST, ENOUGH, HOST = 22, 200, 64
+LEAST, ENOUGH = 22, 200
 
 
 @pytest.fixture(scope="module")
@@ -38,26 +36,10 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Any:
         yield folder
 
 
-def create_executor(
-    model_dir: Path, num_blocks: int, scheduler: SchedulerConfig, **changes: Any
-) -> TorchExecutor:
-    config = EngineConfig(
-        model_dir=str(model_dir),
-        device="cpu",
-        dtype="float32",
-        block_size=8,
-        kv_gib=num_blocks * BLOCK_BYTES / GIB,
-        host_kv_gib=HOST * BLOCK_BYTES / GIB,
-        scheduler=scheduler,
-        **changes,
-    )
-    return create_torch_executor(config)
-
-
 @pytest.fixture(scope="module")
 def undisturbed(model_dir: Path) -> list[list[int]]:
     config = SchedulerConfig(prefix_caching=False)
-    executor = create_executor(model_dir, ENOUGH, config)
+    executor = create_executor(model_dir, ENOUGH, config, NUM_LAYERS)
     engine = Engine(config, executor, VirtualClock(), make_profile())
     served, _ = serve_on(engine, executor)
     return [request.output_token_ids for request in served]
@@ -81,7 +63,9 @@ def test_tokens_are_the_same_while_memory_changes_hands(
     config = SchedulerConfig(
         policy="slo", checkpointing="adaptive", preemption=preemption, kv_layout=kv_layout
     )
-    executor = create_executor(model_dir, LEAST, config, offload_interval=LARGEST, min_offload_interval=1)
+    executor = create_executor(
+        model_dir, LEAST, config, NUM_LAYERS, offload_interval=LARGEST, min_offload_interval=1
+    )
     # What is beyond the pool's end must never be read: it is not a number until it has memory.
     executor._kv_pool.fill_(float("nan"))
     monkeypatch.setattr(engine_module, "ResidencyPolicy", partial(make_erratic, seed))

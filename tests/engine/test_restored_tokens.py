@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,7 +28,8 @@ from backfill.execution.torch_executor import TorchExecutor
 from tests.builders import make_profile, make_request
 from tests.models.tiny import save_tiny_model
 
-BLOCK_BYTES = 3 * 2 * 2 * 8 * 8 * 4  # 3 layers, K and V of 2 heads of 8 float32, 8 tokens
+NUM_LAYERS = 3
+LAYER_BLOCK_BYTES = 2 * 2 * 8 * 8 * 4  # K and V of 2 heads of 8 float32, 8 tokens
 ENOUGH, TOO_FEW, NEARLY_ALL_SHARED, HOST = 200, 22, 20, 64
 OFFLINE_SHAPES = [(40, 60), (31, 50), (52, 70), (20, 60)]
 ONLINE_SHAPES = [(60, 30), (50, 30), (40, 20)]
@@ -45,24 +47,26 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def create_executor(
-    model_dir: Path, num_micro_batches: int, num_blocks: int, scheduler: SchedulerConfig
+    model_dir: Path, num_blocks: int, scheduler: SchedulerConfig, num_layers: int = NUM_LAYERS, **changes: Any
 ) -> TorchExecutor:
+    """Of a model with so many layers; pools of blocks of 8 tokens, the host's of ``HOST``."""
+    block_bytes = num_layers * LAYER_BLOCK_BYTES
     config = EngineConfig(
         model_dir=str(model_dir),
         device="cpu",
         dtype="float32",
         block_size=8,
-        kv_gib=num_blocks * BLOCK_BYTES / GIB,
-        host_kv_gib=HOST * BLOCK_BYTES / GIB,
-        num_micro_batches=num_micro_batches,
+        kv_gib=num_blocks * block_bytes / GIB,
+        host_kv_gib=HOST * block_bytes / GIB,
         scheduler=scheduler,
+        **changes,
     )
     return create_torch_executor(config)
 
 
 @pytest.fixture(params=[1, 2], ids=["1-micro-batch", "2-micro-batches"])
 def make_executor(request: pytest.FixtureRequest, model_dir: Path) -> MakeExecutor:
-    return partial(create_executor, model_dir, request.param)
+    return partial(create_executor, model_dir, num_micro_batches=request.param)
 
 
 def requests(service_class: ServiceClass, shapes: list[tuple[int, int]]) -> list[Request]:
@@ -122,7 +126,7 @@ def serve_on(engine: Engine, executor: StoppableExecutor, stops_every: int = 0) 
 @pytest.fixture(scope="module")
 def undisturbed(model_dir: Path) -> list[list[int]]:
     config = SchedulerConfig(prefix_caching=False)
-    engine, tokens, _ = serve(create_executor(model_dir, 1, ENOUGH, config), config)
+    engine, tokens, _ = serve(create_executor(model_dir, ENOUGH, config), config)
     assert engine.scheduler.counters[ServiceClass.OFFLINE].num_preemptions == 0
     assert num_hit_tokens(engine) == 0
     return tokens
@@ -263,7 +267,7 @@ def crowd_on(engine: Engine, executor: StoppableExecutor, stops_every: int = 0) 
 @pytest.fixture(scope="module")
 def undisturbed_crowd(model_dir: Path) -> list[list[int]]:
     config = SchedulerConfig(prefix_caching=False)
-    executor = create_executor(model_dir, 1, ENOUGH, config)
+    executor = create_executor(model_dir, ENOUGH, config)
     engine = Engine(config, executor, VirtualClock(), make_profile())
     return [request.output_token_ids for request in crowd_on(engine, executor)]
 
@@ -289,7 +293,7 @@ def test_requests_that_share_blocks_give_the_same_tokens(
         policy=policy,
         kv_layout="bidirectional",
     )
-    executor = create_executor(model_dir, 1, NEARLY_ALL_SHARED, config)
+    executor = create_executor(model_dir, NEARLY_ALL_SHARED, config)
     engine = Engine(config, executor, VirtualClock(), make_profile())
     served = crowd_on(engine, executor, stops_every=3 if policy == "slo" else 0)
     assert [request.output_token_ids for request in served] == undisturbed_crowd

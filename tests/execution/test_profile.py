@@ -17,11 +17,12 @@ from backfill.core.block import block_index
 from backfill.core.clock import VirtualClock
 from backfill.core.config import EngineConfig, SchedulerConfig
 from backfill.core.errors import ConfigError
+from backfill.core.measured_on import MeasuredOn
 from backfill.core.plan import Compute, ScheduledSlice, StepOutcome, StepPlan
 from backfill.core.request import RequestId, ServiceClass
 from backfill.costs.behaviour import DeviceBehaviour
 from backfill.costs.load import StepLoad
-from backfill.costs.profile import CostProfile, ProfileKey, Quality
+from backfill.costs.profile import CostProfile, Quality
 from backfill.engine.engine import Engine
 from backfill.execution import profile as execution_profile
 from backfill.execution.create import create_torch_executor
@@ -112,7 +113,7 @@ def test_the_key_is_of_the_model_and_not_of_its_folder(running: Loaded, tmp_path
 
 
 def test_each_key_has_its_own_file_in_the_cache(cache: Path) -> None:
-    key = ProfileKey("llama-3x48-abc", "a processor, 4 threads", "float32")
+    key = MeasuredOn("llama-3x48-abc", "a processor, 4 threads", "float32")
     others = [
         replace(key, model="llama-3x64-abc"),
         replace(key, device="a processor, 8 threads"),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import threading
 import weakref
 from collections.abc import Callable
@@ -17,6 +19,7 @@ from torch import Tensor, nn
 from backfill import InvalidOption, offload
 from backfill.execution.offloading import LayerStreamer
 from backfill.llm import offload as module
+from backfill.llm import offloaded_layers
 
 NUM_LAYERS = 7
 SHAPE: dict[str, Any] = {"vocab_size": 131, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
@@ -38,7 +41,7 @@ INPUT = (torch.arange(34).view(2, 17) * 5 + 3) % 131
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(module, "cache_root", lambda: tmp_path)
+    monkeypatch.setattr(offloaded_layers, "cache_root", lambda: tmp_path)
     return tmp_path
 
 
@@ -201,7 +204,7 @@ def test_a_removal_that_fails_can_be_repeated(monkeypatch: pytest.MonkeyPatch) -
         raise MemoryError
 
     with monkeypatch.context() as changed:
-        changed.setattr(module._ModuleLayers, "restore", fail)
+        changed.setattr(offloaded_layers.ModuleLayers, "restore", fail)
         with pytest.raises(MemoryError):
             handle.remove()
         with pytest.raises(RuntimeError, match="no weights since an error; call `remove`"):
@@ -214,7 +217,7 @@ def test_what_was_moved_beside_the_layers_is_moved_back(monkeypatch: pytest.Monk
     model = model_of("opt")
     before = {name: each.data_ptr() for name, each in model.named_parameters()}
     parameters = module._others(model, module._decoder_layers(model))
-    moved = module._MovedOthers(model, parameters)
+    moved = offloaded_layers.MovedOthers(model, parameters)
     with monkeypatch.context() as changed:
         changed.setattr(Tensor, "to", lambda tensor, _: tensor.clone())  # as to another device
         moved.move_to(torch.device("cuda"))
@@ -232,7 +235,7 @@ def test_a_move_that_fails_leaves_the_model_as_it_was(monkeypatch: pytest.Monkey
         raise RuntimeError("out of memory")
 
     with monkeypatch.context() as changed:
-        changed.setattr(module._MovedOthers, "move_to", fail)
+        changed.setattr(offloaded_layers.MovedOthers, "move_to", fail)
         with pytest.raises(RuntimeError, match="out of memory"):
             offload(model, interval=1)
     assert torch.equal(logits(model), expected)
@@ -263,6 +266,32 @@ def test_gradients_and_states_are_refused() -> None:
             handle.set_interval(8)
     with pytest.raises(InvalidOption, match="the handle was removed; call offload again"):
         handle.set_interval(1)
+
+
+@pytest.mark.parametrize(
+    "convert", [lambda model: model.half(), lambda model: model.model.layers[0].to(torch.float64)]
+)
+def test_a_model_is_not_converted_until_it_is_restored(convert: Callable[[Any], Any]) -> None:
+    model = model_of("llama")
+    expected = logits(model)
+    with offload(model, interval=2):
+        with pytest.raises(RuntimeError, match=r"stay torch\.float32 on cpu; call `remove` of the handle"):
+            convert(model)
+        assert model.to("cpu").float() is model
+        assert torch.equal(logits(model), expected)
+    convert(model)
+    assert {each.dtype for each in model.parameters()} != {torch.float32}
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, copy.copy, pickle.dumps])
+def test_a_model_is_not_copied_until_it_is_restored(duplicate: Callable[[Any], Any]) -> None:
+    model = model_of("llama")
+    with offload(model, interval=2) as handle:
+        for each in (model, handle):
+            if (each, duplicate) != (model, copy.copy):  # which shares the layers, and is the same model
+                with pytest.raises(RuntimeError, match="cannot be copied; call `remove` of its handle first"):
+                    duplicate(each)
+    duplicate(model)
 
 
 class Shared(nn.Module):

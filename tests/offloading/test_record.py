@@ -9,11 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from backfill.core.errors import ConfigError
+from backfill.core.measured_on import MeasuredOn
 from backfill.offloading.interval import LayerTimes, smallest_interval, step_time_s
 from backfill.offloading.loads import FULL_LOADS, QUICK_LOADS, is_within, never_falling
-from backfill.offloading.record import PerformanceRecord, Phase, RecordedLoad, RecordKey
+from backfill.offloading.record import PerformanceRecord, Phase, RecordedLoad
 
-KEY = RecordKey("model", "device", "dtype")
+KEY = MeasuredOn("model", "device", "dtype")
 NUM_LAYERS = 12
 
 

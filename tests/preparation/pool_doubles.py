@@ -16,7 +16,8 @@ from backfill.core.request import ServiceClass
 from backfill.core.sampling import SamplingParams
 from backfill.preparation.line_file import LineFile, Prepare
 from backfill.preparation.line_pool import LinePool
-from backfill.preparation.messages import LineSelection
+from backfill.preparation.lines import BatchLine
+from backfill.preparation.messages import START, LineSelection
 from backfill.protocol.generation import Generation, GenerationEndpoint
 from backfill.protocol.preparer import RequestContext
 from tests.jobs.doubles import input_line
@@ -76,3 +77,19 @@ def open_file(
     path.write_bytes(content)
     selection = selection_of(path, **fields)
     pool.open(reader_id, selection, LineFile(selection, prepare_with))
+
+
+def index_all(pool: LinePool, reader_id: int = 0, group: int = 7) -> int:
+    """Index to the end, or until the pool holds as many lines as it may; returns how many lines."""
+    position, num_lines = START, 0
+    while (indexed := pool.index(reader_id, position, group)).num_lines:
+        position = indexed.position
+        num_lines += indexed.num_lines
+    return num_lines
+
+
+def take_all(pool: LinePool, owner: str = "", group: int = 3) -> list[tuple[int, BatchLine]]:
+    found = []
+    while taken := pool.take(owner, group).lines:
+        found += [(each.reader_id, each.line) for each in taken]
+    return found

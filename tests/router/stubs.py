@@ -41,6 +41,7 @@ class StubEngine:
         seen: headers and bodies of the requests that came.
         runs: requests that were answered to the end, by prompt.
         num_left: requests that their client left.
+        hangs: it does not show its state.
         status: of the answers to all requests, if it is not 200.
     """
 
@@ -54,6 +55,7 @@ class StubEngine:
     seen: list[tuple[dict[str, str], dict[str, Any]]] = field(default_factory=list)
     runs: Counter[str] = field(default_factory=Counter)
     num_left: int = 0
+    hangs: bool = False
     instance: int = 0
     port: int = 0
     _runner: web.AppRunner | None = None
@@ -92,6 +94,10 @@ class StubEngine:
         await runner.cleanup()
 
     async def _state(self, request: web.Request) -> web.Response:
+        while self.hangs:
+            await asyncio.sleep(0.01)
+        if self._runner is None and request.transport is not None:
+            request.transport.abort()  # it was accepted while the engine died
         state = ReplicaState(
             instance=str(self.instance),
             phase="ready",

@@ -2,12 +2,19 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+import pytest
 from aiohttp import web
 
+from backfill.blending.requests import OrderName
+from backfill.blending.resources import ResourceModel
+from backfill.jobs.feed import InputChanged
+from backfill.preparation.messages import LineSelection
+from backfill.router.lines import LinesSetup, RoutedLine, RoutedReader
 from tests.router.stubs import COMPLETIONS, TIMEOUT_S, RunningRouter, StubEngine, routing, until
 
 
@@ -189,5 +196,31 @@ def test_batches_belong_to_owners_and_engines_are_told(tmp_path: Path) -> None:
             headers = {"authorization": "Bearer second"}
             async with router.http.get(f"/v1/batches/{batch_id}", headers=headers) as response:
                 assert response.status == 404
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("order", ["blend", "fcfs"])
+def test_a_line_is_read_once_and_lines_of_a_shorter_file_are_missed(tmp_path: Path, order: OrderName) -> None:
+    path = tmp_path / "lines.jsonl"
+    texts = ["\ufeff" + json.dumps(lines_of(1)[0]), "", *(json.dumps(line) for line in lines_of(40)[1:])]
+    path.write_text("\n".join(texts), encoding="utf-8")
+    setup = LinesSetup(["http://a", "http://b"], ResourceModel(1e-5, 1e-9, 1e-8), 1000)
+    reader = RoutedReader(order, lambda: setup, Counter)
+    selection = LineSelection(path=str(path), max_line_bytes=1000, owner="alice", done=bytes([1 << 4]))
+
+    async def run() -> None:
+        lines = reader.open_lines(selection)
+        found = [line for _ in range(8) for _, line in await lines.read(5)]
+        assert all(isinstance(line, RoutedLine) and line.owner == "alice" for line in found)
+        assert sorted(line.custom_id for line in found) == sorted(f"c{n}" for n in range(40) if n != 2)
+        assert await lines.read(5) == []
+        lines.end(found[0].number, 3)
+        lines.end(found[1].number, None)
+        lines = reader.open_lines(selection)
+        await lines.read(1)
+        path.write_text(texts[0])
+        with pytest.raises(InputChanged):
+            await lines.read(60)
 
     asyncio.run(run())

@@ -8,7 +8,6 @@ import os
 import re
 import signal
 import socket
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from backfill.router.metrics import RouterMetrics
 from backfill.router.replicas import ReplicaFailed, ReplicaProcess, Replicas
 from tests.api.servers import RunningServer, launch_small, wait_until
 from tests.cli.running import assert_refused, run_cli_here
+from tests.router.processes import wait_for_a_signal
 from tests.router.stubs import TIMEOUT_S, StubEngine, routing
 from tests.test_docs import ROOT
 
@@ -92,15 +92,6 @@ def test_a_server_that_is_no_engine_is_refused() -> None:
     assert "is not a Backfill server" in asyncio.run(answer(200))
     assert "asks for an API key: give the router --engine-api-key" in asyncio.run(answer(401))
     assert "cannot be reached: it answers with status 502" in asyncio.run(answer(502))
-
-
-def wait_for_a_signal(arguments: list[str]) -> None:
-    """Ends at once where it is told to."""
-    if arguments[1:] == ["fail"]:
-        sys.exit(7)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    Path(arguments[0]).write_text(str(os.getpid()))
-    signal.pause()
 
 
 async def pid_in(path: Path, other_than: int = 0) -> int:

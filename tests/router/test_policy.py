@@ -135,7 +135,9 @@ def test_lines_go_where_online_requests_leave_room() -> None:
         more.on_end(0.0)
     assert replica.num_lines == 2
     replica.takes_lines = False
-    assert replicas.place_line(RoutedRequest(10), besides={"b"}, may_exceed=True) is None
+    assert replicas.place_line(RoutedRequest(10), besides={"b"}) is None
+    refusing = replicas.place_line(RoutedRequest(10), besides={"b"}, may_exceed=True)
+    assert refusing is not None and refusing.replica is replica
 
 
 def test_a_replica_that_left_gets_nothing_and_its_requests_may_end() -> None:

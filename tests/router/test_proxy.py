@@ -244,3 +244,22 @@ def test_closing_the_client_session_leaves_nothing_behind() -> None:
             await until(lambda: all(each.num_in_flight == 0 for each in router.engines.all))
 
     asyncio.run(run())
+
+
+def test_an_engine_that_hangs_is_taken_for_dead_and_its_requests_run_elsewhere() -> None:
+    async def run() -> None:
+        engines = [StubEngine(), StubEngine()]
+        for engine in engines:
+            engine.gate.clear()
+        async with routing(engines, engine_timeout=0.5) as router:
+            request = asyncio.create_task(complete(router, "p"))
+            await until(lambda: any(engine.seen for engine in engines))
+            hanging, other = sorted(engines, key=lambda engine: -len(engine.seen))
+            hanging.hangs = True
+            other.gate.set()
+            assert (await request)[0] == 200
+            assert other.runs["p"] == 1 and hanging.num_left == 1
+            hanging.hangs = False
+            await router.until_status(hanging, "up")
+
+    asyncio.run(run())

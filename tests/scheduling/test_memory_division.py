@@ -17,6 +17,7 @@ from backfill.core.plan import StepOutcome, StepPlan
 from backfill.core.request import Request, ServiceClass
 from backfill.core.slo import SLO
 from backfill.costs.behaviour import DeviceBehaviour
+from backfill.costs.model import CostModel
 from backfill.costs.profile import CopySpeed
 from backfill.engine.engine import Engine
 from backfill.execution.executor import ExecutorInfo
@@ -68,75 +69,6 @@ def assert_intervals_have_room(info: ExecutorInfo, plans: Sequence[StepPlan]) ->
         assert num_device_layers(info.num_layers, interval) <= num_layers
 
 
-class GivenResidency(ResidencyPolicy):
-    """Keeps to its target, which a test sets."""
-
-    def choose(self, situation: Situation) -> Residency:
-        return self.target
-
-
-def grown(setting: Setting, *shapes: tuple[int, int]) -> tuple[Run, GivenResidency, list[Request]]:
-    """A pool of 24 blocks, which has had 12, and offline requests that run in it."""
-    info = setting.executor(0).info
-    policy = GivenResidency(info.residencies, info.num_layers)
-    run = Run(setting, 0, policy)
-    policy.target = policy.choices[0]
-    requests = [make_request(*shape, service_class=OFFLINE) for shape in shapes]
-    for request in requests:
-        run.scheduler.add(request)
-    while any(each.num_computed_tokens < each.num_prompt_tokens for each in requests):
-        run.step()
-    assert run.scheduler.kv.num_blocks == 24
-    return run, policy, requests
-
-
-def test_a_request_goes_on_while_its_blocks_are_moved_where_others_have_ended() -> None:
-    run, policy, (ended, stays) = grown(Setting(min_interval=1, num_host_blocks=0), (36, 2), (36, 12))
-    while ended.finish_reason is None:
-        run.step()
-    policy.target = policy.choices[-1]
-    plan = run.step()
-    assert len(plan.moves) == run.executor.num_moves > 5
-    assert plan.memory is None, "the memory is given away in the same step"
-    assert (plan := run.step()).memory is not None
-    assert plan.memory.num_blocks == 12
-    while stays.finish_reason is None:
-        run.step()
-    counters = run.scheduler.counters[OFFLINE]
-    assert counters.num_preemptions == counters.num_recomputed_tokens == 0
-
-
-@pytest.mark.parametrize("num_host_blocks", [0, 24])
-def test_requests_that_do_not_fit_the_smaller_pool_are_preempted(num_host_blocks: int) -> None:
-    setting = Setting(policy="slo", min_interval=1, num_host_blocks=num_host_blocks, completes=1.0)
-    run, policy, requests = grown(setting, (36, 12), (36, 12))
-    policy.target = policy.choices[-1]
-    num_before = len(run.plans)
-    while run.step().memory is None:
-        assert len(run.plans) < num_before + 25
-    assert run.scheduler.kv.num_blocks == 12
-    counters = run.scheduler.counters[OFFLINE]
-    assert counters.num_preemptions >= 1
-    while run.scheduler.has_unfinished:
-        run.step()
-    assert all(len(each.output_token_ids) == 12 for each in requests)
-    if num_host_blocks:
-        assert counters.num_recomputed_tokens < 36, "its KV was not copied before it was dropped"
-
-
-def test_a_drain_that_is_called_off_leaves_everything_in_place() -> None:
-    run, policy, _ = grown(Setting(policy="slo", min_interval=1, num_host_blocks=0), (37, 9), (37, 9))
-    policy.target = policy.choices[-1]
-    run.step()
-    assert run.scheduler.kv.resizing.num_draining > 0
-    policy.target = policy.choices[0]
-    run.step()
-    assert (run.scheduler.kv.num_blocks, run.scheduler.kv.resizing.num_draining) == (24, 0)
-    assert run.executor.num_moves == 0
-    assert all(plan.memory is None for plan in run.plans[-2:])
-    assert run.scheduler.counters[OFFLINE].num_preemptions == 0
-
-
 # The decision on the virtual clock.
 
 NUM_LAYERS, BLOCK_SIZE = 32, 16
@@ -173,7 +105,13 @@ class Sample:
 class Server:
     """An engine on a simulated device, and what it did."""
 
-    def __init__(self, interval: int, min_interval: int | None, policy: PolicyName = "slo") -> None:
+    def __init__(
+        self,
+        interval: int,
+        min_interval: int | None,
+        policy: PolicyName = "slo",
+        predicted: CostModel = COST,
+    ) -> None:
         changed = replace(INFO, offload_interval=interval, min_offload_interval=min_interval)
         base = replace(INFO, min_offload_interval=1)
         sizes = {each.num_layers: each.num_blocks for each in base.residencies}
@@ -181,7 +119,7 @@ class Server:
         self.clock = VirtualClock()
         self.executor = SimulatedExecutor(self.info, DEVICE, self.clock)
         config = SchedulerConfig(policy=policy, checkpointing="adaptive")
-        self.engine = Engine(config, self.executor, self.clock, make_profile(COST))
+        self.engine = Engine(config, self.executor, self.clock, make_profile(predicted))
         self.samples: list[Sample] = []
         self.tokens_at_s: dict[str, list[float]] = {}
 
@@ -250,6 +188,19 @@ def test_offline_work_takes_the_memory_and_online_work_gets_its_time_back() -> N
     assert max(gaps[len(gaps) // 2 :]) <= slo.tpot_s * 1.001
     counters = server.engine.scheduler.counters
     assert counters[ONLINE].num_preemptions == 0
+
+
+def test_online_work_gets_its_time_back_where_steps_are_faster_than_predicted() -> None:
+    """Transfers take no less time for that."""
+    server = Server(8, 2, predicted=linear_cost(token_s=1e-4, step_s=0.064, context_s=2e-7))
+    add_offline(server, 300)
+    server.serve(15.0)
+    assert server.samples[-1].interval == 2
+    slo = SLO(ttft_s=1.0, tpot_s=0.045)
+    server.add(make_request(50, 60, request_id="online", arrived_at_s=server.clock.now_s(), slo=slo))
+    server.serve(20.0)
+    gaps = server.gaps_s("online")
+    assert max(gaps[len(gaps) // 2 :]) <= slo.tpot_s * 1.001
 
 
 def throughput(interval: int, min_interval: int | None) -> tuple[float, float]:

@@ -164,6 +164,7 @@ def test_simulate_bros_tradeoff_prints_tables_and_ends_with_json(tmp_path: Path)
         (["--rates", "fast"], "--rates must be numbers separated by commas, got 'fast'"),
         (["--rates", "-1"], "--rates must be above 0, got -1"),
         (["--duration", "0"], "--duration must be above 0, got 0"),
+        (["--duration", "0.5"], "--duration must be at least 1, got 0.5"),
         (["--online-lengths", "missing.csv"], "missing.csv cannot be read"),
     ],
 )

@@ -10,7 +10,7 @@ from backfill.core.errors import ConfigError
 from backfill.simulation.bros import BrosExperiment, Setting, point_simulation
 from backfill.simulation.bros_overhead import GROUPS, Overhead, run_bros_overhead, run_repeatedly
 from backfill.simulation.request_lengths import SHAREGPT
-from tests.cli.running import run_cli_here
+from tests.cli.running import assert_fits, run_cli_here
 
 TINY = BrosExperiment(
     models=("opt-13b",), workloads=("sharegpt",), rates_per_s=(4.0,), policies=("bros",), duration_s=2.0
@@ -43,7 +43,7 @@ def test_steps_are_grouped_by_the_requests_that_hold_blocks() -> None:
 def test_a_trace_without_a_step_is_refused() -> None:
     alone = BrosExperiment(
         models=("opt-13b",), workloads=("lmsys",), rates_per_s=(1e-3,), policies=("online-only",),
-        duration_s=1e-6,
+        duration_s=1.0,
     )  # fmt: skip
     with pytest.raises(ConfigError, match="`duration`: no step begins within"):
         run_bros_overhead(alone, 1)
@@ -64,4 +64,5 @@ def test_simulate_bros_overhead_prints_tables_and_ends_with_json(tmp_path: Path)
     assert 0 < point["policies"]["bros"]["share"] < 1
     assert content["paper"]["opt-30b"]["share"] == [0.0756, 0.0842]
     assert "9.12% to 9.52%" in done.stdout
+    assert_fits(done.stdout)
     assert plot.read_bytes().startswith(b"\x89PNG")

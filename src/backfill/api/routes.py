@@ -115,9 +115,9 @@ def _add_status_routes(router: APIRouter, state: ServerState) -> None:
         """The version of Backfill."""
         return {"version": __version__}
 
-    @router.get("/state", include_in_schema=False)
+    @router.get("/state")
     async def replica_state() -> Response:
-        """What a router wants to know."""
+        """What a router wants to know: limits, load, and which model is served."""
         if state.reporter is None:
             raise HTTPException(404)
         return Response(msgspec.json.encode(state.reporter.state(state)), media_type="application/json")

@@ -180,6 +180,8 @@ def _print_summary(run: LocalRun, console: Console, part: str, *, is_whole: bool
             f"{num_ended} of {counts.total} lines{part}: {counts.completed} completed, {counts.failed} failed"
             f"{resumed}; {usage.input_tokens} tokens in, {usage.output_tokens} out"
         ]
+        if run.offload_interval is not None:
+            lines.append(f"Offload interval {run.offload_interval} was used.")
         if not is_whole:
             if run.num_dropped:
                 ended = f"what was computed of {run.num_dropped} lines is dropped"
@@ -196,6 +198,7 @@ def _print_summary(run: LocalRun, console: Console, part: str, *, is_whole: bool
             "cached_tokens": usage.cached_tokens,
             "output_tokens": usage.output_tokens,
             "duration_s": round(run.duration_s, 3),
+            "offload_interval": run.offload_interval,
         }
         print(json.dumps(summary))
 
@@ -270,7 +273,7 @@ def describe(run: LocalRun, now_s: float, num_columns: int | None = None) -> str
     """What the run does. While lines run: tokens per second in the last half minute, and the time left.
 
     Then, as far as there are columns for it: prompt tokens found in the prefix cache, what the device's work
-    in the last half minute was bound by, and the order of lines.
+    in the last half minute was bound by, the order of lines, and the interval of offloaded layers.
     """
     if run.is_stopping:
         return f"stopping: {run.num_in_flight} lines in flight" if run.num_in_flight else "stopping"
@@ -290,6 +293,8 @@ def describe(run: LocalRun, now_s: float, num_columns: int | None = None) -> str
     if run.work is not None and (compute_share := run.work.compute_share(now_s)) is not None:
         extras.append(f"{compute_share:.0%} compute, {1 - compute_share:.0%} memory")
     extras.append(f"order {run.order}")
+    if run.offload_interval is not None:
+        extras.append(f"offload interval {run.offload_interval}")
     for extra in extras if parts else ():
         if num_columns is None or len("; ".join((*parts, extra))) <= num_columns:
             parts.append(extra)

@@ -38,7 +38,7 @@ class BrosOptions:
         models: models to serve, separated by commas, of opt-13b, opt-30b and llama-3-70b.
         workloads: lengths of online requests, separated by commas, of sharegpt and lmsys.
         rates: online requests per second, separated by commas, or all for 1 to 15.
-        duration: seconds of a trace. The paper's are 600.
+        duration: seconds of a trace, at least 1. The paper's are 600.
         online_lengths: CSV of prompt and output lengths instead of those drawn for sharegpt.
     """
 

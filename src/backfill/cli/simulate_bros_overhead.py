@@ -80,17 +80,21 @@ app = command(
     prefix="BACKFILL_SIMULATE_BROS_OVERHEAD_",
 )
 
+_CAPTION = (
+    "requests: that have blocks; share: of decisions in an iteration; copies: their time over the steps'"
+)
+
 
 def _print_point(console: Console, point: OverheadPoint) -> None:
     title = title_of(point.setting)
     if point.setting.model in PAPER_SHARES:
         low, high = PAPER_SHARES[point.setting.model]
         title += f" (paper: scheduling is {low:.2%} to {high:.2%} of an iteration)"
-    table = Table(title=title, pad_edge=False, padding=(0, 0, 0, 1))
-    for heading in ("policy", "requests with blocks"):
+    table = Table(title=title, caption=_CAPTION, pad_edge=False, padding=(0, 0, 0, 1))
+    for heading in ("policy", "requests"):
         table.add_column(heading, no_wrap=True)
-    for heading in ("steps", "decision ms", "step ms", "of iteration", "copies / steps"):
-        table.add_column(heading, justify="right")
+    for heading in ("steps", "decision ms", "step ms", "share", "copies"):
+        table.add_column(heading, justify="right", no_wrap=True)
     for policy, overhead in point.policies.items():
         table.add_row(policy, "any", *_cells(overhead))
         for most, of_group in point.groups[policy].items():

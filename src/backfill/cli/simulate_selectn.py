@@ -28,7 +28,7 @@ class SelectnOptions:
         batches: requests of a step, separated by commas. Default: the paper's.
         slacks: of the objectives over the P99 without offloading, separated by commas; 0.5 is half as long
             again. Default: the paper's.
-        steps: simulated steps of each interval.
+        steps: simulated steps of each interval, 100 to 100000.
     """
 
     models: str | None = None

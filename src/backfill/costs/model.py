@@ -66,6 +66,18 @@ class CostModel:
     prefill_context_s: NonNegative
     decode_context_s: NonNegative
 
+    @property
+    def terms(self) -> tuple[PiecewiseLinear, PiecewiseLinear, float, float, float, float]:
+        """Its fields, for a model that has one more."""
+        return (
+            self.rows_s,
+            self.sampled_s,
+            self.request_s,
+            self.prefill_pair_s,
+            self.prefill_context_s,
+            self.decode_context_s,
+        )
+
     def step_time_s(self, load: StepLoad) -> float:
         """Predicted seconds; 0 for an empty step."""
         if load.num_tokens == 0:

@@ -95,15 +95,7 @@ class OverlappedCostModel(CostModel):
     @classmethod
     def of(cls, cost: CostModel, overlap: Overlap) -> OverlappedCostModel:
         """The model with the same terms."""
-        return cls(
-            cost.rows_s,
-            cost.sampled_s,
-            cost.request_s,
-            cost.prefill_pair_s,
-            cost.prefill_context_s,
-            cost.decode_context_s,
-            overlap,
-        )
+        return cls(*cost.terms, overlap)
 
     def step_time_s(self, load: StepLoad) -> float:
         if load.num_tokens == 0:

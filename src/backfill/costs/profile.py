@@ -11,6 +11,7 @@ import msgspec
 
 from backfill.core.errors import ConfigError
 from backfill.core.json_file import load_json, save_json
+from backfill.core.measured_on import MeasuredOn
 from backfill.costs.model import CostModel, NonNegative
 
 FORMAT_VERSION = 4
@@ -24,21 +25,6 @@ Speed = Annotated[float, msgspec.Meta(gt=0.0, le=sys.float_info.max)]
 _MOST_CERTAIN_ERROR = 0.5
 # A shared machine may be faster than when it was measured, by up to this fraction.
 _SPEED_VARIES = 0.25
-
-
-@dataclass(frozen=True, slots=True)
-class ProfileKey:
-    """What a profile was measured on. A profile with another key is refused.
-
-    Attributes:
-        model: the model's shape, and a digest of its dimensions.
-        device: kind of device; on CPU also the processor, the kernels and the number of threads.
-        dtype: of weights and KV.
-    """
-
-    model: str
-    device: str
-    dtype: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +75,7 @@ class CostProfile:
         provenance: how the profile was measured, as text.
     """
 
-    key: ProfileKey
+    key: MeasuredOn
     quality: Quality
     num_layers: Annotated[int, msgspec.Meta(ge=1)]
     cost: CostModel
@@ -137,12 +123,6 @@ class CostProfile:
         except msgspec.ValidationError as error:
             raise ConfigError(f"The profile {name} is damaged ({error}): {_REMEDY}") from error
 
-    def check_key(self, key: ProfileKey, name: str) -> None:
+    def check_key(self, key: MeasuredOn, name: str) -> None:
         """Raises: ConfigError, saying what differs, if the profile was measured on something else."""
-        for field in ProfileKey.__slots__:
-            measured, here = getattr(self.key, field), getattr(key, field)
-            if measured != here:
-                raise ConfigError(
-                    f"The profile {name} is of another {field}: measured on {measured!r}, here it is "
-                    f"{here!r}; {_REMEDY}"
-                )
+        self.key.check(key, f"profile {name}", _REMEDY)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from backfill.core.block import BlockRef, pack_block_ref
 from backfill.core.clock import Clock
 from backfill.core.errors import ConfigError
+from backfill.core.measured_on import MeasuredOn
 from backfill.core.plan import AdmittedRequest, BlockCopies, Compute, ScheduledSlice, WaitForCopies
 from backfill.core.request import RequestId
 from backfill.core.sampling import SamplingParams
@@ -20,7 +21,7 @@ from backfill.costs.copy_profiler import EMPTY_PLAN, CopyProfiler, RunsPlans
 from backfill.costs.fit import TimedStep, cross_validated_error, fit_error, fit_few_steps
 from backfill.costs.load import StepLoad
 from backfill.costs.model import CostModel
-from backfill.costs.profile import CopySpeed, CostProfile, ProfileKey, Quality
+from backfill.costs.profile import CopySpeed, CostProfile, Quality
 
 Slice = tuple[int, int, bool]  # start, number of tokens, samples
 Shape = tuple[Slice, ...]
@@ -177,7 +178,7 @@ def profile_executor(
     capacity: Capacity,
     grid: Grid,
     *,
-    key: ProfileKey,
+    key: MeasuredOn,
     num_layers: int,
     on_step: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> CostProfile:

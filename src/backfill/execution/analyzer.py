@@ -2,34 +2,32 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import math
 import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from backfill import __version__
 from backfill.core.clock import WallClock
 from backfill.core.config import EngineConfig, SchedulerConfig
 from backfill.core.errors import ConfigError
+from backfill.core.measured_on import MeasuredOn
 from backfill.core.options import with_options
 from backfill.core.plan import StepOutcome, StepPlan
 from backfill.costs.profiler import Capacity, Shape, StepTimer
 from backfill.execution.create import choose_device, choose_dtype, create_torch_executor
 from backfill.execution.machine import available_processors
 from backfill.execution.offloading import LayerStreamer
-from backfill.execution.profile import device_name, step_capacity
+from backfill.execution.profile import device_name, measured_path, step_capacity
 from backfill.execution.torch_executor import TorchExecutor
 from backfill.models.config import ModelConfig
-from backfill.models.resolve import cache_root
 from backfill.offloading.loads import QUICK_LOADS, Load, LoadGrid, is_within, never_falling
-from backfill.offloading.record import PerformanceRecord, RecordedLoad, RecordKey
+from backfill.offloading.record import PerformanceRecord, RecordedLoad
 
 logger = logging.getLogger(__name__)
 
@@ -163,7 +161,7 @@ def _covers(record: PerformanceRecord, limits: SchedulerConfig) -> bool:
     )
 
 
-def record_key(config: EngineConfig) -> RecordKey:
+def record_key(config: EngineConfig) -> MeasuredOn:
     """Key of the record of a configuration's model: the model's shape, the device and its kernels, the dtype.
 
     Raises: ConfigError, ModelError.
@@ -172,14 +170,12 @@ def record_key(config: EngineConfig) -> RecordKey:
     device = choose_device(config)
     dtype = choose_dtype(config, model, device)
     name = device_name(config, device, config.threads or available_processors())
-    return RecordKey(model.shape_key, name, str(dtype).removeprefix("torch."))
+    return MeasuredOn(model.shape_key, name, str(dtype).removeprefix("torch."))
 
 
-def record_path(key: RecordKey) -> Path:
+def record_path(key: MeasuredOn) -> Path:
     """File of a key's record, which may not exist."""
-    # Another release may be faster or slower.
-    digest = hashlib.sha256(repr((astuple(key), __version__)).encode()).hexdigest()[:12]
-    return cache_root() / "profiles" / f"{key.model}-{key.dtype}-{digest}.offload.json"
+    return measured_path(key, "offload.json")
 
 
 def _for_analysis(config: EngineConfig) -> EngineConfig:

@@ -1,11 +1,12 @@
 """The file that the engines on one bus share: who is on it, what each needs, and until when it transfers.
 
 It is mapped into memory and needs no server. Whatever a process holds of it are locks of the system, so a
-process that is killed leaves nothing behind.
+process that is killed leaves nothing behind but, if it was the last one, the file.
 """
 
 from __future__ import annotations
 
+import atexit
 import fcntl
 import json
 import logging
@@ -16,7 +17,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -94,24 +95,11 @@ class BusFile:
             raise ConfigError(
                 "needs locks of open files, which Python does not have on this system.", field="offload_bus"
             )
-        try:
-            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        except OSError as error:
-            raise _unusable(path, error) from error
-        try:
-            with self._locked(_TABLE, _PATIENCE_AT_START_S):
-                self._memory = self._mapped(path)
-                self._slot = self._claimed_slot(path)
-        except TimeoutError as error:
-            os.close(self._file)
-            raise ConfigError(f"cannot use {path}: {error}.", field="offload_bus") from error
-        except OSError as error:  # no memory for the file, or no locks of open files on its file system
-            os.close(self._file)
-            raise _unusable(path, error) from error
-        except BaseException:
-            os.close(self._file)
-            raise
+        self._path = path
+        while not self._joined():
+            pass  # the file was removed after it was opened
         self.name = f"{self._slot:02}"
+        atexit.register(self._remove_if_last)
 
     @property
     def generation(self) -> int:
@@ -162,9 +150,44 @@ class BusFile:
             return self._clock()
 
     def close(self) -> None:
-        """Leave the bus. No other call may follow."""
+        """Leave the bus, and remove its file if nobody else is on it. No other call may follow."""
+        atexit.unregister(self._remove_if_last)
+        self._remove_if_last()
         self._memory.close()
         os.close(self._file)
+
+    def _joined(self) -> bool:
+        """Open the file and claim a slot. Returns: False if the last engine has removed it meanwhile."""
+        path = self._path
+        try:
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except OSError as error:
+            raise _unusable(path, error) from error
+        try:
+            with self._locked(_TABLE, _PATIENCE_AT_START_S):
+                is_there = os.fstat(self._file).st_nlink > 0
+                if is_there:
+                    self._memory = self._mapped(path)
+                    self._slot = self._claimed_slot(path)
+        except TimeoutError as error:
+            os.close(self._file)
+            raise ConfigError(f"cannot use {path}: {error}.", field="offload_bus") from error
+        except OSError as error:  # no memory for the file, or no locks of open files on its file system
+            os.close(self._file)
+            raise _unusable(path, error) from error
+        except BaseException:
+            os.close(self._file)
+            raise
+        if not is_there:
+            os.close(self._file)
+        return is_there
+
+    def _remove_if_last(self) -> None:
+        """Nothing is removed while an engine that is stopped has the lock."""
+        with suppress(OSError), self._locked(_TABLE):
+            is_last = not any(self._is_locked(slot) for slot in range(MAX_ENGINES))
+            if is_last and os.path.samestat(os.lstat(self._path), os.fstat(self._file)):
+                os.unlink(self._path)
 
     def _mapped(self, path: Path) -> mmap.mmap:
         begins = os.pread(self._file, len(_KIND), 0)

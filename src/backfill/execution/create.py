@@ -7,19 +7,9 @@ import os
 
 import torch
 
-from backfill.core.block import KVLayout, SlotCopy, pack_block_ref
+from backfill.core.block import KVLayout
 from backfill.core.config import GIB, EngineConfig
 from backfill.core.errors import ConfigError, InsufficientMemory
-from backfill.core.plan import (
-    AdmittedRequest,
-    BlockCopies,
-    Compute,
-    CopyDirections,
-    ScheduledSlice,
-    StepPlan,
-)
-from backfill.core.request import RequestId
-from backfill.core.sampling import SamplingParams
 from backfill.execution.bus import Bus
 from backfill.execution.bus_throttle import BusThrottle
 from backfill.execution.copies import BlockCopier, create_copier
@@ -34,6 +24,7 @@ from backfill.execution.micro_batches import MicroBatchStreams
 from backfill.execution.offloading import LayerStreamer, create_streamer
 from backfill.execution.reserved_memory import ReservedMemory
 from backfill.execution.torch_executor import TorchExecutor
+from backfill.execution.warm_up import warm_up, warm_up_slot_copies
 from backfill.kernels import create_kernels
 from backfill.models.build import build_model, build_without_layers
 from backfill.models.config import ModelConfig
@@ -58,47 +49,71 @@ def create_torch_executor(config: EngineConfig, bus: Bus | None = None) -> Torch
     model_config = ModelConfig.from_folder(config.model_dir)
     device = choose_device(config)
     dtype = choose_dtype(config, model_config, device)
-    num_processors = os.cpu_count() or 1
-    if config.threads is not None and config.threads > num_processors:
-        raise ConfigError(f"`threads` must be at most {num_processors} here, got {config.threads}.")
+    _check_device(config, device)
     if device.type == "cpu":
         torch.set_num_threads(config.threads or available_processors())
     layout = _kv_layout(config, model_config, dtype)
-    if config.min_offload_interval is not None and device.type != "cpu":
-        # A tensor of torch has memory for all of it. Memory that is mapped later needs cuMemCreate, cuMemMap.
-        raise ConfigError("`min_offload_interval` is supported with `device` cpu only.")
     memory = _plan_memory(config, model_config, layout, device)
-    num_blocks = memory.num_blocks
-    max_model_len = _choose_max_model_len(config, model_config, num_blocks, layout)
-    taken_bytes = memory.host_layers_bytes
-    if device.type == "cpu":
-        taken_bytes = memory.weights_bytes + memory.kv_bytes
-    num_host_blocks = _choose_num_host_blocks(config, layout, memory.kv_bytes, taken_bytes)
+    info = _executor_info(config, model_config, layout, memory, device, dtype)
     checkpoint = Checkpoint.open(
         config.model_dir, dtype=dtype, load_format=config.load_format, seed=config.seed
     )
     streams = MicroBatchStreams(device, config.num_micro_batches)
-    kernels, interval = create_kernels(device), config.offload_every
-    build = build_model if interval is None else build_without_layers
-    model = build(model_config, checkpoint, kernels, max_positions=max_model_len, device=device)
+    build = build_model if info.offload_interval is None else build_without_layers
+    model = build(
+        model_config, checkpoint, create_kernels(device), max_positions=info.max_model_len, device=device
+    )
     streamer: LayerStreamer | None = None
-    if interval is not None:
-        name = f"{model_config.shape_key}-{str(dtype).removeprefix('torch.')}"
-        num_buffers = memory.num_device_layers
+    if info.offload_interval is not None:
         streamer = create_streamer(
             model,
             checkpoint,
-            name=name,
-            interval=interval,
-            num_buffers=num_buffers,
+            name=f"{model_config.shape_key}-{info.dtype}",
+            interval=info.offload_interval,
+            num_buffers=memory.num_device_layers,
             device=device,
             streams=streams,
-            resizable=config.min_offload_interval is not None,
+            resizable=info.min_offload_interval is not None,
             throttle=None if bus is None else bus.weights,
         )
-        _log_offloading(model_config.num_layers, interval, memory)
-    info = ExecutorInfo(
-        num_blocks=num_blocks,
+        _log_offloading(info.num_layers, info.offload_interval, memory)
+    kv_pool, pool_memory = _create_pool(layout, info, dtype, device)
+    copier: BlockCopier | None = None
+    if info.num_host_blocks:
+        throttle = bus.copies if bus is not None and device.type == "cpu" else None
+        copier = _create_copier(kv_pool, layout, info.num_host_blocks, throttle)
+    executor = TorchExecutor(model, kv_pool, info, streams, copier, streamer, pool_memory)
+    warm_up(executor)
+    if copier is not None and config.scheduler.shares_blocks:
+        warm_up_slot_copies(executor)
+    return executor
+
+
+def _check_device(config: EngineConfig, device: torch.device) -> None:
+    """Raises: ConfigError for what the device, or this machine, does not have."""
+    num_processors = os.cpu_count() or 1
+    if config.threads is not None and config.threads > num_processors:
+        raise ConfigError(f"`threads` must be at most {num_processors} here, got {config.threads}.")
+    if config.min_offload_interval is not None and device.type != "cpu":
+        # A tensor of torch has memory for all of it. Memory that is mapped later needs cuMemCreate, cuMemMap.
+        raise ConfigError("`min_offload_interval` is supported with `device` cpu only.")
+
+
+def _executor_info(
+    config: EngineConfig,
+    model_config: ModelConfig,
+    layout: KVLayout,
+    memory: MemoryPlan,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> ExecutorInfo:
+    """What the executor will be: known before anything is loaded. Raises: ConfigError, InsufficientMemory."""
+    max_model_len = _choose_max_model_len(config, model_config, memory.num_blocks, layout)
+    taken_bytes = memory.host_layers_bytes
+    if device.type == "cpu":
+        taken_bytes = memory.weights_bytes + memory.kv_bytes
+    return ExecutorInfo(
+        num_blocks=memory.num_blocks,
         block_size=config.block_size,
         max_model_len=max_model_len,
         vocab_size=model_config.vocab_size,
@@ -107,28 +122,23 @@ def create_torch_executor(config: EngineConfig, bus: Bus | None = None) -> Torch
         dtype=str(dtype).removeprefix("torch."),
         num_layers=model_config.num_layers,
         can_stop=True,
-        num_host_blocks=num_host_blocks,
+        num_host_blocks=_choose_num_host_blocks(config, layout, memory.kv_bytes, taken_bytes),
         block_bytes=layout.block_bytes,
-        offload_interval=interval,
+        offload_interval=config.offload_every,
         min_offload_interval=config.min_offload_interval,
         layer_bytes=memory.host_layers_bytes // model_config.num_layers,
     )
-    pool_memory = None
-    if config.min_offload_interval is None:
-        kv_pool = _allocate_pool(layout, num_blocks, dtype, device)
-    else:
-        pool_memory = _reserve_pool(layout, info.max_num_blocks)
-        kv_pool = pool_memory.bytes.view(dtype).view(layout.shape(info.max_num_blocks))
-        logger.info("the KV pool may grow to %d blocks", info.max_num_blocks)
-    copier: BlockCopier | None = None
-    if num_host_blocks:
-        throttle = bus.copies if bus is not None and device.type == "cpu" else None
-        copier = _create_copier(kv_pool, layout, num_host_blocks, throttle)
-    executor = TorchExecutor(model, kv_pool, info, streams, copier, streamer, pool_memory)
-    _warm_up(executor)
-    if copier is not None and config.scheduler.shares_blocks:
-        _warm_up_slot_copies(executor)
-    return executor
+
+
+def _create_pool(
+    layout: KVLayout, info: ExecutorInfo, dtype: torch.dtype, device: torch.device
+) -> tuple[torch.Tensor, ReservedMemory | None]:
+    """The KV pool, and its memory if it may grow. Raises: InsufficientMemory."""
+    if info.min_offload_interval is None:
+        return _allocate_pool(layout, info.num_blocks, dtype, device), None
+    memory = _reserve_pool(layout, info.max_num_blocks)
+    logger.info("the KV pool may grow to %d blocks", info.max_num_blocks)
+    return memory.bytes.view(dtype).view(layout.shape(info.max_num_blocks)), memory
 
 
 def planned_memory(config: EngineConfig) -> MemoryPlan:
@@ -330,32 +340,3 @@ def _create_copier(
         ) from error
     logger.info("KV pool in host memory: %d blocks, %.2f GiB", num_host_blocks, pool_gib)
     return copier
-
-
-def _warm_up(executor: TorchExecutor) -> None:
-    """Run one prefill and one decode step: libraries do slow work on their first use."""
-    info = executor.info
-    num_tokens = min(64, info.max_model_len - 1, info.num_blocks * info.block_size - 1)
-    if num_tokens < 1:
-        return
-    request_id = RequestId("warm-up")
-    blocks = tuple(pack_block_ref(index) for index in range(-(-(num_tokens + 1) // info.block_size)))
-    admitted = AdmittedRequest(request_id, (0,) * num_tokens, SamplingParams(max_tokens=2, temperature=0.0))
-    prefill = ScheduledSlice(request_id, 0, num_tokens, blocks, samples=True)
-    decode = prefill._replace(start=num_tokens, num_tokens=1)
-    executor.run(StepPlan(step=0, work=Compute((prefill,)), admitted=(admitted,)))
-    executor.run(StepPlan(step=1, work=Compute((decode,))))
-    executor.run(StepPlan(step=2, work=Compute(slices=()), released=(request_id,)))
-
-
-def _warm_up_slot_copies(executor: TorchExecutor) -> None:
-    """Copy slots both ways: on CUDA the first copies allocate buffers and compile kernels.
-
-    There is a kernel for each power of two that the values of a head's slots are padded to, so the numbers of
-    slots are powers of two, and the largest one.
-    """
-    size, both = executor.info.block_size, CopyDirections.CHECKPOINT | CopyDirections.RESTORE
-    for num in {*(1 << exponent for exponent in range(size.bit_length())), size}:
-        slots = (SlotCopy(0, 0, 0, num),)
-        copies = BlockCopies(blocking=both, slot_checkpoint=slots, slot_restore=slots)
-        executor.run(StepPlan(step=0, work=Compute(slices=()), copies=copies))

@@ -18,8 +18,9 @@ from backfill import __version__
 from backfill.core.clock import Clock, WallClock
 from backfill.core.config import EngineConfig
 from backfill.core.errors import ConfigError
+from backfill.core.measured_on import MeasuredOn
 from backfill.costs.load import StepLoad
-from backfill.costs.profile import CostProfile, ProfileKey
+from backfill.costs.profile import CostProfile
 from backfill.costs.profiler import FULL, QUICK, Capacity, Grid, profile_executor
 from backfill.costs.refine import ProfileRefiner
 from backfill.execution.executor import ExecutorInfo
@@ -34,7 +35,7 @@ logger = logging.getLogger(__name__)
 _LOCK_TIMEOUT_S = 10.0  # a save takes milliseconds; a start may wait for it
 
 
-def profile_key(config: EngineConfig, executor: TorchExecutor) -> ProfileKey:
+def profile_key(config: EngineConfig, executor: TorchExecutor) -> MeasuredOn:
     """Key of this executor's profile: the model's shape, the device and its kernels, the dtype.
 
     Micro-batches, offloading and a bus that transfers are held to are part of how the device is used.
@@ -46,7 +47,7 @@ def profile_key(config: EngineConfig, executor: TorchExecutor) -> ProfileKey:
         device += f", offload interval {config.offload_every}"
         if config.offload_bus_gib_per_s is not None and info.device == "cpu":
             device += f", bus of {config.offload_bus_gib_per_s:g} GiB/s"
-    return ProfileKey(model.shape_key, device, info.dtype)
+    return MeasuredOn(model.shape_key, device, info.dtype)
 
 
 def device_name(config: EngineConfig, device: torch.device, num_threads: int) -> str:
@@ -61,11 +62,16 @@ def device_name(config: EngineConfig, device: torch.device, num_threads: int) ->
     return name
 
 
-def profile_path(key: ProfileKey) -> Path:
+def profile_path(key: MeasuredOn) -> Path:
     """File of a key's profile, which may not exist."""
+    return measured_path(key, "json")
+
+
+def measured_path(key: MeasuredOn, ending: str) -> Path:
+    """File of what was measured on this, with this ending; it may not exist."""
     # Another release may be faster or slower.
     digest = hashlib.sha256(repr((astuple(key), __version__)).encode()).hexdigest()[:12]
-    return cache_root() / "profiles" / f"{key.model}-{key.dtype}-{digest}.json"
+    return cache_root() / "profiles" / f"{key.model}-{key.dtype}-{digest}.{ending}"
 
 
 def measure_profile(

@@ -32,10 +32,9 @@ from backfill.execution.reserved_memory import ReservedMemory
 from backfill.execution.sampler import Sampler
 from backfill.models.decoder import DecoderModel, HiddenState
 
-# Bounds the wait for a copy in an idle step: an arrival is not seen before the wait ends.
 logger = logging.getLogger(__name__)
 
-
+# Bounds the wait for a copy in an idle step: an arrival is not seen before the wait ends.
 _MAX_WAIT_S = 0.05
 
 

@@ -67,6 +67,7 @@ class LocalRun:
         num_at_stop: lines that had begun when the run was stopped; None where no lines ran then.
         num_dropped: those of them that did not end; the next run runs them again.
         rates, work, time_left: None before lines run.
+        offload_interval: in use; None without offloading, and before the engine is ready.
         duration_s: of the run, once it has ended.
         grace_s: seconds that lines that have begun have to end when the run is stopped.
 
@@ -93,6 +94,7 @@ class LocalRun:
         self.num_dropped = 0
         self.rates: TokenRates | None = None
         self.work: WorkShares | None = None
+        self.offload_interval: int | None = None
         self.time_left: TimeLeft | None = None
         self.duration_s = 0.0
         self.grace_s = _GRACE_S
@@ -348,6 +350,7 @@ class LocalRun:
             raise ConfigError(message) from None
 
     async def _on_engine_ready(self, ready: Ready) -> None:
+        self.offload_interval = ready.info.offload_interval
         preparer = await self._processes.loaded()
         await self._processes.preparation.files.wait_ready()
         self._processes.configure(preparer, EngineFacts.of(ready, self._engine_config.scheduler))

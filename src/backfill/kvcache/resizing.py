@@ -34,11 +34,13 @@ class Resizing:
         """Blocks beyond the end that are still in use."""
         return self._store.device.num_draining
 
-    @property
-    def num_referenced(self) -> int:
-        """Those among them that block tables name."""
+    def num_kept(self, limit: int) -> int:
+        """Those among them that are not evicted up to this state: they need the memory of others."""
         device = self._store.device
-        return sum(block.num_refs > 0 for block in device.blocks[device.num_blocks :])
+        return sum(
+            block.num_refs > 0 or limit < block.state < BlockState.COPYING
+            for block in device.blocks[device.num_blocks :]
+        )
 
     @property
     def num_moves(self) -> int:

@@ -3,32 +3,23 @@
 from __future__ import annotations
 
 import functools
-import tempfile
-import threading
 import weakref
-from collections.abc import Iterable, Iterator, MutableMapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from types import TracebackType
-from typing import Protocol, Self
+from typing import NoReturn, Self
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from backfill.core.config import GIB
 from backfill.core.errors import ConfigError, InsufficientMemory
-from backfill.execution.micro_batches import MicroBatchStreams
-from backfill.execution.offloading import LayerStreamer, host_layers
-from backfill.execution.weight_links import CudaLink, ThreadLink, WeightLink
+from backfill.execution.offloading import LayerStreamer
+from backfill.execution.weight_links import WeightLink
 from backfill.llm.errors import in_library_terms
-from backfill.models.movable import MovableWeights, allocate_buffers
-from backfill.models.packed import PackedFormat, packed_file
-from backfill.models.resolve import cache_root
+from backfill.llm.offload_guards import ConversionGuard, RunningThread, refuse_copy, refuse_state
+from backfill.llm.offloaded_layers import ALLOWED, ModuleLayers, MovedOthers, pack
+from backfill.models.movable import allocate_buffers
 from backfill.offloading.interval import num_device_layers
-
-_ALLOWED = (
-    "a decoder with a torch.nn.ModuleList of at least two layers of one class, such as model.layers of "
-    "Llama, model.decoder.layers of OPT or transformer.h of GPT-2"
-)
 
 _offloaded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -70,16 +61,16 @@ class OffloadedModel:
         _check_interval(interval, len(layers))
         others = _others(model, layers)
         self._model = model
-        self._layers = _ModuleLayers(layers)
+        self._layers = ModuleLayers(layers)
         self.device = _device(device, [*others, *self._layers.parameters(0)])
-        self._running = _RunningThread()
+        self._running = RunningThread()
         self._streamer: LayerStreamer | None = None
         self._link: WeightLink | None = None
         # Memory that is made in inference mode could not be used outside of it.
         with torch.inference_mode(False), torch.no_grad():
-            self._source = _pack(self._layers, self.device)
+            self._source = pack(self._layers, self.device)
             self._finalizer = weakref.finalize(self, self._source.close)
-            self._others = _MovedOthers(model, others)
+            self._others = MovedOthers(model, others)
             try:
                 self._others.move_to(self.device)
                 for index in range(len(layers)):
@@ -89,7 +80,7 @@ class OffloadedModel:
                 self._end()
                 self._restore()
                 raise
-        self._hooks = [model.register_state_dict_pre_hook(_refuse_state)]  # type: ignore[no-untyped-call]
+        self._hooks = [model.register_state_dict_pre_hook(refuse_state)]  # type: ignore[no-untyped-call]
         for index, layer in enumerate(layers):
             # They hold this handle, so that it lives as long as the model.
             self._hooks.append(layer.register_forward_pre_hook(functools.partial(self._before, index)))
@@ -97,6 +88,7 @@ class OffloadedModel:
         for module in {model, *_callers(model, layers)}:
             # Also where a pass raises, or leaves the last layers out.
             self._hooks.append(module.register_forward_hook(self._running.leave, always_call=True))
+        self._guard = ConversionGuard(model)
         _offloaded.add(model)
 
     @property
@@ -142,6 +134,7 @@ class OffloadedModel:
             self._restore()
         for hook in self._hooks:
             hook.remove()
+        self._guard.remove()
         _offloaded.discard(self._model)
 
     def __enter__(self) -> Self:
@@ -151,6 +144,9 @@ class OffloadedModel:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.remove()
+
+    def __reduce__(self) -> NoReturn:
+        refuse_copy()
 
     def _check_offloaded(self) -> None:
         if self._model not in _offloaded:
@@ -204,192 +200,10 @@ class OffloadedModel:
             self._streamer.after(index)
 
 
-class _RunningThread:
-    """The thread that runs a pass: two would take each other's layers away."""
-
-    def __init__(self) -> None:
-        self._thread: int | None = None
-        self._lock = threading.Lock()
-
-    def enter(self) -> None:
-        """Raises: RuntimeError if another thread runs a pass."""
-        own = threading.get_ident()
-        with self._lock:
-            if self._thread not in (None, own):
-                raise RuntimeError("another thread runs the model; offloaded layers serve one at a time")
-            self._thread = own
-
-    def leave(self, *_: object) -> None:
-        with self._lock:
-            if self._thread == threading.get_ident():
-                self._thread = None
-
-
-class _MovedOthers:
-    """What is not a layer's weights: parameters, and buffers such as rotary tables.
-
-    Parameters keep their first memory, so that they need none to be moved back. Buffers may have changed, and
-    are moved as they are.
-    """
-
-    def __init__(self, model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
-        self._parameters = [(each, each.data) for each in parameters]
-        self._buffers = [
-            (module, name, buffer.device)
-            for module in model.modules()
-            for name, buffer in module.named_buffers(recurse=False)
-        ]
-
-    def move_to(self, device: torch.device) -> None:
-        for parameter, tensor in self._parameters:
-            parameter.data = tensor.to(device)
-        for module, name, _ in self._buffers:
-            _move_buffer(module, name, device)
-
-    def move_back(self) -> None:
-        for parameter, tensor in self._parameters:
-            parameter.data = tensor
-        for module, name, origin in self._buffers:
-            _move_buffer(module, name, origin)
-
-
-class _ModuleWeights(MovableWeights):
-    """Parameters of a module in their order."""
-
-    __slots__ = ("tensors",)
-
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
-        self.tensors = tuple(tensors)
-
-    def _values(self) -> Iterable[Tensor]:
-        return self.tensors
-
-    def _with_memory(self, parts: Iterator[Tensor]) -> _ModuleWeights:
-        placed = (next(parts).view(each.dtype).view(each.shape) for each in self.tensors)
-        return _ModuleWeights(placed)
-
-
-class _ModuleLayers(MutableMapping[int, _ModuleWeights]):
-    """The parameters of layers, which get their memory and lose it. A ``StreamedModel``.
-
-    Raises: ConfigError if the layers are not alike, or share parameters.
-    """
-
-    def __init__(self, layers: nn.ModuleList) -> None:
-        self.num_layers = len(layers)
-        self._parameters = [list(layer.parameters()) for layer in layers]
-        self._origins = [[each.device for each in parameters] for parameters in self._parameters]
-        self._there: dict[int, _ModuleWeights] = {}
-        all_of_them = [each for parameters in self._parameters for each in parameters]
-        if len({id(each) for each in all_of_them}) < len(all_of_them):
-            raise ConfigError(f"model has layers that share parameters; it must be {_ALLOWED}.")
-        if any(each.is_meta for each in all_of_them):
-            raise ConfigError("model has layers on the meta device, without weights; load them first.")
-        layouts = [self.load(index).layout() for index in range(self.num_layers)]
-        for index, layout in enumerate(layouts):
-            if layout != layouts[0]:
-                raise ConfigError(
-                    f"model has layers of several kinds: {index} does not have the parameters of 0; it must "
-                    f"be {_ALLOWED}, with parameters of the same shapes and types."
-                )
-        # Only shapes count from here on.
-        self.first = _ModuleWeights(torch.empty_like(each, device="meta") for each in self._parameters[0])
-
-    @property
-    def layers(self) -> MutableMapping[int, _ModuleWeights]:
-        return self
-
-    def parameters(self, index: int) -> list[nn.Parameter]:
-        return self._parameters[index]
-
-    def load(self, index: int) -> _ModuleWeights:
-        """The present memory of a layer."""
-        return _ModuleWeights(each.detach().contiguous() for each in self._parameters[index])
-
-    def restore(self, index: int, source: _Source) -> None:
-        """Give a layer memory of its own."""
-        (buffer,) = allocate_buffers(1, self.first.buffer_bytes, torch.device("cpu"))
-        source.read(index, buffer)
-        placed = self.first.placed(buffer).tensors
-        for parameter, tensor, origin in zip(
-            self._parameters[index], placed, self._origins[index], strict=True
-        ):
-            parameter.data = tensor.to(origin, copy=True)
-
-    def __setitem__(self, index: int, weights: _ModuleWeights) -> None:
-        for parameter, tensor in zip(self._parameters[index], weights.tensors, strict=True):
-            parameter.data = tensor
-        self._there[index] = weights
-
-    def __delitem__(self, index: int) -> None:
-        self.take_memory(index)
-
-    def take_memory(self, index: int) -> None:
-        """Leave a layer without weights."""
-        for parameter in self._parameters[index]:
-            parameter.data = parameter.new_empty(0)
-        self._there.pop(index, None)
-
-    def __getitem__(self, index: int) -> _ModuleWeights:
-        return self._there[index]
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._there)
-
-    def __len__(self) -> int:
-        return len(self._there)
-
-
-class _Source(Protocol):
-    """Where all layers are."""
-
-    def link(self, buffers: Sequence[Tensor]) -> WeightLink:
-        """A link that fills the buffers; it is closed before another one is made."""
-
-    def read(self, index: int, buffer: Tensor) -> None:
-        """Fill a buffer in host memory with a layer."""
-
-    def close(self) -> None: ...
-
-
-class _FileSource:
-    """Layers in a file that no folder names any more."""
-
-    def __init__(self, layers: _ModuleLayers) -> None:
-        first = layers.load(0)
-        form = PackedFormat("module", first.layout(), layers.num_layers, first.buffer_bytes)
-        folder = cache_root() / "packed"
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix="module-", dir=folder) as made:
-            self._file = packed_file(Path(made) / "module.layers", form, first, layers.load)
-        self.read = self._file.read
-        self.close = self._file.close
-
-    def link(self, buffers: Sequence[Tensor]) -> WeightLink:
-        return ThreadLink(buffers, self._file.read, lambda: None)
-
-
-class _HostSource:
-    """Layers in host memory, for a CUDA device."""
-
-    def __init__(self, layers: _ModuleLayers, device: torch.device) -> None:
-        self._layers = host_layers(layers.num_layers, layers.load(0), layers.load)
-        self._device = device
-
-    def link(self, buffers: Sequence[Tensor]) -> WeightLink:
-        return CudaLink(buffers, self._layers, MicroBatchStreams(self._device, 1))
-
-    def read(self, index: int, buffer: Tensor) -> None:
-        buffer.copy_(self._layers[index])
-
-    def close(self) -> None:
-        pass
-
-
 def _decoder_layers(model: nn.Module) -> nn.ModuleList:
     """The list of layers with the most parameters. Raises: ConfigError."""
     if not isinstance(model, nn.Module):
-        raise ConfigError(f"model must be a torch.nn.Module, {_ALLOWED}, got {model!r:.80}.")
+        raise ConfigError(f"model must be a torch.nn.Module, {ALLOWED}, got {model!r:.80}.")
     lists = [
         each
         for each in model.modules()
@@ -397,7 +211,7 @@ def _decoder_layers(model: nn.Module) -> nn.ModuleList:
     ]
     sizes = [sum(parameter.numel() for parameter in each.parameters()) for each in lists]
     if max(sizes, default=0) == 0:
-        raise ConfigError(f"model has no decoder layers: it must be {_ALLOWED}; got {type(model).__name__}.")
+        raise ConfigError(f"model has no decoder layers: it must be {ALLOWED}; got {type(model).__name__}.")
     return lists[sizes.index(max(sizes))]
 
 
@@ -432,16 +246,6 @@ def _device(asked: str | torch.device | None, parameters: Sequence[nn.Parameter]
     return device
 
 
-def _pack(layers: _ModuleLayers, device: torch.device) -> _Source:
-    return _FileSource(layers) if device.type == "cpu" else _HostSource(layers, device)
-
-
-def _move_buffer(module: nn.Module, name: str, device: torch.device) -> None:
-    buffer = module._buffers.get(name)
-    if buffer is not None and buffer.device != device:
-        module.register_buffer(name, buffer.to(device), name not in module._non_persistent_buffers_set)
-
-
 def _callers(model: nn.Module, layers: nn.ModuleList) -> list[nn.Module]:
     """Modules whose forward pass calls the layers: those that have the list."""
     return [each for each in model.modules() if any(child is layers for child in each.children())]
@@ -453,7 +257,3 @@ def _check_interval(interval: int, num_layers: int) -> None:
             f"must be a whole number from 1 to {num_layers}, the model's layers, got {interval!r:.80}.",
             field="interval",
         )
-
-
-def _refuse_state(*_: object) -> None:
-    raise RuntimeError("the state of a model with offloaded layers is incomplete; call `remove` first")

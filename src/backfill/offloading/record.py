@@ -17,6 +17,7 @@ import msgspec
 
 from backfill.core.errors import ConfigError
 from backfill.core.json_file import load_json, save_json
+from backfill.core.measured_on import MeasuredOn
 from backfill.offloading.interval import LayerTimes, smallest_interval
 
 FORMAT_VERSION = 1
@@ -28,21 +29,6 @@ OBJECTIVE_GRAIN_S = 0.002
 Phase = Literal["prefill", "decode"]
 Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=sys.float_info.max)]
 Count = Annotated[int, msgspec.Meta(ge=1)]
-
-
-@dataclass(frozen=True, slots=True)
-class RecordKey:
-    """What a record was measured on. A record with another key is refused.
-
-    Attributes:
-        model: the model's shape, and a digest of its dimensions.
-        device: kind of device; on CPU also the processor, the kernels and the number of threads.
-        dtype: of weights and KV.
-    """
-
-    model: str
-    device: str
-    dtype: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +66,7 @@ class PerformanceRecord:
         max_num_seqs, max_num_batched_tokens: limits of steps when it was measured; larger loads are missing.
     """
 
-    key: RecordKey
+    key: MeasuredOn
     num_layers: Count
     layer_bytes: Count
     transfer_s: Seconds
@@ -126,15 +112,9 @@ class PerformanceRecord:
         except msgspec.ValidationError as error:
             raise ConfigError(f"The performance record {path} is damaged ({error}): {_REMEDY}") from error
 
-    def check_key(self, key: RecordKey, name: str) -> None:
+    def check_key(self, key: MeasuredOn, name: str) -> None:
         """Raises: ConfigError, saying what differs, if the record was measured on something else."""
-        for field in RecordKey.__slots__:
-            measured, here = getattr(self.key, field), getattr(key, field)
-            if measured != here:
-                raise ConfigError(
-                    f"The performance record {name} is of another {field}: measured on {measured!r}, here it "
-                    f"is {here!r}; {_REMEDY}"
-                )
+        self.key.check(key, f"performance record {name}", _REMEDY)
 
 
 def grains(objective_s: float) -> int:

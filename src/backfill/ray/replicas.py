@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 import socket
 import threading
 from collections.abc import Awaitable, Callable, Iterator
@@ -103,8 +104,9 @@ class RayReplicas:
 
         Raises: ConfigError for a cluster that cannot be reached or is too small; ReplicaFailed.
         """
-        _connect(os.environ.get(ADDRESS_VARIABLE, ""))
         try:
+            with _own_sigterm_handler():
+                _connect(os.environ.get(ADDRESS_VARIABLE, ""))
             nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
             share = share_of(nodes, self._num_replicas, self._num_ranks, self._threads, self._uses_gpus)
             self._bundle = share.bundle
@@ -152,14 +154,13 @@ class RayReplicas:
 
     def kill(self) -> None:
         """End all at once."""
-        if not ray.is_initialized():
-            return
-        with suppress(RayError):
-            for replica in self._replicas:
-                ray.kill(replica.actor)
-            if self._group is not None:
-                remove_placement_group(self._group)
-        ray.shutdown()
+        if ray.is_initialized():
+            with suppress(RayError):
+                for replica in self._replicas:
+                    ray.kill(replica.actor)
+                if self._group is not None:
+                    remove_placement_group(self._group)
+        ray.shutdown()  # also of what is half started
 
     def _create(self, number: int) -> Any:
         name = f"backfill-replica-{number}"
@@ -267,8 +268,21 @@ def _connect(address: str) -> None:
         with _exit_unless_within(_CONNECT_S, f"{problem} (no answer in {_CONNECT_S:g} s)."):
             ray.init(address=address)
     except (ConnectionError, RuntimeError, ValueError) as error:
-        ray.shutdown()
         raise ConfigError(f"{problem} ({str(error).strip().splitlines()[0]}).") from None
+
+
+@contextmanager
+def _own_sigterm_handler() -> Iterator[None]:
+    """Ray sets one that ends the process with another status."""
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    except SystemExit:
+        if not callable(handler):
+            raise
+        handler(signal.SIGTERM, None)
+    finally:
+        signal.signal(signal.SIGTERM, handler)
 
 
 @contextmanager

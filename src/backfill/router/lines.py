@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -23,7 +24,7 @@ from backfill.blending.pool import OfflinePool
 from backfill.blending.requests import TOKEN_BYTES, OrderName, PoolRequest
 from backfill.blending.resources import ResourceModel
 from backfill.blending.split import split_requests
-from backfill.jobs.feed import LineSource
+from backfill.jobs.feed import InputChanged, LineSource
 from backfill.preparation.line_file import LineFile, is_marked, named
 from backfill.preparation.lines import BatchLine, InputLine, parse_line, read_lines
 from backfill.preparation.messages import START, InputLimits, InputReport, LineSelection
@@ -146,7 +147,7 @@ class _Part:
         self.num_left -= 1
         if self.pool is None:
             return self.numbers.popleft()
-        planned = self.pool.take()
+        planned = self.pool.take(now_s=time.monotonic())
         assert planned is not None, "as many wait as are left"
         return planned.request_id
 
@@ -175,7 +176,10 @@ class RoutedLines:
         self._plan: _Plan | None = None
 
     async def read(self, max_lines: int) -> Sequence[tuple[LineSource, BatchLine]]:
-        """The next lines, first of the parts of which the fewest wait. Raises: BadLine, OSError."""
+        """The next lines, first of the parts of which the fewest wait.
+
+        Raises: BadLine, InputChanged, OSError.
+        """
         if self._plan is None:
             self._plan = await asyncio.to_thread(self._planned, self._setup())
         chosen = self._choose(self._plan, max_lines)
@@ -220,7 +224,10 @@ class RoutedLines:
             for number, shard in chosen:
                 file.seek(self._plan.offsets[number])
                 # ``after`` is 0 for the first line alone, which may begin with a byte order mark.
-                _, data = next(read_lines(file, selection.max_line_bytes, after=number - 1))
+                found = next(read_lines(file, selection.max_line_bytes, after=number - 1), None)
+                if found is None:
+                    raise InputChanged("The input file has fewer lines than when it was checked.")
+                _, data = found
                 read = parse_line(number, data, selection.max_line_bytes)
                 request_id = named(read).request_id
                 lines.append(

@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 # A request that one engine after the other is lost over may be the cause.
 MAX_LOSSES = 5
+_RETRY_S = 0.1
 # A larger body is sent as it comes.
 _WHOLE_BYTES = 8 << 20
 _HOP_BY_HOP = frozenset(
@@ -232,7 +233,10 @@ class Proxy:
             left_s = wait_until_s - self.clock.now_s()
             if left_s <= 0 or not await self.engines.until_up(left_s):
                 return None
-            besides.clear()
+            if besides:
+                besides.clear()
+            else:
+                await asyncio.sleep(min(_RETRY_S, left_s))
             placement = self._choose(peeked, besides)
         return placement
 

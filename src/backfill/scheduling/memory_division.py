@@ -98,7 +98,7 @@ class MemoryDivision:
         resizing.resize(target.num_blocks)
         if resizing.num_draining:
             self._drain()
-        else:
+        if not resizing.num_draining:
             self._num_waited = 0
         moves = resizing.take_moves()
         if target is not self.present and not resizing.num_draining and not moves:
@@ -154,7 +154,7 @@ class MemoryDivision:
         kv, holds = self.kv, self.kv.resizing.holds
         victims = sorted(self._victims, key=lambda each: (holds(each.request_id), self.preemption.key(each)))
         batch = Batch(self.config.max_num_seqs, self.config.max_num_batched_tokens)  # they are in none yet
-        while victims and kv.resizing.num_referenced > kv.num_available(Evictable.OFFLINE):
+        while victims and kv.resizing.num_kept(Evictable.OFFLINE) > kv.num_available(Evictable.OFFLINE):
             self.preemption.preempt(victims.pop(), batch)
 
     @property
@@ -167,10 +167,10 @@ class MemoryDivision:
         online = [each for each in holders if each.priority_level in _ONLINE_LEVELS]
         for level in _ONLINE_LEVELS:  # those that may be in a step soon
             online += requests.waiting[level].requests[: self.config.max_num_seqs]
-        online_s = cost.step_time_s(_decodes(online))
         limit_s = min((each.slo.tpot_s for each in online if each.slo is not None), default=math.inf)
         num_waiting = sum(len(requests.waiting[level].requests) for level in OFFLINE_LEVELS)
         used = kv.counts.referenced
+        # Computation takes so many times as long as predicted; transfers take as long as was measured.
         load, time_scale = _decodes(holders), self.predictor.time_scale
 
         def compute_s(scale: float) -> float:
@@ -180,8 +180,8 @@ class MemoryDivision:
             now_s=now_s,
             transfer_s=self._transfer_s,
             num_online=len(online),
-            online_limit_s=limit_s * self.predictor.usable_share,
-            online_compute_s=online_s,
+            online_limit_s=limit_s * self.predictor.usable_share * time_scale,
+            online_compute_s=time_scale * cost.step_time_s(_decodes(online)),
             used_blocks=used,
             wanted_blocks=used * (1.0 + num_waiting / max(1, len(holders))),
             most_scale=self.config.max_num_seqs / max(1, len(holders)),

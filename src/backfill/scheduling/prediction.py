@@ -24,15 +24,7 @@ class StreamedCost(CostModel):
 
     @classmethod
     def of(cls, cost: CostModel, bounds: StepBounds) -> StreamedCost:
-        return cls(
-            cost.rows_s,
-            cost.sampled_s,
-            cost.request_s,
-            cost.prefill_pair_s,
-            cost.prefill_context_s,
-            cost.decode_context_s,
-            bounds,
-        )
+        return cls(*cost.terms, bounds)
 
     def step_time_s(self, load: StepLoad) -> float:
         seconds = CostModel.step_time_s(self, load)

@@ -46,6 +46,7 @@ RATES_PER_S = (1.0, 3.0, 5.0, 8.0, 11.0, 15.0)
 ALL_RATES_PER_S = tuple(float(rate) for rate in range(1, 16))
 POLICIES = ("online-only", "fcfs", "round-robin", "bros", "slo")
 DURATION_S = 120.0
+LEAST_DURATION_S = 1.0  # a trace that is shorter says nothing
 BASELINES = ("fcfs", "round-robin")
 FIGURES = (
     "normalized_latency_s",
@@ -136,6 +137,8 @@ class BrosExperiment:
         check_names("workloads", self.workloads, WORKLOADS)
         check_names("policies", self.policies, VARIANTS)
         check_positive(duration=self.duration_s, seeds=self.num_seeds)
+        if self.duration_s < LEAST_DURATION_S:
+            raise ConfigError(f"`duration` must be at least {LEAST_DURATION_S:g}, got {self.duration_s:g}.")
         if not self.rates_per_s:
             raise ConfigError("`rates` needs a number.")
         if self.online_lengths is not None and "sharegpt" not in self.workloads:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from backfill.core.clock import VirtualClock
+from backfill.core.measured_on import MeasuredOn
 from backfill.core.plan import AdmittedRequest, Compute, ScheduledSlice, StepPlan
 from backfill.core.request import RequestId
 from backfill.core.sampling import SamplingParams
@@ -22,7 +23,7 @@ from backfill.costs.model_work import Device, ModelShape
 from backfill.execution.executor import ExecutorInfo
 from backfill.execution.simulated_executor import SimulatedExecutor
 from backfill.offloading.interval import LayerTimes, num_device_layers, offloaded_layers
-from backfill.offloading.record import OBJECTIVE_GRAIN_S, PerformanceRecord, Phase, RecordedLoad, RecordKey
+from backfill.offloading.record import OBJECTIVE_GRAIN_S, PerformanceRecord, Phase, RecordedLoad
 from backfill.simulation.device import HOST_S
 
 # Select-N, section 3: the A10's PCIe 4.0 x16, nominally 31.5 GB/s.
@@ -202,7 +203,7 @@ class OffloadedModel:
             RecordedLoad(*load, compute_s=self.layer_times(load).compute_s, other_s=HOST_S) for load in loads
         )
         return PerformanceRecord(
-            RecordKey(self.shape.name, self.device.name, "float16"),
+            MeasuredOn(self.shape.name, self.device.name, "float16"),
             self.shape.num_layers,
             self.shape.layer_bytes,
             self.transfer_s,

@@ -74,15 +74,7 @@ class LoadUnit:
             )
             chosen = record.smallest_interval(*load, slo_s)
             times = resident if chosen is None else of_interval[chosen]
-            smaller = of_interval.get((chosen or 0) - 1)
-            rows.append(
-                replace(
-                    interval_row(row, model, load, chosen, times),
-                    searched=True,
-                    optimum=best_interval(of_interval, slo_s),
-                    smaller_p99_s=None if smaller is None else smaller.p99_s,
-                )
-            )
+            rows.append(interval_row(searched(row, of_interval, chosen, slo_s), model, load, chosen, times))
             for system in self.systems:
                 other = replace(row, system=system)
                 if system in FLEXGEN:
@@ -110,8 +102,6 @@ class IntervalUnit:
         of_interval = every_interval(model, load, self.num_steps)
         slo_s = objective_s(model, load, self.slack)
         chosen = model.record([load]).smallest_interval(*load, slo_s)
-        optimum = best_interval(of_interval, slo_s)
-        smaller = of_interval.get((chosen or 0) - 1)
         resident = model.run(load, None, num_steps=self.num_steps)
         rows = []
         for interval, times in [*of_interval.items(), (None, resident)]:
@@ -123,8 +113,7 @@ class IntervalUnit:
                 slo_s=slo_s,
             )
             if interval == chosen:
-                smaller_p99_s = None if smaller is None else smaller.p99_s
-                row = replace(row, searched=True, optimum=optimum, smaller_p99_s=smaller_p99_s)
+                row = searched(row, of_interval, chosen, slo_s)
             rows.append(interval_row(row, model, load, interval, times))
         return rows
 
@@ -222,6 +211,17 @@ def objective_s(model: OffloadedModel, load: PhaseLoad, slack: float) -> float:
 def best_interval(of_interval: dict[int, StepTimes], slo_s: float) -> int | None:
     """The smallest interval whose P99 is within the objective."""
     return min((each for each, times in of_interval.items() if times.p99_s <= slo_s), default=None)
+
+
+def searched(row: Row, of_interval: dict[int, StepTimes], chosen: int | None, slo_s: float) -> Row:
+    """The row of the interval that the record gives, and what a look at every interval says of it."""
+    smaller = of_interval.get((chosen or 0) - 1)
+    return replace(
+        row,
+        searched=True,
+        optimum=best_interval(of_interval, slo_s),
+        smaller_p99_s=None if smaller is None else smaller.p99_s,
+    )
 
 
 def _rows_of(unit: Unit) -> list[Row]:

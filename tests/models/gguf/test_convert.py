@@ -152,6 +152,15 @@ def test_unknown_tensors_and_rope_factors(tmp_path: Path) -> None:
         convert_gguf(write_gguf(tmp_path / "c.gguf", "llama", config, tensors), tmp_path / "out")
 
 
+@pytest.mark.parametrize("name", ["rope_freqs.weight", "output_norm.weight"])
+def test_a_type_without_a_dequantiser_is_named(name: str, tmp_path: Path) -> None:
+    config = LlamaConfig(**SIZES)
+    tensors = stored_tensors(make_model(config))
+    tensors[name] = np.ones(8 if name not in tensors else len(tensors[name]), np.int32)
+    with pytest.raises(UnsupportedModel, match=f"{name} is of type I32, not supported"):
+        convert_gguf(write_gguf(tmp_path / "m.gguf", "llama", config, tensors), tmp_path / "out")
+
+
 def test_random_damage_never_escapes_as_another_error(tmp_path: Path) -> None:
     whole = write_tiny(tmp_path / "m.gguf").read_bytes()
     header = whole.index(b"output_norm.weight") + 64

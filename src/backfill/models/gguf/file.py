@@ -45,10 +45,13 @@ class GgufTensor:
     ) -> npt.NDArray[Any]:
         """Rows ``[start, stop)`` as float32 ``[stop - start, shape[-1]]``, after reordering by ``order``.
 
-        Raises: NotImplementedError for a type the ``gguf`` package has no dequantiser for.
+        Raises: UnsupportedModel for a type that the ``gguf`` package has no dequantiser for.
         """
         rows = self.rows[start:stop] if order is None else self.rows[order[start:stop]]
-        values: npt.NDArray[Any] = dequantize(np.ascontiguousarray(rows), self.kind)
+        try:
+            values: npt.NDArray[Any] = dequantize(np.ascontiguousarray(rows), self.kind)
+        except NotImplementedError:
+            raise UnsupportedModel(f"tensor {self.name} is of type {self.kind.name}, not supported") from None
         return values.reshape(stop - start, self.shape[-1])
 
 

@@ -139,12 +139,7 @@ def _bf16_chunks(tensor: PlannedTensor) -> Iterator[npt.NDArray[np.uint16]]:
     source = tensor.source
     num_rows, step = len(source.rows), max(1, _CHUNK_ELEMENTS // source.shape[-1])
     for start in range(0, num_rows, step):
-        try:
-            values = source.dequantized(start, min(start + step, num_rows), tensor.row_order)
-        except NotImplementedError:
-            raise UnsupportedModel(
-                f"tensor {source.name} is of type {source.kind.name}, not supported"
-            ) from None
+        values = source.dequantized(start, min(start + step, num_rows), tensor.row_order)
         if not np.isfinite(values).all():
             raise CorruptModel(f"tensor {source.name} holds values that are not finite numbers")
         yield _to_bf16(values)

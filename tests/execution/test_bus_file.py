@@ -1,19 +1,18 @@
-"""The file and the throttle of a bus that several processes share."""
+"""The file that the engines on one bus share."""
 
 from __future__ import annotations
 
 import errno
 import fcntl
-import heapq
 import os
 import struct
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,7 +20,7 @@ from backfill.core.config import GIB
 from backfill.core.errors import ConfigError
 from backfill.execution import bus_file
 from backfill.execution.bus_file import BURST_S, MAX_ENGINES, BusFile, BusUse, bus_path
-from backfill.execution.bus_throttle import ROUND_BYTES, BusThrottle
+from backfill.execution.bus_throttle import ROUND_BYTES
 from backfill.offloading.coordinator import BusInstance
 
 RATE = float(1 << 26)  # bytes per second
@@ -61,6 +60,10 @@ class Process:
         assert self._process.stdin is not None
         self._process.stdin.write("\n")
 
+    def end(self) -> None:
+        """At the end of its program."""
+        self._process.communicate("\n", timeout=60.0)
+
     def kill(self) -> None:
         self._process.kill()
         self._process.communicate()
@@ -69,140 +72,6 @@ class Process:
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return tmp_path / "bus"
-
-
-class SharedTime:
-    """A clock that goes on when all threads sleep."""
-
-    def __init__(self, num_threads: int) -> None:
-        self.now_s = 1000.0
-        self._num_awake = num_threads
-        self._changed = threading.Condition()
-        self._wakes: list[float] = []
-
-    def clock(self) -> float:
-        return self.now_s
-
-    def sleep(self, seconds: float) -> None:
-        with self._changed:
-            wakes_s = self.now_s + seconds
-            heapq.heappush(self._wakes, wakes_s)
-            self._num_awake -= 1
-            self._advance()
-            assert self._changed.wait_for(lambda: self.now_s >= wakes_s, timeout=30.0)
-
-    def end(self) -> None:
-        """A thread ends."""
-        with self._changed:
-            self._num_awake -= 1
-            self._advance()
-
-    def _advance(self) -> None:
-        if self._num_awake == 0 and self._wakes:
-            self.now_s = self._wakes[0]
-            while self._wakes and self._wakes[0] <= self.now_s:
-                heapq.heappop(self._wakes)
-                self._num_awake += 1
-            self._changed.notify_all()
-
-
-def transferred(path: Path, transfers: list[tuple[float, int]]) -> list[float]:
-    """Seconds until each of these transfers, of a share and bytes, is over, if all begin together."""
-    shared = SharedTime(len(transfers))
-    ended_s = [0.0] * len(transfers)
-
-    def run(index: int) -> None:
-        throttle = throttles[index]
-        throttle.transfer(transfers[index][1], lambda start, stop: None)
-        ended_s[index] = shared.now_s
-        shared.end()
-
-    files = [BusFile(path, RATE, clock=shared.clock) for _ in transfers]
-    throttles = [
-        BusThrottle(file, share, clock=shared.clock, sleep=shared.sleep)
-        for file, (share, _) in zip(files, transfers, strict=True)
-    ]
-    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(transfers))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30.0)
-    for file, throttle, (_, num_bytes) in zip(files, throttles, transfers, strict=True):
-        assert throttle.num_bytes == num_bytes
-        file.close()
-    return [each - 1000.0 for each in ended_s]
-
-
-def test_a_transfer_takes_its_bytes_over_the_bandwidth(path: Path) -> None:
-    (took_s,) = transferred(path, [(1.0, 16 * MIB)])
-    assert took_s == pytest.approx(16 * MIB / RATE - BURST_S)
-
-
-def test_equal_transfers_share_a_bus_equally(path: Path) -> None:
-    took_s = transferred(path, [(0.5, 16 * MIB)] * 2)
-    assert max(took_s) == pytest.approx(32 * MIB / RATE - BURST_S)
-    assert max(took_s) - min(took_s) <= ROUND_BYTES / RATE  # the last one's last two chunks
-
-
-def test_a_bus_is_shared_as_the_shares_are(path: Path) -> None:
-    quarter_s, rest_s = transferred(path, [(0.25, 16 * MIB), (0.75, 64 * MIB)])
-    assert quarter_s == pytest.approx(64 * MIB / RATE, rel=0.1)
-    assert rest_s == pytest.approx(80 * MIB / RATE - BURST_S)  # what the other one leaves is used
-
-
-def test_a_transfer_is_done_in_chunks_and_its_work_counts_as_its_time(path: Path) -> None:
-    shared = SharedTime(1)
-    file = BusFile(path, RATE, clock=shared.clock)
-    throttle = BusThrottle(file, 0.5, clock=shared.clock, sleep=shared.sleep)
-    parts = []
-
-    def work(start: int, stop: int) -> None:
-        parts.append((start, stop))
-        shared.sleep(0.001)
-
-    throttle.transfer(2 * MIB + 5000, work)
-    assert parts == [(0, MIB), (MIB, 2 * MIB), (2 * MIB, 2 * MIB + 5000)]
-    took_s = (2 * MIB + 5000) / RATE - BURST_S
-    assert shared.now_s == pytest.approx(1000.0 + took_s, abs=0.001)
-    assert throttle.wait_s == pytest.approx(took_s - 0.003, abs=0.001)
-    assert throttle.num_bytes == 2 * MIB + 5000
-    file.close()
-
-
-@pytest.mark.parametrize("share", [0.0, 0.123, 1.0])
-def test_chunks_are_whole_pages(path: Path, share: float) -> None:
-    file = BusFile(path, 1e12)
-    stops: list[int] = []
-    BusThrottle(file, share).transfer(3 * MIB, lambda start, stop: stops.append(stop))
-    assert stops == sorted(stops)
-    assert stops[-1] == 3 * MIB
-    assert len(stops) > 1
-    assert all(stop % 4096 == 0 for stop in stops)
-    file.close()
-
-
-def test_a_thread_that_wakes_up_late_costs_no_bandwidth(path: Path) -> None:
-    shared = SharedTime(1)
-    file = BusFile(path, RATE, clock=shared.clock)
-    throttle = BusThrottle(
-        file, 1.0, clock=shared.clock, sleep=lambda seconds: shared.sleep(seconds + 0.75 * ROUND_BYTES / RATE)
-    )
-    throttle.transfer(16 * MIB, lambda start, stop: None)
-    assert shared.now_s - 1000.0 <= (16 * MIB + ROUND_BYTES) / RATE
-    file.close()
-
-
-def test_a_transfer_that_fails_waits_for_nothing(path: Path) -> None:
-    file = BusFile(path, RATE)
-    throttle = BusThrottle(file, 1.0)
-
-    def work(start: int, stop: int) -> None:
-        raise OSError("the disk is gone")
-
-    with pytest.raises(OSError, match="gone"):
-        throttle.transfer(MIB, work)
-    assert throttle.num_bytes == 0
-    file.close()
 
 
 def test_two_processes_together_do_not_exceed_the_bandwidth(path: Path) -> None:
@@ -258,11 +127,61 @@ def test_engines_of_one_bus_agree_on_its_bandwidth(path: Path) -> None:
     BusFile(path, float(GIB)).close()  # nobody is on it
 
 
-def test_what_is_left_of_engines_before_a_restart_does_not_count(path: Path) -> None:
+def test_the_last_engine_removes_the_file(path: Path) -> None:
+    first, second = BusFile(path, RATE), BusFile(path, RATE)
+    first.close()
+    assert path.exists()
+    second.close()
+    assert not path.exists()
+
+
+def test_a_process_that_ends_removes_the_file_if_it_is_the_last_one(path: Path) -> None:
+    ends = Process(path, num_bytes=1)
+    assert ends.read() == "00"
+    ends.go_on()
+    ends.read()
+    ends.end()
+    assert not path.exists()
+
+
+def test_a_file_of_others_at_the_same_path_stays(path: Path) -> None:
+    first = BusFile(path, RATE)
+    path.unlink()
+    second = BusFile(path, RATE)
+    first.close()
+    assert path.exists()
+    assert second.uses() == [BusUse()]
+    second.close()
+
+
+def test_an_engine_that_opens_a_file_while_it_is_removed_makes_another(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    last, open_file = BusFile(path, RATE), os.open
+
+    def late(*args: Any) -> int:
+        file = open_file(*args)
+        monkeypatch.undo()
+        last.close()
+        return file
+
+    monkeypatch.setattr(os, "open", late)
+    first = BusFile(path, RATE)
+    second = BusFile(path, RATE)
+    assert (first.name, second.name) == ("00", "01")
+    for each in (first, second):
+        each.close()
+
+
+def test_what_is_left_of_engines_before_a_restart_does_not_count(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     late = BusFile(path, RATE, clock=lambda: 1e9)  # the clock begins anew when the system does
     late.publish(BusUse(BusInstance("00", 30, 7 << 20, 0.15)))
     late.reserve(MIB)
-    late.close()
+    with monkeypatch.context() as killed:
+        killed.setattr(os, "unlink", lambda _: None)
+        late.close()
     later = BusFile(path, RATE, clock=lambda: 5.0)
     assert later.reserve(MIB) == pytest.approx(5.0 + MIB / RATE - BURST_S)
     assert later.uses() == [BusUse()]
@@ -339,7 +258,7 @@ def test_an_engine_that_is_stopped_does_not_stop_the_others(
 
 def test_a_bus_whose_lock_is_kept_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bus_file, "_PATIENCE_AT_START_S", 0.0)
-    BusFile(path, RATE).close()
+    path.touch()
     with (
         held(path, 1),
         pytest.raises(ConfigError, match=r"`offload_bus` cannot use .*: an engine on it holds"),

@@ -1,0 +1,89 @@
+"""Deadlines of batches in the pool."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from backfill.blending.requests import OrderName, PlannedRequest
+from tests.blending.builders import LLAMA_8B_ON_A100, ORDERS, known, make_pool
+
+
+def test_a_deadline_comes_before_the_plan_and_before_a_later_one() -> None:
+    pool = make_pool("dfs")
+    pool.add([known(i, 100, 100) for i in range(10)])
+    pool.add([known(i, 100, 100, group="late", complete_by_s=1000.0) for i in range(10, 20)])
+    pool.add([known(i, 100, 100, group="soon", complete_by_s=500.0) for i in range(20, 30)])
+    assert pool.take(now_s=0.0) == PlannedRequest(0, 0, 100.0)
+    assert [pool.take(now_s=450.0) for _ in range(2)] == [PlannedRequest(i, 0, 100.0) for i in (20, 21)]
+    late = pool.take("late", now_s=950.0)
+    assert late is not None
+    assert late.request_id == 10
+    # Nothing can be done for `soon` any more: the order is that of the plan.
+    assert pool.take(now_s=2000.0) == PlannedRequest(1, 0, 100.0)
+
+
+def test_in_order_of_arrival_the_earliest_deadline_goes_first() -> None:
+    pool = make_pool("fcfs")
+    pool.add([known(i, 100, 100, group="a", complete_by_s=90_000.0) for i in range(3)])
+    pool.add([known(i, 100, 100, group="a", complete_by_s=5_000.0) for i in range(3, 6)])
+    taken = [pool.take("a", now_s=0.0) for _ in range(6)]
+    assert [each and each.request_id for each in taken] == [3, 4, 5, 0, 1, 2]
+
+
+deadline_batches = st.lists(
+    st.tuples(st.integers(1, 15), st.integers(1, 2000), st.integers(1, 2000), st.floats(0, 100)),
+    min_size=1,
+    max_size=5,
+)
+
+
+@pytest.mark.parametrize("slowdown", [1, 5])
+def test_a_deadline_is_met_on_a_device_that_others_use_too(slowdown: int) -> None:
+    """The batch that is due would end in time alone, and not if it shared the device to the end."""
+    model, num_due = LLAMA_8B_ON_A100, 200
+    request_s = slowdown * max(model.compute_s(3000, 3000), model.memory_s(3000, 3000))
+    due_s = 1.6 * num_due * request_s
+    due = [known(i, 3000, 3000, group="due", complete_by_s=due_s) for i in range(num_due)]
+    pool = make_pool("blend")
+    pool.add(due + [known(i, 3000, 3000) for i in range(num_due, 2 * num_due)])
+    now_s, running = 0.0, pool.take(now_s=0.0)
+    while running is not None:
+        now_s += request_s
+        next_one = pool.take(now_s=now_s)
+        pool.finish(running.request_id, 3000)
+        assert running.request_id >= num_due or now_s <= due_s
+        running = next_one
+
+
+@settings(max_examples=50, deadline=None)
+@given(deadline_batches, st.integers(0, 40), st.sampled_from(ORDERS))
+def test_deadlines_are_met_where_they_can_be(
+    batches: list[tuple[int, int, int, float]], num_others: int, order: OrderName
+) -> None:
+    """A device that overlaps perfectly, and deadlines that leave the margin over all work due before."""
+    pool = make_pool(order)
+    requests = [known(i, 3000, 3000) for i in range(num_others)]
+    deadlines: list[float] = []
+    compute_s = memory_s = at_s = 0.0
+    model = LLAMA_8B_ON_A100
+    for group, (num, prompt, output, slack_s) in enumerate(batches):
+        compute_s += num * model.compute_s(prompt, output)
+        memory_s += num * model.memory_s(prompt, output)
+        at_s = max(at_s, 61.0 + 1.25 * max(compute_s, memory_s) + slack_s)
+        deadlines.append(at_s)
+        start = len(requests)
+        requests += [
+            known(i, prompt, output, group=str(group), complete_by_s=at_s) for i in range(start, start + num)
+        ]
+    pool.add(requests)
+    done_compute_s = done_memory_s = now_s = 0.0
+    while (taken := pool.take(now_s=now_s)) is not None:
+        request = requests[taken.request_id]
+        num_prompt = len(request.prompt_token_ids)
+        done_compute_s += model.compute_s(num_prompt, request.max_output_tokens)
+        done_memory_s += model.memory_s(num_prompt, request.max_output_tokens)
+        now_s = max(done_compute_s, done_memory_s)
+        pool.finish(taken.request_id, request.max_output_tokens)
+        assert request.complete_by_s is None or now_s <= request.complete_by_s

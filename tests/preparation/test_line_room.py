@@ -1,0 +1,115 @@
+"""Lines for which there is room in the KV cache go first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from backfill.blending.requests import OrderName
+from backfill.blending.resources import ResourceModel
+from backfill.preparation.line_pool import LinePool
+from backfill.preparation.messages import OnlineTraffic
+from tests.preparation.pool_doubles import KV_TOKENS, index_all, lines_of, make_pool, open_file, take_all
+
+# Reading KV is dear beside them: lines with long outputs are memory-bound, those with long prompts are not.
+SLOW_READS = ResourceModel(token_s=1e-5, prompt_pair_s=1e-10, cached_token_s=1e-7)
+LONG = 4000  # tokens: two outputs of so many fit the KV, beside two of 1,500
+SHORTER = 1500
+
+
+def mixed_pool(folder: Path, order: OrderName = "blend", **fields: Any) -> LinePool:
+    """Three lines with long outputs, two with shorter ones, and many with long prompts."""
+    bodies = [
+        {"prompt": [1000 + number] * 10, "max_tokens": length, "ignore_eos": True, **fields}
+        for number, length in enumerate((LONG, LONG, LONG, SHORTER, SHORTER))
+    ]
+    bodies += [{"prompt": [number] * 1000, "max_tokens": 1, "ignore_eos": True} for number in range(60)]
+    pool = make_pool(order, SLOW_READS)
+    open_file(pool, folder / "in", lines_of(*bodies))
+    index_all(pool)
+    return pool
+
+
+def take_sparse(pool: LinePool, count: int) -> list[tuple[int, int]]:
+    """Take lines until so many of them have long outputs. Returns: numbers and lengths of these."""
+    found: list[tuple[int, int]] = []
+    while len(found) < count:
+        (each,) = pool.take("", 1).lines
+        assert each.line.generation is not None
+        length = each.line.generation.request.samplings[0].max_tokens
+        if length > 1:
+            found.append((each.line.number, length))
+    return found
+
+
+def lengths(found: Sequence[tuple[int, int]]) -> list[int]:
+    return [length for _, length in found]
+
+
+def test_a_long_line_is_passed_over_while_the_kv_is_promised_and_none_is_held_back(tmp_path: Path) -> None:
+    pool = mixed_pool(tmp_path)
+    assert lengths(take_sparse(pool, 4)) == [LONG, LONG, SHORTER, SHORTER]
+    last = take_all(pool)
+    assert len(last) > 50
+    (_, line) = last[-1]
+    assert line.generation is not None
+    assert line.generation.request.samplings[0].max_tokens == LONG, "when no other one waits"
+
+
+def test_progress_and_ends_free_the_kv_for_a_long_line(tmp_path: Path) -> None:
+    for frees in ("progress", "end", "no answer", "put back"):
+        pool = mixed_pool(tmp_path)
+        first = take_sparse(pool, 2)
+        for number, _ in first:
+            if frees == "progress":
+                pool.note_progress(0, {number: LONG - 100})
+            elif frees == "put back":
+                pool.put_back(0, number)
+            else:
+                pool.end(0, number, LONG if frees == "end" else None)
+        assert lengths(take_sparse(pool, 1)) == [LONG], frees
+
+
+def test_a_closed_file_holds_no_kv(tmp_path: Path) -> None:
+    pool = mixed_pool(tmp_path)
+    take_sparse(pool, 2)
+    open_file(pool, tmp_path / "again", (tmp_path / "in").read_bytes())  # in its place
+    index_all(pool)
+    assert lengths(take_sparse(pool, 3)) == [LONG, LONG, SHORTER]
+
+
+def test_the_kv_of_online_requests_is_left_to_them(tmp_path: Path) -> None:
+    pool = mixed_pool(tmp_path)
+    pool.note_online(OnlineTraffic(0.0, 0.0, KV_TOKENS // 2))
+    assert lengths(take_sparse(pool, 2)) == [LONG, SHORTER]
+    pool.note_online(OnlineTraffic(0.0, 0.0, 0))
+    assert lengths(take_sparse(pool, 1)) == [LONG]
+
+
+def test_the_choices_of_a_line_need_kv_each(tmp_path: Path) -> None:
+    assert lengths(take_sparse(mixed_pool(tmp_path, n=2), 2)) == [LONG, SHORTER]
+
+
+def test_other_orders_ask_for_no_room(tmp_path: Path) -> None:
+    assert lengths(take_sparse(mixed_pool(tmp_path, "fcfs"), 5)) == [LONG] * 3 + [SHORTER] * 2
+
+
+def test_expectations_of_running_lines_are_corrected_with_their_progress(tmp_path: Path) -> None:
+    """Lines of unknown length are expected to have 256 tokens, until 32 of them end after two."""
+    pool = make_pool("blend")
+    open_file(pool, tmp_path / "in", lines_of(*({"prompt": [n], "max_tokens": 900} for n in range(60))))
+    index_all(pool)
+    taken = [each.line.number for each in pool.take("", 40).lines]
+    forecast = pool._forecast
+    assert forecast is not None
+    before = forecast.room().most_output_tokens(0)
+    pool.note_progress(0, {taken[0]: 5})
+    for number in taken[1:33]:
+        pool.end(0, number, 2)
+    for number in taken[33:]:
+        pool.end(0, number, None)
+    assert forecast.room().most_output_tokens(0) > before
+    pool.note_progress(0, {taken[0]: 6})
+    (output,) = forecast.outputs.values()
+    assert 6 < output.expected < 256

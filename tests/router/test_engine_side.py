@@ -1,0 +1,68 @@
+"""What a server does for a router: its state, the owner that the router names, and what it lost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import httpx
+import msgspec
+
+from backfill.api.errors import error_response
+from backfill.api.replica_state import ReplicaState, StateReporter, model_digest
+from backfill.core.errors import EngineDead, StepFailed
+from backfill.core.request import ServiceClass
+from tests.api.in_process import in_process_server
+from tests.api.servers import TIMEOUT_S
+from tests.api.test_fields import make_tokenizer
+from tests.router.stubs import COMPLETIONS
+
+
+def test_a_server_shows_its_state(tmp_path: Path) -> None:
+    with in_process_server(Path(), tokenizer=make_tokenizer(), max_num_seqs=3, is_open=False) as server:
+        url = f"{server.url}/state"
+        assert httpx.get(url).status_code == 404, "no router may ask"
+        server.state.reporter = StateReporter(("m", "n"), tmp_path)
+        state = msgspec.json.decode(httpx.get(url).content, type=ReplicaState)
+        assert state.phase == "ready" and state.models == ("m", "n")
+        assert (state.max_num_seqs, state.kv_tokens, state.ttft_slo_s) == (3, 1024 * 16, 1.0)
+        assert state.num_online == state.num_offline == 0
+        admission = server.state.admission
+        reservations = [admission.reserve(ServiceClass.ONLINE, 1), admission.reserve(ServiceClass.OFFLINE, 2)]
+        state = msgspec.json.decode(httpx.get(url).content, type=ReplicaState)
+        assert (state.num_online, state.num_offline) == (1, 2)
+        for reservation in reservations:
+            reservation.release()
+
+
+def test_the_digest_tells_models_apart_by_configuration_and_sizes(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"12")
+    first = model_digest(tmp_path)
+    assert model_digest(tmp_path) == first
+    (tmp_path / "model.safetensors").write_bytes(b"123")
+    second = model_digest(tmp_path)
+    (tmp_path / "config.json").write_text('{"a": 1}')
+    assert len({first, second, model_digest(tmp_path)}) == 3
+
+
+def test_the_key_named_router_alone_speaks_for_owners() -> None:
+    keys = ("router=secret", "alice=one")
+    with in_process_server(Path(), tokenizer=make_tokenizer(), api_keys=keys) as server:
+
+        def owner_of(key: str, **headers: str) -> str:
+            body = {"prompt": [3], "max_tokens": 1}
+            headers["authorization"] = f"Bearer {key}"
+            answer = httpx.post(f"{server.url}{COMPLETIONS}", json=body, headers=headers, timeout=TIMEOUT_S)
+            assert answer.status_code == 200
+            return server.engine.requests[-1].owner
+
+        assert owner_of("secret", **{"x-backfill-owner": "bob"}) == "bob"
+        assert owner_of("secret") == "router"
+        assert owner_of("one", **{"x-backfill-owner": "bob"}) == "alice"
+
+
+def test_an_answer_says_that_the_engine_lost_the_request() -> None:
+    lost = error_response(EngineDead("dead", num_lost=3, num_others=2))
+    assert (lost.status_code, lost.headers["x-backfill-lost"]) == (503, "2")
+    assert error_response(StepFailed("failed", num_lost=1, num_others=0)).headers["x-backfill-lost"] == "0"
+    assert "x-backfill-lost" not in error_response(EngineDead("it never ran")).headers
