@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from backfill.api.config import ServerConfig
-from backfill.cli.interrupts import LOADING, exit_at_once, interruptible, take_from_loop
+from backfill.cli.interrupts import LOADING, SIGNALS, exit_at_once, interruptible, take_from_loop
 from backfill.cli.startup import bind, find_folder, run_in_loop
 from backfill.core.config import DeviceKind, EngineConfig
 from backfill.core.errors import BackfillError, ConfigError
@@ -75,14 +75,17 @@ def serve_replicas(
     # Actors listen beyond loopback, so they ask for a key in any case.
     engine_key = None if keys is None and not is_on_ray else secrets.token_urlsafe(32)
     replicas: Replicas
-    with interruptible(LOADING):
-        if is_on_ray:
-            assert engine_key is not None
-            replicas = _actors(model, server, jobs, engine, options.data_parallel_size, engine_key)
-        else:
-            replicas = _processes(engine, jobs.data_dir / _FOLDER, options.data_parallel_size, engine_key)
-            find_folder(model)  # once, before all of them do
+    if is_on_ray:
+        assert engine_key is not None
+        for number in SIGNALS:
+            signal.signal(number, exit_at_once)  # what Ray has started ends with this process
+        replicas = _actors(model, server, jobs, engine, options.data_parallel_size, engine_key)
         replicas.start()
+    else:
+        replicas = _processes(engine, jobs.data_dir / _FOLDER, options.data_parallel_size, engine_key)
+        with interruptible(LOADING):
+            find_folder(model)  # once, before all of them do
+            replicas.start()
 
     async def run() -> signal.Signals | None:
         routing = RouterServer(

@@ -30,10 +30,9 @@ class ReplicaActor:
     Args:
         number: among all replicas.
         target: serves at a place, in a new process; pickled.
-        may_restart: replicas have served: one that ends is started again.
     """
 
-    def __init__(self, number: int, target: Callable[[ReplicaPlace], None], may_restart: bool) -> None:
+    def __init__(self, number: int, target: Callable[[ReplicaPlace], None]) -> None:
         from ray.util import get_node_ip_address
 
         host = get_node_ip_address()
@@ -42,8 +41,7 @@ class ReplicaActor:
             number, target, lambda port: ReplicaPlace(number, host, port, self._failure), host=host
         )
         self._may_restart = asyncio.Event()
-        if may_restart:
-            self._may_restart.set()
+        self._keeping: asyncio.Task[None] | None = None
         self._is_started = False
 
     def __repr__(self) -> str:
@@ -57,12 +55,14 @@ class ReplicaActor:
         return self._process.url
 
     async def has_served(self) -> None:
+        """From now on a server that ends is started again."""
         self._may_restart.set()
 
     async def run(self) -> str:
         """Keep the server running. Returns: why it ended before ``has_served``."""
+        self._keeping = asyncio.create_task(self._process.run(self._may_restart))
         try:
-            await self._process.run(self._may_restart)
+            await self._keeping
         except ReplicaFailed as error:
             with suppress(OSError):
                 return f"Replica {self._process.number}: {self._failure.read_text()}"
@@ -70,6 +70,8 @@ class ReplicaActor:
         raise AssertionError("it runs until it fails")
 
     async def end(self) -> None:
+        if self._keeping is not None:
+            self._keeping.cancel()
         if self._is_started:
             await self._process.end()
         self._failure.unlink(missing_ok=True)

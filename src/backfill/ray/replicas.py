@@ -173,7 +173,7 @@ class RayReplicas:
                 placement_group=self._group, placement_group_bundle_index=number
             ),
         )
-        return options.remote(number, self._target, False)
+        return options.remote(number, self._target)
 
     async def _keep(self, replica: _Replica, on_move: Callable[[str, str], Awaitable[None]]) -> None:
         while True:
