@@ -8,7 +8,7 @@ import ray.data
 from ray.cluster_utils import Cluster
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     """A real cluster of two nodes, to which this process is connected."""
     node = {"num_cpus": 2, "object_store_memory": 80 << 20, "include_dashboard": False}

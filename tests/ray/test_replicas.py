@@ -52,7 +52,9 @@ def is_whole_again(server: RunningServer, replica: int, before: int) -> bool:
 
 
 def names_of_actors() -> set[str]:
-    return {each["name"] for each in list_named_actors(all_namespaces=True)}
+    """Of replicas, on the whole cluster."""
+    names = {each["name"] for each in list_named_actors(all_namespaces=True)}
+    return {name for name in names if name.startswith("backfill-replica-")}
 
 
 def test_two_nodes_answer_at_one_address_and_outlive_a_process_and_an_actor(
