@@ -211,6 +211,7 @@ def test_options_in_documents_exist() -> None:
     known = {option for name in commands() for option in options(name)}
     known |= {"--help", *(f"--no-{option[2:]}" for option in known)}
     known |= {"--scheduling-policy", "--enable-prompt-tokens-details"}  # vLLM's
+    known |= {"--head", "--address"}  # of `ray start`
     scripts = "".join(script.read_text() for script in (ROOT / "benchmarks").glob("*.py"))
     for document in DOCUMENTS:
         for option in set(re.findall(r"(?<![\w-])--[a-z][a-z-]*[a-z]", document.read_text())) - known:

@@ -155,6 +155,7 @@ PARSED = {
     "postgresql://backfill@db/backfill --batch-file-store s3://bucket/backfill": "as above",
     "backfill serve --data-parallel-size 2": "tests/router/test_commands.py runs it",
     "backfill router --engines http://10.0.0.1:8000 http://10.0.0.2:8000": "tests/router runs it",
+    "backfill serve --executor ray --data-parallel-size 2": "tests/ray serves a small model so",
     # Names of commands in a sentence.
     "backfill serve": "a name",
     "backfill serve --help": "a name",
@@ -174,6 +175,7 @@ OTHERS = {
     "pip install 'backfill[ray]'",
     "pip install 'backfill[s3]'",
     "pip install 'backfill[postgres]'",
+    "pip install 'ray[default]'",
     ".venv/bin/python",
 }
 # Run by tests/router/test_proxy.py with other addresses.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,25 +17,12 @@ from ray.cluster_utils import Cluster
 from backfill import LLM, InvalidOption, SamplingParams
 from backfill.ray import ProcessorConfig, build_processor
 from tests.api.servers import wait_until
+from tests.ray.processes import parent
 
 DOCUMENT = Path(__file__).parent.parent.parent / "docs" / "ray.md"
 ENGINE = {"dtype": "float32", "kv_gib": 0.05}
 GREEDY = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True}
 LONG = {**GREEDY, "max_tokens": 250}
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    node = {"num_cpus": 2, "object_store_memory": 80 << 20, "include_dashboard": False}
-    cluster = Cluster(initialize_head=True, head_node_args=node)
-    try:
-        cluster.add_node(num_cpus=2, object_store_memory=80 << 20)
-        ray.init(address=cluster.address, logging_level="ERROR", log_to_driver=False)
-        ray.data.DataContext.get_current().enable_progress_bars = False
-        yield cluster
-    finally:
-        ray.shutdown()
-        cluster.shutdown()
 
 
 def config_of(model: Path, **fields: Any) -> ProcessorConfig:
@@ -110,10 +96,6 @@ def engines_of_actors() -> list[int]:
 
 def name_of(pid: int) -> str:
     return Path(f"/proc/{pid}/comm").read_text().strip().partition("::")[0]
-
-
-def parent(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def test_the_document_prints_answers(cluster: Cluster, capfd: pytest.CaptureFixture[str]) -> None:

@@ -58,10 +58,10 @@ def serve(
         # A batch's file may be as large as asked, so any file may.
         max_file_bytes=max(jobs.batch_max_bytes, jobs.max_file_bytes),
     )
-    if replicas.data_parallel_size > 1:
+    if replicas.data_parallel_size > 1 or replicas.executor == "ray":
         from backfill.cli.serve_replicas import serve_replicas
 
-        serve_replicas(model, server, jobs, engine, replicas.data_parallel_size)
+        serve_replicas(model, server, jobs, engine, replicas)
         return
     _run(model, server, engine.with_checkpointing(), jobs, read_template(server.chat_template), started_at_s)
 
@@ -70,7 +70,7 @@ app = command(
     serve,
     {
         "Model": MODEL_SECTION,
-        "Engine": "device tensor_parallel_size pipeline_parallel_size data_parallel_size threads "
+        "Engine": "device tensor_parallel_size pipeline_parallel_size data_parallel_size executor threads "
         "num_micro_batches gpu_memory_utilization device_memory offload_interval min_offload_interval "
         "offload_bus offload_bus_gib_per_s profile engine_hang_timeout",
         "Scheduling": f"{LIMITS_SECTION} policy ttft_slo tpot_slo min_ttft_slo min_tpot_slo "

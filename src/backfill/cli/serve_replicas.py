@@ -3,39 +3,65 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import secrets
 import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from backfill.api.config import ServerConfig
-from backfill.cli.interrupts import LOADING, exit_at_once, interruptible, take_from_loop
+from backfill.cli.interrupts import LOADING, SIGNALS, exit_at_once, interruptible, take_from_loop
 from backfill.cli.startup import bind, find_folder, run_in_loop
-from backfill.core.config import EngineConfig
-from backfill.core.errors import ConfigError
+from backfill.core.config import DeviceKind, EngineConfig
+from backfill.core.errors import BackfillError, ConfigError
 from backfill.engine.options import ModelOptions
 from backfill.jobs.config import JobsConfig
 from backfill.jobs.private_files import make_folder
 
 if TYPE_CHECKING:
-    from backfill.router.replicas import Replicas
+    from backfill.ray.replica_actor import ReplicaPlace
+    from backfill.ray.replicas import ReplicaShare
+    from backfill.router.config import ReplicaOptions
+    from backfill.router.replicas import Replicas as ProcessReplicas
     from backfill.router.server import RouterServer
 
 _LOAD_S = 3600.0  # a replica that cannot load ends by itself
 _READY_POLL_S = 0.05
+_REJOIN_S = 0.5
 _FOLDER = "replicas"
 
 
+class Replicas(Protocol):
+    """Servers that are kept running: of this machine (``router``), or actors of Ray (``ray``)."""
+
+    @property
+    def urls(self) -> tuple[str, ...]: ...
+
+    def start(self) -> None:
+        """Raises: OSError, BackfillError."""
+
+    def has_served(self) -> None:
+        """From now on a replica that ends is started again."""
+
+    async def run(self, on_move: Callable[[str, str], Awaitable[None]]) -> None:
+        """Keep all running until cancelled; ``on_move`` has the old and new URL. Raises: ReplicaFailed."""
+
+    async def end(self) -> None: ...
+
+    def kill(self) -> None:
+        """End all at once."""
+
+
 def serve_replicas(
-    model: ModelOptions, server: ServerConfig, jobs: JobsConfig, engine: EngineConfig, num_replicas: int
+    model: ModelOptions, server: ServerConfig, jobs: JobsConfig, engine: EngineConfig, options: ReplicaOptions
 ) -> None:
-    """As ``serve``, with ``num_replicas`` servers of the same options behind ``server``'s address."""
+    """As ``serve``, with servers of the same options behind ``server``'s address."""
     from backfill.api.keys import ApiKeys
     from backfill.router.config import RouterConfig
     from backfill.router.server import RouterServer
@@ -45,10 +71,21 @@ def serve_replicas(
     listener = bind(server.host, server.port)
     host, port = listener.getsockname()[:2]
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    engine_key = None if keys is None else secrets.token_urlsafe(32)
-    replicas = _replicas(engine, jobs.data_dir / _FOLDER, num_replicas, engine_key)
-    with interruptible(LOADING):
-        find_folder(model)  # once, before all of them do
+    is_on_ray = options.executor == "ray"
+    # Actors listen beyond loopback, so they ask for a key in any case.
+    engine_key = None if keys is None and not is_on_ray else secrets.token_urlsafe(32)
+    replicas: Replicas
+    if is_on_ray:
+        assert engine_key is not None
+        for number in SIGNALS:
+            signal.signal(number, exit_at_once)  # what Ray has started ends with this process
+        replicas = _actors(model, server, jobs, engine, options.data_parallel_size, engine_key)
+        replicas.start()
+    else:
+        replicas = _processes(engine, jobs.data_dir / _FOLDER, options.data_parallel_size, engine_key)
+        with interruptible(LOADING):
+            find_folder(model)  # once, before all of them do
+            replicas.start()
 
     async def run() -> signal.Signals | None:
         routing = RouterServer(
@@ -75,6 +112,7 @@ async def _serve(
     routing: RouterServer, replicas: Replicas, listener: socket.socket, url: str, started_at_s: float
 ) -> signal.Signals | None:
     """Serve until a signal. Returns: it, if it came before all were ready. Raises: ReplicaFailed."""
+    from backfill.router.engines import EngineRefused
 
     async def announce() -> None:
         while not (
@@ -89,8 +127,18 @@ async def _serve(
             f"\nBackfill serves {names} on {url} with {num} replicas  (ready in {took_s:.1f} s)", flush=True
         )
 
-    replicas.start()
-    keeping = asyncio.create_task(replicas.run())
+    async def follow(old: str, new: str) -> None:
+        """Let a replica that runs elsewhere join, once it answers."""
+        while routing.engines is not None:
+            try:
+                await routing.engines.join(new)
+                break
+            except EngineRefused:
+                await asyncio.sleep(_REJOIN_S)
+        if routing.engines is not None:
+            routing.engines.leave(old)
+
+    keeping = asyncio.create_task(replicas.run(follow))
     serving = asyncio.create_task(routing.run(listener))
     announcing = asyncio.create_task(announce())
     try:
@@ -106,17 +154,19 @@ async def _serve(
         await asyncio.gather(announcing, keeping, serving, return_exceptions=True)
 
 
-def _replicas(engine: EngineConfig, folder: Path, num_replicas: int, engine_key: str | None) -> Replicas:
+def _processes(
+    engine: EngineConfig, folder: Path, num_replicas: int, engine_key: str | None
+) -> ProcessReplicas:
     """Servers with this command line's options, but for what differs between them. Raises: ConfigError."""
     from backfill.execution.machine import available_processors
     from backfill.router.replicas import ReplicaProcess, Replicas
 
-    gpus = _gpus(engine.device, num_replicas)
-    threads = max(1, (engine.threads or available_processors()) // num_replicas)
+    gpus = _gpus(engine.device, num_replicas, engine.num_ranks)
+    threads = max(engine.num_ranks, (engine.threads or available_processors()) // num_replicas)
     key_options = [] if engine_key is None else ["--api-key-file", str(_write_key(folder, engine_key))]
 
     def arguments(number: int, port: int) -> list[str]:
-        own = f"--data-parallel-size 1 --host 127.0.0.1 --port {port} --threads {threads} --no-batch-api"
+        own = f"--host 127.0.0.1 --port {port} --threads {threads} --data-parallel-size 1 --no-batch-api"
         data_dir = str(folder / str(number))
         return [*sys.argv[1:], *own.split(), "--data-dir", data_dir, *key_options]
 
@@ -128,19 +178,73 @@ def _replicas(engine: EngineConfig, folder: Path, num_replicas: int, engine_key:
     )
 
 
+def _actors(
+    model: ModelOptions,
+    server: ServerConfig,
+    jobs: JobsConfig,
+    engine: EngineConfig,
+    num_replicas: int,
+    engine_key: str,
+) -> Replicas:
+    """Servers with these options, on the nodes that Ray chooses. Raises: BackfillError without Ray."""
+    from backfill.ray.replicas import RayReplicas
+
+    if Path(model.model).exists():  # workers of Ray have another working folder
+        model = dataclasses.replace(model, model=str(Path(model.model).absolute()))
+    server = dataclasses.replace(
+        server,
+        api_key=(f"router={engine_key}",),
+        api_key_file=None,
+        chat_template=None if server.chat_template is None else server.chat_template.absolute(),
+    )
+    profile = None if engine.profile_path is None else Path(engine.profile_path).absolute()
+    jobs = dataclasses.replace(jobs, batch_api=False, data_dir=(jobs.data_dir / _FOLDER).absolute())
+
+    def target_of(share: ReplicaShare) -> Callable[[ReplicaPlace], None]:
+        device: DeviceKind = "cuda" if share.num_gpus else "cpu"
+        own = dataclasses.replace(engine, threads=share.threads, device=device, profile=profile)
+        return partial(run_actor_server, model, server, jobs, own)
+
+    uses_gpus = None if engine.device == "auto" else engine.device == "cuda"
+    return RayReplicas(num_replicas, engine.threads, uses_gpus, target_of, engine.num_ranks)
+
+
+def run_actor_server(
+    model: ModelOptions, server: ServerConfig, jobs: JobsConfig, engine: EngineConfig, place: ReplicaPlace
+) -> None:
+    """Entry point of a server that is an actor's."""
+    from backfill.cli.serve import serve
+    from backfill.ray.replica_actor import write_failure
+    from backfill.router.config import ReplicaOptions
+
+    _become_replica()
+    server = dataclasses.replace(server, host=place.host, port=place.port)
+    jobs = dataclasses.replace(jobs, data_dir=jobs.data_dir / str(place.number))
+    try:
+        serve(model, server, jobs, ReplicaOptions(), engine)
+    except BackfillError as error:
+        write_failure(place.failure, str(error))
+        print(f"backfill: {error}", file=sys.stderr)
+        raise SystemExit(1) from None
+
+
 def run_replica(arguments: list[str]) -> None:
     """Entry point of a replica's process, which ends with the router's."""
     from backfill.cli.main import main
 
-    os.setsid()  # Ctrl-C is for the router, which ends its replicas itself
-    signal.signal(signal.SIGTERM, exit_at_once)
-    sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # the router says what is served where
+    _become_replica()
     sys.argv = ["backfill", *arguments]
     main()
 
 
-def _gpus(device: str, num_replicas: int) -> list[Mapping[str, str]]:
-    """Variables that give each replica a GPU; none on a machine without one. Raises: ConfigError."""
+def _become_replica() -> None:
+    os.setsid()  # Ctrl-C is for the router, which ends its replicas itself
+    signal.signal(signal.SIGTERM, exit_at_once)
+    sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # the router says what is served where
+
+
+def _gpus(device: str, num_replicas: int, num_ranks: int) -> list[Mapping[str, str]]:
+    """Variables that give each replica a GPU a rank; none on a machine without any. Raises: ConfigError."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         drivers = Path("/proc/driver/nvidia/gpus")
@@ -149,11 +253,16 @@ def _gpus(device: str, num_replicas: int) -> list[Mapping[str, str]]:
         names = [name for name in visible.split(",") if name.strip()]
     if device == "cpu" or not names:
         return []
-    if len(names) < num_replicas:
+    num_needed = num_replicas * num_ranks
+    if len(names) < num_needed:
         raise ConfigError(
-            f"{num_replicas} needs as many GPUs, and {len(names)} are visible.", field="data_parallel_size"
+            f"{num_replicas} needs {num_needed} GPUs, and {len(names)} are visible.",
+            field="data_parallel_size",
         )
-    return [{"CUDA_VISIBLE_DEVICES": name} for name in names[:num_replicas]]
+    return [
+        {"CUDA_VISIBLE_DEVICES": ",".join(names[first : first + num_ranks])}
+        for first in range(0, num_needed, num_ranks)
+    ]
 
 
 def _write_key(folder: Path, key: str) -> Path:

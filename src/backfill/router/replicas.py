@@ -8,8 +8,9 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from backfill.core.errors import BackfillError
 from backfill.ipc.python_process import PythonProcess
@@ -33,41 +34,40 @@ class ReplicaProcess:
 
     Attributes:
         number: among all.
-        target: runs the command line with the arguments that it is given, in a new process.
-        arguments: for a port.
+        target: serves as its argument says, in a new process.
+        arguments: its argument, for a port; pickled.
         environment: added to this process's.
+        host: address on which it listens.
     """
 
     number: int
-    target: Callable[[list[str]], None]
-    arguments: Callable[[int], list[str]]
+    target: Callable[[Any], None]
+    arguments: Callable[[int], Any]
     environment: Mapping[str, str] = field(default_factory=dict)
+    host: str = "127.0.0.1"
     port: int = field(init=False)
     process: PythonProcess = field(init=False)
-    _ended: asyncio.Event = field(init=False)
 
     def __post_init__(self) -> None:
-        self.port = free_port()
+        self.port = free_port(self.host)
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
 
     def start(self) -> None:
         """Raises: OSError."""
-        self._ended = asyncio.Event()
         name = f"backfill-replica-{self.number}"
         arguments = self.arguments(self.port)
         self.process = PythonProcess(name, self.target, (arguments,), self.environment)
         self.process.start()
-        asyncio.get_running_loop().add_reader(self.process.sentinel, self._on_end)
 
     async def run(self, may_restart: asyncio.Event) -> None:
         """Keep it running until cancelled. Raises: ReplicaFailed if it ends before ``may_restart``."""
         num_quick = 0
         while True:
             started_at_s = time.monotonic()
-            await self._ended.wait()
+            await self._until_ended()
             if not may_restart.is_set():
                 status = self.process.exitcode
                 raise ReplicaFailed(f"Replica {self.number} ended with status {status} before it was ready.")
@@ -87,12 +87,16 @@ class ReplicaProcess:
             await asyncio.sleep(_END_POLL_S)
         self.process.kill()
         self.process.join(_END_S)
-        asyncio.get_running_loop().remove_reader(self.process.sentinel)
 
-    def _on_end(self) -> None:
-        asyncio.get_running_loop().remove_reader(self.process.sentinel)
+    async def _until_ended(self) -> None:
+        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+        sentinel = self.process.sentinel
+        loop.add_reader(sentinel, ended.set)
+        try:
+            await ended.wait()
+        finally:
+            loop.remove_reader(sentinel)
         self.process.join(_END_S)
-        self._ended.set()
 
 
 class Replicas:
@@ -115,8 +119,13 @@ class Replicas:
         """From now on a replica that ends is started again."""
         self._may_restart.set()
 
-    async def run(self) -> None:
-        """Keep all running until cancelled. Raises: ReplicaFailed."""
+    async def run(self, on_move: Callable[[str, str], Awaitable[None]] | None = None) -> None:
+        """Keep all running until cancelled.
+
+        Args:
+            on_move: never called: each keeps its URL.
+        Raises: ReplicaFailed.
+        """
         keeping = [asyncio.create_task(process.run(self._may_restart)) for process in self._processes]
         try:
             await asyncio.gather(*keeping)
@@ -134,8 +143,8 @@ class Replicas:
             process.process.kill()
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+def free_port(host: str = "127.0.0.1") -> int:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.bind((host, 0))
         port: int = probe.getsockname()[1]
         return port
