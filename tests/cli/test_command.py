@@ -19,6 +19,7 @@ from backfill.core.errors import ConfigError
 from backfill.core.options import check_types, options_of, secret
 from backfill.engine.options import ModelOptions
 from backfill.jobs.config import JobsConfig
+from backfill.router.config import ReplicaOptions
 from tests.cli.running import run_cli_here
 from tests.test_docs import ROOT, commands
 
@@ -268,9 +269,8 @@ def test_help_is_whole_at_80_columns(name: str, monkeypatch: pytest.MonkeyPatch)
 
 def test_every_option_of_the_configurations_is_a_flag_of_serve() -> None:
     flags = {each.field_info.name for each in commands()["serve"].assemble_argument_collection()}
-    known = {
-        name for kind in (ModelOptions, ServerConfig, EngineConfig, JobsConfig) for name in options_of(kind)
-    }
+    kinds = (ModelOptions, ServerConfig, EngineConfig, JobsConfig, ReplicaOptions)
+    known = {name for kind in kinds for name in options_of(kind)}
     assert flags == known | {"config"}
 
 

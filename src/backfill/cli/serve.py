@@ -70,9 +70,9 @@ app = command(
     serve,
     {
         "Model": MODEL_SECTION,
-        "Engine": "device tensor_parallel_size pipeline_parallel_size data_parallel_size executor threads "
-        "num_micro_batches gpu_memory_utilization device_memory offload_interval min_offload_interval "
-        "offload_bus offload_bus_gib_per_s profile engine_hang_timeout",
+        "Parallelism": "tensor_parallel_size pipeline_parallel_size data_parallel_size executor threads",
+        "Engine": "device num_micro_batches gpu_memory_utilization device_memory offload_interval "
+        "min_offload_interval offload_bus offload_bus_gib_per_s profile engine_hang_timeout",
         "Scheduling": f"{LIMITS_SECTION} policy ttft_slo tpot_slo min_ttft_slo min_tpot_slo "
         "promote_before safepoints preemption max_stop_s",
         "KV memory": "kv_gib block_size host_kv_gib checkpointing checkpoint_from checkpoint_all_from "
