@@ -230,13 +230,13 @@ def test_a_run_whose_engine_cannot_start_says_why_in_a_line(folder: Folder) -> N
 
 
 def test_killed_at_any_moment_it_goes_on_where_it_was(folder: Folder) -> None:
-    custom_ids = [f"line-{number}" for number in range(150)]
+    custom_ids = [f"line-{number}" for number in range(100)]
     folder.input.write_bytes(
         as_jsonl(completion_line(custom_id, max_tokens=80, ignore_eos=True) for custom_id in custom_ids)
     )
     rng = random.Random(6)
     few = ("--max-num-seqs", "2")
-    for least in sorted(rng.sample(range(1, 50), 3)):
+    for least in sorted(rng.sample(range(1, 30), 2)):
         process = folder.start(*few)
         wait_until(lambda at=least: folder.num_results() >= at, f"{least} results")
         time.sleep(rng.uniform(0.0, 0.05))
