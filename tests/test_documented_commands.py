@@ -161,6 +161,7 @@ PARSED = {
     "backfill serve --help": "a name",
     "backfill router": "a name",
     "backfill run-batch": "a name",
+    "backfill simulate fleet": "a name",
     "backfill profile": "a name",
     "backfill simulate": "a name",
     "backfill bench serve": "a name",
