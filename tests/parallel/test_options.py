@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from backfill.core.config import EngineConfig
 from backfill.core.errors import ConfigError
 from backfill.execution import machine
+from backfill.execution.create import check_threads
 from backfill.execution.machine import threads_of_rank
 from backfill.parallel.create import check_device_count, create_executor
 from tests.models.tiny import save_tiny_model
@@ -53,6 +55,16 @@ def test_more_ranks_than_devices_are_refused() -> None:
     check_device_count(config, 4)
     with pytest.raises(ConfigError, match="needs 4 CUDA devices, and torch finds 3 here"):
         check_device_count(config, 3)
+
+
+def test_each_rank_may_have_a_thread_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also on fewer processors: that is how ranks run where no number of threads is given."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    check_threads(EngineConfig(tensor_parallel_size=3, threads=3))
+    with pytest.raises(ConfigError, match="`threads` must be at most 3 here, got 4"):
+        check_threads(EngineConfig(tensor_parallel_size=3, threads=4))
+    with pytest.raises(ConfigError, match="`threads` must be at most 2 here, got 3"):
+        check_threads(EngineConfig(threads=3))
 
 
 def test_ranks_divide_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:

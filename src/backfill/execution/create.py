@@ -163,10 +163,10 @@ def choose_device(config: EngineConfig) -> torch.device:
 
 
 def check_threads(config: EngineConfig) -> None:
-    """Raises: ConfigError for more threads than this machine has processors."""
-    num_processors = os.cpu_count() or 1
-    if config.threads is not None and config.threads > num_processors:
-        raise ConfigError(f"`threads` must be at most {num_processors} here, got {config.threads}.")
+    """Raises: ConfigError for more threads than this machine has processors, and than there are ranks."""
+    most = max(os.cpu_count() or 1, config.num_ranks)
+    if config.threads is not None and config.threads > most:
+        raise ConfigError(f"`threads` must be at most {most} here, got {config.threads}.")
 
 
 def choose_dtype(config: EngineConfig, model_config: ModelConfig, device: torch.device) -> torch.dtype:

@@ -41,7 +41,7 @@ class RouterConfig:
         check_types(self)
         if not self.engines:
             raise ConfigError(
-                "is needed: the URL of a Backfill server, as often as there are.", field="engines"
+                "is needed: the URLs of the Backfill servers, such as http://10.0.0.1:8000.", field="engines"
             )
         for url in self.engines:
             engine_url(url)
