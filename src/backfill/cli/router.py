@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import signal
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from backfill.api.config import ServerConfig
 from backfill.cli.command import VARIABLES, command
-from backfill.cli.interrupts import LOADING, take_from_loop
-from backfill.cli.startup import bind, configure_logging, run_in_loop
+from backfill.cli.startup import bind, configure_logging, run_server, url_of
 from backfill.jobs.config import JobsConfig
 from backfill.router.config import RouterConfig
 
@@ -42,8 +39,7 @@ def router(
     )
     keys = ApiKeys(server.api_key, server.api_key_file) if server.asks_for_keys else None
     listener = bind(server.host, server.port)
-    host, port = listener.getsockname()[:2]
-    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    url = url_of(listener)
 
     def on_ready(engines: Engines) -> None:
         names = ", ".join(engines.model.models) if engines.model is not None else ""
@@ -62,15 +58,9 @@ def router(
             jobs_config=jobs if jobs.batch_api else None,
             on_ready=on_ready,
         )
-        try:
-            return await routing.run(listener)
-        finally:
-            take_from_loop(asyncio.get_running_loop())
+        return await routing.run(listener)
 
-    stopped_by = run_in_loop(run())
-    if stopped_by is not None:
-        print(f"backfill: {LOADING}", file=sys.stderr)
-        raise SystemExit(128 + stopped_by)
+    run_server(run())
 
 
 app = command(

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import atexit
 import dataclasses
 import json
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from backfill.api.config import ServerConfig
 from backfill.cli.command import LIMITS_SECTION, MODEL_SECTION, VARIABLES, command
-from backfill.cli.interrupts import LOADING, exit_after, interruptible, take_from_loop
-from backfill.cli.startup import bind, configure_logging, find_folder, run_in_loop, served_model
+from backfill.cli.interrupts import LOADING, exit_after, interruptible
+from backfill.cli.startup import bind, configure_logging, find_folder, run_server, served_model, url_of
 from backfill.core.config import EngineConfig, SchedulerConfig
 from backfill.core.errors import ConfigError
 from backfill.core.options import without_secrets
@@ -106,8 +104,7 @@ def _run(
     if server_config.asks_for_keys:
         keys = ApiKeys(server_config.api_key, server_config.api_key_file)
     listener = bind(server_config.host, server_config.port)
-    host, port = listener.getsockname()[:2]
-    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    url = url_of(listener)
     with interruptible(LOADING):
         folder = find_folder(model)
     engine_config = dataclasses.replace(engine_config, model_dir=str(folder))
@@ -139,15 +136,9 @@ def _run(
             on_started=on_started,
             on_ready=on_ready,
         )
-        try:
-            return await server.run(listener)
-        finally:
-            take_from_loop(asyncio.get_running_loop())
+        return await server.run(listener)
 
-    stopped_by = run_in_loop(run())
-    if stopped_by is not None:
-        print(f"backfill: {LOADING}", file=sys.stderr)
-        raise SystemExit(128 + stopped_by)
+    run_server(run())
 
 
 def _launch(config: EngineConfig, log_level: str) -> EngineClient:

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from backfill.api.config import ServerConfig
-from backfill.cli.interrupts import LOADING, SIGNALS, exit_at_once, interruptible, take_from_loop
-from backfill.cli.startup import bind, find_folder, run_in_loop
+from backfill.cli.interrupts import LOADING, SIGNALS, exit_at_once, interruptible
+from backfill.cli.startup import bind, find_folder, run_server, url_of
 from backfill.core.config import DeviceKind, EngineConfig
 from backfill.core.errors import BackfillError, ConfigError
 from backfill.engine.options import ModelOptions
@@ -69,8 +69,7 @@ def serve_replicas(
     started_at_s = time.monotonic()
     keys = ApiKeys(server.api_key, server.api_key_file) if server.asks_for_keys else None
     listener = bind(server.host, server.port)
-    host, port = listener.getsockname()[:2]
-    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    url = url_of(listener)
     is_on_ray = options.executor == "ray"
     # Actors listen beyond loopback, so they ask for a key in any case.
     engine_key = None if keys is None and not is_on_ray else secrets.token_urlsafe(32)
@@ -100,12 +99,8 @@ def serve_replicas(
             return await _serve(routing, replicas, listener, url, started_at_s)
         finally:
             await replicas.end()
-            take_from_loop(asyncio.get_running_loop())
 
-    stopped_by = run_in_loop(run())
-    if stopped_by is not None:
-        print(f"backfill: {LOADING}", file=sys.stderr)
-        raise SystemExit(128 + stopped_by)
+    run_server(run())
 
 
 async def _serve(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 import socket
 import sys
 import time
@@ -11,6 +12,7 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from backfill.cli.interrupts import LOADING, take_from_loop
 from backfill.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -62,6 +64,32 @@ def run_in_loop(main: Coroutine[Any, Any, Result]) -> Result:
     except ImportError:
         return asyncio.run(main)
     return uvloop.run(main)
+
+
+def run_server(serving: Coroutine[Any, Any, signal.Signals | None]) -> None:
+    """Run a server in a loop of its own.
+
+    Args:
+        serving: returns the signal that ended it before it was ready, if one did.
+    Raises: SystemExit with the status of that signal.
+    """
+
+    async def run() -> signal.Signals | None:
+        try:
+            return await serving
+        finally:
+            take_from_loop(asyncio.get_running_loop())
+
+    stopped_by = run_in_loop(run())
+    if stopped_by is not None:
+        print(f"backfill: {LOADING}", file=sys.stderr)
+        raise SystemExit(128 + stopped_by)
+
+
+def url_of(listener: socket.socket) -> str:
+    """Where a listener is reached."""
+    host, port = listener.getsockname()[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def bind(host: str, port: int) -> socket.socket:
