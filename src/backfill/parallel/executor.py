@@ -6,11 +6,12 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
+from operator import add
 
 from backfill.core.block import BlockMove
 from backfill.core.config import EngineConfig
 from backfill.core.errors import BackfillError
-from backfill.core.plan import Compute, SampledToken, StepOutcome, StepPlan
+from backfill.core.plan import Compute, StepOutcome, StepPlan
 from backfill.core.request import RequestId
 from backfill.execution.executor import ExecutorInfo
 from backfill.parallel.merge import CompletedOnAll, merge_infos
@@ -21,9 +22,9 @@ from backfill.parallel.messages import (
     StepDone,
     StepRaised,
     outcome_of,
-    sampling_ids,
+    sampled_of,
 )
-from backfill.parallel.plan_codec import PlanEncoder
+from backfill.parallel.plan_codec import PlanEncoder, Sampled
 from backfill.parallel.processes import RankProcesses
 from backfill.parallel.rank import RankLoader, output_rank
 
@@ -69,8 +70,8 @@ class ParallelExecutor:
         self._failed_step_s = failed_step_s
         self._encoder = PlanEncoder()
         self._completed = CompletedOnAll(config.num_ranks)
-        self._in_flight: deque[tuple[int, list[RequestId]]] = deque()  # steps, and the requests that sample
-        self._sampled: list[SampledToken] = []  # of steps collected since the last plan
+        self._in_flight: deque[tuple[int, tuple[RequestId, ...]]] = deque()  # and the requests that sample
+        self._sampled = Sampled()  # in steps collected since the last plan
 
     def _wait_loaded(self) -> list[ExecutorInfo]:
         ranks = self._ranks
@@ -93,28 +94,28 @@ class ParallelExecutor:
         return self._ranks.pids
 
     def submit(self, plan: StepPlan) -> None:
+        self._ranks.announce()
         self._ranks.send(self._encoder.encode(plan, self._sampled))
-        self._sampled = []
-        self._in_flight.append((plan.step, sampling_ids(plan)))
+        self._sampled = Sampled()
+        # From here on the ranks work.
+        self._in_flight.append((plan.step, self._encoder.sampling_ids()))
 
     def collect(self) -> StepOutcome:
         step, sampling = self._in_flight[0]
         self._wait_for_reports(step)
         self._in_flight.popleft()
         reports = [each.popleft() for each in self._ranks.reports]
-        failed = [
-            f"{each.message} on rank {rank}"
-            for rank, each in enumerate(reports)
-            if isinstance(each, StepRaised)
-        ]
+        failed = _failures(reports)
         done = [each for each in reports if isinstance(each, StepDone)]
         for each in done:
             if each.others is not None:
                 self._completed.add(each.others)
         if failed:
             raise RankFailed("; ".join(failed))
-        outcome = outcome_of(done[self._output_rank], sampling)
-        self._sampled += outcome.sampled
+        report = done[self._output_rank]
+        sampled = sampled_of(report, sampling)
+        outcome = outcome_of(report, sampled)
+        self._sampled = Sampled(*map(add, self._sampled, sampled))
         copies, slot_copies = self._completed.take()
         if copies == outcome.completed_copies and slot_copies == outcome.completed_slot_copies:
             return outcome
