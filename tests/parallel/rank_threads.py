@@ -18,7 +18,9 @@ from backfill.core.plan import SampledToken, StepOutcome, StepPlan
 from backfill.execution.collectives import RankLinks
 from backfill.execution.copies import create_copier
 from backfill.execution.executor import ExecutorInfo
-from backfill.execution.shard_executor import ShardExecutor
+from backfill.execution.micro_batches import MicroBatchStreams
+from backfill.execution.stage import Stage
+from backfill.execution.torch_executor import TorchExecutor
 from backfill.kernels import create_kernels
 from backfill.models.build import build_model
 from backfill.models.config import ModelConfig
@@ -66,7 +68,7 @@ class Interruptions:
         return self._model.logits(*arguments)
 
 
-LoadRank = Callable[[RankContext], ShardExecutor]
+LoadRank = Callable[[RankContext], TorchExecutor]
 
 
 @dataclass
@@ -95,7 +97,7 @@ class RankThreads:
         self._copied: dict[Any, int] = {}
         self.outcomes: list[StepOutcome | None] = []
         self.errors: list[Exception | None] = []
-        self.ranks: list[ShardExecutor] = []
+        self.ranks: list[TorchExecutor] = []
         self._threads: list[threading.Thread] = []
         for rank in range(sizes.tensor * sizes.pipeline):
             context = RankContext(rank, sizes.tensor, sizes.pipeline, self._stop, 0, None, memory_fd)
@@ -104,7 +106,7 @@ class RankThreads:
             self._done.append(queue.SimpleQueue())
             self._threads.append(threading.Thread(target=self._serve, args=(rank,), daemon=True))
         os.close(memory_fd)
-        stages = [rank._shard.layers for rank in self.ranks[:: sizes.tensor]]
+        stages = [rank._stage.layers for rank in self.ranks[:: sizes.tensor]]
         self.info = replace(
             self.ranks[0].info,
             max_steps_in_flight=sizes.pipeline,
@@ -183,7 +185,7 @@ def load_tiny(
     placement = ModelPlacement.of(config, sizes.tensor, sizes.pipeline)
     layers_of = tuple(stages) if stages is not None else placement.stages
 
-    def load(context: RankContext) -> ShardExecutor:
+    def load(context: RankContext) -> TorchExecutor:
         links = connect(context, RowShape(MAX_ROWS, config.hidden_size, torch.float32))
         shard = ModelShard(links.group, layers_of[context.stage], config.num_layers)
         checkpoint = Checkpoint.open(str(model_dir), dtype=torch.float32, load_format="auto", seed=0)
@@ -213,6 +215,7 @@ def load_tiny(
         kv_pool = torch.full(layout.shape(num_blocks), 7.0)
         copier = create_copier(kv_pool, num_host_blocks) if num_host_blocks else None
         wrapped: Any = Interruptions(model)
-        return ShardExecutor(wrapped, kv_pool, info, links, context.stop.is_requested, copier)
+        stage = Stage(shard, links, context.stop)
+        return TorchExecutor(wrapped, kv_pool, info, MicroBatchStreams(CPU, 1), copier, stage=stage)
 
     return load

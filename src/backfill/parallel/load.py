@@ -7,8 +7,10 @@ import torch
 from backfill.core.config import EngineConfig
 from backfill.execution.create import allocate_pool, choose_device, choose_dtype, create_host_copier
 from backfill.execution.executor import ExecutorInfo
-from backfill.execution.shard_executor import ShardExecutor
+from backfill.execution.micro_batches import MicroBatchStreams
 from backfill.execution.sizing import RankPlan, plan_rank
+from backfill.execution.stage import Stage
+from backfill.execution.torch_executor import TorchExecutor
 from backfill.kernels import create_kernels
 from backfill.models.build import build_model
 from backfill.models.config import ModelConfig
@@ -23,7 +25,7 @@ from backfill.parallel.shared_memory_link import RowShape
 WARM_UP_TOKENS = 64
 
 
-def load_rank(config: EngineConfig, context: RankContext) -> ShardExecutor:
+def load_rank(config: EngineConfig, context: RankContext) -> TorchExecutor:
     """See ``RankLoader``. Raises: ConfigError, ModelError, InsufficientMemory."""
     model_config = ModelConfig.from_folder(config.model_dir)
     placement = ModelPlacement.of(model_config, context.tensor_parallel_size, context.pipeline_parallel_size)
@@ -57,7 +59,8 @@ def load_rank(config: EngineConfig, context: RankContext) -> ShardExecutor:
         create_host_copier(kv_pool, plan.layout, plan.num_host_blocks, None) if plan.num_host_blocks else None
     )
     info = _info(config, placement, plan, device, dtype)
-    return ShardExecutor(model, kv_pool, info, links, context.stop.is_requested, copier)
+    streams, stage = MicroBatchStreams(device, 1), Stage(model.shard, links, context.stop)
+    return TorchExecutor(model, kv_pool, info, streams, copier, stage=stage)
 
 
 def _info(
