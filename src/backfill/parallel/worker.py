@@ -58,7 +58,7 @@ def run_worker(setup: WorkerSetup) -> None:
         executor = _load(setup, link)
         if executor is not None:
             ring = RingReader(memory, context.rank, lambda: _check_open(link))
-            _run_plans(executor, ring, link)
+            _run_plans(executor, ring, link, context)
 
 
 def _load(setup: WorkerSetup, link: socket.socket) -> RankExecutor | None:
@@ -86,12 +86,15 @@ def _check_open(link: socket.socket) -> None:
         raise RingClosed
 
 
-def _run_plans(executor: RankExecutor, ring: RingReader, link: socket.socket) -> None:
+def _run_plans(executor: RankExecutor, ring: RingReader, link: socket.socket, context: RankContext) -> None:
     decoder = PlanDecoder()
+    progress = None if context.progress is None else context.progress.of_rank(context.rank)
     while True:
         if not ring.wait(_IDLE_S):
             decoder.prepare()
         plan, sampled = decoder.decode(ring.read())
+        if progress is not None:
+            progress.begin_step(plan.step)
         report: FromRank
         try:
             report = step_done(plan.step, executor.run(plan, sampled))
