@@ -1,7 +1,7 @@
 """Ranks without a model for the processes of a ``ParallelExecutor``: they do what requests are called.
 
 A request ``r0:raise`` makes rank 0 raise, ``*:raise`` all ranks, ``r1:kill`` kills rank 1, ``r1:stop`` stops
-its process, ``r1:hang`` makes it wait forever, ``r1:wait`` in an exchange in layer 3, ``r1:slow`` for a moment.
+its process, ``r1:hang`` makes it wait forever, ``r1:wait`` in an exchange in layer 3, ``r1:slow`` a moment.
 """
 
 from __future__ import annotations
