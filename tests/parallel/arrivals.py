@@ -1,22 +1,24 @@
 """Stop requests at random moments of steps of a trivial model on several ranks.
 
-python -m tests.parallel.arrivals 10000
+python -m tests.parallel.arrivals 10000 [--processes]    ranks as threads, or as processes
 """
 
 from __future__ import annotations
 
+import argparse
+import importlib
 import random
-import sys
 import threading
 import time
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from backfill.core.block import pack_block_ref
+from backfill.core.config import EngineConfig
 from backfill.core.plan import (
     AdmittedRequest,
     Compute,
@@ -35,11 +37,14 @@ from backfill.execution.torch_executor import TorchExecutor
 from backfill.models.decoder import HiddenState
 from backfill.models.shard import ModelShard
 from backfill.parallel.connect import connect_by_memory
+from backfill.parallel.executor import ParallelExecutor
+from backfill.parallel.messages import StepDone
 from backfill.parallel.rank import RankContext
 from backfill.parallel.shared_memory_link import RowShape
 from tests.parallel.rank_threads import CPU, RankThreads, Sizes
 
 _ROWS = {"offline": 3, "online": 2}
+_NUM_LAYERS = 6
 
 
 class AddingModel:
@@ -66,18 +71,61 @@ class AddingModel:
         return gathered.scatter_(1, state.residual[rows][:, :1].long(), 1.0)
 
 
-def load_adding(num_layers: int, sizes: Sizes) -> Any:
-    def load(context: RankContext) -> TorchExecutor:
-        links = connect_by_memory(context, RowShape(16, 2, torch.float32))
-        each = num_layers // sizes.pipeline
-        layers = range(each * context.stage, each * (context.stage + 1))
-        info = ExecutorInfo(8, 8, 64, 200, (), "cpu", "float32", num_layers=num_layers, can_stop=True)
-        pool = torch.zeros(8, len(layers), 2, 1, 8, 1)
-        model: Any = AddingModel(ModelShard(links.group, layers, num_layers))
-        stage = Stage(model.shard, links, context.stop)
-        return TorchExecutor(model, pool, info, MicroBatchStreams(CPU, 1), stage=stage)
+def load_adding(context: RankContext) -> TorchExecutor:
+    links = connect_by_memory(context, RowShape(16, 2, torch.float32))
+    each = _NUM_LAYERS // context.pipeline_parallel_size
+    layers = range(each * context.stage, each * (context.stage + 1))
+    info = ExecutorInfo(8, 8, 64, 200, (), "cpu", "float32", num_layers=_NUM_LAYERS, can_stop=True)
+    pool = torch.zeros(8, len(layers), 2, 1, 8, 1)
+    model: Any = AddingModel(ModelShard(links.group, layers, _NUM_LAYERS))
+    stage = Stage(model.shard, links, context.stop)
+    return TorchExecutor(model, pool, info, MicroBatchStreams(CPU, 1), stage=stage)
 
-    return load
+
+def load_adding_in_process(_config: EngineConfig, context: RankContext) -> TorchExecutor:
+    torch.set_num_threads(1)
+    return load_adding(context)
+
+
+class Ranks(Protocol):
+    """Attributes:
+    outcomes: of the last step, by rank; None for one that knows nothing of it.
+    """
+
+    outcomes: list[StepOutcome | None]
+
+    def run(self, plan: StepPlan) -> StepOutcome: ...
+
+    def request_stop(self, step: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class RankProcessesOf:
+    """See ``Ranks``: in processes of their own."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        config = EngineConfig(tensor_parallel_size=sizes.tensor, pipeline_parallel_size=sizes.pipeline)
+        # By the name that the processes import it by, also where this file is the main module.
+        load = importlib.import_module("tests.parallel.arrivals").load_adding_in_process
+        self._executor = ParallelExecutor(config, 1, load)
+        self.outcomes: list[StepOutcome | None] = []
+
+    def run(self, plan: StepPlan) -> StepOutcome:
+        executor, ranks = self._executor, self._executor._ranks
+        executor.submit(plan)
+        while not all(ranks.reports):
+            ranks.receive(None)
+        reports = [each[0] for each in ranks.reports]
+        # One that reports nothing but tokens has not stopped.
+        self.outcomes = [each.others or StepOutcome(()) for each in reports if isinstance(each, StepDone)]
+        return executor.collect()
+
+    def request_stop(self, step: int) -> None:
+        self._executor.request_stop(step)
+
+    def close(self) -> None:
+        self._executor.close()
 
 
 def _slice(name: str) -> ScheduledSlice:
@@ -104,7 +152,7 @@ class Arrivals:
 class _Asker:
     """A thread that asks steps to stop, each after a random time."""
 
-    def __init__(self, ranks: RankThreads, seed: int, step_s: float) -> None:
+    def __init__(self, ranks: Ranks, seed: int, step_s: float) -> None:
         self._ranks = ranks
         self._random = random.Random(seed)
         self._step_s = step_s
@@ -129,14 +177,15 @@ class _Asker:
         self._thread.join()
 
 
-def run_arrivals(sizes: Sizes, num_arrivals: int, *, num_layers: int = 6, seed: int = 0) -> Arrivals:
+def run_arrivals(sizes: Sizes, num_arrivals: int, *, seed: int = 0, in_processes: bool = False) -> Arrivals:
     """Steps with one stop request each. Every stopped step is resumed, and may be stopped again.
 
     Raises: AssertionError if ranks differ in where they stop, or a token is not that of all layers.
     """
-    ranks, rng, found = RankThreads(sizes, load_adding(num_layers, sizes)), random.Random(seed), Arrivals()
+    ranks: Ranks = RankProcessesOf(sizes) if in_processes else RankThreads(sizes, load_adding)
+    rng, found = random.Random(seed), Arrivals()
     slices = tuple(_slice(name) for name in _ROWS)
-    tokens = dict.fromkeys(_ROWS, 3 + num_layers * sizes.tensor)
+    tokens = dict.fromkeys(_ROWS, 3 + _NUM_LAYERS * sizes.tensor)
     admitted = tuple(
         AdmittedRequest(RequestId(name), (3,) * count, SamplingParams(max_tokens=1, temperature=0.0))
         for name, count in _ROWS.items()
@@ -154,7 +203,7 @@ def run_arrivals(sizes: Sizes, num_arrivals: int, *, num_layers: int = 6, seed: 
             step, done_arrivals = step + 1, done_arrivals + 1
             asker.begin(step)
             plan = StepPlan(step, Compute(slices, safepoints=points), admitted, (*_ids(),))
-            sampled = _check(ranks, plan, found)
+            sampled = _check(ranks, sizes, plan, found)
             left = slices[:1]
             while sampled.suspended:
                 found.num_resumed += 1
@@ -162,8 +211,8 @@ def run_arrivals(sizes: Sizes, num_arrivals: int, *, num_layers: int = 6, seed: 
                 if done_arrivals < num_arrivals:
                     done_arrivals += 1
                     asker.begin(step)
-                work = Resume(left, num_layers - sampled.layers_done, 0.0, points)
-                sampled = _check(ranks, StepPlan(step, work), found)
+                work = Resume(left, _NUM_LAYERS - sampled.layers_done, 0.0, points)
+                sampled = _check(ranks, sizes, StepPlan(step, work), found)
             for token in sampled.sampled:
                 assert token.token_id == tokens[token.request_id], token
     finally:
@@ -176,11 +225,10 @@ def _ids() -> list[RequestId]:
     return [RequestId(name) for name in _ROWS]
 
 
-def _check(ranks: RankThreads, plan: StepPlan, found: Arrivals) -> StepOutcome:
+def _check(ranks: Ranks, sizes: Sizes, plan: StepPlan, found: Arrivals) -> StepOutcome:
     outcome = ranks.run(plan)
-    tensor = ranks.ranks[0]._stage.shard.group.size
-    for stage in range(len(ranks.ranks) // tensor):
-        of_stage = ranks.outcomes[stage * tensor : (stage + 1) * tensor]
+    for stage in range(sizes.pipeline):
+        of_stage = ranks.outcomes[stage * sizes.tensor : (stage + 1) * sizes.tensor]
         stops = {(each.layers_done, each.suspended, each.discarded) for each in of_stage if each is not None}
         assert len(stops) == 1, f"ranks of stage {stage} differ: {stops}"
         layers_done = stops.pop()[0]
@@ -199,11 +247,18 @@ def _check(ranks: RankThreads, plan: StepPlan, found: Arrivals) -> StepOutcome:
 
 
 def main() -> None:
-    num_arrivals = int(sys.argv[1])
-    for sizes in (Sizes(tensor=2), Sizes(tensor=3), Sizes(pipeline=2), Sizes(pipeline=3), Sizes(2, 2)):
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("num_arrivals", type=int)
+    parser.add_argument("--processes", action="store_true")
+    parser.add_argument("--tensor", type=int, help="one layout alone")
+    parser.add_argument("--pipeline", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    layouts = [Sizes(tensor=2), Sizes(tensor=3), Sizes(pipeline=2), Sizes(pipeline=3), Sizes(2, 2)]
+    for sizes in [Sizes(args.tensor, args.pipeline)] if args.tensor else layouts:
         began_at_s = time.monotonic()
-        found = run_arrivals(sizes, num_arrivals)
-        print(f"{sizes}: {num_arrivals} arrivals in {time.monotonic() - began_at_s:.1f} s, "
+        found = run_arrivals(sizes, args.num_arrivals, seed=args.seed, in_processes=args.processes)
+        print(f"{sizes}: {args.num_arrivals} arrivals in {time.monotonic() - began_at_s:.1f} s, "
               f"stops after layers {dict(sorted(found.stopped.items()))}, {found.num_unstopped} steps not "
               f"stopped, {found.num_resumed} resumed")  # fmt: skip
 
