@@ -74,14 +74,15 @@ def tensor_parallel_sizes(config: ModelConfig) -> list[int]:
 
 
 def stage_layers(config: ModelConfig, num_stages: int) -> tuple[range, ...]:
-    """Divide the layers so that the slowest stage of a decode is as fast as can be.
+    """Divide the layers so that the slowest stage is as fast as can be. Each has at least one layer.
 
-    A stage's cost is its multiplications for one token: the weights of its layers, and in the last stage
-    those of the output projection. Looking an embedding up costs nothing. Each stage has at least one layer.
+    A stage's cost is its multiplications for one token: the weights of its layers, and in the last stage half
+    of those of the output projection. All decodes pass it and of a prompt the last token alone, so the whole
+    of it would be right for decodes, and none for prompts. Looking an embedding up costs nothing.
     """
     assert 1 <= num_stages <= config.num_layers
     costs = [config.layer_parameters] * num_stages
-    costs[-1] += config.vocab_size * config.embedding_size
+    costs[-1] += config.vocab_size * config.embedding_size // 2
     counts = [1] * num_stages
     for _ in range(config.num_layers - num_stages):
         least = costs.index(min(costs))  # the first of equal ones: the last stage has the sampler, too
