@@ -60,6 +60,7 @@ class Run:
     policy: str = "slo"
     slowness: float = 1.0
     max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
     failing: Sequence[int] = ()
     step_s: float = STEP_S
     token_at_s: dict[RequestId, list[float]] = field(default_factory=dict)
@@ -80,6 +81,7 @@ class Run:
         config = SchedulerConfig(
             policy=self.policy,  # type: ignore[arg-type]
             max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
             ttft_slo=1.0,
             tpot_slo=TPOT_S,
             preemption=self.preemption,
@@ -185,6 +187,16 @@ def test_batches_in_rotation_are_of_one_size() -> None:
     assert set(sizes[-6:]) == {9, 10}
 
 
+def test_a_batch_of_prompts_passes_the_stages_in_several_steps() -> None:
+    """The second stage waits for the first step, and computes beside the first stage from then on."""
+    requests = [make_request(512, 2, request_id=f"r{index}", ignore_eos=True) for index in range(8)]
+    run = Run((2, 2), requests, policy="fcfs", step_s=1e-3).run()
+    assert isinstance(run.executor, NotingPipeline)
+    assert [plan.num_tokens for plan in run.executor.plans][:3] == [512, 512, 513]
+    alone_s = Run((4,), [make_request(512, 2, request_id=f"r{index}", ignore_eos=True) for index in range(8)], policy="fcfs", step_s=1e-3).run().clock.now_s()
+    assert run.clock.now_s() < 0.65 * alone_s
+
+
 @pytest.mark.parametrize("slowness", [1.0, 1.3])
 @pytest.mark.parametrize("stages", [(2, 2), (3, 1), (1, 1, 1, 1)])
 def test_online_requests_keep_their_objectives_on_a_device_of_another_speed(
@@ -206,7 +218,7 @@ def test_an_arrival_stops_a_long_offline_step_between_two_stages() -> None:
             for index in range(2)
         ]
         online = make_request(16, 2, arrived_at_s=0.03, slo=SLO(1.0, TPOT_S), ignore_eos=True)
-        run = Run((1, 1, 1, 1), [*requests, online])
+        run = Run((1, 1, 1, 1), [*requests, online], max_num_batched_tokens=8192)
         if not can_stop:
             run.executor.request_stop = lambda step: None  # type: ignore[method-assign]
         run.run()

@@ -52,9 +52,12 @@ class StepBuilder:
     _starts: set[int] = field(init=False, default_factory=set)
     _num_looked_up: int = field(init=False, default=0)
     _owed: _Owed | None = field(init=False, default=None)
+    _max_prefill_tokens: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.batch = Batch(self.config.max_num_seqs, self.config.max_num_batched_tokens)
+        max_tokens = self.config.max_num_batched_tokens
+        self.batch = Batch(self.config.max_num_seqs, max_tokens)
+        self._max_prefill_tokens = self.in_flight.max_prefill_tokens(max_tokens)
         self.preemption.held_back = ()
         for request_id, scheduled in self.in_flight.slices.items():
             self._note_blocks(self.requests.by_id[request_id], scheduled.start, scheduled.num_tokens)
@@ -307,8 +310,9 @@ class StepBuilder:
         return 1 + self.kv.num_missing_blocks(request.request_id, request.num_tokens)
 
     def _most_tokens(self, request: Request) -> int:
-        chunk_tokens = self.config.max_prefill_chunk_tokens
-        return min(request.num_pending_tokens, chunk_tokens, self.batch.num_tokens_left)
+        pending = request.num_pending_tokens
+        most = min(pending, self.config.max_prefill_chunk_tokens, self.batch.num_tokens_left)
+        return min(most, self._max_prefill_tokens - self.batch.num_prefill_tokens) if pending > 1 else most
 
     def _chunk(self, request: Request, limits: ChunkLimits) -> int:
         """Pending tokens of a request, at most, for which the step has headroom and time; 0 for none."""

@@ -9,6 +9,9 @@ from backfill.core.plan import ScheduledSlice, StepPlan
 from backfill.core.request import FinishReason, OrderKey, PriorityLevel, Request, RequestId
 from backfill.core.slo import SLO
 
+# A step of so many tokens is bound by computation: several small ones take no longer than a large one.
+_EFFICIENT_TOKENS = 256
+
 
 @dataclass(frozen=True, slots=True)
 class RequestInFlight:
@@ -108,6 +111,16 @@ class StepsInFlight:
     def max_more(self) -> int:
         """Steps that may be submitted before one is collected."""
         return self.max_steps - len(self._steps)
+
+    def max_prefill_tokens(self, max_step_tokens: int) -> int:
+        """Of prompts in one step, which has at most so many tokens.
+
+        The later stages have nothing to do while the first step of a batch of prompts passes the first stage,
+        and the first one nothing behind the last step. With several steps of fewer tokens that is short.
+        """
+        if self.max_steps == 1:
+            return max_step_tokens
+        return min(max_step_tokens, max(_EFFICIENT_TOKENS, max_step_tokens // (2 * self.max_steps)))
 
     @property
     def may_suspend(self) -> bool:
