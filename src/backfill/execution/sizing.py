@@ -58,9 +58,10 @@ def plan_rank(
     memory = plan_device(config, placement, rank, device, dtype)
     num_blocks, block_bytes = memory.num_blocks, _block_bytes(config, placement.shards(), dtype)
     kv_bytes = num_blocks * block_bytes if placement.num_ranks > 1 else memory.kv_bytes
-    taken_bytes = memory.host_layers_bytes
-    if device.type == "cpu":
-        taken_bytes = memory.weights_bytes + memory.kv_bytes
+    taken_bytes = memory.weights_bytes + memory.kv_bytes
+    if device.type != "cpu":
+        all_weights = weight_sizes(placement.shards(), dtype, device)
+        taken_bytes = all_weights.host_layers_bytes(config.offload_every)
     return RankPlan(
         kv_layout(config, placement.sizes(rank), dtype),
         memory,
@@ -77,6 +78,7 @@ def plan_device(
     config: EngineConfig, placement: ModelPlacement, rank: int, device: torch.device, dtype: torch.dtype
 ) -> MemoryPlan:
     """Divide the memory of a rank's device. Raises: ConfigError, InsufficientMemory."""
+    _check_interval(config.offload_every, placement)
     on_cpu = device.type == "cpu"
     shards = placement.shards() if on_cpu else [placement.sizes(rank)]
     block_bytes, kv_bytes = _block_bytes(config, shards, dtype), config.kv_bytes
@@ -95,6 +97,16 @@ def plan_device(
         if on_cpu
         else _available_cuda_bytes(device, config.gpu_memory_utilization),
     )
+
+
+def _check_interval(interval: int | None, placement: ModelPlacement) -> None:
+    """Raises: ConfigError for an interval with which no stage offloads a layer."""
+    most = max(map(len, placement.stages))
+    if interval is not None and interval > most:
+        of = "the model's layers" if len(placement.stages) == 1 else "the layers of the largest stage"
+        raise ConfigError(
+            f"must be none, auto or at most {most}, {of}, got {interval}.", field="offload_interval"
+        )
 
 
 def kv_layout(config: EngineConfig, shard: ShardSizes, dtype: torch.dtype) -> KVLayout:

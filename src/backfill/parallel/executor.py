@@ -10,10 +10,10 @@ from dataclasses import replace
 from backfill.core.block import BlockMove
 from backfill.core.config import EngineConfig
 from backfill.core.errors import BackfillError
-from backfill.core.plan import Compute, SampledToken, StepOutcome, StepPlan
+from backfill.core.plan import Compute, SampledToken, StepOutcome, StepPlan, WeightTransfers
 from backfill.core.request import RequestId
 from backfill.execution.executor import ExecutorInfo
-from backfill.parallel.merge import CompletedOnAll, merge_infos
+from backfill.parallel.merge import CompletedOnAll, merge_infos, merge_transfers
 from backfill.parallel.messages import (
     FromRank,
     Loaded,
@@ -69,6 +69,7 @@ class ParallelExecutor:
         self._failed_step_s = failed_step_s
         self._encoder = PlanEncoder()
         self._completed = CompletedOnAll(config.num_ranks)
+        self._transfers: list[WeightTransfers] = []  # reported by ranks since the last outcome
         self._in_flight: deque[tuple[int, list[RequestId]]] = deque()  # steps, and the requests that sample
         self._sampled: list[SampledToken] = []  # of steps collected since the last plan
 
@@ -112,14 +113,23 @@ class ParallelExecutor:
         for each in done:
             if each.others is not None:
                 self._completed.add(each.others)
+                if each.others.weight_transfers.interval is not None:
+                    self._transfers.append(each.others.weight_transfers)
         if failed:
             raise RankFailed("; ".join(failed))
         outcome = outcome_of(done[self._output_rank], sampling)
         self._sampled += outcome.sampled
         copies, slot_copies = self._completed.take()
-        if copies == outcome.completed_copies and slot_copies == outcome.completed_slot_copies:
+        transfers, self._transfers = merge_transfers(self._transfers), []
+        merged = copies, slot_copies, transfers
+        if merged == (outcome.completed_copies, outcome.completed_slot_copies, outcome.weight_transfers):
             return outcome
-        return replace(outcome, completed_copies=copies, completed_slot_copies=slot_copies)
+        return replace(
+            outcome,
+            completed_copies=copies,
+            completed_slot_copies=slot_copies,
+            weight_transfers=transfers,
+        )
 
     def run(self, plan: StepPlan) -> StepOutcome:
         self.submit(plan)
