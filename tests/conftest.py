@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import sys
 import tempfile
 from pathlib import Path
 
@@ -13,8 +14,9 @@ from tests.shared import RUN_FOLDER_VARIABLE, made_once
 
 # Before torch loads the libraries that read it.
 os.environ.update(engine_environment(os.environ))
-# Processes that are started find compiled modules beside the sources.
+# Processes that are started find compiled modules beside the sources, and the next run finds those of tests.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 # A shell starts a job in the background with Ctrl-C ignored, and the processes of tests would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
