@@ -14,9 +14,8 @@ from tests.shared import RUN_FOLDER_VARIABLE, made_once
 
 # Before torch loads the libraries that read it.
 os.environ.update(engine_environment(os.environ))
-# Processes that are started find compiled modules beside the sources, and the next run finds those of tests.
+# Processes that are started find compiled modules beside the sources.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-sys.dont_write_bytecode = False
 # A shell starts a job in the background with Ctrl-C ignored, and the processes of tests would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -34,6 +33,9 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("repeatable")
+
+# As above, and the next run finds the modules of tests: pytest takes longer to compile them than to import them.
+sys.dont_write_bytecode = False
 
 if not torch.cuda.is_available():
     # Triton decides whether its kernels are interpreted when it is first imported, by whatever library.
