@@ -34,7 +34,7 @@ settings.register_profile(
 )
 settings.load_profile("repeatable")
 
-# As above, and the next run finds the modules of tests: pytest takes longer to compile them than to import them.
+# Likewise the next run finds the modules of tests, which pytest takes longer to compile than to import.
 sys.dont_write_bytecode = False
 
 if not torch.cuda.is_available():
