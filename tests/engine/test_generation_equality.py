@@ -44,13 +44,13 @@ def prompts(default_model: Path) -> list[list[int]]:
     return chats + plain
 
 
-def create_executor(model: Path, num_threads: int | None = None) -> TorchExecutor:
+def create_executor(model: Path, kv_gib: float, num_threads: int | None = None) -> TorchExecutor:
     return create_torch_executor(
         EngineConfig(
             model_dir=str(model),
             dtype="float32",
             block_size=8,  # small blocks, so that requests outgrow them often
-            kv_gib=0.25,
+            kv_gib=kv_gib,
             max_model_len=512,
             threads=num_threads,
         )
@@ -59,7 +59,8 @@ def create_executor(model: Path, num_threads: int | None = None) -> TorchExecuto
 
 @pytest.fixture(scope="module")
 def executor(small_model: Path) -> TorchExecutor:
-    return create_executor(small_model, num_threads=1)
+    # For all prompts at once, and little more: an integrity check looks at every block.
+    return create_executor(small_model, 1 / 128, num_threads=1)
 
 
 class WithFewerBlocks:
@@ -109,7 +110,7 @@ def test_there_are_enough_prompts(prompts: list[list[int]]) -> None:
 
 @torch.inference_mode()
 def test_greedy_tokens_equal_transformers(default_model: Path, prompts: list[list[int]]) -> None:
-    executor = create_executor(default_model)
+    executor = create_executor(default_model, 0.25)
     # Chunks of prompts beside decodes, and more prompts than one batch holds.
     outputs, _ = generate(executor, prompts, max_num_seqs=32, max_prefill_chunk_tokens=16)
     model = AutoModelForCausalLM.from_pretrained(default_model, dtype=torch.float32).eval()
