@@ -6,6 +6,7 @@ from typing import Any
 
 import aiohttp
 
+from backfill.router.proxy import NO_ENGINES
 from tests.router.stubs import COMPLETIONS, RunningRouter, StubEngine, event, routing, until
 
 
@@ -185,6 +186,44 @@ def test_engines_join_and_leave_while_requests_run() -> None:
                 assert response.status == 404
         await second.die()
         await foreign.die()
+
+    asyncio.run(run())
+
+
+def test_without_any_engine_requests_are_refused_at_once() -> None:
+    async def run() -> None:
+        engine = StubEngine()
+        async with routing([engine], retry_timeout=1000.0) as router:
+            await engine.die()
+            waiting = [
+                asyncio.create_task(complete(router, "p")),
+                asyncio.create_task(complete(router, "p", service_tier="flex")),
+            ]
+            await until(lambda: engine.url in router.engines.num_lost)
+            waiting_for_one = asyncio.create_task(router.engines.until_up(1000.0))
+            await asyncio.sleep(0)
+            assert not waiting_for_one.done()
+            async with router.http.delete("/router/engines", params={"url": engine.url}) as response:
+                assert response.status == 200
+            assert not await waiting_for_one
+            for status, body in [*await asyncio.gather(*waiting), await complete(router, "q")]:
+                assert status == 503
+                assert body["error"]["message"] == NO_ENGINES
+            for path in ("/v1/models", "/health"):
+                async with router.http.get(path) as response:
+                    assert response.status == 503 and NO_ENGINES in await response.text()
+            await engine.start()
+            async with router.http.post("/router/engines", json={"url": engine.url}) as response:
+                assert response.status == 200
+            assert (await complete(router, "p"))[0] == 200
+
+    asyncio.run(run())
+
+
+def test_the_predicted_ttft_of_an_idle_engine_is_that_of_a_question() -> None:
+    async def run() -> None:
+        async with routing([StubEngine()]) as router:
+            assert await router.metric("router_predicted_ttft_seconds") == 256 / 1e5
 
     asyncio.run(run())
 

@@ -31,7 +31,7 @@ from backfill.jobs.manager import JobManager
 from backfill.protocol.responses import Json
 from backfill.router.engines import Engine, EngineRefused, Engines
 from backfill.router.metrics import RouterMetrics
-from backfill.router.proxy import Proxy
+from backfill.router.proxy import NO_ENGINES, Proxy
 
 ADMIN = "admin"
 """The name of the key that may change the engines."""
@@ -124,6 +124,8 @@ def _status_routes(state: RouterState) -> APIRouter:
         """200 if an engine accepts requests, else 503."""
         if state.is_draining:
             return JSONResponse({"status": "shutting down"}, 503, {"Retry-After": "2"})
+        if state.engines.all_have_left:
+            return JSONResponse({"status": NO_ENGINES}, 503, {"Retry-After": "2"})
         if not any(engine.is_up for engine in state.engines.all):
             return JSONResponse({"status": "no engine is up"}, 503, {"Retry-After": "2"})
         return Response(status_code=200)

@@ -122,7 +122,7 @@ class Engines:
         self._tasks = tasks
         self._engines: dict[str, Engine] = {}
         self._joining = asyncio.Lock()
-        self._ups: set[asyncio.Future[None]] = set()
+        self._ups: set[asyncio.Future[bool]] = set()
         self.session: aiohttp.ClientSession = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
@@ -138,6 +138,11 @@ class Engines:
     @property
     def all(self) -> Collection[Engine]:
         return self._engines.values()
+
+    @property
+    def all_have_left(self) -> bool:
+        """There is none that may come up again: none is left, or all are leaving."""
+        return all(engine.is_leaving for engine in self._engines.values())
 
     @property
     def model(self) -> ReplicaState | None:
@@ -190,6 +195,8 @@ class Engines:
             engine.is_leaving = True
             self._set_up(engine, False)
             engine.poll_now.set()
+            if self.all_have_left:
+                self._end_waits(False)
         return engine
 
     def note_failure(self, engine: Engine) -> None:
@@ -199,14 +206,19 @@ class Engines:
         engine.poll_now.set()
 
     async def until_up(self, timeout_s: float) -> bool:
-        """Wait until an engine is up or the next comes up. Returns: False after ``timeout_s``."""
+        """Wait until an engine is up or the next comes up.
+
+        Returns: False after ``timeout_s``, or as soon as all have left.
+        """
         if any(engine.is_up for engine in self._engines.values()):
             return True
+        if self.all_have_left:
+            return False
         is_up = asyncio.get_running_loop().create_future()
         self._ups.add(is_up)
         try:
             await asyncio.wait([is_up], timeout=timeout_s)
-            return is_up.done()
+            return is_up.done() and is_up.result()
         finally:
             self._ups.discard(is_up)
 
@@ -318,11 +330,15 @@ class Engines:
         replica = self.replicas.get(engine.url)
         if replica is not None:
             replica.is_open = is_up
-        if is_up:
-            for waiting in self._ups:
-                if not waiting.done():
-                    waiting.set_result(None)
         engine.is_up = is_up
+        if is_up:
+            self._end_waits(True)
+
+    def _end_waits(self, is_up: bool) -> None:
+        """Of ``until_up``."""
+        for waiting in self._ups:
+            if not waiting.done():
+                waiting.set_result(is_up)
 
 
 def _report_of(state: ReplicaState) -> ReplicaReport:
