@@ -5,6 +5,7 @@ import json
 from typing import Any
 
 import aiohttp
+import pytest
 
 from backfill.router.proxy import NO_ENGINES
 from tests.router.stubs import COMPLETIONS, RunningRouter, StubEngine, event, routing, until
@@ -156,7 +157,7 @@ def test_requests_wait_for_an_engine_and_get_503_where_none_comes() -> None:
     asyncio.run(run())
 
 
-def test_engines_join_and_leave_while_requests_run() -> None:
+def test_engines_join_and_leave_while_requests_run(caplog: pytest.LogCaptureFixture) -> None:
     async def run() -> None:
         first, second, foreign = StubEngine(), StubEngine(), StubEngine(models=("another",))
         await second.start()
@@ -165,8 +166,10 @@ def test_engines_join_and_leave_while_requests_run() -> None:
         async with routing([first]) as router:
             running = asyncio.create_task(complete(router, "p"))
             await until(lambda: first.seen)
-            async with router.http.post("/router/engines", json={"url": second.url + "/"}) as response:
-                assert (await response.json())["status"] == "up"
+            async with router.http.post("/router/engines", json={"url": second.url + "/v1/"}) as response:
+                joined = await response.json()
+                assert (joined["status"], joined["url"]) == ("up", second.url)
+                assert f"{second.url}/v1/ is used without its path: {second.url}" in caplog.messages
             async with router.http.post("/router/engines", json={"url": foreign.url}) as response:
                 assert response.status == 409
                 message = (await response.json())["error"]["message"]
@@ -174,7 +177,7 @@ def test_engines_join_and_leave_while_requests_run() -> None:
             for body in ({}, {"url": "ftp://a"}, {"url": "http://a:b"}):
                 async with router.http.post("/router/engines", json=body) as response:
                     assert response.status == 400, body
-            async with router.http.delete("/router/engines", params={"url": first.url}) as response:
+            async with router.http.delete("/router/engines", params={"url": first.url + "/"}) as response:
                 assert (await response.json())["status"] == "leaving"
             for number in range(3):
                 assert (await complete(router, f"q{number}"))[0] == 200

@@ -30,6 +30,7 @@ from backfill.engine.messages import (
     ToEngine,
 )
 from backfill.ipc.channel import Channel, open_channel
+from backfill.ipc.log_lines import log_format
 from backfill.scheduling.objectives import DEFAULT_HEADROOM, DEFAULT_SLO
 
 logger = logging.getLogger(__name__)
@@ -81,7 +82,7 @@ def run_engine_process(
     config: EngineConfig, commands_url: str, reports_url: str, log_level: str, load: EngineLoader
 ) -> None:
     """Entry point of the child process. Ends on ``Stop``, or with its parent."""
-    logging.basicConfig(level=log_level, format="%(asctime)s %(levelname)s engine: %(message)s")
+    logging.basicConfig(level=log_level, format=log_format("engine"))
     faulthandler.register(DUMP_SIGNAL, all_threads=True)
     with open_channel("backfill-engine", ToEngine, commands_url, reports_url) as channel:
         _serve(config, channel, load)

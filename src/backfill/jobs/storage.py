@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 import uuid
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
@@ -128,6 +129,16 @@ class JobStorage:
                 logger.error("the batch database does not answer (%s); trying again in %g s", reason, delay_s)
             await asyncio.sleep(delay_s)
         raise AssertionError("delays have no end")
+
+
+async def check_storage(config: JobsConfig) -> None:
+    """Open all that ``JobStorage`` needs, and close it. Raises: ConfigError."""
+    threads = JobThreads()
+    try:
+        storage = await JobStorage.open(config, threads, lambda: int(time.time()))
+        await threads.database.run(storage.store.close)
+    finally:
+        threads.close()
 
 
 def _note_late(reading: asyncio.Future[Any]) -> None:

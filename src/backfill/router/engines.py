@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
@@ -162,7 +163,7 @@ class Engines:
         """Join all configured engines, which may still load. Raises: ConfigError, EngineRefused."""
         timeout_s = self._config.join_timeout or self._config.engine_timeout
         deadline_at_s = asyncio.get_running_loop().time() + timeout_s
-        for url in dict.fromkeys(map(engine_url, self._config.engines)):
+        for url in self._config.engines:
             await self.join(url, until_s=deadline_at_s)
 
     async def join(self, url: str, until_s: float = 0.0) -> Engine:
@@ -172,7 +173,9 @@ class Engines:
             until_s: on the loop's clock; until then one that cannot be reached is tried again.
         Raises: ConfigError for what is no URL; EngineRefused.
         """
-        url = engine_url(url)
+        given, url = url, engine_url(url)
+        if urlsplit(given).path.strip("/"):
+            logger.warning("%s is used without its path: %s", given.strip(), url)
         async with self._joining:
             engine = self._engines.get(url)
             if engine is not None:
@@ -188,8 +191,12 @@ class Engines:
             return engine
 
     def leave(self, url: str) -> Engine | None:
-        """Send an engine no more requests. Those that it has end. Returns: None for an unknown one."""
-        engine = self._engines.get(url)
+        """Send an engine no more requests. Those that it has end.
+
+        Returns: None for an unknown one.
+        Raises: ConfigError for what is no URL.
+        """
+        engine = self._engines.get(engine_url(url))
         if engine is not None:
             logger.info("%s leaves with %d requests in flight", url, engine.num_in_flight)
             engine.is_leaving = True
