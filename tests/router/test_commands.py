@@ -91,7 +91,7 @@ def refusal_of(*engines: StubEngine, **options: float) -> str:
     return asyncio.run(run())
 
 
-def test_engines_that_cannot_join_are_named_with_the_reason() -> None:
+def test_engines_that_cannot_join_are_named_with_the_reason(caplog: pytest.LogCaptureFixture) -> None:
     first, other = StubEngine(), StubEngine(models=("another",))
     message = refusal_of(first, other)
     assert f"{first.url} has m" in message and f"{other.url} has another" in message
@@ -99,7 +99,9 @@ def test_engines_that_cannot_join_are_named_with_the_reason() -> None:
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
         dead = StubEngine(port=nobody.getsockname()[1])
+        caplog.set_level("INFO")
         assert f"{dead.url} cannot be reached" in refusal_of(dead, engine_timeout=0.1)
+        assert any(line.startswith(f"{dead.url} is waited for, up to 0 s: ") for line in caplog.messages)
 
 
 def test_a_server_that_is_no_engine_is_refused() -> None:

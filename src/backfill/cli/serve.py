@@ -18,6 +18,7 @@ from backfill.cli.startup import (
     bind,
     check_engine,
     configure_logging,
+    counted,
     find_folder,
     first_request,
     run_server,
@@ -28,6 +29,7 @@ from backfill.core.config import EngineConfig, SchedulerConfig
 from backfill.core.errors import ConfigError
 from backfill.core.options import without_secrets
 from backfill.engine.options import ModelOptions
+from backfill.execution.machine import threads_of_rank
 from backfill.generation.chat_template import read_template
 from backfill.jobs.config import JobsConfig
 from backfill.jobs.private_files import DataFolderLock, make_folder, write_durably
@@ -128,7 +130,10 @@ def _run(
 
     def on_ready(ready: Ready) -> None:
         took_s = time.monotonic() - started_at_s
-        print(_banner(ready.info, served.names[0], url, took_s, asks_for_keys=keys is not None), flush=True)
+        banner = _banner(
+            ready.info, served.names[0], url, took_s, config=engine_config, asks_for_keys=keys is not None
+        )
+        print(banner, flush=True)
 
     async def run() -> signal.Signals | None:
         server = Server(
@@ -159,13 +164,19 @@ def _launch(config: EngineConfig, log_level: str) -> EngineClient:
     return client
 
 
-def _banner(info: ExecutorInfo, name: str, url: str, took_s: float, *, asks_for_keys: bool) -> str:
+def _banner(
+    info: ExecutorInfo, name: str, url: str, took_s: float, *, config: EngineConfig, asks_for_keys: bool
+) -> str:
     """The line that says what is served where, and a request to copy."""
+    ranks = ""
+    if config.num_ranks > 1 and info.device == "cpu":
+        threads = counted(threads_of_rank(config), "thread")
+        ranks = f"\n  {config.num_ranks} ranks divide the threads: {threads} each"
     lines = [
         "",
         f"Backfill serves {name} on {url}  (ready in {took_s:.1f} s)",
         f"  {info.device}, {info.dtype}, context of {info.max_model_len} tokens, "
-        f"KV pool of {info.num_blocks * info.block_size} tokens",
+        f"KV pool of {info.num_blocks * info.block_size} tokens{ranks}",
         first_request(url, info.max_model_len, asks_for_keys=asks_for_keys),
     ]
     return "\n".join(lines)

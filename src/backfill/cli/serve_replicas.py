@@ -217,6 +217,8 @@ def _processes(
 
 def _actors(server_of: _ServerOf, engine: EngineConfig, num_replicas: int, engine_key: str) -> Replicas:
     """On the nodes that Ray chooses. Raises: BackfillError without Ray."""
+    if not sys.stderr.isatty():
+        os.environ.setdefault("RAY_COLOR_PREFIX", "0")  # Ray colours the names of actors in a file, too
     from backfill.ray.replicas import RayReplicas
 
     profile = None if engine.profile_path is None else Path(engine.profile_path).absolute()

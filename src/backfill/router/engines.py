@@ -238,12 +238,17 @@ class Engines:
 
     async def _first_state(self, url: str, until_s: float) -> ReplicaState:
         loop = asyncio.get_running_loop()
+        is_first = True
         while True:
             try:
                 return await self._ask(url)
             except EngineLost as error:
-                if loop.time() >= until_s:
+                left_s = until_s - loop.time()
+                if left_s <= 0:
                     raise EngineRefused(f"The engine {url} cannot be reached: {error}.") from None
+                if is_first:
+                    logger.info("%s is waited for, up to %.0f s: %s", url, left_s, error)
+                is_first = False
             await asyncio.sleep(_RETRY_S)
 
     async def _ask(self, url: str) -> ReplicaState:
