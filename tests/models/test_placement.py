@@ -58,6 +58,12 @@ def test_other_sizes_are_refused_with_the_allowed_ones() -> None:
         check_parallel(SMOLLM2, 1, 31)
     with pytest.raises(ConfigError, match=r"has 1 layers; use 1\.$"):
         check_parallel(replace(SMOLLM2, num_layers=1), 1, 2)
+    wide = replace(SMOLLM2, num_heads=16, num_kv_heads=16)
+    check_parallel(wide, 16, 4)
+    with pytest.raises(
+        ConfigError, match="`tensor_parallel_size` 16 times `pipeline_parallel_size` 8 is 128"
+    ):
+        check_parallel(wide, 16, 8)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from backfill.cli.command import LIMITS_SECTION, MODEL_SECTION, VARIABLES, command
 from backfill.cli.interrupts import LOADING, SIGNALS, interruptible, take_from_loop
 from backfill.cli.live import alongside
-from backfill.cli.startup import configure_logging, find_folder, run_in_loop, served_model
+from backfill.cli.startup import check_engine, configure_logging, find_folder, run_in_loop, served_model
 from backfill.core.config import EngineConfig, at_least
 from backfill.core.errors import ConfigError
 from backfill.core.options import check_types
@@ -97,6 +97,8 @@ def run_batch(
 
     with interruptible(LOADING):
         folder = find_folder(model)
+        engine = dataclasses.replace(engine, model_dir=str(folder))
+        check_engine(engine)
         served = served_model(model.model, folder, requests.served_model_name)
     run = LocalRun(
         files.input_file,
@@ -112,7 +114,7 @@ def run_batch(
         ),
         num_shards=files.shards,
         shard=files.shard or 0,
-        engine_config=dataclasses.replace(engine, model_dir=str(folder)),
+        engine_config=engine,
     )
     stopped_by = run_in_loop(_run(run, console))
     part = f", part {files.shard} of {files.shards}" if files.shards > 1 else ""

@@ -370,12 +370,6 @@ class EngineConfig:
         sizes = {name: getattr(self, name) for name in ("tensor_parallel_size", "pipeline_parallel_size")}
         for name, size in sizes.items():
             at_least(name, size, 1)
-        if self.num_ranks > MAX_RANKS:
-            raise ConfigError(
-                f"`tensor_parallel_size` {self.tensor_parallel_size} times `pipeline_parallel_size` "
-                f"{self.pipeline_parallel_size} is {self.num_ranks} processes, and at most {MAX_RANKS} are "
-                "supported."
-            )
         split = next((f"`{name}` {size}" for name, size in sizes.items() if size > 1), None)
         if split is None:
             return

@@ -30,11 +30,13 @@ from backfill.engine.messages import (
     ToEngine,
 )
 from backfill.ipc.channel import Channel, open_channel
+from backfill.ipc.log_lines import log_format
 from backfill.scheduling.objectives import DEFAULT_HEADROOM, DEFAULT_SLO
 
 logger = logging.getLogger(__name__)
 
 _MAX_FAILED_STEPS = 5
+_MANY_BLOCKS = 100_000  # of a KV cache that is prepared for more than a second
 
 # Makes the process write the stacks of all its threads to standard error, even when it hangs.
 DUMP_SIGNAL = signal.SIGUSR1
@@ -53,6 +55,7 @@ def load_engine(config: EngineConfig) -> Engine:
     from backfill.parallel.create import create_executor
     from backfill.parallel.executor import ParallelExecutor
 
+    logger.info("loading the model in %s", config.model_dir)
     config = with_chosen_interval(config)
     bus, clock = open_bus(config), WallClock()
     try:
@@ -70,10 +73,13 @@ def load_engine(config: EngineConfig) -> Engine:
             info.num_layers, streamer.layer_bytes, streamer.num_buffers, info.offload_interval
         )
         member = BusMember(bus, model, clock, streamer.set_interval)
-    if not config.scheduler.needs_cost_model and config.profile_path is None:
-        return Engine(config.scheduler, executor, clock, bus=member, check=check)
-    profile = load_or_measure_profile(config, executor)
-    refiner = create_refiner(config, executor.info, profile, clock)
+    profile, refiner = None, None
+    if config.scheduler.needs_cost_model or config.profile_path is not None:
+        profile = load_or_measure_profile(config, executor)
+        refiner = create_refiner(config, executor.info, profile, clock)
+    info = executor.info
+    if info.num_blocks + info.num_host_blocks >= _MANY_BLOCKS:
+        logger.info("preparing a KV cache of %d blocks", info.num_blocks + info.num_host_blocks)
     return Engine(config.scheduler, executor, clock, profile, refiner, bus=member, check=check)
 
 
@@ -81,7 +87,7 @@ def run_engine_process(
     config: EngineConfig, commands_url: str, reports_url: str, log_level: str, load: EngineLoader
 ) -> None:
     """Entry point of the child process. Ends on ``Stop``, or with its parent."""
-    logging.basicConfig(level=log_level, format="%(asctime)s %(levelname)s engine: %(message)s")
+    logging.basicConfig(level=log_level, format=log_format("engine"))
     faulthandler.register(DUMP_SIGNAL, all_threads=True)
     with open_channel("backfill-engine", ToEngine, commands_url, reports_url) as channel:
         _serve(config, channel, load)

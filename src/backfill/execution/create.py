@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 
 import torch
 
@@ -14,7 +13,7 @@ from backfill.execution.bus import Bus
 from backfill.execution.bus_throttle import BusThrottle
 from backfill.execution.copies import BlockCopier, create_copier
 from backfill.execution.executor import ExecutorInfo
-from backfill.execution.machine import available_processors
+from backfill.execution.machine import available_processors, check_threads
 from backfill.execution.memory import MemoryPlan
 from backfill.execution.micro_batches import MicroBatchStreams
 from backfill.execution.offloading import LayerStreamer, create_streamer
@@ -190,13 +189,6 @@ def choose_device(config: EngineConfig) -> torch.device:
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("`device` cuda: torch finds no CUDA device here; use `device` cpu.")
     return torch.device(config.device)
-
-
-def check_threads(config: EngineConfig) -> None:
-    """Raises: ConfigError for more threads than this machine has processors, and than there are ranks."""
-    most = max(os.cpu_count() or 1, config.num_ranks)
-    if config.threads is not None and config.threads > most:
-        raise ConfigError(f"`threads` must be at most {most} here, got {config.threads}.")
 
 
 def choose_dtype(config: EngineConfig, model_config: ModelConfig, device: torch.device) -> torch.dtype:

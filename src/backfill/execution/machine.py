@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from backfill.core.config import GIB, EngineConfig
-from backfill.core.errors import InsufficientMemory
+from backfill.core.errors import ConfigError, InsufficientMemory
 
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -47,6 +47,13 @@ def available_processors() -> int:
         return allowed if quota == "max" else max(1, min(allowed, math.ceil(int(quota) / int(period))))
     except (OSError, ValueError):
         return allowed
+
+
+def check_threads(config: EngineConfig) -> None:
+    """Raises: ConfigError for more threads than this machine has processors, and than there are ranks."""
+    most = max(os.cpu_count() or 1, config.num_ranks)
+    if config.threads is not None and config.threads > most:
+        raise ConfigError(f"must be at most {most} here, got {config.threads}.", field="threads")
 
 
 def threads_of_rank(config: EngineConfig) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from backfill.core.config import MAX_RANKS
 from backfill.core.errors import ConfigError
 from backfill.models.config import ModelConfig
 from backfill.models.shard import ShardSizes
@@ -59,6 +60,11 @@ def check_parallel(config: ModelConfig, tensor_parallel_size: int, pipeline_para
         raise ConfigError(
             f"{pipeline_parallel_size}: the model has {config.num_layers} layers; use {most}.",
             field="pipeline_parallel_size",
+        )
+    if (num_ranks := tensor_parallel_size * pipeline_parallel_size) > MAX_RANKS:
+        raise ConfigError(
+            f"`tensor_parallel_size` {tensor_parallel_size} times `pipeline_parallel_size` "
+            f"{pipeline_parallel_size} is {num_ranks} processes, and at most {MAX_RANKS} are supported."
         )
 
 
