@@ -69,8 +69,10 @@ def load_engine(config: EngineConfig) -> Engine:
         model = OffloadedModel(
             info.num_layers, streamer.layer_bytes, streamer.num_buffers, info.offload_interval
         )
-        member = BusMember(bus, model, clock, streamer.set_interval)
-    if not config.scheduler.needs_cost_model and config.profile_path is None:
+        # Plans set the interval where they divide memory.
+        member = BusMember(bus, model, clock, None if info.residencies else streamer.set_interval)
+    needs_profile = config.scheduler.needs_cost_model or config.min_offload_interval is not None
+    if not needs_profile and config.profile_path is None:
         return Engine(config.scheduler, executor, clock, bus=member, check=check)
     profile = load_or_measure_profile(config, executor)
     refiner = create_refiner(config, executor.info, profile, clock)
