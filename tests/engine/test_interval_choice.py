@@ -224,6 +224,31 @@ def test_an_interval_that_is_given_stays(config: EngineConfig) -> None:
         assert with_chosen_interval(given) is given
 
 
+@pytest.mark.parametrize(("least", "found"), [(1, (2, 1)), (2, (2, None)), (5, (2, None))])
+def test_the_chosen_interval_may_become_smaller_while_serving(
+    config: EngineConfig, save: Save, least: int, found: tuple[int, int | None]
+) -> None:
+    save(0.004)
+    slo = replace(config.scheduler, tpot_slo=0.030)
+    given = replace(config, min_offload_interval=least, scheduler=slo)
+    given.validate()
+    config = with_chosen_interval(given)
+    assert (config.offload_interval, config.min_offload_interval) == found
+
+
+def test_where_no_interval_saves_memory_one_that_holds_may_become_smaller(
+    config: EngineConfig, save: Save
+) -> None:
+    save(0.006)  # a step of 14 ms has time for two transfers, and so many have a staging buffer each
+    slo = replace(config.scheduler, tpot_slo=0.014)
+    given = replace(config, min_offload_interval=2, scheduler=slo)
+    changed = with_chosen_interval(given)
+    assert (changed.offload_interval, changed.min_offload_interval) == (5, 2)
+    save(0.060)
+    none = with_chosen_interval(given)
+    assert (none.offload_interval, none.min_offload_interval) == ("none", None)
+
+
 def test_default_objectives_leave_room_for_one_request(config: EngineConfig, save: Save) -> None:
     unset = replace(config, scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64))
     loads = (RecordedLoad("decode", 1, 64, 0.020, 0.0), RecordedLoad("prefill", 1, 64, 0.001, 0.0))

@@ -198,8 +198,7 @@ class EngineConfig:
             auto is the smallest with which offloading makes no recorded load miss its objectives.
         min_offload_interval: smallest offloading interval that the engine may change to while there are only
             offline requests. What the weights then need less of memory is used for KV. Needs a larger
-            ``offload_interval``, a ``policy`` that predicts steps and ``device`` cpu. Default: the interval
-            does not change.
+            ``offload_interval`` or auto, and ``device`` cpu. Default: the interval does not change.
         offload_bus: name, or path of a file, that is the same for all engines whose transfers share a bus.
             They divide its bandwidth by what their objectives need. Default: the engine shares no bus.
         offload_bus_gib_per_s: bandwidth of ``offload_bus`` in GiB a second, the same for all. On CPU
@@ -337,19 +336,12 @@ class EngineConfig:
         if least is None:
             return
         at_least("min_offload_interval", least, 1)
+        if self.offload_interval == "auto":
+            return
         if largest is None or largest <= least:
             raise ConfigError(
-                f"`min_offload_interval` {least} needs a larger number as `offload_interval`, got "
+                f"`min_offload_interval` {least} needs auto or a larger number as `offload_interval`, got "
                 f"{self.offload_interval}."
-            )
-        if not self.scheduler.needs_cost_model:
-            raise ConfigError(
-                f"`min_offload_interval` needs `policy` slo, conserve or bros, which predict steps, got "
-                f"{self.scheduler.policy}."
-            )
-        if self.offload_bus is not None:
-            raise ConfigError(
-                "`min_offload_interval` and `offload_bus` both choose intervals; use one of them."
             )
 
     def _validate_bus(self) -> None:
@@ -399,9 +391,7 @@ class EngineConfig:
         """
         asked = self.scheduler.checkpointing
         default = "none" if self.host_kv_gib == 0 else "adaptive"
-        return with_options(
-            self, {"policy": "priority", "checkpointing": asked or default, "min_offload_interval": None}
-        )
+        return with_options(self, {"policy": "priority", "checkpointing": asked or default})
 
 
 def at_least(field: str, value: float, low: float) -> None:

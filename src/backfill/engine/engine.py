@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from backfill.core.clock import Clock
@@ -18,7 +18,8 @@ from backfill.engine.messages import ClassStats, EngineStats, StepKind, StepStat
 from backfill.engine.stopping import StepStopper, SubmittedStep
 from backfill.execution.executor import Executor, pipelined
 from backfill.kvcache.create import create_kv_cache
-from backfill.offloading.residency import ResidencyPolicy
+from backfill.offloading.residency import Residency, ResidencyPolicy
+from backfill.offloading.shared_link import SharedLinkPolicy
 from backfill.scheduling.objectives import server_slo
 from backfill.scheduling.policies.create import PolicyFactory, create_policy
 from backfill.scheduling.prediction import StepPredictor
@@ -78,7 +79,7 @@ class Engine:
             copy_interference=0.0 if profile is None else profile.copy_interference,
             num_layers=info.num_layers if info.can_stop else None,
             end_token_ids=info.end_token_ids,
-            residency=ResidencyPolicy(residencies, info.num_layers) if residencies else None,
+            residency=_residency(residencies, info.num_layers, bus) if residencies else None,
             max_steps_in_flight=info.max_steps_in_flight,
             stage_layers=info.stage_layers,
         )
@@ -236,7 +237,7 @@ class Engine:
             if self._refiner is not None and is_profiled and is_alone:
                 self._refiner.observe(plan, now_s - started_at_s)
             if self._bus is not None:
-                self._bus.end_step(max(0.0, now_s - started_at_s - transfers.stall_s))
+                self._bus.end_step(max(0.0, now_s - started_at_s - transfers.stall_s), transfers.interval)
         self._busy_since_s = now_s if self.has_work else None
         self._leave_bus_if_idle()
         self._last_step = StepStats(
@@ -304,6 +305,7 @@ class Engine:
             bus_wait_s=0.0 if self._bus is None else self._bus.wait_s,
             bus_share=0.0 if self._bus is None else self._bus.share,
             bus_load=0.0 if self._bus is None else self._bus.load,
+            bus_least_step_s=0.0 if self._bus is None else self._bus.least_step_s(),
         )
 
     def _leave_bus_if_idle(self) -> None:
@@ -333,6 +335,10 @@ class Engine:
             )
             for request in self.scheduler.fail(plan)
         ]
+
+
+def _residency(choices: Sequence[Residency], num_layers: int, bus: BusMember | None) -> ResidencyPolicy:
+    return ResidencyPolicy(choices, num_layers) if bus is None else SharedLinkPolicy(choices, num_layers, bus)
 
 
 def _token_output(committed: CommittedToken) -> TokenOutput:

@@ -21,7 +21,8 @@ logger = logging.getLogger(__name__)
 def with_chosen_interval(config: EngineConfig) -> EngineConfig:
     """The configuration with a number or none where ``offload_interval`` is auto.
 
-    The performance record is measured if there is none yet. With none there is no bus either.
+    The performance record is measured if there is none yet. With none there is no bus either. If the interval
+    may become smaller (``min_offload_interval``), it may be one that saves no memory as long as it is in use.
 
     Raises: ConfigError if no interval both fits and holds the objectives, or if an objective cannot be met
         even without offloading, with what is achievable; BackfillError if the model cannot be loaded.
@@ -53,11 +54,31 @@ def with_chosen_interval(config: EngineConfig) -> EngineConfig:
             phase,
             beyond,
         )
+    least = config.min_offload_interval
+    if interval is None and least is not None:
+        interval = next((each for each in chooser.holding(slo) if each in fitting and each > least), None)
     if interval is None:
-        return replace(config, offload_interval="none", offload_bus=None, offload_bus_gib_per_s=None)
+        return _without_offloading(config)
+    if least is not None and least >= interval:
+        logger.info("offload_interval auto: %d is not above min_offload_interval, and stays", interval)
+        config = replace(config, min_offload_interval=None)
+    elif least is not None:
+        logger.info("offload_interval auto: %d to %d are used while there is offline work", least, interval)
     if config.device_memory is None:
         logger.info("offload_interval auto: what it saves stays free; `device_memory` gives it to KV")
     return replace(config, offload_interval=interval)
+
+
+def _without_offloading(config: EngineConfig) -> EngineConfig:
+    if config.min_offload_interval is not None:
+        logger.info("offload_interval auto: min_offload_interval has no effect without offloading")
+    return replace(
+        config,
+        offload_interval="none",
+        min_offload_interval=None,
+        offload_bus=None,
+        offload_bus_gib_per_s=None,
+    )
 
 
 def on_bus(record: PerformanceRecord, config: EngineConfig) -> PerformanceRecord:

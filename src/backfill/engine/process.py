@@ -72,9 +72,11 @@ def load_engine(config: EngineConfig) -> Engine:
         model = OffloadedModel(
             info.num_layers, streamer.layer_bytes, streamer.num_buffers, info.offload_interval
         )
-        member = BusMember(bus, model, clock, streamer.set_interval)
+        # Plans set the interval where they divide memory.
+        member = BusMember(bus, model, clock, None if info.residencies else streamer.set_interval)
     profile, refiner = None, None
-    if config.scheduler.needs_cost_model or config.profile_path is not None:
+    needs_profile = config.scheduler.needs_cost_model or config.min_offload_interval is not None
+    if needs_profile or config.profile_path is not None:
         profile = load_or_measure_profile(config, executor)
         refiner = create_refiner(config, executor.info, profile, clock)
     info = executor.info
