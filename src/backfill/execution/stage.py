@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from typing import NamedTuple, Protocol
 
@@ -78,14 +79,22 @@ class Stage:
     Args:
         shard: its group is that of ``links``.
         stops: tensor rank 0 asks it.
+        on_layer: called before each layer.
     """
 
-    def __init__(self, shard: ModelShard, links: RankLinks, stops: StopRequests) -> None:
+    def __init__(
+        self,
+        shard: ModelShard,
+        links: RankLinks,
+        stops: StopRequests,
+        on_layer: Callable[[int], None] | None = None,
+    ) -> None:
         self.shard = shard
         self.layers = shard.layers
         self.step = -1
         self._links = links
         self._stops = stops
+        self._on_layer = on_layer
         self._number = 0  # of steps begun; the same on all ranks
         self._incoming: StageLink | None = None  # from which the step's message is still to come
         self._outgoing: StageLink | None = None  # to which it is still to go
@@ -147,6 +156,11 @@ class Stage:
         if len(self.layers) < num_layers:
             return range(self.layers.stop, num_layers)[:1]
         return range(first, num_layers, points.layers_apart)[1:]
+
+    def begin_layer(self, layer: int) -> None:
+        """Before each layer of a step."""
+        if self._on_layer is not None:
+            self._on_layer(layer)
 
     def arm(self, layer: int, safepoints: range) -> None:
         """Ask whether to stop while a layer is computed, if a safepoint follows."""

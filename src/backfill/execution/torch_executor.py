@@ -256,6 +256,7 @@ class TorchExecutor:
                     continue
             if layer == stage.layers.stop:
                 break
+            stage.begin_layer(layer)
             if safepoints:
                 stage.arm(layer, safepoints if stop is None else range(0))
             if streamer is not None:

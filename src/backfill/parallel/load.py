@@ -13,6 +13,7 @@ from backfill.models.config import ModelConfig
 from backfill.models.placement import ModelPlacement
 from backfill.models.shard import ModelShard
 from backfill.parallel.connect import connect
+from backfill.parallel.observed import observed
 from backfill.parallel.rank import RankContext
 from backfill.parallel.shared_memory_link import RowShape
 
@@ -37,5 +38,9 @@ def load_rank(config: EngineConfig, context: RankContext) -> TorchExecutor:
         context.barrier.wait(context.rank)
     num_rows = max(config.scheduler.max_num_batched_tokens, WARM_UP_TOKENS)
     links = connect(context, RowShape(num_rows, model_config.hidden_size, dtype), device)
+    progress = None if context.progress is None else context.progress.of_rank(context.rank)
+    if progress is not None:
+        links = observed(links, progress)
     shard = ModelShard(links.group, placement.stages[context.stage], model_config.num_layers)
-    return load_executor(config, placement, plan, Stage(shard, links, context.stop), device, dtype)
+    stage = Stage(shard, links, context.stop, None if progress is None else progress.begin_layer)
+    return load_executor(config, placement, plan, stage, device, dtype)

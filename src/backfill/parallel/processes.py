@@ -16,6 +16,7 @@ from backfill.core.errors import ExecutorDead
 from backfill.ipc.python_process import PythonProcess
 from backfill.parallel.memory import create_memory
 from backfill.parallel.messages import FromRank
+from backfill.parallel.progress import Progress
 from backfill.parallel.rank import RankContext, RankLoader
 from backfill.parallel.reports import ReportReader
 from backfill.parallel.ring import RingMemory, RingWriter
@@ -47,6 +48,7 @@ class RankProcesses:
     Attributes:
         reports: received and not taken yet, by rank.
         stop: stop requests that the ranks read.
+        progress: how far each rank is.
     Raises: OSError if a process cannot be created.
     """
 
@@ -54,6 +56,7 @@ class RankProcesses:
         self.reports: list[deque[FromRank]] = [deque() for _ in range(config.num_ranks)]
         self.stop = StopWords()
         self._barrier = Barrier(config.num_ranks)
+        self.progress = Progress.of(config.num_ranks)
         self._config, self._load = replace(config, threads=threads), load
         self._processes: list[PythonProcess] = []
         self._links: list[socket.socket] = []
@@ -94,11 +97,13 @@ class RankProcesses:
             shared.store_fd if rank == 0 else None,
             shared.memory_fd,
             self._barrier,
+            progress=self.progress,
         )
         with theirs:
             level = logging.getLogger().getEffectiveLevel()
             setup = WorkerSetup(config, context, self._load, shared.ring_fd, theirs.fileno(), level)
             inherited = [shared.ring_fd, shared.memory_fd, self.stop.fd, self._barrier.fd, theirs.fileno()]
+            inherited.append(self.progress.fd)
             if context.store_fd is not None:
                 inherited.append(context.store_fd)
             process = PythonProcess(f"backfill-rank{rank}", run_worker, (setup,), pass_fds=inherited)
@@ -115,6 +120,10 @@ class RankProcesses:
         if self._error is not None:
             raise self._error
         self._ring.write(message)
+
+    def announce(self) -> None:
+        """Wake the ranks: a message follows within microseconds."""
+        self._ring.announce()
 
     def receive(self, timeout_s: float | None) -> None:
         """Wait for reports, at most for so long, and put them into ``reports``.
@@ -150,6 +159,7 @@ class RankProcesses:
             link.close()
         self.stop.close()
         self._barrier.close()
+        self.progress.close()
 
     def _how_it_ended(self, rank: int) -> str:
         process = self._processes[rank]

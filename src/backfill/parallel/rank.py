@@ -10,6 +10,7 @@ from backfill.core.config import EngineConfig
 from backfill.core.plan import StepOutcome, StepPlan
 from backfill.core.request import RequestId
 from backfill.execution.executor import ExecutorInfo
+from backfill.parallel.progress import Progress
 from backfill.parallel.shared_words import Barrier, StopWords
 
 
@@ -24,6 +25,7 @@ class RankContext:
         store_fd: rank 0's listening socket on that port, for ``torch.distributed.TCPStore``; else None.
         memory_fd: an empty file in memory without a name, the same for all ranks. It ends with them.
         barrier: where ranks that load at the same time wait for each other, once; None if they do not.
+        progress: where each rank shows how far it is; None if nobody looks.
     """
 
     rank: int
@@ -34,6 +36,7 @@ class RankContext:
     store_fd: int | None
     memory_fd: int
     barrier: Barrier | None = None
+    progress: Progress | None = None
 
     @property
     def num_ranks(self) -> int:
