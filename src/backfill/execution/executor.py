@@ -135,8 +135,10 @@ class PipelinedExecutor(Executor, Protocol):
     Steps pass the stages in the order in which they were submitted, so on each rank a plan takes effect after
     all of the plan before it. What ``Executor.run`` says of a plan and its outcome holds for each step.
 
-    Requests of the slices of steps in flight differ. A plan that is submitted while a step is in flight moves
-    no block, changes no memory and waits for no copy, and keeps what the steps in flight may suspend.
+    Requests of the slices of steps in flight differ, but for successive chunks of one prompt, of which only
+    the last one may sample. If one fails, what the later ones compute does not count. A plan that is
+    submitted while a step is in flight moves no block, changes no memory and waits for no copy, and keeps
+    what the steps in flight may suspend.
     """
 
     def submit(self, plan: StepPlan) -> None:

@@ -102,7 +102,8 @@ class ParallelExecutor:
         self._wait_for_reports(step)
         self._in_flight.popleft()
         reports = [each.popleft() for each in self._ranks.reports]
-        assert {each.step for each in reports} == {step}, f"step {step} is collected, and ranks report {reports}"
+        steps = {each.step for each in reports if isinstance(each, StepDone | StepRaised)}
+        assert steps == {step}, f"step {step} is collected, and the ranks report {steps}"
         failed = [
             f"{each.message} on rank {rank}"
             for rank, each in enumerate(reports)

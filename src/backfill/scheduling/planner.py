@@ -172,7 +172,7 @@ class StepPlanner:
     def _snapshot(self, now_s: float) -> Snapshot[Request]:
         kv, requests = self.kv, self.requests
         in_flight, num_most = self.in_flight, self.config.max_num_seqs + _MAX_PASSED_OVER
-        running = requests.running_by_level(excluded=self.suspension.requests | in_flight.slices.keys())
+        running = requests.running_by_level(excluded=in_flight.closed.union(self.suspension.requests))
         elsewhere: Mapping[PriorityLevel, Sequence[RequestView]] = {}
         if in_flight.max_steps > 1:
             elsewhere = self._leave_shares(running, now_s)
