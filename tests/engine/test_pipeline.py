@@ -251,15 +251,50 @@ def test_online_requests_keep_their_objectives_on_a_device_of_another_speed(
     assert run.gaps_s[int(0.95 * len(run.gaps_s))] < TPOT_S
 
 
+def test_an_arrival_fills_the_place_of_a_step_that_is_not_in_flight() -> None:
+    """A prompt of 0.1 s is alone, and another one arrives while the first stage computes it."""
+    late = make_request(16, 2, request_id="late", arrived_at_s=0.02, ignore_eos=True)
+    run = Run((2, 2), [*prompts(1, 400), late], policy="fcfs").run()
+    assert isinstance(run.executor, NotingPipeline)
+    assert [plan.slices[0].request_id for plan in run.executor.plans[:2]] == ["r0", "late"]
+    assert run.executor.num_in_front[1] == 1
+    whole_s, stage_s = STEP_S + 400 * TOKEN_S, (STEP_S + 16 * TOKEN_S) / 2
+    assert run.token_at_s["r0"][0] == pytest.approx(whole_s)  # type: ignore[index]
+    assert run.token_at_s["late"][0] == pytest.approx(whole_s + stage_s)  # type: ignore[index]
+
+
+def test_an_ended_request_alone_makes_no_step_beside_others() -> None:
+    short, long = make_request(8, 1, request_id="short"), make_request(8, 20, request_id="long")
+    run = Run((2, 2), [short, long], policy="fcfs").run()
+    assert isinstance(run.executor, NotingPipeline)
+    plans = run.executor.plans
+    assert all(plan.slices for plan in plans[:-1])
+    assert [request_id for plan in plans for request_id in plan.released] == ["short", "long"]
+
+
+def test_steps_that_another_profile_predicted_do_not_say_how_good_the_new_one_is() -> None:
+    run = Run((2, 2), workload(24, 0), slowness=2.0)
+    for _ in range(20):
+        run.step()
+    predictor = run.engine.predictor
+    assert predictor is not None and len(run.engine.scheduler.in_flight) == 1
+    assert predictor.time_scale > 1.5
+    predictor.set_cost_model(linear_cost(2.0 * TOKEN_S, 2.0 * STEP_S))
+    run.step()
+    assert predictor.time_scale == pytest.approx(1.0)
+    for _ in range(10):
+        run.step()
+    assert predictor.time_scale == pytest.approx(1.0, rel=0.1)
+
+
 def test_an_arrival_stops_a_long_offline_step_between_two_stages() -> None:
     ends = []
     for can_stop in (True, False):
-        requests = [
-            make_request(900, 4, request_id=f"o{index}", service_class=ServiceClass.OFFLINE, ignore_eos=True)
-            for index in range(2)
-        ]
+        offline = make_request(
+            900, 4, request_id="offline", service_class=ServiceClass.OFFLINE, ignore_eos=True
+        )
         online = make_request(16, 2, arrived_at_s=0.03, slo=SLO(1.0, TPOT_S), ignore_eos=True)
-        run = Run((1, 1, 1, 1), [*requests, online], max_num_batched_tokens=8192)
+        run = Run((1, 1, 1, 1), [offline, online], max_num_batched_tokens=8192)
         if not can_stop:
             run.executor.request_stop = lambda step: None  # type: ignore[method-assign]
         run.run()

@@ -151,6 +151,17 @@ class PipelinedExecutor(Executor, Protocol):
             steps behind it are still to be collected: they have run, or fail too.
         """
 
+    def wait(self) -> bool:
+        """Wait for the end of the oldest step, or for ``wake``; it may return sooner.
+
+        Returns: False if it was woken: another step may be worth submitting before one is collected.
+        """
+        return True
+
+    def wake(self) -> None:
+        """Let ``wait`` return, now or when it is called next. May be called from another thread."""
+        return None
+
     def run(self, plan: StepPlan) -> StepOutcome:
         """``submit`` and ``collect``, with no other step in flight."""
         self.submit(plan)

@@ -29,6 +29,8 @@ from backfill.parallel.rank import RankLoader, output_rank
 
 # After one rank has failed in a step, for the others: they may wait for it in a collective, without end.
 _FAILED_STEP_S = 10.0
+# For so long a wait for a step can be ended by an arrival; ``collect`` then looks after ranks that hang.
+_WAKEFUL_S = 10.0
 
 
 class RankFailed(Exception):
@@ -121,6 +123,19 @@ class ParallelExecutor:
         if copies == outcome.completed_copies and slot_copies == outcome.completed_slot_copies:
             return outcome
         return replace(outcome, completed_copies=copies, completed_slot_copies=slot_copies)
+
+    def wait(self) -> bool:
+        ranks, until_s = self._ranks, time.monotonic() + _WAKEFUL_S
+        while not (ranks.was_woken or all(ranks.reports)):
+            left_s = until_s - time.monotonic()
+            if left_s <= 0.0 or _failures([each[0] if each else None for each in ranks.reports]):
+                break
+            ranks.receive(left_s)
+        was_woken, ranks.was_woken = ranks.was_woken, False
+        return not was_woken
+
+    def wake(self) -> None:
+        self._ranks.wake()
 
     def run(self, plan: StepPlan) -> StepOutcome:
         self.submit(plan)
