@@ -13,6 +13,7 @@ from backfill.core.config import SchedulerConfig
 from backfill.core.errors import ExecutorDead, RequestError
 from backfill.core.plan import Compute, StepOutcome, StepPlan
 from backfill.core.request import FinishReason, Request, RequestId, ServiceClass
+from backfill.costs.model import CostModel
 from backfill.costs.profile import CostProfile
 from backfill.engine.messages import ClassStats, EngineStats, StepKind, StepStats, TokenOutput
 from backfill.engine.stopping import StepStopper, SubmittedStep
@@ -126,8 +127,8 @@ class Engine:
     def arrive(self, request: Request) -> None:
         """Take in a request while steps may be running, and stop one of them if the request gains enough.
 
-        May be called from any thread. The request is queued when the next step is planned. It can only stop
-        a step that it arrives in.
+        May be called from any thread. The request is queued when the next step is planned, which is now if
+        another one may be in flight. It can only stop a step that it arrives in.
         """
         self.scheduler.give_objectives(request)
         self._arrived.append(request)
@@ -135,6 +136,7 @@ class Engine:
             self._maybe_stop()
         except Exception:  # then the request waits for the end of the step
             logger.exception("whether to stop a running step could not be decided")
+        self._steps.wake()
 
     def _maybe_stop(self) -> None:
         self._stopper.maybe_stop(self._in_flight, tuple(self._arrived), self._clock.now_s())
@@ -158,17 +160,26 @@ class Engine:
     def step(self) -> list[TokenOutput]:
         """Submit steps, as many as may be in flight, then collect and commit the oldest.
 
+        While fewer are in flight, requests that arrive do not wait for its end: another step is submitted.
+
         If that one failed, it is lost (``Scheduler.fail``); those behind it are collected by later calls.
 
         Raises: ExecutorDead if no step can run any more.
         """
-        return self.submit_steps() + self.collect_step()
+        outputs = self.submit_steps()
+        while self._may_submit and not self._steps.wait():
+            outputs += self.submit_steps()
+        return outputs + self.collect_step()
+
+    @property
+    def _may_submit(self) -> bool:
+        return len(self._in_flight) < self.executor.info.max_steps_in_flight
 
     def submit_steps(self) -> list[TokenOutput]:
         """Submit steps, as many as may be in flight. Returns: outputs of requests that cannot be served."""
         outputs = self.admit_arrived()
         planning_at = time.perf_counter()
-        while len(self._in_flight) < self.executor.info.max_steps_in_flight and self._submit_next():
+        while self._may_submit and self._submit_next():
             pass
         self.scheduling_s += time.perf_counter() - planning_at
         return outputs
@@ -205,13 +216,17 @@ class Engine:
         self._stopper.prepare(plan)
         waits_s = 0.0 if is_alone else self.scheduler.in_flight.waits_s(plan)
         submitted = SubmittedStep(
-            plan, self._kind_of(plan), planned_at_s, self._clock.now_s(), waits_s, is_alone
+            plan, self._kind_of(plan), planned_at_s, self._clock.now_s(), waits_s, is_alone, self._cost
         )
         self._steps.submit(plan)
         self._in_flight = (*self._in_flight, submitted)
         if self._arrived:  # while the plan was made; they are not in it
             self._maybe_stop()
         return bool(plan.slices)
+
+    @property
+    def _cost(self) -> CostModel | None:
+        return None if self.predictor is None else self.predictor.cost
 
     def _commit(self, submitted: SubmittedStep, outcome: StepOutcome) -> list[TokenOutput]:
         plan, started_at_s, now_s = submitted.plan, submitted.submitted_at_s, self._clock.now_s()
@@ -228,7 +243,7 @@ class Engine:
             self.num_stopped_steps += 1
         is_whole = isinstance(plan.work, Compute) and not outcome.stopped
         if plan.slices and is_whole and not plan.copies.stalls:
-            if self.predictor is not None and interval is not None:
+            if self.predictor is not None and interval is not None and submitted.cost is self._cost:
                 since_s, predicted_s = interval
                 began_s = submitted.planned_at_s if self._busy_since_s is None else self._busy_since_s
                 self.predictor.observe(predicted_s, now_s - max(since_s, started_at_s), now_s - began_s)

@@ -36,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 # After one rank has failed in a step, for the others: they may wait for it in a collective, without end.
 _FAILED_STEP_S = 10.0
+# For so long a wait for a step can be ended by an arrival; ``collect`` then looks after ranks that hang.
+_WAKEFUL_S = 10.0
 _LOOK_S = 0.25
 _FILL_BYTES = 1 << 30
 _LOADS_APART_S = 600.0
@@ -164,6 +166,19 @@ class ParallelExecutor:
             completed_slot_copies=slot_copies,
             weight_transfers=transfers,
         )
+
+    def wait(self) -> bool:
+        ranks, until_s = self._ranks, time.monotonic() + _WAKEFUL_S
+        while not (ranks.was_woken or all(ranks.reports)):
+            left_s = until_s - time.monotonic()
+            if left_s <= 0.0 or _failures([each[0] if each else None for each in ranks.reports]):
+                break
+            ranks.receive(left_s)
+        was_woken, ranks.was_woken = ranks.was_woken, False
+        return not was_woken
+
+    def wake(self) -> None:
+        self._ranks.wake()
 
     def run(self, plan: StepPlan) -> StepOutcome:
         self.submit(plan)

@@ -59,8 +59,9 @@ class StepBuilder:
         self.batch = Batch(self.config.max_num_seqs, max_tokens)
         self._max_prefill_tokens = self.in_flight.max_prefill_tokens(max_tokens)
         self.preemption.held_back = ()
-        for request_id, scheduled in self.in_flight.slices.items():
-            self._note_blocks(self.requests.by_id[request_id], scheduled.start, scheduled.num_tokens)
+        for scheduled in self.in_flight.all_slices:
+            request = self.requests.by_id[scheduled.request_id]
+            self._note_blocks(request, scheduled.start, scheduled.num_tokens)
 
     @property
     def predicted_s(self) -> float:
@@ -143,7 +144,8 @@ class StepBuilder:
         if request.priority_level in self.preemption.held_back:
             return 0
         if not request.is_decoding:
-            self.kv.match_more(request)
+            if request.request_id not in self.in_flight.slices:
+                self.kv.match_more(request)
             if self._waits_for_next_block(request):
                 return 0
         num_tokens = self._chunk(request, limits)
@@ -191,7 +193,8 @@ class StepBuilder:
         self.batch.remove(request)
 
     def preempt(self, request: Request) -> None:
-        if request.status in (RequestStatus.RUNNING, RequestStatus.RESTORING):
+        holds_blocks = request.status in (RequestStatus.RUNNING, RequestStatus.RESTORING)
+        if holds_blocks and request.request_id not in self.in_flight.slices:
             self._owed = None
             self.preemption.preempt(request, self.batch)
 

@@ -203,7 +203,10 @@ class BatchBuilder(Protocol[R_contra]):
         """Take a request out of the step. It keeps its blocks."""
 
     def preempt(self, request: R_contra) -> None:
-        """Take a running or restoring request's blocks, and queue it again; nothing if it has none."""
+        """Take a running or restoring request's blocks, and queue it again; nothing if it has none.
+
+        Nor if a chunk of it is in flight.
+        """
 
 
 class Policy(ABC):
