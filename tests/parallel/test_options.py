@@ -28,12 +28,12 @@ from tests.models.tiny import save_tiny_model
         ),
         (
             {
-                "tensor_parallel_size": 2,
+                "pipeline_parallel_size": 2,
                 "offload_interval": 4,
                 "min_offload_interval": 2,
                 "scheduler": SchedulerConfig(policy="slo"),
             },
-            "`min_offload_interval` is not supported with `tensor_parallel_size` 2",
+            "`min_offload_interval` is not supported with `pipeline_parallel_size` 2",
         ),
         (
             {
