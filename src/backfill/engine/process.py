@@ -46,13 +46,14 @@ EngineLoader = Callable[[EngineConfig], Engine]
 def load_engine(config: EngineConfig) -> Engine:
     """An engine that runs the configuration's model with torch. Raises: BackfillError."""
     from backfill.engine.bus import BusMember, OffloadedModel
-    from backfill.engine.interval_choice import with_chosen_interval
+    from backfill.engine.interval_choice import create_record_check, with_chosen_interval
     from backfill.execution.bus import open_bus
     from backfill.execution.profile import create_refiner, load_or_measure_profile
     from backfill.execution.torch_executor import TorchExecutor
     from backfill.parallel.create import create_executor
     from backfill.parallel.executor import ParallelExecutor
 
+    is_recorded = config.offload_interval == "auto"
     config = with_chosen_interval(config)
     bus, clock = open_bus(config), WallClock()
     try:
@@ -72,11 +73,20 @@ def load_engine(config: EngineConfig) -> Engine:
         # Plans set the interval where they divide memory.
         member = BusMember(bus, model, clock, None if info.residencies else streamer.set_interval)
     needs_profile = config.scheduler.needs_cost_model or config.min_offload_interval is not None
-    if not needs_profile and config.profile_path is None:
-        return Engine(config.scheduler, executor, clock, bus=member, check=check)
-    profile = load_or_measure_profile(config, executor)
-    refiner = create_refiner(config, executor.info, profile, clock)
-    return Engine(config.scheduler, executor, clock, profile, refiner, bus=member, check=check)
+    profile = refiner = None
+    if needs_profile or config.profile_path is not None:
+        profile = load_or_measure_profile(config, executor)
+        refiner = create_refiner(config, executor.info, profile, clock)
+    return Engine(
+        config.scheduler,
+        executor,
+        clock,
+        profile,
+        refiner,
+        bus=member,
+        record_check=create_record_check(config) if is_recorded else None,
+        check=check,
+    )
 
 
 def run_engine_process(
