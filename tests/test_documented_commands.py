@@ -136,6 +136,7 @@ PARSED = {
     "backfill serve --offload-interval 2 --device-memory 0.5": "as above",
     "backfill serve --offload-interval 8 --min-offload-interval 2": "as above",
     "backfill serve --offload-interval auto --tpot-slo 0.2": "as above",
+    "backfill serve --offload-interval auto --min-offload-interval 1": "tests/engine/test_interval_choice.py",
     "backfill serve --tensor-parallel-size 2 --offload-interval 4": (
         "tests/parallel/test_process_tokens.py runs ranks so"
     ),

@@ -29,6 +29,7 @@ from backfill.scheduling.scheduler import CommittedToken, Scheduler
 if TYPE_CHECKING:  # these import numpy and torch, which the server does not need
     from backfill.costs.refine import ProfileRefiner
     from backfill.engine.bus import BusMember
+    from backfill.engine.record_check import RecordCheck
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +44,7 @@ class Engine:
         refiner: refines the profile; None leaves it as it is.
         policy: makes a policy instead of that of the configuration.
         bus: decides the offloading interval with the other engines on a bus; None without one.
+        record_check: compares steps with the performance record; None if no interval was chosen by one.
         check: raises ExecutorDead if the executor can run no more steps; None if it always can.
     """
 
@@ -56,6 +58,7 @@ class Engine:
         *,
         policy: PolicyFactory | None = None,
         bus: BusMember | None = None,
+        record_check: RecordCheck | None = None,
         check: Callable[[], None] | None = None,
     ) -> None:
         info = executor.info
@@ -95,6 +98,7 @@ class Engine:
         self._clock = clock
         self._refiner = refiner
         self._bus = bus
+        self._record_check = record_check
         self._check = check
         self._is_stalled = False
         self._arrived: deque[Request] = deque()
@@ -251,8 +255,11 @@ class Engine:
             is_profiled = transfers.interval == self.executor.info.offload_interval
             if self._refiner is not None and is_profiled and is_alone:
                 self._refiner.observe(plan, now_s - started_at_s)
+            computed_s = max(0.0, now_s - started_at_s - transfers.stall_s)
             if self._bus is not None:
-                self._bus.end_step(max(0.0, now_s - started_at_s - transfers.stall_s), transfers.interval)
+                self._bus.end_step(computed_s, transfers.interval)
+            if self._record_check is not None and is_alone:
+                self._record_check.observe(plan, computed_s, transfers.transfer_s)
         self._busy_since_s = now_s if self.has_work else None
         self._leave_bus_if_idle()
         self._last_step = StepStats(

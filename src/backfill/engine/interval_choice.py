@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from dataclasses import replace
 
 from backfill.core.config import GIB, EngineConfig
 from backfill.core.errors import ConfigError, InsufficientMemory
 from backfill.core.slo import SLO
-from backfill.execution.analyzer import load_or_measure_record
+from backfill.engine.record_check import RecordCheck
+from backfill.execution.analyzer import load_or_measure_record, record_path, saved_record
 from backfill.execution.create import least_device_bytes, planned_memory
 from backfill.models.config import ModelConfig
 from backfill.offloading.choice import IntervalChooser, LoadLimits, NoIntervalHolds
@@ -86,7 +88,29 @@ def on_bus(record: PerformanceRecord, config: EngineConfig) -> PerformanceRecord
     bytes_per_s = config.offload_bus_bytes_per_s
     if bytes_per_s is None:
         return record
-    return replace(record, transfer_s=max(record.transfer_s, record.layer_bytes / bytes_per_s))
+    return record.with_transfers_of(record.layer_bytes / bytes_per_s)
+
+
+def create_record_check(config: EngineConfig) -> RecordCheck | None:
+    """Compares the record by which the interval was chosen with what is served; None without offloading."""
+    if config.offload_every is None:
+        return None
+    record = saved_record(config)
+    if record is None:
+        return None
+    return RecordCheck(record, _save_correction, has_own_link=config.offload_bus is None)
+
+
+def _save_correction(record: PerformanceRecord) -> None:
+    """Where the next start looks for it, unless it was measured thoroughly meanwhile."""
+    path = record_path(record.key)
+    with suppress(ConfigError):
+        if PerformanceRecord.load(path).is_thorough:
+            return
+    try:
+        record.save(path)
+    except OSError as error:
+        logger.warning("the performance record %s cannot be saved: %s", path, error.strerror or error)
 
 
 def load_limits(config: EngineConfig) -> LoadLimits:

@@ -70,6 +70,33 @@ def proc_value(file: str, name: str) -> str | None:
     return None
 
 
+class OthersMeter:
+    """Measures what other processes use of the processors, from its creation on."""
+
+    def __init__(self) -> None:
+        self._began = self._now()
+
+    def share(self) -> float:
+        """Until now, 0 to 1; 0 where the system does not say."""
+        elapsed_s, busy_s, own_s = (now - began for now, began in zip(self._now(), self._began, strict=True))
+        if elapsed_s <= 0.0:
+            return 0.0
+        return min(1.0, max(0.0, busy_s - own_s) / (elapsed_s * (os.cpu_count() or 1)))
+
+    @staticmethod
+    def _now() -> tuple[float, float, float]:
+        """Seconds: of the clock, of all processors at work, and of this process."""
+        used = os.times()
+        own_s = used.user + used.system + used.children_user + used.children_system
+        busy_s = own_s
+        with suppress(OSError, ValueError):
+            line = Path("/proc/stat").read_text(encoding="utf-8").partition("\n")[0]
+            user, nice, system, _idle, _waits, interrupts, soft, stolen = map(int, line.split()[1:9])
+            ticks = user + nice + system + interrupts + soft + stolen
+            busy_s = ticks / os.sysconf("SC_CLK_TCK")
+        return used.elapsed, busy_s, own_s
+
+
 def _machine_available_bytes() -> int | None:
     kib = proc_value("meminfo", "MemAvailable:")
     return None if kib is None else int(kib.split()[0]) * 1024
