@@ -62,6 +62,20 @@ def _in_this_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             "--checkpointing no.module:Policy: no.module cannot be imp",
         ),
         (("--host-kv-gib", "100000"), "--host-kv-gib"),
+        (
+            ("--offload-interval", "5"),
+            "--offload-interval must be none, auto or at most 4, the model's layers, got 5",
+        ),
+        (
+            ("--offload-interval", "0"),
+            "--offload-interval must be none, auto or a whole number of at least 1",
+        ),
+        (("--device-memory", "0"), "--device-memory must be a finite number above 0"),
+        (
+            ("--device-memory", "0.01"),
+            "--device-memory 0.010 GiB is too small with --offload-interval none",
+        ),
+        (("--tensor-parallel-size", "3"), "--tensor-parallel-size 3: the model has 4 attention heads"),
         (("--profile", "/no/such/profile"), "/no/such/profile cannot be read"),
         (("--profile", "{folder}/corrupt.json"), "corrupt.json is not JSON"),
         (("--profile", "{folder}/profile.json"), "is of another model"),
