@@ -59,14 +59,14 @@ def test_no_line_is_lost_or_answered_twice(small_model: Path, tmp_path: Path) ->
 
 
 def test_an_engine_that_is_killed_again_and_again_costs_no_line(small_model: Path, tmp_path: Path) -> None:
-    num_lines = 100
+    num_lines = 60
     custom_ids = [f"line-{number}" for number in range(num_lines)]
     content = as_jsonl(
         completion_line(custom_id, [5, 6, 7 + number], max_tokens=80, ignore_eos=True)
         for number, custom_id in enumerate(custom_ids)
     )
     # All lines are in the engine at once, most of them waiting.
-    with small_server(small_model, "--max-num-seqs", "50", data_dir=tmp_path) as server:
+    with small_server(small_model, "--max-num-seqs", "30", data_dir=tmp_path) as server:
         batch_id = submit(server.client(), content, "/v1/completions").id
         for num_kills in range(1, 3):
             server.wait_ready()

@@ -162,7 +162,7 @@ def test_every_variant_has_a_colour() -> None:
 def test_no_figure_of_a_scenario_comes_from_the_prefix_cache(name: str) -> None:
     """Under every policy, with the cache on: no prompt token was computed for another request."""
     scenario = build_scenario(name, Inputs())
-    short = replace(scenario, points=(shortened(scenario.points[0], 3.0),))
+    short = replace(scenario, points=(shortened(scenario.points[0], 6.0),))
     (point,) = run_scenario(short, list(VARIANTS), lambda *_: None).points
     assert all(VARIANTS[policy].prefix_caching for policy in point.replays)
     for policy, replay in point.replays.items():
