@@ -31,7 +31,7 @@ from tests.api.servers import MODEL, SMALL_MODEL, TIMEOUT_S, wait_until
 from tests.cli.running import run_cli_here, signal_handlers_kept
 
 # Of the run that a signal ends: more than it has computed by then, also if this process is stalled.
-NUM_LINES = 150
+NUM_LINES = 100
 
 
 class Folder:
@@ -270,7 +270,7 @@ def parse_head(path: Path) -> bytes:
 def test_a_signal_keeps_what_is_done_and_a_killed_engine_is_started_again(folder: Folder) -> None:
     folder.input.write_bytes(
         as_jsonl(  # lines that run side by side do not end together
-            completion_line(str(number), max_tokens=150 + 37 * number % 100, ignore_eos=True)
+            completion_line(str(number), max_tokens=80 + 37 * number % 60, ignore_eos=True)
             for number in range(NUM_LINES)
         )
     )

@@ -63,6 +63,19 @@ def _in_this_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             "--checkpointing no.module:Policy: no.module cannot be imp",
         ),
         (("--host-kv-gib", "100000"), "--host-kv-gib"),
+        (
+            ("--offload-interval", "5"),
+            "--offload-interval must be none, auto or at most 4, the model's layers, got 5",
+        ),
+        (
+            ("--offload-interval", "0"),
+            "--offload-interval must be none, auto or a whole number of at least 1",
+        ),
+        (("--device-memory", "0"), "--device-memory must be a finite number above 0"),
+        (
+            ("--device-memory", "0.01"),
+            "--device-memory 0.010 GiB is too small with --offload-interval none",
+        ),
         (("--profile", "/no/such/profile"), "/no/such/profile cannot be read"),
         (("--profile", "{folder}/corrupt.json"), "corrupt.json is not JSON"),
         (("--profile", "{folder}/profile.json"), "is of another model"),
@@ -78,6 +91,14 @@ def test_options_that_the_engine_refuses_are_told_in_a_line(
         *("serve", str(small_model), *MODEL_OPTIONS, "--port", "0", "--data-dir", str(tmp_path)), *options
     )
     assert_refused(result, part)
+
+
+def test_a_size_that_does_not_divide_the_model_is_refused_with_those_that_do(
+    small_model: Path, tmp_path: Path
+) -> None:
+    options = ("--tensor-parallel-size", "3", "--port", "0", "--data-dir", str(tmp_path))
+    result = run_cli_here("serve", str(small_model), *options)
+    assert_refused(result, "--tensor-parallel-size 3: the model has 4 attention heads")
 
 
 @pytest.mark.parametrize("asks_for_keys", [False, True])

@@ -220,7 +220,7 @@ class StepsInFlightMachine(RuleBasedStateMachine):
 
 
 TestStepsInFlight = StepsInFlightMachine.TestCase
-TestStepsInFlight.settings = settings(max_examples=30, stateful_step_count=25, deadline=None)
+TestStepsInFlight.settings = settings(max_examples=20, stateful_step_count=25, deadline=None)
 
 
 def crowded_flight(rng: random.Random, **setting: Any) -> Flight:
