@@ -16,6 +16,8 @@ from backfill.workloads.traces import Trace, read_trace
 
 VOCABULARY = 32_000
 _FILLER = 5
+NUM_NAMING = 2
+"""The first tokens of a text that say which it is. All others are the same."""
 _FIRST_ANSWER = 1 << 28
 _LEAST_OWN_TOKENS = 16  # of a prompt, after what it shares
 _JITTER_S = 5.0  # of the trace, divided by its speed
@@ -189,7 +191,7 @@ def answer_number(request: int) -> int:
 
 def answer_token(request: int, position: int) -> int:
     """The token of a request's output at a position from 0."""
-    if position > 1:
+    if position >= NUM_NAMING:
         return _FILLER
     number = answer_number(request)
     return number // VOCABULARY % VOCABULARY if position else number % VOCABULARY
