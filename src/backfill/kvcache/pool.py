@@ -227,6 +227,23 @@ class BlockPool:
         elif new is _EMPTY:
             self._empty.append(block)
 
+    def update_released(self, block: Block, content: Content) -> None:
+        """``update`` of a block of the device that has just lost its last reference and keeps its content."""
+        is_plain = self.on_updated is None and content.host is None and not block.is_guest
+        if not is_plain or block.num_copies or block.is_pinned:
+            self.update(block)
+            return
+        if content.num_wanted:
+            state = _WANTED_ONLINE if content.service_class is ServiceClass.ONLINE else _WANTED
+        elif content.is_protected:
+            state = _PROTECTED
+        else:
+            state = _UNNEEDED if content.is_unneeded else _UNWANTED
+        self.counts[block.state] -= 1
+        self.counts[state] += 1
+        block.state = state
+        self._cached[state][block] = None
+
     def _state_of(self, block: Block) -> BlockState:
         content = block.content
         if block.num_refs:

@@ -110,7 +110,10 @@ class ContentStore:
                 content.service_class = service_class
                 content.is_protected = is_online and self._is_shared
                 content.released_at_s = self._now_s
-            self.device.update(block)
+            if block.num_refs:
+                self.device.update(block)
+            else:
+                self.device.update_released(block, content)
             if content.host is not None:
                 self.host.update(content.host)
 

@@ -163,6 +163,9 @@ class StepBuilder:
             return Admission.DEFERRED  # it was looked up before, and has all blocks before this in common
         match = self.kv.match(request)
         request.num_computed_tokens = match.num_tokens
+        takes_part = match.is_on_device or CopyDirections.RESTORE in self.kv.blocking
+        if takes_part and not self._is_in_step(request) and not self._chunk(request, limits):
+            return Admission.REFUSED  # the common case where time is short, before anything is summed
         owed = self._owed
         if owed is None or owed.but_for != may_preempt:
             if not may_preempt and not self._may_fit(request, match):
@@ -173,7 +176,6 @@ class StepBuilder:
         if self._waits_for_next_block(request):
             self._num_looked_up += 1
             return Admission.DEFERRED if self._num_looked_up < _MAX_LOOKED_UP else Admission.REFUSED
-        takes_part = match.is_on_device or CopyDirections.RESTORE in self.kv.blocking
         if takes_part and not self._chunk(request, limits):
             return Admission.REFUSED
         reserved = owed.num_blocks + (reserved_blocks if self.requests.running else 0)
@@ -284,6 +286,11 @@ class StepBuilder:
             return False
         request.num_prefix_waits += 1
         return request.num_prefix_waits <= _MAX_PREFIX_WAITS + index
+
+    def _is_in_step(self, request: Request) -> bool:
+        """Whether this step, or one in flight, may compute the request's next block for another one."""
+        index = request.num_computed_tokens // self.kv.block_size
+        return self.kv.key_of(request.request_id, index) in self._in_step
 
     def _waits_for_next_block(self, request: Request) -> bool:
         index, offset = divmod(request.num_computed_tokens, self.kv.block_size)

@@ -10,6 +10,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 
 from backfill.core.counters import ClassCounters
 from backfill.core.request import Request, RequestId, ServiceClass
@@ -257,13 +258,18 @@ def _without_garbage_collection() -> Iterator[None]:
 _LINE = RoutedRequest(num_tokens=1)
 
 
+@cache
+def _sampling(output_len: int) -> SamplingParams:
+    return SamplingParams(max_tokens=output_len, temperature=0.0, ignore_eos=True)
+
+
 def _request(
     number: int, token_ids: tuple[int, ...], output_len: int, service_class: ServiceClass, now_s: float
 ) -> Request:
     return Request(
         request_id=RequestId(str(number)),
         prompt_token_ids=token_ids,
-        sampling=SamplingParams(max_tokens=output_len, temperature=0.0, ignore_eos=True),
+        sampling=_sampling(output_len),
         service_class=service_class,
         arrived_at_s=now_s,
     )
