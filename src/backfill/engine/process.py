@@ -55,11 +55,8 @@ def load_engine(config: EngineConfig) -> Engine:
     from backfill.parallel.create import create_executor
     from backfill.parallel.executor import ParallelExecutor
 
-<<<<<<< HEAD
-    logger.info("loading the model in %s", config.model_dir)
-=======
     is_recorded = config.offload_interval == "auto"
->>>>>>> offbus
+    logger.info("loading the model in %s", config.model_dir)
     config = with_chosen_interval(config)
     bus, clock = open_bus(config), WallClock()
     try:
@@ -80,19 +77,12 @@ def load_engine(config: EngineConfig) -> Engine:
         member = BusMember(bus, model, clock, None if info.residencies else streamer.set_interval)
     profile, refiner = None, None
     needs_profile = config.scheduler.needs_cost_model or config.min_offload_interval is not None
-<<<<<<< HEAD
     if needs_profile or config.profile_path is not None:
         profile = load_or_measure_profile(config, executor)
         refiner = create_refiner(config, executor.info, profile, clock)
     info = executor.info
     if info.num_blocks + info.num_host_blocks >= _MANY_BLOCKS:
         logger.info("preparing a KV cache of %d blocks", info.num_blocks + info.num_host_blocks)
-    return Engine(config.scheduler, executor, clock, profile, refiner, bus=member, check=check)
-=======
-    profile = refiner = None
-    if needs_profile or config.profile_path is not None:
-        profile = load_or_measure_profile(config, executor)
-        refiner = create_refiner(config, executor.info, profile, clock)
     return Engine(
         config.scheduler,
         executor,
@@ -103,7 +93,6 @@ def load_engine(config: EngineConfig) -> Engine:
         record_check=create_record_check(config) if is_recorded else None,
         check=check,
     )
->>>>>>> offbus
 
 
 def run_engine_process(

@@ -111,32 +111,33 @@ class StepBuilder:
         return max(0, request.num_ever_computed_tokens - num_on_device) // self.kv.block_size
 
     def add_decodes(self, requests: Sequence[Request], max_step_s: float = math.inf) -> int:
+        if not requests:
+            return 0
         held_back = self.preemption.held_back
         if held_back:
             requests = [each for each in requests if each.priority_level not in held_back]
         num_fitting = min(self._num_fitting(requests, max_step_s), self.seqs_left, self.tokens_left)
         requests = requests[:num_fitting]
         batch, size = self.batch, self.kv.block_size
-        has_headroom = batch.has_headroom_for(len(requests))
-        shared = set(self.kv.sharing.blocks)
-        for request in requests:
-            # Where all of them fit, those whose last block has a slot follow together.
-            if has_headroom and request.num_computed_tokens % size and request.request_id not in shared:
-                continue
-            if request.status is RequestStatus.RUNNING and batch.has_headroom:
-                self._grow(request, 1)
-        if has_headroom:
-            running = RequestStatus.RUNNING  # and not preempted for a block of another one
-            batch.add_decodes(
-                [
-                    each
-                    for each in requests
-                    if each.num_computed_tokens % size
-                    and each.status is running
-                    and each.request_id not in shared
-                ]
-            )
+        if not batch.has_headroom_for(num_fitting):
+            self._grow_decodes(requests)
+            return num_fitting
+        # Where all of them fit, those whose last block has a slot follow together.
+        together = [each for each in requests if each.num_computed_tokens % size]
+        if self.kv.sharing.blocks:
+            together = [each for each in together if each.request_id not in self.kv.sharing.blocks]
+        if len(together) < len(requests):
+            names = {each.request_id for each in together}
+            self._grow_decodes([each for each in requests if each.request_id not in names])
+        if batch.has_preempted:  # perhaps for a block of another one
+            together = [each for each in together if each.status is RequestStatus.RUNNING]
+        batch.add_decodes(together)
         return num_fitting
+
+    def _grow_decodes(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            if request.status is RequestStatus.RUNNING and self.batch.has_headroom:
+                self._grow(request, 1)
 
     def try_add(self, request: Request, limits: ChunkLimits = NO_LIMITS) -> int:
         if request.status is not RequestStatus.RUNNING or not self.batch.has_headroom:
@@ -167,6 +168,9 @@ class StepBuilder:
             return Admission.DEFERRED  # it was looked up before, and has all blocks before this in common
         match = self.kv.match(request)
         request.num_computed_tokens = match.num_tokens
+        takes_part = match.is_on_device or CopyDirections.RESTORE in self.kv.blocking
+        if takes_part and not self._is_in_step(request) and not self._chunk(request, limits):
+            return Admission.REFUSED  # the common case where time is short, before anything is summed
         owed = self._owed
         if owed is None or owed.but_for != may_preempt:
             if not may_preempt and not self._may_fit(request, match):
@@ -177,7 +181,6 @@ class StepBuilder:
         if self._waits_for_next_block(request):
             self._num_looked_up += 1
             return Admission.DEFERRED if self._num_looked_up < _MAX_LOOKED_UP else Admission.REFUSED
-        takes_part = match.is_on_device or CopyDirections.RESTORE in self.kv.blocking
         if takes_part and not self._chunk(request, limits):
             return Admission.REFUSED
         reserved = owed.num_blocks + (reserved_blocks if self.requests.running else 0)
@@ -290,6 +293,11 @@ class StepBuilder:
         request.num_prefix_waits += 1
         return request.num_prefix_waits <= _MAX_PREFIX_WAITS + index
 
+    def _is_in_step(self, request: Request) -> bool:
+        """Whether this step, or one in flight, may compute the request's next block for another one."""
+        index = request.num_computed_tokens // self.kv.block_size
+        return self.kv.key_of(request.request_id, index) in self._in_step
+
     def _waits_for_next_block(self, request: Request) -> bool:
         index, offset = divmod(request.num_computed_tokens, self.kv.block_size)
         return not offset and self._waits_for_prefix(request, index)
@@ -299,13 +307,14 @@ class StepBuilder:
         return needed <= self.kv.num_available(Evictable.ALL)
 
     def _sum_owed(self, may_preempt: Collection[PriorityLevel]) -> _Owed:
-        holders = [each for each in self.preemption.block_holders if not may_be_preempted(each, may_preempt)]
+        holders: Sequence[Request] = self.preemption.block_holders
+        if may_preempt:
+            holders = [each for each in holders if not may_be_preempted(each, may_preempt)]
         owed = _Owed(may_preempt, self.kv.sharing.is_on)
         if len(holders) >= self.config.max_num_seqs:
             owed.num_holders = len(holders)
-            return owed
-        for request in holders:
-            owed.add(request, self._blocks_needed_next(request))
+        else:
+            owed.add_all(holders, len(holders) + self.kv.num_missing_of(holders))
         return owed
 
     def _blocks_needed_next(self, request: Request) -> int:
@@ -358,6 +367,13 @@ class _Owed:
         """Where blocks are shared, an online and an offline request can each enter the other one's block."""
         num_pairs = min(self._num_online, self.num_holders - self._num_online) if self.shares_blocks else 0
         return self._num_blocks - 2 * num_pairs
+
+    def add_all(self, requests: Sequence[Request], num_blocks: int) -> None:
+        """Args: num_blocks: of all of them."""
+        online = ServiceClass.ONLINE
+        self.num_holders += len(requests)
+        self._num_blocks += num_blocks
+        self._num_online += len([each for each in requests if each.service_class is online])
 
     def add(self, request: Request, num_blocks: int) -> None:
         self.num_holders += 1

@@ -144,7 +144,7 @@ class StepPlanner:
         self, view: Snapshot[Request], work: Compute | Resume, admitted: tuple[AdmittedRequest, ...] = ()
     ) -> StepPlan:
         """The next plan: this work, or a wait for copies in its place if it has no slices."""
-        if self.block_copy_s is None:
+        if self.block_copy_s is None or not self.kv.num_host_blocks:
             self.kv.max_copies = _MAX_UNTIMED_COPIES
         else:
             slack_s = self.policy.step_limit_s(view) - work.predicted_s
@@ -224,16 +224,20 @@ class StepPlanner:
 
     def _slices_of(self, batch: Batch) -> tuple[ScheduledSlice, ...]:
         table, online = self.kv.table, PriorityLevel.ONLINE
+        new_tuple = tuple.__new__  # as the class itself would make it, in half the time
         return tuple(
             [
-                ScheduledSlice(
-                    request.request_id,
-                    request.num_computed_tokens,
-                    num_tokens,
-                    table(request.request_id),
-                    request.num_computed_tokens + num_tokens == request.num_tokens,  # samples
-                    request.priority_level is not online,  # preemptible
+                new_tuple(
+                    ScheduledSlice,
+                    (
+                        request_id,
+                        (start := request.num_computed_tokens),
+                        num_tokens,
+                        table(request_id),
+                        start + num_tokens == request.num_tokens,  # samples
+                        request.priority_level is not online,  # preemptible
+                    ),
                 )
-                for request, num_tokens in batch.members.values()
+                for request_id, (request, num_tokens) in batch.members.items()
             ]
         )
