@@ -384,7 +384,7 @@ def test_objectives_stay_when_the_engine_starts_again_with_another_profile(
             await client.stop()
 
     asyncio.run(run())
-    widened = "tpot_slo is 0.4 s and not 0.15 until this server ends: one request alone is predicted to"
+    widened = "tpot_slo is 0.4 s and not 0.15, until served steps show that the device is faster: one"
     assert capfd.readouterr().err.count(widened) == 1
 
 

@@ -10,6 +10,7 @@ from typing import Literal, get_args
 
 from backfill.core.errors import ConfigError
 from backfill.core.options import check_types, internal, with_options
+from backfill.core.slo import SLO
 
 DType = Literal["auto", "bfloat16", "float16", "float32"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
@@ -57,6 +58,7 @@ class SchedulerConfig:
             its layer; discard: it is computed again. Only with ``safepoints``.
         max_stop_s: seconds, as predicted, that a running step takes at most to its next safepoint; a layer
             that takes longer has one before it. Only with ``safepoints``.
+        kept_slo: objectives of the engine before this one of the same server; None for the first one.
         checkpointing: when KV is copied to host memory. adaptive: as the KV pool fills; eager: as soon as a
             block is full; swap: at a preemption, which waits for it; none: preempted requests are computed
             again; module:Class: a policy of your own. Default: adaptive with ``policy`` slo, conserve or
@@ -86,6 +88,7 @@ class SchedulerConfig:
     tpot_slo: float | None = None
     min_ttft_slo: float | None = None
     min_tpot_slo: float | None = None
+    kept_slo: SLO | None = internal(None)  # noqa: RUF009  # a field
     promote_before: float = 3600.0
     safepoints: bool = True
     preemption: PreemptionMode = "suspend"

@@ -13,6 +13,7 @@ from backfill.core.config import SchedulerConfig
 from backfill.core.errors import ExecutorDead, RequestError
 from backfill.core.plan import Compute, StepOutcome, StepPlan
 from backfill.core.request import FinishReason, Request, RequestId, ServiceClass
+from backfill.core.slo import SLO
 from backfill.costs.model import CostModel
 from backfill.costs.profile import CostProfile
 from backfill.engine.messages import ClassStats, EngineStats, StepKind, StepStats, TokenOutput
@@ -21,7 +22,7 @@ from backfill.execution.executor import Executor, pipelined
 from backfill.kvcache.create import create_kv_cache
 from backfill.offloading.residency import Residency, ResidencyPolicy
 from backfill.offloading.shared_link import SharedLinkPolicy
-from backfill.scheduling.objectives import server_slo
+from backfill.scheduling.objectives import ServerObjectives
 from backfill.scheduling.policies.create import PolicyFactory, create_policy
 from backfill.scheduling.prediction import StepPredictor
 from backfill.scheduling.scheduler import CommittedToken, Scheduler
@@ -67,7 +68,7 @@ class Engine:
         stops_soon = info.can_stop and info.max_steps_in_flight == 1
         self.executor = executor
         self.profile = profile
-        self.default_slo = server_slo(config, cost)
+        self._objectives = ServerObjectives(config, cost)
         self.predictor = None if cost is None else StepPredictor(cost)
         residencies = info.residencies if self.predictor is not None else ()
         max_num_blocks = info.max_num_blocks if residencies else None
@@ -106,6 +107,11 @@ class Engine:
         self._in_flight: tuple[SubmittedStep, ...] = ()
         self._busy_since_s: float | None = None  # the last commit; None if nothing was left to do then
         self._last_step = _NO_STEP
+
+    @property
+    def default_slo(self) -> SLO:
+        """Objectives of online requests that bring none."""
+        return self._objectives.slo
 
     @property
     def has_work(self) -> bool:
@@ -275,7 +281,10 @@ class Engine:
     def refine_profile(self) -> CostProfile | None:
         """Refit the cost profile if that is due and no online request is there, or if it is overdue.
 
-        Returns: the profile in use from now on, perhaps with a new error alone; None if nothing changed.
+        Widened default objectives may return then.
+
+        Returns: the profile in use from now on, perhaps with a new error alone; None if neither it nor
+            the objectives have changed.
         """
         refiner = self._refiner
         if refiner is None or not refiner.is_due:
@@ -292,6 +301,15 @@ class Engine:
             self.profile = refined
             if self.predictor is not None and refined.cost != self.predictor.measured:
                 self.predictor.set_cost_model(refined.cost)
+        profile = self.profile
+        if profile is not None and profile.quality == "refined" and self._objectives.follow(profile.cost):
+            self.scheduler.set_default_slo(self.default_slo)
+            logger.info(
+                "online requests from now on: first token within %.3g s, each next within %.3g s",
+                self.default_slo.ttft_s,
+                self.default_slo.tpot_s,
+            )
+            return profile
         return refined
 
     def stats(self) -> EngineStats:

@@ -132,7 +132,7 @@ def objectives(config: EngineConfig, chooser: IntervalChooser) -> SLO:
                 f"`{field}` {asked_s:g}: one request alone needs {rounded_up(least_s):g} s on this device, "
                 "even without offloading; give at least that."
             )
-    return slo_above(scheduler, least)
+    return scheduler.kept_slo or slo_above(scheduler, least)
 
 
 def _fitting(config: EngineConfig) -> set[int | None]:

@@ -47,9 +47,10 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
 
 
 class ProfileRefined(msgspec.Struct, tag=True, frozen=True):
-    """Engine to client: steps are predicted with this profile from now on."""
+    """Engine to client: steps are predicted with this profile from now on, and these are the objectives."""
 
     profile: CostProfile
+    default_slo: SLO
 
 
 class StartFailed(msgspec.Struct, tag=True, frozen=True):

@@ -134,6 +134,8 @@ def _serve(config: EngineConfig, channel: EngineChannel, load: EngineLoader) -> 
 
 def _log_objectives(config: SchedulerConfig, slo: SLO) -> None:
     logger.info("online requests: first token within %.3g s, each next within %.3g s", slo.ttft_s, slo.tpot_s)
+    if config.kept_slo is not None:
+        return  # the first engine has said why
     for field, asked_s, default_s, used_s, floor_s in (
         ("ttft_slo", config.ttft_slo, DEFAULT_SLO.ttft_s, slo.ttft_s, config.min_ttft_slo),
         ("tpot_slo", config.tpot_slo, DEFAULT_SLO.tpot_s, slo.tpot_s, config.min_tpot_slo),
@@ -142,8 +144,8 @@ def _log_objectives(config: SchedulerConfig, slo: SLO) -> None:
             logger.info("%s is %.3g s and not %g: its floor is min_%s", field, used_s, default_s, field)
         elif asked_s is None and used_s > default_s:
             logger.info(
-                "%s is %.3g s and not %g until this server ends: one request alone is predicted "
-                "to need %.3g s",
+                "%s is %.3g s and not %g, until served steps show that the device is faster: one request "
+                "alone is predicted to need %.3g s",
                 field,
                 used_s,
                 default_s,
@@ -214,7 +216,7 @@ class EngineLoop:
         refined = self._engine.refine_profile()
         if refined is not None:
             _log_profile("from now on steps are predicted", refined)
-            self._channel.send(ProfileRefined(refined))
+            self._channel.send(ProfileRefined(refined, self._engine.default_slo))
 
     def _listen(self) -> None:
         try:

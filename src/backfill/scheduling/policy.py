@@ -249,3 +249,7 @@ class Policy(ABC):
         Copies between device and host may slow a step as far as it stays within this.
         """
         return math.inf
+
+    def set_default_slo(self, slo: SLO) -> None:
+        """From now on these are the objectives of online requests that bring none."""
+        return

@@ -161,6 +161,11 @@ class Scheduler:
         if request.slo is None and request.service_class is ServiceClass.ONLINE:
             request.slo = self._default_slo
 
+    def set_default_slo(self, slo: SLO) -> None:
+        """Of requests that are given objectives from now on."""
+        self._default_slo = slo
+        self.policy.set_default_slo(slo)
+
     def finish(self, request_id: RequestId, reason: FinishReason) -> Request | None:
         """End a request from outside (abort, error). None if it has ended already or never existed.
 

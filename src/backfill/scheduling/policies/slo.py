@@ -6,7 +6,7 @@ import heapq
 import itertools
 import math
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import merge
 
 from backfill.core.config import VictimOrder
@@ -139,6 +139,9 @@ class SloPolicy(Policy):
     def step_limit_s(self, view: Snapshot[RequestView]) -> float:
         """The least slack of the online decodes."""
         return self._slack_s(_online(view), view.now_s) * self._predictor.usable_share
+
+    def set_default_slo(self, slo: SLO) -> None:
+        self.config = replace(self.config, default_slo=slo)
 
     @property
     def _step_sizes(self) -> Sequence[int]:
