@@ -7,7 +7,7 @@ import os
 import select
 import socket
 from collections import deque
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
@@ -25,6 +25,7 @@ from backfill.parallel.worker import WorkerSetup, run_worker
 
 _RING_BYTES = 1 << 20
 _REAP_S = 5.0
+_WAKES = 4096  # bytes that are read at once, one for each
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,7 @@ class RankProcesses:
         reports: received and not taken yet, by rank.
         stop: stop requests that the ranks read.
         progress: how far each rank is.
+        was_woken: ``wake`` was called; whoever waited for that clears it.
     Raises: OSError if a process cannot be created.
     """
 
@@ -63,6 +65,11 @@ class RankProcesses:
         self._readers: list[ReportReader] = []
         self._rank_of: dict[int, int] = {}
         self._poll = select.poll()
+        self.was_woken = False
+        self._woken, self._waking = socket.socketpair()
+        for end in (self._woken, self._waking):
+            end.setblocking(False)
+        self._poll.register(self._woken, select.POLLIN)
         self._error: ExecutorDead | None = None
         with ExitStack() as on_error:
             on_error.callback(self.close)
@@ -133,11 +140,20 @@ class RankProcesses:
         if self._error is not None:
             raise self._error
         for fd, _ in self._poll.poll(None if timeout_s is None else timeout_s * 1000):
+            if fd == self._woken.fileno():
+                self._woken.recv(_WAKES)
+                self.was_woken = True
+                continue
             rank = self._rank_of[fd]
             reports = self._readers[rank].take()
             if reports is None:
                 self.fail(self._how_it_ended(rank))
             self.reports[rank].extend(reports)
+
+    def wake(self) -> None:
+        """Let ``receive`` return. From any thread."""
+        with suppress(OSError):  # it is closed, or woken often enough
+            self._waking.send(b"!")
 
     def check(self) -> None:
         """Raises: ExecutorDead if a rank has ended."""
@@ -155,7 +171,7 @@ class RankProcesses:
             process.kill()
         for process in self._processes:
             process.join(_REAP_S)
-        for link in self._links:
+        for link in (*self._links, self._woken, self._waking):
             link.close()
         self.stop.close()
         self._barrier.close()

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from backfill.core.errors import BackfillError, ConfigError
-from backfill.ray.replica_actor import ReplicaActor, ReplicaPlace
-from backfill.router.replicas import ReplicaFailed
+from backfill.ray.replica_actor import ReplicaActor
+from backfill.router.replicas import ReplicaFailed, ReplicaPlace
 
 try:
     import ray
