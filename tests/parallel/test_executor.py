@@ -122,6 +122,14 @@ def test_a_copy_is_complete_when_all_ranks_have_completed_it(executor: ParallelE
     assert executor.run(StepPlan(2, Compute(()))).completed_copies == ()
 
 
+def test_copies_that_complete_in_a_failed_step_are_reported_by_the_next(executor: ParallelExecutor) -> None:
+    copies = (BlockCopy(1, 2),)
+    executor.run(StepPlan(0, Compute(()), copies=BlockCopies(checkpoint=copies)))
+    with pytest.raises(RankFailed):
+        executor.run(plan_of(1, "r0:raise"))
+    assert executor.run(StepPlan(2, Compute(()))).completed_copies == copies
+
+
 def test_a_stop_request_reaches_the_ranks(executor: ParallelExecutor) -> None:
     executor.request_stop(1)
     assert executor.run(plan_of(0, "a", stops=True)).stopped == ()

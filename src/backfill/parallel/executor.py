@@ -144,22 +144,25 @@ class ParallelExecutor:
         ), f"step {oldest.step} is collected, and ranks report {reports}"
         failed = _failures(reports)
         done = [each for each in reports if isinstance(each, StepDone)]
-        for each in done:
-            if each.others is not None:
-                self._completed.add(each.others)
-                if each.others.weight_transfers.interval is not None:
-                    self._transfers.append(each.others.weight_transfers)
+        others = [each.others for each in done if each.others is not None]
+        for each in others:
+            self._completed.add(each)
+            if each.weight_transfers.interval is not None:
+                self._transfers.append(each.weight_transfers)
         if failed:
             raise RankFailed("; ".join(failed))
         report = done[self._output_rank]
         sampled = sampled_of(report, oldest.sampling_ids)
-        outcome = outcome_of(report, sampled)
         self._sampled = Sampled(*map(add, self._sampled, sampled))
+        outcome = outcome_of(report, sampled)
+        # A step that failed may have left some.
+        has_more = others or self._completed.has_some or self._transfers
+        return self._with_all_ranks(outcome) if has_more else outcome
+
+    def _with_all_ranks(self, outcome: StepOutcome) -> StepOutcome:
+        """The output rank's outcome, with what all ranks have completed and transferred."""
         copies, slot_copies = self._completed.take()
         transfers, self._transfers = merge_transfers(self._transfers), []
-        merged = copies, slot_copies, transfers
-        if merged == (outcome.completed_copies, outcome.completed_slot_copies, outcome.weight_transfers):
-            return outcome
         return replace(
             outcome,
             completed_copies=copies,
@@ -206,27 +209,32 @@ class ParallelExecutor:
     def _wait_for_reports(self, oldest: _InFlight) -> None:
         """Until all ranks have reported the oldest step in flight. Raises: ExecutorDead."""
         ranks, reports = self._ranks, self._ranks.reports
-        watch, limit_s = None, stall_limit_s(self._hang_timeout_s, oldest.predicted_s)
+        now_s = time.monotonic()
+        watch, look_at_s = StallWatch(now_s), now_s + _LOOK_S
         while not all(reports):
-            ranks.receive(_LOOK_S)
-            if all(reports):
-                return
-            failed = _failures([each[0] if each else None for each in reports])
-            if failed:
-                limit_s = min(limit_s, self._failed_step_s)
-            now_s, progress = time.monotonic(), ranks.progress
-            if watch is None:
-                watch = StallWatch(now_s)
-            watch.look((list(map(len, reports)), None if progress is None else progress.snapshot()), now_s)
-            if watch.still_s < limit_s:
-                continue
-            waiting = [rank for rank, each in enumerate(reports) if not each]
-            places = describe_places(oldest.step, waiting, None if progress is None else progress.places())
-            if failed:
-                message = f"Step {oldest.step} failed ({failed[0]}), and others did not come out of it within"
-            else:
-                message = f"Step {oldest.step} has stood still for"
-            ranks.fail(f"{message} {limit_s:g} s: {places}.")
+            ranks.receive(max(0.0, look_at_s - now_s))
+            now_s = time.monotonic()
+            if now_s >= look_at_s:
+                look_at_s = now_s + _LOOK_S
+                self._check_progress(oldest, watch, now_s)
+
+    def _check_progress(self, step: _InFlight, watch: StallWatch, now_s: float) -> None:
+        """Raises: ExecutorDead if no rank has got on for too long."""
+        ranks, progress = self._ranks, self._ranks.progress
+        waiting = [rank for rank, each in enumerate(ranks.reports) if not each]
+        failed = _failures([each[0] if each else None for each in ranks.reports])
+        limit_s = stall_limit_s(self._hang_timeout_s, step.predicted_s)
+        if failed:
+            limit_s = min(limit_s, self._failed_step_s)
+        watch.look((waiting, None if progress is None else progress.snapshot()), now_s)
+        if watch.still_s < limit_s or not waiting:
+            return
+        places = describe_places(step.step, waiting, None if progress is None else progress.places())
+        if failed:
+            message = f"Step {step.step} failed ({failed[0]}), and others did not come out of it within"
+        else:
+            message = f"Step {step.step} has stood still for"
+        ranks.fail(f"{message} {limit_s:g} s: {places}.")
 
 
 def _failures(reports: Sequence[FromRank | None]) -> list[str]:

@@ -54,6 +54,11 @@ class CompletedOnAll:
             if self._is_last(slot_copy):
                 self._slots.append(slot_copy)
 
+    @property
+    def has_some(self) -> bool:
+        """``take`` has something to return."""
+        return bool(self._blocks or self._slots)
+
     def take(self) -> tuple[tuple[BlockCopy, ...], tuple[SlotCopy, ...]]:
         """Those since the last call."""
         taken = tuple(self._blocks), tuple(self._slots)
