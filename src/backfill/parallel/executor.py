@@ -128,7 +128,6 @@ class ParallelExecutor:
         return self._ranks.pids
 
     def submit(self, plan: StepPlan) -> None:
-        self._ranks.announce()
         self._ranks.send(self._encoder.encode(plan, self._sampled))
         self._sampled = Sampled()
         # From here on the ranks work.

@@ -128,10 +128,6 @@ class RankProcesses:
             raise self._error
         self._ring.write(message)
 
-    def announce(self) -> None:
-        """Wake the ranks: a message follows within microseconds."""
-        self._ring.announce()
-
     def receive(self, timeout_s: float | None) -> None:
         """Wait for reports, at most for so long, and put them into ``reports``.
 

@@ -1,6 +1,6 @@
 """A ring of bytes in shared memory: one process writes messages, several read all of them.
 
-    words     [written, announced | read by 0, 0 sleeps | read by 1, 1 sleeps | ...]     one line a process
+    words     [written | read by 0, 0 sleeps | read by 1, 1 sleeps | ...]     a cache line for each process
     bytes     [ ...................................... ]
 
 Words count bytes since the start; a byte's place is its count modulo the capacity. A message is its length
@@ -8,13 +8,11 @@ and its bytes. It may be longer than the ring: the writer goes on as readers mak
 one store of 8 aligned bytes, so no half of it is ever seen.
 
 Readers that find nothing sleep until the writer wakes them all with one call, which it saves if none sleeps.
-They do not spin first: where ranks and driver share cores, that takes the time of those they wait for. But
-the writer may announce a message that it is about to encode: readers wake up meanwhile, and look for it.
+They do not spin first: where ranks and driver share cores, that takes the time of those they wait for.
 """
 
 from __future__ import annotations
 
-import os
 import struct
 import time
 from collections.abc import Callable
@@ -23,10 +21,9 @@ from backfill.parallel.futex import Futex, fence
 from backfill.parallel.memory import create_memory, map_memory
 
 _LINE = 8  # words of a cache line: processes that write different lines do not slow each other down
-_WRITTEN, _ANNOUNCED = 0, 1
+_WRITTEN = 0
 _LENGTH = struct.Struct("<Q")
 _SLEEP_S = 0.25
-_LOOK_S = 0.0003
 _FULL_WAIT_S = 0.0005  # a full ring is rare: only long prompts fill it
 
 
@@ -70,11 +67,6 @@ class RingWriter:
         self._check = check
         self._written = 0
 
-    def announce(self) -> None:
-        """Wake the readers: a message follows within microseconds. If it does not, they sleep again."""
-        self._memory.words[_ANNOUNCED] += 1
-        self._wake()
-
     def write(self, message: bytes) -> None:
         """Blocks while the ring is full."""
         rest = memoryview(_LENGTH.pack(len(message)) + message)
@@ -102,10 +94,6 @@ class RingWriter:
         self._written += len(part)
         fence()
         memory.words[_WRITTEN] = self._written
-        self._wake()
-
-    def _wake(self) -> None:
-        memory = self._memory
         fence()  # either this sees the flag of a reader that goes to sleep, or that reader what was written
         if any(map(memory.words.__getitem__, memory.flags)):
             memory.futex.wake(_WRITTEN)
@@ -141,15 +129,10 @@ class RingReader:
     def _sleep(self, timeout_s: float) -> bool:
         """Until something is written. Returns: whether something is."""
         words, read = self._memory.words, self._read
-        announced = words[_ANNOUNCED]
         words[self._flag] = 1
         fence()
         self._memory.futex.wait(_WRITTEN, read, timeout_s)  # not if the kernel finds another count
         words[self._flag] = 0
-        if words[_ANNOUNCED] != announced:
-            until_s = time.perf_counter() + _LOOK_S
-            while words[_WRITTEN] == read and time.perf_counter() < until_s:
-                os.sched_yield()
         return words[_WRITTEN] != read
 
     def _take(self, num_bytes: int) -> None:
