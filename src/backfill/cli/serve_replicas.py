@@ -70,7 +70,7 @@ def serve_replicas(
     keys = ApiKeys(server.api_key, server.api_key_file) if server.asks_for_keys else None
     listener = bind(server.host, server.port)
     url = url_of(listener)
-    is_on_ray = options.executor == "ray"
+    is_on_ray = engine.executor == "ray"
     # Actors listen beyond loopback, so they ask for a key in any case.
     engine_key = None if keys is None and not is_on_ray else secrets.token_urlsafe(32)
     replicas: Replicas

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
+from dataclasses import replace
+
 import torch
 
 from backfill.core.config import EngineConfig
@@ -23,6 +26,8 @@ def create_executor(config: EngineConfig, bus: Bus | None = None) -> TorchExecut
 
     Raises: ConfigError, ModelError, InsufficientMemory, each with a message for the user.
     """
+    if config.executor == "ray":
+        return create_ray_executor(config)
     if config.num_ranks > 1:
         return create_parallel_executor(config)
     return create_torch_executor(config, bus)
@@ -33,13 +38,42 @@ def create_parallel_executor(config: EngineConfig, load: RankLoader = load_rank)
 
     Raises: BackfillError with a message for the user; no process is left then.
     """
-    # Before any process is started, which takes seconds.
-    sizes = config.tensor_parallel_size, config.pipeline_parallel_size
-    ModelPlacement.of(ModelConfig.from_folder(config.model_dir), *sizes)
+    _check_sizes(config)
     check_threads(config)
     if choose_device(config).type == "cuda":
         check_device_count(config, torch.cuda.device_count())
-    executor = ParallelExecutor(config, threads_of_rank(config), load)
+    return _warmed_up(ParallelExecutor(config, threads_of_rank(config), load), config)
+
+
+def create_ray_executor(config: EngineConfig, load: RankLoader = load_rank) -> ParallelExecutor:
+    """Start the ranks as actors of Ray and load the model there.
+
+    Raises: BackfillError with a message for the user; no actor is left then.
+    """
+    if importlib.util.find_spec("ray") is None:
+        raise ConfigError("ray needs Ray: pip install 'backfill[ray]'.", field="executor")
+    from backfill.parallel.ray_stages import plan_stages, starter
+
+    _check_sizes(config)
+    for name, is_used in (
+        ("offload_interval", config.offload_interval != "none"),
+        ("num_micro_batches", config.num_micro_batches != 1),
+    ):
+        if is_used:
+            raise ConfigError(f"`{name}` {getattr(config, name)} is not supported with `executor` ray.")
+    bundle = plan_stages(config)
+    config = replace(config, device="cuda" if bundle.num_gpus else "cpu")
+    threads = max(1, bundle.threads // config.tensor_parallel_size)
+    return _warmed_up(ParallelExecutor(config, threads, load, start=starter(bundle)), config)
+
+
+def _check_sizes(config: EngineConfig) -> None:
+    """Before any process is started, which takes seconds. Raises: ModelError, ConfigError."""
+    sizes = config.tensor_parallel_size, config.pipeline_parallel_size
+    ModelPlacement.of(ModelConfig.from_folder(config.model_dir), *sizes)
+
+
+def _warmed_up(executor: ParallelExecutor, config: EngineConfig) -> ParallelExecutor:
     try:
         warm_up(executor)
         if executor.info.num_host_blocks and config.scheduler.shares_blocks:

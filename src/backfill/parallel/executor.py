@@ -24,7 +24,7 @@ from backfill.parallel.messages import (
     sampling_ids,
 )
 from backfill.parallel.plan_codec import PlanEncoder
-from backfill.parallel.processes import RankProcesses
+from backfill.parallel.processes import RankProcesses, RankStarter
 from backfill.parallel.rank import RankLoader, output_rank
 
 # After one rank has failed in a step, for the others: they may wait for it in a collective, without end.
@@ -44,6 +44,7 @@ class ParallelExecutor:
 
     Args:
         threads: of each rank.
+        start: starts the ranks: processes of this machine by default.
     Raises: BackfillError with a message for the user if a rank cannot be loaded; none is left running.
     """
 
@@ -53,9 +54,10 @@ class ParallelExecutor:
         threads: int,
         load: RankLoader,
         failed_step_s: float = _FAILED_STEP_S,
+        start: RankStarter = RankProcesses,
     ) -> None:
         try:
-            self._ranks = RankProcesses(config, threads, load)
+            self._ranks = start(config, threads, load)
         except OSError as error:
             raise BackfillError(
                 f"The processes of the ranks cannot be started: {error.strerror or error}."

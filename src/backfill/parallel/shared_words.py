@@ -51,7 +51,14 @@ class StopWords(SharedWords):
 class Barrier(SharedWords):
     """Where ranks wait for each other, once. If one never comes, the driver ends all."""
 
-    def wait(self, rank: int) -> None:
+    def arrive(self, rank: int) -> None:
+        """Say that the rank has come, without waiting."""
         self._words[rank] = 1
+
+    def has_come(self, rank: int) -> bool:
+        return bool(self._words[rank])
+
+    def wait(self, rank: int) -> None:
+        self.arrive(rank)
         while not all(self._words):
             time.sleep(_BARRIER_POLL_S)
