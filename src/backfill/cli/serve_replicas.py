@@ -18,15 +18,15 @@ from typing import TYPE_CHECKING, Protocol
 from backfill.api.config import ServerConfig
 from backfill.cli.interrupts import LOADING, SIGNALS, exit_at_once, interruptible
 from backfill.cli.startup import bind, find_folder, run_server, url_of
-from backfill.core.config import DeviceKind, EngineConfig
+from backfill.core.config import EngineConfig
 from backfill.core.errors import BackfillError, ConfigError
 from backfill.engine.options import ModelOptions
 from backfill.jobs.config import JobsConfig
 from backfill.jobs.private_files import make_folder
 
 if TYPE_CHECKING:
+    from backfill.parallel.ray_cluster import Bundle
     from backfill.ray.replica_actor import ReplicaPlace
-    from backfill.ray.replicas import ReplicaShare
     from backfill.router.config import ReplicaOptions
     from backfill.router.replicas import Replicas as ProcessReplicas
     from backfill.router.server import RouterServer
@@ -182,6 +182,9 @@ def _actors(
     engine_key: str,
 ) -> Replicas:
     """Servers with these options, on the nodes that Ray chooses. Raises: BackfillError without Ray."""
+    from backfill.parallel.require_ray import require_ray
+
+    require_ray()
     from backfill.ray.replicas import RayReplicas
 
     if Path(model.model).exists():  # workers of Ray have another working folder
@@ -195,13 +198,23 @@ def _actors(
     profile = None if engine.profile_path is None else Path(engine.profile_path).absolute()
     jobs = dataclasses.replace(jobs, batch_api=False, data_dir=(jobs.data_dir / _FOLDER).absolute())
 
-    def target_of(share: ReplicaShare) -> Callable[[ReplicaPlace], None]:
-        device: DeviceKind = "cuda" if share.num_gpus else "cpu"
-        own = dataclasses.replace(engine, threads=share.threads, device=device, profile=profile)
+    num_stages = engine.pipeline_parallel_size
+
+    def target_of(bundle: Bundle) -> Callable[[ReplicaPlace], None]:
+        own = dataclasses.replace(
+            engine,
+            threads=bundle.threads * num_stages,
+            device="cuda" if bundle.num_gpus else "cpu",
+            profile=profile,
+            # Ranks of one stage are on the replica's own node.
+            executor="ray" if num_stages > 1 else "process",
+        )
         return partial(run_actor_server, model, server, jobs, own)
 
     uses_gpus = None if engine.device == "auto" else engine.device == "cuda"
-    return RayReplicas(num_replicas, engine.threads, uses_gpus, target_of, engine.num_ranks)
+    return RayReplicas(
+        num_replicas, engine.threads, uses_gpus, target_of, engine.tensor_parallel_size, num_stages
+    )
 
 
 def run_actor_server(
@@ -216,7 +229,7 @@ def run_actor_server(
     server = dataclasses.replace(server, host=place.host, port=place.port)
     jobs = dataclasses.replace(jobs, data_dir=jobs.data_dir / str(place.number))
     try:
-        serve(model, server, jobs, ReplicaOptions(), engine)
+        serve(model, server, jobs, ReplicaOptions(is_replica=True), engine)
     except BackfillError as error:
         write_failure(place.failure, str(error))
         print(f"backfill: {error}", file=sys.stderr)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import replace
 
 import torch
@@ -19,6 +18,7 @@ from backfill.models.placement import ModelPlacement
 from backfill.parallel.executor import ParallelExecutor
 from backfill.parallel.load import load_rank
 from backfill.parallel.rank import RankLoader
+from backfill.parallel.require_ray import require_ray
 
 
 def create_executor(config: EngineConfig, bus: Bus | None = None) -> TorchExecutor | ParallelExecutor:
@@ -50,8 +50,7 @@ def create_ray_executor(config: EngineConfig, load: RankLoader = load_rank) -> P
 
     Raises: BackfillError with a message for the user; no actor is left then.
     """
-    if importlib.util.find_spec("ray") is None:
-        raise ConfigError("ray needs Ray: pip install 'backfill[ray]'.", field="executor")
+    require_ray()
     from backfill.parallel.ray_stages import plan_stages, starter
 
     _check_sizes(config)

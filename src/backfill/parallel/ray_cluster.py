@@ -10,13 +10,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from backfill.core.errors import BackfillError, ConfigError
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
-try:
-    import ray
-    from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-except ImportError as missing:
-    raise BackfillError(f"Ray cannot be imported ({missing}): pip install 'backfill[ray]'.") from None
+from backfill.core.errors import ConfigError
 
 ADDRESS_VARIABLE = "RAY_ADDRESS"
 _REACH_S = 5.0
@@ -127,23 +124,19 @@ def bundle_of(
     for has_gpus in with_gpus:
         for each in [threads] if threads else range(max(most, num_ranks), num_ranks - 1, -1):
             bundle = Bundle(each // num_ranks * num_ranks, num_ranks if has_gpus else 0)
-            if sum(_num_bundles(node, bundle.resources) for node in nodes) >= num_bundles:
+            if _num_placed(nodes, bundle) >= num_bundles:
                 return bundle
-    there = "; ".join(map(_shown, nodes)) or "none"
-    num_fitting = sum(_num_bundles(node, bundle.resources) for node in nodes)
-    fit = f"there is room for {num_fitting}" if num_fitting else "no node is big enough for one"
-    raise ConfigError(
-        f"{what} needs {num_bundles} times {_shown(bundle.resources)}, each on one node, and {fit}: "
-        f"the nodes of the cluster have: {there}."
-    )
+    raise _too_small(nodes, bundle, num_bundles, what)
 
 
 def reserve(bundle: Bundle, num_bundles: int, strategy: str, what: str) -> PlacementGroup:
     """A placement group. Raises: ConfigError if others use what is needed."""
     group = placement_group([bundle.resources] * num_bundles, strategy=strategy, name="backfill")
     if not group.wait(_PLACE_S):
-        free = _shown(ray.available_resources())
+        free, nodes = _shown(ray.available_resources()), resources_of_nodes()
         remove_placement_group(group)
+        if _num_placed(nodes, bundle) < num_bundles:  # a node has left
+            raise _too_small(nodes, bundle, num_bundles, what)
         raise ConfigError(
             f"{what} needs {num_bundles} times {_shown(bundle.resources)}, and others use "
             f"the cluster: {free or 'nothing'} is free."
@@ -151,8 +144,20 @@ def reserve(bundle: Bundle, num_bundles: int, strategy: str, what: str) -> Place
     return group
 
 
-def _num_bundles(node: dict[str, float], bundle: dict[str, float]) -> int:
-    return min(int(node.get(name, 0.0) // amount) for name, amount in bundle.items())
+def _too_small(nodes: list[dict[str, float]], bundle: Bundle, num_bundles: int, what: str) -> ConfigError:
+    there = "; ".join(map(_shown, nodes)) or "none"
+    num_placed = _num_placed(nodes, bundle)
+    fit = f"there is room for {num_placed}" if num_placed else "no node is big enough for one"
+    return ConfigError(
+        f"{what} needs {num_bundles} times {_shown(bundle.resources)}, each on one node, and {fit}: "
+        f"the nodes of the cluster have: {there}."
+    )
+
+
+def _num_placed(nodes: list[dict[str, float]], bundle: Bundle) -> int:
+    """Bundles that empty nodes hold."""
+    needed = bundle.resources.items()
+    return sum(min(int(node.get(name, 0.0) // amount) for name, amount in needed) for node in nodes)
 
 
 def _shown(resources: dict[str, float]) -> str:

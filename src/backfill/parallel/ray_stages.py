@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import queue
+import re
 import secrets
 import threading
 from contextlib import ExitStack, suppress
@@ -32,7 +33,7 @@ from backfill.parallel.ray_cluster import (
 )
 from backfill.parallel.remote_stages import RemoteStages
 from backfill.parallel.sockets import KEY_BYTES, address_of, listen
-from backfill.parallel.stage_host import StageAddresses, StageOrder, StageSockets, run_stage
+from backfill.parallel.stage_host import NamedLoader, StageAddresses, StageOrder, StageSockets, run_stage
 
 _START_S = 120.0
 _REASON_S = 5.0
@@ -112,7 +113,7 @@ class RayStages:
                 order = StageOrder(
                     config,
                     threads,
-                    load,
+                    NamedLoader.of(load),
                     address_of(listener),
                     nodes[0].addresses.store,
                     () if is_last else nodes[stage + 1].addresses.links,
@@ -226,6 +227,7 @@ def _connect() -> None:
 
 
 def _reason(error: RayError) -> str:
-    """The last line of what Ray says, which is the cause."""
+    """The cause, which is in the last line of what Ray says, without its guesses."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1] if lines else type(error).__name__
+    cause = lines[-1] if lines else type(error).__name__
+    return re.split(" Worker exit type:|: RpcError", cause)[0]

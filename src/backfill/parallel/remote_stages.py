@@ -33,7 +33,7 @@ from backfill.parallel.stage_messages import (
 
 logger = logging.getLogger(__name__)
 
-_CONNECT_S = 60.0
+_CONNECT_S = 300.0
 _HELLO_S = 5.0
 # Connections tell of the end of a host within seconds. The launcher may know more, of a node.
 _CHECK_S = 1.0

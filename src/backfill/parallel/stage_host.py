@@ -8,6 +8,7 @@ To the ranks it is the driver: their ring, their stop words and their sockets ar
 
 from __future__ import annotations
 
+import importlib
 import socket
 import struct
 import time
@@ -21,7 +22,7 @@ from backfill.core.config import EngineConfig
 from backfill.core.errors import ExecutorDead
 from backfill.parallel.messages import FromRank, StepDone
 from backfill.parallel.processes import RankProcesses, StageSetup
-from backfill.parallel.rank import RankLoader
+from backfill.parallel.rank import RankContext, RankExecutor, RankLoader
 from backfill.parallel.sockets import Address, address_of, connect_to, listen, receive_exactly
 from backfill.parallel.stage_messages import (
     AtBarrier,
@@ -54,6 +55,22 @@ class StageAddresses:
 
 
 @dataclass(frozen=True, slots=True)
+class NamedLoader:
+    """A ``RankLoader`` by its name: the host passes it on without importing it, and torch with it."""
+
+    module: str
+    name: str
+
+    @classmethod
+    def of(cls, load: RankLoader) -> NamedLoader:
+        return cls(load.__module__, load.__name__)
+
+    def __call__(self, config: EngineConfig, context: RankContext) -> RankExecutor:
+        load: RankLoader = getattr(importlib.import_module(self.module), self.name)
+        return load(config, context)
+
+
+@dataclass(frozen=True, slots=True)
 class StageOrder:
     """What a host is to run.
 
@@ -66,7 +83,7 @@ class StageOrder:
 
     config: EngineConfig
     threads: int
-    load: RankLoader
+    load: NamedLoader
     driver: Address
     store: Address | None
     following: tuple[Address, ...]

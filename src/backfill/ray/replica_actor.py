@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from backfill.parallel.ray_cluster import ADDRESS_VARIABLE
 from backfill.router.replicas import ReplicaFailed, ReplicaProcess
 
 
@@ -33,12 +34,18 @@ class ReplicaActor:
     """
 
     def __init__(self, number: int, target: Callable[[ReplicaPlace], None]) -> None:
+        from ray import get_runtime_context
         from ray.util import get_node_ip_address
 
         host = get_node_ip_address()
         self._failure = Path(tempfile.gettempdir()) / f"backfill-replica-{uuid.uuid4().hex}"
         self._process = ReplicaProcess(
-            number, target, lambda port: ReplicaPlace(number, host, port, self._failure), host=host
+            number,
+            target,
+            lambda port: ReplicaPlace(number, host, port, self._failure),
+            # For an engine whose stages are actors of the same cluster.
+            {ADDRESS_VARIABLE: get_runtime_context().gcs_address},
+            host,
         )
         self._may_restart = asyncio.Event()
         self._keeping: asyncio.Task[None] | None = None

@@ -62,9 +62,11 @@ class ReplicaOptions:
         data_parallel_size: servers of the model that are started behind one address, each with an engine of
             its own. They divide the threads on CPU; on CUDA each has a GPU. With ``executor`` ray they are
             actors too, and ``threads`` are of each replica.
+        is_replica: it is one of several, which another process has started.
     """
 
     data_parallel_size: int = 1
+    is_replica: bool = internal(False)
 
     def validate(self) -> None:
         """Raises: ConfigError for a field out of range."""
