@@ -21,6 +21,7 @@ from backfill.costs.profile import CostProfile
 from backfill.engine.engine import Engine
 from backfill.execution import offloading
 from backfill.execution.create import create_torch_executor
+from backfill.execution.stage import Stage
 from backfill.execution.torch_executor import TorchExecutor
 from backfill.kvcache.content import Evictable
 from tests.builders import linear_cost, make_profile, make_request
@@ -119,7 +120,7 @@ def make_engine(
         tpot_slo=0.3,
         **limits,
     )
-    executor._step_to_stop = -1  # the engine of the test before counted its steps from 0 too
+    executor._stage = Stage.whole(NUM_LAYERS)  # the engine of the test before counted its steps from 0 too
     return Engine(config, executor, VirtualClock(), PROFILE)
 
 
@@ -152,7 +153,7 @@ def drain(engine: Engine, executor: TorchExecutor) -> None:
     engine.step()
     assert engine.scheduler.kv.counts.referenced == 0
     assert executor._states == {}
-    assert executor._suspended is None
+    assert not executor._suspended
 
 
 def undisturbed(executor: TorchExecutor, wanted: Sequence[Request]) -> dict[str, list[int]]:
@@ -287,7 +288,7 @@ def stop_the_second_step(executor: TorchExecutor, engine: Engine) -> Request:
     engine.step()
     engine.step()
     model_of(executor).before_layer = lambda layer: None
-    assert executor._suspended is not None
+    assert executor._suspended
     return online
 
 
@@ -362,7 +363,7 @@ def test_a_stop_meant_for_the_step_before_stops_nothing(executor: TorchExecutor)
     engine._stop_request = (0, 0.0)
     engine.step()
     assert engine.num_stopped_steps == 0
-    assert executor._suspended is None
+    assert not executor._suspended
     drain(engine, executor)
 
 
@@ -396,7 +397,7 @@ def test_a_request_that_arrives_while_the_step_is_planned_stops_it(executor: Tor
 
 
 def test_the_engine_takes_an_arrival_from_another_thread_during_a_step(executor: TorchExecutor) -> None:
-    executor._step_to_stop = -1
+    executor._stage = Stage.whole(NUM_LAYERS)
     profile: CostProfile = make_profile(linear_cost(token_s=0.01, step_s=0.1))
     config = SchedulerConfig(policy="slo", max_stop_s=1e-9, ttft_slo=5.0, tpot_slo=3.0)
     engine = Engine(config, executor, WallClock(), profile)

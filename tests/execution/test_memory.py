@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from backfill.core.config import GIB
-from backfill.core.errors import ConfigError, InsufficientMemory
+from backfill.core.errors import InsufficientMemory
 from backfill.execution.memory import MemoryPlan, WeightSizes, plan_memory
 from backfill.offloading.interval import num_device_layers
 
 BLOCK_BYTES = 1 << 20
-WEIGHTS = WeightSizes(num_layers=12, layer_bytes=GIB // 4, other_bytes=GIB)
+WEIGHTS = WeightSizes(stage_layers=(12,), layer_bytes=GIB // 4, other_bytes=GIB)
 
 
 def plan(weights: WeightSizes = WEIGHTS, **changes: Any) -> MemoryPlan:
@@ -25,7 +25,7 @@ def plan(weights: WeightSizes = WEIGHTS, **changes: Any) -> MemoryPlan:
 
 def test_without_limits_every_layer_is_resident_beside_the_default_pool() -> None:
     found = plan()
-    assert found == MemoryPlan(12, 4 * GIB, 0, 0, GIB, num_blocks=1024)
+    assert found == MemoryPlan(12, 0, 12, 4 * GIB, 0, 0, GIB, num_blocks=1024)
 
 
 def test_offloaded_layers_share_two_staging_buffers() -> None:
@@ -44,14 +44,6 @@ def test_the_kv_pool_gets_what_a_limit_leaves() -> None:
 def test_on_cuda_it_gets_nine_tenths_of_what_is_free() -> None:
     found = plan(default_kv_bytes=None, available_bytes=14 * GIB)
     assert found.kv_bytes == 9 * GIB
-
-
-@pytest.mark.parametrize("interval", [0, 13])
-def test_an_interval_that_the_model_does_not_have_is_refused(interval: int) -> None:
-    with pytest.raises(
-        ConfigError, match=rf"`offload_interval` must be none, auto or .* 12, .* got {interval}\."
-    ):
-        plan(interval=interval)
 
 
 def test_what_is_not_available_is_refused_with_what_would_fit() -> None:
@@ -94,7 +86,7 @@ def test_a_plan_fits_its_limit_and_advice_is_true(
     kv_bytes: int | None,
     interval: int | None,
 ) -> None:
-    weights = WeightSizes(num_layers, layer_bytes, other_bytes)
+    weights = WeightSizes((num_layers,), layer_bytes, other_bytes)
     interval = None if interval is None else min(interval, num_layers)
     fixed = {"kv_bytes": kv_bytes, "activation_bytes": activation_bytes}
     try:

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from backfill.core.config import GIB, EngineConfig
-from backfill.core.errors import InsufficientMemory
+from backfill.core.errors import ConfigError, InsufficientMemory
 from backfill.execution import sizing
-from backfill.execution.memory import WeightSizes, activation_bytes
+from backfill.execution.memory import MemoryPlan, WeightSizes, activation_bytes
 from backfill.execution.sizing import RankPlan, plan_rank
 from backfill.models.config import ModelConfig
 from backfill.models.placement import ModelPlacement
@@ -90,6 +90,31 @@ def test_the_host_pool_is_divided_like_the_device_pool(config: EngineConfig) -> 
             assert plan.num_host_blocks == plan.num_blocks
         for plan in plans(replace(config, host_kv_gib=None), 2, 2, device):
             assert plan.num_host_blocks == plan.num_blocks
+
+
+def test_each_stage_offloads_one_of_so_many_of_its_own_layers(tmp_path: Path, config: EngineConfig) -> None:
+    model = dummy_config(tmp_path, **MODEL | {"num_hidden_layers": 14})
+    config = replace(model, device_memory=1.0, kv_gib=None)
+    stages = (range(8), range(8, 14))
+    placement = ModelPlacement(ModelConfig.from_folder(config.model_dir), 2, stages)
+
+    def memory(interval: int | None, rank: int = 0, device: torch.device = CPU) -> MemoryPlan:
+        divided = replace(config, offload_interval=interval or "none")
+        return plan_rank(divided, placement, rank, device, torch.float32).memory
+
+    together, resident = memory(3), memory(None)
+    assert (together.num_layers, together.num_offloaded) == (14, 2 + 2)
+    assert together.num_device_layers == 14
+    assert (memory(2).num_offloaded, memory(2).num_device_layers) == (4 + 3, 8 - 2 + 6 - 1)
+    assert (resident.num_offloaded, resident.num_device_layers) == (0, 14)
+    assert memory(2).kv_bytes > resident.kv_bytes
+    of_each = [memory(7, rank, CUDA) for rank in (0, 2)]
+    assert [each.num_offloaded for each in of_each] == [1, 0]
+    assert [each.num_layers for each in of_each] == [8, 6]
+    with pytest.raises(ConfigError, match=r"at most 8, the layers of the largest stage, got 9"):
+        memory(9)
+    with pytest.raises(ConfigError, match=r"at most 14, the model's layers, got 15"):
+        plans(replace(config, offload_interval=15), 2, 1)
 
 
 def test_activations_and_weights_are_of_the_ranks_part(config: EngineConfig) -> None:

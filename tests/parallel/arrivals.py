@@ -29,13 +29,15 @@ from backfill.core.plan import (
 from backfill.core.request import RequestId
 from backfill.core.sampling import SamplingParams
 from backfill.execution.executor import ExecutorInfo
-from backfill.execution.shard_executor import ShardExecutor
+from backfill.execution.micro_batches import MicroBatchStreams
+from backfill.execution.stage import Stage
+from backfill.execution.torch_executor import TorchExecutor
 from backfill.models.decoder import HiddenState
 from backfill.models.shard import ModelShard
 from backfill.parallel.connect import connect_by_memory
 from backfill.parallel.rank import RankContext
 from backfill.parallel.shared_memory_link import RowShape
-from tests.parallel.rank_threads import RankThreads, Sizes
+from tests.parallel.rank_threads import CPU, RankThreads, Sizes
 
 _ROWS = {"offline": 3, "online": 2}
 
@@ -65,14 +67,15 @@ class AddingModel:
 
 
 def load_adding(num_layers: int, sizes: Sizes) -> Any:
-    def load(context: RankContext) -> ShardExecutor:
+    def load(context: RankContext) -> TorchExecutor:
         links = connect_by_memory(context, RowShape(16, 2, torch.float32))
         each = num_layers // sizes.pipeline
         layers = range(each * context.stage, each * (context.stage + 1))
         info = ExecutorInfo(8, 8, 64, 200, (), "cpu", "float32", num_layers=num_layers, can_stop=True)
         pool = torch.zeros(8, len(layers), 2, 1, 8, 1)
         model: Any = AddingModel(ModelShard(links.group, layers, num_layers))
-        return ShardExecutor(model, pool, info, links, context.stop.is_requested)
+        stage = Stage(model.shard, links, context.stop)
+        return TorchExecutor(model, pool, info, MicroBatchStreams(CPU, 1), stage=stage)
 
     return load
 
@@ -175,7 +178,7 @@ def _ids() -> list[RequestId]:
 
 def _check(ranks: RankThreads, plan: StepPlan, found: Arrivals) -> StepOutcome:
     outcome = ranks.run(plan)
-    tensor = ranks.ranks[0]._shard.group.size
+    tensor = ranks.ranks[0]._stage.shard.group.size
     for stage in range(len(ranks.ranks) // tensor):
         of_stage = ranks.outcomes[stage * tensor : (stage + 1) * tensor]
         stops = {(each.layers_done, each.suspended, each.discarded) for each in of_stage if each is not None}

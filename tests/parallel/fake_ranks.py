@@ -1,7 +1,7 @@
 """Ranks without a model for the processes of a ``ParallelExecutor``: they do what requests are called.
 
-A request ``r0:raise`` makes rank 0 raise, ``*:raise`` all ranks, ``r1:kill`` kills rank 1, ``r1:hang`` makes
-it wait forever, ``r1:slow`` for a moment.
+A request ``r0:raise`` makes rank 0 raise, ``*:raise`` all ranks, ``r1:kill`` kills rank 1, ``r1:stop`` stops
+its process, ``r1:hang`` makes it wait forever, ``r1:wait`` in an exchange in layer 3, ``r1:slow`` a moment.
 """
 
 from __future__ import annotations
@@ -79,6 +79,14 @@ class FakeRank:
             os.kill(os.getpid(), signal.SIGKILL)
         if what == "hang":
             time.sleep(3600.0)
+        if what == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if what == "wait":
+            assert self._context.progress is not None
+            progress = self._context.progress.of_rank(self._context.rank)
+            progress.begin_layer(3)
+            with progress.exchanging():
+                time.sleep(3600.0)
         if what == "slow":
             time.sleep(0.2)
 

@@ -18,9 +18,12 @@ from backfill.core.plan import SampledToken, StepOutcome, StepPlan
 from backfill.execution.collectives import RankLinks
 from backfill.execution.copies import create_copier
 from backfill.execution.executor import ExecutorInfo
-from backfill.execution.shard_executor import ShardExecutor
+from backfill.execution.micro_batches import MicroBatchStreams
+from backfill.execution.offloading import create_streamer
+from backfill.execution.stage import Stage
+from backfill.execution.torch_executor import TorchExecutor
 from backfill.kernels import create_kernels
-from backfill.models.build import build_model
+from backfill.models.build import build_model, build_without_layers
 from backfill.models.config import ModelConfig
 from backfill.models.placement import ModelPlacement
 from backfill.models.shard import ModelShard
@@ -66,7 +69,7 @@ class Interruptions:
         return self._model.logits(*arguments)
 
 
-LoadRank = Callable[[RankContext], ShardExecutor]
+LoadRank = Callable[[RankContext], TorchExecutor]
 
 
 @dataclass
@@ -80,6 +83,7 @@ class RankThreads:
 
     Attributes:
         ranks: the executor of each rank.
+        change: what becomes of each plan before the ranks get it.
         outcomes: of each rank, of the last step collected; None where it failed.
         errors: of each rank, of the last step collected.
     """
@@ -95,7 +99,8 @@ class RankThreads:
         self._copied: dict[Any, int] = {}
         self.outcomes: list[StepOutcome | None] = []
         self.errors: list[Exception | None] = []
-        self.ranks: list[ShardExecutor] = []
+        self.ranks: list[TorchExecutor] = []
+        self.change: Callable[[StepPlan], StepPlan] = lambda plan: plan
         self._threads: list[threading.Thread] = []
         for rank in range(sizes.tensor * sizes.pipeline):
             context = RankContext(rank, sizes.tensor, sizes.pipeline, self._stop, 0, None, memory_fd)
@@ -104,7 +109,7 @@ class RankThreads:
             self._done.append(queue.SimpleQueue())
             self._threads.append(threading.Thread(target=self._serve, args=(rank,), daemon=True))
         os.close(memory_fd)
-        stages = [rank._shard.layers for rank in self.ranks[:: sizes.tensor]]
+        stages = [rank._stage.layers for rank in self.ranks[:: sizes.tensor]]
         self.info = replace(
             self.ranks[0].info,
             max_steps_in_flight=sizes.pipeline,
@@ -122,6 +127,7 @@ class RankThreads:
                 self._done[rank].put(_Done(None, error))
 
     def submit(self, plan: StepPlan) -> None:
+        plan = self.change(plan)
         message = plan, [(each.request_id, each.token_id) for each in self._sampled]
         self._sampled = []
         self._in_flight.append(plan)
@@ -176,20 +182,31 @@ def load_tiny(
     block_size: int = 8,
     num_host_blocks: int = 0,
     stages: Sequence[range] | None = None,
+    interval: int | None = None,
+    num_micro_batches: int = 1,
     connect: Callable[[RankContext, RowShape], RankLinks] = connect_by_memory,
 ) -> LoadRank:
-    """Loads a rank of a float32 model. Its layers are wrapped in ``Interruptions``."""
+    """Loads a rank of a float32 model. Its layers are wrapped in ``Interruptions``.
+
+    Args:
+        interval: of offloaded layers; None: all are resident.
+    """
     config = ModelConfig.from_folder(str(model_dir))
     placement = ModelPlacement.of(config, sizes.tensor, sizes.pipeline)
     layers_of = tuple(stages) if stages is not None else placement.stages
 
-    def load(context: RankContext) -> ShardExecutor:
+    def load(context: RankContext) -> TorchExecutor:
         links = connect(context, RowShape(MAX_ROWS, config.hidden_size, torch.float32))
         shard = ModelShard(links.group, layers_of[context.stage], config.num_layers)
         checkpoint = Checkpoint.open(str(model_dir), dtype=torch.float32, load_format="auto", seed=0)
-        model = build_model(
-            config, checkpoint, create_kernels(CPU), max_positions=128, device=CPU, shard=shard
-        )
+        streams = MicroBatchStreams(CPU, num_micro_batches)
+        build = build_model if interval is None else build_without_layers
+        model = build(config, checkpoint, create_kernels(CPU), max_positions=128, device=CPU, shard=shard)
+        streamer = None
+        if interval is not None:
+            streamer = create_streamer(
+                model, checkpoint, name="tiny", interval=interval, device=CPU, streams=streams
+            )
         layout = KVLayout(
             num_layers=len(shard.layers),
             num_kv_heads=shard.sizes(config).kv_heads.length,
@@ -213,6 +230,7 @@ def load_tiny(
         kv_pool = torch.full(layout.shape(num_blocks), 7.0)
         copier = create_copier(kv_pool, num_host_blocks) if num_host_blocks else None
         wrapped: Any = Interruptions(model)
-        return ShardExecutor(wrapped, kv_pool, info, links, context.stop.is_requested, copier)
+        stage = Stage(shard, links, context.stop)
+        return TorchExecutor(wrapped, kv_pool, info, streams, copier, streamer, stage=stage)
 
     return load

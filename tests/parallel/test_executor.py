@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -30,6 +31,7 @@ from tests.parallel.fake_ranks import (
     token_of,
 )
 from tests.parallel.processes import num_open_files, wait_ended
+from tests.patience import with_more_time
 
 TWO = EngineConfig(tensor_parallel_size=2)
 NAMES = ("a", "b", "r0:raise", "r1:raise", "*:raise")
@@ -136,13 +138,29 @@ def test_a_step_fails_if_it_fails_on_a_rank_and_the_next_one_runs(
 
 
 def test_ranks_that_do_not_come_out_of_a_failed_step_are_ended() -> None:
-    executor = ParallelExecutor(TWO, 1, load_fake, failed_step_s=0.2)
-    pids = executor.pids
-    with pytest.raises(ExecutorDead, match=r"Step 3 failed \(ValueError.* on rank 0\).*come out of it: 1\."):
-        executor.run(plan_of(3, "r1:hang", "r0:raise"))
-    wait_ended(pids)
-    with pytest.raises(ExecutorDead, match="Step 3 failed"):
-        executor.run(plan_of(4, "a"))
+    def attempt(factor: float) -> None:
+        executor = ParallelExecutor(TWO, 1, load_fake, failed_step_s=0.2 * factor)
+        pids = executor.pids
+        match = r"Step 3 failed \(ValueError.* on rank 0\).* did not come out of it .*: rank 1 "
+        with pytest.raises(ExecutorDead, match=match):
+            executor.run(plan_of(3, "r1:hang", "r0:raise"))
+        wait_ended(pids)
+        with pytest.raises(ExecutorDead, match="Step 3 failed"):
+            executor.run(plan_of(4, "a"))
+
+    with_more_time(attempt)
+
+
+def test_a_step_that_stands_still_ends_all_and_says_where() -> None:
+    def attempt(factor: float) -> None:
+        executor = ParallelExecutor(replace(TWO, engine_hang_timeout=factor), 1, load_fake)
+        executor.run(plan_of(6, "a"))
+        match = r"Step 7 .* still for .* s: rank 1 stands still .*; rank 0 waits for others in layer 3\."
+        with pytest.raises(ExecutorDead, match=match):
+            executor.run(plan_of(7, "r0:wait", "r1:stop"))
+        wait_ended(executor.pids)
+
+    with_more_time(attempt)
 
 
 def test_a_rank_that_is_killed_in_a_step_ends_all(mortal: ParallelExecutor) -> None:

@@ -11,7 +11,7 @@ from backfill.core.config import GIB, EngineConfig, SchedulerConfig
 from backfill.engine.engine import Engine
 from backfill.execution.create import create_torch_executor
 from backfill.execution.executor import Executor
-from backfill.execution.shard_executor import ShardExecutor
+from backfill.execution.torch_executor import TorchExecutor
 from backfill.parallel import load
 from backfill.parallel.connect import connect_by_torch
 from backfill.parallel.create import create_parallel_executor
@@ -20,7 +20,7 @@ from tests.builders import make_request
 from tests.models.tiny import save_tiny_model
 
 
-def load_over_gloo(config: EngineConfig, context: RankContext) -> ShardExecutor:
+def load_over_gloo(config: EngineConfig, context: RankContext) -> TorchExecutor:
     with mock.patch.object(load, "connect", connect_by_torch):
         return load.load_rank(config, context)
 

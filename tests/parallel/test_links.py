@@ -176,6 +176,8 @@ def test_the_receiver_has_closed() -> None:
 
 
 def test_a_message_that_does_not_fit_is_refused() -> None:
-    sender, _ = shared_memory_links()
-    with pytest.raises(AssertionError, match="7 rows, at most 6 fit"):
+    sender, receiver = shared_memory_links()
+    with pytest.raises(ValueError, match="7 tokens, and at most 6 fit"):
         sender.send(StageHeader(0), HiddenState(torch.zeros(7, 5), None))
+    sender.send(*message(1))  # nothing of the refused one was queued
+    assert_same(receiver.receive(), 1)

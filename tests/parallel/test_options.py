@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from backfill.core.config import EngineConfig
+from backfill.core.config import EngineConfig, SchedulerConfig
 from backfill.core.errors import ConfigError
 from backfill.execution import machine
 from backfill.execution.create import check_threads
@@ -27,16 +27,26 @@ from tests.models.tiny import save_tiny_model
             "`tensor_parallel_size` 16 times `pipeline_parallel_size` 8 is 128 processes, and at most 64 are",
         ),
         (
-            {"tensor_parallel_size": 2, "offload_interval": 4},
-            "`offload_interval` 4 is not supported with `tensor_parallel_size` 2",
-        ),
-        (
             {"pipeline_parallel_size": 2, "offload_interval": "auto"},
-            "`offload_interval` auto is not supported with `pipeline_parallel_size` 2",
+            "`offload_interval` auto is not supported with `pipeline_parallel_size` 2; give a number",
         ),
         (
-            {"pipeline_parallel_size": 3, "num_micro_batches": 2},
-            "`num_micro_batches` 2 is not supported with `pipeline_parallel_size` 3",
+            {
+                "tensor_parallel_size": 2,
+                "offload_interval": 4,
+                "min_offload_interval": 2,
+                "scheduler": SchedulerConfig(policy="slo"),
+            },
+            "`min_offload_interval` is not supported with `tensor_parallel_size` 2",
+        ),
+        (
+            {
+                "pipeline_parallel_size": 2,
+                "offload_interval": 4,
+                "offload_bus": "left",
+                "offload_bus_gib_per_s": 1.0,
+            },
+            "`offload_bus` is not supported with `pipeline_parallel_size` 2",
         ),
         (
             {"tensor_parallel_size": 4, "threads": 3},

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, rule
 
 from backfill.core.block import BlockCopy, BlockMove, BlockRef, SlotCopy
 from backfill.core.plan import (
@@ -31,8 +31,8 @@ from backfill.core.plan import (
 )
 from backfill.core.request import RequestId
 from backfill.core.sampling import SamplingParams
-from backfill.parallel.messages import StepDone, outcome_of, sampling_ids, step_done
-from backfill.parallel.plan_codec import PlanDecoder, PlanEncoder
+from backfill.parallel.messages import StepDone, outcome_of, sampled_of, step_done
+from backfill.parallel.plan_codec import PlanDecoder, PlanEncoder, Sampled
 
 IDS = st.sampled_from([RequestId(name) for name in "abcdef"])
 NUMBERS = st.integers(0, 2000)
@@ -66,6 +66,10 @@ OTHERS: dict[str, st.SearchStrategy[Any]] = {
 }
 
 
+def sampling_ids(plan: StepPlan) -> tuple[RequestId, ...]:
+    return tuple(scheduled.request_id for scheduled in plan.slices if scheduled.samples)
+
+
 def _with_tuples(plan: StepPlan) -> StepPlan:
     """A decoded table is a list, which may grow."""
     if isinstance(plan.work, WaitForCopies):
@@ -80,19 +84,23 @@ class Codec(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.encoder, self.decoders = PlanEncoder(), [PlanDecoder(), PlanDecoder()]
-        self.slices: tuple[ScheduledSlice, ...] = ()
+        self.slices: list[tuple[ScheduledSlice, ...]] = [(), ()]  # of the last steps
         self.step = 0
 
     def send(self, work: Work, sampled: Sequence[SampledToken], **others: Any) -> int:
         plan = StepPlan(self.step, work, **others)
         self.step += 1
-        data = self.encoder.encode(plan, sampled)
+        columns = Sampled(*zip(*((each.request_id, each.token_id) for each in sampled), strict=True))
+        data = self.encoder.encode(plan, columns)
+        assert self.encoder.sampling_ids() == sampling_ids(plan)
         for decoder in self.decoders:
             decoded, tokens = decoder.decode(data)
             assert _with_tuples(decoded) == plan
             assert tokens == [(each.request_id, each.token_id) for each in sampled]
+        if self.step % 4:
+            self.decoders[0].prepare()
         if not isinstance(work, WaitForCopies):
-            self.slices = work.slices
+            self.slices = [work.slices, self.slices[0]]
         return len(data)
 
     @rule(slices=SLICES, points=st.none() | SAFEPOINTS, keeps=st.booleans(), sampled=SAMPLED, data=st.data())
@@ -121,16 +129,16 @@ class Codec(RuleBasedStateMachine):
     def wait(self, keeps: bool) -> None:
         self.send(WaitForCopies(keeps), ())
 
-    @precondition(lambda self: self.slices)
-    @rule(new_block=st.none() | NUMBERS)
-    def decode(self, new_block: int | None) -> None:
-        sampled = [SampledToken(each.request_id, 5) for each in self.slices]
+    @rule(ago=st.integers(0, 1), new_block=st.none() | NUMBERS)
+    def decode(self, ago: int, new_block: int | None) -> None:
+        last = self.slices[ago]
+        sampled = [SampledToken(each.request_id, 5) for each in last]
         tail = () if new_block is None else (BlockRef(new_block),)
         slices = tuple(
             each._replace(
                 start=each.start + each.num_tokens, blocks=(*each.blocks, *tail) if tail else each.blocks
             )
-            for each in self.slices
+            for each in last
         )
         self.send(Compute(slices), sampled)
 
@@ -141,15 +149,13 @@ TestCodec.settings = settings(max_examples=40, stateful_step_count=10, deadline=
 
 def test_a_step_of_decodes_costs_bytes_for_its_tokens_alone() -> None:
     ids = [RequestId(f"chatcmpl-{number:032x}") for number in range(256)]
-    tables = [tuple(BlockRef(300 + number) for number in range(200))] * 256
+    table = tuple(BlockRef(300 + number) for number in range(200))
     codec = Codec()
-    for step in range(3):
-        slices = tuple(
-            ScheduledSlice(each, 3200 + step, 1, table, samples=True)
-            for each, table in zip(ids, tables, strict=True)
-        )
-        size = codec.send(Compute(slices), [SampledToken(each, 1000) for each in ids] if step else ())
-    assert size < 8 * 256
+    for step in range(6):
+        mine = ids[:128] if step % 2 else ids[128:]  # two steps in flight have different requests
+        slices = tuple(ScheduledSlice(each, 3200 + step // 2, 1, table, samples=True) for each in mine)
+        size = codec.send(Compute(slices), [SampledToken(each, 1000) for each in mine] if step > 1 else ())
+    assert size < 8 * 128
 
 
 OUTCOMES = st.builds(
@@ -177,4 +183,4 @@ def test_outcomes(slices: tuple[ScheduledSlice, ...], outcome: StepOutcome, data
     tokens = tuple(SampledToken(each, data.draw(NUMBERS), data.draw(logprobs)) for each in sampling)
     outcome = replace(outcome, sampled=tokens)
     report = msgspec.msgpack.decode(msgspec.msgpack.encode(step_done(plan.step, outcome)), type=StepDone)
-    assert outcome_of(report, sampling_ids(plan)) == outcome
+    assert outcome_of(report, sampled_of(report, sampling_ids(plan))) == outcome

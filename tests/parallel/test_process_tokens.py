@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from backfill.core.config import GIB, EngineConfig
+from backfill.core.plan import Compute, StepPlan
 from backfill.execution.create import create_torch_executor
 from backfill.execution.profile import profile_key
 from backfill.parallel.create import create_executor
@@ -16,17 +17,35 @@ from tests.parallel.processes import wait_ended
 from tests.parallel.test_rank_tokens import tokens
 
 
-@pytest.mark.parametrize("name", ["tensor_parallel_size", "pipeline_parallel_size"])
-def test_tokens_of_processes_are_those_of_one(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"tensor_parallel_size": 2, "offload_interval": 1},
+        {"pipeline_parallel_size": 2, "num_micro_batches": 2},
+    ],
+    ids=["tp2-offloaded", "pp2-micro-batches"],
+)
+def test_tokens_of_processes_are_those_of_one(
+    sizes: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BACKFILL_CACHE_ROOT", str(tmp_path / "cache"))
     save_tiny_model("llama", tmp_path)
     common = {"model_dir": str(tmp_path), "dtype": "float32", "block_size": 8, "device": "cpu", "threads": 2}
     alone = EngineConfig(kv_gib=2**20 / GIB, **common)  # type: ignore[arg-type]
-    divided = EngineConfig(kv_gib=2**20 / GIB, **common, **{name: 2})  # type: ignore[arg-type]
+    divided = EngineConfig(kv_gib=2**20 / GIB, **common, **sizes)  # type: ignore[arg-type]
     expected = create_torch_executor(alone)
     executor = create_executor(divided)
     assert isinstance(executor, ParallelExecutor)
     try:
         assert tokens(executor) == tokens(expected)
+        offloaded = "offload_interval" in sizes
+        assert executor.info.offload_interval == (1 if offloaded else None)
+        files = list(tmp_path.rglob("*.layers"))
+        assert len(files) == (2 if offloaded else 0)
+        if offloaded:
+            plan = StepPlan(step=10_000, work=Compute(()))
+            assert executor.run(plan).weight_transfers.interval == 1
+            assert executor.info.layer_bytes > 0
         assert executor.info.block_bytes == expected.info.block_bytes
         assert executor.info.num_blocks == expected.info.num_blocks
         executor.fill_kv_pool(executor.info.num_blocks)

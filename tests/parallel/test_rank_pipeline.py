@@ -92,7 +92,7 @@ def test_a_step_is_suspended_while_the_one_behind_it_runs_and_resumes_stage_by_s
     # One stage more: the second one then keeps what the first one kept before.
     partly = ranks.run(StepPlan(3, Resume((FIRST[0],), 2, 0.0, SUSPENDS)))
     assert (partly.suspended, partly.layers_done, partly.sampled) == (("offline-a",), 4, ())
-    assert [bool(rank._suspended_in) for rank in ranks.ranks[:: len(ranks.ranks) // 3]] == [
+    assert [bool(rank._suspended) for rank in ranks.ranks[:: len(ranks.ranks) // 3]] == [
         False,
         True,
         False,
@@ -117,7 +117,7 @@ def test_two_steps_are_suspended_at_a_time(ranks: RankThreads, expected: list[di
         outcomes.append(ranks.run(StepPlan(step, Resume((slices[0],), 4, 0.0, SUSPENDS))))
     assert tokens(*outcomes) == expected[0]
     ranks.run(StepPlan(4, Compute(())))
-    assert all(rank._suspended_in == {} for rank in ranks.ranks)
+    assert all(rank._suspended == {} for rank in ranks.ranks)
 
 
 @pytest.mark.parametrize("keeps_suspended", [True, False])
@@ -132,7 +132,7 @@ def test_discarded_and_dropped_slices_are_computed_again(
     work = Compute(tuple(SECOND), safepoints=points, keeps_suspended=keeps_suspended)
     discarded = ranks.run(StepPlan(1, work, ADMITTED[2:]))
     assert (discarded.discarded, discarded.layers_done) == (("offline-b",), 2)
-    assert [bool(rank._suspended_in) for rank in ranks.ranks[:: len(ranks.ranks) // 3]] == [
+    assert [bool(rank._suspended) for rank in ranks.ranks[:: len(ranks.ranks) // 3]] == [
         keeps_suspended,
         False,
         False,

@@ -74,7 +74,7 @@ def before_layers(ranks: RankThreads, callback: Callable[[int, int, int], None] 
             model.before_layer = lambda layer: None
         else:
             model.before_layer = lambda layer, number=number, rank=rank: callback(
-                number, rank._exchanged.step, layer
+                number, rank._stage.step, layer
             )
 
 
@@ -100,7 +100,7 @@ def drain(engine: Engine, ranks: RankThreads) -> None:
     assert engine.scheduler.kv.counts.referenced == 0
     for rank in ranks.ranks:
         assert rank._states == {}
-        assert rank._suspended_in == {}
+        assert rank._suspended == {}
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +126,7 @@ def run_disturbed(
     for request in offline:
         engine.add(request)
     arrived: set[int] = set()
-    size = ranks.ranks[0]._links.group.size
+    size = ranks.ranks[0]._stage.shard.group.size
 
     def arrive(rank: int, step: int, layer: int) -> None:
         number = arrivals.get((step, layer))
@@ -195,7 +195,8 @@ def test_a_step_that_fails_on_one_rank_fails_on_those_that_need_it_and_the_next_
     ranks: RankThreads, expected: dict[str, list[int]], failing_rank: int, layer: int
 ) -> None:
     failing_rank %= len(ranks.ranks)
-    layer = ranks.ranks[failing_rank]._shard.layers[layer % len(ranks.ranks[failing_rank]._shard.layers)]
+    layers = ranks.ranks[failing_rank]._stage.layers
+    layer = layers[layer % len(layers)]
     engine = make_engine(ranks)
     offline = requests(ServiceClass.OFFLINE, OFFLINE_SHAPES)
     for request in offline:
@@ -213,7 +214,7 @@ def test_a_step_that_fails_on_one_rank_fails_on_those_that_need_it_and_the_next_
         errors.append(ranks.errors)
     before_layers(ranks, None)
     kinds = [type(error) for error in errors[0]]
-    size = ranks.ranks[0]._links.group.size
+    size = ranks.ranks[0]._stage.shard.group.size
     stage = failing_rank // size
     assert kinds[failing_rank] is ZeroDivisionError
     needing = set(range(stage * size, len(kinds))) - {failing_rank}

@@ -64,6 +64,23 @@ def test_messages_that_fit_wait_for_readers_that_come_late(rounds: Sequence[Sequ
         assert [late.read() for _ in messages] == list(messages)
 
 
+def test_an_announced_message_is_waited_for_and_one_that_never_comes_is_not() -> None:
+    writer, (reader,) = ring(64, 1)
+    writer.announce()
+    assert not reader.wait(0.001)
+    thread = threading.Thread(target=lambda: (writer.announce(), writer.write(b"1")))
+    thread.start()
+    assert reader.read() == b"1"
+    thread.join(TIMEOUT_S)
+    writer.write(b"2")
+    writer.write(b"3")
+    assert reader.wait(TIMEOUT_S)
+    assert reader.read() == b"2"
+    assert reader.wait(TIMEOUT_S), "taken off the ring with the one before it"
+    assert reader.read() == b"3"
+    assert not reader.wait(0)
+
+
 def test_a_writer_gives_up_if_nobody_reads_any_more() -> None:
     class Ended(Exception):
         pass

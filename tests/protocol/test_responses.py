@@ -6,6 +6,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 
+from backfill.core.errors import EngineDead
 from backfill.core.plan import TokenLogprobs
 from backfill.core.request import FinishReason
 from backfill.generation.generator import TextDelta
@@ -15,6 +16,7 @@ from backfill.protocol.responses import (
     ChatShape,
     CompletionShape,
     Response,
+    error_of,
 )
 from tests.protocol.builders import make_generation
 
@@ -103,3 +105,9 @@ def test_running_usage_has_the_cached_tokens_from_the_first_chunk_on() -> None:
     for finish_reason in (None, FinishReason.STOP):
         chunks = response.chunks(0, delta(16, finish_reason))
         assert {cached(chunk["usage"]) for chunk in chunks} == {16}
+
+
+def test_the_death_of_an_engine_is_no_overload() -> None:
+    status, body = error_of(EngineDead("The engine process ended: rank 1 of 2 was killed by signal 9."))
+    assert (status, body["error"]["code"]) == (503, "service_unavailable")
+    assert "rank 1 of 2 was killed" in body["error"]["message"]

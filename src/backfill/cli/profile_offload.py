@@ -27,6 +27,11 @@ def measure_record(
     config: EngineConfig, *, is_quick: bool, out: Path | None, on_load: OnLoad
 ) -> tuple[Analysis, Path]:
     """Measure the record and save it in ``out``, or where engines look for it. Raises: BackfillError."""
+    if config.num_ranks > 1:
+        raise ConfigError(
+            f"is measured in one process, and these are {config.num_ranks} ranks; leave one of them out.",
+            field="offload",
+        )
     from backfill.execution.analyzer import analyze, record_path
     from backfill.offloading.loads import FULL_LOADS, QUICK_LOADS
 

@@ -384,10 +384,11 @@ class EngineConfig:
         split = next((f"`{name}` {size}" for name, size in sizes.items() if size > 1), None)
         if split is None:
             return
-        if self.offload_interval != "none":
-            raise ConfigError(f"`offload_interval` {self.offload_interval} is not supported with {split}.")
-        if self.num_micro_batches != 1:
-            raise ConfigError(f"`num_micro_batches` {self.num_micro_batches} is not supported with {split}.")
+        if self.offload_interval == "auto":
+            raise ConfigError(f"`offload_interval` auto is not supported with {split}; give a number.")
+        for name in ("min_offload_interval", "offload_bus"):
+            if getattr(self, name) is not None:
+                raise ConfigError(f"`{name}` is not supported with {split}.")
         if self.threads is not None and self.threads < self.num_ranks:
             raise ConfigError(
                 f"`threads` {self.threads} is less than the {self.num_ranks} processes of {split}, each "

@@ -20,6 +20,7 @@ from backfill.execution.micro_batches import MicroBatchStreams
 from backfill.execution.offloading import LayerStreamer, create_streamer
 from backfill.execution.reserved_memory import ReservedMemory
 from backfill.execution.sizing import RankPlan, kv_layout, plan_device, plan_rank, step_bytes, weight_sizes
+from backfill.execution.stage import Stage
 from backfill.execution.torch_executor import TorchExecutor
 from backfill.execution.warm_up import warm_up, warm_up_slot_copies
 from backfill.kernels import create_kernels
@@ -29,7 +30,6 @@ from backfill.models.generation_config import GenerationDefaults, end_token_ids
 from backfill.models.placement import ModelPlacement
 from backfill.models.shard import whole_model
 from backfill.models.weights import Checkpoint
-from backfill.offloading.interval import offloaded_layers
 
 logger = logging.getLogger(__name__)
 
@@ -53,65 +53,95 @@ def create_torch_executor(config: EngineConfig, bus: Bus | None = None) -> Torch
         raise ConfigError("`min_offload_interval` is supported with `device` cpu only.")
     if device.type == "cpu":
         torch.set_num_threads(config.threads or available_processors())
-    plan = plan_rank(config, ModelPlacement.of(model_config), 0, device, dtype)
-    info = _executor_info(config, model_config, plan, device, dtype)
+    placement = ModelPlacement.of(model_config)
+    plan = plan_rank(config, placement, 0, device, dtype)
+    stage = Stage.whole(model_config.num_layers)
+    executor = load_executor(config, placement, plan, stage, device, dtype, bus)
+    warm_up(executor)
+    if executor.info.num_host_blocks and config.scheduler.shares_blocks:
+        warm_up_slot_copies(executor)
+    return executor
+
+
+def load_executor(
+    config: EngineConfig,
+    placement: ModelPlacement,
+    plan: RankPlan,
+    stage: Stage,
+    device: torch.device,
+    dtype: torch.dtype,
+    bus: Bus | None = None,
+) -> TorchExecutor:
+    """Load what one rank has of the model, and allocate its part of the KV pools.
+
+    Args:
+        plan: of the rank.
+        stage: its place among others.
+    Raises: ModelError, InsufficientMemory.
+    """
+    model_config, interval = placement.config, config.offload_every
+    info = _executor_info(config, placement, plan, device, dtype)
     checkpoint = Checkpoint.open(
         config.model_dir, dtype=dtype, load_format=config.load_format, seed=config.seed
     )
     streams = MicroBatchStreams(device, config.num_micro_batches)
-    build = build_model if info.offload_interval is None else build_without_layers
+    build = build_model if interval is None else build_without_layers
     model = build(
-        model_config, checkpoint, create_kernels(device), max_positions=info.max_model_len, device=device
+        model_config,
+        checkpoint,
+        create_kernels(device),
+        max_positions=plan.max_model_len,
+        device=device,
+        shard=stage.shard,
     )
     streamer: LayerStreamer | None = None
-    if info.offload_interval is not None:
+    if interval is not None:
         streamer = create_streamer(
             model,
             checkpoint,
             name=f"{model_config.shape_key}-{info.dtype}",
-            interval=info.offload_interval,
-            num_buffers=plan.memory.num_device_layers,
+            interval=interval,
             device=device,
             streams=streams,
             resizable=info.min_offload_interval is not None,
             throttle=None if bus is None else bus.weights,
         )
-        _log_offloading(info.num_layers, info.offload_interval, plan.memory)
+        if device.type != "cpu" or (stage.shard.is_first and stage.shard.group.rank == 0):
+            _log_offloading(interval, plan.memory)
     kv_pool, pool_memory = _create_pool(plan.layout, info, dtype, device)
     copier: BlockCopier | None = None
     if info.num_host_blocks:
         throttle = bus.copies if bus is not None and device.type == "cpu" else None
         copier = create_host_copier(kv_pool, plan.layout, info.num_host_blocks, throttle)
-    executor = TorchExecutor(model, kv_pool, info, streams, copier, streamer, pool_memory)
-    warm_up(executor)
-    if copier is not None and config.scheduler.shares_blocks:
-        warm_up_slot_copies(executor)
-    return executor
+    return TorchExecutor(model, kv_pool, info, streams, copier, streamer, pool_memory, stage)
 
 
 def _executor_info(
     config: EngineConfig,
-    model_config: ModelConfig,
+    placement: ModelPlacement,
     plan: RankPlan,
     device: torch.device,
     dtype: torch.dtype,
 ) -> ExecutorInfo:
-    """What the executor will be: known before anything is loaded."""
+    """What a rank's executor will be: known before anything is loaded."""
+    model_config, stages = placement.config, placement.stages
+    interval = config.offload_every
     return ExecutorInfo(
         num_blocks=plan.num_blocks,
         block_size=config.block_size,
         max_model_len=plan.max_model_len,
         vocab_size=model_config.vocab_size,
         end_token_ids=end_token_ids(model_config, GenerationDefaults.from_folder(config.model_dir)),
-        device=str(device),
+        device=device.type,
         dtype=str(dtype).removeprefix("torch."),
         num_layers=model_config.num_layers,
         can_stop=True,
         num_host_blocks=plan.num_host_blocks,
         block_bytes=plan.layout.block_bytes,
-        offload_interval=config.offload_every,
+        offload_interval=interval,
         min_offload_interval=config.min_offload_interval,
-        layer_bytes=plan.memory.host_layers_bytes // model_config.num_layers,
+        layer_bytes=0 if interval is None else weight_sizes(placement.shards(), dtype, device).layer_bytes,
+        stage_layers=tuple(map(len, stages)) if len(stages) > 1 else (),
     )
 
 
@@ -181,22 +211,21 @@ def choose_dtype(config: EngineConfig, model_config: ModelConfig, device: torch.
     return _TORCH_DTYPES[name]
 
 
-def _log_offloading(num_layers: int, interval: int, memory: MemoryPlan) -> None:
-    num_offloaded = len(offloaded_layers(num_layers, interval))
+def _log_offloading(interval: int, memory: MemoryPlan) -> None:
     logger.info(
         "%d of %d layers are offloaded; device memory has %d layers and staging buffers, weights of %.2f GiB "
         "in all, and %d KV blocks",
-        num_offloaded,
-        num_layers,
+        memory.num_offloaded,
+        memory.num_layers,
         memory.num_device_layers,
         memory.weights_bytes / GIB,
         memory.num_blocks,
     )
-    if memory.num_device_layers == num_layers:
+    if memory.num_device_layers == memory.num_layers:
         logger.warning(
             "offload_interval %d saves no memory: %d layers are offloaded, into as many staging buffers",
             interval,
-            num_offloaded,
+            memory.num_offloaded,
         )
 
 

@@ -49,9 +49,12 @@ class LayerBuffers:
         return self._interval
 
     def set_interval(self, interval: int) -> None:
-        """Use another interval from the next layer on. Raises: ValueError if it needs more buffers."""
-        if not 1 <= interval <= self._num_layers:
-            raise ValueError(f"an interval of 1 to {self._num_layers} is needed, got {interval}")
+        """Use another interval from the next layer on; with one above the layers, none is offloaded.
+
+        Raises: ValueError if it needs more buffers.
+        """
+        if interval < 1:
+            raise ValueError(f"an interval of at least 1 is needed, got {interval}")
         needed = num_device_layers(self._num_layers, interval)
         if needed > self.num_buffers:
             raise ValueError(

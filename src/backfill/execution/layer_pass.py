@@ -42,6 +42,17 @@ class LayerPass:
     def slices(self) -> list[ScheduledSlice]:
         return [scheduled for each in self.micro_batches for scheduled in each.slices]
 
+    @property
+    def state(self) -> HiddenState | None:
+        """Rows of one micro-batch after another; None without any."""
+        states = [each.state for each in self.micro_batches]
+        if len(states) < 2:
+            return states[0] if states else None
+        deltas = [each.delta for each in states if each.delta is not None]
+        return HiddenState(
+            torch.cat([each.residual for each in states]), torch.cat(deltas) if deltas else None
+        )
+
     def with_only(self, kept: Set[RequestId], batch_of: BatchOf, streams: MicroBatchStreams) -> LayerPass:
         """The slices of these requests only.
 
@@ -68,6 +79,14 @@ def _split(whole: MicroBatch, keep: Sequence[bool], batch_of: BatchOf) -> MicroB
     residual, delta = whole.state
     state = HiddenState(residual[rows], None if delta is None else delta[rows])
     return MicroBatch(slices, batch_of(slices), state, whole.stream)
+
+
+def rows_of(state: HiddenState, start: int, stop: int) -> HiddenState:
+    """Rows ``[start, stop)``: a copy, unless these are all rows."""
+    residual, delta = state
+    if stop - start == len(residual):
+        return state
+    return HiddenState(residual[start:stop].clone(), None if delta is None else delta[start:stop].clone())
 
 
 def sampled_rows(micro_batches: Sequence[MicroBatch]) -> tuple[HiddenState, Tensor]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from backfill.core.config import GIB
-from backfill.core.errors import ConfigError, InsufficientMemory
+from backfill.core.errors import InsufficientMemory
 from backfill.execution.machine import at_most
 from backfill.models.config import ModelConfig
 from backfill.models.shard import ShardSizes, whole_model
@@ -15,9 +15,13 @@ from backfill.offloading.interval import num_device_layers, offloaded_layers
 
 @dataclass(frozen=True, slots=True)
 class WeightSizes:
-    """Bytes of a model's weights on its device: of each layer, and of all outside the layers."""
+    """Bytes of weights in one memory: of each layer, and of all outside the layers.
 
-    num_layers: int
+    Attributes:
+        stage_layers: layers of each stage of the model that has its weights there.
+    """
+
+    stage_layers: tuple[int, ...]
     layer_bytes: int
     other_bytes: int
 
@@ -29,15 +33,31 @@ class WeightSizes:
     @classmethod
     def of_shards(cls, shards: Sequence[ShardSizes], dtype_bytes: int, *, packs_tables: bool) -> WeightSizes:
         """Of what lies in one memory: one rank's shard, or all ranks' shards of a model."""
-        num_layers = sum(len(layers) for layers in {each.layers for each in shards})
+        stages = dict.fromkeys(each.layers for each in shards)
         of_stage = (each for each in shards if each.layers == shards[0].layers)
         layer_bytes = dtype_bytes * sum(each.layer_parameters for each in of_stage)
         others = sum(each.other_parameters(packs_tables=packs_tables) for each in shards)
-        return cls(num_layers, layer_bytes, others * dtype_bytes)
+        return cls(tuple(map(len, stages)), layer_bytes, others * dtype_bytes)
+
+    @property
+    def num_layers(self) -> int:
+        return sum(self.stage_layers)
+
+    def num_offloaded(self, interval: int | None) -> int:
+        """Each stage offloads one of so many of its own layers; None: without offloading."""
+        return sum(len(offloaded_layers(each, interval)) for each in self.stage_layers)
+
+    def num_device_layers(self, interval: int | None) -> int:
+        """Resident layers and staging buffers of all stages."""
+        return sum(num_device_layers(each, interval) for each in self.stage_layers)
 
     def device_bytes(self, interval: int | None) -> int:
         """With the staging buffers of an offloading interval; None: without offloading."""
-        return self.other_bytes + num_device_layers(self.num_layers, interval) * self.layer_bytes
+        return self.other_bytes + self.num_device_layers(interval) * self.layer_bytes
+
+    def host_layers_bytes(self, interval: int | None) -> int:
+        """Of all layers, if some are offloaded."""
+        return 0 if interval is None else self.num_layers * self.layer_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +65,7 @@ class MemoryPlan:
     """What lies in device memory.
 
     Attributes:
+        num_layers, num_offloaded: those with weights there, and those of them that are offloaded.
         num_device_layers: layers' worth of memory, resident layers and staging buffers together.
         weights_bytes: these layers and all weights outside the layers.
         host_layers_bytes: of all layers, which a device that is not the host keeps in host memory too if
@@ -52,6 +73,8 @@ class MemoryPlan:
         activation_bytes: the most that a step takes beside weights and KV; counted only against a limit.
     """
 
+    num_layers: int
+    num_offloaded: int
     num_device_layers: int
     weights_bytes: int
     host_layers_bytes: int
@@ -99,14 +122,8 @@ def plan_memory(
             is asked for. None: no limit but the memory available.
         available_bytes: what the device has; None: unknown.
     Raises:
-        ConfigError: the interval is not one of the model.
         InsufficientMemory: something does not fit; the message says what would.
     """
-    if interval is not None and not 1 <= interval <= weights.num_layers:
-        raise ConfigError(
-            f"must be none, auto or at most {weights.num_layers}, the model's layers, got {interval}.",
-            field="offload_interval",
-        )
     weights_bytes = weights.device_bytes(interval)
     if limit_bytes is not None:
         left = limit_bytes - weights_bytes - activation_bytes
@@ -130,9 +147,11 @@ def plan_memory(
             f"{kv_bytes / GIB:.2f} GiB, and {available_bytes / GIB:.2f} GiB are available; {advice}."
         )
     return MemoryPlan(
-        num_device_layers(weights.num_layers, interval),
+        weights.num_layers,
+        weights.num_offloaded(interval),
+        weights.num_device_layers(interval),
         weights_bytes,
-        0 if interval is None else weights.num_layers * weights.layer_bytes,
+        weights.host_layers_bytes(interval),
         activation_bytes,
         kv_bytes,
         num_blocks=kv_bytes // block_bytes,
@@ -160,11 +179,8 @@ def _over_limit(
 
 def _fitting_interval(weights: WeightSizes, interval: int | None, limit_bytes: int) -> str | None:
     """Advice: the largest interval, below this one, with which the weights fit."""
-    largest = weights.num_layers if interval is None else interval - 1
+    largest = max(weights.stage_layers) if interval is None else interval - 1
     for smaller in range(largest, 0, -1):
-        if (
-            len(offloaded_layers(weights.num_layers, smaller))
-            and weights.device_bytes(smaller) <= limit_bytes
-        ):
+        if weights.num_offloaded(smaller) and weights.device_bytes(smaller) <= limit_bytes:
             return f"use `offload_interval` {smaller}" + (" or less" if smaller > 1 else "")
     return None

@@ -25,7 +25,9 @@ from backfill.models.decoder import DecoderModel
 from backfill.models.movable import MovableWeights, allocate_buffers
 from backfill.models.packed import PackedFile, PackedFormat, packed_file
 from backfill.models.resolve import cache_root
+from backfill.models.shard import ModelShard
 from backfill.models.weights import Checkpoint
+from backfill.offloading.interval import num_device_layers
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +63,7 @@ class LayerStreamer:
     Args:
         placed: a layer in each buffer's memory.
         memory: of the buffers, one after another, if their number may change.
+        layers: that the model has, if it is a part of one. The interval counts these.
     """
 
     def __init__(
@@ -70,13 +73,16 @@ class LayerStreamer:
         link: WeightLink,
         interval: int,
         memory: ReservedMemory | None = None,
+        layers: range | None = None,
     ) -> None:
         self.observer: LayerObserver | None = None
         self._model = model
         self._placed = placed
         self._link = link
         self._memory = memory
-        self._buffers = LayerBuffers(model.num_layers, len(placed), interval)
+        layers = range(model.num_layers) if layers is None else layers
+        self._first = layers.start
+        self._buffers = LayerBuffers(len(layers), len(placed), interval)
         self._reported_bytes = 0
         self._reported_stall_s = 0.0
         self._prefetch(0)
@@ -115,7 +121,7 @@ class LayerStreamer:
         assert self._memory is not None, "the memory of the layers is fixed"
         for buffer, layer in self._buffers.set_num_buffers(num_buffers):
             if layer is not None:
-                del self._model.layers[layer]
+                del self._model.layers[self._first + layer]
                 self._link.drop(buffer)
             num_bytes = self._placed[buffer].buffer_bytes
             self._memory.release(buffer * num_bytes, (buffer + 1) * num_bytes)
@@ -123,13 +129,14 @@ class LayerStreamer:
 
     def before(self, layer: int) -> None:
         """A layer is computed next, on the streams of all micro-batches."""
-        fetch, evicted = self._buffers.claim(layer)
+        place = layer - self._first
+        fetch, evicted = self._buffers.claim(place)
         if evicted is not None:
-            del self._model.layers[evicted]
+            del self._model.layers[self._first + evicted]
         if fetch is not None:
             self._begin(fetch)
-            self._prefetch(layer + 1)
-        self._link.wait(self._buffers.buffer_of(layer))
+            self._prefetch(place + 1)
+        self._link.wait(self._buffers.buffer_of(place))
         if self.observer is not None:
             self.observer.begin()
 
@@ -137,9 +144,10 @@ class LayerStreamer:
         """All computation of a layer was issued."""
         if self.observer is not None:
             self.observer.end()
-        if self._buffers.release(layer):
+        place = layer - self._first
+        if self._buffers.release(place):
             del self._model.layers[layer]
-            self._prefetch(layer + 1)
+            self._prefetch(place + 1)
 
     def take_transfers(self) -> WeightTransfers:
         """Transfers since the last call; call it when the device has computed the step."""
@@ -171,13 +179,13 @@ class LayerStreamer:
     def close(self) -> None:
         self._link.close()
 
-    def _prefetch(self, next_layer: int) -> None:
-        for fetch in self._buffers.prefetch(next_layer):
+    def _prefetch(self, next_place: int) -> None:
+        for fetch in self._buffers.prefetch(next_place):
             self._begin(fetch)
 
     def _begin(self, fetch: Fetch) -> None:
         self._link.begin(fetch)
-        self._model.layers[fetch.layer] = self._placed[fetch.buffer]
+        self._model.layers[self._first + fetch.layer] = self._placed[fetch.buffer]
 
 
 def create_streamer(
@@ -186,7 +194,6 @@ def create_streamer(
     *,
     name: str,
     interval: int,
-    num_buffers: int,
     device: torch.device,
     streams: MicroBatchStreams,
     resizable: bool = False,
@@ -194,7 +201,8 @@ def create_streamer(
 ) -> LayerStreamer:
     """Keep the layers of a model without layers outside of device memory, and allocate the buffers.
 
-    On a CPU they are kept in a file of the cache folder, elsewhere in pinned host memory.
+    On a CPU they are kept in a file of the cache folder, elsewhere in pinned host memory. A rank keeps its
+    own shard of its layers.
 
     Args:
         name: of the model, its shape and dtype; begins the file's name.
@@ -202,7 +210,9 @@ def create_streamer(
         throttle: holds transfers on a CPU to the bandwidth of a bus.
     Raises: ConfigError, ModelError, InsufficientMemory.
     """
-    first = model.load_layer(checkpoint, 0)
+    layers = model.shard.layers
+    num_buffers = num_device_layers(len(layers), interval)
+    first = model.load_layer(checkpoint, layers.start)
     memory = None
     try:
         if resizable:
@@ -215,19 +225,32 @@ def create_streamer(
         raise InsufficientMemory(
             f"Layers of {gib:.2f} GiB could not be allocated on {device}; lower `offload_interval`."
         ) from error
+
+    def load(index: int) -> MovableWeights:
+        return model.load_layer(checkpoint, layers[index])
+
     link: WeightLink
     if device.type == "cpu":
-        form = PackedFormat(checkpoint.digest, first.layout(), model.num_layers, first.buffer_bytes)
+        part = _part_name(model.shard)  # ranks have other weights in the same layout
+        source = checkpoint.digest + part
+        form = PackedFormat(source, first.layout(), len(layers), first.buffer_bytes)
         digest = hashlib.sha256(form.header()).hexdigest()[:12]
-        path = cache_root() / "packed" / f"{name}-{digest}.layers"
-        packed = packed_file(path, form, first, lambda index: model.load_layer(checkpoint, index))
+        path = cache_root() / "packed" / f"{name}{part}-{digest}.layers"
+        packed = packed_file(path, form, first, load)
         logger.info("offloaded layers are read from %s", path)
         read = packed.read if throttle is None else _throttled(packed, throttle)
         link = ThreadLink(buffers, read, packed.close)
     else:
-        layers = host_layers(model.num_layers, first, lambda index: model.load_layer(checkpoint, index))
-        link = CudaLink(buffers, layers, streams)
-    return LayerStreamer(model, [first.placed(buffer) for buffer in buffers], link, interval, memory)
+        link = CudaLink(buffers, host_layers(len(layers), first, load), streams)
+    placed = [first.placed(buffer) for buffer in buffers]
+    return LayerStreamer(model, placed, link, interval, memory, layers)
+
+
+def _part_name(shard: ModelShard) -> str:
+    """Of a rank's part of the layers; empty for whole models."""
+    group, layers = shard.group, shard.layers
+    name = "" if group.size == 1 else f"-part{group.rank + 1}of{group.size}"
+    return name if len(layers) == shard.num_layers else f"{name}-layers{layers.start}to{layers.stop - 1}"
 
 
 def _throttled(packed: PackedFile, throttle: BusThrottle) -> Callable[[int, Tensor], None]:

@@ -66,16 +66,19 @@ def plan_rank(
     num_blocks, block_bytes = memory.num_blocks, _block_bytes(config, placement.shards(), dtype)
     kv_bytes = num_blocks * block_bytes if placement.num_ranks > 1 else memory.kv_bytes
     node_ranks = range(placement.num_ranks) if node_ranks is None else node_ranks
-    node_block_bytes = _block_bytes(config, list(map(placement.sizes, node_ranks)), dtype)
-    taken_bytes = memory.host_layers_bytes
-    if device.type == "cpu":
-        taken_bytes = memory.weights_bytes + memory.kv_bytes
+    on_node = list(map(placement.sizes, node_ranks))
+    taken_bytes = memory.weights_bytes + memory.kv_bytes
+    if device.type != "cpu":
+        all_weights = weight_sizes(on_node, dtype, device)
+        taken_bytes = all_weights.host_layers_bytes(config.offload_every)
     return RankPlan(
         kv_layout(config, placement.sizes(rank), dtype),
         memory,
         block_bytes,
         num_blocks,
-        num_host_blocks=_choose_num_host_blocks(config, block_bytes, node_block_bytes, kv_bytes, taken_bytes),
+        num_host_blocks=_choose_num_host_blocks(
+            config, block_bytes, _block_bytes(config, on_node, dtype), kv_bytes, taken_bytes
+        ),
         max_model_len=_choose_max_model_len(
             config, placement.config, num_blocks, block_bytes, warns=rank == 0
         ),
@@ -91,6 +94,7 @@ def plan_device(
     node_ranks: Sequence[int] | None = None,
 ) -> MemoryPlan:
     """Divide the memory of a rank's device; see ``plan_rank``. Raises: ConfigError, InsufficientMemory."""
+    _check_interval(config.offload_every, placement)
     on_cpu = device.type == "cpu"
     sharing = range(placement.num_ranks) if node_ranks is None else node_ranks
     shards = list(map(placement.sizes, sharing if on_cpu else [rank]))
@@ -117,6 +121,16 @@ def plan_device(
         if on_cpu
         else _available_cuda_bytes(device, config.gpu_memory_utilization),
     )
+
+
+def _check_interval(interval: int | None, placement: ModelPlacement) -> None:
+    """Raises: ConfigError for an interval with which no stage offloads a layer."""
+    most = max(map(len, placement.stages))
+    if interval is not None and interval > most:
+        of = "the model's layers" if len(placement.stages) == 1 else "the layers of the largest stage"
+        raise ConfigError(
+            f"must be none, auto or at most {most}, {of}, got {interval}.", field="offload_interval"
+        )
 
 
 def kv_layout(config: EngineConfig, shard: ShardSizes, dtype: torch.dtype) -> KVLayout:

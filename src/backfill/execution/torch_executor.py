@@ -1,11 +1,10 @@
-"""The executor that runs a real model with torch, on CPU or CUDA."""
+"""The executor that runs a real model, or a rank's part of one, with torch, on CPU or CUDA."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence, Set
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,12 +25,13 @@ from backfill.execution.batch import FlatBatch, build_batch
 from backfill.execution.copies import BlockCopier
 from backfill.execution.copy_groups import CompletedCopies
 from backfill.execution.executor import ExecutorInfo
-from backfill.execution.layer_pass import LayerPass, MicroBatch, sampled_rows
+from backfill.execution.layer_pass import LayerPass, MicroBatch, rows_of, sampled_rows
 from backfill.execution.micro_batches import MicroBatchStreams, split_step
 from backfill.execution.offloading import LayerStreamer
 from backfill.execution.request_state import RequestState
 from backfill.execution.reserved_memory import ReservedMemory
 from backfill.execution.sampler import Sampler
+from backfill.execution.stage import Handover, Stage, Stop
 from backfill.models.decoder import DecoderModel
 
 logger = logging.getLogger(__name__)
@@ -40,30 +40,24 @@ logger = logging.getLogger(__name__)
 _MAX_WAIT_S = 0.05
 
 
-class Stop(NamedTuple):
-    """Preemptible slices left the step at a safepoint.
-
-    Attributes:
-        ids: of their requests.
-        at_s: when, on the executor's clock.
-    """
-
-    ids: Set[RequestId]
-    layers_done: int
-    at_s: float
-    is_suspended: bool
-
-
 class TorchExecutor:
-    """See ``StoppableExecutor``. Owns the KV pool and the tokens of admitted requests.
+    """Executes plans on one rank, which may be the only one.
+
+    As the only one it is a ``StoppableExecutor``. Else all ranks run the same plans in the same order, and
+    each knows its part of the outcome: the first rank of the last stage the tokens, the last stage all stops,
+    others their own and earlier ones, and each rank its own copies and transfers.
+
+    Owns the rank's part of the KV pool and the tokens of admitted requests.
 
     Args:
-        kv_pool: ``[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]``; may be uninitialised.
-            As many blocks as there can ever be.
+        model: the part of it that the rank holds.
+        kv_pool: ``[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]``, with the layers and KV
+            heads of the rank; may be uninitialised. As many blocks as there can ever be.
         streams: with two micro-batches, the prefills and the decodes of a step are computed side by side.
         copier: to and from the host pool; None without one.
         streamer: fetches the weights of offloaded layers; None if the model has all layers.
         pool_memory: of the KV pool, if the number of its blocks may change.
+        stage: the rank's place among others; None: it is alone.
     """
 
     def __init__(
@@ -75,10 +69,12 @@ class TorchExecutor:
         copier: BlockCopier | None = None,
         streamer: LayerStreamer | None = None,
         pool_memory: ReservedMemory | None = None,
+        stage: Stage | None = None,
     ) -> None:
         self.info = info
         self._clock = WallClock()
         self._model = model
+        self._stage = Stage.whole(model.num_layers) if stage is None else stage
         self._kv_pool = kv_pool
         self._copier = copier
         self._streamer = streamer
@@ -88,8 +84,8 @@ class TorchExecutor:
         self._streams = streams
         self._sampler = Sampler(info.end_token_ids)
         self._states: dict[RequestId, RequestState] = {}
-        self._suspended: LayerPass | None = None
-        self._step_to_stop = -1  # written by another thread; a step compares it with its own number
+        self._sampled: list[tuple[RequestId, int]] = []  # in the last step, and not yet in the states
+        self._suspended: dict[int, LayerPass] = {}  # by the plan's step; several may be in flight
 
     @property
     def streamer(self) -> LayerStreamer | None:
@@ -100,10 +96,38 @@ class TorchExecutor:
         self._kv_pool[:num_blocks].zero_()
 
     def request_stop(self, step: int) -> None:
-        self._step_to_stop = max(self._step_to_stop, step)  # a late call for an earlier step must not undo it
+        self._stage.request_stop(step)
 
     @torch.inference_mode()
-    def run(self, plan: StepPlan) -> StepOutcome:
+    def run(self, plan: StepPlan, sampled: Sequence[tuple[RequestId, int]] | None = None) -> StepOutcome:
+        """See ``Executor.run``.
+
+        Args:
+            sampled: where there are several ranks, tokens of steps that were collected since the plan before:
+                no rank knows yet which of them count. None: those that this executor sampled do.
+        Raises: PeerFailed if another rank failed in the step.
+        """
+        self._stage.begin_step(plan)
+        try:
+            for request_id, token_id in self._sampled if sampled is None else sampled:
+                state = self._states.get(request_id)
+                if state is not None:  # else it was released
+                    state.append(token_id)
+            self._sampled = []
+            outcome = self._run(plan)
+        except BaseException:
+            self._stage.fail_step()
+            raise
+        self._sampled = [(each.request_id, each.token_id) for each in outcome.sampled]
+        return outcome
+
+    def close(self) -> None:
+        """Leave the other ranks, and end copies and transfers. No other call may follow."""
+        for each in (self._stage, self._copier, self._streamer):
+            if each is not None:
+                each.close()
+
+    def _run(self, plan: StepPlan) -> StepOutcome:
         self._prepare(plan)
         match plan.work:
             case WaitForCopies():
@@ -113,9 +137,12 @@ class TorchExecutor:
             case Compute(slices=()):
                 return self._outcome(())
             case work:
+                received = self._stage.receive()  # whose rows are kept until both streams have read them
                 with self._streams.forked():
-                    running, last = self._begun(work)
-                    stop = self._run_layers(running, plan, last)
+                    running, last = self._begun(work, received)
+                    stop = self._run_layers(running, plan, last, received.stop)
+                if not self._stage.shard.is_last:
+                    self._stage.hand_on(Handover(last, stop, running.state))
                 # Completed copies are taken last: if the step failed after this, they would not be reported.
                 outcome = self._outcome(self._sample(running, plan))
                 return outcome if stop is None else _stopped_outcome(outcome, stop, plan)
@@ -133,7 +160,7 @@ class TorchExecutor:
         for admitted in plan.admitted:
             self._states[admitted.request_id] = RequestState(admitted)
         if not (isinstance(plan.work, Resume) or plan.work.keeps_suspended):
-            self._drop_suspended()
+            self._suspended.clear()
 
     def _change_memory(self, plan: StepPlan) -> None:
         """Divide the memory, change the interval and move blocks. If that fails, no later step can run."""
@@ -174,20 +201,64 @@ class TorchExecutor:
             weight_transfers=WeightTransfers() if self._streamer is None else self._streamer.take_transfers(),
         )
 
-    def _run_layers(self, running: LayerPass, plan: StepPlan, last: int) -> Stop | None:
-        """Run the pass to its end, its preemptible slices to layer ``last`` at most."""
-        model, points, streams, streamer = self._model, plan.safepoints, self._streams, self._streamer
-        first = running.layers_done
-        stop: Stop | None = None
+    def _begun(self, work: Compute | Resume, received: Handover) -> tuple[LayerPass, int]:
+        """The pass before the first layer that it runs here, and the layer before which its preemptible
+        slices end.
+        """
+        stage = self._stage
+        if isinstance(work, Resume):
+            suspended = self._take_suspended(work)
+            if suspended is not None:
+                return suspended, suspended.layers_done + work.num_layers
+            assert len(stage.layers) < self._model.num_layers, "nothing is suspended"
+        slices = work.slices
+        if received.stop is not None:
+            slices = tuple(each for each in slices if not each.preemptible)
+        micro_batches = []
+        embeds = stage.layers.start == 0 and isinstance(work, Compute)
+        if embeds or received.state is not None:  # else other stages have the slices
+            start = 0
+            for stream, part in enumerate(split_step(slices, self._streams.num_micro_batches)):
+                with self._streams.of(stream):
+                    batch = self._batch_of(part)
+                    if received.state is None:
+                        state = self._model.embed(batch.token_ids, batch.attention)
+                    else:
+                        state = rows_of(received.state, start, start + len(batch.token_ids))
+                    start += len(batch.token_ids)
+                    micro_batches.append(MicroBatch(part, batch, state, stream))
+        return LayerPass(micro_batches, stage.layers.start), received.last_layer
+
+    def _take_suspended(self, work: Resume) -> LayerPass | None:
+        """The resumed slices only. None if this stage did not suspend them."""
+        resumed = {scheduled.request_id for scheduled in work.slices}
+        for step in sorted(self._suspended, reverse=True):
+            if resumed <= {scheduled.request_id for scheduled in self._suspended[step].slices}:
+                return self._only(resumed, self._suspended.pop(step))
+        return None
+
+    def _run_layers(self, running: LayerPass, plan: StepPlan, last: int, stop: Stop | None) -> Stop | None:
+        """Run the pass to the end of the stage, its preemptible slices to layer ``last`` at most.
+
+        Args:
+            stop: of an earlier stage.
+        Returns: the stop of that one or of this stage, if any.
+        """
+        model, stage, streams, streamer = self._model, self._stage, self._streams, self._streamer
+        safepoints = stage.safepoints(running.layers_done, plan.safepoints)
         while running.micro_batches and running.layers_done < model.num_layers:
             layer = running.layers_done
-            if points is not None and stop is None and layer > first:
-                at_safepoint = (layer - first) % points.layers_apart == 0
-                if at_safepoint:
+            if stop is None and (layer == last or layer in safepoints):
+                if layer in safepoints:
                     streams.wait_for_previous_group()
-                if layer == last or (at_safepoint and self._step_to_stop == plan.step):
-                    stop = self._take_out(running, suspends=points.suspends)
+                if layer == last or stage.stop_agreed:
+                    stop = self._take_out(running, plan)
                     continue
+            if layer == stage.layers.stop:
+                break
+            stage.begin_layer(layer)
+            if safepoints:
+                stage.arm(layer, safepoints if stop is None else range(0))
             if streamer is not None:
                 streamer.before(layer)
             for each in running.micro_batches:
@@ -198,56 +269,28 @@ class TorchExecutor:
             running.layers_done += 1
         return stop
 
-    def _take_out(self, running: LayerPass, *, suspends: bool) -> Stop:
+    def _take_out(self, running: LayerPass, plan: StepPlan) -> Stop:
         """Split the preemptible slices off the pass; keep them if the step suspends them."""
+        assert plan.safepoints is not None, "a step without safepoints was stopped"
         at_s = self._clock.now_s()
-        preemptible = {each.request_id for each in running.slices if each.preemptible}
+        if plan.safepoints.suspends:
+            preemptible = {each.request_id for each in running.slices if each.preemptible}
+            self._suspended[plan.step] = self._only(preemptible, running)
         others = {each.request_id for each in running.slices if not each.preemptible}
-        if suspends:
-            self._suspend(self._only(preemptible, running))
         running.micro_batches = self._only(others, running).micro_batches
-        return Stop(preemptible, running.layers_done, at_s, suspends)
+        return Stop(running.layers_done, at_s)
 
     def _only(self, kept: Set[RequestId], of: LayerPass) -> LayerPass:
         return of.with_only(kept, self._batch_of, self._streams)
 
-    def _suspend(self, taken: LayerPass) -> None:
-        self._suspended = taken
-
-    def _drop_suspended(self) -> None:
-        self._suspended = None
-
-    def _begun(self, work: Compute | Resume) -> tuple[LayerPass, int]:
-        """A pass before its first layer, or the suspended pass, and the layer before which it ends."""
-        if isinstance(work, Resume):
-            running = self._resumed(work.slices)
-            return running, running.layers_done + work.num_layers
-        micro_batches = []
-        for stream, slices in enumerate(split_step(work.slices, self._streams.num_micro_batches)):
-            with self._streams.of(stream):
-                batch = self._batch_of(slices)
-                state = self._model.embed(batch.token_ids, batch.attention)
-                micro_batches.append(MicroBatch(slices, batch, state, stream))
-        return LayerPass(micro_batches, layers_done=0), self._model.num_layers
-
-    def _resumed(self, slices: tuple[ScheduledSlice, ...]) -> LayerPass:
-        """The suspended pass with the resumed slices only."""
-        suspended, self._suspended = self._suspended, None
-        assert suspended is not None, "nothing is suspended"
-        resumed = {scheduled.request_id for scheduled in slices}
-        assert resumed <= {scheduled.request_id for scheduled in suspended.slices}
-        return self._only(resumed, suspended)
-
     def _sample(self, running: LayerPass, plan: StepPlan) -> tuple[SampledToken, ...]:
-        if not any(scheduled.samples for scheduled in running.slices):
+        """Tokens on the first rank of the last stage."""
+        samples = self._stage.shard.is_last and any(scheduled.samples for scheduled in running.slices)
+        logits = self._model.logits(*sampled_rows(running.micro_batches)) if samples else None
+        if logits is None:
             self._streams.synchronize()  # nothing was read from the device, so it may still compute
             return ()
-        logits = self._model.logits(*sampled_rows(running.micro_batches))
-        assert logits is not None, "the model is whole"
-        sampled = self._drawn(logits, running, plan)
-        for token in sampled:
-            self._states[token.request_id].append(token.token_id)
-        return sampled
+        return self._drawn(logits, running, plan)
 
     def _drawn(self, logits: Tensor, running: LayerPass, plan: StepPlan) -> tuple[SampledToken, ...]:
         """A token for each row of ``logits``, in the plan's order."""
@@ -268,11 +311,12 @@ class TorchExecutor:
 
 
 def _stopped_outcome(outcome: StepOutcome, stop: Stop, plan: StepPlan) -> StepOutcome:
-    ids = tuple(each.request_id for each in plan.slices if each.request_id in stop.ids)
+    assert plan.safepoints is not None
+    ids = tuple(each.request_id for each in plan.slices if each.preemptible)
     return replace(
         outcome,
-        suspended=ids if stop.is_suspended else (),
-        discarded=() if stop.is_suspended else ids,
+        suspended=ids if plan.safepoints.suspends else (),
+        discarded=() if plan.safepoints.suspends else ids,
         layers_done=stop.layers_done,
         stopped_at_s=stop.at_s,
     )

@@ -55,8 +55,9 @@ def create_ray_executor(config: EngineConfig, load: RankLoader = load_rank) -> P
 
     _check_sizes(config)
     for name, is_used in (
-        ("offload_interval", config.offload_interval != "none"),
-        ("num_micro_batches", config.num_micro_batches != 1),
+        ("offload_interval", config.offload_interval == "auto"),
+        ("min_offload_interval", config.min_offload_interval is not None),
+        ("offload_bus", config.offload_bus is not None),
     ):
         if is_used:
             raise ConfigError(f"`{name}` {getattr(config, name)} is not supported with `executor` ray.")

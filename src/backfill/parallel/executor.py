@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
+from operator import add
+from typing import NamedTuple
 
 from backfill.core.block import BlockMove
 from backfill.core.config import EngineConfig
 from backfill.core.errors import BackfillError
-from backfill.core.plan import Compute, SampledToken, StepOutcome, StepPlan
+from backfill.core.plan import Compute, StepOutcome, StepPlan, WeightTransfers
 from backfill.core.request import RequestId
 from backfill.execution.executor import ExecutorInfo
-from backfill.parallel.merge import CompletedOnAll, merge_infos
+from backfill.parallel.merge import CompletedOnAll, merge_infos, merge_transfers
 from backfill.parallel.messages import (
     FromRank,
     Loaded,
@@ -21,14 +25,29 @@ from backfill.parallel.messages import (
     StepDone,
     StepRaised,
     outcome_of,
-    sampling_ids,
+    sampled_of,
 )
-from backfill.parallel.plan_codec import PlanEncoder
+from backfill.parallel.plan_codec import PlanEncoder, Sampled
 from backfill.parallel.processes import RankProcesses, RankStarter
 from backfill.parallel.rank import RankLoader, output_rank
+from backfill.parallel.stall import StallWatch, describe_places, stall_limit_s
+
+logger = logging.getLogger(__name__)
 
 # After one rank has failed in a step, for the others: they may wait for it in a collective, without end.
 _FAILED_STEP_S = 10.0
+_LOOK_S = 0.25
+_FILL_BYTES = 1 << 30
+_LOADS_APART_S = 600.0
+_LOG_LOADING_S = 30.0
+
+
+class _InFlight(NamedTuple):
+    """A step that is submitted and not collected. ``sampling_ids``: requests whose slices sample."""
+
+    step: int
+    predicted_s: float
+    sampling_ids: tuple[RequestId, ...]
 
 
 class RankFailed(Exception):
@@ -69,16 +88,29 @@ class ParallelExecutor:
             raise
         self._output_rank = output_rank(config.tensor_parallel_size, config.pipeline_parallel_size)
         self._failed_step_s = failed_step_s
+        self._hang_timeout_s = config.engine_hang_timeout
         self._encoder = PlanEncoder()
         self._completed = CompletedOnAll(config.num_ranks)
-        self._in_flight: deque[tuple[int, list[RequestId]]] = deque()  # steps, and the requests that sample
-        self._sampled: list[SampledToken] = []  # of steps collected since the last plan
+        self._transfers: list[WeightTransfers] = []  # reported by ranks since the last outcome
+        self._in_flight: deque[_InFlight] = deque()
+        self._sampled = Sampled()  # in steps collected since the last plan
 
     def _wait_loaded(self) -> list[ExecutorInfo]:
+        """Raises: BackfillError if a rank cannot be loaded, or long after another one still is not."""
         ranks = self._ranks
         infos: dict[int, ExecutorInfo] = {}
+        first_at_s, log_at_s = math.inf, time.monotonic() + _LOG_LOADING_S
         while len(infos) < len(ranks.reports):
-            ranks.receive(None)
+            ranks.receive(1.0)
+            now_s = time.monotonic()
+            missing = ", ".join(str(rank) for rank in range(len(ranks.reports)) if rank not in infos)
+            if now_s > first_at_s + _LOADS_APART_S:
+                raise BackfillError(
+                    f"Another rank was loaded {_LOADS_APART_S:g} s ago, and these are not yet: {missing}."
+                )
+            if now_s > log_at_s:
+                logger.info("ranks that still load: %s", missing)
+                log_at_s = now_s + _LOG_LOADING_S
             for rank, reports in enumerate(ranks.reports):
                 if not reports:
                     continue
@@ -87,6 +119,7 @@ class ParallelExecutor:
                     raise BackfillError(report.message)
                 assert isinstance(report, Loaded)
                 infos[rank] = report.info
+                first_at_s = min(first_at_s, now_s)
         return [infos[rank] for rank in sorted(infos)]
 
     @property
@@ -95,32 +128,40 @@ class ParallelExecutor:
         return self._ranks.pids
 
     def submit(self, plan: StepPlan) -> None:
+        self._ranks.announce()
         self._ranks.send(self._encoder.encode(plan, self._sampled))
-        self._sampled = []
-        self._in_flight.append((plan.step, sampling_ids(plan)))
+        self._sampled = Sampled()
+        # From here on the ranks work.
+        self._in_flight.append(_InFlight(plan.step, plan.predicted_s, self._encoder.sampling_ids()))
 
     def collect(self) -> StepOutcome:
-        step, sampling = self._in_flight[0]
-        self._wait_for_reports(step)
-        self._in_flight.popleft()
+        self._wait_for_reports(self._in_flight[0])
+        sampling_ids = self._in_flight.popleft().sampling_ids
         reports = [each.popleft() for each in self._ranks.reports]
-        failed = [
-            f"{each.message} on rank {rank}"
-            for rank, each in enumerate(reports)
-            if isinstance(each, StepRaised)
-        ]
+        failed = _failures(reports)
         done = [each for each in reports if isinstance(each, StepDone)]
         for each in done:
             if each.others is not None:
                 self._completed.add(each.others)
+                if each.others.weight_transfers.interval is not None:
+                    self._transfers.append(each.others.weight_transfers)
         if failed:
             raise RankFailed("; ".join(failed))
-        outcome = outcome_of(done[self._output_rank], sampling)
-        self._sampled += outcome.sampled
+        report = done[self._output_rank]
+        sampled = sampled_of(report, sampling_ids)
+        outcome = outcome_of(report, sampled)
+        self._sampled = Sampled(*map(add, self._sampled, sampled))
         copies, slot_copies = self._completed.take()
-        if copies == outcome.completed_copies and slot_copies == outcome.completed_slot_copies:
+        transfers, self._transfers = merge_transfers(self._transfers), []
+        merged = copies, slot_copies, transfers
+        if merged == (outcome.completed_copies, outcome.completed_slot_copies, outcome.weight_transfers):
             return outcome
-        return replace(outcome, completed_copies=copies, completed_slot_copies=slot_copies)
+        return replace(
+            outcome,
+            completed_copies=copies,
+            completed_slot_copies=slot_copies,
+            weight_transfers=transfers,
+        )
 
     def run(self, plan: StepPlan) -> StepOutcome:
         self.submit(plan)
@@ -131,8 +172,11 @@ class ParallelExecutor:
 
     def fill_kv_pool(self, num_blocks: int) -> None:
         """Write to the first blocks of the pool, so that their pages are mapped."""
-        moves = tuple(BlockMove(0, target) for target in range(num_blocks))
-        self.run(StepPlan(step=0, work=Compute(slices=()), moves=moves))
+        at_once = max(1, _FILL_BYTES // self.info.block_bytes)  # so that no step takes minutes
+        for first in range(0, num_blocks, at_once):
+            targets = range(first, min(first + at_once, num_blocks))
+            moves = tuple(BlockMove(0, target) for target in targets)
+            self.run(StepPlan(step=0, work=Compute(slices=()), moves=moves))
 
     def check(self) -> None:
         """Raises: ExecutorDead if a rank has ended, also while no step is in flight."""
@@ -142,24 +186,30 @@ class ParallelExecutor:
         """End all ranks. May be called again."""
         self._ranks.close()
 
-    def _wait_for_reports(self, step: int) -> None:
+    def _wait_for_reports(self, oldest: _InFlight) -> None:
         """Until all ranks have reported the oldest step in flight. Raises: ExecutorDead."""
-        reports = self._ranks.reports
-        give_up_at_s: float | None = None
+        ranks, reports = self._ranks, self._ranks.reports
+        watch, limit_s = None, stall_limit_s(self._hang_timeout_s, oldest.predicted_s)
         while not all(reports):
-            timeout_s = None if give_up_at_s is None else max(0.0, give_up_at_s - time.monotonic())
-            self._ranks.receive(timeout_s)
+            ranks.receive(_LOOK_S)
+            if all(reports):
+                return
             failed = _failures([each[0] if each else None for each in reports])
-            if not failed:
+            if failed:
+                limit_s = min(limit_s, self._failed_step_s)
+            now_s, progress = time.monotonic(), ranks.progress
+            if watch is None:
+                watch = StallWatch(now_s)
+            watch.look((list(map(len, reports)), None if progress is None else progress.snapshot()), now_s)
+            if watch.still_s < limit_s:
                 continue
-            if give_up_at_s is None:
-                give_up_at_s = time.monotonic() + self._failed_step_s
-            elif timeout_s == 0:
-                waiting = ", ".join(str(rank) for rank, each in enumerate(reports) if not each)
-                self._ranks.fail(
-                    f"Step {step} failed ({failed[0]}), and within {self._failed_step_s:g} s these ranks did "
-                    f"not come out of it: {waiting}."
-                )
+            waiting = [rank for rank, each in enumerate(reports) if not each]
+            places = describe_places(oldest.step, waiting, None if progress is None else progress.places())
+            if failed:
+                message = f"Step {oldest.step} failed ({failed[0]}), and others did not come out of it within"
+            else:
+                message = f"Step {oldest.step} has stood still for"
+            ranks.fail(f"{message} {limit_s:g} s: {places}.")
 
 
 def _failures(reports: Sequence[FromRank | None]) -> list[str]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from backfill.core.block import BlockCopy, SlotCopy
-from backfill.core.plan import StepOutcome
+from backfill.core.plan import StepOutcome, WeightTransfers
 from backfill.execution.executor import ExecutorInfo
 
 
@@ -21,6 +21,18 @@ def merge_infos(infos: Sequence[ExecutorInfo], num_stages: int) -> ExecutorInfo:
         max_model_len=min(info.max_model_len for info in infos),
         block_bytes=sum(info.block_bytes for info in infos),
         max_steps_in_flight=num_stages,
+    )
+
+
+def merge_transfers(transfers: Sequence[WeightTransfers]) -> WeightTransfers:
+    """Of all ranks in a step: each transfers its shard of its layers, while the others transfer theirs."""
+    if not transfers:
+        return WeightTransfers()
+    return WeightTransfers(
+        transfers[0].interval,
+        num_bytes=sum(each.num_bytes for each in transfers),
+        stall_s=max(each.stall_s for each in transfers),
+        transfer_s=max(each.transfer_s for each in transfers),
     )
 
 

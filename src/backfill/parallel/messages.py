@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import repeat
 
 import msgspec
 
-from backfill.core.plan import SampledToken, StepOutcome, StepPlan, TokenLogprobs
+from backfill.core.plan import SampledToken, StepOutcome, TokenLogprobs
 from backfill.core.request import RequestId
 from backfill.execution.executor import ExecutorInfo
+from backfill.parallel.plan_codec import Sampled
 
 
 class Loaded(msgspec.Struct, tag=True, frozen=True):
@@ -52,15 +51,10 @@ class StepRaised(msgspec.Struct, tag=True, frozen=True):
 
 FromRank = Loaded | LoadFailed | StepDone | StepRaised
 
-_NOTHING = StepOutcome(())
-_new_token = partial(tuple.__new__, SampledToken)
-
 
 def step_done(step: int, outcome: StepOutcome) -> StepDone:
     """The report of an outcome: tokens by column, and names only where the driver cannot know them."""
-    others: StepOutcome | None = replace(outcome, sampled=()) if outcome.sampled else outcome
-    if others == _NOTHING:
-        others = None
+    others = None if outcome == StepOutcome(outcome.sampled) else replace(outcome, sampled=())
     if not outcome.sampled:
         return StepDone(step, request_ids=(), others=others)
     request_ids, token_ids, logprobs = zip(*outcome.sampled, strict=True)
@@ -73,14 +67,14 @@ def step_done(step: int, outcome: StepOutcome) -> StepDone:
     )
 
 
-def outcome_of(report: StepDone, sampling: Sequence[RequestId]) -> StepOutcome:
-    """What ``step_done`` was made of. ``sampling``: ``sampling_ids`` of the plan."""
-    request_ids = sampling if report.request_ids is None else report.request_ids
+def sampled_of(report: StepDone, sampling: tuple[RequestId, ...]) -> Sampled:
+    """The tokens of a report. ``sampling``: the requests of all slices of the plan that sample."""
+    return Sampled(sampling if report.request_ids is None else report.request_ids, report.token_ids)
+
+
+def outcome_of(report: StepDone, sampled: Sampled) -> StepOutcome:
+    """What ``step_done`` was made of. ``sampled``: ``sampled_of`` the report."""
     logprobs = repeat(None) if report.logprobs is None else report.logprobs
-    sampled = tuple(map(_new_token, zip(request_ids, report.token_ids, logprobs, strict=False)))
-    return replace(report.others, sampled=sampled) if report.others is not None else StepOutcome(sampled)
-
-
-def sampling_ids(plan: StepPlan) -> list[RequestId]:
-    """Of the slices that sample, in the plan's order."""
-    return [scheduled.request_id for scheduled in plan.slices if scheduled.samples]
+    rows = zip(sampled.request_ids, sampled.token_ids, logprobs, strict=False)
+    tokens: tuple[SampledToken, ...] = tuple(map(tuple.__new__, repeat(SampledToken), rows))
+    return replace(report.others, sampled=tokens) if report.others is not None else StepOutcome(tokens)

@@ -1,14 +1,17 @@
 """Plans as MessagePack: the same bytes for all ranks, and nothing twice that they know already.
 
-Encoder and decoder remember the block tables of requests and the slices of the last step. Of a table only its
-new end is sent. In most steps the same requests decode one more token each: then of the slices only their
-starts are.
+Encoder and decoder remember the block tables of requests and the slices of the last steps. Of a table only
+its new end is sent. In most steps the same requests decode one more token each, as they did in the last step
+or, with several steps in flight, a few steps ago: then of the slices only their starts are. A rank makes the
+slices of such a step ahead, while it has nothing else to do (``PlanDecoder.prepare``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from dataclasses import dataclass
+from itertools import compress, count, repeat
+from operator import add, is_, is_not
 from typing import NamedTuple, TypeAlias
 
 import msgspec
@@ -22,7 +25,6 @@ from backfill.core.plan import (
     DeviceMemory,
     Resume,
     Safepoints,
-    SampledToken,
     ScheduledSlice,
     StepPlan,
     WaitForCopies,
@@ -31,8 +33,16 @@ from backfill.core.plan import (
 from backfill.core.request import RequestId
 
 Table: TypeAlias = Sequence[BlockRef]
+Slices: TypeAlias = tuple[ScheduledSlice, ...]
 
-_new_slice = partial(tuple.__new__, ScheduledSlice)
+_NUM_RECENT = 8  # steps; with more in flight, plans are larger
+
+
+class Sampled(NamedTuple):
+    """Tokens, and the requests that they belong to."""
+
+    request_ids: tuple[RequestId, ...] = ()
+    token_ids: tuple[int, ...] = ()
 
 
 class _Columns(NamedTuple):
@@ -46,23 +56,68 @@ class _Columns(NamedTuple):
     preemptible: tuple[bool, ...] = ()
 
 
-class _TableChange(NamedTuple):
-    """Blocks of a request, which ``extend`` its table or replace it."""
+@dataclass(slots=True)
+class _Step:
+    """Slices of a step, and on a rank perhaps those of the step that follows if its requests go on."""
 
-    request_id: RequestId
+    columns: _Columns
+    ahead: tuple[_Columns, Slices] | None = None
+
+
+class _Recent:
+    """The last steps that had slices.
+
+    Attributes:
+        steps: the latest first, and one for each set of requests.
+        has_tables: the tables of the latest are what the ranks know.
+    """
+
+    def __init__(self) -> None:
+        self.steps: list[_Step] = []
+        self.has_tables = False
+
+    def find(self, request_ids: Sequence[RequestId]) -> int | None:
+        """The place of the step with these requests, in this order."""
+        for place, step in enumerate(self.steps):
+            if step.columns.request_ids == request_ids:
+                return place
+        return None
+
+    def add(self, columns: _Columns, base: int | None) -> None:
+        """Add the latest step, in place of the one with the same requests."""
+        if base is not None:
+            del self.steps[base]
+        self.steps = [_Step(columns), *self.steps[: _NUM_RECENT - 1]]
+        self.has_tables = True
+
+
+class _TableChange(NamedTuple):
+    """Blocks of the request of slice ``row``, which ``extend`` its table or replace it."""
+
+    row: int
     extend: bool
     blocks: Table
 
 
 class _Slices(msgspec.Struct, array_like=True, frozen=True, omit_defaults=True):
-    """Columns that are None are as in the last step."""
+    """Columns that are None are as in an earlier step.
 
-    starts: tuple[int, ...]
+    Attributes:
+        base: that step's place in ``_Recent``; None if all columns are here.
+    """
+
+    base: int | None
+    starts: tuple[int, ...] = ()
     tables: tuple[_TableChange, ...] = ()
     num_tokens: tuple[int, ...] | None = None
     samples: tuple[bool, ...] | None = None
     preemptible: tuple[bool, ...] | None = None
     request_ids: tuple[RequestId, ...] | None = None
+
+    @property
+    def repeats(self) -> bool:
+        """All but starts and tables is as in the earlier step."""
+        return self.base is not None and self.num_tokens is self.samples is self.preemptible is None
 
 
 class _Copies(msgspec.Struct, array_like=True, frozen=True):
@@ -80,12 +135,12 @@ class _Plan(msgspec.Struct, array_like=True, frozen=True, omit_defaults=True):
 
     Attributes:
         token_ids: sampled in steps before it.
-        sampled_ids: whose they are; None if they are the requests of the last step that had slices.
+        sampled_ids: whose they are, or the place in ``_Recent`` of a step with the same requests.
     """
 
     step: int
     token_ids: tuple[int, ...]
-    sampled_ids: tuple[RequestId, ...] | None
+    sampled_ids: tuple[RequestId, ...] | int
     slices: _Slices | None
     predicted_s: float
     safepoints: Safepoints | None = None
@@ -105,21 +160,22 @@ class PlanEncoder:
     def __init__(self) -> None:
         self._encoder = msgspec.msgpack.Encoder()
         self._tables: dict[RequestId, Table] = {}
-        self._last = _Columns()
+        self._recent = _Recent()
+        self._columns = _Columns()  # of the last plan
 
-    def encode(self, plan: StepPlan, sampled: Sequence[SampledToken]) -> bytes:
-        """``sampled``: tokens of steps before it that are not sent yet. Their log probabilities are not."""
+    def encode(self, plan: StepPlan, sampled: Sampled) -> bytes:
+        """``sampled``: in steps before it, and not sent yet."""
         work, copies = plan.work, plan.copies
-        if plan.released:
-            self._last = self._last._replace(tables=())  # some of them are not known any more
-            for request_id in plan.released:
-                self._tables.pop(request_id, None)
-        sampled_ids, token_ids, _ = zip(*sampled, strict=True) if sampled else ((), (), ())
+        for request_id in plan.released:
+            self._recent.has_tables = False
+            self._tables.pop(request_id, None)
+        place = self._recent.find(sampled.request_ids)
+        self._columns = _Columns()
         return self._encoder.encode(
             _Plan(
                 plan.step,
-                token_ids,
-                None if sampled_ids == self._last.request_ids else sampled_ids,
+                sampled.token_ids,
+                sampled.request_ids if place is None else place,
                 None if isinstance(work, WaitForCopies) else self._slices(work.slices),
                 plan.predicted_s,
                 plan.safepoints,
@@ -134,29 +190,42 @@ class PlanEncoder:
             )
         )
 
-    def _slices(self, slices: tuple[ScheduledSlice, ...]) -> _Slices:
-        last, columns = self._last, _Columns(*zip(*slices, strict=True))
-        self._last = columns
-        changes = self._changed_tables(columns, last)
+    def sampling_ids(self) -> tuple[RequestId, ...]:
+        """Requests of the last plan whose slices sample, in its order."""
+        return tuple(compress(self._columns.request_ids, self._columns.samples))
+
+    def _slices(self, slices: Slices) -> _Slices:
+        recent, columns = self._recent, _Columns(*zip(*slices, strict=True))
+        self._columns = columns
+        if not slices:
+            return _Slices(None)
+        base = recent.find(columns.request_ids)
+        changes = self._changed_tables(columns, base)
+        last = _Columns() if base is None else recent.steps[base].columns
+        recent.add(columns, base)
         return _Slices(
+            base,
             columns.starts,
             changes,
             None if columns.num_tokens == last.num_tokens else columns.num_tokens,
             None if columns.samples == last.samples else columns.samples,
             None if columns.preemptible == last.preemptible else columns.preemptible,
-            None if columns.request_ids == last.request_ids else columns.request_ids,
+            None if base is not None else columns.request_ids,
         )
 
-    def _changed_tables(self, columns: _Columns, last: _Columns) -> tuple[_TableChange, ...]:
-        request_ids, known, changes = columns.request_ids, self._tables, []
-        is_as_before = last.tables and request_ids == last.request_ids
-        before_of = last.tables if is_as_before else map(known.get, request_ids)
-        for request_id, table, before in zip(request_ids, columns.tables, before_of, strict=True):
-            if before is table:  # a table that has not changed is the same object
-                continue
-            extend = before is not None and table[: len(before)] == before
-            new_blocks = table[len(before) :] if before is not None and extend else table
-            changes.append(_TableChange(request_id, extend, new_blocks))
+    def _changed_tables(self, columns: _Columns, base: int | None) -> tuple[_TableChange, ...]:
+        request_ids, tables, known = columns.request_ids, columns.tables, self._tables
+        as_last = base == 0 and self._recent.has_tables
+        before_of = self._recent.steps[0].columns.tables if as_last else map(known.get, request_ids)
+        changes = []
+        # A table that has not changed is the same object.
+        for row in compress(count(), map(is_not, tables, before_of)):
+            request_id, table = request_ids[row], tables[row]
+            before = known.get(request_id)
+            if before is not None and table[: len(before)] == before:
+                changes.append(_TableChange(row, True, table[len(before) :]))
+            else:
+                changes.append(_TableChange(row, False, table))
             known[request_id] = table
         return tuple(changes)
 
@@ -167,16 +236,17 @@ class PlanDecoder:
     def __init__(self) -> None:
         self._decoder: msgspec.msgpack.Decoder[_Plan] = msgspec.msgpack.Decoder(_Plan)
         self._tables: dict[RequestId, list[BlockRef]] = {}
-        self._last = _Columns()
+        self._recent = _Recent()
 
     def decode(self, data: bytes) -> tuple[StepPlan, list[tuple[RequestId, int]]]:
         """The plan, and the requests and tokens that were sampled in steps before it."""
         wire = self._decoder.decode(data)
-        if wire.released:
-            self._last = self._last._replace(tables=())
-            for request_id in wire.released:
-                self._tables.pop(request_id, None)
-        sampled_ids = self._last.request_ids if wire.sampled_ids is None else wire.sampled_ids
+        for request_id in wire.released:
+            self._recent.has_tables = False
+            self._tables.pop(request_id, None)
+        sampled_ids = wire.sampled_ids
+        if isinstance(sampled_ids, int):
+            sampled_ids = self._recent.steps[sampled_ids].columns.request_ids
         plan = StepPlan(
             wire.step,
             self._work(wire),
@@ -189,34 +259,66 @@ class PlanDecoder:
         )
         return plan, list(zip(sampled_ids, wire.token_ids, strict=True))
 
+    def prepare(self) -> None:
+        """Make the slices of the next step, as if it went on with the requests of the last one."""
+        if self._recent.steps and self._recent.steps[0].ahead is None:
+            last = self._recent.steps[0].columns
+            following = last._replace(starts=tuple(map(add, last.starts, last.num_tokens)))
+            self._recent.steps[0].ahead = following, _rows(following)
+
     def _work(self, wire: _Plan) -> Work:
         if wire.slices is None:
             return WaitForCopies(wire.keeps_suspended)
-        slices = self._rows(wire.slices)
+        slices = self._slices(wire.slices)
         if wire.num_layers is None:
             return Compute(slices, wire.predicted_s, wire.safepoints, wire.keeps_suspended)
         assert wire.safepoints is not None
         return Resume(slices, wire.num_layers, wire.predicted_s, wire.safepoints)
 
-    def _rows(self, wire: _Slices) -> tuple[ScheduledSlice, ...]:
-        last, known = self._last, self._tables
+    def _slices(self, wire: _Slices) -> Slices:
+        recent, base = self._recent, wire.base
+        step = _Step(_Columns()) if base is None else recent.steps[base]
+        last = step.columns
         request_ids = last.request_ids if wire.request_ids is None else wire.request_ids
-        is_as_before = bool(last.tables) and wire.request_ids is None
-        for request_id, extend, blocks in wire.tables:
-            if extend:
-                known[request_id] += blocks  # in place: copying a long table costs more than all else here
-            else:
-                known[request_id] = list(blocks)
-                is_as_before = False
-        columns = self._last = _Columns(
+        if not request_ids:
+            return ()
+        is_replaced = self._change_tables(request_ids, wire.tables)
+        tables: tuple[Table, ...] = last.tables
+        if is_replaced or base != 0 or not recent.has_tables:
+            tables = tuple(map(self._tables.__getitem__, request_ids))
+        if step.ahead is not None and wire.repeats:
+            columns, slices = step.ahead
+            has_tables = tables is columns.tables or all(map(is_, tables, columns.tables))
+            if has_tables and columns.starts == wire.starts:
+                recent.add(columns, base)
+                return slices
+        columns = _Columns(
             request_ids,
             wire.starts,
             last.num_tokens if wire.num_tokens is None else wire.num_tokens,
-            last.tables if is_as_before else tuple(map(known.__getitem__, request_ids)),
+            tables,
             last.samples if wire.samples is None else wire.samples,
             last.preemptible if wire.preemptible is None else wire.preemptible,
         )
-        return tuple(map(_new_slice, zip(*columns, strict=True)))
+        recent.add(columns, base)
+        return _rows(columns)
+
+    def _change_tables(self, request_ids: Sequence[RequestId], changes: Sequence[_TableChange]) -> bool:
+        """Returns whether a table was replaced."""
+        known, is_replaced = self._tables, False
+        for row, extend, blocks in changes:
+            if extend:
+                known[request_ids[row]] += (
+                    blocks  # in place: to copy a long table costs more than all else here
+                )
+            else:
+                known[request_ids[row]] = list(blocks)
+                is_replaced = True
+        return is_replaced
+
+
+def _rows(columns: _Columns) -> Slices:
+    return tuple(map(tuple.__new__, repeat(ScheduledSlice), zip(*columns, strict=True)))
 
 
 def _encoded_copies(copies: BlockCopies) -> _Copies:

@@ -17,6 +17,7 @@ from backfill.core.errors import ExecutorDead
 from backfill.ipc.python_process import PythonProcess
 from backfill.parallel.memory import create_memory
 from backfill.parallel.messages import FromRank
+from backfill.parallel.progress import Progress
 from backfill.parallel.rank import RankContext, RankLoader, StagePlace, ranks_of_stage
 from backfill.parallel.reports import ReportReader
 from backfill.parallel.ring import RingMemory, RingWriter
@@ -38,9 +39,11 @@ class Ranks(Protocol):
 
     Attributes:
         reports: received and not taken yet, by rank.
+        progress: how far each rank is.
     """
 
     reports: list[deque[FromRank]]
+    progress: Progress
 
     @property
     def stop(self) -> StopRequests: ...
@@ -51,6 +54,9 @@ class Ranks(Protocol):
 
     def send(self, message: bytes) -> None:
         """To all ranks. Raises: ExecutorDead if they are known to have ended; ``receive`` notices it."""
+
+    def announce(self) -> None:
+        """Wake the ranks: a message follows within microseconds."""
 
     def receive(self, timeout_s: float | None) -> None:
         """Wait for reports, at most for so long, and put them into ``reports``.
@@ -126,6 +132,7 @@ class RankProcesses:
         ranks: those that are started. All lists by rank begin with the first of them.
         stop: stop requests that the ranks read.
         barrier: of all ranks of the engine.
+        progress: how far each rank is.
     Raises: OSError if a process cannot be created.
     """
 
@@ -139,6 +146,7 @@ class RankProcesses:
         self.reports: list[deque[FromRank]] = [deque() for _ in self.ranks]
         self.stop = StopWords()
         self.barrier = Barrier(config.num_ranks)
+        self.progress = Progress.of(config.num_ranks)
         self._config, self._load = replace(config, threads=threads), load
         self._processes: list[PythonProcess] = []
         self._links: list[socket.socket] = []
@@ -186,11 +194,13 @@ class RankProcesses:
             shared.memory_fd,
             self.barrier,
             None if setup is None else setup.place_of(rank - self.ranks.start),
+            self.progress,
         )
         with theirs:
             level = logging.getLogger().getEffectiveLevel()
             worker = WorkerSetup(config, context, self._load, shared.ring_fd, theirs.fileno(), level)
             inherited = [shared.ring_fd, shared.memory_fd, self.stop.fd, self.barrier.fd, theirs.fileno()]
+            inherited.append(self.progress.fd)
             for fd in (context.store_fd, None if context.place is None else context.place.previous_fd):
                 if fd is not None:
                     inherited.append(fd)
@@ -217,6 +227,10 @@ class RankProcesses:
         if self._error is not None:
             raise self._error
         self._ring.write(message)
+
+    def announce(self) -> None:
+        """Wake the ranks: a message follows within microseconds."""
+        self._ring.announce()
 
     def receive(self, timeout_s: float | None) -> None:
         """Wait for reports, at most for so long, and put them into ``reports``.
@@ -254,6 +268,7 @@ class RankProcesses:
             link.close()
         self.stop.close()
         self.barrier.close()
+        self.progress.close()
 
     def _how_it_ended(self, place: int) -> str:
         process = self._processes[place]

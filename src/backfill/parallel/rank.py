@@ -10,6 +10,7 @@ from backfill.core.config import EngineConfig
 from backfill.core.plan import StepOutcome, StepPlan
 from backfill.core.request import RequestId
 from backfill.execution.executor import ExecutorInfo
+from backfill.parallel.progress import Progress
 from backfill.parallel.shared_words import Barrier, StopWords
 from backfill.parallel.sockets import Address
 
@@ -48,6 +49,7 @@ class RankContext:
         memory_fd: an empty file in memory without a name, the same for all local ranks. It ends with them.
         barrier: where ranks that load at the same time wait for each other, once; None if they do not.
         place: None if one process has started all ranks: they share a machine, and all are local.
+        progress: where each rank shows how far it is; None if nobody looks.
     """
 
     rank: int
@@ -59,6 +61,7 @@ class RankContext:
     memory_fd: int
     barrier: Barrier | None = None
     place: StagePlace | None = None
+    progress: Progress | None = None
 
     @property
     def num_ranks(self) -> int:

@@ -18,6 +18,8 @@ import msgspec
 from backfill.core.config import EngineConfig
 from backfill.core.errors import ExecutorDead
 from backfill.parallel.messages import FromRank, LoadFailed
+from backfill.parallel.progress import Progress
+from backfill.parallel.rank import ranks_of_stage
 from backfill.parallel.sockets import accept, receive_exactly
 from backfill.parallel.stage_host import CLOCK, HELLO, NUM_CLOCK_READINGS
 from backfill.parallel.stage_messages import (
@@ -25,6 +27,7 @@ from backfill.parallel.stage_messages import (
     Command,
     FrameReader,
     FromStage,
+    StageProgress,
     Started,
     decode_message,
     encode_command,
@@ -70,6 +73,7 @@ class RemoteStages:
     ) -> None:
         self.reports: list[deque[FromRank]] = [deque() for _ in range(config.num_ranks)]
         self._num_stages, self._size = config.pipeline_parallel_size, config.tensor_parallel_size
+        self.progress = Progress.of(config.num_ranks)
         self._launcher = launcher
         self._pids: list[int | None] = [None] * config.num_ranks
         self._links: dict[int, _HostLink] = {}
@@ -120,6 +124,9 @@ class RemoteStages:
             # A host that does not read may wait until what it has sent is read.
             link.send(command, partial(self._receive_once, _FULL_WAIT_S))
 
+    def announce(self) -> None:
+        """Nothing: the hosts wake their ranks."""
+
     def receive(self, timeout_s: float | None) -> None:
         if self._error is not None:
             raise self._error
@@ -140,6 +147,7 @@ class RemoteStages:
     def close(self) -> None:
         for link in self._links.values():
             link.close()
+        self.progress.close()
         self._launcher.close()
 
     def _receive_once(self, timeout_s: float) -> bool:
@@ -164,8 +172,8 @@ class RemoteStages:
     def _handle(self, stage: int, message: FromStage) -> bool:
         """Returns: whether it was a report."""
         if isinstance(message, Started):
-            first = stage * self._size
-            self._pids[first : first + self._size] = message.pids
+            ranks = ranks_of_stage(stage, self._size)
+            self._pids[ranks.start : ranks.stop] = message.pids
             name, pids = self._launcher.name_of(stage), ", ".join(map(str, message.pids))
             logger.info("stage %d runs in %s, in processes %s", stage, name, pids)
             return False
@@ -174,6 +182,9 @@ class RemoteStages:
             if self._num_at_barrier == self._num_stages:
                 for link in self._links.values():
                     link.send(encode_command(Command.GO_ON))
+            return False
+        if isinstance(message, StageProgress):
+            self.progress.set_part(ranks_of_stage(stage, self._size), message.part)
             return False
         report = message.report
         if isinstance(report, LoadFailed):

@@ -55,11 +55,12 @@ class SharedMemoryLink:
         return Signals.num_bytes(2, 0) + NUM_MESSAGES * (_HEADER_BYTES + shape.num_bytes)
 
     def send(self, header: StageHeader, state: HiddenState | None) -> None:
+        num_rows = 0 if state is None else len(state.residual)
+        if num_rows > self._shape.num_rows:
+            raise ValueError(f"a step has {num_rows} tokens, and at most {self._shape.num_rows} fit the link")
         self._wait_for(_RECEIVER, self._count + 1 - NUM_MESSAGES)
         place = self._count % NUM_MESSAGES
-        num_rows = 0 if state is None else len(state.residual)
         has_delta = state is not None and state.delta is not None
-        assert num_rows <= self._shape.num_rows, f"{num_rows} rows, at most {self._shape.num_rows} fit"
         stopped = _NOT_STOPPED if header.stopped_layers is None else header.stopped_layers
         values = (
             header.number,

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import time
 
+from backfill.core.errors import BackfillError
 from backfill.parallel.memory import create_memory, map_memory
 
 _NUM_WORDS = 64  # more than the steps that are ever in flight
 _BARRIER_POLL_S = 0.005
+_BARRIER_TIMEOUT_S = 600.0
 
 
 class SharedWords:
@@ -49,7 +51,7 @@ class StopWords(SharedWords):
 
 
 class Barrier(SharedWords):
-    """Where ranks wait for each other, once. If one never comes, the driver ends all."""
+    """Where ranks wait for each other, once."""
 
     def arrive(self, rank: int) -> None:
         """Say that the rank has come, without waiting."""
@@ -58,7 +60,14 @@ class Barrier(SharedWords):
     def has_come(self, rank: int) -> bool:
         return bool(self._words[rank])
 
-    def wait(self, rank: int) -> None:
+    def wait(self, rank: int, timeout_s: float = _BARRIER_TIMEOUT_S) -> None:
+        """Raises: BackfillError, which names those that have not come in this time."""
         self.arrive(rank)
+        until_s = time.monotonic() + timeout_s
         while not all(self._words):
+            if time.monotonic() > until_s:
+                missing = ", ".join(str(other) for other, has_come in enumerate(self._words) if not has_come)
+                raise BackfillError(
+                    f"Rank {rank} has waited {timeout_s:g} s for these ranks to begin to load: {missing}."
+                )
             time.sleep(_BARRIER_POLL_S)

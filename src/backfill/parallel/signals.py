@@ -6,12 +6,12 @@ import os
 import time
 
 from backfill.execution.collectives import PeerFailed
-from backfill.parallel.futex import Futex, fence, is_running
+from backfill.ipc.running import is_running
+from backfill.parallel.futex import Futex, fence
 
 _LINE_BYTES = 64
 _NUM_POLLS = 40
 _NUM_YIELDS = 20
-_SLEEP_S = 0.005  # a wake-up may be missed, see ``Signals.raise_to``
 _ALIVE_CHECK_S = 0.25
 CLOSED = 2**62
 
@@ -34,9 +34,8 @@ class Signals:
         self.rank = rank
         self.size = size
         self._counters = [stride * other for other in range(size)]
-        self._sleepers = [
-            stride * other + 2 for other in range(size)
-        ]  # one word for each rank that may sleep
+        # Of each rank, a word for every rank that may sleep until its counter changes.
+        self._sleepers = [stride * other + 2 for other in range(size)]
         self.first_words = [stride * other + 2 + size for other in range(size)]
         self.words[self._counters[rank] + 1] = os.getpid()
 
@@ -57,8 +56,7 @@ class Signals:
         words, counter = self.words, self._counters[self.rank]
         fence()
         words[counter] = value
-        # Another rank may set its flag just now. It looks at the counter again after that, in the kernel.
-        fence()
+        fence()  # either this sees the flag of a rank that goes to sleep, or that rank sees the new counter
         first = self._sleepers[self.rank]
         if any(words[first : first + self.size]):
             self._futex.wake(counter)
@@ -84,7 +82,7 @@ class Signals:
         fence()
         try:
             while (seen := words[counter]) < value:
-                self._futex.wait(counter, seen, _SLEEP_S)
+                self._futex.wait(counter, seen, _ALIVE_CHECK_S)
                 if time.monotonic() >= checks_at:
                     self._check_alive(rank, value)
                     checks_at = time.monotonic() + _ALIVE_CHECK_S

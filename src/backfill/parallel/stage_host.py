@@ -29,6 +29,7 @@ from backfill.parallel.stage_messages import (
     Command,
     FrameReader,
     RankReport,
+    StageProgress,
     Started,
     decode_stop,
     encode_message,
@@ -39,6 +40,7 @@ CLOCK = struct.Struct("<d")
 NUM_CLOCK_READINGS = 5
 _CONNECT_S = 60.0
 _BARRIER_POLL_S = 0.05
+_PROGRESS_S = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +161,8 @@ class _Relay:
         self._link = link
         self._frames = FrameReader(link)
         self._clock_ahead_s = clock_ahead_s
+        self._progress = b""
+        self._progress_at_s = 0.0
         ranks.watch(link)
 
     def run(self) -> None:
@@ -169,7 +173,8 @@ class _Relay:
             self._pass_on(_BARRIER_POLL_S)
         self._link.sendall(encode_message(AtBarrier()))
         while True:
-            self._pass_on(None)
+            self._pass_on(_PROGRESS_S)
+            self._send_progress()
 
     def _pass_on(self, timeout_s: float | None) -> None:
         ranks = self._ranks
@@ -195,6 +200,17 @@ class _Relay:
             while reports:
                 report = self._on_drivers_clock(reports.popleft())
                 self._link.sendall(encode_message(RankReport(rank, report)))
+
+    def _send_progress(self) -> None:
+        """At most every ``_PROGRESS_S``, and nothing of an idle stage."""
+        now_s = time.monotonic()
+        if now_s < self._progress_at_s + _PROGRESS_S:
+            return
+        self._progress_at_s = now_s
+        part = self._ranks.progress.part(self._ranks.ranks)
+        if part != self._progress:
+            self._progress = part
+            self._link.sendall(encode_message(StageProgress(part)))
 
     def _on_drivers_clock(self, report: FromRank) -> FromRank:
         if not isinstance(report, StepDone) or report.others is None or report.others.stopped_at_s is None:

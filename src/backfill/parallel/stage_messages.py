@@ -41,7 +41,13 @@ class RankReport(msgspec.Struct, tag=True, frozen=True):
     report: FromRank
 
 
-FromStage = Started | AtBarrier | RankReport
+class StageProgress(msgspec.Struct, tag=True, frozen=True):
+    """How far the ranks of the stage are, when that has changed. See ``Progress.part``."""
+
+    part: bytes
+
+
+FromStage = Started | AtBarrier | RankReport | StageProgress
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[FromStage] = msgspec.msgpack.Decoder(FromStage)

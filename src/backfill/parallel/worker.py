@@ -23,6 +23,8 @@ from backfill.parallel.ring import RingClosed, RingMemory, RingReader
 
 logger = logging.getLogger(__name__)
 
+_IDLE_S = 0.0003  # without a plan, until the rank prepares for it: the driver may need the core before
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerSetup:
@@ -56,7 +58,7 @@ def run_worker(setup: WorkerSetup) -> None:
         executor = _load(setup, link)
         if executor is not None:
             ring = RingReader(memory, context.local_rank, lambda: _check_open(link))
-            _run_plans(executor, ring, link)
+            _run_plans(executor, ring, link, context)
 
 
 def _load(setup: WorkerSetup, link: socket.socket) -> RankExecutor | None:
@@ -78,14 +80,21 @@ def _load(setup: WorkerSetup, link: socket.socket) -> RankExecutor | None:
 
 def _check_open(link: socket.socket) -> None:
     """Raises: RingClosed if the driver has closed its end. It sends nothing."""
-    if select.select([link], (), (), 0)[0]:
+    links = select.poll()
+    links.register(link, select.POLLIN)
+    if links.poll(0):
         raise RingClosed
 
 
-def _run_plans(executor: RankExecutor, ring: RingReader, link: socket.socket) -> None:
+def _run_plans(executor: RankExecutor, ring: RingReader, link: socket.socket, context: RankContext) -> None:
     decoder = PlanDecoder()
+    progress = None if context.progress is None else context.progress.of_rank(context.rank)
     while True:
+        if not ring.wait(_IDLE_S):
+            decoder.prepare()
         plan, sampled = decoder.decode(ring.read())
+        if progress is not None:
+            progress.begin_step(plan.step)
         report: FromRank
         try:
             report = step_done(plan.step, executor.run(plan, sampled))
@@ -93,3 +102,4 @@ def _run_plans(executor: RankExecutor, ring: RingReader, link: socket.socket) ->
             logger.exception("step %d failed", plan.step)
             report = StepRaised(plan.step, f"{type(error).__name__}: {error}")
         send_report(link, report)
+        del plan, sampled  # it takes a while, for which nobody waits now

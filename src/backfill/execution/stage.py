@@ -1,0 +1,181 @@
+"""One rank's place in a step: which layers it computes, and what it exchanges with other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import NamedTuple, Protocol
+
+from backfill.core.plan import Safepoints, StepPlan
+from backfill.execution.collectives import (
+    PeerFailed,
+    RankLinks,
+    SoleSafepointGroup,
+    StageHeader,
+    StageLink,
+)
+from backfill.models.decoder import HiddenState
+from backfill.models.shard import ModelShard
+
+
+class StopRequests(Protocol):
+    """Which steps are to stop. Requests may come from any thread or process."""
+
+    def request(self, step: int) -> None:
+        """Stop the step at its next safepoint. One that has ended does not notice."""
+
+    def is_requested(self, step: int) -> bool: ...
+
+
+class StopRequest:
+    """See ``StopRequests``: of one step at a time."""
+
+    def __init__(self) -> None:
+        self._step = -1
+
+    def request(self, step: int) -> None:
+        self._step = max(self._step, step)  # a late call for an earlier step must not undo it
+
+    def is_requested(self, step: int) -> bool:
+        return self._step == step
+
+
+class Stop(NamedTuple):
+    """Preemptible slices left the step at a safepoint, ``at_s`` on the executor's clock."""
+
+    layers_done: int
+    at_s: float
+
+
+class Handover(NamedTuple):
+    """What a stage begins a step with, and hands on to the next.
+
+    Attributes:
+        last_layer: the layer before which preemptible slices end.
+        stop: of the preemptible slices; ``state`` is without them.
+        state: rows of the slices, one micro-batch after another; None without rows, and before the first
+            stage, which embeds them.
+    """
+
+    last_layer: int
+    stop: Stop | None = None
+    state: HiddenState | None = None
+
+
+class Stage:
+    """The layers of a rank, and its exchange with the other ranks of a step.
+
+    A step is ``begin_step``; if it has slices ``receive``, ``arm`` before each layer and, unless the stage is
+    the last one, ``hand_on``; and after an error ``fail_step``. It stops where all ranks of a stage agree
+    that it does: between any two layers if there is one stage, else at the end of a stage. Each stage sends
+    one message for each step that has slices, also without rows or after a failure, so that the next one
+    never waits in vain.
+
+    One process is the stage that has all layers: it is alone and exchanges nothing.
+
+    Attributes:
+        step: the plan's, of the step that was begun last.
+
+    Args:
+        shard: its group is that of ``links``.
+        stops: tensor rank 0 asks it.
+        on_layer: called before each layer.
+    """
+
+    def __init__(
+        self,
+        shard: ModelShard,
+        links: RankLinks,
+        stops: StopRequests,
+        on_layer: Callable[[int], None] | None = None,
+    ) -> None:
+        self.shard = shard
+        self.layers = shard.layers
+        self.step = -1
+        self._links = links
+        self._stops = stops
+        self._on_layer = on_layer
+        self._number = 0  # of steps begun; the same on all ranks
+        self._incoming: StageLink | None = None  # from which the step's message is still to come
+        self._outgoing: StageLink | None = None  # to which it is still to go
+
+    @classmethod
+    def whole(cls, num_layers: int) -> Stage:
+        """All layers of a model, on a rank of its own."""
+        return cls(ModelShard.whole(num_layers), RankLinks(SoleSafepointGroup()), StopRequest())
+
+    def request_stop(self, step: int) -> None:
+        """See ``StoppableExecutor``."""
+        self._stops.request(step)
+
+    def begin_step(self, plan: StepPlan) -> None:
+        links = self._links
+        self.step = plan.step
+        self._number += 1
+        self._incoming, self._outgoing = (links.previous, links.following) if plan.slices else (None, None)
+        links.group.begin_step()
+
+    def fail_step(self) -> None:
+        """Leave the step; exchange the messages of it that were not exchanged yet."""
+        self._links.group.fail_step()
+        if self._outgoing is not None:
+            with suppress(PeerFailed):
+                self._outgoing.send(StageHeader(self._number, failed=True), None)
+        if self._incoming is not None:
+            with suppress(PeerFailed):
+                self._incoming.receive()
+
+    def receive(self) -> Handover:
+        """What the stage before hands on; blocks until it does. Raises: PeerFailed."""
+        if self._incoming is None:
+            return Handover(self.shard.num_layers)
+        header, state = self._incoming.receive()
+        self._incoming = None
+        if header.failed:
+            raise PeerFailed("the stage before has failed in this step")
+        assert header.number == self._number, f"{header} in step {self._number}"
+        stopped = header.stopped_layers
+        return Handover(
+            header.last_layer, None if stopped is None else Stop(stopped, header.stopped_at_s), state
+        )
+
+    def hand_on(self, done: Handover) -> None:
+        """To the next stage. Raises: PeerFailed."""
+        assert self._outgoing is not None, "the last stage hands nothing on"
+        header = StageHeader(self._number, done.last_layer)
+        if done.stop is not None:
+            header = header._replace(stopped_layers=done.stop.layers_done, stopped_at_s=done.stop.at_s)
+        self._outgoing.send(header, done.state)
+        self._outgoing = None
+
+    def safepoints(self, first: int, points: Safepoints | None) -> range:
+        """Layers before which a pass that begins before layer ``first`` may be stopped."""
+        num_layers = self.shard.num_layers
+        if points is None:
+            return range(0)
+        if len(self.layers) < num_layers:
+            return range(self.layers.stop, num_layers)[:1]
+        return range(first, num_layers, points.layers_apart)[1:]
+
+    def begin_layer(self, layer: int) -> None:
+        """Before each layer of a step."""
+        if self._on_layer is not None:
+            self._on_layer(layer)
+
+    def arm(self, layer: int, safepoints: range) -> None:
+        """Ask whether to stop while a layer is computed, if a safepoint follows."""
+        # Two layers: a group may know only what the one before the last has carried.
+        precedes = layer + 1 in safepoints or layer + 2 in safepoints
+        self._links.group.arm(self._is_stop_asked if precedes else None)
+
+    @property
+    def stop_agreed(self) -> bool:
+        """Whether the step stops at the safepoint that it has reached; the same on all ranks."""
+        return self._links.group.stop_agreed
+
+    def _is_stop_asked(self) -> bool:
+        return self._stops.is_requested(self.step)
+
+    def close(self) -> None:
+        """Leave the group and the links. No other call may follow."""
+        self._links.close()

@@ -1,0 +1,195 @@
+"""Ranks that stream the weights of their shards, or have micro-batches: tokens are those of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import cycle
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from backfill.core.clock import VirtualClock
+from backfill.core.config import PreemptionMode, SchedulerConfig
+from backfill.core.plan import Compute, ScheduledSlice, StepPlan
+from backfill.core.request import ServiceClass
+from backfill.engine.engine import Engine
+from backfill.execution import offloading, torch_executor
+from backfill.execution.micro_batches import split_step
+from backfill.offloading.interval import num_device_layers, offloaded_layers
+from tests.models.tiny import save_tiny_model
+from tests.parallel.rank_threads import RankThreads, Sizes, load_tiny
+from tests.parallel.test_rank_pipeline import ADMITTED, scheduled
+from tests.parallel.test_rank_stops import (
+    OFFLINE_SHAPES,
+    ONLINE_SHAPES,
+    before_layers,
+    drain,
+    make_engine,
+    requests,
+    run_disturbed,
+)
+
+NUM_LAYERS = 12
+LAYOUTS = [Sizes(tensor=2), Sizes(pipeline=2), Sizes(2, 2)]
+LARGEST = 3  # whose memory has room for all smaller intervals too
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Packed layers are kept in a folder of these tests."""
+    folder: Path = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(offloading, "cache_root", lambda: folder)
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder: Path = tmp_path_factory.mktemp("model")
+    save_tiny_model("llama-biased", folder, num_hidden_layers=NUM_LAYERS)  # only rank 0 has output biases
+    return folder
+
+
+def undisturbed(ranks: RankThreads) -> dict[str, list[int]]:
+    engine = Engine(SchedulerConfig(prefix_caching=False), ranks, VirtualClock())
+    wanted = requests(ServiceClass.OFFLINE, OFFLINE_SHAPES) + requests(ServiceClass.ONLINE, ONLINE_SHAPES)
+    for request in wanted:
+        engine.add(request)
+    drain(engine, ranks)
+    return {request.request_id: list(request.output_token_ids) for request in wanted}
+
+
+@pytest.fixture(scope="module")
+def expected(model_dir: Path) -> dict[str, list[int]]:
+    """Tokens of one rank with all layers."""
+    ranks = RankThreads(Sizes(), load_tiny(model_dir, Sizes()))
+    tokens = undisturbed(ranks)
+    ranks.close()
+    return tokens
+
+
+@pytest.fixture(scope="module", params=LAYOUTS, ids=str)
+def ranks(request: pytest.FixtureRequest, model_dir: Path) -> Iterator[RankThreads]:
+    load = load_tiny(model_dir, request.param, num_blocks=36, interval=LARGEST, num_micro_batches=2)
+    threads = RankThreads(request.param, load)
+    yield threads
+    threads.close()
+
+
+def taking_turns(intervals: list[int]) -> Callable[[StepPlan], StepPlan]:
+    following = cycle(intervals)
+    return lambda plan: replace(plan, offload_interval=next(following))
+
+
+@pytest.mark.parametrize("interval", [1, 2])
+@pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
+def test_each_rank_streams_its_shard_of_its_own_layers(
+    model_dir: Path, expected: dict[str, list[int]], sizes: Sizes, interval: int
+) -> None:
+    ranks = RankThreads(sizes, load_tiny(model_dir, sizes, interval=interval))
+    try:
+        ranks.run(StepPlan(0, Compute((scheduled("online-a", 0, 17),)), ADMITTED))
+        for start in (17, 18):  # layers that were there at the start were not transferred for the first
+            ranks.run(StepPlan(start, Compute((scheduled("online-a", start, 1),))))
+        for rank, outcome in zip(ranks.ranks, ranks.outcomes, strict=True):
+            streamer, num_layers = rank.streamer, len(rank._stage.layers)
+            assert streamer is not None
+            assert outcome is not None
+            assert streamer.num_buffers == num_device_layers(num_layers, interval) < num_layers
+            num_bytes = len(offloaded_layers(num_layers, interval)) * streamer.layer_bytes
+            assert outcome.weight_transfers.num_bytes == num_bytes
+        ids = tuple(each.request_id for each in ADMITTED)
+        ranks.run(StepPlan(20, Compute(()), released=ids))
+        assert undisturbed(ranks) == expected
+    finally:
+        ranks.close()
+
+
+def test_the_ranks_shards_are_in_files_of_their_own(model_dir: Path, tmp_path: Path) -> None:
+    sizes = Sizes(2, 2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(offloading, "cache_root", lambda: tmp_path)
+        written: list[dict[str, int]] = []
+        for _ in range(2):
+            RankThreads(sizes, load_tiny(model_dir, sizes, interval=1)).close()
+            written.append({path.name: path.stat().st_mtime_ns for path in tmp_path.rglob("*.layers")})
+    assert written[0] == written[1]  # the second start has found its files
+    parts = sorted(name.removeprefix("tiny-").rpartition("-")[0] for name in written[0])
+    assert parts == [f"part{part}of2-layers{layers}" for part in (1, 2) for layers in ("0to5", "6to11")]
+
+
+@settings(
+    max_examples=6,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(
+    intervals=st.lists(st.integers(1, LARGEST), min_size=1, max_size=5),
+    places=st.lists(
+        st.tuples(st.integers(0, 12), st.integers(0, NUM_LAYERS)), min_size=2, max_size=2, unique=True
+    ),
+    preemption=st.sampled_from(["suspend", "discard"]),
+    max_num_batched_tokens=st.sampled_from([20, 64]),
+)
+def test_no_interleaving_of_stops_and_intervals_changes_a_token(
+    ranks: RankThreads,
+    expected: dict[str, list[int]],
+    intervals: list[int],
+    places: list[tuple[int, int]],
+    preemption: PreemptionMode,
+    max_num_batched_tokens: int,
+) -> None:
+    ranks.change = taking_turns(intervals)
+    engine = make_engine(ranks, preemption, max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=16)
+    arrivals = {place: number for number, place in enumerate(places)}
+    assert run_disturbed(ranks, arrivals, engine) == expected
+
+
+@pytest.mark.parametrize("failing_rank", [0, 3])
+def test_after_a_step_that_failed_layers_are_where_they_are_needed(
+    ranks: RankThreads, expected: dict[str, list[int]], failing_rank: int
+) -> None:
+    failing_rank %= len(ranks.ranks)
+    middle = ranks.ranks[failing_rank]._stage.layers[3]
+    ranks.change = taking_turns([1, 3, 2])
+    engine = make_engine(ranks)
+    offline = requests(ServiceClass.OFFLINE, OFFLINE_SHAPES)
+    for request in offline:
+        engine.add(request)
+
+    def fail(rank: int, step: int, before: int) -> None:
+        if (rank, step, before) == (failing_rank, 0, middle):
+            raise ZeroDivisionError
+
+    before_layers(ranks, fail)
+    engine.step()
+    assert isinstance(ranks.errors[failing_rank], ZeroDivisionError)
+    drain(engine, ranks)
+    before_layers(ranks, None)
+    outputs = {request.request_id: request.output_token_ids for request in offline}
+    assert outputs == {name: tokens for name, tokens in expected.items() if name in outputs}
+
+
+def test_rows_of_both_micro_batches_reach_the_next_stage(
+    ranks: RankThreads, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Decodes beside chunks of prompts."""
+    numbers: list[int] = []
+
+    def counting(slices: Sequence[ScheduledSlice], most: int) -> tuple[tuple[ScheduledSlice, ...], ...]:
+        parts = split_step(slices, most)
+        numbers.append(len(parts))
+        return parts
+
+    monkeypatch.setattr(torch_executor, "split_step", counting)
+    ranks.change = taking_turns([1])
+    engine = Engine(SchedulerConfig(max_num_batched_tokens=20, max_num_seqs=8), ranks, VirtualClock())
+    wanted = requests(ServiceClass.OFFLINE, OFFLINE_SHAPES)
+    for request in wanted:
+        engine.add(request)
+    drain(engine, ranks)
+    assert numbers.count(2) >= len(ranks.ranks)
+    assert all(expected[each.request_id] == each.output_token_ids for each in wanted)

@@ -1,0 +1,52 @@
+"""When a step counts as standing still, and what is said of it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from backfill.parallel.progress import Place, Progress
+from backfill.parallel.stall import StallWatch, describe_places, stall_limit_s
+
+
+@pytest.mark.parametrize(
+    ("engine_hang_timeout", "predicted_s", "limit_s"),
+    [(None, 0.0, 150.0), (None, 0.1, 15.0), (None, 4.0, 40.0), (8.0, 4.0, 4.0), (0.0, 4.0, math.inf)],
+)
+def test_the_limit(engine_hang_timeout: float | None, predicted_s: float, limit_s: float) -> None:
+    assert stall_limit_s(engine_hang_timeout, predicted_s) == limit_s
+
+
+def test_progress_begins_the_count_again_and_a_pause_of_the_machine_hardly_counts() -> None:
+    watch = StallWatch(100.0)
+    for look in range(9):
+        watch.look("layer 1", 100.0 + look / 4)
+    assert watch.still_s == 2.0
+    watch.look("layer 1", 5000.0)
+    assert watch.still_s == 2.5
+    watch.look("layer 2", 5000.25)
+    assert watch.still_s == 0.0
+    watch.look("layer 2", 5000.5)
+    assert watch.still_s == 0.25
+
+
+def test_the_places_of_ranks_are_told_those_first_that_wait_for_no_other() -> None:
+    progress = Progress.of(4)
+    before = progress.snapshot()
+    for rank in range(3):
+        progress.of_rank(rank).begin_step(7)
+    progress.of_rank(3).begin_step(6)
+    progress.of_rank(1).begin_layer(0)
+    progress.of_rank(0).begin_layer(2)
+    assert progress.snapshot() != before
+    with progress.of_rank(0).exchanging():
+        places = progress.places()
+    assert places == [Place(7, 2, True), Place(7, 0, False), Place(7, -1, False), Place(6, -1, False)]
+    assert not progress.places()[0].exchanges
+    assert describe_places(7, range(4), places) == (
+        "rank 1 stands still in layer 0; rank 2 stands still before its first layer; "
+        "rank 3 has not begun it; rank 0 waits for others in layer 2"
+    )
+    assert describe_places(7, [1, 3], None) == "no report from these ranks: 1, 3"
+    progress.close()
